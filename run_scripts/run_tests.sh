@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Linters, types and every test; with arguments, only pytest with those arguments.
+#
+#   bash run_scripts/run_tests.sh
+#   bash run_scripts/run_tests.sh tests/unit -k manager
+#   bash run_scripts/run_tests.sh -m benchmarks
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash run_scripts/setup.sh
+source run_scripts/env_cpu.sh
+
+if (($#)); then
+  exec python -m pytest "$@"
+fi
+
+python -m ruff check .
+python -m ruff format --check .
+python -m pyright
+exec python -m pytest tests/unit tests/integration tests/e2e
