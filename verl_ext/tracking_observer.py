@@ -1,0 +1,34 @@
+"""Patch: let a recipe see, and add to, what verl's ``fit`` logs of each step.
+
+``RayPPOTrainer.fit`` builds its ``Tracking`` from a name it imports when called, and offers no hook for metrics of a
+custom rollout. Within ``observed_tracking`` that name is a subclass that shows every log to an observer first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import verl.utils.tracking as tracking
+
+from verl_ext.guard import VERL, require
+
+Observer = Callable[[dict[str, Any], int], dict[str, Any]]
+
+
+@contextmanager
+def observed_tracking(observer: Observer) -> Iterator[None]:
+    """While entered, ``observer(data, step)`` answers what each ``Tracking.log`` records."""
+    require("verl", VERL, "tracking_observer")
+    original = tracking.Tracking
+
+    class ObservedTracking(original):
+        def log(self, data: dict[str, Any], step: int, backend: Any = None) -> None:
+            super().log(observer(data, step), step, backend)
+
+    tracking.Tracking = ObservedTracking  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        tracking.Tracking = original  # type: ignore[misc]

@@ -1,0 +1,11 @@
+"""Entry point ``vllm.general_plugins``: vLLM calls ``register`` in every one of its processes before a model loads."""
+
+from verl_ext.plugin import cpu_requested
+
+
+def register() -> None:
+    """Install the vLLM patches of the CPU platform; does nothing elsewhere."""
+    if cpu_requested():
+        from verl_ext import vllm_keep_weights
+
+        vllm_keep_weights.install()
