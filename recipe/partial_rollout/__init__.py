@@ -1,0 +1,1 @@
+"""Partial rollout for verl: long-tailed generations no longer stall synchronous RL."""

@@ -1,0 +1,78 @@
+"""How many new prompts may start: the three modes of a round.
+
+Little's law ties mean staleness to the groups in flight, so admission is where staleness is bought. ``window`` and
+``april`` fill at the start of a round; ``ssim`` refills all through it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Mode(StrEnum):
+    WINDOW = "window"
+    """(1 + overlap) * N groups, unfinished or ready, at the start of a round"""
+    SSIM = "ssim"
+    """the published supplementation: an in-flight budget of samples, refilled all through the round"""
+    APRIL = "april"
+    """over_sampling_batch_size unfinished groups at the start of a round"""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the manager holds."""
+
+    groups: int
+    """unfinished or ready"""
+    unfinished_groups: int
+    unfinished_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Decides whether one more prompt may be admitted."""
+
+    mode: Mode
+    batch_groups: int
+    """N: groups trained a step"""
+    samples_per_group: int
+    overlap: float
+    """spare groups in flight as a share of N (window)"""
+    over_sampling_batch_size: int
+    """unfinished groups at the start of a round (april)"""
+    in_flight_samples: int
+    """budget of unfinished samples (ssim)"""
+    max_staleness: int
+
+    @property
+    def window(self) -> int:
+        return math.floor((1 + self.overlap) * self.batch_groups)
+
+    @property
+    def ceiling(self) -> int:
+        """Most groups, unfinished or ready, that can all be trained before they are older than ``max_staleness``."""
+        return (1 + self.max_staleness) * self.batch_groups
+
+    def allows(self, load: Load, *, round_start: bool) -> bool:
+        """Whether one more group may start under ``load``, at the start of a round or in the middle of it."""
+        if load.groups >= self.ceiling:
+            return False
+        if self.mode is Mode.SSIM:
+            return load.unfinished_samples + self.samples_per_group <= self.in_flight_samples or (
+                load.groups < self.batch_groups
+            )
+        if not round_start:
+            return False
+        if self.mode is Mode.APRIL:
+            return load.unfinished_groups < self.over_sampling_batch_size
+        return load.groups < self.window
+
+    def most_per_round(self) -> int:
+        """Upper bound of the prompts that one round can admit."""
+        return {
+            Mode.WINDOW: self.window,
+            Mode.APRIL: self.over_sampling_batch_size,
+            Mode.SSIM: self.ceiling,
+        }[self.mode]

@@ -1,0 +1,192 @@
+"""Records of the recipe: prompt, group, sample, segment.
+
+Lifecycle is one enum field of a sample, written by ``PromptsManager`` alone; the state of a group follows from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+
+class SampleState(StrEnum):
+    WAITING = "waiting"
+    """Has no tokens and runs nowhere."""
+    RUNNING = "running"
+    """A worker holds a slot for it."""
+    INTERRUPTED = "interrupted"
+    """Gave its slot back before it ended; its tokens are cached."""
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class GroupState(StrEnum):
+    WAITING = "waiting"
+    """No sample has started."""
+    ACTIVE = "active"
+    READY = "ready"
+    """Every sample has finished."""
+    TAKEN = "taken"
+    """The trainer has it and has not acknowledged it."""
+    TRAINED = "trained"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The tokens that one engine call added to a sample."""
+
+    token_ids: np.ndarray
+    """int32 [segment_length]"""
+    log_probs: np.ndarray
+    """float32 [segment_length]; of the version that sampled them, at the sampling temperature"""
+    version: int
+    """policy version that made the tokens"""
+
+    def __post_init__(self) -> None:
+        if self.token_ids.shape != self.log_probs.shape:
+            raise RuntimeError(
+                f"segment with {self.token_ids.shape[0]} tokens and {self.log_probs.shape[0]} log-probs: "
+                f"the engine must return one log-prob per token (rollout.calculate_log_probs=True)"
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """A finished sample, unpadded. ``R`` is its response length: generated and tool tokens."""
+
+    prompt_ids: np.ndarray
+    """int32 [prompt_length]"""
+    response_ids: np.ndarray
+    """int32 [R]"""
+    response_mask: np.ndarray
+    """int8 [R]; 1 where the model generated the token"""
+    log_probs: np.ndarray
+    """float32 [R]; behaviour log-probs, 0 where the mask is 0"""
+    versions: np.ndarray
+    """int32 [R]; policy version of each generated token, -1 where the mask is 0"""
+    segments: int
+    """engine calls that generated it"""
+    reward_score: float | None
+    reward_extra_info: dict[str, Any]
+    num_turns: int
+    metrics: dict[str, float]
+    """verl's agent-loop metrics; seconds"""
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.response_ids), len(self.response_mask), len(self.log_probs), len(self.versions)}
+        if len(lengths) != 1:
+            raise RuntimeError(
+                f"sample with {len(self.response_ids)} tokens, {len(self.response_mask)} mask entries, "
+                f"{len(self.log_probs)} log-probs and {len(self.versions)} versions: they must be equal"
+            )
+
+    @property
+    def response_length(self) -> int:
+        return len(self.response_ids)
+
+    @property
+    def generated(self) -> np.ndarray:
+        """int32 [G]: policy versions of the generated tokens alone."""
+        return self.versions[self.response_mask.astype(bool)]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One dataset row of one epoch."""
+
+    uid: str
+    """``epoch/position``: position is that of the row in the epoch's order"""
+    epoch: int
+    row: dict[str, Any]
+    """non-tensor fields of verl's dataset row"""
+
+
+@dataclass(slots=True)
+class Sample:
+    """One response of a group."""
+
+    id: str
+    """``group uid # index``"""
+    group: PromptGroup
+    state: SampleState = SampleState.WAITING
+    worker: str | None = None
+    """worker that runs it or holds its live conversation"""
+    segments: list[Segment] = field(default_factory=list)
+    """cached when it was interrupted, oldest first"""
+    output: SampleOutput | None = None
+    since: float = 0.0
+    """clock reading (s) of the last state change"""
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(len(segment) for segment in self.segments)
+
+    @property
+    def length(self) -> int:
+        """Response tokens so far: those of the output once it has finished, else the cached ones."""
+        return self.output.response_length if self.output is not None else self.cached_tokens
+
+
+@dataclass(slots=True, eq=False)
+class PromptGroup:
+    """A prompt and its samples: the unit that is admitted and trained."""
+
+    prompt: Prompt
+    order: int
+    """dispatch order over the whole run, from 0"""
+    samples: list[Sample] = field(default_factory=list)
+    birth: int | None = None
+    """policy version under which its first sample started; None before"""
+    unfinished: int = 0
+    finished_length: int = 0
+    """sum of the finished samples' response lengths, tokens"""
+    handed_over: GroupState | None = None
+    """TAKEN or TRAINED once the trainer has it"""
+
+    @property
+    def uid(self) -> str:
+        return self.prompt.uid
+
+    @property
+    def state(self) -> GroupState:
+        if self.handed_over is not None:
+            return self.handed_over
+        if self.unfinished == 0:
+            return GroupState.READY
+        return GroupState.WAITING if self.birth is None else GroupState.ACTIVE
+
+    @property
+    def mean_finished_length(self) -> float:
+        """Tokens; 1e9 while no sample has finished, so that such a group sorts last (published key)."""
+        finished = len(self.samples) - self.unfinished
+        return self.finished_length / finished if finished else 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A slot given to a worker for one sample."""
+
+    sample_id: str
+    group_uid: str
+    order: int
+    row: dict[str, Any]
+    segments: tuple[Segment, ...]
+    """what is cached of it; a worker that still holds the conversation ignores them"""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenGroup:
+    """A trained-to-be group as the trainer sees it."""
+
+    uid: str
+    order: int
+    epoch: int
+    row: dict[str, Any]
+    outputs: tuple[SampleOutput, ...]

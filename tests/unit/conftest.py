@@ -1,0 +1,86 @@
+"""Keyword builders for the pure parts: a prompt, an output, a manager with small sizes."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.prompts_manager import PromptsManager
+from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.types import Prompt, SampleOutput, Segment
+
+
+def build_prompts(count, *, start=0, epoch=0):
+    return [Prompt(f"{epoch}/{i}", epoch, {"raw_prompt": [{"role": "user", "content": str(i)}]}) for i in range(start, start + count)]
+
+
+def build_segment(length=3, *, version=0):
+    return Segment(np.arange(length, dtype=np.int32), np.full(length, -0.5, np.float32), version)
+
+
+def build_output(length=5, *, version=0, reward=1.0, prompt_length=4):
+    return SampleOutput(
+        prompt_ids=np.arange(1, prompt_length + 1, dtype=np.int32),
+        response_ids=np.arange(10, 10 + length, dtype=np.int32),
+        response_mask=np.ones(length, np.int8),
+        log_probs=np.full(length, -0.5, np.float32),
+        versions=np.full(length, version, np.int32),
+        segments=1,
+        reward_score=reward,
+        reward_extra_info={"acc": reward},
+        num_turns=2,
+        metrics={"generate_sequences": 0.1, "tool_calls": 0.0, "compute_score": 0.0},
+        extra_fields={"turn_scores": []},
+    )
+
+
+def build_manager(
+    *,
+    batch=2,
+    n=2,
+    overlap=1.0,
+    max_staleness=4,
+    mode=Mode.WINDOW,
+    policy=Policy.BOUNDED,
+    over_sampling=None,
+    in_flight=None,
+    prompts=100,
+    workers=1,
+    capacity=64,
+):
+    admission = Admission(
+        mode=mode,
+        batch_groups=batch,
+        samples_per_group=n,
+        overlap=overlap,
+        over_sampling_batch_size=over_sampling or 2 * batch,
+        in_flight_samples=in_flight or batch * n,
+        max_staleness=max_staleness,
+    )
+    clock = itertools.count()
+    manager = PromptsManager(admission, policy, lambda: float(next(clock)))
+    manager.offer(build_prompts(prompts))
+    for i in range(workers):
+        manager.register_worker(f"w{i}", capacity)
+    return manager
+
+
+@pytest.fixture
+def prompts():
+    return build_prompts
+
+
+@pytest.fixture
+def segment():
+    return build_segment
+
+
+@pytest.fixture
+def output():
+    return build_output
+
+
+@pytest.fixture
+def manager():
+    return build_manager

@@ -1,0 +1,265 @@
+"""What the state machine does, as facts. The round used throughout: N groups of n samples, one worker."""
+
+import pytest
+
+from recipe.partial_rollout.admission import Mode
+from recipe.partial_rollout.scheduling import Policy
+
+
+def groups_of(grants):
+    return [grant.group_uid for grant in grants]
+
+
+def finish_group(manager, grants, uid, output, **kwargs):
+    for grant in grants:
+        if grant.group_uid == uid:
+            manager.finish(grant.sample_id, output(**kwargs))
+
+
+def end_round(manager, running):
+    """Close the round, interrupt ``running`` and train the batch."""
+    manager.close_round()
+    for sample_id in running:
+        manager.interrupt(sample_id)
+    taken = manager.take_batch()
+    manager.acknowledge(group.uid for group in taken)
+    manager.advance_version(manager.version + 1)
+    return taken
+
+
+def test_window_round_starts_with_overlap_groups_beyond_the_batch(manager):
+    m = manager(batch=2, n=3, overlap=1.0)
+    assert m.open_round() == 4
+    assert len(m.claim("w0")) == 12
+
+
+def test_nothing_is_claimed_outside_a_round(manager):
+    m = manager()
+    m.admit(round_start=True)
+    assert m.claim("w0") == []
+    m.open_round()
+    m.close_round()
+    assert m.claim("w0") == []
+
+
+def test_a_worker_never_holds_more_than_its_capacity(manager, output):
+    m = manager(batch=2, n=4, capacity=3)
+    m.open_round()
+    first = m.claim("w0")
+    assert len(first) == 3 and m.claim("w0") == []
+    m.finish(first[0].sample_id, output())
+    assert len(m.claim("w0")) == 1
+
+
+def test_finished_sample_frees_its_slot_while_its_siblings_run(manager, output):
+    m = manager(batch=1, n=2, overlap=1.0, capacity=2)
+    m.open_round()
+    straggler, short = m.claim("w0")
+    m.finish(short.sample_id, output())
+    assert groups_of(m.claim("w0")) == ["0/1"]
+    assert m.metrics()["inflight/samples"] == 3
+    assert straggler.group_uid == "0/0"
+
+
+def test_round_is_complete_when_a_batch_of_groups_is_ready(manager, output):
+    m = manager(batch=2, n=2)
+    m.open_round()
+    grants = m.claim("w0")
+    finish_group(m, grants, "0/0", output)
+    assert not m.round_complete()
+    finish_group(m, grants, "0/3", output)
+    assert m.round_complete()
+
+
+def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, segment):
+    m = manager(batch=1, n=2, overlap=1.0)
+    m.open_round()
+    grants = m.claim("w0")
+    finish_group(m, grants, "0/0", output)
+    carried = [g.sample_id for g in grants if g.group_uid == "0/1"]
+    for sample_id in carried:
+        m.add_segment(sample_id, segment(3))
+    end_round(m, carried)
+    m.open_round()
+    resumed = m.claim("w0")
+    assert [g.sample_id for g in resumed[:2]] == carried
+    assert [sum(len(s) for s in g.segments) for g in resumed[:2]] == [3, 3]
+    assert groups_of(resumed[2:]) == ["0/2", "0/2"]
+
+
+def test_interrupted_sample_is_granted_to_the_worker_that_holds_its_conversation(manager, output):
+    m = manager(batch=1, n=1, overlap=1.0, workers=2, capacity=1)
+    m.open_round()
+    (a,) = m.claim("w0")
+    (b,) = m.claim("w1")
+    m.finish(a.sample_id, output())
+    end_round(m, [b.sample_id])
+    m.open_round()
+    assert groups_of(m.claim("w0")) == ["0/2"]
+    assert [g.sample_id for g in m.claim("w1")] == [b.sample_id]
+
+
+def test_samples_of_a_dead_worker_go_on_elsewhere_from_their_segments(manager, segment):
+    m = manager(batch=1, n=2, overlap=0.0, workers=2)
+    m.open_round()
+    first, second = m.claim("w0")
+    m.add_segment(first.sample_id, segment(7))
+    assert m.release_worker("w0") == 2
+    again = {g.sample_id: g for g in m.claim("w1")}
+    assert set(again) == {first.sample_id, second.sample_id}
+    assert sum(len(s) for s in again[first.sample_id].segments) == 7
+    assert again[second.sample_id].segments == ()
+
+
+def test_oldest_ready_groups_train_first_and_the_rest_is_kept(manager, output):
+    m = manager(batch=1, n=1, overlap=2.0)
+    m.open_round()
+    grants = m.claim("w0")
+    for grant in reversed(grants[1:]):
+        m.finish(grant.sample_id, output())
+    first = end_round(m, [grants[0].sample_id])
+    m.open_round()
+    assert m.round_complete()
+    m.claim("w0")
+    m.finish(grants[0].sample_id, output())
+    second = m.take_batch()
+    assert [g.uid for g in first] == ["0/2"]
+    assert [g.uid for g in second] == ["0/1"]
+
+
+def test_round_waits_for_a_group_at_the_staleness_bound(manager, output):
+    m = manager(batch=1, n=1, overlap=1.0, max_staleness=1)
+    m.open_round()
+    old, young = m.claim("w0")
+    m.finish(young.sample_id, output())
+    end_round(m, [old.sample_id])
+    m.open_round()
+    old, young = m.claim("w0")
+    m.finish(young.sample_id, output())
+    assert not m.round_complete()
+    m.finish(old.sample_id, output())
+    assert m.round_complete()
+    assert [g.uid for g in m.take_batch()] == ["0/0"]
+
+
+def test_overdue_group_runs_first_under_the_published_key(manager, output):
+    m = manager(batch=1, n=2, overlap=1.0, max_staleness=1, policy=Policy.SEED, capacity=64)
+    m.open_round()
+    grants = m.claim("w0")
+    finish_group(m, grants, "0/1", output)
+    end_round(m, [g.sample_id for g in grants if g.group_uid == "0/0"])
+    m.open_round()
+    assert groups_of(m.claim("w0", limit=2)) == ["0/0", "0/0"]
+
+
+def test_published_key_puts_a_new_prompt_before_a_carried_group_with_nothing_finished(manager, output):
+    m = manager(batch=1, n=2, overlap=1.0, max_staleness=4, policy=Policy.SEED)
+    m.open_round()
+    grants = m.claim("w0")
+    finish_group(m, grants, "0/1", output)
+    end_round(m, [g.sample_id for g in grants if g.group_uid == "0/0"])
+    m.open_round()
+    assert groups_of(m.claim("w0", limit=2)) == ["0/2", "0/2"]
+
+
+def test_ssim_refills_to_its_budget_in_the_middle_of_a_round(manager, output):
+    m = manager(batch=2, n=2, mode=Mode.SSIM, in_flight=4)
+    assert m.open_round() == 2
+    grants = m.claim("w0")
+    m.finish(grants[0].sample_id, output())
+    assert m.admit() == 0
+    m.finish(grants[1].sample_id, output())
+    assert m.admit() == 1
+    assert groups_of(m.claim("w0")) == ["0/2", "0/2"]
+
+
+def test_april_tops_up_unfinished_groups_only_at_the_start_of_a_round(manager, output):
+    m = manager(batch=2, n=1, mode=Mode.APRIL, over_sampling=5)
+    assert m.open_round() == 5
+    grants = m.claim("w0")
+    for grant in grants[:2]:
+        m.finish(grant.sample_id, output())
+    assert m.admit() == 0 and m.round_complete()
+    end_round(m, [g.sample_id for g in grants[2:]])
+    assert m.open_round() == 2
+    assert groups_of(m.claim("w0"))[:3] == ["0/2", "0/3", "0/4"]
+
+
+def test_training_drains_when_the_data_ends(manager, output):
+    m = manager(batch=2, n=1, overlap=1.0, prompts=4)
+    m.close_source()
+    m.open_round()
+    grants = m.claim("w0")
+    for grant in grants[2:]:
+        m.finish(grant.sample_id, output())
+    first = end_round(m, [g.sample_id for g in grants[:2]])
+    m.open_round()
+    grants = m.claim("w0")
+    m.finish(grants[0].sample_id, output())
+    assert not m.round_complete()
+    m.finish(grants[1].sample_id, output())
+    assert m.round_complete()
+    second = m.take_batch()
+    m.acknowledge(g.uid for g in second)
+    assert sorted(g.uid for g in first + second) == ["0/0", "0/1", "0/2", "0/3"]
+    assert m.lost_groups == 0 and m.counters.trained_groups == 4
+
+
+def test_a_prompt_is_offered_once(manager, prompts):
+    m = manager()
+    m.open_round()
+    with pytest.raises(RuntimeError, match="0/0 was offered twice"):
+        m.offer(prompts(1))
+
+
+@pytest.mark.parametrize("verb", ["interrupt", "finish", "fail", "add_segment"])
+def test_verbs_on_a_sample_that_does_not_run_are_refused(manager, output, segment, verb):
+    m = manager()
+    m.open_round()
+    (grant,) = m.claim("w0", limit=1)
+    m.finish(grant.sample_id, output())
+    argument = {"finish": [output()], "add_segment": [segment()]}.get(verb, [])
+    with pytest.raises(RuntimeError, match=f"{verb}: sample 0/0#0 is unknown or finished"):
+        getattr(m, verb)(grant.sample_id, *argument)
+
+
+def test_a_group_is_acknowledged_once(manager, output):
+    m = manager(batch=1, n=1)
+    m.open_round()
+    (grant,) = m.claim("w0", limit=1)
+    m.finish(grant.sample_id, output())
+    (taken,) = m.take_batch()
+    m.acknowledge([taken.uid])
+    with pytest.raises(RuntimeError, match="0/0 was not taken"):
+        m.acknowledge([taken.uid])
+
+
+def test_policy_version_never_goes_back(manager):
+    m = manager()
+    m.advance_version(3)
+    with pytest.raises(RuntimeError, match="from 3 back to 2"):
+        m.advance_version(2)
+
+
+def test_length_bias_shows_that_short_groups_train_first(manager, output):
+    m = manager(batch=1, n=1, overlap=1.0)
+    m.open_round()
+    long, short = m.claim("w0")
+    m.finish(short.sample_id, output(10))
+    end_round(m, [long.sample_id])
+    trained, dispatched = m.length_bias()
+    assert (trained, dispatched) == (10, 0)
+    m.open_round()
+    long = next(g for g in m.claim("w0") if g.sample_id == long.sample_id)
+    m.finish(long.sample_id, output(90))
+    m.acknowledge(g.uid for g in m.take_batch())
+    assert m.length_bias() == (50, 50)
+
+
+def test_unfinished_report_names_sample_state_worker_and_age(manager, segment):
+    m = manager(batch=1, n=1, overlap=0.0)
+    m.open_round()
+    (grant,) = m.claim("w0")
+    m.add_segment(grant.sample_id, segment(3))
+    report = m.unfinished_report()
+    assert "1 unfinished samples: 0/0#0 running on w0 for" in report and "(3 tokens cached)" in report
