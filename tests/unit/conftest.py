@@ -12,7 +12,10 @@ from recipe.partial_rollout.types import Prompt, SampleOutput, Segment
 
 
 def build_prompts(count, *, start=0, epoch=0):
-    return [Prompt(f"{epoch}/{i}", epoch, {"raw_prompt": [{"role": "user", "content": str(i)}]}) for i in range(start, start + count)]
+    return [
+        Prompt(f"{epoch}/{i}", epoch, {"raw_prompt": [{"role": "user", "content": str(i)}]})
+        for i in range(start, start + count)
+    ]
 
 
 def build_segment(length=3, *, version=0):

@@ -2,10 +2,10 @@
 
 import itertools
 
-from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
 import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from recipe.partial_rollout.admission import Admission, Mode
 from recipe.partial_rollout.prompts_manager import PromptsManager
@@ -71,7 +71,9 @@ class ManagerLife(RuleBasedStateMachine):
             self.capacity[name] = capacity
             self.manager.register_worker(name, capacity)
 
-    @precondition(lambda self: self.manager is not None and not self.manager.round_open and len(self.trained) < self.total)
+    @precondition(
+        lambda self: self.manager is not None and not self.manager.round_open and len(self.trained) < self.total
+    )
     @rule()
     def open_round(self):
         count = min(self.manager.wanted, self.total - self.offered)
@@ -140,7 +142,9 @@ class ManagerLife(RuleBasedStateMachine):
         self.version += 1
         self.manager.advance_version(self.version)
 
-    @precondition(lambda self: self.manager is not None and not self.manager.round_open and len(self.trained) < self.total)
+    @precondition(
+        lambda self: self.manager is not None and not self.manager.round_open and len(self.trained) < self.total
+    )
     @rule(every=st.integers(2, 4))
     def play_round_with_stragglers(self, every):
         """A whole round in which some prompts end only when nothing else runs."""

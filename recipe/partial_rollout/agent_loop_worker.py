@@ -1,0 +1,258 @@
+"""Workers that run agent loops: verl's, observed (noPR), and one that claims samples and keeps the engines full (PR).
+
+Control flow of the latter::
+
+    claim (long poll) ----> start or resume samples ----> finished / interrupted ----> report
+          ^                                                                              |
+          +------------------- grants for the slots that came free ----------------------+
+
+A sample keeps its coroutine over interruptions; only its slot goes back to the manager. Reports travel one at a time, so
+what happens meanwhile goes out together with the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker
+
+from recipe.partial_rollout.grant_gate import GrantGate
+from recipe.partial_rollout.llm_client import LIVE_SAMPLE, EngineCall, LiveSample, ObservedLLMClient
+from recipe.partial_rollout.manager_actor import Report
+from recipe.partial_rollout.types import Grant, SampleOutput, Segment
+
+
+class RewardError(RuntimeError):
+    """The reward function failed or did not answer."""
+
+
+class ObservedAgentLoopWorker(AgentLoopWorker):
+    """verl's worker, with a deadline on the reward function and an account of its engine calls."""
+
+    llm_client: ObservedLLMClient
+
+    def take_calls(self) -> list[EngineCall]:
+        """Engine calls that ended since the last time this was asked."""
+        return self.llm_client.take_calls()
+
+    async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
+        deadline_s = self.config.partial_rollout.deadlines.reward_s
+        try:
+            await asyncio.wait_for(super()._compute_score(outputs, kwargs), deadline_s)
+        except TimeoutError as error:
+            raise RewardError(
+                f"reward function gave no score for prompt {kwargs.get('uid')} within {deadline_s:g} s "
+                f"(partial_rollout.deadlines.reward_s)"
+            ) from error
+        except Exception as error:
+            reason = str(error).strip().splitlines()
+            raise RewardError(
+                f"reward function failed on prompt {kwargs.get('uid')}: "
+                f"{type(error).__name__}: {reason[-1] if reason else ''}"
+            ) from error
+
+    async def probe(self, rows: list[dict[str, Any]], concurrency: int, until_ended: int) -> None:
+        """Keep ``concurrency`` samples running through the whole path until ``end_probe``, or until as many ended."""
+        self._probe_over = asyncio.Event()
+        ended = 0
+
+        async def keep_one(index: int) -> None:
+            nonlocal ended
+            while not self._probe_over.is_set():
+                row = rows[index % len(rows)]
+                await self._run_agent_loop(self._sampling_params(), _trajectory(row), trace=False, **self._kwargs(row))
+                index += concurrency
+                ended += 1
+                if until_ended and ended >= until_ended:
+                    self._probe_over.set()
+
+        await asyncio.gather(*[keep_one(index) for index in range(concurrency)])
+
+    def end_probe(self) -> None:
+        """Start no more probe samples."""
+        self._probe_over.set()
+
+    def _sampling_params(self) -> dict[str, Any]:
+        config = self.rollout_config
+        return {
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k,
+            "repetition_penalty": 1.0,
+            "logprobs": config.calculate_log_probs,
+        }
+
+    def _kwargs(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"agent_name": self.rollout_config.agent.default_agent_loop, **row}
+
+
+def _trajectory(row: dict[str, Any]) -> dict[str, Any]:
+    return {"step": -1, "sample_index": row.get("index", 0), "rollout_n": 0, "validate": False}
+
+
+class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
+    """Claims samples from the manager and runs each in an agent loop of verl's, interruptible at any engine call."""
+
+    def setup(self, name: str, manager: Any, capacity: int) -> None:
+        """Connect to the manager as ``name`` with ``capacity`` slots."""
+        self._name = name
+        self._manager = manager
+        self._capacity = capacity
+        self._gate = GrantGate(self.config.partial_rollout.deadlines.grant_s)
+        self._tasks: set[asyncio.Task] = set()
+        self._calling: set[str] = set()
+        self._outbox = _Outbox()
+        self._sending: asyncio.Task | None = None
+        self._quiet = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Claim and run samples for as long as the training lasts; ends only with an error."""
+        await self._manager.register_worker.remote(self._name, self._capacity)
+        while True:
+            self._run(await self._manager.claim.remote(self._name))
+            if self._sending is not None and self._sending.done():
+                self._sending.result()
+
+    def open_round(self) -> None:
+        """Engine calls are allowed from here on."""
+        self._gate.open()
+
+    def close_round(self) -> None:
+        """No new engine call; those under way end when their replica aborts them."""
+        self._gate.close()
+
+    async def quiesce(self) -> None:
+        """Return once no engine call is under way and the manager knows of everything that happened."""
+        while self._calling or self._outbox or (self._sending is not None and not self._sending.done()):
+            self._quiet.clear()
+            await self._quiet.wait()
+
+    # -- samples ---------------------------------------------------------------------------------------------------
+
+    def _run(self, grants: list[Grant]) -> None:
+        for grant in grants:
+            resumed = self._gate.holds(grant.sample_id)
+            self._gate.admit(grant.sample_id)
+            if not resumed:
+                task = asyncio.create_task(self._run_sample(grant), name=grant.sample_id)
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _run_sample(self, grant: Grant) -> None:
+        sample = LiveSample(grant.sample_id, keeper=self, priority=grant.order, restored=list(grant.segments))
+        LIVE_SAMPLE.set(sample)
+        kwargs = self._kwargs({**grant.row, "uid": grant.group_uid})
+        try:
+            output = await self._run_agent_loop(self._sampling_params(), _trajectory(grant.row), trace=False, **kwargs)
+        except Exception as error:
+            self._outbox.failed.append((grant.sample_id, f"{type(error).__name__}: {error}"))
+        else:
+            assert isinstance(output, SampleOutput)
+            self._outbox.finished.append((grant.sample_id, output))
+        self._gate.forget(grant.sample_id)
+        self._send()
+
+    async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
+        sample = LIVE_SAMPLE.get()
+        if sample is None:
+            return await super()._agent_loop_postprocess(output, validate, **kwargs)
+        if output.multi_modal_data:
+            raise ValueError(
+                f"sample {sample.id} has multi-modal data ({', '.join(output.multi_modal_data)}): "
+                f"partial rollout trains text only; set partial_rollout.enable=False"
+            )
+        await self._compute_score([output], kwargs)
+        return sample_output(sample, output)
+
+    # -- slots (``SlotKeeper``) ------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def engine_call(self, sample_id: str) -> AsyncIterator[None]:
+        """Entered once the sample holds a slot in an open round."""
+        while True:
+            await self._gate.wait(sample_id)
+            if self._gate.is_open:
+                break
+            self.hand_in(sample_id, None)
+        self._calling.add(sample_id)
+        try:
+            yield
+        finally:
+            self._calling.discard(sample_id)
+            self._quiet.set()
+
+    def hand_in(self, sample_id: str, segment: Segment | None) -> None:
+        """Give the slot back, with the tokens of the interrupted call."""
+        self._gate.revoke(sample_id)
+        self._outbox.interrupted.append((sample_id, segment))
+        self._send()
+
+    # -- reports ---------------------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send_all())
+
+    async def _send_all(self) -> None:
+        while self._outbox:
+            self._run(await self._manager.report.remote(self._outbox.take(self._name)))
+        self._quiet.set()
+
+
+class _Outbox:
+    """What the manager has not been told yet."""
+
+    def __init__(self) -> None:
+        self.interrupted: list[tuple[str, Segment | None]] = []
+        self.finished: list[tuple[str, SampleOutput]] = []
+        self.failed: list[tuple[str, str]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.interrupted or self.finished or self.failed)
+
+    def take(self, worker: str) -> Report:
+        report = Report(worker, tuple(self.interrupted), tuple(self.finished), tuple(self.failed))
+        self.__init__()
+        return report
+
+
+def sample_output(sample: LiveSample, output: AgentLoopOutput) -> SampleOutput:
+    """``output`` of an agent loop with the policy version of every token, unpadded.
+
+    Raises:
+        RuntimeError: the generated tokens of ``output`` are not those that the engine returned, in order.
+    """
+    mask = np.asarray(output.response_mask, dtype=np.int8)
+    response_ids = np.asarray(output.response_ids, dtype=np.int32)
+    generated = mask.astype(bool)
+    count = int(generated.sum())
+    tokens = np.concatenate([s.token_ids for s in sample.segments] or [np.empty(0, np.int32)])
+    versions = np.concatenate(
+        [np.full(len(s), s.version, np.int32) for s in sample.segments] or [np.empty(0, np.int32)]
+    )
+    # A response cut at the budget keeps a prefix of what was generated.
+    if count > len(tokens) or not np.array_equal(response_ids[generated], tokens[:count]):
+        raise RuntimeError(
+            f"sample {sample.id}: its agent loop returned {count} generated tokens that are not the engine's "
+            f"{len(tokens)}; partial rollout needs agent loops that pass engine tokens through unchanged"
+        )
+    aligned = np.full(len(response_ids), -1, np.int32)
+    aligned[generated] = versions[:count]
+    extra = dict(output.extra_fields)
+    return SampleOutput(
+        prompt_ids=np.asarray(output.prompt_ids, dtype=np.int32),
+        response_ids=response_ids,
+        response_mask=mask,
+        log_probs=np.asarray(output.response_logprobs or [], dtype=np.float32),
+        versions=aligned,
+        segments=len(sample.segments),
+        reward_score=output.reward_score,
+        reward_extra_info=extra.pop("reward_extra_info", {}),
+        num_turns=output.num_turns,
+        metrics=output.metrics.model_dump(),
+        extra_fields=extra,
+    )

@@ -1,0 +1,159 @@
+"""``partial_rollout.*`` and its cross-checks with verl's config: bad input dies here, before Ray starts.
+
+Every error is one line: the key, its value, what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.scheduling import Policy
+
+
+class ConfigError(ValueError):
+    """A user's mistake in the configuration."""
+
+
+def fail(key: str, value: object, allowed: str) -> ConfigError:
+    """The one-line error for ``key``."""
+    return ConfigError(f"{key}={value}: {allowed}")
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds after which a wait ends the run with an error."""
+
+    stall_s: float = 1800.0
+    """without any sample reporting in an open round"""
+    grant_s: float = 7200.0
+    """for an interrupted sample to be granted a slot again: longer than the longest step"""
+    reward_s: float = 300.0
+    """for one call of the reward function"""
+    interrupt_s: float = 60.0
+    """for all replicas to become quiet, or to resume"""
+    weight_sync_s: float = 600.0
+    """for one weight sync"""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not value > 0:
+                raise fail(f"partial_rollout.deadlines.{item.name}", value, "seconds above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class PartialRolloutConfig:
+    """The recipe's settings, checked; sizes that follow from verl's config are filled in by ``from_config``."""
+
+    enable: bool
+    mode: Mode
+    policy: Policy
+    overlap: float
+    max_staleness: int
+    over_sampling_batch_size: int
+    in_flight_samples: int
+    slots_per_replica: int
+    probe_s: float
+    deadlines: Deadlines
+    batch_groups: int
+    """N: ``data.train_batch_size``"""
+    samples_per_group: int
+    """``actor_rollout_ref.rollout.n``"""
+
+    @property
+    def batch_samples(self) -> int:
+        return self.batch_groups * self.samples_per_group
+
+    def slots(self, replicas: int) -> int:
+        """Samples that may run at once on ``replicas`` replicas."""
+        return self.slots_per_replica * replicas
+
+    def admission(self, replicas: int) -> Admission:
+        """The admission rule of this run."""
+        return Admission(
+            mode=self.mode,
+            batch_groups=self.batch_groups,
+            samples_per_group=self.samples_per_group,
+            overlap=self.overlap,
+            over_sampling_batch_size=self.over_sampling_batch_size,
+            in_flight_samples=self.in_flight_samples,
+            max_staleness=self.max_staleness,
+        )
+
+    @classmethod
+    def from_config(cls, config: DictConfig) -> PartialRolloutConfig:
+        """From the whole hydra config.
+
+        Raises:
+            ConfigError: in one line.
+        """
+        ours = config.partial_rollout
+        batch = _at_least("data.train_batch_size", config.data.train_batch_size, 1)
+        n = _at_least("actor_rollout_ref.rollout.n", config.actor_rollout_ref.rollout.n, 1)
+        settings = cls(
+            enable=bool(ours.enable),
+            mode=_member("partial_rollout.mode", ours.mode, Mode),
+            policy=_member("partial_rollout.scheduling.policy", ours.scheduling.policy, Policy),
+            overlap=_number("partial_rollout.overlap", ours.overlap),
+            max_staleness=_at_least("partial_rollout.max_staleness", ours.max_staleness, 0),
+            over_sampling_batch_size=_default(
+                "partial_rollout.over_sampling_batch_size", ours.over_sampling_batch_size, 2 * batch
+            ),
+            in_flight_samples=_default("partial_rollout.in_flight_samples", ours.in_flight_samples, batch * n),
+            slots_per_replica=_default(
+                "partial_rollout.slots_per_replica",
+                ours.slots_per_replica,
+                config.actor_rollout_ref.rollout.max_num_seqs,
+            ),
+            probe_s=_number("partial_rollout.probe_s", ours.probe_s),
+            deadlines=Deadlines(**OmegaConf.to_container(ours.deadlines, resolve=True)),  # type: ignore[arg-type]
+            batch_groups=batch,
+            samples_per_group=n,
+        )
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        if self.overlap > self.max_staleness:
+            raise fail(
+                "partial_rollout.overlap",
+                self.overlap,
+                f"at most partial_rollout.max_staleness={self.max_staleness}: more groups in flight cannot all be "
+                f"trained in time",
+            )
+        if self.over_sampling_batch_size < self.batch_groups:
+            raise fail(
+                "partial_rollout.over_sampling_batch_size",
+                self.over_sampling_batch_size,
+                f"at least data.train_batch_size={self.batch_groups}",
+            )
+        if self.mode is not Mode.WINDOW and self.max_staleness < 1:
+            raise fail("partial_rollout.max_staleness", self.max_staleness, f"at least 1 in mode {self.mode}")
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise fail(key, value, "a number of at least 0")
+    return float(value)
+
+
+def _at_least(key: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise fail(key, value, f"an integer of at least {least}")
+    return value
+
+
+def _default(key: str, value: Any, default: int) -> int:
+    return default if value is None else _at_least(key, value, 1)
+
+
+def _member(key: str, value: Any, kind: type[Mode] | type[Policy]) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise fail(key, value, "one of " + ", ".join(kind)) from None

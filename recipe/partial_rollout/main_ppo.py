@@ -1,0 +1,91 @@
+"""Entry point: ``python -m recipe.partial_rollout.main_ppo --config-name NAME [hydra overrides]``.
+
+The trainer runs in this process (workers, engines and the manager are Ray actors), so its errors, its progress bar and
+Ctrl-C are the terminal's own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.partial_rollout.config import ConfigError
+
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+_HERE = "recipe.partial_rollout"
+
+
+def wire(config: DictConfig) -> None:
+    """Point verl's class-path options at the recipe's classes, for the arm that ``config`` asks for."""
+    rollout = config.actor_rollout_ref.rollout
+    arm = "PartialRollout" if config.partial_rollout.enable else "Observed"
+    OmegaConf.set_struct(config, False)
+    rollout.agent.agent_loop_manager_class = f"{_HERE}.agent_loop_manager.{arm}AgentLoopManager"
+    rollout.checkpoint_manager_class = f"{_HERE}.checkpoint_manager.RecipeCheckpointManager"
+    correction = config.algorithm.rollout_correction
+    if config.partial_rollout.enable and config.partial_rollout.decoupled_loss and correction.rollout_is is None:
+        # verl's decoupled mode: proximal log-probs recomputed, token-level behaviour weights, truncated.
+        correction.rollout_is = "token"
+    if not OmegaConf.select(config, "trainer.default_local_dir"):
+        config.trainer.default_local_dir = "outputs"
+
+
+def run(config: DictConfig) -> None:
+    """Check ``config``, start Ray, train.
+
+    Raises:
+        ConfigError: before Ray starts, in one line.
+    """
+    from recipe.partial_rollout.preflight import check_config, check_prompts
+
+    # verl instantiates parts of the config away from their root, where interpolations would dangle.
+    OmegaConf.resolve(config)
+    check_config(config)
+    wire(config)
+    directory = Path(config.trainer.default_local_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("VERL_FILE_LOGGER_PATH", str(directory / "metrics.jsonl"))
+    os.environ.setdefault("SWANLAB_MODE", "local")
+    os.environ.setdefault("SWANLAB_LOG_DIR", str(directory.parent / "swanlog"))
+    OmegaConf.save(config, directory / "config.yaml", resolve=True)
+
+    from recipe.partial_rollout.task_runner import TaskRunner, start_ray
+
+    runner = TaskRunner(config)
+    check_prompts(config, runner.tokenizer, runner.train_dataset)
+    start_ray(config)
+    try:
+        runner.train()
+    finally:
+        import ray
+
+        ray.shutdown()
+
+
+@hydra.main(config_path=str(CONF_DIR), config_name="ppo_partial_rollout", version_base=None)
+def main(config: DictConfig) -> None:
+    """Run, and end in one line on the terminal: exit code 2 for a user's mistake, 1 for a training that failed.
+
+    Hydra would print its own account of an exception; the whole traceback of a failed training is in ``error.log`` of the
+    run directory.
+    """
+    try:
+        run(config)
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Exception as error:
+        log = Path(config.trainer.default_local_dir) / "error.log"
+        log.write_text(traceback.format_exc())
+        lines = str(error).strip().splitlines() or [""]
+        print(f"training failed: {type(error).__name__}: {lines[0]}\n(traceback: {log})", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""``PromptsManager`` behind Ray: adds waiting, deadlines and the propagation of failures, and decides nothing.
+
+One condition guards the state. ``claim`` waits on it for work, ``wait_round`` for the end of the round; every change
+notifies it. Whoever waits gets the first failure that anyone reported, as an exception that names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from recipe.partial_rollout.admission import Admission
+from recipe.partial_rollout.prompts_manager import PromptsManager
+from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.types import Grant, Prompt, SampleOutput, Segment, TakenGroup
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a worker has to say of its samples, in one message."""
+
+    worker: str
+    interrupted: tuple[tuple[str, Segment | None], ...] = ()
+    """sample and the tokens of its interrupted call (None: it was between calls)"""
+    finished: tuple[tuple[str, SampleOutput], ...] = ()
+    failed: tuple[tuple[str, str], ...] = ()
+    """sample and the error that ended it"""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStart:
+    """What a new round opened with."""
+
+    admitted: int
+    opened_at: float
+    """unix seconds"""
+    carried_groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnd:
+    """Decision to interrupt."""
+
+    decided_at: float
+    """unix seconds"""
+
+
+class RolloutFailedError(RuntimeError):
+    """A part of the rollout failed; the message names it."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    changed_at: float = field(default_factory=time.monotonic)
+
+    def touch(self) -> None:
+        self.changed_at = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        return time.monotonic() - self.changed_at
+
+
+class ManagerActor:
+    """Ray actor (``ray.remote(ManagerActor)``) around one ``PromptsManager``.
+
+    Args:
+        stall_s: seconds without any sample reporting, in an open round, after which the run ends.
+    """
+
+    CLAIM_WAIT_S = 20.0
+    """a claim answers empty after this long, so that a worker notices when the manager is gone"""
+
+    def __init__(self, admission: Admission, policy: Policy, stall_s: float) -> None:
+        self._manager = PromptsManager(admission, policy, time.monotonic)
+        self._changed = asyncio.Condition()
+        self._failure: str | None = None
+        self._progress = _Progress()
+        self._stall_s = stall_s
+
+    # -- trainer ---------------------------------------------------------------------------------------------------
+
+    async def wanted(self) -> int:
+        """Prompts that the next round may need and the reserve lacks."""
+        return self._manager.wanted
+
+    async def begin_round(self, version: int, prompts: list[Prompt], source_open: bool) -> RoundStart:
+        """Take new prompts, admit what the mode starts a round with, and let the workers claim."""
+        async with self._changed:
+            self._manager.offer(prompts)
+            if not source_open:
+                self._manager.close_source()
+            self._manager.advance_version(version)
+            carried = int(self._manager.metrics()["cache/carried_groups"])
+            admitted = self._manager.open_round()
+            self._progress.touch()
+            opened_at = time.time()
+            self._changed.notify_all()
+        return RoundStart(admitted, opened_at, carried)
+
+    async def wait_round(self) -> RoundEnd:
+        """Wait until the batch is complete; no sample can be claimed from then on."""
+        async with self._changed:
+            while not self._manager.round_complete():
+                self._raise_failure()
+                await self._wait(max(0.1, self._stall_s - self._progress.idle_s))
+                if self._progress.idle_s >= self._stall_s and not self._manager.round_complete():
+                    raise RolloutFailedError(
+                        f"no sample made progress for {self._progress.idle_s:.0f} s "
+                        f"(partial_rollout.deadlines.stall_s={self._stall_s:g}); "
+                        f"{self._manager.unfinished_report()}"
+                    )
+            self._manager.close_round()
+            return RoundEnd(decided_at=time.time())
+
+    async def take_batch(self) -> list[TakenGroup]:
+        """The groups of the finished round."""
+        self._raise_failure()
+        return self._manager.take_batch()
+
+    async def acknowledge(self, uids: list[str]) -> None:
+        """The trainer has updated on these groups."""
+        self._manager.acknowledge(uids)
+
+    async def metrics(self) -> dict[str, float]:
+        """``PromptsManager.metrics`` and the length bias."""
+        trained, dispatched = self._manager.length_bias()
+        return {
+            **self._manager.metrics(),
+            "length/trained_mean": trained,
+            "length/dispatched_mean": dispatched,
+            "length/bias": trained / dispatched if dispatched else float("nan"),
+        }
+
+    async def abandon(self, reason: str) -> None:
+        """Fail everyone who waits: something outside has died."""
+        async with self._changed:
+            self._failure = self._failure or reason
+            self._changed.notify_all()
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    async def register_worker(self, worker: str, capacity: int) -> None:
+        """A worker with ``capacity`` slots joins."""
+        self._manager.register_worker(worker, capacity)
+
+    async def release_worker(self, worker: str) -> int:
+        """A worker is gone; its samples are requeued."""
+        return await self._change(lambda: self._manager.release_worker(worker))
+
+    async def claim(self, worker: str) -> list[Grant]:
+        """Wait for samples to run; empty after ``CLAIM_WAIT_S`` without any."""
+        deadline = time.monotonic() + self.CLAIM_WAIT_S
+        async with self._changed:
+            while True:
+                self._raise_failure()
+                if grants := self._manager.claim(worker):
+                    return grants
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return []
+                await self._wait(left)
+
+    async def report(self, report: Report) -> list[Grant]:
+        """Book what happened to a worker's samples; answers with new ones for the slots that came free."""
+
+        def book() -> list[Grant]:
+            for sample_id, segment in report.interrupted:
+                if segment is not None:
+                    self._manager.add_segment(sample_id, segment)
+                self._manager.interrupt(sample_id)
+            for sample_id, output in report.finished:
+                self._manager.finish(sample_id, output)
+            for sample_id, error in report.failed:
+                self._manager.fail(sample_id)
+                self._failure = self._failure or f"sample {sample_id} on {report.worker} failed: {error}"
+            if self._manager.round_open and not self._manager.round_complete():
+                self._manager.admit()
+                return self._manager.claim(report.worker)
+            return []
+
+        self._progress.touch()
+        return await self._change(book)
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+
+    async def _change(self, verb: Callable[[], T]) -> T:
+        async with self._changed:
+            result = verb()
+            self._changed.notify_all()
+        return result
+
+    async def _wait(self, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise RolloutFailedError(self._failure)

@@ -1,0 +1,137 @@
+"""Checks of the whole configuration that need no Ray: verl's keys that partial rollout depends on, files, prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from recipe.partial_rollout.config import PartialRolloutConfig, fail
+
+
+def check_config(config: DictConfig) -> PartialRolloutConfig:
+    """Raise ``ConfigError`` for the first mistake found; returns the checked settings."""
+    settings = PartialRolloutConfig.from_config(config)
+    _check_trainer(config, settings)
+    _check_budget(config)
+    if settings.enable:
+        _check_partial_rollout(config)
+    _check_files(config)
+    _check_vocabulary(config)
+    return settings
+
+
+def _check_trainer(config: DictConfig, settings: PartialRolloutConfig) -> None:
+    if config.trainer.get("use_v1", True):
+        raise fail("trainer.use_v1", True, "False: the recipe subclasses verl's RayPPOTrainer")
+    devices = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    if devices < 1:
+        raise fail("trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, "an integer of at least 1")
+    batch, n = settings.batch_groups, settings.samples_per_group
+    if batch * n % devices:
+        raise fail("data.train_batch_size", batch, f"times rollout.n={n} it must be divisible by {devices} device(s)")
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if mini < 1 or batch % mini:
+        raise fail("actor_rollout_ref.actor.ppo_mini_batch_size", mini, f"a divisor of data.train_batch_size={batch}")
+    if config.data.get("gen_batch_size") not in (None, batch):
+        raise fail("data.gen_batch_size", config.data.gen_batch_size, f"null, or data.train_batch_size={batch}")
+
+
+def _check_budget(config: DictConfig) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    for key, value in (("prompt_length", rollout.prompt_length), ("response_length", rollout.response_length)):
+        if value < 1:
+            raise fail(f"actor_rollout_ref.rollout.{key}", value, "at least 1 token")
+    needed = rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is not None and needed > rollout.max_model_len:
+        raise fail(
+            "actor_rollout_ref.rollout.response_length",
+            rollout.response_length,
+            f"with prompt_length={rollout.prompt_length} it must fit rollout.max_model_len={rollout.max_model_len}",
+        )
+
+
+def _check_partial_rollout(config: DictConfig) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    required: tuple[tuple[str, Any, Any, str], ...] = (
+        ("actor_rollout_ref.rollout.name", rollout.name, "vllm", "vllm: other engines are not interrupted by it"),
+        (
+            "actor_rollout_ref.rollout.calculate_log_probs",
+            rollout.calculate_log_probs,
+            True,
+            "True: samples span policy versions, so the engine's own log-probs are needed",
+        ),
+        (
+            "actor_rollout_ref.rollout.checkpoint_engine.backend",
+            rollout.checkpoint_engine.backend,
+            "naive",
+            "naive: trainer and engines share their devices",
+        ),
+        (
+            "trainer.resume_mode",
+            config.trainer.resume_mode,
+            "disable",
+            "disable: a checkpoint does not hold the samples in flight yet",
+        ),
+    )
+    for key, value, wanted, why in required:
+        if value != wanted:
+            raise fail(key, value, f"with partial_rollout.enable=True it must be {why}")
+    if config.algorithm.adv_estimator == "remax":
+        raise fail("algorithm.adv_estimator", "remax", "any other: its greedy baseline needs the synchronous rollout")
+
+
+def _check_files(config: DictConfig) -> None:
+    model = Path(str(config.actor_rollout_ref.model.path)).expanduser()
+    if not (model / "config.json").is_file():
+        raise fail("actor_rollout_ref.model.path", model, "a local model directory with config.json")
+    for split in ("train", "val"):
+        files = config.data[f"{split}_files"]
+        for name in [files] if isinstance(files, str) else files:
+            if not Path(str(name)).expanduser().is_file():
+                raise fail(f"data.{split}_files", name, "an existing parquet file")
+
+
+def _check_vocabulary(config: DictConfig) -> None:
+    """vLLM masks the ids past the tokenizer's, the trainer does not: log-probs then differ by ln(model/tokenizer)."""
+    from transformers import AutoTokenizer
+
+    model = config.actor_rollout_ref.model
+    path = Path(str(model.path)).expanduser()
+    rows = json.loads((path / "config.json").read_text()).get("vocab_size")
+    tokenizer_path = model.get("tokenizer_path") or path
+    tokens = len(AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=model.get("trust_remote_code", False)))
+    if rows is None or tokens == rows:
+        return
+    if tokens < rows and config.partial_rollout.padded_vocabulary:
+        return
+    raise fail(
+        "actor_rollout_ref.model.path",
+        model.path,
+        f"its tokenizer has {tokens} tokens and the model {rows}; they must be equal (where the model's extra rows are "
+        f"padding that is never sampled, as in Qwen's checkpoints, set partial_rollout.padded_vocabulary=True)",
+    )
+
+
+def check_prompts(config: DictConfig, tokenizer: Any, dataset: Iterable[Any]) -> None:
+    """Raise ``ConfigError`` for the first prompt longer than ``data.max_prompt_length`` tokens.
+
+    verl's agent loops cut such a prompt on the left with a warning; ``data.filter_overlong_prompts=True`` leaves it out.
+    """
+    if config.data.filter_overlong_prompts:
+        return
+    limit = config.data.max_prompt_length
+    options = config.data.get("apply_chat_template_kwargs") or {}
+    for i in range(len(dataset)):  # type: ignore[arg-type]
+        messages = list(dataset[i]["raw_prompt"])  # type: ignore[index]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **options)
+        length = len(ids["input_ids"] if hasattr(ids, "keys") else ids)
+        if length > limit:
+            raise fail(
+                "data.max_prompt_length",
+                limit,
+                f"at least {length}, the tokens of row {i} of data.train_files (or data.filter_overlong_prompts=True)",
+            )

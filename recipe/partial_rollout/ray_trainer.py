@@ -1,0 +1,140 @@
+"""The trainer: verl's ``RayPPOTrainer``, whose rollout is a round of partial rollout.
+
+verl's ``fit`` runs unchanged, in both arms::
+
+    SlotLoader -> N empty slots -> PartialRolloutAgentLoopManager.generate_sequences -> full batch
+      -> log-probs, reward, advantage, update (verl) -> acknowledge -> weight sync (RecipeCheckpointManager) -> resume
+
+What waits for what: the round waits for N ready groups and for groups at ``max_staleness``; the update waits for the
+round; the interrupted samples wait in their workers for the next round. With ``partial_rollout.enable=False`` loader,
+manager and batches are verl's own.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+import recipe.partial_rollout.replica as replica
+from recipe.partial_rollout.agent_loop_manager import RolloutSite
+from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.prompt_source import PromptSource, SlotLoader, rows_of
+from recipe.partial_rollout.run_trace import RunTrace
+from recipe.partial_rollout.server_control import ServerControl
+from recipe.partial_rollout.step_line import StepLine
+from verl_ext.tracking_observer import observed_tracking
+
+_PROBE_ROWS = 64
+
+
+class PartialRolloutRayPPOTrainer(RayPPOTrainer):
+    """``RayPPOTrainer`` over rounds; takes the same arguments and reads ``config.partial_rollout`` besides."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        self.settings = PartialRolloutConfig.from_config(config)
+        self.prompt_source: PromptSource | None = None
+        replica.register()
+        super().__init__(config, *args, **kwargs)
+        self.step_line = StepLine(self.total_training_steps)
+        self._phase_started: float | None = None
+
+    @property
+    def _rollout(self) -> Any:
+        """The recipe's agent-loop manager; verl types its ``auto_await`` methods as coroutines."""
+        return self.async_rollout_manager
+
+    @property
+    def _sync(self) -> Any:
+        """``RecipeCheckpointManager``."""
+        return self.checkpoint_manager
+
+    def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
+        super()._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+        self._collate: Any = self.train_dataloader.collate_fn  # type: ignore[union-attr]
+        self.steps_per_epoch = len(self.train_dataloader)
+        if not self.settings.enable:
+            return
+        steps = min(self.total_training_steps, self.steps_per_epoch * self.config.trainer.total_epochs)
+        size = self.settings.batch_groups
+        self.prompt_source = PromptSource(self.train_dataloader, total=steps * size)
+        self.train_dataloader = SlotLoader(self.steps_per_epoch, size)
+
+    def init_workers(self) -> None:
+        """verl's, then the recipe's parts are connected to the replicas and workers it made."""
+        super().init_workers()
+        deadlines = self.settings.deadlines
+        servers: Any = self.llm_server_manager
+        control = ServerControl(servers.get_replicas(), deadlines.interrupt_s)
+        self._sync.bind(deadlines.weight_sync_s, resume=control if self.settings.enable else None)
+        self.trace = RunTrace(Path(self.config.trainer.default_local_dir), control.addresses, self._run_facts(control))
+        self._rollout.bind(
+            RolloutSite(
+                settings=self.settings,
+                control=control,
+                trace=self.trace,
+                source=self.prompt_source,
+                pad_id=self.tokenizer.pad_token_id,
+                steps_per_epoch=self.steps_per_epoch,
+            )
+        )
+
+    def _run_facts(self, control: ServerControl) -> dict[str, Any]:
+        from importlib.metadata import version
+
+        settings = self.settings
+        return {
+            "arm": "PR" if settings.enable else "noPR",
+            "experiment": self.config.trainer.experiment_name,
+            "batch_groups": settings.batch_groups,
+            "samples_per_group": settings.samples_per_group,
+            "replicas": len(control),
+            "slots_per_replica": settings.slots_per_replica,
+            "max_staleness": settings.max_staleness if settings.enable else 0,
+            "mode": str(settings.mode) if settings.enable else "sync",
+            "policy": str(settings.policy) if settings.enable else "none",
+            "verl": version("verl"),
+            "vllm": version("vllm"),
+        }
+
+    def fit(self) -> None:
+        """Probe the engines if asked to, then verl's training loop."""
+        if self.settings.probe_s:
+            self._sync.update_weights(0)
+            dataset: Any = self.train_dataset
+            rows = [dataset[i] for i in range(min(_PROBE_ROWS, len(dataset)))]
+            rate = self._rollout.probe(rows_of(self._collate(rows)), self.settings.probe_s)
+            print(f"engine kept full at {self._rollout.full_concurrency} samples: {rate:,.0f} tokens/s")
+        with observed_tracking(self._observe_step):
+            super().fit()
+        self._end_phase()
+        self.trace.complete()
+
+    def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
+        """Adds the round's figures to what verl logs of a step, and prints the step in one line."""
+        ours = {f"partial_rollout/{k}": v for k, v in self._rollout.take_step_metrics().items()}
+        data = {**data, **ours}
+        self.step_line.show(data, step)
+        return data
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        output = super()._update_actor(batch)
+        if self.settings.enable:
+            self._rollout.acknowledge()
+        return output
+
+    def _get_gen_batch(self, batch: DataProto) -> DataProto:
+        self._end_phase()
+        return super()._get_gen_batch(batch)
+
+    def _balance_batch(self, batch: DataProto, *args: Any, **kwargs: Any) -> None:
+        self._phase_started = time.time()
+        super()._balance_batch(batch, *args, **kwargs)
+
+    def _end_phase(self) -> None:
+        if self._phase_started is not None:
+            self.trace.phase("train", self.global_steps - 1, self._phase_started, time.time())
+            self._phase_started = None

@@ -1,0 +1,177 @@
+"""The manager behind Ray: who waits is woken, who fails is named, and nobody waits for ever."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+import ray
+
+from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.manager_actor import ManagerActor, Report, RolloutFailedError
+from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.types import Prompt, SampleOutput, Segment
+
+
+def output_of(length=3, version=0):
+    return SampleOutput(
+        prompt_ids=np.ones(2, np.int32),
+        response_ids=np.ones(length, np.int32),
+        response_mask=np.ones(length, np.int8),
+        log_probs=np.zeros(length, np.float32),
+        versions=np.full(length, version, np.int32),
+        segments=1,
+        reward_score=1.0,
+        reward_extra_info={},
+        num_turns=2,
+        metrics={},
+    )
+
+
+def prompts(count, start=0):
+    return [Prompt(f"0/{i}", 0, {"index": i}) for i in range(start, start + count)]
+
+
+@pytest.fixture
+def start():
+    actors = []
+
+    def build(*, batch=2, n=2, overlap=1.0, stall_s=30.0, workers=(("w0", 64),), mode=Mode.WINDOW):
+        admission = Admission(mode, batch, n, overlap, 2 * batch, batch * n, 4)
+        actor = ray.remote(ManagerActor).remote(admission, Policy.BOUNDED, stall_s)
+        actors.append(actor)
+        for name, capacity in workers:
+            ray.get(actor.register_worker.remote(name, capacity))
+        return actor
+
+    yield build
+    for actor in actors:
+        ray.kill(actor)
+
+
+def test_waiting_claim_is_answered_when_the_round_opens(start):
+    actor = start()
+    claim = actor.claim.remote("w0")
+    assert ray.wait([claim], timeout=0.3)[0] == []
+    opened = ray.get(actor.begin_round.remote(0, prompts(4), True))
+    grants = ray.get(claim, timeout=5)
+    assert opened.admitted == 4 and len(grants) == 8
+    assert grants[0].row == {"index": 0}
+
+
+def test_report_of_a_finished_sample_brings_the_next_one(start):
+    actor = start(workers=(("w0", 2),))
+    ray.get(actor.begin_round.remote(0, prompts(4), True))
+    first, _ = ray.get(actor.claim.remote("w0"))
+    grants = ray.get(actor.report.remote(Report("w0", finished=((first.sample_id, output_of()),))))
+    assert [g.group_uid for g in grants] == ["0/1"]
+
+
+def test_round_ends_at_its_last_needed_sample_and_carries_the_rest(start):
+    actor = start(batch=1, n=1)
+    ray.get(actor.begin_round.remote(0, prompts(2), True))
+    a, b = ray.get(actor.claim.remote("w0"))
+    waiting = actor.wait_round.remote()
+    assert ray.wait([waiting], timeout=0.3)[0] == []
+    ray.get(actor.report.remote(Report("w0", finished=((a.sample_id, output_of()),))))
+    ended = ray.get(waiting, timeout=5)
+    assert abs(time.time() - ended.decided_at) < 5
+    segment = Segment(np.array([7, 8], np.int32), np.zeros(2, np.float32), 0)
+    ray.get(actor.report.remote(Report("w0", interrupted=((b.sample_id, segment),))))
+    (taken,) = ray.get(actor.take_batch.remote())
+    assert taken.uid == "0/0" and taken.outputs[0].response_length == 3
+    ray.get(actor.acknowledge.remote([taken.uid]))
+    ray.get(actor.begin_round.remote(1, prompts(1, start=2), True))
+    resumed = ray.get(actor.claim.remote("w0"))
+    assert resumed[0].sample_id == b.sample_id and list(resumed[0].segments[0].token_ids) == [7, 8]
+
+
+def test_failed_sample_ends_the_round_by_name(start):
+    actor = start(batch=1, n=1)
+    ray.get(actor.begin_round.remote(0, prompts(2), True))
+    a, _ = ray.get(actor.claim.remote("w0"))
+    waiting = actor.wait_round.remote()
+    ray.get(actor.report.remote(Report("w0", failed=((a.sample_id, "ReplicaError: vLLM replica r1 failed"),))))
+    with pytest.raises(RolloutFailedError, match="sample 0/0#0 on w0 failed: ReplicaError: vLLM replica r1 failed"):
+        ray.get(waiting, timeout=5)
+
+
+def test_round_without_progress_ends_with_the_samples_awaited(start):
+    actor = start(batch=1, n=1, stall_s=0.5)
+    ray.get(actor.begin_round.remote(0, prompts(1), True))
+    ray.get(actor.claim.remote("w0"))
+    with pytest.raises(RolloutFailedError) as caught:
+        ray.get(actor.wait_round.remote(), timeout=10)
+    assert "deadlines.stall_s=0.5" in str(caught.value)
+    assert "0/0#0 running on w0 for" in str(caught.value)
+
+
+def test_death_of_something_else_reaches_everyone_who_waits(start):
+    actor = start()
+    claim, waiting = actor.claim.remote("w0"), actor.wait_round.remote()
+    ray.get(actor.abandon.remote("vLLM replica r0 died"))
+    for ref in (claim, waiting):
+        with pytest.raises(RolloutFailedError, match="vLLM replica r0 died"):
+            ray.get(ref, timeout=5)
+
+
+def test_death_of_the_manager_reaches_a_waiting_worker(start):
+    actor = start()
+    claim = actor.claim.remote("w0")
+    ray.kill(actor)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(claim, timeout=10)
+
+
+def test_samples_of_a_released_worker_wake_another(start):
+    actor = start(batch=1, n=1, overlap=0.0, workers=(("w0", 4), ("w1", 4)))
+    ray.get(actor.begin_round.remote(0, prompts(1), True))
+    (grant,) = ray.get(actor.claim.remote("w0"))
+    claim = actor.claim.remote("w1")
+    assert ray.wait([claim], timeout=0.3)[0] == []
+    assert ray.get(actor.release_worker.remote("w0")) == 1
+    assert [g.sample_id for g in ray.get(claim, timeout=5)] == [grant.sample_id]
+
+
+def test_a_scripted_engine_trains_every_prompt_once(start):
+    """Two workers, prompts of very different lengths, ten rounds and a drain."""
+    actor = start(batch=4, n=2, workers=(("w0", 6), ("w1", 6)))
+
+    async def worker(name):
+        running = {}
+        while True:
+            for grant in await actor.claim.remote(name):
+                running[grant.sample_id] = 1 + grant.row["index"] % 7
+            while running:
+                running = {sample: left - 1 for sample, left in running.items()}
+                ended = tuple((sample, output_of()) for sample, left in running.items() if left <= 0)
+                running = {sample: left for sample, left in running.items() if left > 0}
+                if open_round.is_set():
+                    report = Report(name, finished=ended)
+                else:
+                    report = Report(name, finished=ended, interrupted=tuple((sample, None) for sample in running))
+                    running = {}
+                for grant in await actor.report.remote(report):
+                    running[grant.sample_id] = 1 + grant.row["index"] % 7
+
+    async def train():
+        workers = [asyncio.ensure_future(worker(name)) for name in ("w0", "w1")]
+        trained, offered = [], 0
+        for version in range(10):
+            wanted = min(await actor.wanted.remote(), 40 - offered)
+            open_round.set()
+            await actor.begin_round.remote(version, prompts(wanted, start=offered), offered + wanted < 40)
+            offered += wanted
+            await asyncio.wait_for(actor.wait_round.remote(), 20)
+            open_round.clear()
+            batch = await actor.take_batch.remote()
+            trained += [group.uid for group in batch]
+            await actor.acknowledge.remote([group.uid for group in batch])
+        for task in workers:
+            task.cancel()
+        return trained, await actor.metrics.remote()
+
+    open_round = asyncio.Event()
+    trained, metrics = asyncio.run(train())
+    assert sorted(trained) == sorted(f"0/{i}" for i in range(40))
+    assert metrics["lost_samples"] == 0 and metrics["length/bias"] == pytest.approx(1.0)

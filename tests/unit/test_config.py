@@ -1,0 +1,152 @@
+"""A user's mistake ends before Ray starts, in one line: key, value, what is allowed."""
+
+import json
+import sys
+
+import pytest
+import ray
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout.config import ConfigError
+from recipe.partial_rollout.preflight import check_config, check_prompts
+
+SIZES = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    """A model directory with 10 embedding rows, a 10-token tokenizer, and empty data files."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("task")
+    vocabulary = {"<pad>": 0, "<unk>": 1, **{str(i): 2 + i for i in range(8)}}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")),
+        pad_token="<pad>",
+        unk_token="<unk>",
+    )
+    tokenizer.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 10}))
+    (directory / "data.parquet").write_bytes(b"")
+    return directory
+
+
+@pytest.fixture
+def configure(task):
+    def build(*overrides):
+        files = [
+            f"actor_rollout_ref.model.path={task}",
+            f"data.train_files={task}/data.parquet",
+            f"data.val_files={task}/data.parquet",
+        ]
+        with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
+            config = compose("quickstart_cpu", overrides=[*SIZES, *files, *overrides])
+        OmegaConf.resolve(config)
+        return config
+
+    return build
+
+
+def test_quickstart_config_passes(configure):
+    settings = check_config(configure())
+    assert settings.enable and settings.batch_samples == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_rollout_ref.rollout.n=0", "actor_rollout_ref.rollout.n=0: an integer of at least 1"),
+        ("data.train_batch_size=0", "data.train_batch_size=0: an integer of at least 1"),
+        ("trainer.n_gpus_per_node=3", "data.train_batch_size=4: times rollout.n=2 it must be divisible by 3 device"),
+        (
+            "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+            "ppo_mini_batch_size=3: a divisor of data.train_batch_size=4",
+        ),
+        ("data.gen_batch_size=7", "data.gen_batch_size=7: null, or data.train_batch_size=4"),
+        ("actor_rollout_ref.rollout.max_model_len=500", "response_length=1024: with prompt_length=64 it must fit"),
+        (
+            "actor_rollout_ref.rollout.calculate_log_probs=False",
+            "calculate_log_probs=False: with partial_rollout.enable",
+        ),
+        (
+            "actor_rollout_ref.rollout.name=sglang",
+            "rollout.name=sglang: with partial_rollout.enable=True it must be vllm",
+        ),
+        ("partial_rollout.mode=fast", "partial_rollout.mode=fast: one of window, ssim, april"),
+        ("partial_rollout.scheduling.policy=fifo", "partial_rollout.scheduling.policy=fifo: one of bounded, seed"),
+        ("partial_rollout.max_staleness=-1", "partial_rollout.max_staleness=-1: an integer of at least 0"),
+        ("partial_rollout.max_staleness=1.5", "partial_rollout.max_staleness=1.5: an integer of at least 0"),
+        ("partial_rollout.overlap=-0.5", "partial_rollout.overlap=-0.5: a number of at least 0"),
+        ("partial_rollout.overlap=5", "partial_rollout.overlap=5.0: at most partial_rollout.max_staleness=4"),
+        ("partial_rollout.over_sampling_batch_size=3", "over_sampling_batch_size=3: at least data.train_batch_size=4"),
+        ("partial_rollout.deadlines.stall_s=0", "partial_rollout.deadlines.stall_s=0: seconds above 0"),
+        ("actor_rollout_ref.model.path=/nowhere/model", "model.path=/nowhere/model: a local model directory"),
+        ("data.train_files=/nowhere/a.parquet", "data.train_files=/nowhere/a.parquet: an existing parquet file"),
+        ("data.val_files=/nowhere/b.parquet", "data.val_files=/nowhere/b.parquet: an existing parquet file"),
+        ("trainer.use_v1=True", "trainer.use_v1=True: False"),
+        ("trainer.resume_mode=auto", "trainer.resume_mode=auto: with partial_rollout.enable=True it must be disable"),
+        ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax: any other"),
+    ],
+)
+def test_mistake_is_refused_in_one_line(configure, override, message):
+    with pytest.raises(ConfigError) as caught:
+        check_config(configure(override))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("override", ["actor_rollout_ref.rollout.name=sglang", "trainer.resume_mode=auto"])
+def test_without_partial_rollout_verls_own_choices_are_allowed(configure, override):
+    assert not check_config(configure("partial_rollout.enable=False", override)).enable
+
+
+def rows_of_model(task, rows):
+    (task / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": rows}))
+
+
+def test_tokenizer_that_differs_from_the_model_is_refused(configure, task):
+    try:
+        rows_of_model(task, 12)
+        with pytest.raises(ConfigError, match="its tokenizer has 10 tokens and the model 12"):
+            check_config(configure())
+        assert check_config(configure("partial_rollout.padded_vocabulary=True")).enable
+        rows_of_model(task, 9)
+        with pytest.raises(ConfigError, match="its tokenizer has 10 tokens and the model 9"):
+            check_config(configure("partial_rollout.padded_vocabulary=True"))
+    finally:
+        rows_of_model(task, 10)
+
+
+class Tokenizer:
+    def apply_chat_template(self, messages, **options):
+        return {"input_ids": list(messages[0]["content"])}
+
+
+def test_over_long_prompt_is_refused_unless_filtered(configure):
+    rows = [{"raw_prompt": [{"role": "user", "content": "x" * length}]} for length in (10, 70)]
+    with pytest.raises(ConfigError, match=r"data.max_prompt_length=64: at least 70, the tokens of row 1"):
+        check_prompts(configure(), Tokenizer(), rows)
+    check_prompts(configure("data.filter_overlong_prompts=True"), Tokenizer(), rows)
+    check_prompts(configure("data.max_prompt_length=70"), Tokenizer(), rows)
+
+
+def test_decoupled_loss_is_on_for_partial_rollout_and_off_for_the_baseline(configure):
+    on, off = configure(), configure("partial_rollout.enable=False")
+    main_ppo.wire(on)
+    main_ppo.wire(off)
+    assert on.algorithm.rollout_correction.rollout_is == "token"
+    assert off.algorithm.rollout_correction.rollout_is is None
+    assert "PartialRollout" in on.actor_rollout_ref.rollout.agent.agent_loop_manager_class
+    assert "Observed" in off.actor_rollout_ref.rollout.agent.agent_loop_manager_class
+
+
+def test_command_line_prints_one_line_and_exits_2(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["main_ppo", "--config-name", "quickstart_cpu", "partial_rollout.mode=fast"])
+    with pytest.raises(SystemExit) as caught:
+        main_ppo.main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "config error: partial_rollout.mode=fast: one of window, ssim, april\n"

@@ -1,0 +1,186 @@
+"""An interrupted engine call goes on from its own tokens; the agent loop above sees one answer."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from recipe.partial_rollout.llm_client import (
+    LIVE_SAMPLE,
+    LiveSample,
+    ObservedLLMClient,
+    PartialRolloutLLMClient,
+    ReplicaError,
+)
+from recipe.partial_rollout.types import Segment
+
+ROLLOUT = SimpleNamespace(response_length=10, prompt_length=4, scheduling_policy="fcfs", name="vllm")
+CONFIG = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT))
+
+
+class Keeper:
+    """Grants at once; remembers what was handed in."""
+
+    def __init__(self):
+        self.handed_in = []
+
+    @contextlib.asynccontextmanager
+    async def engine_call(self, sample_id):
+        yield
+
+    def hand_in(self, sample_id, segment):
+        self.handed_in.append((sample_id, list(segment.token_ids), segment.version))
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Scripted replica: answers in turn and notes every request."""
+    script = SimpleNamespace(answers=[], requests=[])
+
+    async def generate(self, request_id, *, prompt_ids, sampling_params, **kwargs):
+        await self._acquire_server(request_id)
+        script.requests.append((request_id, list(prompt_ids), dict(sampling_params)))
+        answer = script.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def acquire(self, request_id, **extra):
+        return "replica-7", None
+
+    monkeypatch.setattr(LLMServerClient, "generate", generate)
+    monkeypatch.setattr(LLMServerClient, "_acquire_server", acquire)
+    return script
+
+
+def tokens(*ids, stop="completed", version=0, log_probs=True):
+    return TokenOutput(
+        token_ids=list(ids),
+        log_probs=[-0.1 * i for i in ids] if log_probs else None,
+        stop_reason=stop,
+        extra_fields={"global_steps": version},
+    )
+
+
+def generate(client, sample, **sampling_params):
+    async def run():
+        LIVE_SAMPLE.set(sample)
+        return await client.generate("r", prompt_ids=[1, 2, 3], sampling_params=sampling_params)
+
+    return asyncio.run(run())
+
+
+def live(keeper=None, **kwargs):
+    return LiveSample("0/0#0", keeper or Keeper(), priority=0, **kwargs)
+
+
+def test_uninterrupted_call_is_one_segment(engine):
+    engine.answers = [tokens(5, 6)]
+    sample = live()
+    output = generate(PartialRolloutLLMClient(CONFIG), sample)
+    assert output.token_ids == [5, 6] and len(sample.segments) == 1
+
+
+def test_aborted_call_resumes_from_its_tokens_with_the_budget_that_is_left(engine):
+    engine.answers = [tokens(5, 6, 7, stop="aborted", version=3), tokens(8, version=4)]
+    keeper = Keeper()
+    sample = live(keeper)
+    output = generate(PartialRolloutLLMClient(CONFIG), sample)
+    assert output.token_ids == [5, 6, 7, 8]
+    assert output.log_probs == pytest.approx([-0.5, -0.6, -0.7, -0.8])
+    assert [request[1] for request in engine.requests] == [[1, 2, 3], [1, 2, 3, 5, 6, 7]]
+    assert [request[2]["max_tokens"] for request in engine.requests] == [10, 7]
+    assert keeper.handed_in == [("0/0#0", [5, 6, 7], 3)]
+    assert [segment.version for segment in sample.segments] == [3, 4]
+    assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (3, 4)
+
+
+def test_every_engine_call_has_its_own_request_id(engine):
+    engine.answers = [tokens(stop="aborted"), tokens(5)]
+    generate(PartialRolloutLLMClient(CONFIG), live())
+    assert len({request[0] for request in engine.requests}) == 2
+
+
+def test_call_refused_without_tokens_adds_no_segment(engine):
+    engine.answers = [tokens(stop="aborted", log_probs=False), tokens(5)]
+    sample = live()
+    assert generate(PartialRolloutLLMClient(CONFIG), sample).token_ids == [5]
+    assert len(sample.segments) == 1
+
+
+def test_call_aborted_at_its_budget_is_complete(engine):
+    engine.answers = [tokens(5, 6, stop="aborted")]
+    output = generate(PartialRolloutLLMClient(CONFIG), live(), max_tokens=2)
+    assert output.token_ids == [5, 6] and output.stop_reason == "completed"
+
+
+def test_budget_of_a_later_turn_counts_what_the_conversation_has_used(engine):
+    engine.answers = [tokens(5)]
+
+    async def run():
+        LIVE_SAMPLE.set(live())
+        client = PartialRolloutLLMClient(CONFIG)
+        await client.generate("r", prompt_ids=list(range(12)), sampling_params={})
+
+    asyncio.run(run())
+    assert engine.requests[0][2]["max_tokens"] == 2
+
+
+def test_the_callers_sampling_params_are_left_alone(engine):
+    engine.answers = [tokens(5, stop="aborted"), tokens(6)]
+    params = {"temperature": 1.0, "max_new_tokens": 4}
+
+    async def run():
+        LIVE_SAMPLE.set(live())
+        await PartialRolloutLLMClient(CONFIG).generate("r", prompt_ids=[1], sampling_params=params)
+
+    asyncio.run(run())
+    assert params == {"temperature": 1.0, "max_new_tokens": 4}
+    assert engine.requests[1][2] == {"temperature": 1.0, "max_tokens": 3}
+
+
+def test_sample_of_a_dead_worker_goes_on_from_the_restored_segments(engine):
+    engine.answers = [tokens(7, version=2)]
+    restored = [Segment(np.array([5, 6], np.int32), np.array([-0.5, -0.6], np.float32), 1)]
+    output = generate(PartialRolloutLLMClient(CONFIG), live(restored=restored))
+    assert output.token_ids == [5, 6, 7]
+    assert engine.requests[0][1] == [1, 2, 3, 5, 6]
+
+
+def test_tokens_without_log_probs_are_refused(engine):
+    engine.answers = [tokens(5, 6, log_probs=False)]
+    with pytest.raises(RuntimeError, match="calculate_log_probs=True"):
+        generate(PartialRolloutLLMClient(CONFIG), live())
+
+
+def test_validation_call_is_verls_own(engine):
+    engine.answers = [tokens(5, stop="aborted")]
+
+    async def run():
+        return await PartialRolloutLLMClient(CONFIG).generate("r", prompt_ids=[1], sampling_params={"top_p": 1.0})
+
+    assert asyncio.run(run()).stop_reason == "aborted"
+    assert engine.requests == [("r", [1], {"top_p": 1.0})]
+
+
+def test_engine_calls_are_noted_with_replica_tokens_and_version(engine):
+    engine.answers = [tokens(5, 6, version=9)]
+
+    async def run():
+        client = ObservedLLMClient(CONFIG)
+        await client.generate("r", prompt_ids=[1], sampling_params={})
+        return client.take_calls(), client.take_calls()
+
+    (call,), again = asyncio.run(run())
+    assert (call.replica, call.tokens, call.version) == ("replica-7", 2, 9)
+    assert call.end >= call.start and again == []
+
+
+def test_dead_replica_is_named(engine):
+    engine.answers = [OSError("engine core is gone")]
+    with pytest.raises(ReplicaError, match="vLLM replica replica-7 failed on request 0/0#0@1: OSError: engine core"):
+        generate(PartialRolloutLLMClient(CONFIG), live())

@@ -1,0 +1,51 @@
+"""Figures of a round, against rounds small enough to work out by hand."""
+
+import pytest
+
+from recipe.partial_rollout.llm_client import EngineCall
+from recipe.partial_rollout.metrics import RolloutPhase, batch_metrics, phase_metrics, trained_records
+from recipe.partial_rollout.types import TakenGroup
+
+
+def call(start, end, tokens=10):
+    return EngineCall("r", start, end, tokens, 0)
+
+
+def group(output, *versions, order=0):
+    return TakenGroup(f"1/{order}", order, 1, {}, tuple(output(4, version=v) for v in versions))
+
+
+def test_straggler_leaves_half_of_two_slots_idle_for_half_of_the_phase():
+    phase = RolloutPhase(0.0, 10.0, (call(0.0, 5.0), call(0.0, 10.0)))
+    assert phase.bubble_fraction(full=2) == pytest.approx(0.25)
+
+
+def test_samples_beyond_the_full_count_hide_no_bubble():
+    phase = RolloutPhase(0.0, 10.0, (call(0.0, 5.0), call(0.0, 5.0), call(0.0, 5.0)))
+    assert phase.bubble_fraction(full=2) == pytest.approx(0.5)
+
+
+def test_efficiency_is_the_rate_over_that_of_the_engine_kept_full():
+    phase = RolloutPhase(0.0, 2.0, (call(0.0, 2.0, 30), call(0.0, 2.0, 50)))
+    metrics = phase_metrics(phase, full=2, full_tokens_per_s=80.0)
+    assert metrics["rollout/tokens_per_s"] == pytest.approx(40.0)
+    assert metrics["rollout/efficiency"] == pytest.approx(0.5)
+    assert "rollout/efficiency" not in phase_metrics(phase, full=2, full_tokens_per_s=None)
+
+
+def test_staleness_counts_from_the_first_generated_token(output):
+    metrics = batch_metrics([group(output, 5, 3)], trained_at=5)
+    assert metrics["staleness/max"] == 2 and metrics["staleness/mean"] == 1.0
+    assert metrics["off_policy_token_fraction"] == pytest.approx(0.5)
+    assert metrics["trained/tokens"] == 8
+
+
+def test_sample_without_tokens_is_not_stale(output):
+    taken = TakenGroup("0/0", 0, 0, {}, (output(0),))
+    assert batch_metrics([taken], trained_at=9)["staleness/max"] == 0
+
+
+def test_trained_record_names_prompt_and_epoch(output):
+    (record,) = trained_records([group(output, 5, 3, order=7)], trained_at=5)
+    assert (record["group"], record["epoch"]) == (7, 1) and record["prompt"].startswith("0-")
+    assert record["staleness"] == [0, 2] and record["off_policy_tokens"] == 4 and record["lengths"] == [4, 4]
