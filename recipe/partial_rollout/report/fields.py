@@ -1,0 +1,107 @@
+"""Checked access to JSON written by a run: a missing or mistyped field is one clear line, never a traceback."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class RunRecordError(ValueError):
+    """A run directory cannot be read; the message names the file, what is wrong, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """One JSON object and the place it came from, for messages."""
+
+    place: str
+    """File, and line where it has lines."""
+    values: dict[str, Any]
+
+    def _get(self, key: str, kinds: tuple[type, ...], wanted: str) -> Any:
+        if key not in self.values:
+            raise RunRecordError(f"{self.place}: '{key}' is missing; it should be {wanted}")
+        value = self.values[key]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise RunRecordError(f"{self.place}: '{key}' is {value!r:.60}; it should be {wanted}")
+        return value
+
+    def integer(self, key: str, least: int = 0) -> int:
+        value = self._get(key, (int,), "an integer")
+        if value < least:
+            raise RunRecordError(f"{self.place}: '{key}' is {value}; it should be at least {least}")
+        return value
+
+    def number(self, key: str) -> float:
+        return float(self._get(key, (int, float), "a number"))
+
+    def text(self, key: str) -> str:
+        return self._get(key, (str,), "a string")
+
+    def flag(self, key: str) -> bool:
+        return self._get(key, (bool,), "true or false")
+
+    def items(self, key: str) -> list[Any]:
+        return self._get(key, (list,), "a list")
+
+    def integers(self, key: str) -> list[int]:
+        values = self.items(key)
+        if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+            raise RunRecordError(f"{self.place}: '{key}' should be a list of integers")
+        return values
+
+    def optional_integer(self, key: str) -> int | None:
+        return None if self.values.get(key) is None else self.integer(key)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.values.get(key) is None else self.number(key)
+
+    def span(self) -> tuple[float, float]:
+        """`start` and `end`, in seconds."""
+        start, end = self.number("start"), self.number("end")
+        if end < start:
+            raise RunRecordError(f"{self.place}: it ends ({end}) before it starts ({start})")
+        return start, end
+
+
+def _parse_object(raw: bytes) -> dict[str, Any]:
+    values = json.loads(raw)
+    if not isinstance(values, dict):
+        raise ValueError("not a JSON object")
+    return values
+
+
+def read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RunRecordError(
+            f"{path}: cannot be read ({error.strerror}); give the directory of a run, "
+            "which holds run.json, metrics.jsonl and trace.jsonl"
+        ) from error
+
+
+def read_object(path: Path) -> Fields:
+    try:
+        return Fields(str(path), _parse_object(read_bytes(path)))
+    except RunRecordError:
+        raise
+    except ValueError as error:
+        raise RunRecordError(f"{path}: not a JSON object ({error}); rerun, or repair the file") from error
+
+
+def read_lines(path: Path) -> tuple[list[Fields], list[str]]:
+    """The objects of a JSON lines file, and warnings. Only a last line may be torn, as a crash leaves it."""
+    numbered = [(number, raw) for number, raw in enumerate(read_bytes(path).split(b"\n"), start=1) if raw.strip()]
+    lines: list[Fields] = []
+    for number, raw in numbered:
+        place = f"{path} line {number}"
+        try:
+            lines.append(Fields(place, _parse_object(raw)))
+        except ValueError as error:
+            if number == numbered[-1][0]:
+                return lines, [f"{place}: torn, as a crash leaves it; the line is left out"]
+            raise RunRecordError(
+                f"{place}: not a JSON object ({error}); only a last line may be torn: remove this one, or rerun"
+            ) from error
+    return lines, []

@@ -1,0 +1,403 @@
+"""The report over small runs whose figures can be worked out by hand. Times are seconds after `ZERO`."""
+
+import json
+
+import pytest
+
+from recipe.partial_rollout.report.__main__ import main
+from recipe.partial_rollout.report.comparison import compare
+from recipe.partial_rollout.report.concurrency import running_curve
+from recipe.partial_rollout.report.fields import RunRecordError
+from recipe.partial_rollout.report.findings import findings
+from recipe.partial_rollout.report.run_record import load_run
+from recipe.partial_rollout.report.timeline import CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS, close_up
+
+pytestmark = pytest.mark.filterwarnings("error:constrained_layout not applied")
+
+ZERO = 1_700_000_000.0
+
+
+def build_group(index, lengths, *, prompt=None, epoch=0, staleness=0, off_policy=0, segments=1):
+    return {
+        "group": index,
+        "prompt": str(index) if prompt is None else prompt,
+        "epoch": epoch,
+        "lengths": lengths,
+        "staleness": [staleness] * len(lengths),
+        "segments": [segments] * len(lengths),
+        "tokens": sum(lengths),
+        "off_policy_tokens": off_policy,
+    }
+
+
+def build_round(step, *, start, end, calls=(), trained=(), interrupt=None, resume=None, carried=0, lost=0):
+    """A call is (replica, start, end, tokens)."""
+    return {
+        "event": "round",
+        "step": step,
+        "version": step - 1,
+        "start": ZERO + start,
+        "end": ZERO + end,
+        "calls": [[replica, ZERO + begin, ZERO + stop, tokens, step - 1] for replica, begin, stop, tokens in calls],
+        "interrupt_s": interrupt,
+        "resume_s": resume,
+        "trained": list(trained),
+        "carried_groups": carried,
+        "lost_samples": lost,
+    }
+
+
+def build_probe(speed):
+    return {"event": "probe", "start": 0.0, "end": 1.0, "tokens": speed, "tokens_per_s": speed, "concurrency": 4}
+
+
+def default_rounds(steps=2):
+    """Each round lasts 10 s, runs 4 samples of 100 tokens for 5 s, and trains two groups in dispatch order."""
+    return [
+        build_round(
+            step,
+            start=20 * (step - 1),
+            end=20 * (step - 1) + 10,
+            calls=[(i % 2, 20 * (step - 1), 20 * (step - 1) + 5, 100) for i in range(4)],
+            trained=[build_group(2 * step - 2, [100, 100]), build_group(2 * step - 1, [100, 100])],
+        )
+        for step in range(1, steps + 1)
+    ]
+
+
+def build_run(path, *, arm="noPR", rounds=None, probes=(100,), metrics=None, step_s=20.0, phases=(), **settings):
+    """`metrics` is by step and replaces what is logged for it; None leaves the step out."""
+    rounds = default_rounds() if rounds is None else rounds
+    run = {
+        "arm": arm,
+        "experiment": "tiny",
+        "batch_groups": 2,
+        "samples_per_group": 2,
+        "replicas": 2,
+        "slots_per_replica": 8,
+        "max_staleness": 4,
+        "mode": "window",
+        "policy": "bounded",
+        "verl": "0.9.1",
+        "vllm": "0.0",
+        "complete": True,
+    }
+    lines = {
+        r["step"]: {
+            "timing_s/step": step_s,
+            "timing_s/gen": r["end"] - r["start"],
+            "timing_s/update_actor": 4.0,
+            "critic/score/mean": float(r["step"]),
+        }
+        for r in rounds
+    }
+    lines = {step: data for step, data in {**lines, **(metrics or {})}.items() if data is not None}
+    path.mkdir(parents=True)
+    (path / "run.json").write_text(json.dumps({**run, **settings}))
+    write_lines(path / "metrics.jsonl", [{"step": step, "data": data} for step, data in sorted(lines.items())])
+    write_lines(path / "trace.jsonl", [*map(build_probe, probes), *rounds, *phases])
+    return path
+
+
+def write_lines(path, objects):
+    path.write_text("".join(json.dumps(o) + "\n" for o in objects))
+
+
+def summary_of(path):
+    return compare(load_run(path), load_run(path)).base.summary
+
+
+def compared(tmp_path, *, base=None, other=None):
+    first = build_run(tmp_path / "a", **(base or {}))
+    second = build_run(tmp_path / "b", arm="PR", **(other or {}))
+    return compare(load_run(first), load_run(second))
+
+
+def test_bubble_is_the_share_of_slots_that_stood_empty(tmp_path):
+    # Full is 4 slots. 10 s: four run for 5 s, one of them goes on to the end: 4*5 + 1*5 of 40 slot seconds.
+    calls = [(0, 0, 5, 50), (0, 0, 5, 50), (1, 0, 5, 50), (1, 0, 10, 100)]
+    rounds = [build_round(1, start=0, end=10, calls=calls, trained=[build_group(0, [50, 50])])]
+    assert summary_of(build_run(tmp_path / "a", rounds=rounds)).bubble_fraction == pytest.approx(1 - 25 / 40)
+
+
+def test_bubble_counts_no_slot_beyond_a_full_batch(tmp_path):
+    # Eight run for 5 s and none for 5 s: half of the four slots' time, however many ran.
+    calls = [(i % 2, 0, 5, 10) for i in range(8)]
+    rounds = [build_round(1, start=0, end=10, calls=calls, trained=[build_group(0, [10, 10])])]
+    assert summary_of(build_run(tmp_path / "a", rounds=rounds)).bubble_fraction == pytest.approx(0.5)
+
+
+def test_full_is_every_slot_where_the_batch_is_larger(tmp_path):
+    path = build_run(tmp_path / "a", slots_per_replica=1)
+    assert load_run(path).settings.full_concurrency == 2
+
+
+def test_bubble_weighs_rounds_by_their_time(tmp_path):
+    full_round = build_round(1, start=0, end=30, calls=[(0, 0, 30, 1)] * 4, trained=[build_group(0, [1, 1])])
+    empty_round = build_round(2, start=40, end=50, trained=[build_group(1, [1, 1])])
+    path = build_run(tmp_path / "a", rounds=[full_round, empty_round])
+    assert summary_of(path).bubble_fraction == pytest.approx(10 / 40)
+
+
+def test_running_curve_steps_at_every_call_and_is_cut_at_the_round(tmp_path):
+    calls = [(0, -5, 4, 1), (1, 2, 99, 1), (1, 3, 3, 0)]
+    path = build_run(tmp_path / "a", rounds=[build_round(1, start=0, end=10, calls=calls)])
+    curve = running_curve(load_run(path).rounds[0], replicas=2)
+    assert (curve.times - ZERO).tolist() == [0, 2, 3, 4, 10]
+    assert curve.running.tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 0]]
+
+
+def test_round_without_calls_is_all_bubble(tmp_path):
+    rounds = [build_round(1, start=0, end=10, trained=[build_group(0, [1, 1])])]
+    assert summary_of(build_run(tmp_path / "a", rounds=rounds)).bubble_fraction == 1
+
+
+def test_efficiency_is_decoded_over_what_a_full_engine_decodes(tmp_path):
+    summary = summary_of(build_run(tmp_path / "a", probes=[70, 80, 1000]))
+    assert (summary.decoded_tokens, summary.rollout_s, summary.train_s) == (800, 20, 20)
+    assert summary.decoded_tokens_per_s == 40
+    assert summary.efficiency == pytest.approx(40 / 80)
+
+
+def test_arm_without_a_probe_borrows_the_other_arms(tmp_path):
+    comparison = compared(tmp_path, base={"probes": []}, other={"probes": [200]})
+    assert comparison.base.summary.efficiency == pytest.approx(40 / 200)
+    assert comparison.full_speed == 200
+
+
+def test_no_probe_at_all_leaves_efficiency_unknown_and_says_so(tmp_path):
+    comparison = compared(tmp_path, base={"probes": []}, other={"probes": []})
+    assert comparison.base.summary.efficiency is None
+    assert "neither run has a probe" in " ".join(comparison.warnings)
+
+
+def test_probe_slower_than_the_run_itself_is_warned_of(tmp_path):
+    comparison = compared(tmp_path, base={"probes": [10]})
+    assert any("noPR decoded faster" in warning for warning in comparison.warnings)
+    assert any("not alike" in warning for warning in comparison.warnings)
+
+
+def test_length_bias_compares_groups_trained_with_groups_dispatched(tmp_path):
+    # Step 1 trains groups 0 and 2 (lengths 10 and 30); dispatched first were 0 and 1 (10 and 50).
+    rounds = [
+        build_round(1, start=0, end=10, trained=[build_group(0, [10, 10]), build_group(2, [30, 30])]),
+        build_round(2, start=20, end=30, trained=[build_group(1, [50, 50]), build_group(3, [10, 10])]),
+    ]
+    summary = summary_of(build_run(tmp_path / "a", rounds=rounds))
+    assert summary.length_bias_first["step_1"].ratio == pytest.approx(20 / 30)
+    assert summary.length_bias_first["steps_1_to_5"] is None
+    assert summary.length_bias.ratio == pytest.approx(1)
+
+
+def test_length_bias_names_dispatched_groups_that_never_ended(tmp_path):
+    rounds = [build_round(1, start=0, end=10, trained=[build_group(0, [10, 10]), build_group(5, [30, 30])])]
+    bias = summary_of(build_run(tmp_path / "a", rounds=rounds)).length_bias
+    assert (bias.ratio, bias.unfinished_groups) == (pytest.approx(2), 1)
+
+
+def test_staleness_segments_and_off_policy_share(tmp_path):
+    trained = [build_group(0, [10, 10]), build_group(1, [40, 40], staleness=3, off_policy=60, segments=2)]
+    summary = summary_of(build_run(tmp_path / "a", rounds=[build_round(1, start=0, end=10, trained=trained)]))
+    assert (summary.staleness.mean, summary.staleness.max) == (1.5, 3)
+    assert (summary.segments_per_sample.mean, summary.segments_per_sample.max) == (1.5, 2)
+    assert summary.off_policy_token_fraction == pytest.approx(0.6)
+
+
+def test_rewards_are_means_of_the_first_and_last_three_steps(tmp_path):
+    summary = summary_of(build_run(tmp_path / "a", rounds=default_rounds(steps=5)))
+    assert (summary.reward_first, summary.reward_last) == (2, 4)
+
+
+def test_interrupt_is_unknown_where_no_round_was_interrupted(tmp_path):
+    rounds = default_rounds(steps=3)
+    assert summary_of(build_run(tmp_path / "a", rounds=rounds)).interrupt_s is None
+    for r, value in zip(rounds, (0.1, None, 0.5), strict=True):
+        r["interrupt_s"] = value
+    wait = summary_of(build_run(tmp_path / "b", rounds=rounds)).interrupt_s
+    assert (wait.median, wait.max) == (pytest.approx(0.3), 0.5)
+
+
+def test_phase_that_no_timer_covers_is_other_and_validation_is_outside_the_step(tmp_path):
+    data = {"timing_s/step": 20.0, "timing_s/gen": 10.0, "timing_s/update_actor": 4.0, "timing_s/testing": 7.0}
+    summary = summary_of(build_run(tmp_path / "a", rounds=default_rounds(steps=1), metrics={1: data}))
+    assert summary.phases_s["other"] == pytest.approx(6)
+    assert summary.phases_s["testing"] == 7
+    assert summary.step_s == 20
+
+
+def test_ratios_are_per_trained_token(tmp_path):
+    # PR trains half of the tokens in a quarter of the rollout time.
+    rounds = [build_round(1, start=0, end=5, calls=[(0, 0, 5, 400)], trained=default_rounds()[0]["trained"])]
+    comparison = compared(tmp_path, other={"rounds": rounds})
+    assert comparison.ratios["rollout_s"] == pytest.approx(0.25)
+    assert comparison.ratios["rollout_s_per_trained_token"] == pytest.approx(0.5)
+    assert comparison.ratios["step_s_per_trained_token"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_order_of_arguments_does_not_matter_when_arms_differ(tmp_path, reverse, capsys):
+    runs = [build_run(tmp_path / "a"), build_run(tmp_path / "b", arm="PR", step_s=15.0)]
+    assert main([*map(str, reversed(runs) if reverse else runs), "--out", str(tmp_path / "out")]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["noPR"]["step_s"], report["PR"]["step_s"]) == (40, 30)
+    assert report["ratios"]["step_s"] == pytest.approx(0.75)
+    assert report["equal_work"]["equal"]
+    assert "0.75 of its step time" in capsys.readouterr().out
+
+
+def test_two_runs_of_one_arm_are_called_a_and_b(tmp_path):
+    runs = [load_run(build_run(tmp_path / name, arm="PR")) for name in ("x", "y")]
+    assert [side.name for side in compare(*runs).sides] == ["A", "B"]
+    assert compare(*runs).base.run.directory.endswith("x")
+
+
+def test_every_file_of_the_report_is_written(tmp_path):
+    runs = [build_run(tmp_path / "a"), build_run(tmp_path / "b", arm="PR")]
+    main(list(map(str, runs)))
+    out = tmp_path / "b" / "report"
+    assert sorted(p.name for p in out.iterdir()) == ["report.json", "report.md", "report.png", "timeline.png"]
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert "| rollout efficiency | 40.0% | 40.0% | 1.00 |" in (out / "report.md").read_text()
+
+
+def test_long_runs_get_a_close_up_of_the_middle(tmp_path):
+    rounds = default_rounds(steps=CLOSE_UP_ABOVE + 2)
+    close = close_up(compared(tmp_path, base={"rounds": rounds}, other={"rounds": rounds}))
+    assert [len(side.run.rounds) for side in close.sides] == [CLOSE_UP_ROUNDS, CLOSE_UP_ROUNDS]
+    assert close.base.run.rounds[0].step == 12
+    short = {"rounds": default_rounds(steps=3)}
+    assert close_up(compared(tmp_path / "short", base=short, other=short)) is None
+
+
+def test_unequal_work_is_flagged_in_words(tmp_path):
+    rounds = default_rounds()
+    rounds[1]["trained"] = [build_group(0, [100, 100])]
+    comparison = compared(tmp_path, other={"rounds": rounds})
+    work = comparison.equal_work
+    assert not work.equal and not work.trained_groups_equal and not work.same_prompts
+    assert work.each_prompt_once == {"noPR": True, "PR": False}
+    assert findings(comparison)[0].startswith("Not equal work: per trained token, PR took ")
+    assert "PR trained 1 prompts more than once in an epoch, e.g. '0' of epoch 0 2 times" in findings(comparison)[1]
+
+
+def test_one_prompt_in_two_epochs_is_no_repetition(tmp_path):
+    rounds = default_rounds()
+    for r in rounds:
+        r["trained"] = [build_group(r["step"], [100, 100], prompt="same", epoch=r["step"])]
+    comparison = compared(tmp_path, base={"rounds": rounds}, other={"rounds": rounds})
+    assert comparison.equal_work.equal
+
+
+def test_order_of_training_does_not_matter_to_equal_work(tmp_path):
+    rounds = default_rounds()
+    rounds[0]["trained"], rounds[1]["trained"] = rounds[1]["trained"], rounds[0]["trained"]
+    assert compared(tmp_path, other={"rounds": rounds}).equal_work.equal
+
+
+def test_different_settings_an_unfinished_run_and_lost_samples_are_warned_of(tmp_path):
+    rounds = default_rounds()
+    rounds[0]["lost_samples"] = 3
+    warnings = compared(tmp_path, other={"rounds": rounds, "replicas": 4, "complete": False}).warnings
+    assert any("the run did not finish" in warning for warning in warnings)
+    assert "PR lost 3 samples; a sound run loses none" in warnings
+    assert "the runs differ in replicas: noPR 2, PR 4" in warnings
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "metrics.jsonl"])
+def test_torn_last_line_is_left_out_with_a_warning(tmp_path, name):
+    path = build_run(tmp_path / "a") / name
+    with path.open("a") as file:
+        file.write('{"event": "rou')
+    warnings = load_run(path.parent).warnings
+    assert len(warnings) == 1 and "torn" in warnings[0] and name in warnings[0]
+
+
+def test_torn_line_elsewhere_is_an_error_that_names_it(tmp_path):
+    path = build_run(tmp_path / "a") / "trace.jsonl"
+    path.write_text('{"event": "rou\n' + path.read_text())
+    with pytest.raises(RunRecordError, match=r"trace\.jsonl line 1: not a JSON object"):
+        load_run(path.parent)
+
+
+def test_validation_only_lines_and_null_values_are_tolerated(tmp_path):
+    path = build_run(tmp_path / "a", metrics={0: {"val-core/acc": 0.5, "val-aux/x": None}})
+    assert [step.number for step in load_run(path).steps] == [1, 2]
+
+
+def test_unknown_events_are_skipped(tmp_path):
+    path = build_run(tmp_path / "a", phases=[{"event": "note", "text": "hello"}])
+    assert load_run(path).warnings == []
+
+
+def test_round_without_timers_is_left_out_with_a_warning(tmp_path):
+    run = load_run(build_run(tmp_path / "a", rounds=default_rounds(steps=4), metrics={3: None, 4: None}))
+    assert [step.number for step in run.steps] == [1, 2]
+    assert any("steps 3-4 have a round but no timers" in warning for warning in run.warnings)
+
+
+def test_resumed_run_counts_the_last_attempt_at_a_step(tmp_path):
+    first, again = default_rounds(steps=3), default_rounds(steps=3)[1:]
+    for r in again:
+        r["trained"] = [build_group(9, [7, 7])]
+    run = load_run(build_run(tmp_path / "a", rounds=[*first, *again]))
+    assert [step.lengths for step in run.steps] == [[100] * 4, [7, 7], [7, 7]]
+    assert any("steps 2-3 were begun again" in warning for warning in run.warnings)
+
+
+def test_disagreeing_clocks_are_warned_of(tmp_path):
+    data = {"timing_s/step": 20.0, "timing_s/gen": 5.0}
+    run = load_run(build_run(tmp_path / "a", rounds=default_rounds(steps=1), metrics={1: data}))
+    assert "timing_s/gen adds up to 5.0 s but the rounds of trace.jsonl to 10.0 s" in run.warnings[0]
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "trace.jsonl"])
+def test_missing_file_is_one_clear_line_and_status_2(tmp_path, name, capsys):
+    runs = [build_run(tmp_path / "a"), build_run(tmp_path / "b", arm="PR")]
+    (runs[1] / name).unlink()
+    assert main(list(map(str, runs))) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {runs[1] / name}: cannot be read (No such file or directory)")
+    assert "give the directory of a run" in error and error.count("\n") == 1
+
+
+def test_missing_directory_is_status_2(tmp_path, capsys):
+    assert main([str(tmp_path / "no"), str(tmp_path / "no")]) == 2
+    assert "no such directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"arm": "both"}, "'arm' is 'both'; it should be one of noPR, PR"),
+        ({"replicas": 0}, "'replicas' is 0; it should be at least 1"),
+        ({"batch_groups": "2"}, "'batch_groups' is '2'; it should be an integer"),
+        ({"complete": 1}, "'complete' is 1; it should be true or false"),
+    ],
+)
+def test_bad_setting_names_key_value_and_range(tmp_path, settings, message):
+    with pytest.raises(RunRecordError) as error:
+        load_run(build_run(tmp_path / "a", **settings))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"calls": [[0, 1.0]]}, "a call should be [replica, start, end, tokens, version]"),
+        ({"calls": [[7, 1.0, 2.0, 3, 0]]}, "a call names replica 7, but run.json says 2 replicas"),
+        ({"end": ZERO - 1}, "before it starts"),
+        ({"trained": ["x"]}, "'trained' should hold one object a group"),
+        ({"trained": [{**build_group(0, [1, 1]), "segments": [1]}]}, "group 0 has lists of different lengths"),
+    ],
+)
+def test_bad_round_names_its_line(tmp_path, change, message):
+    rounds = default_rounds(steps=1)
+    rounds[0].update(change)
+    with pytest.raises(RunRecordError) as error:
+        load_run(build_run(tmp_path / "a", rounds=rounds))
+    assert "trace.jsonl line 2" in str(error.value) and message in str(error.value)
+
+
+def test_run_without_a_finished_step_is_an_error(tmp_path):
+    with pytest.raises(RunRecordError, match="no step has both a round"):
+        load_run(build_run(tmp_path / "a", metrics={1: None, 2: {"val-core/acc": 0.5}}))
