@@ -1,0 +1,21 @@
+"""``python -m recipe.partial_rollout.bench manager [--samples N] [--json FILE]``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from recipe.partial_rollout.bench import manager
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one benchmark; exit code 1 when it misses its bound."""
+    parser = argparse.ArgumentParser(prog="python -m recipe.partial_rollout.bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    manager.add_arguments(commands.add_parser("manager", help="latency of every PromptsManager verb"))
+    options = parser.parse_args(arguments)
+    return options.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

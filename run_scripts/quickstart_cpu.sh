@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# The main job, on two cores without a GPU: GRPO on the embedded task, once with verl's synchronous rollout (noPR) and once
+# with partial rollout (PR), from the same weights, on the same prompts, for as many steps; then a table and pictures.
+#
+#   bash run_scripts/quickstart_cpu.sh
+#   bash run_scripts/quickstart_cpu.sh trainer.total_training_steps=8 partial_rollout.max_staleness=2
+#
+# Arguments are hydra overrides for both runs. OUT=dir (default outputs/quickstart) chooses where everything goes.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash run_scripts/setup.sh
+source run_scripts/env_cpu.sh
+export PYTHONWARNINGS=ignore
+
+out=${OUT:-outputs/quickstart}
+started=$SECONDS
+
+say() { printf '\n== %s ==\n' "$*"; }
+
+train() { # arm, hydra overrides...
+  local arm=$1
+  shift
+  rm -rf "${out:?}/$arm"
+  python -m recipe.partial_rollout.main_ppo --config-name quickstart_cpu \
+    quickstart.dir="$out" trainer.experiment_name="$arm" "$@"
+}
+
+say "warm start of the embedded task (cached in $out/task)"
+python -m recipe.partial_rollout.clock10.prepare --out "$out/task"
+say "noPR: every round waits for its slowest sample"
+train noPR partial_rollout.enable=False "$@"
+say "PR: rounds are interrupted, what is unfinished goes on in the next"
+train PR partial_rollout.enable=True "$@"
+say "comparison"
+python -m recipe.partial_rollout.report "$out/noPR" "$out/PR" --out "$out"
+printf '\nquick start done in %d s; pictures and tables are in %s; SwanLab: swanlab watch %s/swanlog\n' \
+  $((SECONDS - started)) "$out" "$out"
