@@ -198,7 +198,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         capacity = math.ceil(settings.slots(len(site.control)) / len(self.agent_loop_workers))
         names = [f"agent_loop_worker_{i}" for i in range(len(self.agent_loop_workers))]
         pairs = list(zip(names, self.agent_loop_workers, strict=True))
-        ray.get([worker.setup.remote(name, self._manager, capacity) for name, worker in pairs])
+        ray.get([worker.setup.remote(name, self._manager, capacity, site.control.servers) for name, worker in pairs])
         self._serving = {name: worker.serve.remote() for name, worker in pairs}
         self._unacknowledged: list[str] = []
 

@@ -14,14 +14,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
-from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker
+from hydra.utils import get_class
+from verl.experimental.agent_loop.agent_loop import (
+    AgentLoopOutput,
+    AgentLoopWorker,
+    DictConfigWrap,
+    ToolListWrap,
+    _agent_loop_registry,
+)
+from verl.experimental.reward_loop import RewardLoopWorker
+from verl.protocol import DataProto
+from verl.utils.rollout_trace import rollout_trace_attr
 
 from recipe.partial_rollout.grant_gate import GrantGate
-from recipe.partial_rollout.llm_client import LIVE_SAMPLE, EngineCall, LiveSample, ObservedLLMClient
+from recipe.partial_rollout.llm_client import (
+    LIVE_SAMPLE,
+    EngineCall,
+    LiveSample,
+    ObservedLLMClient,
+    PartialRolloutLLMClient,
+)
 from recipe.partial_rollout.manager_actor import Report
 from recipe.partial_rollout.types import Grant, SampleOutput, Segment
 
@@ -35,9 +52,50 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
 
     llm_client: ObservedLLMClient
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.config.partial_rollout.reward_in_worker:
+            self.reward_loop_worker_handles = [_LocalRewardHandle(RewardLoopWorker(self.config))]  # type: ignore[assignment]
+
     def take_calls(self) -> list[EngineCall]:
         """Engine calls that ended since the last time this was asked."""
         return self.llm_client.take_calls()
+
+    async def _run_agent_loop(
+        self,
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        *,
+        agent_name: str,
+        trace: bool = True,
+        **kwargs,
+    ) -> Any:
+        """As verl's, without composing the whole configuration anew for every sample."""
+        registered = _agent_loop_registry.get(agent_name)
+        if registered is None or set(registered) != {"_target_"}:
+            return await super()._run_agent_loop(
+                sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs
+            )
+        with rollout_trace_attr(
+            step=trajectory["step"],
+            sample_index=trajectory["sample_index"],
+            rollout_n=trajectory["rollout_n"],
+            validate=trajectory["validate"],
+            name="agent_loop",
+            trace=trace,
+        ):
+            agent_loop = get_class(registered["_target_"])(
+                trainer_config=DictConfigWrap(config=self.config),
+                server_manager=self.llm_client,
+                tokenizer=self.tokenizer,
+                processor=self.processor,
+                hf_model_type=self.hf_model_type,
+                dataset_cls=self.dataset_cls,
+                data_config=DictConfigWrap(self.config.data),
+                tools=ToolListWrap(self.tools),
+            )
+            output = await agent_loop.run(sampling_params, **kwargs)
+            return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
         deadline_s = self.config.partial_rollout.deadlines.reward_s
@@ -63,14 +121,16 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         async def keep_one(index: int) -> None:
             nonlocal ended
             while not self._probe_over.is_set():
-                row = rows[index % len(rows)]
-                await self._run_agent_loop(self._sampling_params(), _trajectory(row), trace=False, **self._kwargs(row))
+                await self._probe_sample(rows[index % len(rows)])
                 index += concurrency
                 ended += 1
                 if until_ended and ended >= until_ended:
                     self._probe_over.set()
 
         await asyncio.gather(*[keep_one(index) for index in range(concurrency)])
+
+    async def _probe_sample(self, row: dict[str, Any]) -> None:
+        await self._run_agent_loop(self._sampling_params(), _trajectory(row), trace=False, **self._kwargs(row))
 
     def end_probe(self) -> None:
         """Start no more probe samples."""
@@ -94,11 +154,24 @@ def _trajectory(row: dict[str, Any]) -> dict[str, Any]:
     return {"step": -1, "sample_index": row.get("index", 0), "rollout_n": 0, "validate": False}
 
 
+class _LocalRewardHandle:
+    """verl's reward worker in this process, behind the call syntax of an actor handle."""
+
+    def __init__(self, worker: RewardLoopWorker) -> None:
+        self.compute_score = self
+        self._worker = worker
+
+    def remote(self, data: DataProto) -> Awaitable[dict]:
+        return self._worker.compute_score(data)
+
+
 class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     """Claims samples from the manager and runs each in an agent loop of verl's, interruptible at any engine call."""
 
-    def setup(self, name: str, manager: Any, capacity: int) -> None:
-        """Connect to the manager as ``name`` with ``capacity`` slots."""
+    def setup(self, name: str, manager: Any, capacity: int, servers: dict[str, Any]) -> None:
+        """Connect to the manager as ``name`` with ``capacity`` slots, and to the replicas (address to handle)."""
+        assert isinstance(self.llm_client, PartialRolloutLLMClient)
+        self.llm_client.use_replicas(servers)
         self._name = name
         self._manager = manager
         self._capacity = capacity
@@ -116,6 +189,11 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             self._run(await self._manager.claim.remote(self._name))
             if self._sending is not None and self._sending.done():
                 self._sending.result()
+
+    async def _probe_sample(self, row: dict[str, Any]) -> None:
+        LIVE_SAMPLE.set(LiveSample(f"probe-{uuid4().hex}", keeper=_ProbeSlots(), priority=0))
+        with contextlib.suppress(ProbeEndedError):
+            await super()._probe_sample(row)
 
     def open_round(self) -> None:
         """Engine calls are allowed from here on."""
@@ -201,6 +279,21 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         while self._outbox:
             self._run(await self._manager.report.remote(self._outbox.take(self._name)))
         self._quiet.set()
+
+
+class ProbeEndedError(Exception):
+    """The replicas were paused: a sample of the probe does not go on."""
+
+
+class _ProbeSlots:
+    """Slots of the probe: always granted, never given back."""
+
+    @contextlib.asynccontextmanager
+    async def engine_call(self, sample_id: str) -> AsyncIterator[None]:
+        yield
+
+    def hand_in(self, sample_id: str, segment: Segment | None) -> None:
+        raise ProbeEndedError(sample_id)
 
 
 class _Outbox:

@@ -72,10 +72,13 @@ class ObservedLLMClient(LLMServerClient):
         return calls
 
     async def _acquire_server(self, request_id: str, **extra: Any):
-        server_id, handle = await super()._acquire_server(request_id, **extra)
+        server_id, handle = await self._choose_server(request_id, **extra)
         if (replica := _REPLICA.get()) is not None:
             replica.append(server_id)
         return server_id, handle
+
+    async def _choose_server(self, request_id: str, **extra: Any):
+        return await super()._acquire_server(request_id, **extra)
 
     async def generate(  # type: ignore[override]
         self, request_id: str, *, resumed_tokens: int = 0, **kwargs: Any
@@ -85,6 +88,10 @@ class ObservedLLMClient(LLMServerClient):
         Raises:
             ReplicaError: the replica died or refused the request; the message names it.
         """
+        params = kwargs.get("sampling_params", {})
+        if not params.get("stop"):
+            # Tokens in, tokens out: no one reads the text that the server would otherwise decode token by token.
+            kwargs["sampling_params"] = {"detokenize": False, **params}
         replica: list[str] = []
         token = _REPLICA.set(replica)
         start = time.time()
@@ -128,13 +135,43 @@ class LiveSample:
     restored: list[Segment] = field(default_factory=list)
     """cached by a worker that has died: the first call goes on from them"""
     calls: int = 0
+    replica: str | None = None
+    """where its last call of this round ran: the next turn finds its prefix cached there"""
 
 
 LIVE_SAMPLE: ContextVar[LiveSample | None] = ContextVar("live_sample", default=None)
 
 
 class PartialRolloutLLMClient(ObservedLLMClient):
-    """Resumes an interrupted engine call from its own tokens, under whatever weights the replicas hold by then."""
+    """Resumes an interrupted engine call from its own tokens, under whatever weights the replicas hold by then.
+
+    A resumed sample may go to any replica, so it goes to the one with the fewest running samples of this worker.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._servers: dict[str, Any] = {}
+        self._running: dict[str, int] = {}
+
+    def use_replicas(self, servers: dict[str, Any]) -> None:
+        """Balance training samples over ``servers`` (address to server handle) by sample count."""
+        self._servers = dict(servers)
+        self._running = dict.fromkeys(servers, 0)
+
+    async def _choose_server(self, request_id: str, **extra: Any):
+        sample = LIVE_SAMPLE.get()
+        if sample is None or not self._servers:
+            return await super()._choose_server(request_id, **extra)
+        if sample.replica is None:
+            sample.replica = min(self._running, key=self._running.__getitem__)
+        self._running[sample.replica] += 1
+        return sample.replica, self._servers[sample.replica]
+
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        if LIVE_SAMPLE.get() is None or not self._servers:
+            super()._release_server(server_id, request_id)
+        else:
+            self._running[server_id] -= 1
 
     async def generate(  # type: ignore[override]
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
@@ -163,7 +200,6 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             async with sample.keeper.engine_call(sample.id):
                 sample.calls += 1
                 output = await super().generate(
-                    # A new id lets the load balancer choose again: the old replica's cache went with its weights.
                     f"{sample.id}@{sample.calls}",
                     resumed_tokens=len(prompt_ids) + len(done) if sample.calls > 1 and turn else 0,
                     prompt_ids=prompt_ids + done,
@@ -176,6 +212,8 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                 sample.segments.append(segment)
             if output.stop_reason not in ABORTED or len(done) + len(segment) >= budget:
                 return self._merge(turn, output)
+            # The replica's cache goes with its weights: nothing binds the sample to it.
+            sample.replica = None
             sample.keeper.hand_in(sample.id, segment)
 
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:

@@ -28,6 +28,8 @@ def _check_trainer(config: DictConfig, settings: PartialRolloutConfig) -> None:
     if config.trainer.get("use_v1", True):
         raise fail("trainer.use_v1", True, "False: the recipe subclasses verl's RayPPOTrainer")
     devices = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    if config.partial_rollout.reward_in_worker and config.reward.reward_model.enable:
+        raise fail("partial_rollout.reward_in_worker", True, "False with reward.reward_model.enable=True")
     if devices < 1:
         raise fail("trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, "an integer of at least 1")
     batch, n = settings.batch_groups, settings.samples_per_group

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from verl.workers.rollout.replica import RolloutReplica
@@ -49,6 +49,11 @@ class ServerControl:
     def addresses(self) -> list[str]:
         """Server ids as the load balancer knows them."""
         return [replica.server_address for replica in self._replicas]
+
+    @property
+    def servers(self) -> dict[str, Any]:
+        """Address to server handle."""
+        return {replica.server_address: replica.server_handle for replica in self._replicas}
 
     async def interrupt(self) -> float:
         """Abort every running request; returns the seconds until all replicas were quiet."""

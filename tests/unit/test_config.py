@@ -66,7 +66,7 @@ def test_quickstart_config_passes(configure):
             "ppo_mini_batch_size=3: a divisor of data.train_batch_size=4",
         ),
         ("data.gen_batch_size=7", "data.gen_batch_size=7: null, or data.train_batch_size=4"),
-        ("actor_rollout_ref.rollout.max_model_len=500", "response_length=1024: with prompt_length=64 it must fit"),
+        ("actor_rollout_ref.rollout.max_model_len=500", "response_length=2048: with prompt_length=64 it must fit"),
         (
             "actor_rollout_ref.rollout.calculate_log_probs=False",
             "calculate_log_probs=False: with partial_rollout.enable",
@@ -80,7 +80,7 @@ def test_quickstart_config_passes(configure):
         ("partial_rollout.max_staleness=-1", "partial_rollout.max_staleness=-1: an integer of at least 0"),
         ("partial_rollout.max_staleness=1.5", "partial_rollout.max_staleness=1.5: an integer of at least 0"),
         ("partial_rollout.overlap=-0.5", "partial_rollout.overlap=-0.5: a number of at least 0"),
-        ("partial_rollout.overlap=5", "partial_rollout.overlap=5.0: at most partial_rollout.max_staleness=4"),
+        ("partial_rollout.overlap=9", "partial_rollout.overlap=9.0: at most partial_rollout.max_staleness=8"),
         ("partial_rollout.over_sampling_batch_size=3", "over_sampling_batch_size=3: at least data.train_batch_size=4"),
         ("partial_rollout.deadlines.stall_s=0", "partial_rollout.deadlines.stall_s=0: seconds above 0"),
         ("actor_rollout_ref.model.path=/nowhere/model", "model.path=/nowhere/model: a local model directory"),
@@ -88,6 +88,7 @@ def test_quickstart_config_passes(configure):
         ("data.val_files=/nowhere/b.parquet", "data.val_files=/nowhere/b.parquet: an existing parquet file"),
         ("trainer.use_v1=True", "trainer.use_v1=True: False"),
         ("trainer.resume_mode=auto", "trainer.resume_mode=auto: with partial_rollout.enable=True it must be disable"),
+        ("reward.reward_model.enable=True", "partial_rollout.reward_in_worker=True: False with"),
         ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax: any other"),
     ],
 )

@@ -140,7 +140,7 @@ def test_the_callers_sampling_params_are_left_alone(engine):
 
     asyncio.run(run())
     assert params == {"temperature": 1.0, "max_new_tokens": 4}
-    assert engine.requests[1][2] == {"temperature": 1.0, "max_tokens": 3}
+    assert engine.requests[1][2] == {"temperature": 1.0, "max_tokens": 3, "detokenize": False}
 
 
 def test_sample_of_a_dead_worker_goes_on_from_the_restored_segments(engine):
@@ -164,7 +164,7 @@ def test_validation_call_is_verls_own(engine):
         return await PartialRolloutLLMClient(CONFIG).generate("r", prompt_ids=[1], sampling_params={"top_p": 1.0})
 
     assert asyncio.run(run()).stop_reason == "aborted"
-    assert engine.requests == [("r", [1], {"top_p": 1.0})]
+    assert engine.requests == [("r", [1], {"top_p": 1.0, "detokenize": False})]
 
 
 def test_engine_calls_are_noted_with_replica_tokens_and_version(engine):
@@ -184,3 +184,21 @@ def test_dead_replica_is_named(engine):
     engine.answers = [OSError("engine core is gone")]
     with pytest.raises(ReplicaError, match="vLLM replica replica-7 failed on request 0/0#0@1: OSError: engine core"):
         generate(PartialRolloutLLMClient(CONFIG), live())
+
+
+def test_training_samples_go_to_the_replica_with_the_fewest_and_stay_for_their_next_turn():
+    async def run():
+        client = PartialRolloutLLMClient(CONFIG)
+        client.use_replicas({"a": "A", "b": "B"})
+        first, second = live(), live()
+        chosen = []
+        for sample in (first, second, first):
+            LIVE_SAMPLE.set(sample)
+            chosen.append(await client._acquire_server("r"))
+        client._release_server("a", "r")
+        client._release_server("a", "r")
+        LIVE_SAMPLE.set(live())
+        chosen.append(await client._acquire_server("r"))
+        return chosen
+
+    assert asyncio.run(run()) == [("a", "A"), ("b", "B"), ("a", "A"), ("a", "A")]

@@ -1,0 +1,121 @@
+"""Real training on two cores: verl, vLLM, Ray, FSDP2, in a process of its own for each run."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory):
+    """The embedded task after a minimal warm start: enough to load, sample and train."""
+    directory = tmp_path_factory.mktemp("task")
+    command = [
+        sys.executable,
+        "-m",
+        "recipe.partial_rollout.clock10.prepare",
+        "--out",
+        str(directory / "task"),
+        "--tiny",
+    ]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=300)
+    return directory
+
+
+def launcher(task, directory_of):
+    """A function that starts ``main_ppo`` on the task with overrides, and one that kills what it has started."""
+    runs = []
+
+    def build(*overrides, name="run"):
+        directory = directory_of(name)
+        directory.mkdir()
+        log = (directory / "terminal.log").open("w")
+        command = [sys.executable, "-m", "recipe.partial_rollout.main_ppo", "--config-name", "quickstart_cpu"]
+        ours = [
+            f"quickstart.dir={task}",
+            f"trainer.default_local_dir={directory}",
+            "trainer.logger=[file]",
+            "partial_rollout.probe_s=0",
+        ]
+        process = subprocess.Popen(
+            [*command, *unique([*ours, *overrides])],
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        )
+        run = SimpleNamespace(process=process, directory=directory, terminal=lambda: Path(log.name).read_text())
+        runs.append(run)
+        return run
+
+    def kill():
+        for run in runs:
+            subprocess.run(["pkill", "-9", "-s", str(run.process.pid)], check=False)
+            run.process.wait(10)
+
+    return build, kill
+
+
+def unique(overrides):
+    """The last override of each key, as hydra takes only one."""
+    return list({override.split("=")[0]: override for override in overrides}.values())
+
+
+def finish(run, timeout_s=420):
+    """Wait for a training to reach its end; what its directory holds."""
+    assert run.process.wait(timeout_s) == 0, run.terminal()[-3000:]
+    return read(run.directory)
+
+
+@pytest.fixture
+def start(task, tmp_path):
+    build, kill = launcher(task, lambda name: tmp_path / name)
+    yield build
+    kill()
+
+
+@pytest.fixture
+def train(start):
+    return lambda *overrides, name="run": finish(start(*overrides, name=name))
+
+
+@pytest.fixture(scope="module")
+def module_train(task, tmp_path_factory):
+    """As ``train``, for trainings that several tests look at."""
+    build, kill = launcher(task, lambda name: tmp_path_factory.mktemp("runs") / name)
+    yield lambda *overrides, name="run": finish(build(*overrides, name=name))
+    kill()
+
+
+def read(directory):
+    """What a run directory holds."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    trace = [json.loads(line) for line in (directory / "trace.jsonl").read_text().splitlines()]
+    return SimpleNamespace(
+        steps={line["step"]: line["data"] for line in lines if "training/global_step" in line["data"]},
+        rounds=[event for event in trace if event["event"] == "round"],
+        trace=trace,
+        run=json.loads((directory / "run.json").read_text()),
+        directory=directory,
+    )
+
+
+@pytest.fixture
+def wait_for():
+    """Waits until a condition holds; fails with what was awaited."""
+
+    def wait(condition, what, timeout_s=180):
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+            time.sleep(0.2)
+
+    return wait

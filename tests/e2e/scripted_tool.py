@@ -1,0 +1,31 @@
+"""Loaded by verl through ``multi_turn.function_tool_path``: a tool that notes its calls, and a parser that always calls it.
+
+A model without tool training would never call; what is tested is that a call happens once, not what is asked.
+"""
+
+import os
+
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.tools.function_tool import function_tool
+
+from recipe.partial_rollout.llm_client import LIVE_SAMPLE
+
+
+@function_tool
+def clock(hour: int) -> str:
+    """Reads a clock.
+
+    Args:
+        hour: hour of the day.
+    """
+    with open(os.environ["TOOL_CALLS"], "a") as file:
+        file.write(f"{LIVE_SAMPLE.get().id}\n")
+    return f"{hour}+1"
+
+
+@ToolParser.register("scripted")
+class ScriptedParser(ToolParser):
+    """Finds one call of ``clock`` in every answer."""
+
+    async def extract_tool_calls(self, responses_ids, tools=None):
+        return "3", [FunctionCall(name="clock", arguments='{"hour": 3}')]

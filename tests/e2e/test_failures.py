@@ -1,0 +1,92 @@
+"""What dies is named, within 30 seconds of its death, and the run ends."""
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+
+# Responses never end by themselves, so a round lasts long enough to be in the middle of it.
+LONG = (
+    "data.train_batch_size=4",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.ignore_eos=True",
+    "trainer.total_training_steps=3",
+)
+SHORT = (
+    "data.train_batch_size=4",
+    "actor_rollout_ref.rollout.n=4",
+    "data.max_response_length=32",
+    "trainer.total_training_steps=3",
+)
+
+
+def processes(run, name):
+    """Live processes of this run's session whose title contains ``name``."""
+    found = []
+    for process in psutil.process_iter(["pid"]):
+        try:
+            if os.getsid(process.pid) == run.process.pid and name in " ".join(process.cmdline()):
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def in_mid_round(run):
+    return "Training Progress" in run.terminal() and processes(run, "VLLM::EngineCore")
+
+
+def ends_with(run, *words, within_s=30.0):
+    """The run ends in time, with exit code 1 and an error of these words."""
+    start = time.monotonic()
+    code = run.process.wait(within_s)
+    terminal = run.terminal()
+    assert code == 1, terminal[-3000:]
+    error = terminal[terminal.index("training failed:") :]
+    for word in words:
+        assert word in error, error
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("enable", [True, False], ids=["PR", "noPR"])
+def test_killed_engine_ends_the_run_by_name(start, wait_for, enable):
+    run = start(*LONG, f"partial_rollout.enable={enable}")
+    wait_for(lambda: in_mid_round(run), "a round of training")
+    time.sleep(3)
+    processes(run, "VLLM::EngineCore")[0].kill()
+    ends_with(run, "vLLM replica", "failed on request")
+
+
+def test_killed_worker_ends_the_run_by_name(start, wait_for):
+    run = start(*LONG)
+    wait_for(lambda: in_mid_round(run), "a round of training")
+    time.sleep(3)
+    processes(run, "ray::PartialRolloutAgentLoopWorker")[0].kill()
+    ends_with(run, "agent_loop_worker_0 died during the round")
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [("raises", ("reward function failed", "no such score")), ("hangs", ("reward function gave no score", "reward_s"))],
+)
+def test_reward_function_that_fails_or_hangs_ends_the_run_by_name(start, wait_for, function, words):
+    run = start(
+        *SHORT,
+        f"reward.custom_reward_function.path={HERE / 'bad_reward.py'}",
+        f"reward.custom_reward_function.name={function}",
+        "partial_rollout.deadlines.reward_s=5",
+        "partial_rollout.reward_in_worker=False",
+    )
+    wait_for(lambda: "Training Progress" in run.terminal() or run.process.poll() is not None, "training")
+    ends_with(run, *words, within_s=60.0)
+
+
+def test_failed_weight_sync_ends_the_run_by_name(start, wait_for, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    run = start(*SHORT, "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=bad_sync.FailingExtension")
+    wait_for(lambda: "Training Progress" in run.terminal(), "training")
+    ends_with(run, "weight sync of version 1 failed in vLLM replica", "no_such_weight", within_s=60.0)

@@ -1,0 +1,30 @@
+"""The two other ways to fill a round, through hydra overrides, with weights that change."""
+
+from collections import Counter
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        ("partial_rollout.mode=ssim", "partial_rollout.scheduling.policy=seed"),
+        ("partial_rollout.mode=april", "partial_rollout.over_sampling_batch_size=7"),
+    ],
+    ids=["ssim", "april"],
+)
+def test_mode_trains_the_epoch_once_within_the_bound(train, mode):
+    run = train(
+        "data.train_batch_size=4",
+        "data.train_max_samples=16",
+        "trainer.total_training_steps=null",
+        "data.max_response_length=300",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.max_num_seqs=16",
+        *mode,
+    )
+    prompts = Counter((group["epoch"], group["prompt"]) for event in run.rounds for group in event["trained"])
+    assert len(prompts) == 16 and set(prompts.values()) == {1}
+    assert run.run["mode"] == mode[0].split("=")[1]
+    assert all(step["partial_rollout/staleness/max"] <= 4 for step in run.steps.values())
+    assert all(step["partial_rollout/lost_samples"] == 0 for step in run.steps.values())

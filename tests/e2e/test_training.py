@@ -1,0 +1,135 @@
+"""Real training: both arms on the same 24 prompts, and a tool conversation, on two cores."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# 24 prompts, 4 a step: the data ends with step 6. A learning rate of 0 makes versions differ in name only, so that the
+# trainer can recompute what the engine reported, however often a sample was interrupted.
+SMALL = (
+    "data.train_batch_size=4",
+    "data.train_max_samples=24",
+    "trainer.total_training_steps=null",
+    "data.max_response_length=400",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.max_model_len=480",
+    "actor_rollout_ref.rollout.max_num_seqs=32",
+    "actor_rollout_ref.actor.optim.lr=0.0",
+)
+
+
+@pytest.fixture(scope="module")
+def arms(module_train):
+    return {
+        "noPR": module_train(*SMALL, "partial_rollout.enable=False", name="noPR"),
+        "PR": module_train(
+            *SMALL,
+            "partial_rollout.overlap=1.0",
+            "partial_rollout.max_staleness=2",
+            "partial_rollout.probe_s=2",
+            name="PR",
+        ),
+    }
+
+
+def trained(run):
+    return Counter((group["epoch"], group["prompt"]) for event in run.rounds for group in event["trained"])
+
+
+def test_both_arms_train_every_prompt_of_the_epoch_once(arms):
+    for arm, run in arms.items():
+        assert sorted(run.steps) == [1, 2, 3, 4, 5, 6], arm
+        assert len(trained(run)) == 24 and set(trained(run).values()) == {1}, arm
+        assert run.run["complete"] and run.run["arm"] == arm
+    assert trained(arms["noPR"]) == trained(arms["PR"])
+
+
+def test_noPR_trains_the_prompts_of_each_step_in_dataset_order(arms):
+    for event in arms["noPR"].rounds:
+        assert [group["group"] for group in event["trained"]] == list(range(4 * event["step"] - 4, 4 * event["step"]))
+        assert event["carried_groups"] == 0
+
+
+def test_samples_span_versions_within_the_bound(arms):
+    staleness = [s for event in arms["PR"].rounds for group in event["trained"] for s in group["staleness"]]
+    segments = [s for event in arms["PR"].rounds for group in event["trained"] for s in group["segments"]]
+    assert len(staleness) == 96
+    assert 1 <= max(staleness) <= 2
+    assert max(segments) >= 2
+
+
+def test_behaviour_log_probs_of_interrupted_samples_are_the_engines_own(arms):
+    """Weights are frozen, so recomputing must give what the engine said, within float32."""
+    for run in arms.values():
+        for step in run.steps.values():
+            assert step["training/rollout_probs_diff_max"] < 1e-3
+            assert step["training/rollout_probs_diff_mean"] < 1e-5
+
+
+def test_nothing_is_lost_and_the_last_round_drains(arms):
+    run = arms["PR"]
+    assert all(step["partial_rollout/lost_samples"] == 0 for step in run.steps.values())
+    assert run.steps[6]["partial_rollout/inflight/samples"] == 0
+    assert any(step["partial_rollout/cache/carried_groups"] > 0 for step in run.steps.values())
+    assert run.steps[6]["partial_rollout/cache/resumed"] == run.steps[6]["partial_rollout/cache/interrupted"] > 0
+
+
+def test_no_response_is_over_its_budget(arms):
+    for run in arms.values():
+        assert max(n for event in run.rounds for group in event["trained"] for n in group["lengths"]) <= 400
+
+
+def test_decoupled_loss_is_on_under_partial_rollout_only(arms):
+    assert any(key.startswith("rollout_corr/") for key in arms["PR"].steps[3])
+    assert not any("rollout_is_mean" in key for key in arms["noPR"].steps[3])
+
+
+def test_probe_measures_the_engine_kept_full(arms):
+    (probe,) = [event for event in arms["PR"].trace if event["event"] == "probe"]
+    assert probe["concurrency"] == 16 and probe["tokens"] > 0
+    assert arms["PR"].steps[2]["partial_rollout/rollout/efficiency"] > 0
+
+
+def test_report_compares_the_arms_at_equal_work(arms, tmp_path):
+    command = [sys.executable, "-m", "recipe.partial_rollout.report"]
+    directories = [str(arms[arm].directory) for arm in ("noPR", "PR")]
+    done = subprocess.run(
+        [*command, *directories, "--out", str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    for arm in ("noPR", "PR"):
+        assert report[arm]["trained_groups"] == 24 and report[arm]["lost_samples"] == 0
+    assert report["PR"]["staleness"]["max"] <= 2 and report["noPR"]["staleness"]["max"] == 0
+    assert report["ratios"]["rollout_s_per_trained_token"] > 0
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000
+
+
+def test_tool_conversation_survives_interruptions(module_train, tmp_path, monkeypatch):
+    """Every sample has three turns with a tool call between them; interruptions repeat none."""
+    calls = tmp_path / "calls"
+    monkeypatch.setenv("TOOL_CALLS", str(calls))
+    run = module_train(
+        *SMALL,
+        "data.train_max_samples=16",
+        "partial_rollout.max_staleness=3",
+        "partial_rollout.reward_in_worker=False",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+        "actor_rollout_ref.rollout.multi_turn.enable=True",
+        "actor_rollout_ref.rollout.multi_turn.format=scripted",
+        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
+        f"actor_rollout_ref.rollout.multi_turn.function_tool_path={Path(__file__).with_name('scripted_tool.py')}",
+        name="tools",
+    )
+    by_sample = Counter(calls.read_text().split())
+    segments = [s for event in run.rounds for group in event["trained"] for s in group["segments"]]
+    assert len(segments) == 64 and max(segments) > 3
+    assert max(by_sample.values()) == 2
+    assert max(step["num_turns/max"] for step in run.steps.values()) == 6
+    assert all(step["training/rollout_probs_diff_max"] < 1e-3 for step in run.steps.values())

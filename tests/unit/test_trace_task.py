@@ -1,0 +1,36 @@
+"""The GPU acceptance task can be made and composed without a GPU."""
+
+import json
+
+import numpy as np
+import pandas as pd
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout.preflight import check_config
+from recipe.partial_rollout.trace_task.prepare import main, response_budgets
+
+
+def test_budgets_are_long_tailed_and_capped():
+    budgets = response_budgets(20_000, median=1500, cap=8192, seed=0)
+    assert 1450 < np.median(budgets) < 1550
+    assert 2.7 < np.percentile(budgets, 97) / np.median(budgets) < 3.4
+    assert budgets.max() == 8192 and budgets.min() >= 1
+
+
+def test_task_and_config_of_the_gpu_acceptance_fit_together(tmp_path):
+    task = tmp_path / "task"
+    assert main(["--out", str(task), "--shape", "tiny", "--rows", "40", "--vocabulary", "500"]) == 0
+    assert json.loads((task / "model" / "config.json").read_text())["vocab_size"] == 500
+    rows = pd.read_parquet(task / "data" / "train.parquet")
+    assert len(rows) == 40 and rows.extra_info[0]["response_budget"] >= 1
+    with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
+        config = compose("accept_cuda", overrides=[f"accept.dir={tmp_path}"])
+    OmegaConf.resolve(config)
+    assert check_config(config).enable
+
+
+def test_median_at_the_cap_is_refused(tmp_path, capsys):
+    assert main(["--out", str(tmp_path), "--median", "10", "--cap", "10"]) == 2
+    assert capsys.readouterr().err == "--median=10: below --cap=10\n"
