@@ -27,6 +27,7 @@ from recipe.partial_rollout import metrics
 from recipe.partial_rollout.agent_loop_worker import ObservedAgentLoopWorker, PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.batch import assemble_batch
 from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.failures import one_line
 from recipe.partial_rollout.llm_client import EngineCall, ObservedLLMClient, PartialRolloutLLMClient
 from recipe.partial_rollout.manager_actor import ManagerActor, RolloutFailedError, RoundEnd, RoundStart
 from recipe.partial_rollout.prompt_source import PromptSource, prompt_identity
@@ -270,9 +271,9 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             if main.done():
                 return main.result()
             dead, name = next((task, name) for task, name in serving.items() if task.done())
-            raise RolloutFailedError(f"{name} died during {what}: {_reason(dead.exception())}") from dead.exception()
+            raise RolloutFailedError(f"{name} died during {what}: {one_line(dead.exception())}") from dead.exception()
         except RayActorError as error:
-            raise RolloutFailedError(f"an actor died during {what}: {_reason(error)}") from error
+            raise RolloutFailedError(f"an actor died during {what}: {one_line(error)}") from error
         finally:
             for task in (main, *serving):
                 task.cancel()
@@ -307,8 +308,3 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             carried_groups=opened.carried_groups,
             lost_samples=int(state["lost_samples"]),
         )
-
-
-def _reason(error: BaseException | None) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1] if lines else ''}"

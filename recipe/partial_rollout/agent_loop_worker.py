@@ -31,6 +31,7 @@ from verl.experimental.reward_loop import RewardLoopWorker
 from verl.protocol import DataProto
 from verl.utils.rollout_trace import rollout_trace_attr
 
+from recipe.partial_rollout.failures import one_line
 from recipe.partial_rollout.grant_gate import GrantGate
 from recipe.partial_rollout.llm_client import (
     LIVE_SAMPLE,
@@ -107,11 +108,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                 f"(partial_rollout.deadlines.reward_s)"
             ) from error
         except Exception as error:
-            reason = str(error).strip().splitlines()
-            raise RewardError(
-                f"reward function failed on prompt {kwargs.get('uid')}: "
-                f"{type(error).__name__}: {reason[-1] if reason else ''}"
-            ) from error
+            raise RewardError(f"reward function failed on prompt {kwargs.get('uid')}: {one_line(error)}") from error
 
     async def probe(self, rows: list[dict[str, Any]], concurrency: int, until_ended: int) -> None:
         """Keep ``concurrency`` samples running through the whole path until ``end_probe``, or until as many ended."""
@@ -227,7 +224,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         try:
             output = await self._run_agent_loop(self._sampling_params(), _trajectory(grant.row), trace=False, **kwargs)
         except Exception as error:
-            self._outbox.failed.append((grant.sample_id, f"{type(error).__name__}: {error}"))
+            self._outbox.failed.append((grant.sample_id, one_line(error)))
         else:
             assert isinstance(output, SampleOutput)
             self._outbox.finished.append((grant.sample_id, output))

@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError, RayError
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.ray_utils import auto_await
 
+from recipe.partial_rollout.failures import one_line
 from recipe.partial_rollout.server_control import ServerControl
 
 _LOOK_EVERY_S = 1.0
@@ -53,7 +54,9 @@ class RecipeCheckpointManager(CheckpointEngineManager):
                 await self._look(time.monotonic() - started, global_steps)
             syncing.result()
         except RayError as error:
-            raise WeightSyncError(f"weight sync of version {global_steps} failed in the trainer: {error}") from error
+            raise WeightSyncError(
+                f"weight sync of version {global_steps} failed in the trainer: {one_line(error)}"
+            ) from error
         finally:
             syncing.cancel()
         if self._resume is not None:
@@ -68,7 +71,7 @@ class RecipeCheckpointManager(CheckpointEngineManager):
             except TimeoutError:
                 error = None
             except RayActorError as died:
-                error = f"the server died: {died}"
+                error = f"the server died: {one_line(died)}"
             if error is not None:
                 raise WeightSyncError(f"weight sync of version {version} failed in vLLM replica {name}: {error}")
         if waited_s > self._deadline_s:

@@ -19,6 +19,7 @@ import numpy as np
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from recipe.partial_rollout.failures import one_line
 from recipe.partial_rollout.types import Segment
 
 ABORTED = ("aborted", "abort")
@@ -99,11 +100,7 @@ class ObservedLLMClient(LLMServerClient):
             output = await super().generate(request_id=request_id, **kwargs)
         except Exception as error:
             name = replica[0] if replica else "(none acquired)"
-            reason = str(error).strip().splitlines()
-            raise ReplicaError(
-                f"vLLM replica {name} failed on request {request_id}: "
-                f"{type(error).__name__}: {reason[-1] if reason else ''}"
-            ) from error
+            raise ReplicaError(f"vLLM replica {name} failed on request {request_id}: {one_line(error)}") from error
         finally:
             _REPLICA.reset(token)
         tokens, version = len(output.token_ids), _version(output)

@@ -15,6 +15,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config import ConfigError
+from recipe.partial_rollout.failures import one_line
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 _HERE = "recipe.partial_rollout"
@@ -82,8 +83,7 @@ def main(config: DictConfig) -> None:
     except Exception as error:
         log = Path(config.trainer.default_local_dir) / "error.log"
         log.write_text(traceback.format_exc())
-        lines = str(error).strip().splitlines() or [""]
-        print(f"training failed: {type(error).__name__}: {lines[0]}\n(traceback: {log})", file=sys.stderr)
+        print(f"training failed: {one_line(error)}\n(traceback: {log})", file=sys.stderr)
         sys.exit(1)
 
 

@@ -12,6 +12,8 @@ import ray
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+from recipe.partial_rollout.failures import one_line
+
 _SYNC_METHODS = ("update_weights_from_ipc", "update_verl_delta_weights")
 
 
@@ -26,7 +28,7 @@ class RecipeVLLMServer(vLLMHttpServer):
             await super().collective_rpc(method, *args, **kwargs)
         except Exception as error:
             if method in _SYNC_METHODS:
-                self._weight_sync_error = f"{type(error).__name__}: {error}"
+                self._weight_sync_error = one_line(error)
             raise
 
     async def weight_sync_error(self) -> str | None:

@@ -21,10 +21,13 @@ def test_mode_trains_the_epoch_once_within_the_bound(train, mode):
         "data.max_response_length=300",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.rollout.max_num_seqs=16",
+        "data.val_max_samples=8",
+        "trainer.test_freq=2",
         *mode,
     )
     prompts = Counter((group["epoch"], group["prompt"]) for event in run.rounds for group in event["trained"])
     assert len(prompts) == 16 and set(prompts.values()) == {1}
     assert run.run["mode"] == mode[0].split("=")[1]
     assert all(step["partial_rollout/staleness/max"] <= 4 for step in run.steps.values())
+    assert [n for n, step in run.steps.items() if any(key.startswith("val-core") for key in step)] == [2, 4]
     assert all(step["partial_rollout/lost_samples"] == 0 for step in run.steps.values())

@@ -129,7 +129,9 @@ def test_tool_conversation_survives_interruptions(module_train, tmp_path, monkey
     )
     by_sample = Counter(calls.read_text().split())
     segments = [s for event in run.rounds for group in event["trained"] for s in group["segments"]]
-    assert len(segments) == 64 and max(segments) > 3
+    # verl counts the prompt, every answer and every tool response; answers are one more than tool responses.
+    answers = sum(step["num_turns/mean"] * 16 / 2 for step in run.steps.values())
+    assert len(segments) == 64 and sum(segments) > answers
     assert max(by_sample.values()) == 2
     assert max(step["num_turns/max"] for step in run.steps.values()) == 6
     assert all(step["training/rollout_probs_diff_max"] < 1e-3 for step in run.steps.values())
