@@ -147,12 +147,16 @@ class PlatformCPU(PlatformBase):
         return False
 
     def rollout_env_vars(self) -> dict[str, str]:
-        # Ray gives an actor a bare environment for what it does not inherit from its node.
-        names = ("VERL_PLATFORM", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
-        inherited = {name: os.environ[name] for name in names if name in os.environ}
-        # With 1, vLLM's CPU platform puts the model in a process of its own, and the engine spins on a core while it
-        # waits for it. The asynchronous engine that verl uses is a process of its own in any case.
-        return {**inherited, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        defaults = {
+            # GiB of KV cache, and threads left to the scheduler: the engine shares its cores with its clients.
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            # With 1, vLLM's CPU platform puts the model in a process of its own, and the engine spins on a core while it
+            # waits for it. The asynchronous engine that verl uses is a process of its own in any case.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        return {"VERL_PLATFORM": NAME, **{name: os.environ.get(name, value) for name, value in defaults.items()}}
 
     def cudart(self) -> None:
         return None

@@ -40,7 +40,7 @@ def in_mid_round(run):
     return "Training Progress" in run.terminal() and processes(run, "VLLM::EngineCore")
 
 
-def ends_with(run, *words, within_s=30.0):
+def check_ends_with(run, *words, within_s=30.0):
     """The run ends in time, with exit code 1 and an error of these words."""
     start = time.monotonic()
     code = run.process.wait(within_s)
@@ -58,7 +58,7 @@ def test_killed_engine_ends_the_run_by_name(start, wait_for, enable):
     wait_for(lambda: in_mid_round(run), "a round of training")
     time.sleep(3)
     processes(run, "VLLM::EngineCore")[0].kill()
-    ends_with(run, "vLLM replica", "failed on request")
+    check_ends_with(run, "vLLM replica", "failed on request")
 
 
 def test_killed_worker_ends_the_run_by_name(start, wait_for):
@@ -66,7 +66,7 @@ def test_killed_worker_ends_the_run_by_name(start, wait_for):
     wait_for(lambda: in_mid_round(run), "a round of training")
     time.sleep(3)
     processes(run, "ray::PartialRolloutAgentLoopWorker")[0].kill()
-    ends_with(run, "agent_loop_worker_0 died during the round")
+    check_ends_with(run, "agent_loop_worker_0 died during the round")
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,11 @@ def test_reward_function_that_fails_or_hangs_ends_the_run_by_name(start, wait_fo
         "partial_rollout.reward_in_worker=False",
     )
     wait_for(lambda: "Training Progress" in run.terminal() or run.process.poll() is not None, "training")
-    ends_with(run, *words, within_s=60.0)
+    check_ends_with(run, *words, within_s=60.0)
 
 
 def test_failed_weight_sync_ends_the_run_by_name(start, wait_for, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     run = start(*SHORT, "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=bad_sync.FailingExtension")
     wait_for(lambda: "Training Progress" in run.terminal(), "training")
-    ends_with(run, "weight sync of version 1 failed in vLLM replica", "no_such_weight", within_s=60.0)
+    check_ends_with(run, "weight sync of version 1 failed in vLLM replica", "no_such_weight", within_s=60.0)
