@@ -169,6 +169,11 @@ class ObservedAgentLoopManager(AgentLoopManager):
         )
         for task in done:
             task.result()
+        if until_calls and not done:
+            raise TimeoutError(
+                f"warming the engines up: fewer than {until_calls} samples ended within {deadlines.stall_s:g} s "
+                f"(partial_rollout.deadlines.stall_s)"
+            )
         await asyncio.gather(*[worker.end_probe.remote() for worker in workers])
         await self._site.control.interrupt()
         end = time.time()
