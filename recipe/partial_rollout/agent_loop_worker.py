@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 from uuid import uuid4
@@ -31,7 +32,7 @@ from verl.experimental.reward_loop import RewardLoopWorker
 from verl.protocol import DataProto
 from verl.utils.rollout_trace import rollout_trace_attr
 
-from recipe.partial_rollout.failures import one_line
+from recipe.partial_rollout.failures import ReplicaError, one_line
 from recipe.partial_rollout.grant_gate import GrantGate
 from recipe.partial_rollout.llm_client import (
     LIVE_SAMPLE,
@@ -40,8 +41,9 @@ from recipe.partial_rollout.llm_client import (
     ObservedLLMClient,
     PartialRolloutLLMClient,
 )
-from recipe.partial_rollout.manager_actor import Report
-from recipe.partial_rollout.types import Grant, SampleOutput, Segment
+from recipe.partial_rollout.manager_actor import Progress, Report
+from recipe.partial_rollout.tool_journal import journaled
+from recipe.partial_rollout.types import Grant, SampleOutput
 
 
 class RewardError(RuntimeError):
@@ -167,8 +169,8 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
 
     def setup(self, name: str, manager: Any, capacity: int, servers: dict[str, Any]) -> None:
         """Connect to the manager as ``name`` with ``capacity`` slots, and to the replicas (address to handle)."""
-        assert isinstance(self.llm_client, PartialRolloutLLMClient)
-        self.llm_client.use_replicas(servers)
+        self.use_replicas(servers)
+        self.tools = journaled(self.tools)
         self._name = name
         self._manager = manager
         self._capacity = capacity
@@ -191,6 +193,11 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         LIVE_SAMPLE.set(LiveSample(f"probe-{uuid4().hex}", keeper=_ProbeSlots(), priority=0))
         with contextlib.suppress(ProbeEndedError):
             await super()._probe_sample(row)
+
+    def use_replicas(self, servers: dict[str, Any]) -> None:
+        """The replicas are these from here on (address to handle); between rounds."""
+        assert isinstance(self.llm_client, PartialRolloutLLMClient)
+        self.llm_client.use_replicas(servers)
 
     def open_round(self) -> None:
         """Engine calls are allowed from here on."""
@@ -218,12 +225,22 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
                 task.add_done_callback(self._tasks.discard)
 
     async def _run_sample(self, grant: Grant) -> None:
-        sample = LiveSample(grant.sample_id, keeper=self, priority=grant.order, restored=list(grant.segments))
+        sample = LiveSample(
+            grant.sample_id,
+            keeper=self,
+            priority=grant.order,
+            restored=deque(grant.segments),
+            restored_tools={result["call"]: result for result in grant.tool_results},
+        )
         LIVE_SAMPLE.set(sample)
         kwargs = self._kwargs({**grant.row, "uid": grant.group_uid})
         try:
             output = await self._run_agent_loop(self._sampling_params(), _trajectory(grant.row), trace=False, **kwargs)
+        except ReplicaError as error:
+            # No replica is left to go on at: nothing that a retry could change.
+            await self._manager.abandon.remote(one_line(error))
         except Exception as error:
+            self._outbox.note(sample)
             self._outbox.failed.append((grant.sample_id, one_line(error)))
         else:
             assert isinstance(output, SampleOutput)
@@ -246,24 +263,30 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     # -- slots (``SlotKeeper``) ------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def engine_call(self, sample_id: str) -> AsyncIterator[None]:
+    async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
         """Entered once the sample holds a slot in an open round."""
         while True:
-            await self._gate.wait(sample_id)
+            await self._gate.wait(sample.id)
             if self._gate.is_open:
                 break
-            self.hand_in(sample_id, None)
-        self._calling.add(sample_id)
+            self.hand_in(sample)
+        self._calling.add(sample.id)
         try:
             yield
         finally:
-            self._calling.discard(sample_id)
+            self._calling.discard(sample.id)
             self._quiet.set()
 
-    def hand_in(self, sample_id: str, segment: Segment | None) -> None:
-        """Give the slot back, with the tokens of the interrupted call."""
-        self._gate.revoke(sample_id)
-        self._outbox.interrupted.append((sample_id, segment))
+    def hand_in(self, sample: LiveSample) -> None:
+        """Give the slot back, with whatever the manager does not know of the sample."""
+        self._gate.revoke(sample.id)
+        self._outbox.note(sample)
+        self._outbox.interrupted.append(sample.id)
+        self._send()
+
+    def note(self, sample: LiveSample) -> None:
+        """Tell the manager what it does not know of the sample."""
+        self._outbox.note(sample)
         self._send()
 
     # -- reports ---------------------------------------------------------------------------------------------------
@@ -286,26 +309,41 @@ class _ProbeSlots:
     """Slots of the probe: always granted, never given back."""
 
     @contextlib.asynccontextmanager
-    async def engine_call(self, sample_id: str) -> AsyncIterator[None]:
+    async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
         yield
 
-    def hand_in(self, sample_id: str, segment: Segment | None) -> None:
-        raise ProbeEndedError(sample_id)
+    def hand_in(self, sample: LiveSample) -> None:
+        raise ProbeEndedError(sample.id)
+
+    def note(self, sample: LiveSample) -> None:
+        """Nobody needs to know."""
 
 
 class _Outbox:
     """What the manager has not been told yet."""
 
     def __init__(self) -> None:
-        self.interrupted: list[tuple[str, Segment | None]] = []
+        self.progress: list[Progress] = []
+        self.interrupted: list[str] = []
         self.finished: list[tuple[str, SampleOutput]] = []
         self.failed: list[tuple[str, str]] = []
 
     def __bool__(self) -> bool:
-        return bool(self.interrupted or self.finished or self.failed)
+        return bool(self.progress or self.interrupted or self.finished or self.failed)
+
+    def note(self, sample: LiveSample) -> None:
+        segments, tool_results = sample.take_unsent()
+        if segments or tool_results:
+            self.progress.append(Progress(sample.id, segments, tool_results))
 
     def take(self, worker: str) -> Report:
-        report = Report(worker, tuple(self.interrupted), tuple(self.finished), tuple(self.failed))
+        report = Report(
+            worker,
+            progress=tuple(self.progress),
+            interrupted=tuple(self.interrupted),
+            finished=tuple(self.finished),
+            failed=tuple(self.failed),
+        )
         self.__init__()
         return report
 

@@ -24,6 +24,7 @@ Rows of a group are adjacent. verl's trainer reads everything but ``rollout_vers
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -88,15 +89,44 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
 def _non_tensors(groups: Sequence[TakenGroup], slot_uids: Sequence[str]) -> tuple[dict[str, np.ndarray], list[str]]:
     rows = [group.row for group in groups for _ in group.outputs]
     outputs = [output for group in groups for output in group.outputs]
-    extra_keys = list(outputs[0].reward_extra_info)
+    informed = [output for output in outputs if output.reward_extra_info]
+    extra_keys = list(informed[0].reward_extra_info) if informed else []
+    nothing = _mean_info(informed) if informed else {}
     fields = {key: _objects([row[key] for row in rows]) for key in groups[0].row}
     loop_keys = {key for output in outputs for key in output.extra_fields} | set(_LIST_FIELDS)
     fields.update({key: _objects([o.extra_fields.get(key) for o in outputs]) for key in sorted(loop_keys)})
-    fields.update({key: np.array([o.reward_extra_info[key] for o in outputs]) for key in extra_keys})
+    fields.update({key: np.array([(o.reward_extra_info or nothing)[key] for o in outputs]) for key in extra_keys})
     fields["uid"] = _objects([uid for uid, group in zip(slot_uids, groups, strict=True) for _ in group.outputs])
     fields["__num_turns__"] = np.array([o.num_turns for o in outputs], dtype=np.int32)
     fields["multi_modal_inputs"] = _objects([{} for _ in outputs])
     return fields, extra_keys
+
+
+def filled_in(outputs: Sequence[SampleOutput]) -> tuple[SampleOutput, ...]:
+    """``outputs`` of a group, where masked ones get their siblings' prompt and mean reward.
+
+    A masked sample has no token in the loss; with the mean of the others as its reward it leaves the group's baseline
+    where it is. A group without any sample to learn from gets reward 0 throughout, that is no advantage.
+    """
+    good = [output for output in outputs if not output.masked]
+    if len(good) == len(outputs):
+        return tuple(outputs)
+    if not good:
+        prompt = next((o.prompt_ids for o in outputs if len(o.prompt_ids)), np.zeros(1, np.int32))
+        return tuple(replace(output, prompt_ids=prompt, reward_score=0.0) for output in outputs)
+    scores = [output.reward_score for output in good]
+    mean = None if None in scores else float(np.mean(scores))  # type: ignore[arg-type]
+    stand_in = {"prompt_ids": good[0].prompt_ids, "reward_score": mean, "reward_extra_info": _mean_info(good)}
+    return tuple(replace(output, **stand_in) if output.masked else output for output in outputs)
+
+
+def _mean_info(outputs: Sequence[SampleOutput]) -> dict[str, Any]:
+    """Extra information of the reward: the mean of numbers, the first of anything else."""
+    infos = [output.reward_extra_info for output in outputs]
+    return {
+        key: float(np.mean([info[key] for info in infos])) if isinstance(value, bool | int | float) else value
+        for key, value in infos[0].items()
+    }
 
 
 def assemble_batch(
@@ -114,6 +144,7 @@ def assemble_batch(
     sizes = {len(group.outputs) for group in groups}
     if len(sizes) != 1:
         raise RuntimeError(f"groups of a batch have {sorted(sizes)} outputs; all must have rollout.n")
+    groups = [replace(group, outputs=filled_in(group.outputs)) for group in groups]
     outputs = [output for group in groups for output in group.outputs]
     non_tensors, extra_keys = _non_tensors(groups, slot_uids)
     tensors = _tensors(outputs, prompt_length, response_length, pad_id)

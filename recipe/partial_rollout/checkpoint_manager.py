@@ -45,6 +45,8 @@ class RecipeCheckpointManager(CheckpointEngineManager):
         """
         if self.backend != "naive":
             return await super().update_weights(global_steps)  # type: ignore[arg-type]
+        if self._resume is not None:
+            await self._resume.restart_dead()
         trainer: Any = self.actor_wg
         refs = trainer.update_weights(global_steps=global_steps, mode=self.backend)
         syncing = asyncio.ensure_future(_all(refs))

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.failure_policy import FailurePolicy, OnSampleError
 from recipe.partial_rollout.scheduling import Policy
 
 
@@ -38,12 +40,47 @@ class Deadlines:
     """for all replicas to become quiet, or to resume"""
     weight_sync_s: float = 600.0
     """for one weight sync"""
+    worker_start_s: float = 300.0
+    """for an agent-loop worker that replaces a dead one to be ready"""
+    replica_start_s: float = 1200.0
+    """for a vLLM replica that died to be back"""
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
             if not value > 0:
                 raise fail(f"partial_rollout.deadlines.{item.name}", value, "seconds above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class FailureLimits:
+    """``partial_rollout.failures``: how much may go wrong before the run ends."""
+
+    samples: FailurePolicy
+    max_masked_fraction: float
+    """of a batch: samples that failed for good"""
+    worker_restarts: int
+    """of agent-loop workers, over the whole run"""
+    replica_restarts: int
+    """of vLLM replicas, over the whole run, while others are alive"""
+
+    @classmethod
+    def from_config(cls, ours: DictConfig) -> FailureLimits:
+        """Raises ``ConfigError`` in one line."""
+        at = "partial_rollout.failures"
+        fraction = _number(f"{at}.max_masked_fraction", ours.max_masked_fraction)
+        if fraction > 1:
+            raise fail(f"{at}.max_masked_fraction", fraction, "at most 1")
+        return cls(
+            samples=FailurePolicy(
+                on_sample_error=_member(f"{at}.on_sample_error", ours.on_sample_error, OnSampleError),
+                sample_retries=_at_least(f"{at}.sample_retries", ours.sample_retries, 0),
+                retry_backoff_s=_number(f"{at}.retry_backoff_s", ours.retry_backoff_s),
+            ),
+            max_masked_fraction=fraction,
+            worker_restarts=_at_least(f"{at}.worker_restarts", ours.worker_restarts, 0),
+            replica_restarts=_at_least(f"{at}.replica_restarts", ours.replica_restarts, 0),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +96,8 @@ class PartialRolloutConfig:
     in_flight_samples: int
     slots_per_replica: int
     probe_s: float
+    checksum_all: bool
+    failures: FailureLimits
     deadlines: Deadlines
     batch_groups: int
     """N: ``data.train_batch_size``"""
@@ -111,6 +150,8 @@ class PartialRolloutConfig:
                 config.actor_rollout_ref.rollout.max_num_seqs,
             ),
             probe_s=_number("partial_rollout.probe_s", ours.probe_s),
+            checksum_all=bool(ours.checkpoint.checksum_all),
+            failures=FailureLimits.from_config(ours.failures),
             deadlines=Deadlines(**OmegaConf.to_container(ours.deadlines, resolve=True)),  # type: ignore[arg-type]
             batch_groups=batch,
             samples_per_group=n,
@@ -152,7 +193,7 @@ def _default(key: str, value: Any, default: int) -> int:
     return default if value is None else _at_least(key, value, 1)
 
 
-def _member(key: str, value: Any, kind: type[Mode] | type[Policy]) -> Any:
+def _member(key: str, value: Any, kind: type[StrEnum]) -> Any:
     try:
         return kind(value)
     except ValueError:

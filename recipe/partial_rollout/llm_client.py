@@ -10,6 +10,7 @@ A training sample is found through a context variable; without one (validation, 
 from __future__ import annotations
 
 import time
+from collections import deque
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,17 +20,13 @@ import numpy as np
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.failures import one_line
+from recipe.partial_rollout.failures import ReplicaError, means_death, one_line
 from recipe.partial_rollout.types import Segment
 
 ABORTED = ("aborted", "abort")
 
 _REPLICA: ContextVar[list[str] | None] = ContextVar("replica", default=None)
 """where the running call notes the replica that the load balancer chose"""
-
-
-class ReplicaError(RuntimeError):
-    """A vLLM replica did not answer a request."""
 
 
 def _version(output: TokenOutput) -> int:
@@ -100,7 +97,9 @@ class ObservedLLMClient(LLMServerClient):
             output = await super().generate(request_id=request_id, **kwargs)
         except Exception as error:
             name = replica[0] if replica else "(none acquired)"
-            raise ReplicaError(f"vLLM replica {name} failed on request {request_id}: {one_line(error)}") from error
+            raise ReplicaError(
+                f"vLLM replica {name} failed on request {request_id}: {one_line(error)}", dead=means_death(error)
+            ) from error
         finally:
             _REPLICA.reset(token)
         tokens, version = len(output.token_ids), _version(output)
@@ -111,12 +110,16 @@ class ObservedLLMClient(LLMServerClient):
 class SlotKeeper(Protocol):
     """What a running sample asks of its worker."""
 
-    def engine_call(self, sample_id: str) -> AbstractAsyncContextManager[None]:
+    def engine_call(self, sample: LiveSample) -> AbstractAsyncContextManager[None]:
         """Entered once the sample holds a slot in an open round; left when the replica has answered."""
         ...
 
-    def hand_in(self, sample_id: str, segment: Segment | None) -> None:
-        """Give the slot back, with the tokens of the interrupted call."""
+    def hand_in(self, sample: LiveSample) -> None:
+        """Give the slot back, with whatever the manager does not know of the sample."""
+        ...
+
+    def note(self, sample: LiveSample) -> None:
+        """Tell the manager what it does not know of the sample, which keeps its slot."""
         ...
 
 
@@ -127,13 +130,42 @@ class LiveSample:
     id: str
     keeper: SlotKeeper
     priority: int
+    restored: deque[Segment] = field(default_factory=deque)
+    """journal of a life that has ended (crash, dead worker, retry): calls answer from it first"""
+    restored_tools: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """likewise, results of finished tool calls by their number"""
     segments: list[Segment] = field(default_factory=list)
-    """every engine call so far, in order"""
-    restored: list[Segment] = field(default_factory=list)
-    """cached by a worker that has died: the first call goes on from them"""
+    """every engine call so far, in order, those of the journal included"""
+    tool_calls: int = 0
     calls: int = 0
     replica: str | None = None
     """where its last call of this round ran: the next turn finds its prefix cached there"""
+    _unsent: list[Segment] = field(default_factory=list)
+    _unsent_tools: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, segment: Segment) -> None:
+        """Tokens that the engine has just made."""
+        self.segments.append(segment)
+        self._unsent.append(segment)
+
+    def add_tool_result(self, result: dict[str, Any]) -> None:
+        """A tool call that has just finished; the manager is told, so that it is not made twice."""
+        self._unsent_tools.append(result)
+        self.keeper.note(self)
+
+    def take_unsent(self) -> tuple[tuple[Segment, ...], tuple[dict[str, Any], ...]]:
+        """Segments and tool results since the last time this was asked."""
+        unsent = tuple(self._unsent), tuple(self._unsent_tools)
+        self._unsent, self._unsent_tools = [], []
+        return unsent
+
+    def replay_turn(self) -> list[Segment]:
+        """The journal's segments of one turn; the last has a stop reason if the turn had come to its end."""
+        turn: list[Segment] = []
+        while self.restored and (not turn or turn[-1].stop_reason is None):
+            turn.append(self.restored.popleft())
+        self.segments.extend(turn)
+        return turn
 
 
 LIVE_SAMPLE: ContextVar[LiveSample | None] = ContextVar("live_sample", default=None)
@@ -168,7 +200,8 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         if LIVE_SAMPLE.get() is None or not self._servers:
             super()._release_server(server_id, request_id)
         else:
-            self._running[server_id] -= 1
+            if server_id in self._running:
+                self._running[server_id] -= 1
 
     async def generate(  # type: ignore[override]
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
@@ -177,7 +210,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
 
         Returns:
             verl's ``TokenOutput`` with the tokens and log-probs of all its calls, and ``min_global_steps`` and
-            ``max_global_steps`` over them.
+            ``max_global_steps`` over them. A turn that the journal holds whole makes no call.
 
         Raises:
             RuntimeError: the engine returned tokens without one log-prob each.
@@ -190,28 +223,40 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             kwargs["priority"] = sample.priority
         budget = self._budget(prompt_ids, sampling_params)
         sampling_params = {key: value for key, value in sampling_params.items() if key != "max_new_tokens"}
-        turn, sample.restored = sample.restored, []
-        sample.segments.extend(turn)
-        while True:
+        turn, last = sample.replay_turn(), None
+        while not turn or turn[-1].stop_reason is None:
             done = [int(token) for segment in turn for token in segment.token_ids]
-            async with sample.keeper.engine_call(sample.id):
+            async with sample.keeper.engine_call(sample):
                 sample.calls += 1
-                output = await super().generate(
-                    f"{sample.id}@{sample.calls}",
-                    resumed_tokens=len(prompt_ids) + len(done) if sample.calls > 1 and turn else 0,
-                    prompt_ids=prompt_ids + done,
-                    sampling_params={**sampling_params, "max_tokens": budget - len(done)},
-                    **kwargs,
-                )
-            segment = self._segment(sample.id, output)
-            if len(segment):
+                try:
+                    last = await super().generate(
+                        f"{sample.id}@{sample.calls}",
+                        resumed_tokens=len(prompt_ids) + len(done) if turn else 0,
+                        prompt_ids=prompt_ids + done,
+                        sampling_params={**sampling_params, "max_tokens": budget - len(done)},
+                        **kwargs,
+                    )
+                except ReplicaError as error:
+                    self._leave(sample, error)
+                    continue
+            segment = self._segment(sample.id, last, budget - len(done))
+            if len(segment) or segment.stop_reason is not None:
                 turn.append(segment)
-                sample.segments.append(segment)
-            if output.stop_reason not in ABORTED or len(done) + len(segment) >= budget:
-                return self._merge(turn, output)
-            # The replica's cache goes with its weights: nothing binds the sample to it.
-            sample.replica = None
-            sample.keeper.hand_in(sample.id, segment)
+                sample.add(segment)
+            if segment.stop_reason is None:
+                # The replica's cache goes with its weights: nothing binds the sample to it.
+                sample.replica = None
+                sample.keeper.hand_in(sample)
+        return self._merge(turn, last)
+
+    def _leave(self, sample: LiveSample, error: ReplicaError) -> None:
+        """Go on at another replica when the sample's own is dead; raises when that is no help."""
+        if not error.dead or sample.replica is None:
+            raise error
+        self._running.pop(sample.replica, None)
+        if not self._running:
+            raise error
+        sample.replica = None
 
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
         """Tokens that an uninterrupted call could generate (the rule of ``vLLMHttpServer.generate``)."""
@@ -222,29 +267,34 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         return min(rollout.response_length, rollout.prompt_length + rollout.response_length - len(prompt_ids))
 
     @staticmethod
-    def _segment(sample_id: str, output: TokenOutput) -> Segment:
+    def _segment(sample_id: str, output: TokenOutput, budget: int) -> Segment:
+        """The tokens of one call; a call that is aborted with its last token has ended all the same."""
         log_probs = output.log_probs or []
         if len(log_probs) != len(output.token_ids):
             raise RuntimeError(
                 f"sample {sample_id}: the engine returned {len(output.token_ids)} tokens and {len(log_probs)} "
                 f"log-probs; partial rollout needs rollout.calculate_log_probs=True"
             )
+        interrupted = output.stop_reason in ABORTED and len(output.token_ids) < budget
+        stop_reason = "completed" if output.stop_reason in (None, *ABORTED) else output.stop_reason
         return Segment(
             token_ids=np.asarray(output.token_ids, dtype=np.int32),
             log_probs=np.asarray(log_probs, dtype=np.float32),
             version=_version(output),
+            stop_reason=None if interrupted else stop_reason,
         )
 
     @staticmethod
-    def _merge(turn: list[Segment], last: TokenOutput) -> TokenOutput:
-        versions = [segment.version for segment in turn] or [-1]
+    def _merge(turn: list[Segment], last: TokenOutput | None) -> TokenOutput:
+        versions = [segment.version for segment in turn]
+        fields = {"global_steps": versions[-1]} if last is None else last.extra_fields
         return TokenOutput(
             token_ids=[int(t) for segment in turn for t in segment.token_ids],
             log_probs=[float(p) for segment in turn for p in segment.log_probs],
-            stop_reason="completed" if last.stop_reason in ABORTED else last.stop_reason,
-            num_preempted=last.num_preempted,
+            stop_reason=turn[-1].stop_reason,
+            num_preempted=0 if last is None else last.num_preempted,
             extra_fields={
-                **last.extra_fields,
+                **fields,
                 "min_global_steps": min(versions),
                 "max_global_steps": max(versions),
             },

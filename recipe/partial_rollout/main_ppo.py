@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config import ConfigError
 from recipe.partial_rollout.failures import one_line
+from recipe.partial_rollout.stop import StopTraining
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 _HERE = "recipe.partial_rollout"
@@ -70,7 +71,8 @@ def run(config: DictConfig) -> None:
 
 @hydra.main(config_path=str(CONF_DIR), config_name="ppo_partial_rollout", version_base=None)
 def main(config: DictConfig) -> None:
-    """Run, and end in one line on the terminal: exit code 2 for a user's mistake, 1 for a training that failed.
+    """Run, and end in one line on the terminal: exit code 2 for a user's mistake, 1 for a training that failed, 128 and
+    the signal's number for one that was stopped.
 
     Hydra would print its own account of an exception; the whole traceback of a failed training is in ``error.log`` of the
     run directory.
@@ -80,6 +82,9 @@ def main(config: DictConfig) -> None:
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         sys.exit(2)
+    except StopTraining as stop:
+        print(f"training stopped by {stop}", file=sys.stderr)
+        sys.exit(stop.exit_code)
     except Exception as error:
         log = Path(config.trainer.default_local_dir) / "error.log"
         log.write_text(traceback.format_exc())

@@ -72,18 +72,32 @@ def _check_partial_rollout(config: DictConfig) -> None:
             "naive",
             "naive: trainer and engines share their devices",
         ),
-        (
-            "trainer.resume_mode",
-            config.trainer.resume_mode,
-            "disable",
-            "disable: a checkpoint does not hold the samples in flight yet",
-        ),
     )
     for key, value, wanted, why in required:
         if value != wanted:
             raise fail(key, value, f"with partial_rollout.enable=True it must be {why}")
+    _check_checkpoints(config)
     if config.algorithm.adv_estimator == "remax":
         raise fail("algorithm.adv_estimator", "remax", "any other: its greedy baseline needs the synchronous rollout")
+
+
+def _check_checkpoints(config: DictConfig) -> None:
+    trainer, mode = config.trainer, config.trainer.resume_mode
+    if mode not in ("auto", "resume_path", "disable"):
+        raise fail("trainer.resume_mode", mode, "one of auto, resume_path, disable")
+    path = trainer.get("resume_from_path")
+    if mode == "resume_path" and not (path and Path(str(path)).is_dir() and "global_step_" in Path(str(path)).name):
+        raise fail("trainer.resume_from_path", path, "an existing .../global_step_K with trainer.resume_mode=resume_path")
+    if trainer.get("default_hdfs_dir"):
+        raise fail("trainer.default_hdfs_dir", trainer.default_hdfs_dir, "null: what is in flight is saved locally only")
+    if config.actor_rollout_ref.actor.checkpoint.get("async_save"):
+        raise fail("actor_rollout_ref.actor.checkpoint.async_save", True, "False: a checkpoint is sealed when it is whole")
+    try:
+        found = RunCheckpoints(Path(trainer.default_local_dir), checksum_all=False).to_resume(mode, path)
+        if found is not None:
+            check_compatible(RunCheckpoints.facts(found), PartialRolloutConfig.from_config(config))
+    except CheckpointError as error:
+        raise fail("trainer.resume_mode", mode, str(error)) from error
 
 
 def _check_files(config: DictConfig) -> None:

@@ -22,6 +22,10 @@ class BatchLoader(Sized, Protocol):
 
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
 
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
 
 class PromptSource:
     """Hands out prompts one by one until the training needs no more.
@@ -33,7 +37,8 @@ class PromptSource:
 
     def __init__(self, loader: BatchLoader, total: int) -> None:
         self._loader = loader
-        self._left = total
+        self._total = total
+        self._taken = 0
         self._epoch = 0
         self._position = 0
         self._rows: deque[dict[str, Any]] = deque()
@@ -42,14 +47,35 @@ class PromptSource:
     @property
     def open(self) -> bool:
         """Whether there are more prompts to come."""
-        return self._left > 0
+        return self._taken < self._total
 
     def take(self, count: int) -> list[Prompt]:
         """The next ``count`` prompts; fewer when the training needs no more."""
-        count = min(count, self._left)
+        count = min(count, self._total - self._taken)
         prompts = [self._next() for _ in range(count)]
-        self._left -= count
+        self._taken += count
         return prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the data: epoch, rows handed out, rows read ahead, and the loader's own state.
+
+        A loader that has not been started has none worth keeping: an exhausted one would end the next epoch at once.
+        """
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "taken": self._taken,
+            "rows": list(self._rows),
+            "loader": None if self._batches is None else without_tensors(self._loader.state_dict()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict``, over the same data with the same seed; before the first ``take``."""
+        self._epoch, self._position, self._taken = state["epoch"], state["position"], state["taken"]
+        self._rows = deque(state["rows"])
+        if state["loader"] is not None:
+            self._loader.load_state_dict(with_tensors(state["loader"]))
+            self._batches = iter(self._loader)
 
     def _next(self) -> Prompt:
         while not self._rows:
@@ -70,6 +96,31 @@ class PromptSource:
             self._position = 0
             return
         self._rows.extend(rows_of(batch))
+
+
+_TENSOR = "tensor of"
+
+
+def without_tensors(state: Any) -> Any:
+    """``state`` with its tensors as arrays: a checkpoint holds nothing that only torch can read."""
+    if isinstance(state, torch.Tensor):
+        return {_TENSOR: state.numpy()}
+    if isinstance(state, dict):
+        return {key: without_tensors(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(without_tensors(value) for value in state)
+    return state
+
+
+def with_tensors(state: Any) -> Any:
+    """The inverse of ``without_tensors``."""
+    if isinstance(state, dict):
+        if set(state) == {_TENSOR}:
+            return torch.from_numpy(state[_TENSOR].copy())
+        return {key: with_tensors(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(with_tensors(value) for value in state)
+    return state
 
 
 def rows_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
@@ -98,12 +149,18 @@ class SlotLoader:
     def __init__(self, steps_per_epoch: int, batch_groups: int) -> None:
         self._steps = steps_per_epoch
         self._batch_groups = batch_groups
+        self._start = 0
+
+    def start_at(self, step: int) -> None:
+        """Leave out the first ``step`` steps of the next epoch: they were trained before the run was resumed."""
+        self._start = step
 
     def __len__(self) -> int:
         return self._steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for _ in range(self._steps):
+        start, self._start = self._start, 0
+        for _ in range(start, self._steps):
             yield {"slot": torch.arange(self._batch_groups).unsqueeze(1)}
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ manager and batches are verl's own.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,23 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 import recipe.partial_rollout.replica as replica
-from recipe.partial_rollout.agent_loop_manager import RolloutSite
+from recipe.partial_rollout.checkpoint import RunCheckpoints
 from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.ledger import Ledger
+from recipe.partial_rollout.observed_manager import RolloutSite
 from recipe.partial_rollout.prompt_source import PromptSource, SlotLoader, rows_of
 from recipe.partial_rollout.run_trace import RunTrace
 from recipe.partial_rollout.server_control import ServerControl
 from recipe.partial_rollout.step_line import StepLine
+from recipe.partial_rollout.stop import StopSignals, StopTraining
 from verl_ext.tracking_observer import observed_tracking
 
 _PROBE_ROWS = 64
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """The step of ``global_step_K``; 0 from scratch."""
+    return 0 if checkpoint is None else int(checkpoint.name.removeprefix("global_step_"))
 
 
 class PartialRolloutRayPPOTrainer(RayPPOTrainer):
@@ -38,9 +47,20 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         self.settings = PartialRolloutConfig.from_config(config)
         self.prompt_source: PromptSource | None = None
         replica.register()
+        self.stop = StopSignals()
+        self.run_dir = Path(config.trainer.default_local_dir)
+        self.checkpoints = RunCheckpoints(self.run_dir, checksum_all=self.settings.checksum_all)
+        self.resume_from = self._find_checkpoint(config)
         super().__init__(config, *args, **kwargs)
         self.step_line = StepLine(self.total_training_steps)
         self._phase_started: float | None = None
+        self._completed_step = step_of(self.resume_from)
+
+    def _find_checkpoint(self, config: Any) -> Path | None:
+        if not self.settings.enable:
+            return None
+        trainer = config.trainer
+        return self.checkpoints.to_resume(trainer.resume_mode, trainer.get("resume_from_path"))
 
     @property
     def _rollout(self) -> Any:
@@ -68,15 +88,25 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         super().init_workers()
         deadlines = self.settings.deadlines
         servers: Any = self.llm_server_manager
-        control = ServerControl(servers.get_replicas(), deadlines.interrupt_s)
+        control = ServerControl(
+            servers.get_replicas(),
+            deadlines.interrupt_s,
+            restarts=self.settings.failures.replica_restarts,
+            start_deadline_s=deadlines.replica_start_s,
+        )
         self._sync.bind(deadlines.weight_sync_s, resume=control if self.settings.enable else None)
-        self.trace = RunTrace(Path(self.config.trainer.default_local_dir), control.addresses, self._run_facts(control))
+        resumed_step = step_of(self.resume_from)
+        self._name_metrics_file(resumed_step)
+        self.trace = RunTrace(self.run_dir, control.addresses, self._run_facts(control), resumed_step)
+        self.ledger = self._open_ledger(resumed_step) if self.settings.enable else None
         self._rollout.bind(
             RolloutSite(
                 settings=self.settings,
                 control=control,
                 trace=self.trace,
                 source=self.prompt_source,
+                ledger=self.ledger,
+                stop=self.stop,
                 pad_id=self.tokenizer.pad_token_id,
                 steps_per_epoch=self.steps_per_epoch,
             )
@@ -101,23 +131,103 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         }
 
     def fit(self) -> None:
-        """Probe the engines if asked to, then verl's training loop."""
-        if self.settings.probe_s:
-            self._sync.update_weights(0)
-            dataset: Any = self.train_dataset
-            rows = [dataset[i] for i in range(min(_PROBE_ROWS, len(dataset)))]
-            rate = self._rollout.probe(rows_of(self._collate(rows)), self.settings.probe_s)
-            print(f"engine kept full at {self._rollout.full_concurrency} samples: {rate:,.0f} tokens/s")
-        with observed_tracking(self._observe_step):
-            super().fit()
+        """Probe the engines if asked to, then verl's training loop, from the checkpoint that is resumed if any.
+
+        Raises:
+            StopTraining: after Ctrl-C or SIGTERM; what was in flight is in a checkpoint if ``trainer.save_freq`` asks
+                for any.
+        """
+        with self.stop.caught():
+            if step_of(self.resume_from) >= self.total_training_steps:
+                print(f"nothing to do: {self.resume_from} is the checkpoint of the last step")
+                return
+            self._probe()
+            try:
+                with observed_tracking(self._observe_step):
+                    super().fit()
+            except StopTraining:
+                self._save_before_stop()
+                raise
         self._end_phase()
         self.trace.complete()
+        if self.ledger is not None:
+            self.ledger.complete()
+
+    def _probe(self) -> None:
+        if not self.settings.probe_s:
+            return
+        self._sync.update_weights(0)
+        dataset: Any = self.train_dataset
+        rows = [dataset[i] for i in range(min(_PROBE_ROWS, len(dataset)))]
+        rate = self._rollout.probe(rows_of(self._collate(rows)), self.settings.probe_s)
+        print(f"engine kept full at {self._rollout.full_concurrency} samples: {rate:,.0f} tokens/s")
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self) -> None:
+        """verl's checkpoint; under partial rollout with everything in flight, sealed."""
+        if self.prompt_source is None or self.ledger is None:
+            super()._save_checkpoint()
+            return
+        self.checkpoints.save(
+            self.global_steps,
+            save_manager=self._rollout.save,
+            source=self.prompt_source.state_dict(),
+            save_verl=super()._save_checkpoint,
+        )
+        self.ledger.checkpoint(self.global_steps)
+
+    def _load_checkpoint(self) -> int | None:
+        if self.prompt_source is None or self.resume_from is None:
+            return None if self.settings.enable else super()._load_checkpoint()
+        trainer = self.config.trainer
+        asked = trainer.resume_mode, trainer.get("resume_from_path")
+        trainer.resume_mode, trainer.resume_from_path = "resume_path", str(self.resume_from)
+        super()._load_checkpoint()
+        trainer.resume_mode, trainer.resume_from_path = asked
+        state = self.checkpoints.state_of(self.resume_from)
+        self.prompt_source.load_state_dict(self.checkpoints.read_source(state))
+        self._rollout.load(state.manager)
+        slots: Any = self.train_dataloader
+        slots.start_at(self.global_steps % self.steps_per_epoch)
+        return None
+
+    def _name_metrics_file(self, resumed_step: int) -> None:
+        """verl's file logger empties the file that it opens; a resumed run keeps what came before."""
+        if resumed_step and os.environ.get("VERL_FILE_LOGGER_PATH") == str(self.run_dir / "metrics.jsonl"):
+            name = f"metrics_from_{resumed_step + 1}.jsonl"
+            os.environ["VERL_FILE_LOGGER_PATH"] = str(self.run_dir / name)
+
+    def _open_ledger(self, resumed_step: int) -> Ledger:
+        settings = self.settings
+        ledger = Ledger(self.run_dir / "ledger.jsonl", append=self.config.trainer.resume_mode != "disable")
+        ledger.resumed(resumed_step) if ledger.continued else ledger.run(
+            batch_groups=settings.batch_groups,
+            samples_per_group=settings.samples_per_group,
+            max_staleness=settings.max_staleness,
+            epoch_prompts=self.steps_per_epoch * settings.batch_groups,
+            total=self.total_training_steps * settings.batch_groups,
+        )
+        return ledger
+
+    def _save_before_stop(self) -> None:
+        """The weights are those of the last step that was completed; what was decoded since is in the manager."""
+        if self._completed_step and self.config.trainer.save_freq > 0:
+            self.global_steps = self._completed_step
+            self._save_checkpoint()
+            print(f"saved {self.checkpoints.step_dir(self.global_steps)}; trainer.resume_mode=auto goes on from it")
+        if self.ledger is not None:
+            self.ledger.stopped(self._completed_step)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
 
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Adds the round's figures to what verl logs of a step, and prints the step in one line."""
         ours = {f"partial_rollout/{k}": v for k, v in self._rollout.take_step_metrics().items()}
         data = {**data, **ours}
         self.step_line.show(data, step)
+        if "training/global_step" in data:
+            self._completed_step = step
         return data
 
     def _update_actor(self, batch: DataProto) -> DataProto:
@@ -128,6 +238,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         self._end_phase()
+        self.stop.check()
         return super()._get_gen_batch(batch)
 
     def _balance_batch(self, batch: DataProto, *args: Any, **kwargs: Any) -> None:

@@ -6,6 +6,7 @@ hangs the trainer. The server notes the error here and ``RecipeCheckpointManager
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import ray
@@ -37,11 +38,37 @@ class RecipeVLLMServer(vLLMHttpServer):
 
 
 class RecipeVLLMReplica(vLLMReplica):
-    """``vLLMReplica`` with that server."""
+    """``vLLMReplica`` with that server, which can be started again."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.server_class = ray.remote(RecipeVLLMServer)
+
+    async def relaunch(self) -> None:
+        """Replace servers that have died by new ones, which have the weights that the model was loaded with."""
+        for server in self.servers:
+            ray.kill(server)
+        self.servers = []
+        # Ray frees an actor's name a moment after its death.
+        for pause_s in (0.5, 1.0, 2.0, 4.0, 8.0):
+            await asyncio.sleep(pause_s)
+            try:
+                await self.launch_servers()
+                break
+            except ValueError as error:
+                if "already" not in str(error):
+                    raise
+                self.servers = []
+        await asyncio.gather(*[worker.__ray_call__.remote(_forget_server) for worker in self.workers])
+
+
+def _forget_server(worker: Any) -> None:
+    """In a trainer's worker: look the server up again, as verl's ``ServerAdapter`` does the first time."""
+    parts = [worker, *getattr(worker, "worker_dict", {}).values(), *getattr(worker, "fused_worker_dict", {}).values()]
+    for part in parts:
+        adapter = getattr(part, "rollout", None)
+        if hasattr(adapter, "server_handle"):
+            adapter.server_handle = None
 
 
 def register() -> None:

@@ -1,6 +1,7 @@
 """What a run leaves behind for the report: ``run.json`` and ``trace.jsonl`` beside verl's ``metrics.jsonl``.
 
-``trace.jsonl`` has one JSON object a line, whose ``event`` is ``probe``, ``round`` or ``phase``; times are unix seconds.
+``trace.jsonl`` has one JSON object a line, whose ``event`` is ``probe``, ``round``, ``phase`` or
+``resumed``; times are unix seconds.
 """
 
 from __future__ import annotations
@@ -16,17 +17,25 @@ class RunTrace:
     """Appends to the trace of one run directory.
 
     Args:
-        directory: of the run; created if missing. A trace of an earlier run in it is started over.
+        directory: of the run; created if missing.
         replicas: server ids, in replica order; calls are filed under their index.
+        resumed_step: the step that the run goes on from; events of later steps are undone. 0: a trace of an earlier run
+            in the directory is started over.
     """
 
-    def __init__(self, directory: Path, replicas: list[str], run: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, replicas: list[str], run: dict[str, Any], resumed_step: int = 0) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._run_file = directory / "run.json"
         self._run = {**run, "complete": False}
         self._index = {address: i for i, address in enumerate(replicas)}
         self._write_run()
-        self._file = (directory / "trace.jsonl").open("w", buffering=1)
+        self._file = (directory / "trace.jsonl").open("a" if resumed_step else "w", buffering=1)
+        if resumed_step:
+            self._add("resumed", step=resumed_step)
+
+    def use_replicas(self, replicas: list[str]) -> None:
+        """The replicas are these from here on, in replica order."""
+        self._index.update({address: i for i, address in enumerate(replicas)})
 
     def complete(self) -> None:
         """The training reached its last step."""

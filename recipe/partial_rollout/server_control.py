@@ -8,14 +8,19 @@ still arrive are refused, not parked, so nothing of a round is queued at a repli
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from recipe.partial_rollout.failures import ReplicaError, means_death, one_line
 
 if TYPE_CHECKING:
     from verl.workers.rollout.replica import RolloutReplica
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 async def within(awaitable: Awaitable[T], deadline_s: float, what: str, key: str) -> T:
@@ -31,44 +36,93 @@ async def within(awaitable: Awaitable[T], deadline_s: float, what: str, key: str
 
 
 class ServerControl:
-    """Interrupts and resumes a set of replicas.
+    """Interrupts, resumes and restarts a set of replicas.
+
+    A replica that dies is left out from its first failure on; the others take its samples over. ``restart_dead`` brings
+    it back before the next weight sync, which gives it the weights that it lacks.
 
     Args:
         replicas: verl's rollout replicas.
-        deadline_s: seconds for either operation.
+        deadline_s: seconds to interrupt or to resume all of them.
+        restarts: of a replica that the whole run may make.
+        start_deadline_s: seconds for a replica to start.
     """
 
-    def __init__(self, replicas: Sequence[RolloutReplica], deadline_s: float) -> None:
+    def __init__(
+        self, replicas: Sequence[RolloutReplica], deadline_s: float, restarts: int = 0, start_deadline_s: float = 600.0
+    ) -> None:
         self._replicas = list(replicas)
+        self._dead: list[RolloutReplica] = []
         self._deadline_s = deadline_s
+        self._restarts = restarts
+        self._start_deadline_s = start_deadline_s
+        self.restarted = 0
+        """replicas restarted since the start of the run"""
 
     def __len__(self) -> int:
         return len(self._replicas)
 
     @property
     def addresses(self) -> list[str]:
-        """Server ids as the load balancer knows them."""
+        """Server ids as the load balancer knows them, in replica order."""
         return [replica.server_address for replica in self._replicas]
 
     @property
     def servers(self) -> dict[str, Any]:
-        """Address to server handle."""
-        return {replica.server_address: replica.server_handle for replica in self._replicas}
+        """Address to server handle of the replicas that live."""
+        return {replica.server_address: replica.server_handle for replica in self._living}
+
+    @property
+    def _living(self) -> list[RolloutReplica]:
+        return [replica for replica in self._replicas if replica not in self._dead]
 
     async def interrupt(self) -> float:
-        """Abort every running request; returns the seconds until all replicas were quiet."""
-        return await self._all("interrupting", [r.abort_all_requests(reject_request=True) for r in self._replicas])
+        """Abort every running request; returns the seconds until all replicas were quiet.
+
+        Raises:
+            ReplicaError: no replica is alive.
+        """
+        return await self._all("interrupting", lambda replica: replica.abort_all_requests(reject_request=True))
 
     async def resume(self) -> float:
         """Let the replicas take requests again; returns the seconds it took."""
-        return await self._all("resuming", [r.resume_generation() for r in self._replicas])
+        return await self._all("resuming", lambda replica: replica.resume_generation())
 
-    async def _all(self, what: str, calls: list[Awaitable[object]]) -> float:
+    async def restart_dead(self) -> bool:
+        """Start the dead replicas anew, under new addresses and without the trainer's weights; whether there were any.
+
+        Raises:
+            ReplicaError: one died once too often.
+        """
+        dead, self._dead = self._dead, []
+        for replica in dead:
+            address = replica.server_address
+            if self.restarted >= self._restarts:
+                raise ReplicaError(
+                    f"vLLM replica {address} is dead and is not restarted again "
+                    f"(partial_rollout.failures.replica_restarts={self._restarts})",
+                    dead=True,
+                )
+            self.restarted += 1
+            await within(replica.relaunch(), self._start_deadline_s, f"restarting {address}", "replica_start_s")  # type: ignore[attr-defined]
+            logger.warning("vLLM replica %s is back as %s", address, replica.server_address)
+        return bool(dead)
+
+    async def _all(self, what: str, verb: Callable[[RolloutReplica], Awaitable[object]]) -> float:
         start = time.monotonic()
-        await within(
-            asyncio.gather(*calls),
+        living = self._living
+        answers = await within(
+            asyncio.gather(*[verb(replica) for replica in living], return_exceptions=True),
             self._deadline_s,
             f"{what} the vLLM replicas {', '.join(self.addresses)}",
             "interrupt_s",
         )
+        for replica, answer in zip(living, answers, strict=True):
+            if isinstance(answer, BaseException):
+                if not means_death(answer):
+                    raise answer
+                self._dead.append(replica)
+                logger.warning("vLLM replica %s died: %s", replica.server_address, one_line(answer))
+        if not self._living:
+            raise ReplicaError(f"no vLLM replica is alive ({', '.join(self.addresses)})", dead=True)
         return time.monotonic() - start

@@ -13,6 +13,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import collate_fn
 
 from recipe.partial_rollout.ray_trainer import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.worker_group import with_master_ports
 
 
 def start_ray(config: DictConfig) -> None:
@@ -61,7 +62,7 @@ class TaskRunner(BaseTaskRunner):
             processor=self.processor,
             role_worker_mapping=self.role_worker_mapping,
             resource_pool_manager=self.init_resource_pool_mgr(config),
-            ray_worker_group_cls=worker_group_class,
+            ray_worker_group_cls=with_master_ports(worker_group_class),
             train_dataset=self.train_dataset,
             val_dataset=self.val_dataset,
             collate_fn=collate_fn,

@@ -21,7 +21,8 @@ def load_run(directory: Path) -> RunRecord:
         )
     settings = _read_settings(directory / "run.json")
     rounds, probes, phases, warnings = _read_trace(directory / "trace.jsonl", settings)
-    metrics, metric_warnings = _read_metrics(directory / "metrics.jsonl")
+    resumed = sorted(directory.glob("metrics_from_*.jsonl"), key=lambda path: path.stat().st_mtime)
+    metrics, metric_warnings = _read_metrics([directory / "metrics.jsonl", *resumed])
     steps, join_warnings = _join(directory, rounds, metrics)
     warnings += metric_warnings + join_warnings + _clock_warnings(directory, steps)
     if not settings.complete:
@@ -123,18 +124,21 @@ def _read_group(fields: Fields) -> TrainedGroup:
     return group
 
 
-def _read_metrics(path: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
-    """Metrics by step. Values that are no numbers (verl logs NaN as null) are left out."""
-    lines, warnings = read_lines(path)
+def _read_metrics(paths: list[Path]) -> tuple[dict[int, dict[str, float]], list[str]]:
+    """Metrics by step; later files, of resumed runs, override earlier ones. verl logs NaN as null: left out."""
     metrics: dict[int, dict[str, float]] = {}
-    for line in lines:
-        data = line.values.get("data")
-        if not isinstance(data, dict):
-            raise RunRecordError(
-                f"{line.place}: 'data' is missing; it should hold the metrics that verl's file logger writes"
-            )
-        numbers = {key: float(value) for key, value in data.items() if isinstance(value, int | float)}
-        metrics.setdefault(line.integer("step"), {}).update(numbers)
+    warnings: list[str] = []
+    for path in paths:
+        lines, cut = read_lines(path)
+        warnings += cut
+        for line in lines:
+            data = line.values.get("data")
+            if not isinstance(data, dict):
+                raise RunRecordError(
+                    f"{line.place}: 'data' is missing; it should hold the metrics that verl's file logger writes"
+                )
+            numbers = {key: float(value) for key, value in data.items() if isinstance(value, int | float)}
+            metrics.setdefault(line.integer("step"), {}).update(numbers)
     return metrics, warnings
 
 

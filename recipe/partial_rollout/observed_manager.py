@@ -1,0 +1,172 @@
+"""verl's agent-loop manager, observed: what noPR runs, and what the manager of partial rollout adds rounds to."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager
+from verl.protocol import DataProto
+from verl.utils.ray_utils import auto_await
+
+from recipe.partial_rollout import metrics
+from recipe.partial_rollout.agent_loop_worker import ObservedAgentLoopWorker
+from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.ledger import Ledger
+from recipe.partial_rollout.llm_client import EngineCall, ObservedLLMClient
+from recipe.partial_rollout.prompt_source import PromptSource, prompt_identity
+from recipe.partial_rollout.run_trace import RunTrace
+from recipe.partial_rollout.server_control import ServerControl, within
+from recipe.partial_rollout.stop import StopSignals
+from recipe.partial_rollout.worker_pool import result_of
+
+_IDENTITY = ("raw_prompt", "index")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSite:
+    """What the trainer lends the manager once its own parts exist."""
+
+    settings: PartialRolloutConfig
+    control: ServerControl
+    trace: RunTrace
+    source: PromptSource | None
+    """None under noPR"""
+    ledger: Ledger | None
+    """likewise"""
+    stop: StopSignals
+    pad_id: int
+    steps_per_epoch: int
+
+
+class ObservedAgentLoopManager(AgentLoopManager):
+    """verl's manager and workers; notes what each rollout phase cost. The batches are verl's own."""
+
+    worker_class: type[ObservedAgentLoopWorker] = ObservedAgentLoopWorker
+    client_class: type[ObservedLLMClient] = ObservedLLMClient
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.agent_loop_workers_class = ray.remote(self.worker_class)
+        super().__init__(*args, **kwargs)
+        self.llm_client = self.client_class.over(self.llm_client)
+        self.full_tokens_per_s: float | None = None
+        self._step_metrics: dict[str, float] = {}
+
+    def bind(self, site: RolloutSite) -> None:
+        """Connect to the trainer's parts; called once, after its workers are up."""
+        self._site = site
+        self._settings = site.settings
+
+    @property
+    def full_concurrency(self) -> int:
+        """Samples of one batch that can run at once: what "the engine kept full" means in every figure."""
+        settings = self._settings
+        return min(settings.batch_samples, settings.slots(len(self._site.control)))
+
+    def take_step_metrics(self) -> dict[str, float]:
+        """Figures of the last round, without the ``partial_rollout/`` prefix."""
+        taken, self._step_metrics = self._step_metrics, {}
+        return taken
+
+    async def _take_calls(self) -> tuple[EngineCall, ...]:
+        lists = await asyncio.gather(*[worker.take_calls.remote() for worker in self.agent_loop_workers])
+        return tuple(call for calls in lists for call in calls)
+
+    @auto_await
+    async def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """``AgentLoopManager.generate_sequences``, timed."""
+        start = time.time()
+        output = await super().generate_sequences(prompts)
+        phase = metrics.RolloutPhase(start, time.time(), await self._take_calls())
+        if not prompts.meta_info.get("validate", False):
+            self._note_batch(phase, prompts, output)
+        else:
+            self._site.trace.phase("validate", prompts.meta_info.get("global_steps", 0), phase.start, phase.end)
+        return output
+
+    def _note_batch(self, phase: metrics.RolloutPhase, prompts: DataProto, output: DataProto) -> None:
+        """noPR: every sample started and ended in this phase, under one version."""
+        step = prompts.meta_info["global_steps"]
+        lengths = output.batch["attention_mask"][:, output.batch["prompts"].shape[1] :].sum(dim=1).tolist()
+        tokens = output.batch["response_mask"].sum(dim=1).tolist()
+        size, n = self._settings.batch_groups, self._settings.samples_per_group
+        epoch_groups = self._site.steps_per_epoch * size
+        trained = []
+        for i in range(size):
+            order = (step - 1) * size + i
+            rows = slice(i * n, (i + 1) * n)
+            trained.append(
+                {
+                    "group": order,
+                    "prompt": prompt_identity({key: prompts.non_tensor_batch[key][i * n] for key in _IDENTITY}),
+                    "epoch": order // epoch_groups,
+                    "lengths": lengths[rows],
+                    "staleness": [0] * n,
+                    "tokens": sum(tokens[rows]),
+                    "off_policy_tokens": 0,
+                    "segments": [1] * n,
+                }
+            )
+        self._step_metrics = {
+            **metrics.phase_metrics(phase, self.full_concurrency, self.full_tokens_per_s),
+            "trained/groups": size,
+            "trained/samples": len(lengths),
+            "trained/tokens": sum(tokens),
+            "lost_samples": 0,
+        }
+        self._site.trace.round(
+            step=step,
+            version=step - 1,
+            start=phase.start,
+            end=phase.end,
+            calls=phase.calls,
+            interrupt_s=None,
+            resume_s=None,
+            trained=trained,
+            carried_groups=0,
+            lost_samples=0,
+        )
+
+    @auto_await
+    async def probe(self, rows: list[dict[str, Any]], seconds: float) -> float:
+        """Keep the engines full through the whole path for ``seconds``; returns decoded tokens per second.
+
+        The samples are thrown away: nothing of the probe is trained.
+        """
+        share = math.ceil(self.full_concurrency / len(self.agent_loop_workers))
+        # The first batch of an engine pays for compilation and caches.
+        await self._keep_full(rows, share, until_calls=share)
+        start, end, tokens = await self._keep_full(rows, share, seconds=seconds)
+        self._site.trace.probe(start, end, tokens, share * len(self.agent_loop_workers))
+        self.full_tokens_per_s = tokens / (end - start)
+        return self.full_tokens_per_s
+
+    async def _keep_full(
+        self, rows: list[dict[str, Any]], share: int, *, seconds: float = 0.0, until_calls: int = 0
+    ) -> tuple[float, float, int]:
+        """Run ``share`` samples on each worker for ``seconds`` or until that many ended; (start, end, tokens)."""
+        workers, deadlines = self.agent_loop_workers, self._settings.deadlines
+        await self._take_calls()
+        start = time.time()
+        running = [worker.probe.remote(rows, share, until_calls) for worker in workers]
+        pending = {asyncio.ensure_future(result_of(ref)) for ref in running}
+        done, _ = await asyncio.wait(
+            pending, timeout=deadlines.stall_s if until_calls else seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in done:
+            task.result()
+        if until_calls and not done:
+            raise TimeoutError(
+                f"warming the engines up: fewer than {until_calls} samples ended within {deadlines.stall_s:g} s "
+                f"(partial_rollout.deadlines.stall_s)"
+            )
+        await asyncio.gather(*[worker.end_probe.remote() for worker in workers])
+        await self._site.control.interrupt()
+        end = time.time()
+        await within(asyncio.gather(*pending), deadlines.reward_s, "ending the probe", "reward_s")
+        await self._site.control.resume()
+        return start, end, sum(call.tokens for call in await self._take_calls())
