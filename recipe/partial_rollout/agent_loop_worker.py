@@ -41,7 +41,7 @@ from recipe.partial_rollout.llm_client import (
     PartialRolloutLLMClient,
 )
 from recipe.partial_rollout.manager_actor import Report
-from recipe.partial_rollout.types import Grant, SampleOutput, Segment
+from recipe.partial_rollout.types import Grant, Progress, SampleOutput, Segment
 
 
 class RewardError(RuntimeError):
@@ -305,7 +305,13 @@ class _Outbox:
         return bool(self.interrupted or self.finished or self.failed)
 
     def take(self, worker: str) -> Report:
-        report = Report(worker, tuple(self.interrupted), tuple(self.finished), tuple(self.failed))
+        report = Report(
+            worker,
+            progress=tuple(Progress(sample_id, (segment,)) for sample_id, segment in self.interrupted if segment),
+            interrupted=tuple(sample_id for sample_id, _ in self.interrupted),
+            finished=tuple(self.finished),
+            failed=tuple(self.failed),
+        )
         self.__init__()
         return report
 
