@@ -7,18 +7,24 @@ notifies it. Whoever waits gets the first failure that anyone reported, as an ex
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 from recipe.partial_rollout.admission import Admission
 from recipe.partial_rollout.failure_policy import FailurePolicy, FailureVerdict
+from recipe.partial_rollout.manager_codec import encode
 from recipe.partial_rollout.prompts_manager import PromptsManager
 from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.snapshot import Written, read_snapshot, write_snapshot
 from recipe.partial_rollout.types import Grant, Progress, Prompt, SampleOutput, TakenGroup
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,21 @@ class RoundEnd:
 
     decided_at: float
     """unix seconds"""
+    admitted: tuple[str, ...] = ()
+    """uids of the groups admitted since the last round ended, in order"""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a snapshot brought back."""
+
+    version: int
+    groups: int
+    """in flight: unfinished or ready"""
+    ready_groups: int
+    unfinished_samples: int
+    cached_tokens: int
+    """of unfinished and finished samples; they are not generated again"""
 
 
 class RolloutFailedError(RuntimeError):
@@ -127,8 +148,7 @@ class ManagerActor:
                         f"(partial_rollout.deadlines.stall_s={self._stall_s:g}); "
                         f"{self._manager.unfinished_report()}"
                     )
-            self._manager.close_round()
-            return RoundEnd(decided_at=time.time())
+            return RoundEnd(decided_at=time.time(), admitted=self._manager.close_round())
 
     async def take_batch(self) -> list[TakenGroup]:
         """The groups of the finished round."""
@@ -142,6 +162,44 @@ class ManagerActor:
     async def metrics(self) -> dict[str, float]:
         """``PromptsManager.metrics``."""
         return self._manager.metrics()
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    async def save(self, path: str) -> Written:
+        """Write what the manager knows of this moment to ``path``; it answers others while the file is written.
+
+        Raises:
+            UnsaveableError: a dataset row or an output holds what no snapshot can; the message names it.
+        """
+        start = time.perf_counter()
+        async with self._changed:
+            captured = self._manager.capture()
+            blocked_s = time.perf_counter() - start
+        written = await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured)))
+        return replace(written, seconds=time.perf_counter() - start, blocked_s=blocked_s)
+
+    async def load(self, path: str) -> Restored:
+        """Go on from the snapshot at ``path``; before the first round.
+
+        Raises:
+            TornCheckpointError, ForeignCheckpointError: see ``read_snapshot``.
+            ValueError: it was made with sizes that this run cannot go on from.
+        """
+        state = await asyncio.to_thread(read_snapshot, Path(path))
+        return await self._change(lambda: self._restore(state))
+
+    def _restore(self, state: dict[str, Any]) -> Restored:
+        self._manager.load_state_dict(state)
+        gauges = self._manager.metrics()
+        return Restored(
+            version=self._manager.version,
+            groups=int(gauges["inflight/groups"]),
+            ready_groups=int(gauges["cache/ready_groups"]),
+            unfinished_samples=int(gauges["inflight/samples"]),
+            cached_tokens=self._manager.cached_tokens,
+        )
+
+    # -- failures --------------------------------------------------------------------------------------------------
 
     async def abandon(self, reason: str) -> None:
         """Fail everyone who waits: something outside has died."""
@@ -206,6 +264,7 @@ class ManagerActor:
 
     def _book_failure(self, sample_id: str, worker: str, error: str) -> None:
         verdict = self._manager.fail(sample_id, error)
+        logger.warning("sample %s on %s failed: %s (verdict: %s)", sample_id, worker, error, verdict)
         if verdict is FailureVerdict.RETRY:
             retry = asyncio.create_task(self._retry(sample_id, self._manager.retry_delay_s(sample_id)))
             self._retries.add(retry)

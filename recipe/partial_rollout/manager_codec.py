@@ -5,7 +5,7 @@ Layout of the dictionary (S samples, group by group; E engine calls of the unfin
 ================= ==============================================================================================
 ``made_with``     sizes that a run must share to go on from it
 ``version`` ...   scalars, ``counters``, ``lengths``
-``reserve``       prompts, ``[uid, epoch, row]`` each
+``reserve``       prompts, ``{uid, epoch, row}`` each
 ``groups``        ``{prompt, order, birth}`` each: with the trainer, then ready, then unfinished
 ``samples``       columns of length S: ``finished``, ``failures``, ``error``, ``tool_results``, ``calls``
 ``calls``         columns of length E: ``length``, ``version``, ``stop_reason``
@@ -63,6 +63,7 @@ def capture(state: ManagerState, admission: Admission) -> Captured:
         "made_with": _sizes(admission),
         "version": state.version,
         "source_open": state.source_open,
+        "admitted": list(state.admitted),
         "paced": state.paced,
         "counters": asdict(state.counters),
         "lengths": {
@@ -101,8 +102,8 @@ def encode(captured: Captured) -> dict[str, Any]:
     log_probs = [call.log_probs for call in calls] + [o.log_probs for o in outputs]
     return {
         **captured.head,
-        "reserve": [_prompt_row(prompt) for prompt in captured.reserve],
-        "groups": [{"prompt": _prompt_row(g.prompt), "order": g.order, "birth": g.birth} for g in captured.groups],
+        "reserve": [_prompt_fields(prompt) for prompt in captured.reserve],
+        "groups": [{"prompt": _prompt_fields(g.prompt), "order": g.order, "birth": g.birth} for g in captured.groups],
         "samples": {
             "finished": np.array([s.output is not None for s in samples], np.bool_),
             "failures": np.array([s.failures for s in samples], np.int32),
@@ -127,8 +128,8 @@ def encode(captured: Captured) -> dict[str, Any]:
     }
 
 
-def _prompt_row(prompt: Prompt) -> list[Any]:
-    return [prompt.uid, prompt.epoch, prompt.row]
+def _prompt_fields(prompt: Prompt) -> dict[str, Any]:
+    return {"uid": prompt.uid, "epoch": prompt.epoch, "row": prompt.row}
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
@@ -156,14 +157,15 @@ def decode(state: dict[str, Any], admission: Admission) -> ManagerState:
     result = ManagerState(
         source_open=state["source_open"],
         version=state["version"],
+        admitted=list(state["admitted"]),
         paced=state["paced"],
         counters=Counters(**state["counters"]),
         lengths=LengthLedger(**lengths, ended=ended),
     )
-    result.reserve.extend(Prompt(*row) for row in state["reserve"])
+    result.reserve.extend(Prompt(**row) for row in state["reserve"])
     records = _samples(state)
     for row in state["groups"]:
-        group = PromptGroup(Prompt(*row["prompt"]), row["order"], birth=row["birth"])
+        group = PromptGroup(Prompt(**row["prompt"]), row["order"], birth=row["birth"])
         for index in range(admission.samples_per_group):
             group.samples.append(replace(next(records), id=f"{group.uid}#{index}", group=group))
         outputs = [sample.output for sample in group.samples if sample.output is not None]

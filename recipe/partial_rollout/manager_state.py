@@ -51,6 +51,8 @@ class ManagerState:
     """unfinished, by id"""
     unfinished: Counter[int | None] = field(default_factory=Counter)
     """unfinished groups by birth version; None: nothing of them has started"""
+    admitted: list[str] = field(default_factory=list)
+    """uids admitted since the last round ended"""
     paced: int = 0
     """prompts that admission held back at the start of the last round"""
 
@@ -66,6 +68,11 @@ class ManagerState:
     @property
     def unfinished_groups(self) -> int:
         return len(self.groups) - len(self.ready)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Response tokens of every sample in flight or with the trainer."""
+        return sum(sample.length for group in self.by_order.values() for sample in group.samples)
 
     @property
     def carried_groups(self) -> int:

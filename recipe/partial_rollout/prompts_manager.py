@@ -122,6 +122,7 @@ class PromptsManager:
         state.enter(group)
         state.lengths.open()
         state.counters.admitted_groups += 1
+        state.admitted.append(group.uid)
         for sample in group.samples:
             self._queue.push(sample)
 
@@ -177,9 +178,11 @@ class PromptsManager:
         self.round_open = True
         return admitted
 
-    def close_round(self) -> None:
-        """No more claims: running samples are about to be interrupted."""
+    def close_round(self) -> tuple[str, ...]:
+        """No more claims: running samples are about to be interrupted; returns the uids admitted since the last close."""
         self.round_open = False
+        admitted, self._state.admitted = tuple(self._state.admitted), []
+        return admitted
 
     def round_complete(self) -> bool:
         """Whether N groups are ready and stopping now leaves every other group trainable in time."""
@@ -401,6 +404,11 @@ class PromptsManager:
     def lost_groups(self) -> int:
         """Groups admitted that nobody has and that were not trained: always 0."""
         return self._state.lost_groups
+
+    @property
+    def cached_tokens(self) -> int:
+        """Response tokens of every sample in flight or with the trainer."""
+        return self._state.cached_tokens
 
     @property
     def carried_groups(self) -> int:
