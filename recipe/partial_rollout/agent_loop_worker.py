@@ -41,9 +41,9 @@ from recipe.partial_rollout.llm_client import (
     ObservedLLMClient,
     PartialRolloutLLMClient,
 )
-from recipe.partial_rollout.manager_actor import Progress, Report
+from recipe.partial_rollout.manager_actor import Report
 from recipe.partial_rollout.tool_journal import journaled
-from recipe.partial_rollout.types import Grant, SampleOutput
+from recipe.partial_rollout.types import Grant, Progress, SampleOutput
 
 
 class RewardError(RuntimeError):

@@ -8,24 +8,32 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class LengthLedger:
-    """Response tokens of every group, by dispatch order."""
+    """Response tokens of every group by dispatch order; the first ones, once trained as many, only as a sum."""
 
-    final: list[int | None] = field(default_factory=list)
+    opened: int = 0
+    """groups dispatched"""
     prefix: int = 0
+    """tokens of the first ``prefix_groups`` dispatched"""
     prefix_groups: int = 0
+    ended: dict[int, int] = field(default_factory=dict)
+    """tokens of the groups that have ended and are not in the prefix"""
 
     def open(self) -> None:
         """One more group was dispatched."""
-        self.final.append(None)
+        self.opened += 1
 
     def close(self, order: int, tokens: int) -> None:
         """The group dispatched as number ``order`` ended with ``tokens``."""
-        self.final[order] = tokens
+        self.ended[order] = tokens
+
+    def fold(self, groups: int) -> None:
+        """Sum up those of the first ``groups`` dispatched that have ended, up to the first that has not."""
+        while self.prefix_groups < groups and self.prefix_groups in self.ended:
+            self.prefix += self.ended.pop(self.prefix_groups)
+            self.prefix_groups += 1
 
     def total_of_first(self, groups: int, so_far: Callable[[int], int]) -> int:
         """Tokens of the first ``groups`` dispatched; ``so_far(order)`` answers for one that has not ended."""
-        while self.prefix_groups < groups and self.final[self.prefix_groups] is not None:
-            self.prefix += self.final[self.prefix_groups] or 0
-            self.prefix_groups += 1
+        self.fold(groups)
         pending = range(self.prefix_groups, groups)
-        return self.prefix + sum(so_far(i) if (tokens := self.final[i]) is None else tokens for i in pending)
+        return self.prefix + sum(so_far(i) if (tokens := self.ended.get(i)) is None else tokens for i in pending)

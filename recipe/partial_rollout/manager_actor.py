@@ -7,17 +7,24 @@ notifies it. Whoever waits gets the first failure that anyone reported, as an ex
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 from recipe.partial_rollout.admission import Admission
+from recipe.partial_rollout.failure_policy import FailurePolicy, FailureVerdict
+from recipe.partial_rollout.manager_codec import encode
 from recipe.partial_rollout.prompts_manager import PromptsManager
 from recipe.partial_rollout.scheduling import Policy
-from recipe.partial_rollout.types import Grant, Prompt, SampleOutput, Segment, TakenGroup
+from recipe.partial_rollout.snapshot import Written, read_snapshot, write_snapshot
+from recipe.partial_rollout.types import Grant, Progress, Prompt, SampleOutput, TakenGroup
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +32,13 @@ class Report:
     """What a worker has to say of its samples, in one message."""
 
     worker: str
-    interrupted: tuple[tuple[str, Segment | None], ...] = ()
-    """sample and the tokens of its interrupted call (None: it was between calls)"""
+    progress: tuple[Progress, ...] = ()
+    """booked first: it also tells what samples did that the other fields name"""
+    interrupted: tuple[str, ...] = ()
+    """samples that gave their slot back"""
     finished: tuple[tuple[str, SampleOutput], ...] = ()
     failed: tuple[tuple[str, str], ...] = ()
-    """sample and the error that ended it"""
+    """sample and the error that its agent loop raised, in one line"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,21 @@ class RoundEnd:
 
     decided_at: float
     """unix seconds"""
+    admitted: tuple[str, ...] = ()
+    """uids of the groups admitted since the last round ended, in order"""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a snapshot brought back."""
+
+    version: int
+    groups: int
+    """in flight: unfinished or ready"""
+    ready_groups: int
+    unfinished_samples: int
+    cached_tokens: int
+    """of unfinished and finished samples; they are not generated again"""
 
 
 class RolloutFailedError(RuntimeError):
@@ -71,13 +95,21 @@ class ManagerActor:
 
     Args:
         stall_s: seconds without any sample reporting, in an open round, after which the run ends.
+        failures: what becomes of a sample whose agent loop raised.
     """
 
     CLAIM_WAIT_S = 20.0
     """a claim answers empty after this long, so that a worker notices when the manager is gone"""
 
-    def __init__(self, admission: Admission, policy: Policy, stall_s: float) -> None:
-        self._manager = PromptsManager(admission, policy, time.monotonic)
+    def __init__(
+        self,
+        admission: Admission,
+        policy: Policy,
+        stall_s: float,
+        failures: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
+    ) -> None:
+        self._manager = PromptsManager(admission, policy, time.monotonic, failures)
+        self._retries: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._failure: str | None = None
         self._progress = _Progress()
@@ -96,7 +128,7 @@ class ManagerActor:
             if not source_open:
                 self._manager.close_source()
             self._manager.advance_version(version)
-            carried = int(self._manager.metrics()["cache/carried_groups"])
+            carried = self._manager.carried_groups
             admitted = self._manager.open_round()
             self._progress.touch()
             opened_at = time.time()
@@ -109,14 +141,14 @@ class ManagerActor:
             while not self._manager.round_complete():
                 self._raise_failure()
                 await self._wait(max(0.1, self._stall_s - self._progress.idle_s))
-                if self._progress.idle_s >= self._stall_s and not self._manager.round_complete():
+                stalled = self._progress.idle_s >= self._stall_s and not self._retries
+                if stalled and not self._manager.round_complete():
                     raise RolloutFailedError(
                         f"no sample made progress for {self._progress.idle_s:.0f} s "
                         f"(partial_rollout.deadlines.stall_s={self._stall_s:g}); "
                         f"{self._manager.unfinished_report()}"
                     )
-            self._manager.close_round()
-            return RoundEnd(decided_at=time.time())
+            return RoundEnd(decided_at=time.time(), admitted=self._manager.close_round())
 
     async def take_batch(self) -> list[TakenGroup]:
         """The groups of the finished round."""
@@ -128,14 +160,46 @@ class ManagerActor:
         self._manager.acknowledge(uids)
 
     async def metrics(self) -> dict[str, float]:
-        """``PromptsManager.metrics`` and the length bias."""
-        trained, dispatched = self._manager.length_bias()
-        return {
-            **self._manager.metrics(),
-            "length/trained_mean": trained,
-            "length/dispatched_mean": dispatched,
-            "length/bias": trained / dispatched if dispatched else float("nan"),
-        }
+        """``PromptsManager.metrics``."""
+        return self._manager.metrics()
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    async def save(self, path: str) -> Written:
+        """Write what the manager knows of this moment to ``path``; it answers others while the file is written.
+
+        Raises:
+            UnsaveableError: a dataset row or an output holds what no snapshot can; the message names it.
+        """
+        start = time.perf_counter()
+        async with self._changed:
+            captured = self._manager.capture()
+            blocked_s = time.perf_counter() - start
+        written = await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured)))
+        return replace(written, seconds=time.perf_counter() - start, blocked_s=blocked_s)
+
+    async def load(self, path: str) -> Restored:
+        """Go on from the snapshot at ``path``; before the first round.
+
+        Raises:
+            TornCheckpointError, ForeignCheckpointError: see ``read_snapshot``.
+            ValueError: it was made with sizes that this run cannot go on from.
+        """
+        state = await asyncio.to_thread(read_snapshot, Path(path))
+        return await self._change(lambda: self._restore(state))
+
+    def _restore(self, state: dict[str, Any]) -> Restored:
+        self._manager.load_state_dict(state)
+        gauges = self._manager.metrics()
+        return Restored(
+            version=self._manager.version,
+            groups=int(gauges["inflight/groups"]),
+            ready_groups=int(gauges["cache/ready_groups"]),
+            unfinished_samples=int(gauges["inflight/samples"]),
+            cached_tokens=self._manager.cached_tokens,
+        )
+
+    # -- failures --------------------------------------------------------------------------------------------------
 
     async def abandon(self, reason: str) -> None:
         """Fail everyone who waits: something outside has died."""
@@ -156,9 +220,13 @@ class ManagerActor:
     async def claim(self, worker: str) -> list[Grant]:
         """Wait for samples to run; empty after ``CLAIM_WAIT_S`` without any."""
         deadline = time.monotonic() + self.CLAIM_WAIT_S
+        claimant = self._manager.incarnation(worker)
         async with self._changed:
             while True:
                 self._raise_failure()
+                # The caller of a waiting claim may have died, and another worker have taken its name.
+                if self._manager.incarnation(worker) is not claimant:
+                    return []
                 if grants := self._manager.claim(worker):
                     return grants
                 left = deadline - time.monotonic()
@@ -170,15 +238,16 @@ class ManagerActor:
         """Book what happened to a worker's samples; answers with new ones for the slots that came free."""
 
         def book() -> list[Grant]:
-            for sample_id, segment in report.interrupted:
-                if segment is not None:
-                    self._manager.add_segment(sample_id, segment)
+            # A worker that was released may still be heard: its samples are somebody else's by then.
+            self._manager.incarnation(report.worker)
+            for progress in report.progress:
+                self._book_progress(progress)
+            for sample_id in report.interrupted:
                 self._manager.interrupt(sample_id)
             for sample_id, output in report.finished:
                 self._manager.finish(sample_id, output)
             for sample_id, error in report.failed:
-                self._manager.fail(sample_id)
-                self._failure = self._failure or f"sample {sample_id} on {report.worker} failed: {error}"
+                self._book_failure(sample_id, report.worker, error)
             if self._manager.round_open and not self._manager.round_complete():
                 self._manager.admit()
                 return self._manager.claim(report.worker)
@@ -186,6 +255,27 @@ class ManagerActor:
 
         self._progress.touch()
         return await self._change(book)
+
+    def _book_progress(self, progress: Progress) -> None:
+        for segment in progress.segments:
+            self._manager.add_segment(progress.sample_id, segment)
+        for result in progress.tool_results:
+            self._manager.add_tool_result(progress.sample_id, result)
+
+    def _book_failure(self, sample_id: str, worker: str, error: str) -> None:
+        verdict = self._manager.fail(sample_id, error)
+        logger.warning("sample %s on %s failed: %s (verdict: %s)", sample_id, worker, error, verdict)
+        if verdict is FailureVerdict.RETRY:
+            retry = asyncio.create_task(self._retry(sample_id, self._manager.retry_delay_s(sample_id)))
+            self._retries.add(retry)
+            retry.add_done_callback(self._retries.discard)
+        elif verdict is FailureVerdict.RAISE:
+            self._failure = self._failure or f"sample {sample_id} on {worker} failed: {error}"
+
+    async def _retry(self, sample_id: str, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        self._progress.touch()
+        await self._change(lambda: self._manager.retry(sample_id))
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ class SampleState(StrEnum):
     """Gave its slot back before it ended; its tokens are cached."""
     FINISHED = "finished"
     FAILED = "failed"
+    """Ended in an error and waits for its retry; one that is not retried is masked, or ends the run."""
 
 
 class GroupState(StrEnum):
@@ -44,6 +45,8 @@ class Segment:
     """float32 [segment_length]; of the version that sampled them, at the sampling temperature"""
     version: int
     """policy version that made the tokens"""
+    stop_reason: str | None = None
+    """the engine's stop reason: the turn is complete; None: the engine call was interrupted"""
 
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.log_probs.shape:
@@ -78,6 +81,8 @@ class SampleOutput:
     metrics: dict[str, float]
     """verl's agent-loop metrics; seconds"""
     extra_fields: dict[str, Any] = field(default_factory=dict)
+    masked: bool = False
+    """stands in for a sample that failed for good: mask all 0, no reward, ``prompt_ids`` empty"""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.response_mask), len(self.log_probs), len(self.versions)}
@@ -119,7 +124,13 @@ class Sample:
     worker: str | None = None
     """worker that runs it or holds its live conversation"""
     segments: list[Segment] = field(default_factory=list)
-    """cached when it was interrupted, oldest first"""
+    """journal of its engine calls, oldest first: what it goes on from"""
+    tool_results: list[dict[str, Any]] = field(default_factory=list)
+    """journal of its finished tool calls, oldest first; JSON-able"""
+    failures: int = 0
+    """times that its agent loop raised"""
+    error: str | None = None
+    """the last of them, in one line"""
     output: SampleOutput | None = None
     since: float = 0.0
     """clock reading (s) of the last state change"""
@@ -127,6 +138,10 @@ class Sample:
     @property
     def cached_tokens(self) -> int:
         return sum(len(segment) for segment in self.segments)
+
+    @property
+    def has_journal(self) -> bool:
+        return bool(self.segments or self.tool_results)
 
     @property
     def length(self) -> int:
@@ -178,7 +193,19 @@ class Grant:
     order: int
     row: dict[str, Any]
     segments: tuple[Segment, ...]
-    """what is cached of it; a worker that still holds the conversation ignores them"""
+    """its engine calls so far; a worker that still holds the conversation ignores both journals"""
+    tool_results: tuple[dict[str, Any], ...] = ()
+    """its finished tool calls so far"""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What happened in a running sample since its worker last said something of it."""
+
+    sample_id: str
+    segments: tuple[Segment, ...] = ()
+    tool_results: tuple[dict[str, Any], ...] = ()
+    """JSON-able results of finished tool calls, oldest first"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,3 +217,5 @@ class TakenGroup:
     epoch: int
     row: dict[str, Any]
     outputs: tuple[SampleOutput, ...]
+    birth: int | None = None
+    """policy version under which its first sample started"""

@@ -8,9 +8,10 @@ import pytest
 import ray
 
 from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.failure_policy import FailurePolicy, OnSampleError
 from recipe.partial_rollout.manager_actor import ManagerActor, Report, RolloutFailedError
 from recipe.partial_rollout.scheduling import Policy
-from recipe.partial_rollout.types import Prompt, SampleOutput, Segment
+from recipe.partial_rollout.types import Progress, Prompt, SampleOutput, Segment
 
 
 def output_of(length=3, version=0):
@@ -36,9 +37,9 @@ def prompts(count, start=0):
 def start():
     actors = []
 
-    def build(*, batch=2, n=2, overlap=1.0, stall_s=30.0, workers=(("w0", 64),), mode=Mode.WINDOW):
+    def build(*, batch=2, n=2, overlap=1.0, stall_s=30.0, workers=(("w0", 64),), mode=Mode.WINDOW, failures=None):
         admission = Admission(mode, batch, n, overlap, 2 * batch, batch * n, 4)
-        actor = ray.remote(ManagerActor).remote(admission, Policy.BOUNDED, stall_s)
+        actor = ray.remote(ManagerActor).remote(admission, Policy.BOUNDED, stall_s, failures or FailurePolicy())
         actors.append(actor)
         for name, capacity in workers:
             ray.get(actor.register_worker.remote(name, capacity))
@@ -77,7 +78,9 @@ def test_round_ends_at_its_last_needed_sample_and_carries_the_rest(start):
     ended = ray.get(waiting, timeout=5)
     assert abs(time.time() - ended.decided_at) < 5
     segment = Segment(np.array([7, 8], np.int32), np.zeros(2, np.float32), 0)
-    ray.get(actor.report.remote(Report("w0", interrupted=((b.sample_id, segment),))))
+    ray.get(
+        actor.report.remote(Report("w0", progress=(Progress(b.sample_id, (segment,)),), interrupted=(b.sample_id,)))
+    )
     (taken,) = ray.get(actor.take_batch.remote())
     assert taken.uid == "0/0" and taken.outputs[0].response_length == 3
     ray.get(actor.acknowledge.remote([taken.uid]))
@@ -87,7 +90,7 @@ def test_round_ends_at_its_last_needed_sample_and_carries_the_rest(start):
 
 
 def test_failed_sample_ends_the_round_by_name(start):
-    actor = start(batch=1, n=1)
+    actor = start(batch=1, n=1, failures=FailurePolicy(OnSampleError.RAISE))
     ray.get(actor.begin_round.remote(0, prompts(2), True))
     a, _ = ray.get(actor.claim.remote("w0"))
     waiting = actor.wait_round.remote()
@@ -149,7 +152,7 @@ def test_a_scripted_engine_trains_every_prompt_once(start):
                 if open_round.is_set():
                     report = Report(name, finished=ended)
                 else:
-                    report = Report(name, finished=ended, interrupted=tuple((sample, None) for sample in running))
+                    report = Report(name, finished=ended, interrupted=tuple(running))
                     running = {}
                 for grant in await actor.report.remote(report):
                     running[grant.sample_id] = 1 + grant.row["index"] % 7

@@ -2,19 +2,21 @@
 
 import asyncio
 import contextlib
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from recipe.partial_rollout.failures import ReplicaError
 from recipe.partial_rollout.llm_client import (
     LIVE_SAMPLE,
     LiveSample,
     ObservedLLMClient,
     PartialRolloutLLMClient,
-    ReplicaError,
 )
 from recipe.partial_rollout.types import Segment
 
@@ -27,13 +29,18 @@ class Keeper:
 
     def __init__(self):
         self.handed_in = []
+        self.noted = []
 
     @contextlib.asynccontextmanager
-    async def engine_call(self, sample_id):
+    async def engine_call(self, sample):
         yield
 
-    def hand_in(self, sample_id, segment):
-        self.handed_in.append((sample_id, list(segment.token_ids), segment.version))
+    def hand_in(self, sample):
+        segments, _ = sample.take_unsent()
+        self.handed_in += [(sample.id, list(segment.token_ids), segment.version) for segment in segments]
+
+    def note(self, sample):
+        self.noted.append(sample.take_unsent())
 
 
 @pytest.fixture
@@ -143,12 +150,66 @@ def test_the_callers_sampling_params_are_left_alone(engine):
     assert engine.requests[1][2] == {"temperature": 1.0, "max_tokens": 3, "detokenize": False}
 
 
-def test_sample_of_a_dead_worker_goes_on_from_the_restored_segments(engine):
+def journal(*segments):
+    return deque(
+        Segment(np.array(ids, np.int32), np.array(ids, np.float32) * -0.1, version, stop)
+        for ids, version, stop in segments
+    )
+
+
+def test_sample_goes_on_from_its_journal(engine):
     engine.answers = [tokens(7, version=2)]
-    restored = [Segment(np.array([5, 6], np.int32), np.array([-0.5, -0.6], np.float32), 1)]
-    output = generate(PartialRolloutLLMClient(CONFIG), live(restored=restored))
+    sample = live(restored=journal(([5], 0, None), ([6], 1, None)))
+    output = generate(PartialRolloutLLMClient(CONFIG), sample)
     assert output.token_ids == [5, 6, 7]
-    assert engine.requests[0][1] == [1, 2, 3, 5, 6]
+    assert engine.requests[0][1] == [1, 2, 3, 5, 6] and engine.requests[0][2]["max_tokens"] == 8
+    assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (0, 2)
+    assert [list(segment.token_ids) for segment in sample.take_unsent()[0]] == [[7]]
+
+
+def test_turn_that_the_journal_holds_whole_makes_no_call(engine):
+    sample = live(restored=journal(([5], 0, None), ([6], 1, "stop"), ([8], 1, None)))
+    output = generate(PartialRolloutLLMClient(CONFIG), sample)
+    assert (output.token_ids, output.stop_reason, engine.requests) == ([5, 6], "stop", [])
+    assert output.log_probs == pytest.approx([-0.5, -0.6])
+    assert [list(segment.token_ids) for segment in sample.restored] == [[8]]
+
+
+def test_interrupted_segments_are_open_and_the_last_one_is_closed(engine):
+    engine.answers = [tokens(5, stop="aborted"), tokens(6, stop="stop")]
+    sample = live()
+    generate(PartialRolloutLLMClient(CONFIG), sample)
+    assert [segment.stop_reason for segment in sample.segments] == [None, "stop"]
+
+
+def two_replicas(dead):
+    client = PartialRolloutLLMClient(CONFIG)
+    client.use_replicas({"a": "A", "b": "B"})
+    died = RayActorError() if dead else OSError("bad request")
+    return client, died
+
+
+def test_call_whose_replica_died_is_made_again_at_another(engine):
+    client, died = two_replicas(dead=True)
+    engine.answers = [tokens(5, stop="aborted"), died, tokens(6)]
+    sample = live()
+    assert generate(client, sample).token_ids == [5, 6]
+    assert [request[1] for request in engine.requests] == [[1, 2, 3], [1, 2, 3, 5], [1, 2, 3, 5]]
+    assert sample.replica == "b" and [call.replica for call in client.take_calls()] == ["a", "b"]
+
+
+def test_call_fails_once_no_replica_is_left(engine):
+    client, died = two_replicas(dead=True)
+    engine.answers = [died, died]
+    with pytest.raises(ReplicaError, match="vLLM replica b failed"):
+        generate(client, live())
+
+
+def test_request_that_a_living_replica_refuses_is_not_made_again(engine):
+    client, refused = two_replicas(dead=False)
+    engine.answers = [refused, tokens(5)]
+    with pytest.raises(ReplicaError, match="OSError: bad request"):
+        generate(client, live())
 
 
 def test_tokens_without_log_probs_are_refused(engine):

@@ -212,13 +212,15 @@ def test_a_prompt_is_offered_once(manager, prompts):
         m.offer(prompts(1))
 
 
-@pytest.mark.parametrize("verb", ["interrupt", "finish", "fail", "add_segment"])
+@pytest.mark.parametrize("verb", ["interrupt", "finish", "fail", "add_segment", "add_tool_result"])
 def test_verbs_on_a_sample_that_does_not_run_are_refused(manager, output, segment, verb):
     m = manager()
     m.open_round()
     (grant,) = m.claim("w0", limit=1)
     m.finish(grant.sample_id, output())
-    argument = {"finish": [output()], "add_segment": [segment()]}.get(verb, [])
+    argument = {"finish": [output()], "add_segment": [segment()], "fail": ["boom"], "add_tool_result": [{}]}.get(
+        verb, []
+    )
     with pytest.raises(RuntimeError, match=f"{verb}: sample 0/0#0 is unknown or finished"):
         getattr(m, verb)(grant.sample_id, *argument)
 

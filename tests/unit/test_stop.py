@@ -1,0 +1,54 @@
+"""Ctrl-C and SIGTERM are obeyed at a safe point."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from recipe.partial_rollout.stop import StopSignals, StopTraining
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_waits_for_the_check_and_tells_the_exit_code(number, code):
+    stop = StopSignals()
+    with stop.caught():
+        stop.check()
+        os.kill(os.getpid(), number)
+        with pytest.raises(StopTraining) as raised:
+            stop.check()
+    assert raised.value.exit_code == code
+
+
+def test_second_signal_ends_the_process_at_once():
+    stop = StopSignals()
+    with stop.caught():
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as raised:
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert raised.value.code == 143
+
+
+def test_wait_ends_with_the_signal():
+    stop = StopSignals()
+
+    async def run():
+        asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
+        await stop.unless_stopped(asyncio.sleep(30))
+
+    with stop.caught(), pytest.raises(StopTraining, match="SIGTERM"):
+        asyncio.run(run())
+
+
+def test_wait_that_ends_first_is_answered():
+    async def answer():
+        return 7
+
+    assert asyncio.run(StopSignals().unless_stopped(answer())) == 7
+
+
+def test_handlers_are_given_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals().caught():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
