@@ -141,26 +141,27 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             if step_of(self.resume_from) >= self.total_training_steps:
                 print(f"nothing to do: {self.resume_from} is the checkpoint of the last step")
                 return
-            self._probe()
+            if self.settings.probe_s:
+                self._sync.update_weights(0)
+                self._probe("before training")
             try:
                 with observed_tracking(self._observe_step):
                     super().fit()
             except StopTraining:
                 self._save_before_stop()
                 raise
-        self._end_phase()
+            self._end_phase()
+            if self.settings.probe_s:
+                self._probe("after training")
         self.trace.complete()
         if self.ledger is not None:
             self.ledger.complete()
 
-    def _probe(self) -> None:
-        if not self.settings.probe_s:
-            return
-        self._sync.update_weights(0)
+    def _probe(self, when: str) -> None:
         dataset: Any = self.train_dataset
         rows = [dataset[i] for i in range(min(_PROBE_ROWS, len(dataset)))]
         rate = self._rollout.probe(rows_of(self._collate(rows)), self.settings.probe_s)
-        print(f"engine kept full at {self._rollout.full_concurrency} samples: {rate:,.0f} tokens/s")
+        print(f"engine kept full at {self._rollout.full_concurrency} samples {when}: {rate:,.0f} tokens/s")
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -1,11 +1,14 @@
 """The batch contract: shapes, sides, masks, and what happens to a sample that does not fit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from recipe.partial_rollout.batch import assemble_batch
-from recipe.partial_rollout.types import TakenGroup
+from recipe.partial_rollout.failure_policy import masked_output
+from recipe.partial_rollout.types import Segment, TakenGroup
 
 
 def groups(output, *, count=2, n=2, lengths=(3, 5), reward=1.0):
@@ -86,3 +89,25 @@ def test_output_whose_parts_disagree_in_length_is_refused(output):
             num_turns=2,
             metrics={},
         )
+
+
+def with_masked(output, *rewards, masked):
+    (group,) = groups(output, count=1)
+    gone = masked_output([Segment(np.array([5, 6], np.int32), np.zeros(2, np.float32), 0)], "its tool raised")
+    good = [output(3, reward=reward) for reward in rewards]
+    return assemble([replace(group, outputs=(*good, *[gone] * masked))])
+
+
+def test_masked_sample_trains_no_token_and_leaves_the_baseline_of_its_group(output):
+    data = with_masked(output, 1.0, 0.0, masked=1)
+    row = data.batch[2]
+    assert row["responses"].tolist()[:2] == [5, 6]
+    assert row["response_mask"].sum() == 0 and row["rollout_log_probs"].abs().sum() == 0
+    assert row["prompts"].tolist() == data.batch[0]["prompts"].tolist()
+    assert row["rm_scores"].tolist() == [0, 0.5, 0, 0, 0, 0, 0, 0]
+    assert data.non_tensor_batch["acc"].tolist() == [1.0, 0.0, 0.5]
+
+
+def test_group_without_any_sample_to_learn_from_has_no_advantage(output):
+    data = with_masked(output, masked=2)
+    assert data.batch["rm_scores"].sum() == 0 and data.batch["response_mask"].sum() == 0

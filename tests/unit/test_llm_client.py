@@ -49,9 +49,10 @@ def engine(monkeypatch):
     script = SimpleNamespace(answers=[], requests=[])
 
     async def generate(self, request_id, *, prompt_ids, sampling_params, **kwargs):
-        await self._acquire_server(request_id)
+        server, _ = await self._acquire_server(request_id)
         script.requests.append((request_id, list(prompt_ids), dict(sampling_params)))
         answer = script.answers.pop(0)
+        self._release_server(server, request_id)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -59,8 +60,12 @@ def engine(monkeypatch):
     async def acquire(self, request_id, **extra):
         return "replica-7", None
 
+    def release(self, server_id, request_id=None):
+        return None
+
     monkeypatch.setattr(LLMServerClient, "generate", generate)
     monkeypatch.setattr(LLMServerClient, "_acquire_server", acquire)
+    monkeypatch.setattr(LLMServerClient, "_release_server", release)
     return script
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from .records import Arm, RunRecord
-from .summary import Summary, full_tokens_per_s, ratio, summarize
+from .summary import Summary, engine_speed, full_tokens_per_s, ratio, summarize
 
 SPEED_TOLERANCE = 0.10
 """Probes may be off by this share, from each other or from what a run decoded, before the report warns."""
@@ -62,7 +62,7 @@ def compare(first: RunRecord, second: RunRecord) -> Comparison:
         first, second = second, first
     both = full_tokens_per_s([first, second])
     base, other = (
-        Side(name, run, summarize(run, full_tokens_per_s([run]) or both))
+        Side(name, run, summarize(run, engine_speed(run, (first, second))))
         for name, run in zip(names, (first, second), strict=True)
     )
     return Comparison(

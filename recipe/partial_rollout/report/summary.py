@@ -99,6 +99,20 @@ def full_tokens_per_s(runs: Sequence[RunRecord]) -> float | None:
     return statistics.median(speeds) if speeds else None
 
 
+def engine_speed(run: RunRecord, runs: Sequence[RunRecord]) -> float | None:
+    """What ``run``'s engines decode when kept full: over the probes of all ``runs`` whose engines are alike.
+
+    One machine gives speeds that differ by a tenth from minute to minute; two arms share the engine, and so its probes.
+    """
+    alike = [other for other in runs if _engine(other) == _engine(run)]
+    return full_tokens_per_s(alike) or full_tokens_per_s(runs)
+
+
+def _engine(run: RunRecord) -> tuple[object, ...]:
+    settings = run.settings
+    return settings.replicas, settings.slots_per_replica, settings.batch_groups, settings.samples_per_group, settings.vllm
+
+
 def length_bias(run: RunRecord, groups: int) -> LengthBias | None:
     trained = [length for group in run.trained_groups[:groups] for length in group.lengths]
     first = [group for group in run.trained_groups if group.index < groups]

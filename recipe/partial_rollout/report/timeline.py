@@ -19,7 +19,7 @@ from . import units
 from .comparison import Comparison, Side
 from .concurrency import RunningCurve, running_curve
 from .records import RunRecord
-from .summary import full_tokens_per_s, ratio, summarize
+from .summary import engine_speed, ratio, summarize
 
 HUES = ("#D55E00", "#0072B2")
 """Base, other: told apart by every common kind of colour vision."""
@@ -56,13 +56,14 @@ def close_up(comparison: Comparison) -> Comparison | None:
         return None
     first = (rounds - CLOSE_UP_ROUNDS) // 2
     middle = slice(first, first + CLOSE_UP_ROUNDS)
-    base, other = (_cut(side, middle, comparison.full_speed) for side in comparison.sides)
+    runs = [side.run for side in comparison.sides]
+    base, other = (_cut(side, middle, engine_speed(side.run, runs)) for side in comparison.sides)
     return dataclasses.replace(comparison, base=base, other=other)
 
 
 def _cut(side: Side, rounds: slice, full_speed: float | None) -> Side:
     run = dataclasses.replace(side.run, steps=side.run.steps[rounds])
-    return Side(side.name, run, summarize(run, full_tokens_per_s([run]) or full_speed))
+    return Side(side.name, run, summarize(run, full_speed))
 
 
 def _draw_side(axes: Axes, side: Side, hue: str) -> None:

@@ -1,0 +1,88 @@
+"""A training in a session of its own, so that all of it can be killed at one stroke."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+
+class Victim:
+    """One process tree of ``main_ppo``.
+
+    Args:
+        overrides: hydra's, the config name first.
+        log: where the terminal's output goes; appended.
+    """
+
+    def __init__(self, overrides: list[str], log: Path) -> None:
+        self._log = log
+        self._start = log.stat().st_size if log.exists() else 0
+        with log.open("a") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "recipe.partial_rollout.main_ppo", *overrides],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def terminal(self) -> str:
+        """What it has printed."""
+        with self._log.open(errors="replace") as file:
+            file.seek(self._start)
+            return file.read()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def wait_for(self, text: str, deadline_s: float) -> None:
+        """Return once it has printed ``text``, or has ended.
+
+        Raises:
+            TimeoutError: neither within ``deadline_s``.
+        """
+        deadline = time.monotonic() + deadline_s
+        while text not in self.terminal and self.exit_code is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the training did not print {text!r} within {deadline_s:g} s; see {self._log}")
+            time.sleep(0.2)
+
+    def wait(self, deadline_s: float) -> int | None:
+        """Its exit code, or None if it still runs after ``deadline_s``."""
+        try:
+            return self._process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> float:
+        """SIGKILL to every process of the session at once; returns the moment, unix seconds."""
+        moment = time.time()
+        # Those that are forked meanwhile are caught by the next pass.
+        while survivors := self.processes():
+            for process in survivors:
+                try:
+                    process.send_signal(signal.SIGKILL)
+                except psutil.NoSuchProcess:
+                    continue
+            psutil.wait_procs(survivors, timeout=5.0)
+        self._process.wait(10)
+        return moment
+
+    def processes(self) -> list[psutil.Process]:
+        """Live processes of its session."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == self._process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                continue
+        return found

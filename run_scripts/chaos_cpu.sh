@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# kill -9 five times at random within one small epoch of real training, resume, audit; writes outputs/chaos/chaos.json.
+#
+#   bash run_scripts/chaos_cpu.sh                       # five kills, seed 0
+#   bash run_scripts/chaos_cpu.sh --kills 2 --seed 7
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash run_scripts/setup.sh
+source run_scripts/env_cpu.sh
+
+out=outputs/chaos
+rm -rf "$out"
+python -m recipe.partial_rollout.clock10.prepare --out outputs/quickstart/task
+exec python -m recipe.partial_rollout.chaos --out "$out" "$@" quickstart_cpu \
+  data.train_batch_size=8 data.train_max_samples=96 data.max_response_length=1024 \
+  trainer.total_training_steps=null partial_rollout.max_staleness=4 partial_rollout.overlap=1.0 \
+  partial_rollout.probe_s=0 'trainer.logger=[file]'

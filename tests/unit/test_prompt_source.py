@@ -1,0 +1,87 @@
+"""Prompts come in the order of verl's own dataloader, each once an epoch, also across a restart."""
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torchdata.stateful_dataloader import StatefulDataLoader
+from verl.trainer.ppo.utils import create_rl_sampler
+from verl.utils.dataset.rl_dataset import collate_fn
+
+from recipe.partial_rollout.prompt_source import PromptSource, SlotLoader
+from recipe.partial_rollout.snapshot import read_snapshot, write_snapshot
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows as verl's ``RLHFDataset`` makes them, 10 of them."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return {
+            "dummy_tensor": torch.tensor([0]),
+            "raw_prompt": [{"role": "user", "content": f"question {index}"}],
+            "index": index,
+            "extra_info": {"index": index, "split": "train"},
+        }
+
+
+def loader(*, shuffle=True, workers=0):
+    config = OmegaConf.create({"shuffle": shuffle, "seed": 3, "sampler": None})
+    rows = Rows()
+    return StatefulDataLoader(
+        dataset=rows,
+        batch_size=4,
+        num_workers=workers,
+        drop_last=True,
+        collate_fn=collate_fn,
+        sampler=create_rl_sampler(config, rows),
+    )
+
+
+def names(prompts):
+    return [(prompt.uid, prompt.row["index"]) for prompt in prompts]
+
+
+def test_every_epoch_has_each_of_its_prompts_once_in_an_order_of_its_own():
+    taken = PromptSource(loader(), total=16).take(16)
+    first, second = [[p.row["index"] for p in taken if p.epoch == epoch] for epoch in (0, 1)]
+    assert len(set(first)) == len(set(second)) == 8
+    assert first != second
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("before", [0, 1, 3, 4, 7, 8, 9, 16, 21])
+def test_source_that_is_restored_gives_what_one_that_never_stopped_gives(before, workers, tmp_path):
+    whole = names(PromptSource(loader(workers=workers), total=24).take(24))
+    stopped = PromptSource(loader(workers=workers), total=24)
+    assert names(stopped.take(before)) == whole[:before]
+    write_snapshot(tmp_path / "source", stopped.state_dict())
+    restored = PromptSource(loader(workers=workers), total=24)
+    restored.load_state_dict(read_snapshot(tmp_path / "source"))
+    assert names(restored.take(30)) == whole[before:]
+    assert not restored.open
+
+
+def test_source_that_is_asked_for_more_after_its_end_has_no_more():
+    source = PromptSource(loader(), total=6)
+    assert len(source.take(10)) == 6 and source.take(1) == []
+
+
+def test_data_smaller_than_a_batch_is_an_error():
+    class Empty(Rows):
+        def __len__(self):
+            return 3
+
+    empty = StatefulDataLoader(dataset=Empty(), batch_size=4, drop_last=True, collate_fn=collate_fn)
+    with pytest.raises(ValueError, match="fewer rows than data.train_batch_size"):
+        PromptSource(empty, total=4).take(1)
+
+
+def test_slots_of_a_resumed_epoch_are_those_that_are_left():
+    slots = SlotLoader(steps_per_epoch=5, batch_groups=2)
+    slots.start_at(3)
+    assert len(list(slots)) == 2
+    assert len(list(slots)) == 5
+    assert np.array_equal(next(iter(slots))["slot"].flatten(), [0, 1])
