@@ -106,6 +106,10 @@ class PromptsManager(SampleLifecycle):
         admitted, self._state.admitted = tuple(self._state.admitted), []
         return admitted
 
+    def suspend_round(self) -> None:
+        """No more claims, before the batch is complete: the run is to be checkpointed and to end."""
+        self.round_open = False
+
     def round_complete(self) -> bool:
         """Whether N groups are ready and stopping now leaves every other group trainable in time."""
         size = self._admission.batch_groups

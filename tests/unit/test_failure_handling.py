@@ -193,13 +193,17 @@ def test_state_is_a_moment_that_later_verbs_do_not_change(manager, segment):
 def test_admitted_uids_are_told_once_when_the_round_closes(manager):
     m = manager(batch=1, n=1, overlap=1.0)
     m.open_round()
-    assert restored_admitted(m) == ["0/0", "0/1"]
     assert m.close_round() == ("0/0", "0/1")
     assert m.close_round() == ()
 
 
-def restored_admitted(m):
-    return m.state_dict()["admitted"]
+def test_uids_admitted_in_a_suspended_round_are_told_after_the_restore(manager, output):
+    m, _ = one_running(manager)
+    m.suspend_round()
+    assert m.claim("w1") == []
+    fresh = restored(manager, m)
+    fresh.open_round()
+    assert fresh.close_round() == ("0/0",)
 
 
 # -- the actor ---------------------------------------------------------------------------------------------------------
