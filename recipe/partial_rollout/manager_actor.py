@@ -150,6 +150,10 @@ class ManagerActor:
                     )
             return RoundEnd(decided_at=time.time(), admitted=self._manager.close_round())
 
+    async def suspend_round(self) -> None:
+        """End the round before its batch is complete, to checkpoint and stop: no sample can be claimed from here on."""
+        await self._change(self._manager.suspend_round)
+
     async def take_batch(self) -> list[TakenGroup]:
         """The groups of the finished round."""
         self._raise_failure()

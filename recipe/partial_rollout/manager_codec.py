@@ -63,6 +63,7 @@ def capture(state: ManagerState, admission: Admission) -> Captured:
         "made_with": _sizes(admission),
         "version": state.version,
         "source_open": state.source_open,
+        "last_offered": state.last_offered,
         "admitted": list(state.admitted),
         "paced": state.paced,
         "counters": asdict(state.counters),
@@ -156,6 +157,7 @@ def decode(state: dict[str, Any], admission: Admission) -> ManagerState:
     ended = {int(order): int(tokens) for order, tokens in lengths.pop("ended")}
     result = ManagerState(
         source_open=state["source_open"],
+        last_offered=state["last_offered"],
         version=state["version"],
         admitted=list(state["admitted"]),
         paced=state["paced"],

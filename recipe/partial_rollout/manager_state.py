@@ -36,6 +36,8 @@ class ManagerState:
 
     reserve: deque[Prompt] = field(default_factory=deque)
     """offered and not admitted, in training order"""
+    last_offered: str | None = None
+    """uid; prompts come in order, so this tells every later one from one that was offered already"""
     source_open: bool = True
     version: int = 0
     counters: Counters = field(default_factory=Counters)

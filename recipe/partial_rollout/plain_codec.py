@@ -117,8 +117,10 @@ class _Encoder:
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
         if not _DTYPE.fullmatch(array.dtype.str):
             raise UnsaveableError(f"an array of dtype {array.dtype} cannot be saved: only {_ALLOWED} can")
-        head = msgpack.packb([array.dtype.str, list(array.shape)])
-        self._add_ext(code, [head, memoryview(array.reshape(-1).view(np.uint8))] if array.nbytes else [head])
+        parts: list[Buffer] = pack([array.dtype.str, list(array.shape)])
+        if array.nbytes:
+            parts.append(array.reshape(-1).view(np.uint8).data)
+        self._add_ext(code, parts)
 
     def _add_ext(self, code: int, parts: list[Buffer]) -> None:
         size = sum(len(part) for part in parts)

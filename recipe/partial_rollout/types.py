@@ -101,6 +101,11 @@ class SampleOutput:
         """int32 [G]: policy versions of the generated tokens alone."""
         return self.versions[self.response_mask.astype(bool)]
 
+    def staleness(self, version: int) -> int:
+        """Versions from its first generated token to the update of ``version``'s weights; 0 without tokens."""
+        generated = self.generated
+        return int(version - generated[0]) if len(generated) else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -111,6 +116,16 @@ class Prompt:
     epoch: int
     row: dict[str, Any]
     """non-tensor fields of verl's dataset row"""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return position_of(self.uid)
+
+
+def position_of(uid: str) -> tuple[int, int]:
+    """Epoch and position in it: the order in which prompts come from the source."""
+    epoch, position = uid.split("/")
+    return int(epoch), int(position)
 
 
 @dataclass(slots=True)

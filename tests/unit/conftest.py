@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.failure_policy import FailurePolicy
 from recipe.partial_rollout.prompts_manager import PromptsManager
 from recipe.partial_rollout.scheduling import Policy
 from recipe.partial_rollout.types import Prompt, SampleOutput, Segment
@@ -51,6 +52,7 @@ def build_manager(
     prompts=100,
     workers=1,
     capacity=64,
+    failures=None,
 ):
     admission = Admission(
         mode=mode,
@@ -62,7 +64,7 @@ def build_manager(
         max_staleness=max_staleness,
     )
     clock = itertools.count()
-    manager = PromptsManager(admission, policy, lambda: float(next(clock)))
+    manager = PromptsManager(admission, policy, lambda: float(next(clock)), failures or FailurePolicy())
     manager.offer(build_prompts(prompts))
     for i in range(workers):
         manager.register_worker(f"w{i}", capacity)

@@ -6,7 +6,25 @@ from pathlib import Path
 import recipe.partial_rollout as package
 
 ROOT = Path(package.__file__).parent
-PURE = ("types", "admission", "scheduling", "length_ledger", "prompts_manager", "prompt_source", "config", "grant_gate")
+PURE = (
+    "types",
+    "admission",
+    "scheduling",
+    "failure_policy",
+    "length_ledger",
+    "ready_groups",
+    "manager_state",
+    "manager_codec",
+    "manager_report",
+    "sample_lifecycle",
+    "prompts_manager",
+    "durable_file",
+    "plain_codec",
+    "snapshot",
+    "manifest",
+    "ledger",
+    "audit",
+)
 RAY = {
     "agent_loop_worker",
     "agent_loop_manager",
@@ -30,7 +48,7 @@ def imports(name):
 
 
 def test_state_machine_knows_nothing_of_ray_asyncio_or_torch():
-    for name in ("types", "admission", "scheduling", "length_ledger", "prompts_manager"):
+    for name in PURE:
         roots = {module.split(".")[0] for module in imports(name)}
         assert not roots & {"ray", "asyncio", "torch", "verl", "vllm"}, name
 

@@ -1,27 +1,55 @@
-"""Random lives of the manager: whatever happens, nothing is lost, repeated or too stale, and slots are respected."""
+"""Random lives of the manager: whatever happens, nothing is lost, repeated, too stale or changed by a token.
+
+2,000 sequences by default; ``PARTIAL_ROLLOUT_SEQUENCES=100000 python -m pytest tests/unit/test_manager_properties.py``
+for a night's worth.
+"""
 
 import itertools
+import os
+from dataclasses import dataclass, field
+from zlib import crc32
 
 import numpy as np
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from recipe.partial_rollout import plain_codec
 from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.failure_policy import FailurePolicy, FailureVerdict, OnSampleError
 from recipe.partial_rollout.prompts_manager import PromptsManager
 from recipe.partial_rollout.scheduling import Policy
 from recipe.partial_rollout.types import Prompt, SampleOutput, Segment
 
+SEQUENCES = int(os.environ.get("PARTIAL_ROLLOUT_SEQUENCES", "2000"))
 
-def output_of(length):
-    ones = np.ones(length)
+PICK = st.integers(0, 2**20)
+
+
+def tokens_of(sample_id, start, length):
+    """What the scripted engine says: the same for a sample at a position, whenever it is asked."""
+    return (np.arange(start, start + length, dtype=np.int32) * 7 + crc32(sample_id.encode()) % 997).astype(np.int32)
+
+
+def segment_of(sample_id, start, length, version, stop_reason):
+    ids = tokens_of(sample_id, start, length)
+    return Segment(ids, (-ids / 1024).astype(np.float32), version, stop_reason)
+
+
+def output_of(segments, tools):
+    """Generated tokens, then one token that the mask leaves out for each tool result."""
+    generated = np.concatenate([s.token_ids for s in segments] or [np.empty(0, np.int32)])
+    count = len(generated)
+    log_probs = [s.log_probs for s in segments]
+    versions = [np.full(len(s), s.version, np.int32) for s in segments]
+    outside = np.zeros(len(tools), np.int32)
     return SampleOutput(
         prompt_ids=np.ones(1, np.int32),
-        response_ids=ones.astype(np.int32),
-        response_mask=ones.astype(np.int8),
-        log_probs=ones.astype(np.float32),
-        versions=ones.astype(np.int32),
-        segments=1,
+        response_ids=np.concatenate([generated, outside]),
+        response_mask=np.concatenate([np.ones(count), outside]).astype(np.int8),
+        log_probs=np.concatenate([*log_probs, outside.astype(np.float32)]),
+        versions=np.concatenate([*versions, outside - 1]),
+        segments=len(segments),
         reward_score=0.0,
         reward_extra_info={},
         num_turns=2,
@@ -29,8 +57,83 @@ def output_of(length):
     )
 
 
+def masked_output_of(segments):
+    ids = np.concatenate([s.token_ids for s in segments] or [np.zeros(1, np.int32)])
+    zeros = np.zeros(len(ids))
+    return SampleOutput(
+        prompt_ids=np.empty(0, np.int32),
+        response_ids=ids,
+        response_mask=zeros.astype(np.int8),
+        log_probs=zeros.astype(np.float32),
+        versions=zeros.astype(np.int32) - 1,
+        segments=len(segments),
+        reward_score=None,
+        reward_extra_info={},
+        num_turns=0,
+        metrics={},
+        masked=True,
+    )
+
+
+ARRAYS = ("prompt_ids", "response_ids", "response_mask", "log_probs", "versions")
+
+
+def assert_same_output(actual, expected):
+    for name in ARRAYS:
+        got, wanted = getattr(actual, name), getattr(expected, name)
+        assert got.dtype == wanted.dtype and got.tobytes() == wanted.tobytes(), name
+    assert (actual.segments, actual.masked, actual.reward_score) == (
+        expected.segments,
+        expected.masked,
+        expected.reward_score,
+    )
+
+
+def assert_same_segments(actual, expected):
+    assert [(s.token_ids.tobytes(), s.log_probs.tobytes(), s.version, s.stop_reason) for s in actual] == [
+        (s.token_ids.tobytes(), s.log_probs.tobytes(), s.version, s.stop_reason) for s in expected
+    ]
+
+
+@dataclass
+class Model:
+    """What the manager must agree with. A checkpoint keeps a copy, a restore goes back to it."""
+
+    offered: int = 0
+    version: int = 0
+    running: dict = field(default_factory=dict)
+    failed: list = field(default_factory=list)
+    failures: dict = field(default_factory=dict)
+    journals: dict = field(default_factory=dict)
+    tools: dict = field(default_factory=dict)
+    births: dict = field(default_factory=dict)
+    outputs: dict = field(default_factory=dict)
+    taken: list = field(default_factory=list)
+    trained: list = field(default_factory=list)
+
+    def copy_without_owners(self):
+        return Model(
+            self.offered,
+            self.version,
+            failures=dict(self.failures),
+            journals={key: list(value) for key, value in self.journals.items()},
+            tools={key: list(value) for key, value in self.tools.items()},
+            births=dict(self.births),
+            outputs=dict(self.outputs),
+            trained=list(self.trained),
+        )
+
+
+def started(self):
+    return self.manager is not None
+
+
+def some_run(self):
+    return self.manager is not None and bool(self.model.running)
+
+
 class ManagerLife(RuleBasedStateMachine):
-    """A trainer, workers that come and go, and samples that end whenever they like."""
+    """A trainer that checkpoints and crashes, workers that come and go, samples that end or fail whenever they like."""
 
     def __init__(self):
         super().__init__()
@@ -44,149 +147,258 @@ class ManagerLife(RuleBasedStateMachine):
         n=st.integers(1, 3),
         overlap=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
         slack=st.integers(0, 2),
-        steps=st.integers(1, 8),
+        steps=st.integers(1, 6),
         extra=st.integers(0, 3),
+        on_error=st.sampled_from([OnSampleError.RETRY, OnSampleError.MASK]),
+        retries=st.integers(0, 2),
     )
-    def begin(self, mode, policy, batch, n, overlap, slack, steps, extra):
+    def begin(self, mode, policy, batch, n, overlap, slack, steps, extra, on_error, retries):
         self.batch, self.n = batch, n
         self.max_staleness = max(int(np.ceil(overlap)), 1) + slack
         admission = Admission(mode, batch, n, overlap, batch + extra, batch * n + extra, self.max_staleness)
-        self.manager = PromptsManager(admission, policy, lambda: 0.0)
+        self.failures = FailurePolicy(on_error, retries)
+        self.build = lambda: PromptsManager(admission, policy, lambda: 0.0, self.failures)
+        self.manager = self.build()
         self.total = steps * batch
-        self.offered = 0
-        self.running = {}
-        self.ended = set()
-        self.trained = []
-        self.births = {}
-        self.version = 0
+        self.model = Model()
+        self.checkpoints = []
         self.capacity = {}
         self.names = (f"w{i}" for i in itertools.count())
         self.join(4)
 
-    @precondition(lambda self: self.manager is not None)
+    def picked(self, pick):
+        running = list(self.model.running)
+        return running[pick % len(running)]
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    @precondition(started)
     @rule(capacity=st.integers(1, 8))
     def join(self, capacity):
-        if self.manager is not None:
-            name = next(self.names)
-            self.capacity[name] = capacity
-            self.manager.register_worker(name, capacity)
+        name = next(self.names)
+        self.capacity[name] = capacity
+        self.manager.register_worker(name, capacity)
 
-    @precondition(
-        lambda self: self.manager is not None and not self.manager.round_open and len(self.trained) < self.total
-    )
+    @precondition(lambda self: started(self) and len(self.capacity) > 1)
+    @rule(pick=PICK)
+    def kill_worker(self, pick):
+        worker = list(self.capacity)[pick % len(self.capacity)]
+        self.manager.release_worker(worker)
+        del self.capacity[worker]
+        self.model.running = {s: w for s, w in self.model.running.items() if w != worker}
+
+    @precondition(lambda self: started(self) and self.manager.round_open and self.capacity)
+    @rule(pick=PICK)
+    def claim(self, pick):
+        self.take_grants(list(self.capacity)[pick % len(self.capacity)])
+
+    def take_grants(self, worker):
+        model = self.model
+        for grant in self.manager.claim(worker):
+            sample_id = grant.sample_id
+            assert sample_id not in model.running and sample_id not in model.outputs and sample_id not in model.failed
+            assert_same_segments(grant.segments, model.journals.get(sample_id, []))
+            assert list(grant.tool_results) == model.tools.get(sample_id, [])
+            model.running[sample_id] = worker
+            model.births.setdefault(grant.group_uid, model.version)
+
+    # -- samples ---------------------------------------------------------------------------------------------------
+
+    @precondition(some_run)
+    @rule(pick=PICK, length=st.integers(0, 4), stop=st.sampled_from([None, "completed"]))
+    def add_segment(self, pick, length, stop):
+        self.extend(self.picked(pick), length, stop)
+
+    def extend(self, sample_id, length, stop=None):
+        journal = self.model.journals.setdefault(sample_id, [])
+        segment = segment_of(sample_id, sum(map(len, journal)), length, self.model.version, stop)
+        self.manager.add_segment(sample_id, segment)
+        if length:
+            journal.append(segment)
+
+    @precondition(some_run)
+    @rule(pick=PICK)
+    def add_tool_result(self, pick):
+        sample_id = self.picked(pick)
+        results = self.model.tools.setdefault(sample_id, [])
+        results.append({"text": f"result {len(results)}", "reward": None})
+        self.manager.add_tool_result(sample_id, results[-1])
+
+    @precondition(some_run)
+    @rule(pick=PICK, length=st.integers(0, 4))
+    def interrupt(self, pick, length):
+        sample_id = self.picked(pick)
+        self.extend(sample_id, length)
+        self.manager.interrupt(sample_id)
+        del self.model.running[sample_id]
+
+    @precondition(some_run)
+    @rule(pick=PICK, length=st.integers(0, 4))
+    def finish(self, pick, length):
+        self.end_sample(self.picked(pick), length)
+
+    def end_sample(self, sample_id, length):
+        self.extend(sample_id, length, "completed")
+        output = output_of(self.model.journals[sample_id], self.model.tools.get(sample_id, []))
+        self.manager.finish(sample_id, output)
+        self.forget(sample_id, output)
+
+    def forget(self, sample_id, output):
+        del self.model.running[sample_id]
+        self.model.outputs[sample_id] = output
+        if self.manager.round_open:
+            self.manager.admit()
+
+    @precondition(some_run)
+    @rule(pick=PICK)
+    def fail(self, pick):
+        sample_id = self.picked(pick)
+        model = self.model
+        count = model.failures[sample_id] = model.failures.get(sample_id, 0) + 1
+        again = self.failures.on_sample_error is OnSampleError.RETRY and count <= self.failures.sample_retries
+        assert self.manager.fail(sample_id, "boom") is (FailureVerdict.RETRY if again else FailureVerdict.MASK)
+        if again:
+            model.failed.append(sample_id)
+            del model.running[sample_id]
+        else:
+            self.forget(sample_id, masked_output_of(model.journals.get(sample_id, [])))
+
+    @precondition(lambda self: started(self) and self.model.failed)
+    @rule(pick=PICK)
+    def retry(self, pick):
+        self.manager.retry(self.model.failed.pop(pick % len(self.model.failed)))
+
+    # -- trainer ---------------------------------------------------------------------------------------------------
+
+    def may_open(self):
+        model = self.model
+        return not self.manager.round_open and not model.taken and len(model.trained) < self.total
+
+    @precondition(lambda self: started(self) and self.may_open())
     @rule()
     def open_round(self):
-        count = min(self.manager.wanted, self.total - self.offered)
-        self.manager.offer(Prompt(f"0/{i}", 0, {}) for i in range(self.offered, self.offered + count))
-        self.offered += count
-        if self.offered == self.total:
+        count = min(self.manager.wanted, self.total - self.model.offered)
+        first = self.model.offered
+        self.manager.offer(Prompt(f"0/{i}", 0, {"index": i}) for i in range(first, first + count))
+        self.model.offered += count
+        if self.model.offered == self.total:
             self.manager.close_source()
         self.manager.open_round()
 
-    @precondition(lambda self: self.manager is not None and self.capacity)
-    @rule(data=st.data())
-    def claim(self, data):
-        self.take(data.draw(st.sampled_from(sorted(self.capacity))))
-
-    def take(self, worker):
-        for grant in self.manager.claim(worker):
-            assert grant.sample_id not in self.running and grant.sample_id not in self.ended
-            self.running[grant.sample_id] = worker
-            self.births.setdefault(grant.group_uid, self.version)
-
-    @precondition(lambda self: self.manager is not None and self.running)
-    @rule(data=st.data(), length=st.integers(0, 50))
-    def finish(self, data, length):
-        self.end_sample(data.draw(st.sampled_from(sorted(self.running))), length)
-
-    def end_sample(self, sample_id, length):
-        self.manager.finish(sample_id, output_of(length))
-        del self.running[sample_id]
-        self.ended.add(sample_id)
-        self.manager.admit()
-
-    def claim_all(self):
-        for worker in self.capacity:
-            self.take(worker)
-
-    @precondition(lambda self: self.manager is not None and self.running)
-    @rule(data=st.data(), length=st.integers(0, 4))
-    def interrupt(self, data, length):
-        sample_id = data.draw(st.sampled_from(sorted(self.running)))
-        tokens = np.ones(length)
-        self.manager.add_segment(sample_id, Segment(tokens.astype(np.int32), tokens.astype(np.float32), self.version))
-        self.manager.interrupt(sample_id)
-        del self.running[sample_id]
-
-    @precondition(lambda self: self.manager is not None and len(self.capacity) > 1)
-    @rule(data=st.data())
-    def kill_worker(self, data):
-        worker = data.draw(st.sampled_from(sorted(self.capacity)))
-        self.manager.release_worker(worker)
-        del self.capacity[worker]
-        self.running = {s: w for s, w in self.running.items() if w != worker}
-
-    @precondition(lambda self: self.manager is not None and self.manager.round_open)
+    @precondition(lambda self: started(self) and self.manager.round_open and self.manager.round_complete())
     @rule()
-    def train(self):
-        if not self.manager.round_complete():
-            return
+    def take_batch(self):
+        model = self.model
         self.manager.close_round()
         taken = self.manager.take_batch()
         assert len(taken) == self.batch
         for group in taken:
+            assert group.uid not in model.trained
+            assert model.version - model.births[group.uid] <= self.max_staleness
+            assert group.row == {"index": int(group.uid[2:])}
             assert len(group.outputs) == self.n
-            assert self.version - self.births[group.uid] <= self.max_staleness
-            self.trained.append(group.uid)
-        self.manager.acknowledge(group.uid for group in taken)
-        self.version += 1
-        self.manager.advance_version(self.version)
+            for i, output in enumerate(group.outputs):
+                assert_same_output(output, model.outputs[f"{group.uid}#{i}"])
+        model.taken = [group.uid for group in taken]
 
-    @precondition(
-        lambda self: self.manager is not None and not self.manager.round_open and len(self.trained) < self.total
-    )
+    @precondition(lambda self: started(self) and self.model.taken)
+    @rule()
+    def acknowledge(self):
+        model = self.model
+        self.manager.acknowledge(model.taken)
+        model.trained += model.taken
+        model.taken = []
+        model.version += 1
+        self.manager.advance_version(model.version)
+
+    @precondition(lambda self: started(self) and self.may_open())
     @rule(every=st.integers(2, 4))
     def play_round_with_stragglers(self, every):
         """A whole round in which some prompts end only when nothing else runs."""
         self.open_round()
         while not self.manager.round_complete():
+            self.retry_all()
             self.claim_all()
-            fast = [s for s in self.running if int(s.split("/")[1].split("#")[0]) % every]
-            self.end_sample((fast or list(self.running))[0], 1)
-        for sample_id in list(self.running):
+            fast = [s for s in self.model.running if int(s.split("/")[1].split("#")[0]) % every]
+            self.end_sample((fast or list(self.model.running))[0], 1)
+        for sample_id in list(self.model.running):
             self.manager.interrupt(sample_id)
-            del self.running[sample_id]
-        self.train()
+            del self.model.running[sample_id]
+        self.take_batch()
+        self.acknowledge()
+
+    def claim_all(self):
+        for worker in self.capacity:
+            self.take_grants(worker)
+
+    def retry_all(self):
+        while self.model.failed:
+            self.manager.retry(self.model.failed.pop())
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    @precondition(started)
+    @rule()
+    def checkpoint(self):
+        data = b"".join(plain_codec.pack(self.manager.state_dict()))
+        self.checkpoints.append((data, self.model.copy_without_owners()))
+
+    @precondition(lambda self: started(self) and self.checkpoints)
+    @rule(pick=PICK)
+    def crash_and_restore(self, pick):
+        data, model = self.checkpoints[pick % len(self.checkpoints)]
+        self.manager = self.build()
+        self.manager.load_state_dict(plain_codec.unpack(data))
+        self.model = model.copy_without_owners()
+        self.capacity = {}
+        self.join(1 + pick % 5)
+
+    @precondition(started)
+    @rule()
+    def checkpoint_and_go_on_from_it(self):
+        self.checkpoint()
+        self.crash_and_restore(len(self.checkpoints) - 1)
+
+    # -- what holds ------------------------------------------------------------------------------------------------
 
     @invariant()
     def nothing_is_lost_or_repeated(self):
         if self.manager is None:
             return
         assert self.manager.lost_groups == 0
-        assert len(set(self.trained)) == len(self.trained)
+        assert len(set(self.model.trained)) == len(self.model.trained) == self.manager.counters.trained_groups
 
     @invariant()
     def slots_are_respected(self):
         if self.manager is None:
             return
         for worker, capacity in self.capacity.items():
-            assert sum(w == worker for w in self.running.values()) <= capacity
+            assert sum(w == worker for w in self.model.running.values()) <= capacity
 
     def teardown(self):
         """Let everything end: the training must reach its last step with every prompt trained once."""
         if self.manager is None:
             return
-        for _ in range(200 * self.total):
-            if len(self.trained) == self.total:
+        for _ in range(20 * self.total):
+            if self.model.taken:
+                self.acknowledge()
+            if len(self.model.trained) == self.total:
                 break
             if not self.manager.round_open:
                 self.open_round()
+            self.retry_all()
             self.claim_all()
-            for sample_id in list(self.running):
+            for sample_id in list(self.model.running):
                 self.end_sample(sample_id, 1)
-            self.train()
-        assert sorted(self.trained) == sorted(f"0/{i}" for i in range(self.total))
+            if self.manager.round_complete():
+                self.take_batch()
+        assert sorted(self.model.trained) == sorted(f"0/{i}" for i in range(self.total))
 
 
 TestManagerLife = ManagerLife.TestCase
-TestManagerLife.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestManagerLife.settings = settings(
+    max_examples=SEQUENCES,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)

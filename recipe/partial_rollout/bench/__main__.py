@@ -1,11 +1,11 @@
-"""``python -m recipe.partial_rollout.bench manager [--samples N] [--json FILE]``."""
+"""``python -m recipe.partial_rollout.bench {manager,snapshot} [options]``; ``--help`` lists them."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from recipe.partial_rollout.bench import manager
+from recipe.partial_rollout.bench import manager, snapshot
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -13,6 +13,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m recipe.partial_rollout.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     manager.add_arguments(commands.add_parser("manager", help="latency of every PromptsManager verb"))
+    snapshot.add_arguments(commands.add_parser("snapshot", help="cost of a checkpoint of the manager"))
     options = parser.parse_args(arguments)
     return options.run(options)
 

@@ -1,0 +1,330 @@
+"""A sample that fails is retried from its journal, masked, or ends the run; a checkpoint keeps all of it."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.failure_policy import FailurePolicy, FailureVerdict, OnSampleError
+from recipe.partial_rollout.manager_actor import ManagerActor, Report, RolloutFailedError
+from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.snapshot import TornCheckpointError
+from recipe.partial_rollout.types import Progress
+
+RETRY_ONCE = FailurePolicy(OnSampleError.RETRY, sample_retries=1, retry_backoff_s=0.02)
+
+
+def one_running(manager, **kwargs):
+    m = manager(batch=1, n=1, overlap=0.0, workers=2, **kwargs)
+    m.open_round()
+    (grant,) = m.claim("w0")
+    return m, grant.sample_id
+
+
+def test_failed_sample_is_retried_by_any_worker_from_its_journal(manager, segment):
+    m, sample_id = one_running(manager, failures=RETRY_ONCE)
+    m.add_segment(sample_id, segment(5))
+    m.add_tool_result(sample_id, {"text": "42"})
+    assert m.fail(sample_id, "ToolError: boom") is FailureVerdict.RETRY
+    assert m.claim("w0") == m.claim("w1") == []
+    m.retry(sample_id)
+    (grant,) = m.claim("w1")
+    assert [len(s) for s in grant.segments] == [5] and grant.tool_results == ({"text": "42"},)
+
+
+def test_failed_sample_without_a_journal_starts_over(manager):
+    m, sample_id = one_running(manager, failures=RETRY_ONCE)
+    m.fail(sample_id, "boom")
+    m.retry(sample_id)
+    assert m.unfinished_report().startswith("1 unfinished samples: 0/0#0 waiting on no worker")
+
+
+def test_sample_that_used_up_its_retries_is_masked_and_its_group_trains(manager, segment):
+    m, sample_id = one_running(manager, failures=RETRY_ONCE)
+    m.add_segment(sample_id, segment(5))
+    m.fail(sample_id, "boom")
+    m.retry(sample_id)
+    m.claim("w1")
+    assert m.fail(sample_id, "boom") is FailureVerdict.MASK
+    assert m.round_complete()
+    (output,) = m.take_batch()[0].outputs
+    assert output.masked and output.response_ids.tolist() == [0, 1, 2, 3, 4]
+    assert not output.response_mask.any() and not output.log_probs.any()
+    assert output.versions.tolist() == [-1] * 5
+    assert output.reward_score is None and len(output.prompt_ids) == 0
+    figures = m.metrics()
+    assert [figures[f"failures/{key}"] for key in ("failed", "retried", "masked")] == [2, 1, 1]
+
+
+def test_masked_sample_without_tokens_has_one(manager):
+    m, sample_id = one_running(manager, failures=FailurePolicy(OnSampleError.MASK))
+    assert m.fail(sample_id, "boom") is FailureVerdict.MASK
+    (output,) = m.take_batch()[0].outputs
+    assert output.response_ids.tolist() == [0] and output.response_mask.tolist() == [0]
+
+
+def test_raise_leaves_the_sample_failed_with_its_error(manager):
+    m, sample_id = one_running(manager, failures=FailurePolicy(OnSampleError.RAISE))
+    assert m.fail(sample_id, "ToolError: boom") is FailureVerdict.RAISE
+    assert not m.round_complete()
+    assert "0/0#0 failed on no worker" in m.unfinished_report()
+    assert "failed 1 times, last: ToolError: boom" in m.unfinished_report()
+
+
+def test_failed_sample_frees_its_slot(manager):
+    m = manager(batch=1, n=2, overlap=0.0, capacity=1, failures=RETRY_ONCE)
+    m.open_round()
+    (first,) = m.claim("w0")
+    m.fail(first.sample_id, "boom")
+    assert [g.sample_id for g in m.claim("w0")] == ["0/0#1"]
+
+
+def test_only_a_failed_sample_is_retried(manager):
+    m, sample_id = one_running(manager)
+    with pytest.raises(RuntimeError, match="retry: sample 0/0#0 is running, not failed"):
+        m.retry(sample_id)
+
+
+def test_backoff_doubles_with_each_failure_of_a_sample():
+    policy = FailurePolicy(retry_backoff_s=0.5)
+    assert [policy.delay_s(k) for k in (1, 2, 3)] == [0.5, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sample_retries": -1}, "partial_rollout.failures.sample_retries=-1: at least 0"),
+        ({"retry_backoff_s": float("nan")}, "partial_rollout.failures.retry_backoff_s=nan"),
+    ],
+)
+def test_failure_policy_refuses_what_it_cannot_do(fields, message):
+    with pytest.raises(ValueError, match=message):
+        FailurePolicy(**fields)
+
+
+# -- state_dict --------------------------------------------------------------------------------------------------------
+
+
+def restored(manager, m, **kwargs):
+    fresh = manager(batch=1, n=1, overlap=0.0, workers=1, prompts=0, **kwargs)
+    fresh.load_state_dict(m.state_dict())
+    return fresh
+
+
+def test_running_and_failed_samples_are_claimable_after_a_restore(manager, segment):
+    m, sample_id = one_running(manager)
+    m.add_segment(sample_id, segment(5))
+    for state in ("running", "failed"):
+        if state == "failed":
+            m.fail(sample_id, "boom")
+        fresh = restored(manager, m)
+        assert "0/0#0 interrupted on no worker" in fresh.unfinished_report()
+        fresh.open_round()
+        (grant,) = fresh.claim("w0")
+        assert [len(s) for s in grant.segments] == [5]
+
+
+def test_group_that_the_trainer_did_not_acknowledge_is_ready_after_a_restore(manager, output):
+    m, sample_id = one_running(manager)
+    m.finish(sample_id, output(4))
+    m.close_round()
+    (taken,) = m.take_batch()
+    fresh = restored(manager, m)
+    assert fresh.round_complete()
+    (again,) = fresh.take_batch()
+    assert again.uid == taken.uid
+    assert again.outputs[0].response_ids.tolist() == taken.outputs[0].response_ids.tolist()
+
+
+def test_source_must_go_on_where_the_manager_did(manager, prompts):
+    m, _ = one_running(manager)
+    fresh = restored(manager, m)
+    with pytest.raises(RuntimeError, match=r"prompt 0/0 was offered twice, or out of order: the last one was 0/99"):
+        fresh.offer(prompts(1))
+    fresh.offer(prompts(1, start=100))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"batch": 2}, r"data.train_batch_size=2: 1, which the checkpoint was made with"),
+        ({"n": 3}, r"actor_rollout_ref.rollout.n=3: 1, which"),
+        ({"max_staleness": 3}, r"partial_rollout.max_staleness=3: at least 4, which"),
+    ],
+)
+def test_state_of_other_sizes_is_refused(manager, sizes, message):
+    m, _ = one_running(manager)
+    with pytest.raises(ValueError, match=message):
+        manager(**{"batch": 1, "n": 1, "overlap": 0.0, "prompts": 0, **sizes}).load_state_dict(m.state_dict())
+
+
+def test_larger_staleness_bound_takes_an_older_state(manager):
+    m, _ = one_running(manager)
+    fresh = manager(batch=1, n=1, max_staleness=5, prompts=0)
+    fresh.load_state_dict(m.state_dict())
+    assert fresh.metrics()["inflight/groups"] == 1
+
+
+def test_state_is_loaded_before_the_first_prompt(manager):
+    m, _ = one_running(manager)
+    with pytest.raises(RuntimeError, match="the manager has prompts already"):
+        manager(batch=1, n=1).load_state_dict(m.state_dict())
+
+
+def test_columns_that_do_not_fit_together_are_refused(manager, segment):
+    m, sample_id = one_running(manager)
+    m.add_segment(sample_id, segment(5))
+    state = m.state_dict()
+    state["tokens"] = state["tokens"][:-1]
+    with pytest.raises(ValueError, match="tokens has 4 entries: 5 by its lengths"):
+        manager(batch=1, n=1, prompts=0).load_state_dict(state)
+
+
+def test_state_is_a_moment_that_later_verbs_do_not_change(manager, segment):
+    m, sample_id = one_running(manager)
+    captured = m.capture()
+    m.add_segment(sample_id, segment(5))
+    m.add_tool_result(sample_id, {})
+    assert [s.segments for g in captured.groups for s in g.samples] == [[]]
+    assert [s.tool_results for g in captured.groups for s in g.samples] == [[]]
+
+
+def test_admitted_uids_are_told_once_when_the_round_closes(manager):
+    m = manager(batch=1, n=1, overlap=1.0)
+    m.open_round()
+    assert m.close_round() == ("0/0", "0/1")
+    assert m.close_round() == ()
+
+
+def test_uids_admitted_in_a_suspended_round_are_told_after_the_restore(manager, output):
+    m, _ = one_running(manager)
+    m.suspend_round()
+    assert m.claim("w1") == []
+    fresh = restored(manager, m)
+    fresh.open_round()
+    assert fresh.close_round() == ("0/0",)
+
+
+# -- the actor ---------------------------------------------------------------------------------------------------------
+
+
+def actor_of(failures=RETRY_ONCE, stall_s=30.0):
+    return ManagerActor(Admission(Mode.WINDOW, 1, 1, 0.0, 2, 1, 4), Policy.BOUNDED, stall_s, failures)
+
+
+async def one_claimed(actor, prompts):
+    await actor.register_worker("w0", 4)
+    await actor.begin_round(0, prompts(1), False)
+    (grant,) = await actor.claim("w0")
+    return grant.sample_id
+
+
+def test_report_books_progress_before_the_failure_and_retries_after_the_backoff(prompts, segment):
+    async def life():
+        actor = actor_of()
+        sample_id = await one_claimed(actor, prompts)
+        progress = Progress(sample_id, (segment(5),), ({"text": "42"},))
+        assert await actor.report(Report("w0", progress=(progress,), failed=((sample_id, "boom"),))) == []
+        return await asyncio.wait_for(actor.claim("w0"), 5)
+
+    (grant,) = asyncio.run(life())
+    assert [len(s) for s in grant.segments] == [5] and grant.tool_results == ({"text": "42"},)
+
+
+def test_backoff_longer_than_the_stall_deadline_is_no_stall(prompts, output):
+    async def life():
+        actor = actor_of(FailurePolicy(retry_backoff_s=0.6), stall_s=0.2)
+        sample_id = await one_claimed(actor, prompts)
+        waiting = asyncio.ensure_future(actor.wait_round())
+        await actor.report(Report("w0", failed=((sample_id, "boom"),)))
+        (grant,) = await asyncio.wait_for(actor.claim("w0"), 5)
+        await actor.report(Report("w0", finished=((grant.sample_id, output()),)))
+        return await asyncio.wait_for(waiting, 5)
+
+    assert asyncio.run(life()).admitted == ("0/0",)
+
+
+def test_raise_fails_everyone_who_waits(prompts):
+    async def life():
+        actor = actor_of(FailurePolicy(OnSampleError.RAISE))
+        sample_id = await one_claimed(actor, prompts)
+        waiting = asyncio.ensure_future(actor.wait_round())
+        await actor.report(Report("w0", failed=((sample_id, "ToolError: boom"),)))
+        await asyncio.wait_for(waiting, 5)
+
+    with pytest.raises(RolloutFailedError, match="sample 0/0#0 on w0 failed: ToolError: boom"):
+        asyncio.run(life())
+
+
+def test_report_of_a_released_worker_is_refused(prompts, output):
+    async def life():
+        actor = actor_of()
+        sample_id = await one_claimed(actor, prompts)
+        await actor.release_worker("w0")
+        await actor.register_worker("w1", 4)
+        await actor.claim("w1")
+        await actor.report(Report("w0", finished=((sample_id, output()),)))
+
+    with pytest.raises(RuntimeError, match="worker w0 is not registered: it was released"):
+        asyncio.run(life())
+
+
+def test_waiting_claim_of_a_dead_worker_takes_nothing_from_its_successor(prompts):
+    async def life():
+        actor = actor_of()
+        await actor.register_worker("w0", 4)
+        orphan = asyncio.ensure_future(actor.claim("w0"))
+        await asyncio.sleep(0)
+        await actor.release_worker("w0")
+        await actor.register_worker("w0", 4)
+        await actor.begin_round(0, prompts(1), False)
+        return await asyncio.wait_for(orphan, 5), await actor.claim("w0")
+
+    orphaned, grants = asyncio.run(life())
+    assert orphaned == [] and [g.sample_id for g in grants] == ["0/0#0"]
+
+
+def test_actor_saves_and_loads(tmp_path, prompts, segment, output):
+    path = str(tmp_path / "manager.snapshot")
+
+    async def life():
+        actor = actor_of()
+        sample_id = await one_claimed(actor, prompts)
+        await actor.report(Report("w0", progress=(Progress(sample_id, (segment(5, version=0),)),)))
+        written = await actor.save(path)
+        fresh = actor_of()
+        return written, await fresh.load(path), await one_claimed_again(fresh)
+
+    written, restored, grant = asyncio.run(life())
+    assert written.bytes > 0 and 0 <= written.blocked_s < written.seconds
+    assert (restored.groups, restored.unfinished_samples, restored.cached_tokens) == (1, 1, 5)
+    assert np.array_equal(grant.segments[0].token_ids, np.arange(5))
+
+
+async def one_claimed_again(actor):
+    await actor.register_worker("w0", 4)
+    await actor.begin_round(0, [], False)
+    return (await actor.claim("w0"))[0]
+
+
+def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, monkeypatch):
+    async def life():
+        actor = actor_of()
+        await one_claimed(actor, prompts)
+        loop, release = asyncio.get_running_loop(), asyncio.Event()
+
+        def slow(path, state):
+            asyncio.run_coroutine_threadsafe(release.wait(), loop).result(10)
+            raise TornCheckpointError("written at last")
+
+        monkeypatch.setattr("recipe.partial_rollout.manager_actor.write_snapshot", slow)
+        saving = asyncio.ensure_future(actor.save(str(tmp_path / "s")))
+        await asyncio.sleep(0.05)
+        figures = await asyncio.wait_for(actor.metrics(), 1)
+        release.set()
+        with pytest.raises(TornCheckpointError, match="written at last"):
+            await saving
+        return figures
+
+    assert asyncio.run(life())["inflight/groups"] == 1

@@ -1,0 +1,351 @@
+"""A scripted engine under the manager, killed or restored at every transition of a sample, right before and right after.
+
+The script fixes what each sample says and does: how many tokens in which engine calls, whether it calls a tool, whether
+its agent loop raises. So the end of every run is known, token by token.
+"""
+
+import gc
+import itertools
+from collections import Counter, deque
+from zlib import crc32
+
+import numpy as np
+import pytest
+
+from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.failure_policy import FailurePolicy, FailureVerdict, OnSampleError
+from recipe.partial_rollout.prompts_manager import PromptsManager
+from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.snapshot import read_snapshot, write_snapshot
+from recipe.partial_rollout.types import Prompt, SampleOutput, Segment
+
+CHUNK = 3
+"""tokens of one engine call"""
+TRANSITIONS = (
+    "claim",
+    "segment",
+    "tool_result",
+    "interrupt",
+    "finish",
+    "fail",
+    "retry",
+    "take",
+    "acknowledge",
+)
+
+
+class SampleScript:
+    """What one sample will say and do, whoever runs it."""
+
+    def __init__(self, sample_id):
+        prompt, index = (int(part) for part in sample_id.split("/")[1].split("#"))
+        self.length = 2 + (prompt * 5 + index * 3) % 11
+        self.tool_after = CHUNK if index % 2 and self.length > CHUNK else None
+        """tokens before its tool call"""
+        self.raises = {1: 1, 3: 99}.get(prompt % 5, 0) if index == 0 else 0
+        """times that its agent loop raises"""
+        self.tokens = (np.arange(self.length) * 13 + crc32(sample_id.encode()) % 9973).astype(np.int32)
+        self.log_probs = (-self.tokens / 16384).astype(np.float32)
+
+
+class ScriptedRun:
+    """Trainer, two workers and engine around one manager; ``fault(transition, side)`` is asked at every step."""
+
+    def __init__(self, path, *, prompts=8, batch=2, n=2, fault=lambda run, transition, side, sample_id: None):
+        self.path, self.total, self.batch, self.n = path, prompts, batch, n
+        self.fault = fault
+        self.offered = 0
+        self.trained = {}
+        self.engine_tokens = Counter()
+        self.tool_calls = Counter()
+        self.rounds = 0
+        self.max_staleness = 2
+        self.names = (f"w{i}" for i in itertools.count())
+        self.boot()
+
+    def boot(self):
+        admission = Admission(Mode.WINDOW, self.batch, self.n, 1.0, 0, 0, self.max_staleness)
+        self.clock = itertools.count()
+        policy = FailurePolicy(OnSampleError.RETRY, sample_retries=2)
+        self.manager = PromptsManager(admission, Policy.BOUNDED, lambda: float(next(self.clock)), policy)
+        self.held = {}
+        self.running = deque()
+        self.failed = deque()
+        self.taken = []
+        self.epoch = object()
+        """of the manager: a fault that replaces it ends whatever was under way"""
+
+    # -- faults ----------------------------------------------------------------------------------------------------
+
+    def kill_worker(self, sample_id):
+        """The worker that runs ``sample_id`` dies with its conversations, and another takes its place."""
+        worker = dict(self.running).get(sample_id) or next(iter(self.held))
+        self.manager.release_worker(worker)
+        del self.held[worker]
+        self.running = deque((s, w) for s, w in self.running if w != worker)
+        self.join()
+
+    def crash(self, sample_id):
+        """Everything dies right after a checkpoint, and the training goes on from it."""
+        write_snapshot(self.path, self.manager.state_dict())
+        self.boot()
+        self.manager.load_state_dict(read_snapshot(self.path))
+        self.join()
+        self.join()
+
+    def join(self):
+        worker = next(self.names)
+        self.manager.register_worker(worker, 3)
+        self.held[worker] = {}
+
+    def step(self, transition, verb, sample_id=None):
+        """``verb`` between two occasions for a fault; whether it took place and left the sample as it was meant to."""
+        epoch, before = self.epoch, dict(self.running)
+        self.fault(self, transition, "before", sample_id)
+        if self.epoch is not epoch or (sample_id in before and before[sample_id] != dict(self.running).get(sample_id)):
+            return False
+        verb()
+        before = dict(self.running)
+        self.fault(self, transition, "after", sample_id)
+        return self.epoch is epoch and (
+            sample_id not in before or before[sample_id] == dict(self.running).get(sample_id)
+        )
+
+    # -- a run -----------------------------------------------------------------------------------------------------
+
+    def play(self):
+        self.join()
+        self.join()
+        while len(self.trained) < self.total:
+            self.rounds += 1
+            assert self.rounds < 20 * self.total
+            if not self.manager.round_open:
+                self.open_round()
+            self.play_round()
+        return self
+
+    def open_round(self):
+        count = min(self.manager.wanted, self.total - self.offered)
+        self.manager.offer(Prompt(f"0/{i}", 0, {"index": i}) for i in range(self.offered, self.offered + count))
+        self.offered += count
+        if self.offered == self.total:
+            self.manager.close_source()
+        self.manager.open_round()
+
+    def play_round(self):
+        epoch = self.epoch
+        while not self.manager.round_complete():
+            self.retry_one()
+            for worker in list(self.held):
+                self.claim(worker)
+            if self.running:
+                self.advance(self.running[0][0])
+            self.running.rotate(-1)
+            if self.epoch is not epoch:
+                return
+        self.manager.close_round()
+        for sample_id, worker in list(self.running):
+            if (sample_id, worker) in self.running:
+                self.interrupt(sample_id)
+            if self.epoch is not epoch:
+                return
+        self.train()
+
+    def retry_one(self):
+        if self.failed:
+            sample_id = self.failed[0]
+            self.step("retry", lambda: self.manager.retry(self.failed.popleft()), sample_id)
+
+    def claim(self, worker):
+        def verb():
+            for grant in self.manager.claim(worker, limit=1) if worker in self.held else ():
+                held = self.held[worker].setdefault(grant.sample_id, (list(grant.segments), list(grant.tool_results)))
+                assert [s.token_ids.tolist() for s in held[0]] == [s.token_ids.tolist() for s in grant.segments]
+                assert held[1] == list(grant.tool_results)
+                self.running.append((grant.sample_id, worker))
+
+        if worker in self.held:
+            self.step("claim", verb, self.running[-1][0] if self.running else None)
+
+    def advance(self, sample_id):
+        """The next thing that its agent loop does."""
+        script = SampleScript(sample_id)
+        segments, results = self.held[dict(self.running)[sample_id]][sample_id]
+        done = sum(map(len, segments))
+        failures = self.manager._state.samples[sample_id].failures
+        if done >= min(CHUNK, script.length) and failures < script.raises:
+            self.step("fail", lambda: self.fail(sample_id), sample_id)
+        elif script.tool_after is not None and done >= script.tool_after and not results:
+            self.tool_calls[sample_id] += 1
+            self.step("tool_result", lambda: self.tool_result(sample_id, results), sample_id)
+        elif done < script.length:
+            self.call_engine(sample_id, min(CHUNK, script.length - done), "completed")
+        else:
+            self.step("finish", lambda: self.finish(sample_id, segments), sample_id)
+
+    def call_engine(self, sample_id, count, stop_reason):
+        script = SampleScript(sample_id)
+        segments, _ = self.held[dict(self.running)[sample_id]][sample_id]
+        part = slice(sum(map(len, segments)), sum(map(len, segments)) + count)
+        segment = Segment(script.tokens[part], script.log_probs[part], self.manager.version, stop_reason)
+        self.engine_tokens[sample_id] += count
+
+        def verb():
+            self.manager.add_segment(sample_id, segment)
+            segments.append(segment)
+
+        return self.step("segment", verb, sample_id)
+
+    def tool_result(self, sample_id, results):
+        results.append({"text": sample_id})
+        self.manager.add_tool_result(sample_id, results[-1])
+
+    def leave(self, sample_id):
+        worker = dict(self.running)[sample_id]
+        self.running.remove((sample_id, worker))
+        return worker
+
+    def interrupt(self, sample_id):
+        script = SampleScript(sample_id)
+        done = sum(map(len, self.held[dict(self.running)[sample_id]][sample_id][0]))
+        if done < script.length and not self.call_engine(sample_id, 1, None):
+            return
+
+        def verb():
+            self.manager.interrupt(sample_id)
+            self.leave(sample_id)
+
+        self.step("interrupt", verb, sample_id)
+
+    def fail(self, sample_id):
+        verdict = self.manager.fail(sample_id, "scripted")
+        del self.held[self.leave(sample_id)][sample_id]
+        if verdict is FailureVerdict.RETRY:
+            self.failed.append(sample_id)
+
+    def finish(self, sample_id, segments):
+        tokens = np.concatenate([s.token_ids for s in segments])
+        output = SampleOutput(
+            prompt_ids=np.ones(2, np.int32),
+            response_ids=tokens,
+            response_mask=np.ones(len(tokens), np.int8),
+            log_probs=np.concatenate([s.log_probs for s in segments]),
+            versions=np.concatenate([np.full(len(s), s.version, np.int32) for s in segments]),
+            segments=len(segments),
+            reward_score=1.0,
+            reward_extra_info={},
+            num_turns=2,
+            metrics={},
+        )
+        self.manager.finish(sample_id, output)
+        del self.held[self.leave(sample_id)][sample_id]
+
+    def train(self):
+        version = self.manager.version
+
+        def take():
+            self.taken = self.manager.take_batch()
+
+        def acknowledge():
+            self.manager.acknowledge(group.uid for group in self.taken)
+            for group in self.taken:
+                assert group.uid not in self.trained
+                self.trained[group.uid] = (version, group.outputs)
+
+        if self.step("take", take):
+            self.step("acknowledge", acknowledge)
+        if len(self.trained) == (version + 1) * self.batch:
+            self.manager.advance_version(version + 1)
+
+
+def assert_trained_once_and_exactly(run):
+    assert sorted(run.trained) == sorted(f"0/{i}" for i in range(run.total))
+    assert run.manager.lost_groups == 0
+    for uid, (version, outputs) in run.trained.items():
+        assert len(outputs) == run.n
+        for i, output in enumerate(outputs):
+            script = SampleScript(f"{uid}#{i}")
+            assert output.masked == (script.raises > 2)
+            if output.masked:
+                assert not output.response_mask.any() and (output.versions == -1).all()
+                assert output.response_ids.tolist() == script.tokens[: len(output.response_ids)].tolist()
+                continue
+            assert output.response_ids.tolist() == script.tokens.tolist()
+            assert output.log_probs.tolist() == script.log_probs.tolist()
+            assert sorted(output.versions) == list(output.versions)
+            assert output.staleness(version) <= run.max_staleness
+
+
+def wasted_tokens(run):
+    """Decoded and neither trained nor in a masked sample."""
+    kept = sum(o.response_length for _, outputs in run.trained.values() for o in outputs)
+    return run.engine_tokens.total() - kept
+
+
+def test_scripted_run_without_a_fault_goes_through_every_transition(tmp_path):
+    seen = Counter()
+    run = ScriptedRun(tmp_path / "s", fault=lambda run, transition, side, sample_id: seen.update([transition]))
+    assert_trained_once_and_exactly(run.play())
+    assert set(seen) == set(TRANSITIONS)
+    assert wasted_tokens(run) == 0 and set(run.tool_calls.values()) == {1}
+    assert run.manager.counters.retried > 0 and run.manager.counters.masked > 0
+    assert run.manager.counters.resumed > 0
+
+
+@pytest.mark.parametrize("occurrence", [1, 2, 4])
+@pytest.mark.parametrize("side", ["before", "after"])
+@pytest.mark.parametrize("transition", TRANSITIONS)
+@pytest.mark.parametrize("what", ["kill_worker", "crash"])
+def test_fault_at_a_transition_loses_no_prompt_and_no_token(tmp_path, what, transition, side, occurrence):
+    struck = Counter()
+
+    def fault(run, at, on, sample_id):
+        struck[at, on] += 1
+        if (at, on) == (transition, side) and struck[at, on] == occurrence:
+            struck["fault"] += 1
+            getattr(run, what)(sample_id)
+
+    run = ScriptedRun(tmp_path / "s", fault=fault).play()
+    assert struck["fault"] == 1
+    assert_trained_once_and_exactly(run)
+    # Nothing newer than the engine call that the fault cut off is missing, and no finished tool call is repeated.
+    lost = CHUNK if (transition, side) == ("segment", "before") else 0
+    assert wasted_tokens(run) <= lost
+    repeated = 1 if (transition, side) == ("tool_result", "before") else 0
+    assert run.tool_calls.total() - len(run.tool_calls) <= repeated
+
+
+def entries(root):
+    """Entries of every container that the manager reaches, tokens left out."""
+    seen, total, stack = set(), 0, [root]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, type | np.ndarray) or callable(item):
+            continue
+        seen.add(id(item))
+        if isinstance(item, dict | list | set | deque | tuple):
+            total += len(item)
+        stack += [r for r in gc.get_referents(item) if not isinstance(r, str | int | float | bytes | type(None))]
+    return total
+
+
+def test_three_hundred_rounds_do_not_grow_the_manager(tmp_path):
+    """Rounds of two prompts, with a dead worker every 40th occasion of an interruption and a crash every 300th."""
+    occasions = itertools.count(1)
+    sizes = {}
+
+    def fault(run, transition, side, sample_id):
+        done = len(run.trained) // run.batch
+        if transition == "take" and side == "before" and done in (100, 300):
+            sizes[done] = entries([run.manager._state, run.manager._queue, run.manager._workers])
+        if transition == "interrupt" and side == "after":
+            count = next(occasions)
+            if count % 300 == 0:
+                run.crash(sample_id)
+            elif count % 40 == 0:
+                run.kill_worker(sample_id)
+
+    run = ScriptedRun(tmp_path / "s", prompts=606, fault=fault).play()
+    assert_trained_once_and_exactly(run)
+    assert run.rounds >= 300
+    assert sizes[300] <= 1.5 * sizes[100]

@@ -1,0 +1,245 @@
+"""The ledger is written and read line by line, and the audit finds what is wrong in it."""
+
+import json
+
+import pytest
+
+from recipe.partial_rollout.audit import audit, main
+from recipe.partial_rollout.ledger import NAME, Ledger, LedgerError, RunSizes, read_ledger
+from recipe.partial_rollout.types import TakenGroup
+
+RUN = {
+    "event": "run",
+    "arm": "PR",
+    "samples_per_group": 2,
+    "batch_groups": 2,
+    "max_staleness": 1,
+    "epoch_prompts": 4,
+    "total": 8,
+}
+
+
+def group(uid, *, staleness=0, lengths=(3, 3, 3, 3), masked=False, samples=2):
+    return {
+        "uid": uid,
+        "order": 0,
+        "birth": 0,
+        "staleness": [staleness] * samples,
+        "lengths": [list(lengths)] * samples,
+        "masked": [masked] * samples,
+    }
+
+
+def admitted(step, *uids):
+    return {"event": "admitted", "step": step, "version": step - 1, "uids": list(uids)}
+
+
+def trained(step, *groups):
+    groups = [group(item) if isinstance(item, str) else item for item in groups]
+    return {"event": "trained", "step": step, "version": step - 1, "groups": groups}
+
+
+def resumed(step):
+    return {"event": "resumed", "step": step}
+
+
+COMPLETE = {"event": "complete"}
+
+GOOD = [
+    RUN,
+    admitted(1, "0/0", "0/1", "0/2"),
+    trained(1, "0/0", "0/2"),
+    admitted(2, "0/3", "1/0"),
+    trained(2, "0/1", "0/3"),
+    admitted(3, "1/1"),
+    trained(3, "1/0", "1/1"),
+    admitted(4, "1/2", "1/3"),
+    trained(4, "1/2", "1/3"),
+    COMPLETE,
+]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def build(*lines):
+        text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        (tmp_path / NAME).write_text(text)
+        return tmp_path
+
+    return build
+
+
+def violations(run_dir):
+    return audit(run_dir)[0].violations
+
+
+def replaced(index, line):
+    return [*GOOD[:index], line, *GOOD[index + 1 :]]
+
+
+def test_whole_training_has_no_violation(write, capsys):
+    run_dir = write(*GOOD)
+    assert main([str(run_dir)]) == 0
+    table = capsys.readouterr().out
+    assert "epochs complete" in table and "2 of 2" in table and "8 of 8" in table
+
+
+def test_lost_prompt_of_a_complete_training_is_named(write, capsys):
+    run_dir = write(*replaced(6, trained(3, "1/0")))
+    assert violations(run_dir) == ["prompt 1/1 was lost: never trained"]
+    assert main([str(run_dir)]) == 1
+    assert "violation: prompt 1/1 was lost" in capsys.readouterr().out
+
+
+def test_prompt_passed_over_by_admission_is_lost_before_the_training_ends(write):
+    run_dir = write(RUN, admitted(1, "0/0", "0/2"), trained(1, "0/0", "0/2"))
+    assert violations(run_dir) == ["prompt 0/1 was lost: later ones were admitted, it was not"]
+
+
+def test_more_prompts_in_flight_than_admission_allows_are_lost(write):
+    run_dir = write(RUN, admitted(1, "0/0", "0/1", "0/2", "0/3", "1/0", "1/1"), trained(1, "0/1"))
+    (line,) = violations(run_dir)
+    assert line.startswith("5 prompts are admitted and not trained, admission allows 4: 1 were lost")
+
+
+def test_prompt_trained_twice_is_named_with_its_steps(write):
+    run_dir = write(*replaced(8, trained(4, "1/2", "1/3", "0/1")))
+    assert violations(run_dir) == ["prompt 0/1 was trained 2 times: in steps 2, 4"]
+
+
+def test_prompt_trained_and_never_admitted_is_named(write):
+    run_dir = write(*replaced(7, admitted(4, "1/2")))
+    assert violations(run_dir) == ["prompt 1/3 was trained and never admitted"]
+
+
+def test_prompt_outside_the_training_is_named(write):
+    run_dir = write(*replaced(8, trained(4, "1/2", "1/3", "7/0")))
+    assert violations(run_dir) == ["prompt 7/0 was trained: the training has no such prompt"]
+
+
+def test_sample_staler_than_the_bound_is_named(write):
+    run_dir = write(*replaced(8, trained(4, "1/2", group("1/3", staleness=2))))
+    assert violations(run_dir) == [
+        f"sample 1/3#{i} was trained in step 4 with staleness 2: at most 1" for i in range(2)
+    ]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_sample_whose_parts_disagree_in_length_is_named(write, part):
+    lengths = [3 + (i == part) for i in range(4)]
+    run_dir = write(*replaced(8, trained(4, "1/2", group("1/3", lengths=lengths))))
+    names = ("tokens", "log-probs", "versions", "mask entries")
+    assert f"4 {names[part]}" in violations(run_dir)[0] and "must be equal" in violations(run_dir)[0]
+
+
+def test_group_without_all_its_samples_is_named(write):
+    run_dir = write(*replaced(8, trained(4, "1/2", group("1/3", samples=1))))
+    assert violations(run_dir) == ["prompt 1/3 was trained in step 4 with 1 samples of 2"]
+
+
+def test_what_a_resume_undoes_does_not_count(write):
+    run_dir = write(*GOOD[:7], RUN, resumed(1), *GOOD[3:])
+    result, _ = audit(run_dir)
+    assert result.violations == []
+    assert (result.kills, result.resumes, result.undone) == (1, 1, 4)
+
+
+def test_resume_that_does_not_undo_what_it_trains_again_is_a_repeat(write):
+    run_dir = write(*GOOD[:5], RUN, resumed(2), *GOOD[3:])
+    assert sorted(line.split(" was")[0] for line in violations(run_dir)) == ["prompt 0/1", "prompt 0/3"]
+
+
+def test_resume_from_scratch_undoes_everything(write):
+    result, _ = audit(write(*GOOD, RUN, resumed(0), *GOOD[1:]))
+    assert result.violations == [] and result.undone == 8 and result.complete
+
+
+def test_run_that_stopped_on_purpose_was_not_killed(write):
+    result, _ = audit(write(*GOOD[:5], {"event": "stopped", "step": 2}, RUN, resumed(2), *GOOD[5:]))
+    assert result.violations == [] and (result.kills, result.resumes) == (0, 1)
+
+
+def test_resume_with_other_sizes_is_a_violation(write):
+    run_dir = write(*GOOD[:5], {**RUN, "batch_groups": 4}, resumed(2), *GOOD[5:])
+    assert violations(run_dir) == ["a resumed run changed batch_groups from 2 to 4"]
+
+
+def test_staleness_is_judged_by_the_bound_in_force(write):
+    late = trained(4, "1/2", group("1/3", staleness=2))
+    run_dir = write(*GOOD[:5], {**RUN, "max_staleness": 2}, resumed(2), *GOOD[5:8], late, COMPLETE)
+    assert violations(run_dir) == []
+
+
+def test_masked_samples_are_counted_and_no_violation(write, capsys):
+    run_dir = write(*replaced(8, trained(4, "1/2", group("1/3", masked=True))))
+    assert main([str(run_dir)]) == 0
+    assert "samples masked                    2" in capsys.readouterr().out
+
+
+def test_line_cut_off_by_a_kill_is_tolerated_before_a_resume_and_at_the_end(write, capsys):
+    run_dir = write(*GOOD[:7], '{"event":"trai', RUN, resumed(1), *GOOD[3:-1], '{"event":"comp')
+    assert main([str(run_dir)]) == 0
+    assert "2 lines were cut off by a dying process" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("garbage", ['{"event":"trai', "[]", '{"event":"dropped"}', "\x00\x00"])
+def test_garbage_elsewhere_is_unreadable(write, garbage, capsys):
+    run_dir = write(*GOOD[:3], garbage, *GOOD[3:])
+    assert main([str(run_dir)]) == 2
+    assert f"{NAME}:4 is not an event" in capsys.readouterr().err
+
+
+def test_two_cut_off_lines_in_a_row_are_unreadable(write):
+    with pytest.raises(LedgerError, match=r":11 is not an event"):
+        audit(write(*GOOD, "{", "{"))
+
+
+def test_event_without_its_fields_is_unreadable(write, capsys):
+    assert main([str(write(RUN, {"event": "trained", "step": 1}))]) == 2
+    assert "lacks a field: KeyError('" in capsys.readouterr().err
+
+
+def test_missing_or_headless_ledger_is_unreadable(write, tmp_path, capsys):
+    assert main([str(tmp_path / "none")]) == 2
+    assert main([str(write())]) == 2
+    assert main([str(write(*GOOD[1:]))]) == 2
+    assert "a ledger begins with run" in capsys.readouterr().err
+
+
+def test_at_most_twenty_violations_are_listed(write, capsys):
+    groups = [group(f"9/{i}") for i in range(30)]
+    main([str(write(RUN, trained(1, *groups)))])
+    out = capsys.readouterr().out
+    assert out.count("violation:") == 20 and "more violations" in out
+
+
+def test_ledger_writes_what_the_audit_reads(tmp_path, output):
+    ledger = Ledger(tmp_path)
+    ledger.run(RunSizes("PR", 2, 1, 1, 2, 2))
+    ledger.admitted(1, 0, ["0/0", "0/1"])
+    for step, uid in ((1, "0/1"), (2, "0/0")):
+        taken = TakenGroup(uid, int(uid[2:]), 0, {}, (output(3, version=0), output(4, version=step - 1)), 0)
+        ledger.trained(step, step - 1, [taken])
+        ledger.checkpoint(step)
+    ledger.complete()
+    result, cut_off = audit(tmp_path)
+    assert result.violations == [] and cut_off == 0 and result.complete
+    assert [row.group["staleness"] for row in result.trained] == [[0, 0], [1, 0]]
+    assert result.trained[1].group["lengths"] == [[3] * 4, [4] * 4]
+
+
+def test_ledger_goes_on_behind_a_line_that_was_cut_off(tmp_path):
+    Ledger(tmp_path).run(RunSizes("PR", 2, 1, 1, 2, 2))
+    with (tmp_path / NAME).open("a") as file:
+        file.write('{"event":"admi')
+    ledger = Ledger(tmp_path)
+    ledger.run(RunSizes("PR", 2, 1, 1, 2, 2))
+    ledger.resumed(0)
+    events, cut_off = read_ledger(tmp_path / NAME)
+    assert [event["event"] for event in events] == ["run", "run", "resumed"] and cut_off == 1
+
+
+def test_every_line_is_in_the_file_as_soon_as_it_is_added(tmp_path):
+    ledger = Ledger(tmp_path)
+    ledger.admitted(1, 0, ["0/0"])
+    assert json.loads((tmp_path / NAME).read_text()) == admitted(1, "0/0")

@@ -1,0 +1,216 @@
+"""A snapshot comes back as it was, or is refused: whatever is cut off it or changed in it."""
+
+import hashlib
+import pickle
+import struct
+import tracemalloc
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from recipe.partial_rollout import plain_codec
+from recipe.partial_rollout.snapshot import (
+    MAGIC,
+    VERSION,
+    ForeignCheckpointError,
+    TornCheckpointError,
+    read_snapshot,
+    write_snapshot,
+)
+
+REFUSED = (TornCheckpointError, ForeignCheckpointError)
+HEADER = 52
+"""bytes: magic 8, version 4, length 8, checksum 32"""
+
+STATE = {
+    "row": {"raw_prompt": [{"role": "user", "content": "2 + 2?"}], "index": 7, "extra_info": {"split": "train"}},
+    "tokens": np.arange(20, dtype=np.int32),
+    "pair": (1, "b"),
+    "score": np.float32(0.5),
+}
+
+
+def same(a, b):
+    """Equal in type, dtype, shape and value; bytes of an array may be in another order."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray | np.generic):
+        little = a.dtype.newbyteorder("<")
+        if little != b.dtype.newbyteorder("<") or a.shape != b.shape:
+            return False
+        if a.dtype == object:
+            return all(same(x, y) for x, y in zip(a.ravel().tolist(), b.ravel().tolist(), strict=True))
+        return a.astype(little).tobytes() == b.astype(little).tobytes()
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b or (a != a and b != b)
+
+
+def sealed(payload):
+    """``payload`` under a header that agrees with it."""
+    lengths = struct.pack(">IQ", VERSION, len(payload))
+    return MAGIC + lengths + hashlib.blake2b(lengths + payload, digest_size=32).digest() + payload
+
+
+@pytest.fixture
+def good(tmp_path):
+    path = tmp_path / "manager.snapshot"
+    write_snapshot(path, STATE)
+    return path
+
+
+def objects_of(values):
+    array = np.empty(len(values), object)
+    for i, value in enumerate(values):
+        array[i] = value
+    return array
+
+
+DTYPES = ["?", "i1", "i2", "<i4", "<i8", "u1", "<f2", "<f4", "<f8", ">i4", ">f8"]
+ARRAYS = st.sampled_from(DTYPES).flatmap(
+    lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+)
+PLAIN = st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.binary(max_size=8))
+TEXT = st.text(st.characters(), max_size=8)
+VALUES = st.recursive(
+    PLAIN | TEXT | ARRAYS | st.floats(width=32).map(np.float32) | st.integers(0, 99).map(np.int64),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(TEXT | st.integers(-9, 9), inner, max_size=4)
+        | st.lists(inner, max_size=4).map(objects_of)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(VALUES)
+def test_values_come_back_as_they_were(value):
+    back = plain_codec.unpack(b"".join(plain_codec.pack({"v": value})))["v"]
+    assert same(back, value)
+
+
+def test_snapshot_comes_back_with_types_and_dtypes(good):
+    back = read_snapshot(good)
+    assert same(back, STATE)
+    assert back["tokens"].flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"reserve": [1, {"row": {"image": object()}}]}, r"reserve\[1\].row.image: builtins.object cannot be saved"),
+        ({"a": [{2.5: 1}]}, r"a\[0\].2.5: a key of type float cannot be saved"),
+        ({"a": (1, [2**70])}, r"a\[1\]\[0\]: an integer of 71 bits cannot be saved: at most 64"),
+        ({"a": np.zeros(2, complex)}, "a: an array of dtype complex128 cannot be saved"),
+        ({"a": np.array([object()], object)}, r"a\[0\]: builtins.object cannot be saved"),
+        ({"a": {1, 2}}, "a: builtins.set cannot be saved"),
+    ],
+)
+def test_value_that_cannot_be_saved_is_named_by_its_path(tmp_path, state, message):
+    with pytest.raises(plain_codec.UnsaveableError, match=message) as caught:
+        write_snapshot(tmp_path / "s", state)
+    assert "\n" not in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value), "Ray carries it to the trainer"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_snapshot_cut_off_anywhere_is_refused(good):
+    data = good.read_bytes()
+    for length in range(len(data)):
+        good.write_bytes(data[:length])
+        with pytest.raises(REFUSED):
+            read_snapshot(good)
+    good.write_bytes(data)
+    assert same(read_snapshot(good), STATE)
+
+
+def test_snapshot_with_any_byte_changed_is_refused(good):
+    data = bytearray(good.read_bytes())
+    for offset in range(len(data)):
+        for flip in (0x01, 0x80, 0xFF):
+            data[offset] ^= flip
+            good.write_bytes(data)
+            with pytest.raises(REFUSED):
+                read_snapshot(good)
+            data[offset] ^= flip
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), min_size=1, max_size=4),
+    cut=st.integers(0, 200),
+    tail=st.binary(max_size=40),
+)
+def test_no_damage_to_a_sealed_payload_does_worse_than_an_error(tmp_path_factory, changes, cut, tail):
+    """A header that agrees with a damaged payload: what a hostile file looks like."""
+    payload = bytearray(b"".join(plain_codec.pack(STATE)))
+    for offset, flip in changes:
+        payload[offset % len(payload)] ^= flip
+    path = tmp_path_factory.mktemp("s") / "s"
+    path.write_bytes(sealed(bytes(payload[: len(payload) - cut % len(payload)]) + tail))
+    try:
+        assert isinstance(read_snapshot(path), dict)
+    except ForeignCheckpointError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pickle.dumps(STATE),
+        msgpack.packb([1, 2]),
+        msgpack.packb({"a": msgpack.ExtType(9, b"x")}),
+        msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb(["|O8", [1]]) + bytes(8))}),
+        msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb(["<i4", [2**62]]) + bytes(8))}),
+        msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb(["<i4", [-1, -2]]) + bytes(8))}),
+        b"\xdd\xff\xff\xff\xff",
+        b"\x91" * 5000,
+    ],
+    ids=["pickle", "list", "extension", "objects", "huge shape", "negative shape", "huge list", "deep"],
+)
+def test_payload_that_was_never_packed_is_foreign(tmp_path, payload):
+    path = tmp_path / "s"
+    path.write_bytes(sealed(payload))
+    with pytest.raises(ForeignCheckpointError, match=r"trainer\.resume_mode=disable"):
+        read_snapshot(path)
+
+
+def test_absurd_length_allocates_nothing(good):
+    data = good.read_bytes()
+    good.write_bytes(data[:12] + struct.pack(">Q", 2**62) + data[20:])
+    tracemalloc.start()
+    with pytest.raises(TornCheckpointError, match=f"of {2**62}"):
+        read_snapshot(good)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+def test_missing_snapshot_is_torn(tmp_path):
+    with pytest.raises(TornCheckpointError, match="it is missing; resume from an earlier step"):
+        read_snapshot(tmp_path / "none")
+
+
+def test_snapshot_of_another_format_is_foreign(good):
+    data = good.read_bytes()
+    good.write_bytes(data[:8] + struct.pack(">I", VERSION + 1) + data[12:])
+    with pytest.raises(ForeignCheckpointError, match=f"its format is {VERSION + 1}"):
+        read_snapshot(good)
+
+
+def test_write_that_dies_leaves_the_snapshot_before_it(good, monkeypatch):
+    def power_cut(descriptor):
+        raise OSError("power cut")
+
+    monkeypatch.setattr("os.fsync", power_cut)
+    with pytest.raises(OSError, match="power cut"):
+        write_snapshot(good, {"other": 1})
+    assert same(read_snapshot(good), STATE)
