@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.correction import Correction, Proximal
 from recipe.partial_rollout.scheduling import Policy
 
 
@@ -58,6 +60,9 @@ class PartialRolloutConfig:
     over_sampling_batch_size: int
     in_flight_samples: int
     slots_per_replica: int
+    correction: Correction
+    proximal: Proximal
+    proximal_check_every: int
     probe_s: float
     deadlines: Deadlines
     batch_groups: int
@@ -110,6 +115,9 @@ class PartialRolloutConfig:
                 ours.slots_per_replica,
                 config.actor_rollout_ref.rollout.max_num_seqs,
             ),
+            correction=_member("partial_rollout.correction", ours.correction, Correction),
+            proximal=_member("partial_rollout.proximal", ours.proximal, Proximal),
+            proximal_check_every=_at_least("partial_rollout.proximal_check_every", ours.proximal_check_every, 0),
             probe_s=_number("partial_rollout.probe_s", ours.probe_s),
             deadlines=Deadlines(**OmegaConf.to_container(ours.deadlines, resolve=True)),  # type: ignore[arg-type]
             batch_groups=batch,
@@ -152,7 +160,7 @@ def _default(key: str, value: Any, default: int) -> int:
     return default if value is None else _at_least(key, value, 1)
 
 
-def _member(key: str, value: Any, kind: type[Mode] | type[Policy]) -> Any:
+def _member(key: str, value: Any, kind: type[StrEnum]) -> Any:
     try:
         return kind(value)
     except ValueError:

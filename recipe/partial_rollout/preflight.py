@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from recipe.partial_rollout.config import PartialRolloutConfig, fail
+from recipe.partial_rollout.correction_check import check_correction
 
 
 def check_config(config: DictConfig) -> PartialRolloutConfig:
@@ -19,6 +20,7 @@ def check_config(config: DictConfig) -> PartialRolloutConfig:
     _check_budget(config)
     if settings.enable:
         _check_partial_rollout(config)
+        check_correction(config, settings)
     _check_files(config)
     _check_vocabulary(config)
     return settings
@@ -27,6 +29,12 @@ def check_config(config: DictConfig) -> PartialRolloutConfig:
 def _check_trainer(config: DictConfig, settings: PartialRolloutConfig) -> None:
     if config.trainer.get("use_v1", True):
         raise fail("trainer.use_v1", True, "False: the recipe subclasses verl's RayPPOTrainer")
+    if config.get("model_engine", "dp") != "dp":
+        raise fail(
+            "model_engine", config.model_engine, "dp: the recipe switches engines by engine=fsdp2 or engine=megatron"
+        )
+    if config.trainer.device == "cpu" and config.actor_rollout_ref.actor.strategy == "megatron":
+        raise fail("engine", "megatron", "fsdp2 with trainer.device=cpu")
     devices = config.trainer.n_gpus_per_node * config.trainer.nnodes
     if config.partial_rollout.reward_in_worker and config.reward.reward_model.enable:
         raise fail("partial_rollout.reward_in_worker", True, "False with reward.reward_model.enable=True")

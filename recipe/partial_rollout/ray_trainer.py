@@ -13,16 +13,20 @@ manager and batches are verl's own.
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils.config import omega_conf_to_dataclass
 
 import recipe.partial_rollout.replica as replica
 from recipe.partial_rollout.agent_loop_manager import RolloutSite
 from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.loss import corrected_ppo_loss
 from recipe.partial_rollout.prompt_source import PromptSource, SlotLoader, rows_of
+from recipe.partial_rollout.proximal import ProximalPolicy
 from recipe.partial_rollout.run_trace import RunTrace
 from recipe.partial_rollout.server_control import ServerControl
 from recipe.partial_rollout.step_line import StepLine
@@ -36,6 +40,9 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.settings = PartialRolloutConfig.from_config(config)
+        self.proximal = ProximalPolicy(
+            self.settings.proximal, self.settings.proximal_check_every, config.algorithm.rollout_correction
+        )
         self.prompt_source: PromptSource | None = None
         replica.register()
         super().__init__(config, *args, **kwargs)
@@ -66,6 +73,10 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def init_workers(self) -> None:
         """verl's, then the recipe's parts are connected to the replicas and workers it made."""
         super().init_workers()
+        if self.settings.enable:
+            # Unpickled in the actor workers, it imports the recipe's policy losses there.
+            actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+            self.actor_rollout_wg.set_loss_fn(partial(corrected_ppo_loss, config=actor))
         deadlines = self.settings.deadlines
         servers: Any = self.llm_server_manager
         control = ServerControl(servers.get_replicas(), deadlines.interrupt_s)
@@ -116,11 +127,18 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Adds the round's figures to what verl logs of a step, and prints the step in one line."""
         ours = {f"partial_rollout/{k}": v for k, v in self._rollout.take_step_metrics().items()}
-        data = {**data, **ours}
+        data = {**self.proximal.metrics(data, step), **ours}
         self.step_line.show(data, step)
         return data
 
+    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
+        if self.settings.enable and not self.proximal.recomputes(self.global_steps):
+            return self.proximal.stand_in(batch), 0.0
+        return super()._compute_old_log_prob(batch)
+
     def _update_actor(self, batch: DataProto) -> DataProto:
+        if self.settings.enable:
+            self.proximal.instruct(batch, self.global_steps)
         output = super()._update_actor(batch)
         if self.settings.enable:
             self._rollout.acknowledge()
