@@ -1,4 +1,4 @@
-"""Names of the behaviour correction: which one a run has, where its proximal policy comes from, which weights a loss needs."""
+"""Words of the behaviour correction: which one a run has, where the proximal policy comes from, what weights fit a loss."""
 
 from __future__ import annotations
 

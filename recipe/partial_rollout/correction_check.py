@@ -1,6 +1,6 @@
 """No silent uncorrected training: what ``partial_rollout.correction`` needs of verl's config, checked and filled in.
 
-verl leaves its rollout correction off by default and in several ways ignores it without a word; each of them is refused here.
+verl leaves its rollout correction off by default and in several ways ignores it without a word; each is refused here.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def wire_correction(config: DictConfig) -> None:
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     if config.partial_rollout.correction == Correction.NONE:
         print(
-            "warning: partial_rollout.correction=none: samples that span policy versions are trained without behaviour weights",
+            "warning: partial_rollout.correction=none: samples that span policy versions train without behaviour weights",
             file=sys.stderr,
         )
         return

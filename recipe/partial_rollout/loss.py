@@ -4,12 +4,12 @@ For every generated token, with ``r = pi_theta / pi_prox`` and ``w = pi_prox / p
 
     loss = -w * min(r * A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) * A)
 
-``w`` is the ``rollout_is_weights`` of verl's rollout correction, capped or masked there (``rollout_is_threshold``: one number
-caps, ``lower_upper`` zeroes what is outside). Without weights this loss raises: it never trains uncorrected.
+``w`` is the ``rollout_is_weights`` of verl's rollout correction, capped or masked there (``rollout_is_threshold``: one
+number caps, ``lower_upper`` zeroes what is outside). Without weights this loss raises: it never trains uncorrected.
 
-``corrected_ppo_loss`` is the worker's loss function under partial rollout: verl's ``ppo_loss``, before which it interpolates the
-proximal policy where the trainer has left that to the loss. It unpickles in the worker by importing this module, which
-registers ``decoupled_ppo`` there.
+``corrected_ppo_loss`` is the worker's loss function under partial rollout: verl's ``ppo_loss``, before which it
+interpolates the proximal policy where the trainer has left that to the loss. It unpickles in the worker by importing this
+module, which registers ``decoupled_ppo`` there.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def decoupled_ppo(
         old_log_prob: [B, R], of the proximal policy. log_prob: [B, R], of the policy that is trained.
         advantages: [B, R]. response_mask: [B, R], 1 where the model generated the token.
         loss_agg_mode: any of verl's ``agg_loss``.
-        config: reads ``clip_ratio_low``, ``clip_ratio_high`` (None: ``clip_ratio``) and ``clip_ratio_c`` (None: no dual clip).
+        config: its ``clip_ratio_low``, ``clip_ratio_high`` (None: ``clip_ratio``) and ``clip_ratio_c`` (None: no dual clip).
         rollout_is_weights: [B, R], ``pi_prox / pi_behav``, capped; 0 where a token is masked.
 
     Returns:
@@ -161,8 +161,8 @@ def corrected_ppo_loss(
 def _behaviour_weights(log_ratio: torch.Tensor, mask: torch.Tensor, level: str, threshold: str | float) -> torch.Tensor:
     """[B, R], verl's weights for ``log pi_prox - log pi_behav`` of a micro-batch.
 
-    verl's function also computes statistics, which fail where no token is generated or every weight is masked, as may be in a
-    micro-batch: one on-policy row is put under the others and taken off again.
+    verl's function also computes statistics, which fail where no token is generated or every weight is masked, as may be
+    in a micro-batch: one on-policy row is put under the others and taken off again.
     """
     rows = torch.cat([log_ratio, torch.zeros_like(log_ratio[:1])])
     masks = torch.cat([mask, torch.ones_like(mask[:1])])

@@ -1,8 +1,8 @@
 """The trainer's side of the proximal policy: recomputed once per batch, or left to the loss (``corrected_ppo_loss``).
 
 With ``partial_rollout.proximal=interpolate`` the forward pass over the batch is skipped, but for every
-``proximal_check_every``-th step, which measures what the interpolation is off by. Where it is skipped verl's ``fit`` gets the
-behaviour log-probs in place of the proximal ones; the figures that it derives from them mean nothing and are left out.
+``proximal_check_every``-th step, which measures what the interpolation is off by. Where it is skipped, verl's ``fit`` gets
+the behaviour log-probs in place of the proximal ones; the figures that it derives from them mean nothing and are left out.
 """
 
 from __future__ import annotations

@@ -74,9 +74,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         """verl's, then the recipe's parts are connected to the replicas and workers it made."""
         super().init_workers()
         if self.settings.enable:
-            # Unpickled in the actor workers, it imports the recipe's policy losses there.
-            actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-            self.actor_rollout_wg.set_loss_fn(partial(corrected_ppo_loss, config=actor))
+            self.send_loss()
         deadlines = self.settings.deadlines
         servers: Any = self.llm_server_manager
         control = ServerControl(servers.get_replicas(), deadlines.interrupt_s)
@@ -92,6 +90,11 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 steps_per_epoch=self.steps_per_epoch,
             )
         )
+
+    def send_loss(self) -> None:
+        """Give the actor workers the loss that the config asks for; it brings the recipe's policy losses with it."""
+        actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+        self.actor_rollout_wg.set_loss_fn(partial(corrected_ppo_loss, config=actor))
 
     def _run_facts(self, control: ServerControl) -> dict[str, Any]:
         from importlib.metadata import version

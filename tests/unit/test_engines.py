@@ -1,4 +1,4 @@
-"""``engine=`` switches the train engine: every dataclass that verl builds from the config, and the workers that serve it."""
+"""``engine=`` switches the train engine: every dataclass that verl builds, and the workers that serve it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The decoupled loss against verl's vanilla PPO, against its equation in float64, and with an interpolated proximal policy."""
+"""The decoupled loss against verl's vanilla PPO, its equation in float64, and with an interpolated proximal policy."""
 
 import math
 import pickle
