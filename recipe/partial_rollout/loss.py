@@ -72,7 +72,7 @@ def decoupled_ppo(
         old_log_prob: [B, R], of the proximal policy. log_prob: [B, R], of the policy that is trained.
         advantages: [B, R]. response_mask: [B, R], 1 where the model generated the token.
         loss_agg_mode: any of verl's ``agg_loss``.
-        config: its ``clip_ratio_low``, ``clip_ratio_high`` (None: ``clip_ratio``) and ``clip_ratio_c`` (None: no dual clip).
+        config: its ``clip_ratio_low``, ``clip_ratio_high`` (None: ``clip_ratio``), ``clip_ratio_c`` (None: no dual clip).
         rollout_is_weights: [B, R], ``pi_prox / pi_behav``, capped; 0 where a token is masked.
 
     Returns:

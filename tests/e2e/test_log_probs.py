@@ -1,4 +1,4 @@
-"""An interrupted sample carries exactly the engine's log-probs: a real vLLM engine in this process, interrupted at every token."""
+"""An interrupted sample carries exactly the engine's log-probs: a real vLLM engine, interrupted at every token."""
 
 import asyncio
 import contextlib
