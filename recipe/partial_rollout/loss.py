@@ -134,19 +134,16 @@ def corrected_ppo_loss(
         config, model_output, dp_group: as for ``ppo_loss``.
         data: a micro-batch with ``rollout_log_probs`` and ``rollout_versions`` [B, R] where it is to interpolate.
     """
-    version = tu.get_non_tensor_data(data, PROXIMAL_VERSION, default=None)
+    version: Any = tu.get_non_tensor_data(data, PROXIMAL_VERSION, default=None)
     if version is None:
         return ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
     padded = data.select("response_mask", "old_log_probs", "rollout_log_probs", "rollout_versions").to_padded_tensor()
     behaviour, mask = padded["rollout_log_probs"], padded["response_mask"]
     current = no_padding_2_padding(model_output["log_probs"], data).detach().to(behaviour.dtype)
     proximal = interpolate_proximal(behaviour, current, padded["rollout_versions"], version)
-    weights = _behaviour_weights(
-        proximal - behaviour,
-        mask,
-        level=tu.get_non_tensor_data(data, WEIGHT_LEVEL, default=None),
-        threshold=tu.get_non_tensor_data(data, WEIGHT_THRESHOLD, default=None),
-    )
+    level: Any = tu.get_non_tensor_data(data, WEIGHT_LEVEL, default=None)
+    threshold: Any = tu.get_non_tensor_data(data, WEIGHT_THRESHOLD, default=None)
+    weights = _behaviour_weights(proximal - behaviour, mask, level, threshold)
     corrected = data.clone(recurse=False)
     corrected["old_log_probs"], corrected["rollout_is_weights"] = proximal, weights
     loss, metrics = ppo_loss(config=config, model_output=model_output, data=corrected, dp_group=dp_group)

@@ -1,4 +1,4 @@
-"""Rewards under partial rollout: an asynchronous function in verl's reward workers, and a reward model."""
+"""Rewards under partial rollout: an asynchronous, sandboxed function in verl's reward workers, and a reward model."""
 
 import math
 from pathlib import Path
@@ -45,7 +45,7 @@ def check(run, key="critic/score/mean"):
         assert step["actor/grad_norm"] > 0
 
 
-def test_asynchronous_reward_function_trains(train):
+def test_asynchronous_sandboxed_reward_function_trains(train):
     run = train(*SHORT, f"reward.custom_reward_function.path={HERE / 'async_reward.py'}")
     check(run)
     assert all(0 < step["critic/score/mean"] < 1 for step in run.steps.values())
