@@ -1,7 +1,8 @@
 """Entry point ``verl.plugins``: verl loads this module at ``import verl`` in every process.
 
-Nothing happens unless the user asked for the CPU with ``VERL_PLATFORM=cpu``, so a GPU machine is untouched. verl logs a
-plugin that fails to load at DEBUG and goes on; ``verl_ext.check`` and the recipe's start-up both look at the result.
+The CPU platform and its patches are installed only if the user asked for them with ``VERL_PLATFORM=cpu``; what every
+platform needs, ``pooled_reward_model``, is installed always. verl logs a plugin that fails to load at DEBUG and goes on;
+``verl_ext.check`` and the recipe's start-up both look at the result.
 """
 
 import os
@@ -23,5 +24,13 @@ def install() -> None:
     fsdp_engine.install()
 
 
+def install_everywhere() -> None:
+    """Register the import hooks of the patches that have nothing to do with the platform. Safe to call twice."""
+    from verl_ext import pooled_reward_model
+
+    pooled_reward_model.install()
+
+
 if cpu_requested():
     install()
+install_everywhere()

@@ -58,6 +58,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             )
         )
         self._unacknowledged: list[TakenGroup] = []
+        self._step = 0
         self._known_restarts = 0
         self._addresses = site.control.addresses
         self._capacity = math.ceil(settings.slots(len(site.control)) / len(self.agent_loop_workers))
@@ -68,7 +69,8 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             restarts=settings.failures.worker_restarts,
             deadline_s=settings.deadlines.worker_start_s,
         )
-        self._connect_all()
+        connecting: Any = self._connect_all()
+        assert connecting is None
 
     @auto_await
     async def _connect_all(self) -> None:
@@ -103,6 +105,8 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         if self._unacknowledged:
             groups, self._unacknowledged = self._unacknowledged, []
             await self._manager.acknowledge.remote([group.uid for group in groups])
+            assert self._site.ledger is not None
+            self._site.ledger.trained(self._step, self._step - 1, groups)
 
     @auto_await
     async def save(self, path: Path) -> Any:
@@ -120,14 +124,16 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         step = int(slots.meta_info["global_steps"])
         version = step - 1
         await self.acknowledge()
+        self._step = step
         began = time.time()
+        self._site.trace.begin(step)
         opened = await self._supervised(self._open_round(version), "opening the round")
         try:
             ended = await self._supervised(
                 self._site.stop.unless_stopped(result_of(self._manager.wait_round.remote())), "the round"
             )
         except StopTraining:
-            await self._manager.cut_round.remote()
+            await self._manager.suspend_round.remote()
             await self._supervised(self._interrupt(), "interrupting the round")
             raise
         await self._supervised(self._interrupt(), "interrupting the round")
@@ -150,7 +156,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         outputs = [output for group in groups for output in group.outputs]
         masked = sum(output.masked for output in outputs)
         if masked > limit * len(outputs):
-            error = next(output.error for output in outputs if output.masked)
+            error = next(output.extra_fields["sample_error"] for output in outputs if output.masked)
             raise RolloutFailedError(
                 f"{masked} of the {len(outputs)} samples of a batch failed for good, more than "
                 f"partial_rollout.failures.max_masked_fraction={limit:g}; one of them: {error}"
@@ -201,6 +207,8 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         self, phase: metrics.RolloutPhase, step: int, opened: RoundStart, ended: RoundEnd, groups: list[TakenGroup]
     ) -> None:
         version = step - 1
+        assert self._site.ledger is not None
+        self._site.ledger.admitted(step, version, ended.admitted)
         state = await self._manager.metrics.remote()
         first_call = min((call.start for call in phase.calls), default=opened.opened_at)
         interrupt_s = phase.end - ended.decided_at

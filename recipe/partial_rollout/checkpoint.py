@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from recipe.partial_rollout.manifest import newest_whole, seal, verify
+from recipe.partial_rollout.manifest import DIRECTORY, begin, newest_whole, seal, verify
 from recipe.partial_rollout.snapshot import read_snapshot, write_snapshot
 
 logger = logging.getLogger(__name__)
@@ -40,47 +40,48 @@ class RunCheckpoints:
     def __init__(self, run_dir: Path, *, checksum_all: bool) -> None:
         self._run_dir = run_dir
         self._checksum_all = checksum_all
+        self._on_disk: int | None = None
 
     def step_dir(self, step: int) -> Path:
         """verl's directory of the checkpoint of ``step``."""
         return self._run_dir / f"global_step_{step}"
 
     def save(
-        self, step: int, save_manager: Callable[[Path], object], source: dict[str, Any], save_verl: Callable[[], object]
+        self,
+        step: int,
+        save_manager: Callable[[Path], object],
+        source: dict[str, Any],
+        save_verl: Callable[[], object],
+        sizes: dict[str, int],
     ) -> None:
         """Write and seal the checkpoint of ``step``.
 
         Args:
             save_manager: writes the manager's state to the path it is given.
             source: ``PromptSource.state_dict``.
-            save_verl: writes verl's part; not called when this step's is there already, as its weights are the same.
+            save_verl: writes verl's part; not called for the step that this process saved or loaded last, whose weights
+                are on the disk already: only what is in flight has changed since.
+            sizes: what a run that goes on from it must agree with (``PartialRolloutConfig.sizes``).
         """
         step_dir = self.step_dir(step)
-        ours = step_dir / "partial_rollout"
-        ours.mkdir(parents=True, exist_ok=True)
+        ours = step_dir / DIRECTORY if step == self._on_disk else begin(step_dir)
+        old = frozenset(f"{DIRECTORY}/{path.name}" for path in ours.glob("*.state"))
         name = uuid4().hex[:8]
-        saved = SavedState(ours / f"manager-{name}.state", ours / f"source-{name}.state")
-        save_manager(saved.manager)
-        write_snapshot(saved.source, source)
-        if not self._sealed(step_dir):
+        save_manager(ours / f"manager-{name}.state")
+        write_snapshot(ours / f"source-{name}.state", source)
+        if step != self._on_disk:
             save_verl()
-        seal(step_dir, step, {"state": name}, checksum_all=self._checksum_all)
+        seal(step_dir, step, {"state": name, "sizes": sizes}, checksum_all=self._checksum_all, leave_out=old)
+        self._on_disk = step
         self._tidy(step_dir, name)
-
-    def _sealed(self, step_dir: Path) -> bool:
-        try:
-            verify(step_dir)
-        except (OSError, ValueError, RuntimeError):
-            return False
-        return True
 
     def _tidy(self, step_dir: Path, name: str) -> None:
         """Remove states that no manifest names: replaced ones, and those whose model verl has removed."""
-        for path in (step_dir / "partial_rollout").glob("*.state"):
+        for path in (step_dir / DIRECTORY).glob("*.state"):
             if not path.stem.endswith(name):
                 path.unlink()
         for other in self._run_dir.glob("global_step_*"):
-            if (other / "partial_rollout").is_dir() and not (other / "actor").is_dir():
+            if (other / DIRECTORY).is_dir() and not (other / "actor").is_dir():
                 shutil.rmtree(other)
 
     def to_resume(self, mode: str, path: str | None) -> Path | None:
@@ -101,10 +102,13 @@ class RunCheckpoints:
             logger.warning("%s", line)
         return found
 
-    def state_of(self, step_dir: Path) -> SavedState:
-        """The state files that the manifest of ``step_dir`` names."""
-        name = verify(step_dir).facts["state"]
-        ours = step_dir / "partial_rollout"
+    def take(self, step_dir: Path) -> SavedState:
+        """The state files of the checkpoint that this process goes on from."""
+        manifest = verify(step_dir)
+        if step_dir.resolve() == self.step_dir(manifest.step).resolve():
+            self._on_disk = manifest.step
+        name = manifest.facts["state"]
+        ours = step_dir / DIRECTORY
         return SavedState(ours / f"manager-{name}.state", ours / f"source-{name}.state")
 
     @staticmethod

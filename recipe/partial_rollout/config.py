@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.correction import Correction, Proximal
 from recipe.partial_rollout.failure_policy import FailurePolicy, OnSampleError
 from recipe.partial_rollout.scheduling import Policy
 
@@ -95,6 +96,9 @@ class PartialRolloutConfig:
     over_sampling_batch_size: int
     in_flight_samples: int
     slots_per_replica: int
+    correction: Correction
+    proximal: Proximal
+    proximal_check_every: int
     probe_s: float
     checksum_all: bool
     failures: FailureLimits
@@ -107,6 +111,15 @@ class PartialRolloutConfig:
     @property
     def batch_samples(self) -> int:
         return self.batch_groups * self.samples_per_group
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What a checkpoint of this run can be gone on from with."""
+        return {
+            "batch_groups": self.batch_groups,
+            "samples_per_group": self.samples_per_group,
+            "max_staleness": self.max_staleness,
+        }
 
     def slots(self, replicas: int) -> int:
         """Samples that may run at once on ``replicas`` replicas."""
@@ -149,6 +162,9 @@ class PartialRolloutConfig:
                 ours.slots_per_replica,
                 config.actor_rollout_ref.rollout.max_num_seqs,
             ),
+            correction=_member("partial_rollout.correction", ours.correction, Correction),
+            proximal=_member("partial_rollout.proximal", ours.proximal, Proximal),
+            proximal_check_every=_at_least("partial_rollout.proximal_check_every", ours.proximal_check_every, 0),
             probe_s=_number("partial_rollout.probe_s", ours.probe_s),
             checksum_all=bool(ours.checkpoint.checksum_all),
             failures=FailureLimits.from_config(ours.failures),

@@ -59,7 +59,7 @@ class FailurePolicy:
         return self.retry_backoff_s * 2 ** (failures - 1)
 
 
-def masked_output(segments: Sequence[Segment]) -> SampleOutput:
+def masked_output(segments: Sequence[Segment], error: str | None) -> SampleOutput:
     """Stands in for a sample that failed for good, so that its group trains: no token of it enters the loss.
 
     ``prompt_ids`` is empty: whoever assembles the batch takes those of a sibling.
@@ -78,5 +78,6 @@ def masked_output(segments: Sequence[Segment]) -> SampleOutput:
         reward_extra_info={},
         num_turns=0,
         metrics={},
+        extra_fields={"sample_error": error},
         masked=True,
     )

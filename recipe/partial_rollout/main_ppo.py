@@ -29,10 +29,12 @@ def wire(config: DictConfig) -> None:
     OmegaConf.set_struct(config, False)
     rollout.agent.agent_loop_manager_class = f"{_HERE}.agent_loop_manager.{arm}AgentLoopManager"
     rollout.checkpoint_manager_class = f"{_HERE}.checkpoint_manager.RecipeCheckpointManager"
-    correction = config.algorithm.rollout_correction
-    if config.partial_rollout.enable and config.partial_rollout.decoupled_loss and correction.rollout_is is None:
-        # verl's decoupled mode: proximal log-probs recomputed, token-level behaviour weights, truncated.
-        correction.rollout_is = "token"
+    # The choice of conf/engine has done its work in the defaults list; what it leaves at the root nobody reads.
+    config.pop("engine", None)
+    if config.partial_rollout.enable:
+        from recipe.partial_rollout.correction_check import wire_correction
+
+        wire_correction(config)
     if not OmegaConf.select(config, "trainer.default_local_dir"):
         config.trainer.default_local_dir = "outputs"
 

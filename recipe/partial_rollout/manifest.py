@@ -62,11 +62,19 @@ def begin(step_dir: Path) -> Path:
     return ours
 
 
-def seal(step_dir: Path, step: int, facts: dict[str, Any], *, checksum_all: bool = False) -> Manifest:
+def seal(
+    step_dir: Path,
+    step: int,
+    facts: dict[str, Any],
+    *,
+    checksum_all: bool = False,
+    leave_out: frozenset[str] = frozenset(),
+) -> Manifest:
     """Make the checkpoint of ``step`` whole: every file of it reaches the disk, then the manifest that lists it.
 
     Args:
         checksum_all: of every file, not only the recipe's own; reads the model's weights back.
+        leave_out: files (relative to ``step_dir``) that an older manifest names and that are about to be removed.
     """
     files: dict[str, ListedFile] = {}
     directories = {step_dir, step_dir.parent}
@@ -74,7 +82,7 @@ def seal(step_dir: Path, step: int, facts: dict[str, Any], *, checksum_all: bool
         name = path.relative_to(step_dir).as_posix()
         if path.is_dir():
             directories.add(path)
-        elif name != f"{DIRECTORY}/{NAME}" and not name.endswith(PART):
+        elif name != f"{DIRECTORY}/{NAME}" and name not in leave_out and not name.endswith(PART):
             sync(path)
             wanted = checksum_all or name.startswith(f"{DIRECTORY}/")
             files[name] = ListedFile(path.stat().st_size, checksum(path) if wanted else None)

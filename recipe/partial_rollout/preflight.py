@@ -9,7 +9,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from recipe.partial_rollout.checkpoint import RunCheckpoints
 from recipe.partial_rollout.config import PartialRolloutConfig, fail
+from recipe.partial_rollout.correction_check import check_correction
+from recipe.partial_rollout.manifest import ForeignCheckpointError, TornCheckpointError, verify
 
 
 def check_config(config: DictConfig) -> PartialRolloutConfig:
@@ -19,6 +22,7 @@ def check_config(config: DictConfig) -> PartialRolloutConfig:
     _check_budget(config)
     if settings.enable:
         _check_partial_rollout(config)
+        check_correction(config, settings)
     _check_files(config)
     _check_vocabulary(config)
     return settings
@@ -27,6 +31,12 @@ def check_config(config: DictConfig) -> PartialRolloutConfig:
 def _check_trainer(config: DictConfig, settings: PartialRolloutConfig) -> None:
     if config.trainer.get("use_v1", True):
         raise fail("trainer.use_v1", True, "False: the recipe subclasses verl's RayPPOTrainer")
+    if config.get("model_engine", "dp") != "dp":
+        raise fail(
+            "model_engine", config.model_engine, "dp: the recipe switches engines by engine=fsdp2 or engine=megatron"
+        )
+    if config.trainer.device == "cpu" and config.actor_rollout_ref.actor.strategy == "megatron":
+        raise fail("engine", "megatron", "fsdp2 with trainer.device=cpu")
     devices = config.trainer.n_gpus_per_node * config.trainer.nnodes
     if config.partial_rollout.reward_in_worker and config.reward.reward_model.enable:
         raise fail("partial_rollout.reward_in_worker", True, "False with reward.reward_model.enable=True")
@@ -87,17 +97,36 @@ def _check_checkpoints(config: DictConfig) -> None:
         raise fail("trainer.resume_mode", mode, "one of auto, resume_path, disable")
     path = trainer.get("resume_from_path")
     if mode == "resume_path" and not (path and Path(str(path)).is_dir() and "global_step_" in Path(str(path)).name):
-        raise fail("trainer.resume_from_path", path, "an existing .../global_step_K with trainer.resume_mode=resume_path")
+        raise fail(
+            "trainer.resume_from_path", path, "an existing .../global_step_K with trainer.resume_mode=resume_path"
+        )
     if trainer.get("default_hdfs_dir"):
-        raise fail("trainer.default_hdfs_dir", trainer.default_hdfs_dir, "null: what is in flight is saved locally only")
+        raise fail(
+            "trainer.default_hdfs_dir", trainer.default_hdfs_dir, "null: what is in flight is saved locally only"
+        )
     if config.actor_rollout_ref.actor.checkpoint.get("async_save"):
-        raise fail("actor_rollout_ref.actor.checkpoint.async_save", True, "False: a checkpoint is sealed when it is whole")
+        raise fail(
+            "actor_rollout_ref.actor.checkpoint.async_save", True, "False: a checkpoint is sealed when it is whole"
+        )
     try:
         found = RunCheckpoints(Path(trainer.default_local_dir), checksum_all=False).to_resume(mode, path)
-        if found is not None:
-            check_compatible(RunCheckpoints.facts(found), PartialRolloutConfig.from_config(config))
-    except CheckpointError as error:
+    except (TornCheckpointError, ForeignCheckpointError) as error:
         raise fail("trainer.resume_mode", mode, str(error)) from error
+    if found is not None:
+        _check_sizes(found, PartialRolloutConfig.from_config(config))
+
+
+def _check_sizes(checkpoint: Path, settings: PartialRolloutConfig) -> None:
+    saved = verify(checkpoint).facts["sizes"]
+    for key, name in (("data.train_batch_size", "batch_groups"), ("actor_rollout_ref.rollout.n", "samples_per_group")):
+        if settings.sizes[name] != saved[name]:
+            raise fail(key, settings.sizes[name], f"{saved[name]}, as in {checkpoint}")
+    if settings.max_staleness < saved["max_staleness"]:
+        raise fail(
+            "partial_rollout.max_staleness",
+            settings.max_staleness,
+            f"at least {saved['max_staleness']}, as in {checkpoint}: groups in flight could not be trained in time",
+        )
 
 
 def _check_files(config: DictConfig) -> None:

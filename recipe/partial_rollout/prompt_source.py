@@ -167,5 +167,5 @@ class SlotLoader:
         """Slots carry no state: the position in the data is the prompt source's."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See ``state_dict``."""

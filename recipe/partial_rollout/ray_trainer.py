@@ -14,18 +14,23 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils.config import omega_conf_to_dataclass
 
 import recipe.partial_rollout.replica as replica
 from recipe.partial_rollout.checkpoint import RunCheckpoints
 from recipe.partial_rollout.config import PartialRolloutConfig
-from recipe.partial_rollout.ledger import Ledger
+from recipe.partial_rollout.ledger import NAME as LEDGER
+from recipe.partial_rollout.ledger import Ledger, RunSizes
+from recipe.partial_rollout.loss import corrected_ppo_loss
 from recipe.partial_rollout.observed_manager import RolloutSite
 from recipe.partial_rollout.prompt_source import PromptSource, SlotLoader, rows_of
+from recipe.partial_rollout.proximal import ProximalPolicy
 from recipe.partial_rollout.run_trace import RunTrace
 from recipe.partial_rollout.server_control import ServerControl
 from recipe.partial_rollout.step_line import StepLine
@@ -45,6 +50,9 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.settings = PartialRolloutConfig.from_config(config)
+        self.proximal = ProximalPolicy(
+            self.settings.proximal, self.settings.proximal_check_every, config.algorithm.rollout_correction
+        )
         self.prompt_source: PromptSource | None = None
         replica.register()
         self.stop = StopSignals()
@@ -86,6 +94,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def init_workers(self) -> None:
         """verl's, then the recipe's parts are connected to the replicas and workers it made."""
         super().init_workers()
+        if self.settings.enable:
+            self.send_loss()
         deadlines = self.settings.deadlines
         servers: Any = self.llm_server_manager
         control = ServerControl(
@@ -97,7 +107,13 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         self._sync.bind(deadlines.weight_sync_s, resume=control if self.settings.enable else None)
         resumed_step = step_of(self.resume_from)
         self._name_metrics_file(resumed_step)
-        self.trace = RunTrace(self.run_dir, control.addresses, self._run_facts(control), resumed_step)
+        self.trace = RunTrace(
+            self.run_dir,
+            control.addresses,
+            self._run_facts(control),
+            resumed_step,
+            append=self.config.trainer.resume_mode != "disable",
+        )
         self.ledger = self._open_ledger(resumed_step) if self.settings.enable else None
         self._rollout.bind(
             RolloutSite(
@@ -111,6 +127,11 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 steps_per_epoch=self.steps_per_epoch,
             )
         )
+
+    def send_loss(self) -> None:
+        """Give the actor workers the loss that the config asks for; it brings the recipe's policy losses with it."""
+        actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+        self.actor_rollout_wg.set_loss_fn(partial(corrected_ppo_loss, config=actor))
 
     def _run_facts(self, control: ServerControl) -> dict[str, Any]:
         from importlib.metadata import version
@@ -175,6 +196,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             save_manager=self._rollout.save,
             source=self.prompt_source.state_dict(),
             save_verl=super()._save_checkpoint,
+            sizes=self.settings.sizes,
         )
         self.ledger.checkpoint(self.global_steps)
 
@@ -186,7 +208,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         trainer.resume_mode, trainer.resume_from_path = "resume_path", str(self.resume_from)
         super()._load_checkpoint()
         trainer.resume_mode, trainer.resume_from_path = asked
-        state = self.checkpoints.state_of(self.resume_from)
+        state = self.checkpoints.take(self.resume_from)
         self.prompt_source.load_state_dict(self.checkpoints.read_source(state))
         self._rollout.load(state.manager)
         slots: Any = self.train_dataloader
@@ -200,15 +222,25 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             os.environ["VERL_FILE_LOGGER_PATH"] = str(self.run_dir / name)
 
     def _open_ledger(self, resumed_step: int) -> Ledger:
+        """A training that starts over has a ledger of its own; one that may go on appends to the ledger it finds."""
         settings = self.settings
-        ledger = Ledger(self.run_dir / "ledger.jsonl", append=self.config.trainer.resume_mode != "disable")
-        ledger.resumed(resumed_step) if ledger.continued else ledger.run(
-            batch_groups=settings.batch_groups,
-            samples_per_group=settings.samples_per_group,
-            max_staleness=settings.max_staleness,
-            epoch_prompts=self.steps_per_epoch * settings.batch_groups,
-            total=self.total_training_steps * settings.batch_groups,
+        path = self.run_dir / LEDGER
+        if self.config.trainer.resume_mode == "disable":
+            path.unlink(missing_ok=True)
+        goes_on = path.exists()
+        ledger = Ledger(self.run_dir)
+        ledger.run(
+            RunSizes(
+                arm="PR",
+                samples_per_group=settings.samples_per_group,
+                batch_groups=settings.batch_groups,
+                max_staleness=settings.max_staleness,
+                epoch_prompts=self.steps_per_epoch * settings.batch_groups,
+                total=self.total_training_steps * settings.batch_groups,
+            )
         )
+        if goes_on:
+            ledger.resumed(resumed_step)
         return ledger
 
     def _save_before_stop(self) -> None:
@@ -225,13 +257,20 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Adds the round's figures to what verl logs of a step, and prints the step in one line."""
         ours = {f"partial_rollout/{k}": v for k, v in self._rollout.take_step_metrics().items()}
-        data = {**data, **ours}
+        data = {**self.proximal.metrics(data, step), **ours}
         self.step_line.show(data, step)
         if "training/global_step" in data:
             self._completed_step = step
         return data
 
+    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
+        if self.settings.enable and not self.proximal.recomputes(self.global_steps):
+            return self.proximal.stand_in(batch), 0.0
+        return super()._compute_old_log_prob(batch)
+
     def _update_actor(self, batch: DataProto) -> DataProto:
+        if self.settings.enable:
+            self.proximal.instruct(batch, self.global_steps)
         output = super()._update_actor(batch)
         if self.settings.enable:
             self._rollout.acknowledge()

@@ -67,7 +67,7 @@ def _forget_server(worker: Any) -> None:
     parts = [worker, *getattr(worker, "worker_dict", {}).values(), *getattr(worker, "fused_worker_dict", {}).values()]
     for part in parts:
         adapter = getattr(part, "rollout", None)
-        if hasattr(adapter, "server_handle"):
+        if adapter is not None and hasattr(adapter, "server_handle"):
             adapter.server_handle = None
 
 

@@ -1,12 +1,13 @@
 """What a run leaves behind for the report: ``run.json`` and ``trace.jsonl`` beside verl's ``metrics.jsonl``.
 
-``trace.jsonl`` has one JSON object a line, whose ``event`` is ``probe``, ``round``, ``phase`` or
-``resumed``; times are unix seconds.
+``trace.jsonl`` has one JSON object a line, whose ``event`` is ``probe``, ``begin``, ``round``,
+``phase`` or ``resumed``; times are unix seconds.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,32 @@ class RunTrace:
     Args:
         directory: of the run; created if missing.
         replicas: server ids, in replica order; calls are filed under their index.
-        resumed_step: the step that the run goes on from; events of later steps are undone. 0: a trace of an earlier run
-            in the directory is started over.
+        resumed_step: the step that the run goes on from; events of later steps are undone. 0: all of them.
+        append: to the trace of an earlier run in the directory, instead of starting it over.
     """
 
-    def __init__(self, directory: Path, replicas: list[str], run: dict[str, Any], resumed_step: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        replicas: list[str],
+        run: dict[str, Any],
+        resumed_step: int = 0,
+        *,
+        append: bool = False,
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._run_file = directory / "run.json"
         self._run = {**run, "complete": False}
         self._index = {address: i for i, address in enumerate(replicas)}
         self._write_run()
-        self._file = (directory / "trace.jsonl").open("a" if resumed_step else "w", buffering=1)
-        if resumed_step:
+        path = directory / "trace.jsonl"
+        goes_on = append and path.exists()
+        cut_off = goes_on and path.read_bytes()[-1:] not in (b"", b"\n")
+        self._file = path.open("a" if append else "w", buffering=1)
+        if cut_off:
+            # What a killed process left of its last line must not swallow the next one.
+            self._file.write("\n")
+        if goes_on:
             self._add("resumed", step=resumed_step)
 
     def use_replicas(self, replicas: list[str]) -> None:
@@ -46,6 +61,10 @@ class RunTrace:
         """The engine was kept at ``concurrency`` running samples."""
         rate = tokens / (end - start)
         self._add("probe", start=start, end=end, tokens=tokens, tokens_per_s=rate, concurrency=concurrency)
+
+    def begin(self, step: int) -> None:
+        """The rollout of ``step`` begins."""
+        self._add("begin", step=step, start=time.time())
 
     def round(self, *, calls: tuple[EngineCall, ...], **fields: Any) -> None:
         """One rollout phase; ``fields`` as the report reads them."""

@@ -193,7 +193,7 @@ class SampleLifecycle:
             self.counters.retried += 1
         elif verdict is FailureVerdict.MASK:
             self.counters.masked += 1
-            self._end(sample, masked_output(sample.segments))
+            self._end(sample, masked_output(sample.segments, error))
         return verdict
 
     def retry_delay_s(self, sample_id: str) -> float:

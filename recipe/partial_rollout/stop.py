@@ -17,7 +17,7 @@ _LOOK_EVERY_S = 0.2
 """a signal handler cannot wake an event loop that Ray's driver runs for one call at a time"""
 
 
-class StopTraining(Exception):  # noqa: N818 - an order, not an error
+class StopTraining(Exception):
     """The user asked for the end of the training; raised where it can end."""
 
     def __init__(self, number: int) -> None:

@@ -102,9 +102,7 @@ def _record(sample: LiveSample, number: int, response: ToolResponse, reward: flo
             f"sample {sample.id}: its tool returned images or video: partial rollout trains text only; "
             f"set partial_rollout.enable=False"
         )
-    sample.add_tool_result(
-        {"call": number, "text": response.text, "reward": None if reward is None else float(reward)}
-    )
+    sample.add_tool_result({"call": number, "text": response.text, "reward": None if reward is None else float(reward)})
 
 
 def _replayed(recorded: dict[str, Any]) -> Result:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+MAIN = ("-m", "recipe.partial_rollout.main_ppo")
 
 
 @pytest.fixture(scope="session")
@@ -33,11 +34,11 @@ def launcher(task, directory_of):
     """A function that starts ``main_ppo`` on the task with overrides, and one that kills what it has started."""
     runs = []
 
-    def build(*overrides, name="run"):
+    def build(*overrides, name="run", program=MAIN):
         directory = directory_of(name)
         directory.mkdir()
         log = (directory / "terminal.log").open("w")
-        command = [sys.executable, "-m", "recipe.partial_rollout.main_ppo", "--config-name", "quickstart_cpu"]
+        command = [sys.executable, *program, "--config-name", "quickstart_cpu"]
         ours = [
             f"quickstart.dir={task}",
             f"trainer.default_local_dir={directory}",
@@ -91,7 +92,7 @@ def train(start):
 def module_train(task, tmp_path_factory):
     """As ``train``, for trainings that several tests look at."""
     build, kill = launcher(task, lambda name: tmp_path_factory.mktemp("runs") / name)
-    yield lambda *overrides, name="run": finish(build(*overrides, name=name))
+    yield lambda *overrides, name="run", program=MAIN: finish(build(*overrides, name=name, program=program))
     kill()
 
 

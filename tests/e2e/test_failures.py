@@ -61,12 +61,12 @@ def test_killed_engine_ends_the_run_by_name(start, wait_for, enable):
     check_ends_with(run, "vLLM replica", "failed on request")
 
 
-def test_killed_worker_ends_the_run_by_name(start, wait_for):
-    run = start(*LONG)
+def test_killed_worker_that_may_not_be_restarted_ends_the_run_by_name(start, wait_for):
+    run = start(*LONG, "partial_rollout.failures.worker_restarts=0")
     wait_for(lambda: in_mid_round(run), "a round of training")
     time.sleep(3)
     processes(run, "ray::PartialRolloutAgentLoopWorker")[0].kill()
-    check_ends_with(run, "agent_loop_worker_0 died during the round")
+    check_ends_with(run, "agent_loop_worker_0 died during the round", "worker_restarts=0")
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,7 @@ def test_reward_function_that_fails_or_hangs_ends_the_run_by_name(start, wait_fo
         f"reward.custom_reward_function.path={HERE / 'bad_reward.py'}",
         f"reward.custom_reward_function.name={function}",
         "partial_rollout.deadlines.reward_s=5",
+        "partial_rollout.failures.on_sample_error=raise",
         "partial_rollout.reward_in_worker=False",
     )
     wait_for(lambda: "Training Progress" in run.terminal() or run.process.poll() is not None, "training")

@@ -90,6 +90,27 @@ def test_quickstart_config_passes(configure):
         ("trainer.resume_mode=auto", "trainer.resume_mode=auto: with partial_rollout.enable=True it must be disable"),
         ("reward.reward_model.enable=True", "partial_rollout.reward_in_worker=True: False with"),
         ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax: any other"),
+        ("model_engine=megatron", "model_engine=megatron: dp"),
+        ("partial_rollout.correction=tis", "partial_rollout.correction=tis: one of decoupled, none"),
+        ("partial_rollout.proximal=cached", "partial_rollout.proximal=cached: one of recompute, interpolate"),
+        (
+            "partial_rollout.proximal_check_every=-1",
+            "partial_rollout.proximal_check_every=-1: an integer of at least 0",
+        ),
+        ("algorithm.rollout_correction=null", "algorithm.rollout_correction=None: verl's node"),
+        ("algorithm.rollout_correction.bypass_mode=True", "bypass_mode=True: False with partial_rollout.correction"),
+        ("algorithm.rollout_correction.rollout_is=row", "rollout_is=row: token or sequence, or null for token"),
+        ("algorithm.rollout_correction.rollout_is_threshold=null", "rollout_is_threshold=None: a number above 0"),
+        (
+            "algorithm.rollout_correction.rollout_is_threshold='2.0_5.0'",
+            "rollout_is_threshold=2.0_5.0: a number above 0",
+        ),
+        ("algorithm.rollout_correction.rollout_is_threshold=-1", "rollout_is_threshold=-1: a number above 0"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=ppo", "policy_loss.loss_mode=ppo: one of bypass_mode, cispo"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode", "this one ignores them"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=dro", "it raises: policy_loss.dro_beta must be"),
+        ("actor_rollout_ref.actor.clip_ratio_c=1.0", "clip_ratio_c=1.0: a number above 1, or null"),
+        ("distillation.enabled=True", "distillation.enabled=True: False with partial_rollout.enable=True"),
     ],
 )
 def test_mistake_is_refused_in_one_line(configure, override, message):
@@ -98,6 +119,95 @@ def test_mistake_is_refused_in_one_line(configure, override, message):
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("algorithm=gspo", "algorithm.rollout_correction.rollout_is=token"),
+            "rollout_is=token: sequence, or null for sequence, with loss_mode=gspo",
+        ),
+        (
+            ("actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean", "algorithm.rollout_correction.rollout_is=token"),
+            "rollout_is=token: sequence, or null for sequence, with loss_mode=geo_mean",
+        ),
+        (
+            ("partial_rollout.correction=none", "algorithm.rollout_correction.rollout_is=token"),
+            "rollout_is=token: null with partial_rollout.correction=none",
+        ),
+        (
+            ("partial_rollout.correction=none", "actor_rollout_ref.actor.policy_loss.loss_mode=decoupled_ppo"),
+            "loss_mode=decoupled_ppo: any other with partial_rollout.correction=none",
+        ),
+        (
+            ("partial_rollout.correction=none", "partial_rollout.proximal=interpolate"),
+            "correction=none: with partial_rollout.proximal=interpolate it must be decoupled",
+        ),
+        (
+            ("partial_rollout.proximal=interpolate", "algorithm.rollout_correction.rollout_rs=token_k1"),
+            "rollout_rs=token_k1: with partial_rollout.proximal=interpolate it must be null",
+        ),
+        (
+            ("partial_rollout.proximal=interpolate", "algorithm.rollout_correction.rollout_is_batch_normalize=True"),
+            "rollout_is_batch_normalize=True: with partial_rollout.proximal=interpolate it must be False",
+        ),
+        (
+            ("partial_rollout.proximal=interpolate", "algorithm.use_kl_in_reward=True"),
+            "use_kl_in_reward=True: with partial_rollout.proximal=interpolate it must be False",
+        ),
+        (
+            ("partial_rollout.proximal=interpolate", "algorithm.adv_estimator=optimal_token_baseline"),
+            "adv_estimator=optimal_token_baseline: any other with partial_rollout.proximal=interpolate",
+        ),
+        (("algorithm=sapo", "actor_rollout_ref.actor.clip_ratio_c=null"), "clip_ratio_c=None: a number above 1 with"),
+    ],
+)
+def test_mistaken_pair_is_refused_in_one_line(configure, overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        check_config(configure(*overrides))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+USING = [
+    "vanilla",
+    "decoupled_ppo",
+    "dppo_tv",
+    "dppo_kl",
+    "gspo",
+    "sapo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "cispo",
+]
+
+
+@pytest.mark.parametrize("loss_mode", USING)
+def test_loss_that_uses_the_behaviour_weights_is_accepted(configure, loss_mode):
+    assert check_config(configure(f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}")).enable
+
+
+def test_every_policy_loss_of_verl_is_either_accepted_or_refused_above():
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    assert set(POLICY_LOSS_REGISTRY) == {*USING, "dro", "bypass_mode"}
+
+
+def test_weights_that_mask_or_cap_are_accepted(configure):
+    for threshold in ("5.0", "'1e-9_2.0'"):
+        check_config(configure(f"algorithm.rollout_correction.rollout_is_threshold={threshold}"))
+
+
+def test_behaviour_clipping_is_allowed_to_an_ablation_only(configure, capsys):
+    ablation = configure("partial_rollout.correction=none", "algorithm.rollout_correction.bypass_mode=True")
+    check_config(ablation)
+    main_ppo.wire(ablation)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: partial_rollout.correction=none:")
+    assert ablation.algorithm.rollout_correction.rollout_is is None
+    assert ablation.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
 
 
 @pytest.mark.parametrize("override", ["actor_rollout_ref.rollout.name=sglang", "trainer.resume_mode=auto"])
@@ -140,7 +250,9 @@ def test_decoupled_loss_is_on_for_partial_rollout_and_off_for_the_baseline(confi
     main_ppo.wire(on)
     main_ppo.wire(off)
     assert on.algorithm.rollout_correction.rollout_is == "token"
+    assert on.actor_rollout_ref.actor.policy_loss.loss_mode == "decoupled_ppo"
     assert off.algorithm.rollout_correction.rollout_is is None
+    assert off.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
     assert "PartialRollout" in on.actor_rollout_ref.rollout.agent.agent_loop_manager_class
     assert "Observed" in off.actor_rollout_ref.rollout.agent.agent_loop_manager_class
 

@@ -75,7 +75,7 @@ def test_data_smaller_than_a_batch_is_an_error():
             return 3
 
     empty = StatefulDataLoader(dataset=Empty(), batch_size=4, drop_last=True, collate_fn=collate_fn)
-    with pytest.raises(ValueError, match="fewer rows than data.train_batch_size"):
+    with pytest.raises(ValueError, match=r"fewer rows than data\.train_batch_size"):
         PromptSource(empty, total=4).take(1)
 
 

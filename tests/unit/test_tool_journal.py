@@ -41,9 +41,7 @@ class Keeper:
 
 
 def live(results=()):
-    return LiveSample(
-        "0/0#0", Keeper(), priority=0, restored_tools={result["call"]: result for result in results}
-    )
+    return LiveSample("0/0#0", Keeper(), priority=0, restored_tools={result["call"]: result for result in results})
 
 
 def adder(calls, delay=lambda a: 0):

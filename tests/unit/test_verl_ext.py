@@ -190,6 +190,29 @@ def test_observer_sees_and_changes_what_is_logged(tmp_path, monkeypatch):
     assert tracking.Tracking is original
 
 
+def test_verl_still_leaves_the_extra_information_out_of_a_classifiers_score():
+    import verl.experimental.agent_loop.agent_loop as agent_loop
+    import verl.experimental.reward_loop.reward_loop as reward_loop
+
+    assert 'return {"reward_score": rm_score}' in inspect.getsource(reward_loop)
+    assert 'result["reward_extra_info"]' in inspect.getsource(agent_loop)
+
+
+def test_classifiers_score_comes_with_extra_information_on_every_platform():
+    code = (
+        "import asyncio; from types import SimpleNamespace as N;"
+        "from verl.experimental.reward_loop import RewardLoopWorker as W;"
+        "model = N(rollout=N(name='vllm'), model_path='m');"
+        "worker = N(config=N(reward=N(reward_model=model)));"
+        "exec('async def text(data): return data');"
+        'exec(\'async def post(payload, endpoint): return {"data": [{"probs": [0.25]}]}\');'
+        "worker._preprocess_reward_inputs, worker._post_request = text, post;"
+        "print(asyncio.run(W.compute_score_disrm(worker, 'prompt')))"
+    )
+    for platform in ("cpu", ""):
+        assert python(code, VERL_PLATFORM=platform) == "{'reward_extra_info': {}, 'reward_score': 0.25}"
+
+
 def test_patch_refuses_another_version():
     with pytest.raises(UnsupportedVersionError, match=r"verl_ext.some_patch is written for torch==0.0.1, found"):
         require("torch", "0.0.1", "some_patch")

@@ -41,7 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
     return _judge(run_dir, args.out, kills)
 
 
-def _kill_once(overrides: list[str], log: Path, dice: random.Random, args: argparse.Namespace, life: int) -> float | None:
+def _kill_once(
+    overrides: list[str], log: Path, dice: random.Random, args: argparse.Namespace, life: int
+) -> float | None:
     victim = Victim(overrides, log)
     try:
         victim.wait_for(_STARTED, args.deadline_s)
@@ -57,14 +59,15 @@ def _kill_once(overrides: list[str], log: Path, dice: random.Random, args: argpa
 
 
 def _judge(run_dir: Path, out: Path, kills: list[float]) -> int:
-    audited = audit(run_dir)
+    audited, _ = audit(run_dir)
+    print(audited.table())
     survived = survival(run_dir, kills)
     report = {
         "kills": len(kills),
         "lost": audited.lost,
         "repeated": audited.repeated,
         "violations": audited.violations,
-        "max_staleness": audited.max_staleness,
+        "max_staleness": max((s for row in audited.trained for s in row.group["staleness"]), default=0),
         "max_staleness_allowed": audited.sizes.max_staleness if audited.sizes else None,
         "trained_groups": len(audited.trained),
         "undone_groups": audited.undone,

@@ -110,7 +110,13 @@ def engine_speed(run: RunRecord, runs: Sequence[RunRecord]) -> float | None:
 
 def _engine(run: RunRecord) -> tuple[object, ...]:
     settings = run.settings
-    return settings.replicas, settings.slots_per_replica, settings.batch_groups, settings.samples_per_group, settings.vllm
+    return (
+        settings.replicas,
+        settings.slots_per_replica,
+        settings.batch_groups,
+        settings.samples_per_group,
+        settings.vllm,
+    )
 
 
 def length_bias(run: RunRecord, groups: int) -> LengthBias | None:

@@ -1,0 +1,76 @@
+"""``python -m recipe.partial_rollout.convergence [--seeds 1 2 3] [--staleness 1 4 8] [--steps N] [hydra overrides]``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipe.partial_rollout.convergence.curves import ArmCurve, curve_of
+from recipe.partial_rollout.convergence.document import table, write
+from recipe.partial_rollout.convergence.study import Study, StudyError, arms
+from recipe.partial_rollout.report.fields import RunRecordError
+from recipe.partial_rollout.report.run_record import load_run
+
+BAD_INPUT = 2
+COMMAND = "bash run_scripts/convergence_cpu.sh"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is missing and write the document; exit code 1 where a run failed, 2 where nothing can be read."""
+    options = _parser().parse_args(arguments)
+    study = Study(
+        out=options.out,
+        arms=tuple(arms(options.staleness, behaviour_clipping=options.behaviour_clipping)),
+        seeds=tuple(options.seeds),
+        steps=options.steps,
+        config_name=options.config_name,
+        overrides=tuple(options.overrides),
+    )
+    try:
+        if not options.report_only:
+            print(f"{study.run_missing()} runs were missing")
+        curves = read_curves(study)
+    except StudyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (RunRecordError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    write(curves, options.docs, COMMAND)
+    print(table(curves).console())
+    print(f"\nsaved in {options.docs}")
+    return 0
+
+
+def read_curves(study: Study) -> list[ArmCurve]:
+    """A curve for every arm with a complete run, the baseline first.
+
+    Raises:
+        ValueError: the baseline has none.
+    """
+    curves = []
+    for arm in study.arms:
+        runs = [load_run(study.directory(arm, seed)) for seed in study.seeds if study.is_complete(arm, seed)]
+        if runs or arm is study.arms[0]:
+            curves.append(curve_of(arm.name, runs))
+    return curves
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m recipe.partial_rollout.convergence", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("outputs/convergence"), help="where the runs are")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="where the table and the picture go")
+    parser.add_argument("--steps", type=int, default=100, help="of every run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 4, 8], help="values of max_staleness")
+    parser.add_argument("--behaviour-clipping", action="store_true", help="also PPO clipped to the behaviour policy")
+    parser.add_argument("--config-name", default="quickstart_cpu")
+    parser.add_argument("--report-only", action="store_true", help="run nothing, read what is complete")
+    parser.add_argument("overrides", nargs="*", help="hydra overrides for every arm")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

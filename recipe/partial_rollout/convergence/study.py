@@ -1,0 +1,127 @@
+"""The runs of the study: arms by seeds, each in a directory of its own; a run that is complete is not run again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+BASELINE = "noPR"
+
+
+class StudyError(RuntimeError):
+    """A run of the study failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to train."""
+
+    name: str
+    """also its directory"""
+    overrides: tuple[str, ...]
+
+
+def arms(staleness: Sequence[int], *, behaviour_clipping: bool = False) -> list[Arm]:
+    """The baseline, then PR with correction and without at each bound.
+
+    Spare groups in flight are as many as the bound allows (``overlap = max_staleness``), so that the bound is felt.
+
+    Args:
+        staleness: values of ``partial_rollout.max_staleness``.
+        behaviour_clipping: also PPO that clips to the behaviour policy, AReaL's "naive PPO".
+    """
+    found = [Arm(BASELINE, ("partial_rollout.enable=False",))]
+    for bound in staleness:
+        sizes = (f"partial_rollout.max_staleness={bound}", f"partial_rollout.overlap={bound}")
+        off = (*sizes, "partial_rollout.correction=none")
+        found.append(Arm(f"corrected_{bound}", (*sizes, "partial_rollout.correction=decoupled")))
+        found.append(Arm(f"uncorrected_{bound}", off))
+        if behaviour_clipping:
+            found.append(Arm(f"clipped_{bound}", (*off, "algorithm.rollout_correction.bypass_mode=True")))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What is run, and where."""
+
+    out: Path
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    steps: int
+    """of every run"""
+    config_name: str = "quickstart_cpu"
+    overrides: tuple[str, ...] = ()
+    """for all arms, before the arm's own"""
+
+    def directory(self, arm: Arm, seed: int) -> Path:
+        return self.out / arm.name / f"seed_{seed}"
+
+    def is_complete(self, arm: Arm, seed: int) -> bool:
+        """Whether the run has ended by itself after ``steps`` steps."""
+        directory = self.directory(arm, seed)
+        try:
+            complete = json.loads((directory / "run.json").read_text())["complete"]
+            lines = (directory / "metrics.jsonl").read_text().splitlines()
+        except (OSError, ValueError, KeyError):
+            return False
+        steps = [line["step"] for line in map(json.loads, lines) if "training/global_step" in line["data"]]
+        return bool(complete) and max(steps, default=0) == self.steps
+
+    def missing(self) -> Iterator[tuple[Arm, int]]:
+        """Seed by seed, so that a study that is cut short has every arm."""
+        for seed in self.seeds:
+            for arm in self.arms:
+                if not self.is_complete(arm, seed):
+                    yield arm, seed
+
+    def command(self, arm: Arm, seed: int) -> list[str]:
+        """The command line of one run; an arm's overrides win over the study's."""
+        overrides = [
+            f"quickstart.dir={self.out}",
+            "trainer.logger=[file]",
+            "partial_rollout.probe_s=0",
+            *self.overrides,
+            f"trainer.default_local_dir={self.directory(arm, seed)}",
+            f"trainer.experiment_name={arm.name}",
+            f"trainer.total_training_steps={self.steps}",
+            # As many passes over the data as the steps need.
+            f"trainer.total_epochs={self.steps}",
+            f"data.seed={seed}",
+            f"actor_rollout_ref.rollout.seed={seed}",
+            *arm.overrides,
+        ]
+        last = {override.split("=", 1)[0].lstrip("+"): override for override in overrides}
+        return [
+            sys.executable,
+            "-m",
+            "recipe.partial_rollout.main_ppo",
+            "--config-name",
+            self.config_name,
+            *last.values(),
+        ]
+
+    def run_missing(self) -> int:
+        """Run what is missing, one after the other; returns how many runs that were.
+
+        Raises:
+            StudyError: a run failed; what was complete stays, and the next call goes on from it.
+        """
+        count = 0
+        for arm, seed in self.missing():
+            directory = self.directory(arm, seed)
+            # verl's file logger appends: what a run that was cut off has left would be read with the new one.
+            for leftover in ("metrics.jsonl", "trace.jsonl", "run.json"):
+                (directory / leftover).unlink(missing_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
+            print(f"== {arm.name}, seed {seed}: {self.steps} steps ==", flush=True)
+            with (directory / "terminal.log").open("w") as log:
+                code = subprocess.run(self.command(arm, seed), stdout=log, stderr=subprocess.STDOUT).returncode
+            if code:
+                raise StudyError(f"{arm.name}, seed {seed} ended with exit code {code}: see {directory}/terminal.log")
+            count += 1
+        return count

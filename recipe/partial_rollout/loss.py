@@ -1,0 +1,173 @@
+"""Decoupled PPO: AReaL's equation 5 (arXiv:2505.24298) as a policy loss of verl, ``policy_loss.loss_mode=decoupled_ppo``.
+
+For every generated token, with ``r = pi_theta / pi_prox`` and ``w = pi_prox / pi_behav``::
+
+    loss = -w * min(r * A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) * A)
+
+``w`` is the ``rollout_is_weights`` of verl's rollout correction, capped or masked there (``rollout_is_threshold``: one
+number caps, ``lower_upper`` zeroes what is outside). Without weights this loss raises: it never trains uncorrected.
+
+``corrected_ppo_loss`` is the worker's loss function under partial rollout: verl's ``ppo_loss``, before which it
+interpolates the proximal policy where the trainer has left that to the loss. It unpickles in the worker by importing this
+module, which registers ``decoupled_ppo`` there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import verl.utils.torch_functional as verl_F
+from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+from verl.trainer.ppo.rollout_corr_helper import SAFETY_BOUND, compute_rollout_correction_weights
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import AggregationType, Metric
+from verl.workers.config import ActorConfig
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import no_padding_2_padding
+
+DECOUPLED_PPO = "decoupled_ppo"
+
+# What the trainer tells the loss about interpolation, as non-tensor data of the batch.
+PROXIMAL_VERSION = "proximal_version"
+"""int, policy version of the weights before the update; absent where the proximal log-probs are recomputed"""
+PROXIMAL_CHECK = "proximal_check"
+"""bool, whether ``old_log_probs`` are the recomputed ones, to measure the error against"""
+WEIGHT_LEVEL = "behaviour_weight_level"
+WEIGHT_THRESHOLD = "behaviour_weight_threshold"
+
+METRICS_PREFIX = "actor/partial_rollout/"
+"""of what the loss reports; verl would put its own ``actor/`` before it"""
+
+
+def clipped_objective(
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual_clip: float | None
+) -> torch.Tensor:
+    """[B, R], ``min(r * A, clip(r, 1 - low, 1 + high) * A)``; for negative advantages at least ``dual_clip * A``.
+
+    Args:
+        ratio: [B, R], ``pi_theta / pi_prox``. advantages: [B, R].
+        dual_clip: bound of the ratio where the advantage is negative (arXiv:1912.09729), above 1; None for none.
+    """
+    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    if dual_clip is None:
+        return objective
+    return torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+
+
+@register_policy_loss(DECOUPLED_PPO)  # type: ignore[arg-type]
+def decoupled_ppo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: ActorConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """AReaL's equation 5, with the arguments of verl's policy losses.
+
+    Args:
+        old_log_prob: [B, R], of the proximal policy. log_prob: [B, R], of the policy that is trained.
+        advantages: [B, R]. response_mask: [B, R], 1 where the model generated the token.
+        loss_agg_mode: any of verl's ``agg_loss``.
+        config: its ``clip_ratio_low``, ``clip_ratio_high`` (None: ``clip_ratio``), ``clip_ratio_c`` (None: no dual clip).
+        rollout_is_weights: [B, R], ``pi_prox / pi_behav``, capped; 0 where a token is masked.
+
+    Returns:
+        The loss, a scalar, and ``actor/pg_clipfrac``, ``actor/pg_clipfrac_lower`` (shares of 1) and ``actor/ppo_kl``.
+
+    Raises:
+        RuntimeError: there are no weights.
+    """
+    assert config is not None, "verl calls a policy loss with its config"
+    if rollout_is_weights is None:
+        raise RuntimeError(
+            "decoupled_ppo got no rollout_is_weights: set algorithm.rollout_correction.rollout_is to token or sequence"
+        )
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    log_ratio = (log_prob - old_log_prob).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    ratio = log_ratio.exp()
+    objective = clipped_objective(ratio, advantages, low, high, config.clip_ratio_c)
+    loss = agg_loss(
+        loss_mat=-rollout_is_weights * objective,
+        loss_mask=response_mask,
+        loss_agg_mode=loss_agg_mode,
+        **config.global_batch_info,
+    )
+    with torch.no_grad():
+        clipped = clipped_objective(ratio, advantages, low, high, None)
+        metrics = {
+            "actor/pg_clipfrac": (clipped < ratio * advantages).float(),
+            "actor/pg_clipfrac_lower": (clipped < objective).float(),
+            "actor/ppo_kl": -log_ratio,
+        }
+        return loss, {key: verl_F.masked_mean(value, response_mask).item() for key, value in metrics.items()}
+
+
+def interpolate_proximal(
+    behaviour: torch.Tensor, current: torch.Tensor, versions: torch.Tensor, proximal_version: int
+) -> torch.Tensor:
+    """[B, R], ``log pi_behav + alpha * (log pi_theta - log pi_behav)`` with ``alpha = age / (age + 1)``.
+
+    ``age = proximal_version - version`` of the token; the current policy counts as one version later. At age 0 the proximal
+    policy is the behaviour policy, for old tokens it approaches the current one. Source: AReaL's documentation,
+    ``docs/algorithms/prox_approx.md``, "loglinear".
+
+    Args:
+        behaviour, current: [B, R] log-probs. versions: [B, R] int, of each token; below 0 where nothing was generated.
+        proximal_version: of the weights before the update.
+    """
+    age = (proximal_version - versions).clamp(min=0).to(behaviour.dtype)
+    alpha = torch.where(versions < 0, 0.0, age / (age + 1))
+    return torch.lerp(behaviour, current, alpha)
+
+
+def corrected_ppo_loss(
+    config: ActorConfig, model_output: dict[str, Any], data: TensorDict, dp_group: Any = None
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """verl's ``ppo_loss``, on an interpolated proximal policy where the batch names a ``PROXIMAL_VERSION``.
+
+    Args:
+        config, model_output, dp_group: as for ``ppo_loss``.
+        data: a micro-batch with ``rollout_log_probs`` and ``rollout_versions`` [B, R] where it is to interpolate.
+    """
+    version: Any = tu.get_non_tensor_data(data, PROXIMAL_VERSION, default=None)
+    if version is None:
+        return ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
+    padded = data.select("response_mask", "old_log_probs", "rollout_log_probs", "rollout_versions").to_padded_tensor()
+    behaviour, mask = padded["rollout_log_probs"], padded["response_mask"]
+    current = no_padding_2_padding(model_output["log_probs"], data).detach().to(behaviour.dtype)
+    proximal = interpolate_proximal(behaviour, current, padded["rollout_versions"], version)
+    level: Any = tu.get_non_tensor_data(data, WEIGHT_LEVEL, default=None)
+    threshold: Any = tu.get_non_tensor_data(data, WEIGHT_THRESHOLD, default=None)
+    weights = _behaviour_weights(proximal - behaviour, mask, level, threshold)
+    corrected = data.clone(recurse=False)
+    corrected["old_log_probs"], corrected["rollout_is_weights"] = proximal, weights
+    loss, metrics = ppo_loss(config=config, model_output=model_output, data=corrected, dp_group=dp_group)
+    reported = {"behaviour_weight/mean": weights}
+    if tu.get_non_tensor_data(data, PROXIMAL_CHECK, default=False):
+        reported["proximal/error"] = (proximal - padded["old_log_probs"]).abs()
+    for key, value in reported.items():
+        metrics[METRICS_PREFIX + key] = _token_mean(value, mask, config)
+    return loss, metrics
+
+
+def _behaviour_weights(log_ratio: torch.Tensor, mask: torch.Tensor, level: str, threshold: str | float) -> torch.Tensor:
+    """[B, R], verl's weights for ``log pi_prox - log pi_behav`` of a micro-batch.
+
+    verl's function also computes statistics, which fail where no token is generated or every weight is masked, as may be
+    in a micro-batch: one on-policy row is put under the others and taken off again.
+    """
+    rows = torch.cat([log_ratio, torch.zeros_like(log_ratio[:1])])
+    masks = torch.cat([mask, torch.ones_like(mask[:1])])
+    weights, _ = compute_rollout_correction_weights(rows, masks, rollout_is=level, rollout_is_threshold=threshold)
+    return weights[:-1]
+
+
+def _token_mean(value: torch.Tensor, mask: torch.Tensor, config: ActorConfig) -> Metric:
+    """This micro-batch's share of the mean over the tokens of the mini-batch, which verl sums."""
+    share = agg_loss(loss_mat=value, loss_mask=mask, loss_agg_mode="token-mean", **config.global_batch_info)
+    return Metric(value=share, aggregation=AggregationType.SUM)

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Convergence on the embedded task: noPR, PR with correction and PR without it, at max_staleness 1, 4 and 8, three seeds each.
+# Writes docs/convergence.md and docs/convergence.png. Hours on two cores; it goes on where it was stopped.
+#
+#   bash run_scripts/convergence_cpu.sh
+#   bash run_scripts/convergence_cpu.sh --seeds 1 --staleness 4 --steps 40
+#   bash run_scripts/convergence_cpu.sh --report-only
+#
+# Arguments are those of recipe.partial_rollout.convergence. OUT=dir (default outputs/convergence) chooses where the runs go.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash run_scripts/setup.sh
+source run_scripts/env_cpu.sh
+export PYTHONWARNINGS=ignore
+
+out=${OUT:-outputs/convergence}
+python -m recipe.partial_rollout.clock10.prepare --out "$out/task"
+exec python -m recipe.partial_rollout.convergence --out "$out" "$@"

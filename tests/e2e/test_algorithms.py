@@ -1,0 +1,61 @@
+"""Every algorithm trains two real steps under partial rollout, all in one process and one engine start-up."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+
+MATRIX = Path(__file__).with_name("algorithm_matrix.py")
+# Rewards that differ within a group, so that no estimator's advantages are all zero.
+SMALL = (
+    "data.train_batch_size=4",
+    "data.train_max_samples=32",
+    "data.max_response_length=200",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.max_model_len=280",
+    "actor_rollout_ref.rollout.max_num_seqs=32",
+    "reward.custom_reward_function.path=pkg://recipe.partial_rollout.trace_task.reward",
+    "partial_rollout.overlap=1.0",
+    "partial_rollout.max_staleness=2",
+)
+
+
+def matrix():
+    spec = importlib.util.spec_from_file_location("algorithm_matrix", MATRIX)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def steps(module_train):
+    """Metrics of each algorithm's steps: name to a list of two."""
+    names, each = matrix().ALGORITHMS, matrix().STEPS_EACH
+    run = module_train(
+        *SMALL,
+        f"trainer.total_training_steps={each * len(names)}",
+        "trainer.total_epochs=9",
+        program=(str(MATRIX),),
+    )
+    assert run.run["complete"] and sorted(run.steps) == list(range(1, each * len(names) + 1))
+    return {name: [run.steps[each * i + 1 + k] for k in range(each)] for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("name", matrix().ALGORITHMS)
+def test_algorithm_trains_two_steps(steps, name):
+    for step in steps[name]:
+        assert math.isfinite(step["actor/pg_loss"]) and math.isfinite(step["actor/grad_norm"])
+        assert step["actor/grad_norm"] > 0
+        assert step["critic/advantages/max"] > 0
+        # The weights that reached the loss, and that samples of older versions were among those trained.
+        assert 0 < step["rollout_corr/rollout_is_mean"] <= 2
+        assert step["partial_rollout/lost_samples"] == 0
+
+
+def test_samples_of_older_versions_are_trained(steps):
+    assert max(step["partial_rollout/staleness/max"] for pair in steps.values() for step in pair) >= 1
+
+
+def test_only_losses_with_a_ratio_report_one(steps):
+    assert {name for name, pair in steps.items() if "actor/ppo_kl" not in pair[1]} == {"gpg"}

@@ -1,0 +1,123 @@
+"""An interrupted sample carries exactly the engine's log-probs: a real vLLM engine, interrupted at every token."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from verl.workers.rollout.replica import TokenOutput
+
+from recipe.partial_rollout.llm_client import LIVE_SAMPLE, LiveSample, PartialRolloutLLMClient
+
+PROMPT, RESPONSE = [4, 7, 8, 9, 10, 11], 48
+ROLLOUT = SimpleNamespace(response_length=RESPONSE, prompt_length=16, scheduling_policy="fcfs", name="vllm")
+
+
+class Keeper:
+    """Grants at once."""
+
+    @contextlib.asynccontextmanager
+    async def engine_call(self, sample_id):
+        yield
+
+    def hand_in(self, sample_id, segment):
+        pass
+
+
+class Server:
+    """A replica's ``generate`` on ``engine``; aborts each request once it has made ``interrupt_after`` tokens."""
+
+    def __init__(self, engine, interrupt_after):
+        self.generate = SimpleNamespace(remote=self._generate)
+        self._engine = engine
+        self._interrupt_after = interrupt_after
+
+    async def _generate(self, request_id, prompt_ids, sampling_params, **options):
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(**{**sampling_params, "logprobs": 0}, output_kind=RequestOutputKind.DELTA)
+        tokens, log_probs, stop_reason = [], [], "completed"
+        async for output in self._engine.generate(TokensPrompt(prompt_token_ids=prompt_ids), params, request_id):
+            part = output.outputs[0]
+            tokens += part.token_ids
+            log_probs += [row[token].logprob for token, row in zip(part.token_ids, part.logprobs, strict=True)]
+            if len(tokens) >= self._interrupt_after and not output.finished:
+                await self._engine.abort(request_id)
+                stop_reason = "aborted"
+                break
+        return TokenOutput(
+            token_ids=tokens, log_probs=log_probs, stop_reason=stop_reason, extra_fields={"global_steps": 0}
+        )
+
+
+async def response_of(engine, interrupt_after):
+    """(tokens, log-probs, segments) of one greedy response through the recipe's client."""
+    client = PartialRolloutLLMClient(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT)))
+    client.use_replicas({"replica": Server(engine, interrupt_after)})
+    sample = LiveSample(f"s{interrupt_after}", Keeper(), priority=0)
+    LIVE_SAMPLE.set(sample)
+    output = await client.generate(
+        "r", prompt_ids=PROMPT, sampling_params={"temperature": 0.0, "logprobs": True, "ignore_eos": True}
+    )
+    return np.array(output.token_ids), np.array(output.log_probs), sample.segments
+
+
+@pytest.fixture(scope="module")
+def responses(task):
+    """By the number of tokens after which every call is interrupted; None: not interrupted."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def run():
+        engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=str(task / "task" / "model"),
+                dtype="float32",
+                enforce_eager=True,
+                max_model_len=128,
+                max_num_seqs=8,
+                enable_prefix_caching=False,
+                distributed_executor_backend="uni",
+                skip_tokenizer_init=True,
+            )
+        )
+        try:
+            return {every: await response_of(engine, every or RESPONSE) for every in (None, 1, 7)}
+        finally:
+            engine.shutdown()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_interrupted_response_is_the_uninterrupted_one(responses, every):
+    tokens, log_probs, whole = responses[None]
+    resumed_tokens, resumed_log_probs, segments = responses[every]
+    assert len(whole) == 1 and len(tokens) == RESPONSE
+    # An abort may find one more token made than it was sent for.
+    assert RESPONSE / (every + 1) <= len(segments) <= -(-RESPONSE // every)
+    np.testing.assert_array_equal(resumed_tokens, tokens)
+    np.testing.assert_allclose(resumed_log_probs, log_probs, rtol=0, atol=1e-5)
+
+
+def test_segments_are_the_response_in_order(responses):
+    tokens, log_probs, segments = responses[1]
+    np.testing.assert_array_equal(np.concatenate([segment.token_ids for segment in segments]), tokens)
+    np.testing.assert_array_equal(
+        np.concatenate([segment.log_probs for segment in segments]), log_probs.astype(np.float32)
+    )
+
+
+def test_log_probs_are_those_of_the_models_forward_pass(responses, task):
+    tokens, log_probs, _ = responses[1]
+    model = AutoModelForCausalLM.from_pretrained(task / "task" / "model", dtype=torch.float32).eval()
+    ids = torch.tensor([[*PROMPT, *tokens.tolist()]])
+    with torch.no_grad():
+        scores = model(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    expected = scores[torch.arange(RESPONSE), torch.tensor(tokens)]
+    np.testing.assert_allclose(log_probs, expected.numpy(), rtol=0, atol=1e-5)

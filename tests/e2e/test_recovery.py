@@ -1,0 +1,62 @@
+"""A training that is stopped, killed and robbed of its worker trains every prompt of its epoch once."""
+
+import os
+import signal
+import time
+
+import psutil
+
+from recipe.partial_rollout.audit import audit
+from recipe.partial_rollout.chaos.__main__ import main as chaos
+
+SMALL = (
+    "data.train_batch_size=4",
+    "data.train_max_samples=24",
+    "trainer.total_training_steps=null",
+    "data.max_response_length=400",
+    "actor_rollout_ref.rollout.n=4",
+    "partial_rollout.overlap=1.0",
+    "partial_rollout.max_staleness=2",
+)
+
+
+def session(run):
+    """Live processes of the run's session."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == run.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def test_killed_training_goes_on_from_its_checkpoint_and_loses_nothing(task, tmp_path):
+    arguments = ["--out", str(tmp_path), "--kills", "1", "--seed", "1", "--between-s", "6", "12", "quickstart_cpu"]
+    overrides = [f"quickstart.dir={task}", "partial_rollout.probe_s=0", "trainer.logger=[file]"]
+    assert chaos([*arguments, *SMALL, *overrides]) == 0
+    result, _ = audit(tmp_path / "run")
+    assert result.violations == [] and result.complete and result.kills == 1
+    assert len(result.trained) == 24
+
+
+def test_stopped_training_goes_on_and_survives_the_death_of_its_worker(start, wait_for, task, tmp_path):
+    run_dir = tmp_path / "kept"
+    ours = (*SMALL, f"trainer.default_local_dir={run_dir}", "trainer.save_freq=2", "trainer.resume_mode=auto")
+    first = start(*ours, name="first")
+    wait_for(lambda: (run_dir / "global_step_2" / "partial_rollout" / "manifest.json").exists(), "a checkpoint")
+    first.process.send_signal(signal.SIGTERM)
+    assert first.process.wait(60) == 128 + signal.SIGTERM, first.terminal()[-3000:]
+    assert "training stopped by SIGTERM" in first.terminal()
+    time.sleep(2)
+    assert session(first) == [], "nothing of the run is left"
+
+    second = start(*ours, name="second")
+    wait_for(lambda: "Training Progress" in second.terminal(), "the resumed training")
+    time.sleep(3)
+    (worker,) = [p for p in session(second) if "ray::PartialRolloutAgentLoopWorker" in " ".join(p.cmdline())]
+    worker.kill()
+    assert second.process.wait(300) == 0, second.terminal()[-3000:]
+    result, _ = audit(run_dir)
+    assert result.violations == [] and result.complete and len(result.trained) == 24

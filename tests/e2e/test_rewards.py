@@ -1,0 +1,80 @@
+"""Rewards under partial rollout: an asynchronous, sandboxed function in verl's reward workers, and a reward model."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SHORT = (
+    "data.train_batch_size=4",
+    "data.max_response_length=200",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.max_model_len=280",
+    "actor_rollout_ref.rollout.max_num_seqs=32",
+    "partial_rollout.overlap=1.0",
+    "partial_rollout.max_staleness=2",
+    "partial_rollout.reward_in_worker=False",
+    "trainer.total_training_steps=2",
+)
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    """A tiny random sequence classifier with the task's tokenizer: a score for every conversation."""
+    import torch
+    from transformers import Qwen3ForSequenceClassification
+
+    from recipe.partial_rollout.clock10.model import build_config
+    from recipe.partial_rollout.clock10.tokenizer import build_tokenizer
+
+    directory = tmp_path_factory.mktemp("reward_model")
+    config = build_config()
+    config.num_labels = 1
+    torch.manual_seed(0)
+    Qwen3ForSequenceClassification(config).float().save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def check(run, key="critic/score/mean"):
+    assert sorted(run.steps) == [1, 2] and run.run["complete"]
+    for step in run.steps.values():
+        assert math.isfinite(step[key]) and math.isfinite(step["actor/pg_loss"])
+        assert step["partial_rollout/lost_samples"] == 0
+        assert step["actor/grad_norm"] > 0
+
+
+def test_asynchronous_sandboxed_reward_function_trains(train):
+    run = train(*SHORT, f"reward.custom_reward_function.path={HERE / 'async_reward.py'}")
+    check(run)
+    assert all(0 < step["critic/score/mean"] < 1 for step in run.steps.values())
+
+
+@pytest.mark.parametrize("pool", ["pool", "colocated"])
+def test_reward_model_trains(train, reward_model, pool):
+    """In a pool it scores while the round runs, colocated once the round is interrupted."""
+    devices = 2 if pool == "pool" else 1
+    run = train(
+        *SHORT,
+        "reward.custom_reward_function.path=null",
+        "reward.reward_model.enable=True",
+        f"reward.reward_model.enable_resource_pool={pool == 'pool'}",
+        "reward.reward_model.n_gpus_per_node=1",
+        "reward.reward_model.nnodes=1",
+        f"ray_kwargs.ray_init.num_gpus={devices}",
+        f"reward.reward_model.model_path={reward_model}",
+        "reward.reward_model.rollout.name=vllm",
+        "reward.reward_model.rollout.dtype=float32",
+        "reward.reward_model.rollout.tensor_model_parallel_size=1",
+        "reward.reward_model.rollout.free_cache_engine=False",
+        "+reward.reward_model.rollout.enable_sleep_mode=False",
+        "reward.reward_model.rollout.max_model_len=512",
+        "reward.reward_model.rollout.max_num_seqs=32",
+        "reward.reward_model.rollout.prompt_length=256",
+        "reward.reward_model.rollout.response_length=256",
+        "+reward.reward_model.rollout.engine_kwargs.vllm.distributed_executor_backend=uni",
+    )
+    check(run)
+    # A classifier's score is a real number, not the task's 0 or 1.
+    assert any(step["critic/score/mean"] % 1 for step in run.steps.values())

@@ -1,0 +1,143 @@
+"""``engine=`` switches the train engine: every dataclass that verl builds, and the workers that serve it."""
+
+import json
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf, open_dict
+from verl.trainer.main_ppo_v0 import BaseTaskRunner
+from verl.trainer.ppo.ray_trainer import Role
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.workers.config import (
+    FSDPActorConfig,
+    FSDPEngineConfig,
+    McoreActorConfig,
+    McoreCriticConfig,
+    McoreEngineConfig,
+    McoreOptimizerConfig,
+)
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+from recipe.partial_rollout import main_ppo
+
+# Qwen3-4B on one node of eight devices.
+SHAPE = (
+    "trainer.n_gpus_per_node=8",
+    "data.train_batch_size=64",
+    "data.max_prompt_length=2048",
+    "data.max_response_length=16384",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "actor_rollout_ref.rollout.calculate_log_probs=True",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20480",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+)
+MEGATRON = (
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+    "actor_rollout_ref.actor.megatron.param_offload=True",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The configuration of Qwen3-4B, without weights or tokenizer."""
+    directory = tmp_path_factory.mktemp("model")
+    fields = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory
+
+
+@pytest.fixture
+def build(model):
+    def compose_config(*overrides):
+        with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
+            paths = (f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}")
+            config = compose("ppo_partial_rollout", overrides=[*SHAPE, *paths, *overrides])
+        OmegaConf.resolve(config)
+        main_ppo.wire(config)
+        with open_dict(config):
+            config.actor_rollout_ref.model.load_tokenizer = False
+            config.critic.model.load_tokenizer = False
+        return config
+
+    return compose_config
+
+
+def dataclasses_of(config):
+    """What the workers build: actor, reference (renamed as the worker renames it), critic, rollout and model."""
+    ref = config.actor_rollout_ref.ref
+    with open_dict(ref):
+        ref.ppo_mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size
+        ref.ppo_micro_batch_size = ref.pop("log_prob_micro_batch_size", None)
+        ref.ppo_micro_batch_size_per_gpu = ref.pop("log_prob_micro_batch_size_per_gpu", None)
+        ref.use_dynamic_bsz = ref.pop("log_prob_use_dynamic_bsz", False)
+        ref.ppo_max_token_len_per_gpu = ref.pop("log_prob_max_token_len_per_gpu", None)
+    nodes = {
+        "actor": config.actor_rollout_ref.actor,
+        "ref": ref,
+        "critic": config.critic,
+        "rollout": config.actor_rollout_ref.rollout,
+        "model": config.actor_rollout_ref.model,
+        "algorithm": config.algorithm,
+        "checkpoint_engine": config.actor_rollout_ref.rollout.checkpoint_engine,
+    }
+    return {name: omega_conf_to_dataclass(node) for name, node in nodes.items()}
+
+
+def test_megatron_is_one_override(build):
+    config = build("engine=megatron", *MEGATRON)
+    validate_config(config, use_reference_policy=True, use_critic=True)
+    built = dataclasses_of(config)
+    assert isinstance(built["actor"], McoreActorConfig) and isinstance(built["ref"], McoreActorConfig)
+    assert isinstance(built["critic"], McoreCriticConfig)
+    for part in ("actor", "ref", "critic"):
+        assert isinstance(built[part].engine, McoreEngineConfig), part
+        assert built[part].strategy == "megatron"
+    assert isinstance(built["actor"].optim, McoreOptimizerConfig)
+    assert built["actor"].engine.tensor_model_parallel_size == built["ref"].engine.tensor_model_parallel_size == 2
+    assert built["actor"].engine.pipeline_model_parallel_size == 2 and built["actor"].engine.param_offload
+    assert built["ref"].engine.forward_only and not built["actor"].engine.forward_only
+    assert built["actor"].policy_loss.loss_mode == "decoupled_ppo"
+    assert built["algorithm"].rollout_correction["rollout_is"] == "token"
+    assert "engine" not in config
+
+
+def test_fsdp2_is_the_default(build):
+    built = dataclasses_of(build())
+    assert isinstance(built["actor"], FSDPActorConfig)
+    for part in ("actor", "ref", "critic"):
+        assert isinstance(built[part].engine, FSDPEngineConfig), part
+        assert built[part].strategy == built[part].engine.strategy == "fsdp2"
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
+def test_both_engines_are_served_by_the_same_workers(build, engine):
+    config = build(f"engine={engine}")
+    runner = BaseTaskRunner()
+    worker, _ = runner.add_actor_rollout_worker(config)
+    runner.add_critic_worker(config)
+    assert worker is ActorRolloutRefWorker and worker.actor_worker_cls is TrainingWorker
+    assert set(runner.role_worker_mapping) == {Role.ActorRolloutRef, Role.Critic}
+    assert set(runner.mapping.values()) == {"global_pool"}
+
+
+def test_algorithm_and_engine_are_chosen_apart(build):
+    config = build("engine=megatron", "algorithm=gspo")
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert isinstance(actor, McoreActorConfig) and actor.policy_loss.loss_mode == "gspo"
+    assert config.algorithm.rollout_correction.rollout_is == "sequence"

@@ -1,0 +1,296 @@
+"""The decoupled loss against verl's vanilla PPO, its equation in float64, and with an interpolated proximal policy."""
+
+import math
+import pickle
+import subprocess
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_vanilla, get_policy_loss_fn
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import ActorConfig
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import left_right_2_no_padding
+
+from recipe.partial_rollout import loss
+from recipe.partial_rollout.loss import corrected_ppo_loss, decoupled_ppo, interpolate_proximal
+
+AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+ROWS, WIDTH = 6, 9
+
+
+def build_config(**fields):
+    return ActorConfig(strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, **fields)
+
+
+def build_batch(seed, *, spread=0.5, dtype=torch.float32):
+    """Random log-probs of three policies, advantages of both signs, and a ragged mask with one row fully masked."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(scale):
+        return scale * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+
+    lengths = torch.randint(1, WIDTH + 1, (ROWS,), generator=generator)
+    lengths[seed % ROWS] = 0
+    behaviour = -random(1.0).abs()
+    proximal = behaviour + random(spread)
+    batch = {
+        "behaviour": behaviour,
+        "proximal": proximal,
+        "current": proximal + random(spread),
+        "advantages": random(1.0),
+        "mask": (torch.arange(WIDTH) < lengths[:, None]).double(),
+    }
+    return {key: value.to(dtype) for key, value in batch.items()}
+
+
+def weights_of(batch, threshold=2.0, level="token"):
+    ratio = batch["proximal"] - batch["behaviour"]
+    return compute_rollout_correction_weights(ratio, batch["mask"], level, threshold)[0]
+
+
+def loss_and_gradient(function, batch, weights, config, agg_mode):
+    current = batch["current"].clone().requires_grad_()
+    value, metrics = function(
+        old_log_prob=batch["proximal"],
+        log_prob=current,
+        advantages=batch["advantages"],
+        response_mask=batch["mask"],
+        loss_agg_mode=agg_mode,
+        config=config,
+        rollout_is_weights=weights,
+    )
+    value.backward()
+    return value.item(), current.grad, metrics
+
+
+def reference(batch, config, *, cap, agg_mode):
+    """Equation 5 and its derivative, token by token in float64: (loss, gradient [B, R])."""
+    rows = {key: value.double().numpy() for key, value in batch.items()}
+    terms, slopes = np.zeros((ROWS, WIDTH)), np.zeros((ROWS, WIDTH))
+    for b, t in np.ndindex(ROWS, WIDTH):
+        a = rows["advantages"][b, t]
+        w = min(math.exp(rows["proximal"][b, t] - rows["behaviour"][b, t]), cap)
+        r = math.exp(rows["current"][b, t] - rows["proximal"][b, t])
+        clipped = min(max(r, 1 - config.clip_ratio_low), 1 + config.clip_ratio_high)
+        value, slope = (r * a, r * a) if r * a <= clipped * a else (clipped * a, 0.0)
+        if config.clip_ratio_c is not None and a < 0 and value < config.clip_ratio_c * a:
+            value, slope = config.clip_ratio_c * a, 0.0
+        terms[b, t], slopes[b, t] = -w * value, -w * slope
+    share = token_shares(rows["mask"], agg_mode)
+    return float((terms * share).sum()), slopes * share
+
+
+def token_shares(mask, agg_mode):
+    """What a token's loss is multiplied by in each aggregation mode, [B, R]."""
+    lengths = mask.sum(1, keepdims=True)
+    sequences = (lengths > 0).sum()
+    return {
+        "token-mean": mask / mask.sum(),
+        "token-sum": mask,
+        "seq-mean-token-sum": mask / sequences,
+        "seq-mean-token-mean": mask / np.maximum(lengths, 1) / sequences,
+        "seq-mean-token-sum-norm": mask / sequences / WIDTH,
+    }[agg_mode]
+
+
+@pytest.mark.parametrize("agg_mode", AGG_MODES)
+@pytest.mark.parametrize("seed", range(8))
+def test_equals_verls_vanilla_ppo_where_behaviour_is_proximal(agg_mode, seed):
+    batch = build_batch(seed)
+    batch["behaviour"] = batch["proximal"]
+    config = build_config(clip_ratio_high=0.28)
+    ours, gradient, metrics = loss_and_gradient(decoupled_ppo, batch, weights_of(batch), config, agg_mode)
+    theirs, expected, figures = loss_and_gradient(compute_policy_loss_vanilla, batch, None, config, agg_mode)
+    assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
+    assert metrics == pytest.approx(figures, abs=1e-6)
+    assert metrics["actor/pg_clipfrac"] > 0
+
+
+@pytest.mark.parametrize("agg_mode", AGG_MODES)
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+@pytest.mark.parametrize("seed", range(4))
+def test_equals_the_equation_in_float64_for_three_different_policies(agg_mode, dual_clip, seed):
+    config = build_config(clip_ratio_low=0.2, clip_ratio_high=0.4, clip_ratio_c=dual_clip)
+    # verl's seq-mean-token-mean adds 1e-8 to each length.
+    for dtype, tolerance in ((torch.float64, 1e-7), (torch.float32, 1e-5)):
+        batch = build_batch(seed, dtype=dtype)
+        expected, slopes = reference(batch, config, cap=1.5, agg_mode=agg_mode)
+        value, gradient, _ = loss_and_gradient(decoupled_ppo, batch, weights_of(batch, 1.5), config, agg_mode)
+        assert value == pytest.approx(expected, rel=tolerance, abs=tolerance)
+        np.testing.assert_allclose(gradient.numpy(), slopes, rtol=tolerance, atol=tolerance)
+
+
+def one_token(*, behaviour=-1.0, proximal=-1.0, current=-1.0, advantage=1.0):
+    row = {"behaviour": behaviour, "proximal": proximal, "current": current, "advantages": advantage, "mask": 1.0}
+    return {key: torch.tensor([[value]], dtype=torch.float64) for key, value in row.items()}
+
+
+def value_of(batch, *, threshold=2.0, **fields):
+    return loss_and_gradient(decoupled_ppo, batch, weights_of(batch, threshold), build_config(**fields), "token-mean")[
+        0
+    ]
+
+
+def test_weight_is_capped():
+    assert value_of(one_token(proximal=0.0, current=0.0), threshold=2.0) == pytest.approx(-2.0)
+    assert value_of(one_token(proximal=0.0, current=0.0), threshold=5.0) == pytest.approx(-math.e)
+
+
+def test_token_above_the_bound_is_masked_but_still_counted():
+    """As AReaL: the weight is zeroed, the denominator keeps the token. ``lower_upper`` is verl's form of it."""
+    both = {key: torch.cat([one_token(proximal=0.0, current=0.0)[key], one_token()[key]], dim=1) for key in one_token()}
+    assert value_of(both, threshold="1e-9_2.0") == pytest.approx(-(0.0 + 1.0) / 2)
+
+
+def test_clip_is_asymmetric():
+    up, down = one_token(current=0.0), one_token(current=-2.0, advantage=-1.0)
+    assert value_of(up, clip_ratio_low=0.2, clip_ratio_high=0.28) == pytest.approx(-1.28)
+    assert value_of(down, clip_ratio_low=0.2, clip_ratio_high=0.28) == pytest.approx(0.8)
+
+
+def test_dual_clip_bounds_the_loss_of_a_bad_token_and_can_be_switched_off():
+    bad = one_token(current=1.0, advantage=-1.0)
+    assert value_of(bad, clip_ratio_c=3.0) == pytest.approx(3.0)
+    assert value_of(bad, clip_ratio_c=None) == pytest.approx(math.exp(2.0))
+
+
+def test_it_never_trains_without_weights():
+    with pytest.raises(RuntimeError, match="rollout_is_weights"):
+        loss_and_gradient(decoupled_ppo, one_token(), None, build_config(), "token-mean")
+
+
+def test_current_token_has_the_behaviour_policy_as_its_proximal_one():
+    behaviour, current = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
+    versions = torch.tensor([[7, 7]], dtype=torch.int32)
+    torch.testing.assert_close(interpolate_proximal(behaviour, current, versions, 7), behaviour)
+
+
+def test_interpolation_moves_to_the_current_policy_with_age():
+    behaviour, current = torch.full((1, 5), -1.0), torch.full((1, 5), -2.0)
+    versions = torch.tensor([[9, 8, 7, 0, -1]], dtype=torch.int32)
+    expected = torch.tensor([[-1.0, -1.5, -1.0 - 2 / 3, -1.9, -1.0]])
+    torch.testing.assert_close(interpolate_proximal(behaviour, current, versions, 9), expected)
+    old = interpolate_proximal(behaviour, current, versions, 10**6)
+    torch.testing.assert_close(old[:, :4], current[:, :4], atol=1e-5, rtol=0)
+
+
+def build_micro_batch(seed, **facts):
+    """A padded micro-batch as verl's trainer sends it: (data, model_output), prompts of 2 tokens and ragged responses."""
+    batch = build_batch(seed)
+    # A response of no tokens does not reach the trainer; a masked one does.
+    lengths = batch["mask"].sum(1).long().clamp(min=1)
+    response = (torch.arange(WIDTH) < lengths[:, None]).long()
+    attention = torch.cat([torch.ones(ROWS, 2, dtype=torch.long), response], dim=1)
+    data = TensorDict(
+        {
+            "prompts": torch.ones(ROWS, 2, dtype=torch.long),
+            "responses": response,
+            "input_ids": attention.clone(),
+            "attention_mask": attention,
+            "position_ids": attention.cumsum(1) - 1,
+            "response_mask": batch["mask"].long(),
+            "advantages": batch["advantages"],
+            "old_log_probs": batch["proximal"],
+            "rollout_log_probs": batch["behaviour"],
+            "rollout_versions": torch.where(response > 0, seed % 3, -1).int(),
+        },
+        batch_size=ROWS,
+    )
+    data = left_right_2_no_padding(data)
+    tokens = int(batch["mask"].sum())
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=ROWS, **facts)
+    # verl's engines give one log-prob a position, of the next token: the response's stand one to the left.
+    flat = []
+    for row, length in zip(batch["current"], lengths.tolist(), strict=True):
+        flat.append(torch.cat([torch.zeros(1), row[:length], torch.zeros(1)]))
+    return batch, data, {"log_probs": torch.nested.as_nested_tensor(flat, layout=torch.jagged)}
+
+
+def run_loss(function, data, output, **fields):
+    flat = output["log_probs"].values().detach().clone().requires_grad_()
+    nested = torch.nested.nested_tensor_from_jagged(flat, offsets=output["log_probs"].offsets())
+    value, metrics = function(config=build_config(**fields), model_output={"log_probs": nested}, data=data)
+    value.backward()
+    return value.item(), flat.grad, metrics
+
+
+def interpolated(version, check=False, threshold=2.0, level="token"):
+    return {
+        loss.PROXIMAL_VERSION: version,
+        loss.PROXIMAL_CHECK: check,
+        loss.WEIGHT_LEVEL: level,
+        loss.WEIGHT_THRESHOLD: threshold,
+    }
+
+
+def test_loss_of_the_worker_is_verls_where_the_proximal_policy_is_recomputed():
+    _, data, output = build_micro_batch(1)
+    ours, theirs = run_loss(corrected_ppo_loss, data, output), run_loss(ppo_loss, data, output)
+    assert ours[0] == theirs[0]
+    torch.testing.assert_close(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("loss_mode", ["decoupled_ppo", "gspo", "sapo", "gpg"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_loss_of_the_worker_trains_on_the_interpolated_policy(loss_mode, level):
+    seed, version = 5, 4
+    batch, data, output = build_micro_batch(seed, **interpolated(version, level=level))
+    age = version - seed % 3
+    current = batch["current"] * (data["responses"] > 0)
+    proximal = batch["behaviour"] + age / (age + 1) * (current - batch["behaviour"])
+    weights, _ = compute_rollout_correction_weights(proximal - batch["behaviour"], batch["mask"], level, 2.0)
+    mode = {"policy_loss": {"loss_mode": loss_mode}}
+    value, gradient, metrics = run_loss(corrected_ppo_loss, data, output, **mode)
+    data["old_log_probs"], data["rollout_is_weights"] = proximal, weights
+    expected, slopes, _ = run_loss(ppo_loss, data, output, **mode)
+    assert value == pytest.approx(expected, abs=1e-6)
+    torch.testing.assert_close(gradient, slopes, atol=1e-6, rtol=1e-5)
+    mean = agg_loss(weights, batch["mask"], "token-mean")
+    assert metrics["actor/partial_rollout/behaviour_weight/mean"].aggregate() == pytest.approx(mean.item(), abs=1e-6)
+
+
+def test_error_of_the_interpolation_is_measured_against_the_recomputed_policy():
+    seed, version = 5, 3
+    batch, data, output = build_micro_batch(seed, **interpolated(version, check=True))
+    age = version - seed % 3
+    proximal = batch["behaviour"] + age / (age + 1) * (batch["current"] - batch["behaviour"])
+    expected = ((proximal - batch["proximal"]).abs() * batch["mask"]).sum() / batch["mask"].sum()
+    _, _, metrics = run_loss(corrected_ppo_loss, data, output, policy_loss={"loss_mode": "decoupled_ppo"})
+    assert metrics["actor/partial_rollout/proximal/error"].aggregate() == pytest.approx(expected.item(), abs=1e-6)
+    tu.assign_non_tensor(data, **{loss.PROXIMAL_CHECK: False})
+    assert "actor/partial_rollout/proximal/error" not in run_loss(corrected_ppo_loss, data, output)[2]
+
+
+def test_micro_batch_of_masked_samples_has_no_gradient():
+    _, data, output = build_micro_batch(5, **interpolated(3))
+    data["response_mask"] = torch.zeros_like(data["response_mask"])
+    value, gradient, _ = run_loss(corrected_ppo_loss, data, output)
+    assert value == 0 and not gradient.any()
+
+
+def test_micro_batch_whose_weights_are_all_masked_has_no_gradient():
+    _, data, output = build_micro_batch(5, **interpolated(3, threshold="1e-9_1.0"))
+    data["rollout_log_probs"] = data["rollout_log_probs"] - 9.0
+    value, gradient, _ = run_loss(corrected_ppo_loss, data, output)
+    assert value == 0 and not gradient.any()
+
+
+def test_loss_function_brings_its_registration_to_the_process_that_unpickles_it():
+    assert get_policy_loss_fn("decoupled_ppo") is decoupled_ppo
+    payload = pickle.dumps(partial(corrected_ppo_loss, config=build_config()))
+    program = (
+        "import pickle, sys\n"
+        "from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY\n"
+        "assert 'decoupled_ppo' not in POLICY_LOSS_REGISTRY\n"
+        "pickle.load(sys.stdin.buffer)\n"
+        "assert 'decoupled_ppo' in POLICY_LOSS_REGISTRY\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], input=payload, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
