@@ -26,9 +26,11 @@ PURE = (
     "audit",
 )
 RAY = {
-    "agent_loop_worker",
     "agent_loop_manager",
     "checkpoint_manager",
+    "failures",
+    "observed_manager",
+    "worker_pool",
     "replica",
     "task_runner",
     "main_ppo",

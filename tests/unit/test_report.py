@@ -172,7 +172,7 @@ def test_no_probe_at_all_leaves_efficiency_unknown_and_says_so(tmp_path):
 
 
 def test_probe_slower_than_the_run_itself_is_warned_of(tmp_path):
-    comparison = compared(tmp_path, base={"probes": [10]}, other={"probes": [10]})
+    comparison = compared(tmp_path, base={"probes": [10]}, other={"probes": [20]})
     assert any("noPR decoded faster" in warning for warning in comparison.warnings)
     assert any("not alike" in warning for warning in comparison.warnings)
 

@@ -16,13 +16,23 @@ class Method:
         return self._function(*args)
 
 
+class Reference:
+    """Can be awaited again and again, like Ray's; giving up one wait leaves the others."""
+
+    def __init__(self, future):
+        self._future = future
+
+    def __await__(self):
+        return asyncio.shield(self._future).__await__()
+
+
 class FakeWorker:
     """Actor handle whose ``serve`` ends when it is told to."""
 
     def __init__(self):
         self.ended = asyncio.get_running_loop().create_future()
         self.asked = []
-        self.serve = Method(lambda: asyncio.shield(self.ended))
+        self.serve = Method(lambda: Reference(self.ended))
         self.open_round = Method(lambda: self._answer("open"))
         self.close_round = Method(lambda: self._answer("close"))
 
