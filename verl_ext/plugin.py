@@ -1,7 +1,8 @@
 """Entry point ``verl.plugins``: verl loads this module at ``import verl`` in every process.
 
-The CPU platform and its patches are installed only if the user asked for them with ``VERL_PLATFORM=cpu``; what every platform
-needs, ``pooled_reward_model``, is installed always. verl logs a plugin that fails to load at DEBUG and goes on; ``verl_ext.check`` and the recipe's start-up both look at the result.
+The CPU platform and its patches are installed only if the user asked for them with ``VERL_PLATFORM=cpu``; what every
+platform needs, ``pooled_reward_model``, is installed always. verl logs a plugin that fails to load at DEBUG and goes on;
+``verl_ext.check`` and the recipe's start-up both look at the result.
 """
 
 import os
