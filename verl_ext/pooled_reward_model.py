@@ -1,7 +1,7 @@
 """Patch: a reward model in a pool of its own scores samples while they are rolled out.
 
-verl's agent-loop workers read ``reward_extra_info`` from every answer of a reward worker, and ``compute_score_disrm``,
-which asks a classifier, leaves it out: each sample then fails with a KeyError. Here the answer has it, empty.
+verl's agent-loop workers read ``reward_extra_info`` from every answer of a reward worker. ``compute_score_disrm``, which
+asks a classifier, leaves it out, and each sample fails with a KeyError. Here the answer has it, empty.
 """
 
 import wrapt
