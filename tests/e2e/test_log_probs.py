@@ -20,10 +20,10 @@ class Keeper:
     """Grants at once."""
 
     @contextlib.asynccontextmanager
-    async def engine_call(self, sample_id):
+    async def engine_call(self, sample):
         yield
 
-    def hand_in(self, sample_id, segment):
+    def hand_in(self, sample):
         pass
 
 
