@@ -34,13 +34,8 @@ from verl.utils.rollout_trace import rollout_trace_attr
 
 from recipe.partial_rollout.failures import ReplicaError, one_line
 from recipe.partial_rollout.grant_gate import GrantGate
-from recipe.partial_rollout.llm_client import (
-    LIVE_SAMPLE,
-    EngineCall,
-    LiveSample,
-    ObservedLLMClient,
-    PartialRolloutLLMClient,
-)
+from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.llm_client import EngineCall, ObservedLLMClient, PartialRolloutLLMClient
 from recipe.partial_rollout.manager_actor import Report
 from recipe.partial_rollout.tool_journal import journaled
 from recipe.partial_rollout.types import Grant, Progress, SampleOutput

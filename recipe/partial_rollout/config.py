@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.partial_rollout.admission import Admission, Mode
 from recipe.partial_rollout.correction import Correction, Proximal
 from recipe.partial_rollout.failure_policy import FailurePolicy, OnSampleError
+from recipe.partial_rollout.kept_kv import ResumeKV
 from recipe.partial_rollout.scheduling import Policy
 
 
@@ -99,6 +100,7 @@ class PartialRolloutConfig:
     correction: Correction
     proximal: Proximal
     proximal_check_every: int
+    resume_kv: ResumeKV
     probe_s: float
     checksum_all: bool
     failures: FailureLimits
@@ -165,6 +167,7 @@ class PartialRolloutConfig:
             correction=_member("partial_rollout.correction", ours.correction, Correction),
             proximal=_member("partial_rollout.proximal", ours.proximal, Proximal),
             proximal_check_every=_at_least("partial_rollout.proximal_check_every", ours.proximal_check_every, 0),
+            resume_kv=_member("partial_rollout.resume_kv", ours.resume_kv, ResumeKV),
             probe_s=_number("partial_rollout.probe_s", ours.probe_s),
             checksum_all=bool(ours.checkpoint.checksum_all),
             failures=FailureLimits.from_config(ours.failures),

@@ -10,17 +10,18 @@ A training sample is found through a context variable; without one (validation, 
 from __future__ import annotations
 
 import time
-from collections import deque
-from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.failures import ReplicaError, means_death, one_line
+from recipe.partial_rollout.kept_kv import ResumeKV, request_id_of
+from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.replica_choice import ReplicaChoice
 from recipe.partial_rollout.types import Segment
 
 ABORTED = ("aborted", "abort")
@@ -49,7 +50,7 @@ class EngineCall:
     version: int
     """policy version that the replica held; -1 when it did not say"""
     resumed_tokens: int = 0
-    """prompt and response tokens that it had to read again because the sample was interrupted"""
+    """prompt and response tokens that it had to read again because the sample was interrupted; not those found cached"""
 
 
 class ObservedLLMClient(LLMServerClient):
@@ -103,105 +104,40 @@ class ObservedLLMClient(LLMServerClient):
         finally:
             _REPLICA.reset(token)
         tokens, version = len(output.token_ids), _version(output)
-        self._calls.append(EngineCall(replica[0], start, time.time(), tokens, version, resumed_tokens))
+        found = output.extra_fields.get("num_cached_tokens") or 0
+        read_again = max(0, resumed_tokens - found)
+        self._calls.append(EngineCall(replica[0], start, time.time(), tokens, version, read_again))
         return output
 
 
-class SlotKeeper(Protocol):
-    """What a running sample asks of its worker."""
-
-    def engine_call(self, sample: LiveSample) -> AbstractAsyncContextManager[None]:
-        """Entered once the sample holds a slot in an open round; left when the replica has answered."""
-        ...
-
-    def hand_in(self, sample: LiveSample) -> None:
-        """Give the slot back, with whatever the manager does not know of the sample."""
-        ...
-
-    def note(self, sample: LiveSample) -> None:
-        """Tell the manager what it does not know of the sample, which keeps its slot."""
-        ...
-
-
-@dataclass(slots=True)
-class LiveSample:
-    """A training sample in its worker."""
-
-    id: str
-    keeper: SlotKeeper
-    priority: int
-    restored: deque[Segment] = field(default_factory=deque)
-    """journal of a life that has ended (crash, dead worker, retry): calls answer from it first"""
-    restored_tools: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """likewise, results of finished tool calls by their number"""
-    segments: list[Segment] = field(default_factory=list)
-    """every engine call so far, in order, those of the journal included"""
-    tool_calls: int = 0
-    calls: int = 0
-    replica: str | None = None
-    """where its last call of this round ran: the next turn finds its prefix cached there"""
-    _unsent: list[Segment] = field(default_factory=list)
-    _unsent_tools: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, segment: Segment) -> None:
-        """Tokens that the engine has just made."""
-        self.segments.append(segment)
-        self._unsent.append(segment)
-
-    def add_tool_result(self, result: dict[str, Any]) -> None:
-        """A tool call that has just finished; the manager is told, so that it is not made twice."""
-        self._unsent_tools.append(result)
-        self.keeper.note(self)
-
-    def take_unsent(self) -> tuple[tuple[Segment, ...], tuple[dict[str, Any], ...]]:
-        """Segments and tool results since the last time this was asked."""
-        unsent = tuple(self._unsent), tuple(self._unsent_tools)
-        self._unsent, self._unsent_tools = [], []
-        return unsent
-
-    def replay_turn(self) -> list[Segment]:
-        """The journal's segments of one turn; the last has a stop reason if the turn had come to its end."""
-        turn: list[Segment] = []
-        while self.restored and (not turn or turn[-1].stop_reason is None):
-            turn.append(self.restored.popleft())
-        self.segments.extend(turn)
-        return turn
-
-
-LIVE_SAMPLE: ContextVar[LiveSample | None] = ContextVar("live_sample", default=None)
-
-
 class PartialRolloutLLMClient(ObservedLLMClient):
-    """Resumes an interrupted engine call from its own tokens, under whatever weights the replicas hold by then.
-
-    A resumed sample may go to any replica, so it goes to the one with the fewest running samples of this worker.
-    """
+    """Resumes an interrupted engine call from its own tokens, under whatever weights the replicas hold by then."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._servers: dict[str, Any] = {}
-        self._running: dict[str, int] = {}
+        self._replicas: ReplicaChoice | None = None
+        custom = getattr(self.config.actor_rollout_ref.rollout, "custom", None) or {}
+        self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
 
     def use_replicas(self, servers: dict[str, Any]) -> None:
-        """Balance training samples over ``servers`` (address to server handle) by sample count."""
-        self._servers = dict(servers)
-        self._running = dict.fromkeys(servers, 0)
+        """Balance training samples over ``servers`` (address to server handle)."""
+        self._replicas = ReplicaChoice(servers)
+
+    def _vllm_request_id(self, request_id: str) -> str:
+        sample = LIVE_SAMPLE.get()
+        return super()._vllm_request_id(request_id) if sample is None else request_id_of(sample.id)
 
     async def _choose_server(self, request_id: str, **extra: Any):
         sample = LIVE_SAMPLE.get()
-        if sample is None or not self._servers:
+        if sample is None or self._replicas is None:
             return await super()._choose_server(request_id, **extra)
-        if sample.replica is None:
-            sample.replica = min(self._running, key=self._running.__getitem__)
-        self._running[sample.replica] += 1
-        return sample.replica, self._servers[sample.replica]
+        return self._replicas.take(sample)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-        if LIVE_SAMPLE.get() is None or not self._servers:
+        if LIVE_SAMPLE.get() is None or self._replicas is None:
             super()._release_server(server_id, request_id)
         else:
-            if server_id in self._running:
-                self._running[server_id] -= 1
+            self._replicas.release(server_id)
 
     async def generate(  # type: ignore[override]
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
@@ -244,19 +180,17 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                 turn.append(segment)
                 sample.add(segment)
             if segment.stop_reason is None:
-                # The replica's cache goes with its weights: nothing binds the sample to it.
-                sample.replica = None
+                sample.resumes = True
+                if not self._keeps_kv:
+                    # The replica's cache goes with its weights: nothing binds the sample to it.
+                    sample.replica = None
                 sample.keeper.hand_in(sample)
         return self._merge(turn, last)
 
     def _leave(self, sample: LiveSample, error: ReplicaError) -> None:
         """Go on at another replica when the sample's own is dead; raises when that is no help."""
-        if not error.dead or sample.replica is None:
+        if not error.dead or self._replicas is None or not self._replicas.leave(sample):
             raise error
-        self._running.pop(sample.replica, None)
-        if not self._running:
-            raise error
-        sample.replica = None
 
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
         """Tokens that an uninterrupted call could generate (the rule of ``vLLMHttpServer.generate``)."""

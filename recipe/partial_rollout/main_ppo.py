@@ -35,6 +35,7 @@ def wire(config: DictConfig) -> None:
         from recipe.partial_rollout.correction_check import wire_correction
 
         wire_correction(config)
+        rollout.custom = {**(rollout.get("custom") or {}), "resume_kv": config.partial_rollout.resume_kv}
     if not OmegaConf.select(config, "trainer.default_local_dir"):
         config.trainer.default_local_dir = "outputs"
 

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from recipe.partial_rollout.checkpoint import RunCheckpoints
 from recipe.partial_rollout.config import PartialRolloutConfig, fail
 from recipe.partial_rollout.correction_check import check_correction
+from recipe.partial_rollout.kept_kv import ResumeKV
 from recipe.partial_rollout.manifest import ForeignCheckpointError, TornCheckpointError, verify
 
 
@@ -86,9 +87,25 @@ def _check_partial_rollout(config: DictConfig) -> None:
     for key, value, wanted, why in required:
         if value != wanted:
             raise fail(key, value, f"with partial_rollout.enable=True it must be {why}")
+    if config.partial_rollout.resume_kv == ResumeKV.KEEP:
+        _check_kept_kv(rollout)
     _check_checkpoints(config)
     if config.algorithm.adv_estimator == "remax":
         raise fail("algorithm.adv_estimator", "remax", "any other: its greedy baseline needs the synchronous rollout")
+
+
+def _check_kept_kv(rollout: DictConfig) -> None:
+    if rollout.free_cache_engine:
+        raise fail(
+            "partial_rollout.resume_kv",
+            "keep",
+            "recompute with actor_rollout_ref.rollout.free_cache_engine=True: an engine that sleeps gives its KV cache up, "
+            "and the recipe does not use vLLM's KV offloading",
+        )
+    if not rollout.enable_prefix_caching:
+        raise fail(
+            "partial_rollout.resume_kv", "keep", "recompute with actor_rollout_ref.rollout.enable_prefix_caching=False"
+        )
 
 
 def _check_checkpoints(config: DictConfig) -> None:

@@ -25,6 +25,7 @@ from verl.utils.config import omega_conf_to_dataclass
 import recipe.partial_rollout.replica as replica
 from recipe.partial_rollout.checkpoint import RunCheckpoints
 from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.kept_kv import kv_gap
 from recipe.partial_rollout.ledger import NAME as LEDGER
 from recipe.partial_rollout.ledger import Ledger, RunSizes
 from recipe.partial_rollout.loss import corrected_ppo_loss
@@ -62,6 +63,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         super().__init__(config, *args, **kwargs)
         self.step_line = StepLine(self.total_training_steps)
         self._phase_started: float | None = None
+        self._gap: dict[str, float] = {}
         self._completed_step = step_of(self.resume_from)
 
     def _find_checkpoint(self, config: Any) -> Path | None:
@@ -256,7 +258,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Adds the round's figures to what verl logs of a step, and prints the step in one line."""
-        ours = {f"partial_rollout/{k}": v for k, v in self._rollout.take_step_metrics().items()}
+        ours = {f"partial_rollout/{k}": v for k, v in {**self._rollout.take_step_metrics(), **self._gap}.items()}
+        self._gap = {}
         data = {**self.proximal.metrics(data, step), **ours}
         self.step_line.show(data, step)
         if "training/global_step" in data:
@@ -266,7 +269,10 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
         if self.settings.enable and not self.proximal.recomputes(self.global_steps):
             return self.proximal.stand_in(batch), 0.0
-        return super()._compute_old_log_prob(batch)
+        proximal, flops = super()._compute_old_log_prob(batch)
+        if self.settings.enable:
+            self._gap = kv_gap(batch.batch, proximal.batch["old_log_probs"], self.global_steps - 1)
+        return proximal, flops
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         if self.settings.enable:

@@ -1,4 +1,4 @@
-"""verl's vLLM replica whose server remembers why a weight sync failed.
+"""verl's vLLM replica whose server remembers why a weight sync failed, and keeps KV blocks across it where asked to.
 
 verl's sender waits for the receiver's answer without looking at the receiver's error, so a sync that fails in the engine
 hangs the trainer. The server notes the error here and ``RecipeCheckpointManager`` asks for it while it waits.
@@ -6,6 +6,7 @@ hangs the trainer. The server notes the error here and ``RecipeCheckpointManager
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from typing import Any
 
@@ -14,14 +15,37 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from recipe.partial_rollout.failures import one_line
+from recipe.partial_rollout.kept_kv import ResumeKV, SaltedEngine
 
 _SYNC_METHODS = ("update_weights_from_ipc", "update_verl_delta_weights")
 
 
 class RecipeVLLMServer(vLLMHttpServer):
-    """``vLLMHttpServer`` that answers for its weight syncs."""
+    """``vLLMHttpServer`` that answers for its weight syncs, and has ``rollout.custom.resume_kv``."""
 
     _weight_sync_error: str | None = None
+
+    @property
+    def _keeps_kv(self) -> bool:
+        return (self.config.custom or {}).get("resume_kv") == ResumeKV.KEEP
+
+    async def run_server(self, args: argparse.Namespace) -> None:
+        """As verl's."""
+        await super().run_server(args)
+        if self._keeps_kv:
+            self.engine = SaltedEngine(self.engine, lambda: self.global_steps)
+
+    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+        """As verl's; kept blocks outlive it."""
+        return await super().abort_all_requests(reset_prefix_cache and not self._keeps_kv, reject_request)
+
+    async def clear_kv_cache(self) -> None:
+        """As verl's, which calls it after a weight sync; kept blocks outlive it."""
+        if not self._keeps_kv:
+            await super().clear_kv_cache()
+        elif self.node_rank == 0:
+            await self.engine.reset_mm_cache()
+            await self.engine.reset_encoder_cache()
 
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> None:
         """As verl's; the error of a weight sync is also kept."""

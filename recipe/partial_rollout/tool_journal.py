@@ -18,7 +18,7 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
 from verl.tools.schemas import ToolResponse
 
-from recipe.partial_rollout.llm_client import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
 
 Result = tuple[ToolResponse, float | None, dict[str, Any]]
 

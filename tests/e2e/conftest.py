@@ -53,7 +53,12 @@ def launcher(task, directory_of):
             start_new_session=True,
             env={**os.environ, "PYTHONWARNINGS": "ignore"},
         )
-        run = SimpleNamespace(process=process, directory=directory, terminal=lambda: Path(log.name).read_text())
+        run = SimpleNamespace(
+            process=process,
+            directory=directory,
+            terminal=lambda: Path(log.name).read_text(),
+            read=lambda: read(directory),
+        )
         runs.append(run)
         return run
 

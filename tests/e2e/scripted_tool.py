@@ -8,7 +8,7 @@ import os
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.function_tool import function_tool
 
-from recipe.partial_rollout.llm_client import LIVE_SAMPLE
+from recipe.partial_rollout.live_sample import LIVE_SAMPLE
 
 
 @function_tool

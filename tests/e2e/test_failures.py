@@ -7,6 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from recipe.partial_rollout.audit import audit
+
 HERE = Path(__file__).parent
 
 # Responses never end by themselves, so a round lasts long enough to be in the middle of it.
@@ -67,6 +69,27 @@ def test_killed_worker_that_may_not_be_restarted_ends_the_run_by_name(start, wai
     time.sleep(3)
     processes(run, "ray::PartialRolloutAgentLoopWorker")[0].kill()
     check_ends_with(run, "agent_loop_worker_0 died during the round", "worker_restarts=0")
+
+
+def test_killed_replica_comes_back_and_the_other_takes_its_samples_over(start, wait_for):
+    """Two replicas, one of them killed in mid-round: nothing is lost, and both work again after the next weight sync."""
+    run = start(
+        "data.train_batch_size=4",
+        "data.train_max_samples=16",
+        "trainer.total_training_steps=null",
+        "data.max_response_length=400",
+        "actor_rollout_ref.rollout.n=4",
+        "trainer.n_gpus_per_node=2",
+    )
+    wait_for(lambda: in_mid_round(run), "a round of training")
+    time.sleep(2)
+    victims = processes(run, "VLLM::EngineCore")
+    assert len(victims) == 2
+    victims[0].kill()
+    assert run.process.wait(300) == 0, run.terminal()[-3000:]
+    result, _ = audit(run.directory)
+    assert result.violations == [] and result.complete and len(result.trained) == 16
+    assert run.read().steps[4]["partial_rollout/failures/replicas_restarted"] == 1
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,14 @@ def test_mistake_is_refused_in_one_line(configure, override, message):
             ("partial_rollout.proximal=interpolate", "algorithm.adv_estimator=optimal_token_baseline"),
             "adv_estimator=optimal_token_baseline: any other with partial_rollout.proximal=interpolate",
         ),
+        (
+            ("partial_rollout.resume_kv=keep", "actor_rollout_ref.rollout.free_cache_engine=True"),
+            "resume_kv=keep: recompute with actor_rollout_ref.rollout.free_cache_engine=True: an engine that sleeps",
+        ),
+        (
+            ("partial_rollout.resume_kv=keep", "actor_rollout_ref.rollout.enable_prefix_caching=False"),
+            "resume_kv=keep: recompute with actor_rollout_ref.rollout.enable_prefix_caching=False",
+        ),
         (("algorithm=sapo", "actor_rollout_ref.actor.clip_ratio_c=null"), "clip_ratio_c=None: a number above 1 with"),
     ],
 )

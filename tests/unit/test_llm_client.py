@@ -12,12 +12,8 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.failures import ReplicaError
-from recipe.partial_rollout.llm_client import (
-    LIVE_SAMPLE,
-    LiveSample,
-    ObservedLLMClient,
-    PartialRolloutLLMClient,
-)
+from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.llm_client import ObservedLLMClient, PartialRolloutLLMClient
 from recipe.partial_rollout.types import Segment
 
 ROLLOUT = SimpleNamespace(response_length=10, prompt_length=4, scheduling_policy="fcfs", name="vllm")

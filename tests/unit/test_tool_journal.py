@@ -8,7 +8,7 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
-from recipe.partial_rollout.llm_client import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.tool_journal import ToolError, journaled
 
 SCHEMA = OpenAIFunctionToolSchema.model_validate(

@@ -1,0 +1,56 @@
+"""Samples spread over the replicas by number, and stay where their blocks are while that is fair."""
+
+from recipe.partial_rollout.live_sample import LiveSample
+from recipe.partial_rollout.replica_choice import ReplicaChoice
+
+
+def sample(replica=None, *, resumes=False):
+    return LiveSample("0/0#0", keeper=None, priority=0, replica=replica, resumes=resumes)
+
+
+def choice(**running):
+    replicas = ReplicaChoice({address: address.upper() for address in running})
+    for address, count in running.items():
+        for _ in range(count):
+            replicas.take(sample(address))
+    return replicas
+
+
+def test_new_sample_goes_to_the_emptiest_replica():
+    assert choice(a=3, b=1, c=2).take(sample()) == ("b", "B")
+
+
+def test_next_turn_stays_where_its_prefix_is_whatever_the_balance():
+    assert choice(a=9, b=0).take(sample("a")) == ("a", "A")
+
+
+def test_resumed_sample_goes_back_to_its_blocks_unless_its_replica_is_far_behind():
+    assert choice(a=5, b=4).take(sample("a", resumes=True))[0] == "a"
+    assert choice(a=9, b=4).take(sample("a", resumes=True))[0] == "b"
+
+
+def test_resumed_samples_end_up_balanced():
+    replicas = choice(a=0, b=0)
+    for _ in range(100):
+        replicas.take(sample("a", resumes=True))
+    assert {address: replicas._running[address] for address in "ab"} == {"a": 56, "b": 44}
+
+
+def test_sample_of_a_replica_that_is_no_more_goes_elsewhere():
+    assert choice(a=1, b=2).take(sample("gone", resumes=True))[0] == "a"
+
+
+def test_dead_replica_is_left_for_good_and_the_last_one_is_no_help():
+    replicas = choice(a=0, b=0)
+    first, second = sample("a"), sample("a")
+    assert replicas.leave(first) and replicas.leave(second)
+    assert replicas.take(first)[0] == "b"
+    assert not replicas.leave(first)
+
+
+def test_slot_of_a_call_is_free_after_it():
+    replicas = choice(a=1, b=0)
+    assert replicas.take(sample())[0] == "b"
+    replicas.release("b")
+    assert replicas.take(sample())[0] == "b"
+    replicas.release("gone")
