@@ -107,19 +107,14 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         except Exception as error:
             raise RewardError(f"reward function failed on prompt {kwargs.get('uid')}: {one_line(error)}") from error
 
-    async def probe(self, rows: list[dict[str, Any]], concurrency: int, until_ended: int) -> None:
-        """Keep ``concurrency`` samples running through the whole path until ``end_probe``, or until as many ended."""
+    async def probe(self, rows: list[dict[str, Any]], concurrency: int) -> None:
+        """Keep ``concurrency`` samples running through the whole path until ``end_probe``."""
         self._probe_over = asyncio.Event()
-        ended = 0
 
         async def keep_one(index: int) -> None:
-            nonlocal ended
             while not self._probe_over.is_set():
                 await self._probe_sample(rows[index % len(rows)])
                 index += concurrency
-                ended += 1
-                if until_ended and ended >= until_ended:
-                    self._probe_over.set()
 
         await asyncio.gather(*[keep_one(index) for index in range(concurrency)])
 

@@ -52,6 +52,11 @@ class EngineCall:
     resumed_tokens: int = 0
     """prompt and response tokens that it had to read again because the sample was interrupted; not those found cached"""
 
+    def tokens_within(self, start: float, end: float) -> float:
+        """Tokens between ``start`` and ``end`` (unix seconds), as if it had made them evenly."""
+        inside = min(self.end, end) - max(self.start, start)
+        return self.tokens * max(0.0, inside) / (self.end - self.start) if self.end > self.start else 0.0
+
 
 class ObservedLLMClient(LLMServerClient):
     """verl's client; remembers what each engine call cost."""

@@ -133,40 +133,31 @@ class ObservedAgentLoopManager(AgentLoopManager):
 
     @auto_await
     async def probe(self, rows: list[dict[str, Any]], seconds: float) -> float:
-        """Keep the engines full through the whole path for ``seconds``; returns decoded tokens per second.
+        """Keep the engines full through the whole path for twice ``seconds``; decoded tokens per second of the second half.
 
-        The samples are thrown away: nothing of the probe is trained.
+        In the first half the engines compile, and their samples are younger, so cheaper to decode, than those of a round.
+        All samples are thrown away: nothing of the probe is trained.
         """
         share = math.ceil(self.full_concurrency / len(self.agent_loop_workers))
-        # The first batch of an engine pays for compilation and caches.
-        await self._keep_full(rows, share, until_calls=share)
-        start, end, tokens = await self._keep_full(rows, share, seconds=seconds)
-        self._site.trace.probe(start, end, tokens, share * len(self.agent_loop_workers))
-        self.full_tokens_per_s = tokens / (end - start)
+        calls, end = await self._keep_full(rows, share, 2 * seconds)
+        tokens = sum(call.tokens_within(end - seconds, end) for call in calls)
+        self._site.trace.probe(end - seconds, end, round(tokens), share * len(self.agent_loop_workers))
+        self.full_tokens_per_s = tokens / seconds
         return self.full_tokens_per_s
 
     async def _keep_full(
-        self, rows: list[dict[str, Any]], share: int, *, seconds: float = 0.0, until_calls: int = 0
-    ) -> tuple[float, float, int]:
-        """Run ``share`` samples on each worker for ``seconds`` or until that many ended; (start, end, tokens)."""
-        workers, deadlines = self.agent_loop_workers, self._settings.deadlines
+        self, rows: list[dict[str, Any]], share: int, seconds: float
+    ) -> tuple[tuple[EngineCall, ...], float]:
+        """Run ``share`` samples on each worker for ``seconds``; their engine calls, and when the engines were quiet."""
+        workers = self.agent_loop_workers
         await self._take_calls()
-        start = time.time()
-        running = [worker.probe.remote(rows, share, until_calls) for worker in workers]
-        pending = {asyncio.ensure_future(result_of(ref)) for ref in running}
-        done, _ = await asyncio.wait(
-            pending, timeout=deadlines.stall_s if until_calls else seconds, return_when=asyncio.FIRST_COMPLETED
-        )
+        running = [asyncio.ensure_future(result_of(worker.probe.remote(rows, share))) for worker in workers]
+        done, _ = await asyncio.wait(running, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
-        if until_calls and not done:
-            raise TimeoutError(
-                f"warming the engines up: fewer than {until_calls} samples ended within {deadlines.stall_s:g} s "
-                f"(partial_rollout.deadlines.stall_s)"
-            )
         await asyncio.gather(*[worker.end_probe.remote() for worker in workers])
         await self._site.control.interrupt()
         end = time.time()
-        await within(asyncio.gather(*pending), deadlines.reward_s, "ending the probe", "reward_s")
+        await within(asyncio.gather(*running), self._settings.deadlines.reward_s, "ending the probe", "reward_s")
         await self._site.control.resume()
-        return start, end, sum(call.tokens for call in await self._take_calls())
+        return await self._take_calls(), end

@@ -13,7 +13,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.failures import ReplicaError
 from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.llm_client import ObservedLLMClient, PartialRolloutLLMClient
+from recipe.partial_rollout.llm_client import EngineCall, ObservedLLMClient, PartialRolloutLLMClient
 from recipe.partial_rollout.types import Segment
 
 ROLLOUT = SimpleNamespace(response_length=10, prompt_length=4, scheduling_policy="fcfs", name="vllm")
@@ -264,3 +264,12 @@ def test_training_samples_go_to_the_replica_with_the_fewest_and_stay_for_their_n
         return chosen
 
     assert asyncio.run(run()) == [("a", "A"), ("b", "B"), ("a", "A"), ("a", "A")]
+
+
+def test_tokens_of_a_call_are_spread_evenly_over_it():
+    call = EngineCall("a", start=10.0, end=14.0, tokens=8, version=0)
+    assert call.tokens_within(0.0, 99.0) == 8
+    assert call.tokens_within(13.0, 99.0) == 2
+    assert call.tokens_within(11.0, 12.0) == 2
+    assert call.tokens_within(14.0, 99.0) == 0
+    assert EngineCall("a", start=10.0, end=10.0, tokens=0, version=0).tokens_within(0.0, 99.0) == 0
