@@ -66,7 +66,7 @@ def test_quickstart_config_passes(configure):
             "ppo_mini_batch_size=3: a divisor of data.train_batch_size=4",
         ),
         ("data.gen_batch_size=7", "data.gen_batch_size=7: null, or data.train_batch_size=4"),
-        ("actor_rollout_ref.rollout.max_model_len=500", "response_length=2048: with prompt_length=64 it must fit"),
+        ("actor_rollout_ref.rollout.max_model_len=500", "response_length=1536: with prompt_length=64 it must fit"),
         (
             "actor_rollout_ref.rollout.calculate_log_probs=False",
             "calculate_log_probs=False: with partial_rollout.enable",
