@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.convergence.__main__ import main
-from recipe.partial_rollout.convergence.curves import ArmCurve, gap
+from recipe.partial_rollout.convergence.curves import ArmCurve, curve_of, gap
 from recipe.partial_rollout.convergence.document import label, table
 from recipe.partial_rollout.convergence.study import Study, arms
+from recipe.partial_rollout.report.run_record import load_run
 
 STEPS = 4
 
@@ -33,7 +34,12 @@ def write_run(directory, rewards, *, staleness=0, complete=True, arm="PR"):
     group = {"prompt": "p", "epoch": 0, "lengths": [5], "staleness": [staleness], "segments": [1]}
     metrics, trace = [], []
     for step, reward in enumerate(rewards, 1):
-        figures = {"training/global_step": step, "timing_s/step": 2.0, "timing_s/gen": 1.0, "critic/score/mean": reward}
+        figures = {
+            "training/global_step": step,
+            "timing_s/step": 2.0,
+            "timing_s/gen": 1.0,
+            **({} if reward is None else {"val-core/clock10/reward/mean@4": reward}),
+        }
         metrics.append({"step": step, "data": figures})
         trained = [{**group, "group": 2 * step + i, "tokens": 5, "off_policy_tokens": 0} for i in range(2)]
         trace.append(
@@ -83,7 +89,7 @@ def test_every_arm_composes_and_passes_the_recipes_checks(tmp_path):
     study = Study(tmp_path, tuple(arms((1, 8), behaviour_clipping=True)), (1,), STEPS)
     for arm in study.arms:
         with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
-            config = compose("quickstart_cpu", overrides=study.command(arm, 1)[5:])
+            config = compose("convergence_cpu", overrides=study.command(arm, 1)[5:])
         settings = PartialRolloutConfig.from_config(config)
         if settings.enable:
             check_correction(config, settings)
@@ -124,11 +130,22 @@ def test_one_seed_has_no_verdict():
     assert table([baseline, corrected]).rows[1][-2:] == ["+0.100", "one seed"]
 
 
-def test_band_is_the_running_mean_over_steps_and_the_error_over_seeds():
-    curve = build_curve("noPR", [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]])
-    mean, error = curve.band()
-    assert mean.tolist() == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0, 4.0])
-    assert error.tolist() == pytest.approx([1.0] * 6)
+def test_band_is_the_mean_and_the_error_over_seeds():
+    mean, error = build_curve("noPR", [[0.0, 1.0, 2.0], [2.0, 3.0, 4.0]]).band()
+    assert mean.tolist() == pytest.approx([1.0, 2.0, 3.0])
+    assert error.tolist() == pytest.approx([1.0] * 3)
+
+
+def test_curve_is_of_validations_alone(tmp_path):
+    write_run(tmp_path / "one", [None, 0.5, None, 0.75])
+    curve = curve_of("noPR", [load_run(tmp_path / "one")])
+    assert curve.groups.tolist() == [4, 8] and curve.rewards.tolist() == [[0.5, 0.75]]
+
+
+def test_run_without_a_validation_is_refused(tmp_path):
+    write_run(tmp_path / "one", [None] * STEPS)
+    with pytest.raises(ValueError, match="has no validation"):
+        curve_of("noPR", [load_run(tmp_path / "one")])
 
 
 def test_document_is_written_from_complete_runs(tmp_path, capsys):

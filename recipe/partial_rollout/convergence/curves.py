@@ -1,7 +1,8 @@
-"""Reward curves of an arm over its seeds, and whether they end where the baseline's do."""
+"""Validation curves of an arm over its seeds, and whether they end where the baseline's do."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,32 +10,28 @@ import numpy as np
 
 from recipe.partial_rollout.report.records import RunRecord
 
-REWARD = "critic/score/mean"
-LAST_SHARE = 10
-"""A run's final reward is its mean over the last one in so many steps."""
-WINDOW = 5
-"""Steps of the running mean that is drawn."""
+REWARD = re.compile(r"val-core/.*/mean@\d+")
+"""verl's mean validation reward: of the current weights, on held-out prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArmCurve:
-    """One arm over its seeds (N of them, S steps)."""
+    """One arm over its seeds (N of them, V validations)."""
 
     name: str
     seeds: int
     groups: np.ndarray
-    """[S], groups trained so far"""
+    """[V], groups trained so far"""
     rewards: np.ndarray
-    """[N, S], mean reward of a step's samples"""
+    """[N, V], mean validation reward"""
     staleness_mean: float
     """versions, over all trained samples"""
     staleness_max: int
 
     @property
     def finals(self) -> np.ndarray:
-        """[N], the final reward of each seed."""
-        last = max(1, self.rewards.shape[1] // LAST_SHARE)
-        return self.rewards[:, -last:].mean(axis=1)
+        """[N], the last validation of each seed."""
+        return self.rewards[:, -1]
 
     @property
     def final(self) -> float:
@@ -46,13 +43,8 @@ class ArmCurve:
         return _standard_errors(self.finals[:, None])[0]
 
     def band(self) -> tuple[np.ndarray, np.ndarray]:
-        """[S], [S]: mean and standard error over seeds of the running mean over ``WINDOW`` steps."""
-        width = min(WINDOW, self.rewards.shape[1])
-        sums = np.cumsum(np.pad(self.rewards, ((0, 0), (1, 0))), axis=1)
-        ends = np.arange(1, self.rewards.shape[1] + 1)
-        starts = np.maximum(ends - width, 0)
-        smooth = (sums[:, ends] - sums[:, starts]) / (ends - starts)
-        return smooth.mean(axis=0), np.nan_to_num(_standard_errors(smooth))
+        """[V], [V]: mean and standard error over seeds."""
+        return self.rewards.mean(axis=0), np.nan_to_num(_standard_errors(self.rewards))
 
 
 def _standard_errors(values: np.ndarray) -> np.ndarray:
@@ -65,22 +57,34 @@ def curve_of(name: str, runs: Sequence[RunRecord]) -> ArmCurve:
     """The arm's curve over its runs, as far as all of them have come.
 
     Raises:
-        ValueError: there is no run.
+        ValueError: there is no run, or one without a validation.
     """
     if not runs:
         raise ValueError(f"arm {name} has no run")
-    steps = min(len(run.steps) for run in runs)
-    rewards = [[step.metrics.get(REWARD, np.nan) for step in run.steps[:steps]] for run in runs]
-    groups = np.cumsum([len(step.round.trained) for step in runs[0].steps[:steps]])
+    validations = [_validations(run) for run in runs]
+    count = min(len(found) for found in validations)
+    if not count:
+        raise ValueError(f"a run of arm {name} has no validation (trainer.test_freq)")
+    rewards = [[reward for _, reward in found[:count]] for found in validations]
+    groups = [trained for trained, _ in validations[0][:count]]
     staleness = [age for run in runs for step in run.steps for age in step.staleness]
     return ArmCurve(
         name=name,
         seeds=len(runs),
-        groups=groups,
+        groups=np.array(groups),
         rewards=np.array(rewards, dtype=float),
         staleness_mean=float(np.mean(staleness)) if staleness else 0.0,
         staleness_max=max(staleness, default=0),
     )
+
+
+def _validations(run: RunRecord) -> list[tuple[int, float]]:
+    """(groups trained so far, reward) of every validation."""
+    found, trained = [], 0
+    for step in run.steps:
+        trained += len(step.round.trained)
+        found += [(trained, value) for key, value in step.metrics.items() if REWARD.fullmatch(key)][:1]
+    return found
 
 
 def gap(curve: ArmCurve, baseline: ArmCurve) -> tuple[float, float]:

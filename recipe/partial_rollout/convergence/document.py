@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from recipe.partial_rollout.convergence.curves import LAST_SHARE, WINDOW, ArmCurve, gap
+from recipe.partial_rollout.convergence.curves import ArmCurve, gap
 from recipe.partial_rollout.convergence.study import BASELINE
 from recipe.partial_rollout.report.table import Table
 
@@ -61,8 +61,9 @@ def write(curves: Sequence[ArmCurve], out: Path, command: str) -> None:
     draw(curves, out / PICTURE)
     text = (
         f"# Convergence on the embedded task\n\n"
-        f"Reward against trained groups; every arm starts from the same weights. Bands are one standard error over seeds. "
-        f"Final reward: mean over the last 1/{LAST_SHARE} of a run's steps. Reproduce with `{command}`.\n\n"
+        f"Reward of the current weights on held-out prompts, against trained groups; every arm starts from the same "
+        f"weights and trains the same prompts. Bands are one standard error over seeds. Final reward: the last "
+        f"validation of a run. Reproduce with `{command}`.\n\n"
         f"![reward against trained groups]({PICTURE})\n\n{table(curves).markdown()}\n\n"
         f"The last column compares with the standard error of the difference of two arms.\n"
     )
@@ -80,12 +81,12 @@ def draw(curves: Sequence[ArmCurve], path: Path) -> None:
         for curve in shown:
             kind = curve.name.partition("_")[0]
             mean, error = curve.band()
-            axes.plot(curve.groups, mean, color=_HUES[kind], linewidth=1.8, label=_LABELS.get(kind, kind))
+            axes.plot(curve.groups, mean, "o-", markersize=3, color=_HUES[kind], label=_LABELS.get(kind, kind))
             axes.fill_between(curve.groups, mean - error, mean + error, color=_HUES[kind], alpha=0.2, linewidth=0)
         axes.set_title(f"max_staleness {bound}", fontsize=11, loc="left")
         axes.set_xlabel("trained groups")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#E6E6E6")
         axes.legend(frameon=False, fontsize=9)
-    panels[0].set_ylabel(f"mean reward (running mean of {WINDOW} steps)")
+    panels[0].set_ylabel("mean reward on held-out prompts")
     figure.savefig(path, dpi=110)

@@ -54,7 +54,7 @@ class Study:
     seeds: tuple[int, ...]
     steps: int
     """of every run"""
-    config_name: str = "quickstart_cpu"
+    config_name: str = "convergence_cpu"
     overrides: tuple[str, ...] = ()
     """for all arms, before the arm's own"""
 
@@ -83,8 +83,6 @@ class Study:
         """The command line of one run; an arm's overrides win over the study's."""
         overrides = [
             f"quickstart.dir={self.out}",
-            "trainer.logger=[file]",
-            "partial_rollout.probe_s=0",
             *self.overrides,
             f"trainer.default_local_dir={self.directory(arm, seed)}",
             f"trainer.experiment_name={arm.name}",
