@@ -165,6 +165,12 @@ def test_arm_without_a_probe_borrows_the_other_arms(tmp_path):
     assert comparison.full_speed == 200
 
 
+def test_efficiency_of_an_arm_is_against_its_own_probes(tmp_path):
+    comparison = compared(tmp_path, base={"probes": [80, 80]}, other={"probes": [200]})
+    assert comparison.base.summary.efficiency == pytest.approx(40 / 80)
+    assert comparison.other.summary.efficiency == pytest.approx(40 / 200)
+
+
 def test_no_probe_at_all_leaves_efficiency_unknown_and_says_so(tmp_path):
     comparison = compared(tmp_path, base={"probes": []}, other={"probes": []})
     assert comparison.base.summary.efficiency is None

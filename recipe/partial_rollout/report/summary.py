@@ -100,23 +100,11 @@ def full_tokens_per_s(runs: Sequence[RunRecord]) -> float | None:
 
 
 def engine_speed(run: RunRecord, runs: Sequence[RunRecord]) -> float | None:
-    """What ``run``'s engines decode when kept full: over the probes of all ``runs`` whose engines are alike.
+    """What ``run``'s engines decode when kept full through its own path: over its own probes, else those of ``runs``.
 
-    One machine gives speeds that differ by a tenth from minute to minute; two arms share the engine, and so its probes.
+    Agent loops and batch assembly of the arms differ, and with them the speed that the same engine reaches behind them.
     """
-    alike = [other for other in runs if _engine(other) == _engine(run)]
-    return full_tokens_per_s(alike) or full_tokens_per_s(runs)
-
-
-def _engine(run: RunRecord) -> tuple[object, ...]:
-    settings = run.settings
-    return (
-        settings.replicas,
-        settings.slots_per_replica,
-        settings.batch_groups,
-        settings.samples_per_group,
-        settings.vllm,
-    )
+    return full_tokens_per_s([run]) or full_tokens_per_s(runs)
 
 
 def length_bias(run: RunRecord, groups: int) -> LengthBias | None:
