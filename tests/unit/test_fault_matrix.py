@@ -6,6 +6,7 @@ its agent loop raises. So the end of every run is known, token by token.
 
 import gc
 import itertools
+import sys
 from collections import Counter, deque
 from zlib import crc32
 
@@ -315,17 +316,19 @@ def test_fault_at_a_transition_loses_no_prompt_and_no_token(tmp_path, what, tran
     assert run.tool_calls.total() - len(run.tool_calls) <= repeated
 
 
-def entries(root):
-    """Entries of every container that the manager reaches, tokens left out."""
+def footprint(root):
+    """Bytes of everything that the manager reaches, tokens and log-probs included."""
     seen, total, stack = set(), 0, [root]
     while stack:
         item = stack.pop()
-        if id(item) in seen or isinstance(item, type | np.ndarray) or callable(item):
+        if id(item) in seen or isinstance(item, type) or callable(item):
             continue
         seen.add(id(item))
-        if isinstance(item, dict | list | set | deque | tuple):
-            total += len(item)
-        stack += [r for r in gc.get_referents(item) if not isinstance(r, str | int | float | bytes | type(None))]
+        if isinstance(item, np.ndarray):
+            total += item.nbytes
+        else:
+            total += sys.getsizeof(item)
+            stack += gc.get_referents(item)
     return total
 
 
@@ -337,7 +340,7 @@ def test_three_hundred_rounds_do_not_grow_the_manager(tmp_path):
     def fault(run, transition, side, sample_id):
         done = len(run.trained) // run.batch
         if transition == "take" and side == "before" and done in (100, 300):
-            sizes[done] = entries([run.manager._state, run.manager._queue, run.manager._workers])
+            sizes[done] = footprint([run.manager._state, run.manager._queue, run.manager._workers])
         if transition == "interrupt" and side == "after":
             count = next(occasions)
             if count % 300 == 0:
