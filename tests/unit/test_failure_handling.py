@@ -137,6 +137,13 @@ def test_group_that_the_trainer_did_not_acknowledge_is_ready_after_a_restore(man
     assert again.outputs[0].response_ids.tolist() == taken.outputs[0].response_ids.tolist()
 
 
+def test_prompts_in_reserve_start_in_data_order_after_a_restore(manager):
+    m, _ = one_running(manager)
+    fresh = restored(manager, m)
+    reserve = [prompt.uid for prompt in fresh._state.reserve]
+    assert reserve == [prompt.uid for prompt in m._state.reserve] == [f"0/{i}" for i in range(1, 100)]
+
+
 def test_source_must_go_on_where_the_manager_did(manager, prompts):
     m, _ = one_running(manager)
     fresh = restored(manager, m)
