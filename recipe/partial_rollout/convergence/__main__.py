@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipe.partial_rollout.convergence", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("outputs/convergence"), help="where the runs are")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="where the table and the picture go")
-    parser.add_argument("--steps", type=int, default=40, help="of every run, a multiple of trainer.test_freq")
+    parser.add_argument("--steps", type=int, default=24, help="of every run, a multiple of trainer.test_freq")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 4, 8], help="values of max_staleness")
     parser.add_argument("--behaviour-clipping", action="store_true", help="also PPO clipped to the behaviour policy")
