@@ -45,18 +45,26 @@ class Admission:
     in_flight_samples: int
     """budget of unfinished samples (ssim)"""
     max_staleness: int
+    ramp_rounds: int = 0
+    """first rounds over which the spare groups grow to their number (window, april)"""
 
     @property
     def window(self) -> int:
         return math.floor((1 + self.overlap) * self.batch_groups)
+
+    def _ramped(self, groups: int, version: int) -> int:
+        """``groups`` at the start of a round, less the spare ones that round ``version`` does not have yet."""
+        if version >= self.ramp_rounds:
+            return groups
+        return self.batch_groups + (groups - self.batch_groups) * (version + 1) // (self.ramp_rounds + 1)
 
     @property
     def ceiling(self) -> int:
         """Most groups, unfinished or ready, that can all be trained before they are older than ``max_staleness``."""
         return (1 + self.max_staleness) * self.batch_groups
 
-    def allows(self, load: Load, *, round_start: bool) -> bool:
-        """Whether one more group may start under ``load``, at the start of a round or in the middle of it."""
+    def allows(self, load: Load, *, round_start: bool, version: int) -> bool:
+        """Whether one more group may start under ``load``, at the start of round ``version`` (from 0) or in the middle."""
         if load.groups >= self.ceiling:
             return False
         if self.mode is Mode.SSIM:
@@ -66,8 +74,8 @@ class Admission:
         if not round_start:
             return False
         if self.mode is Mode.APRIL:
-            return load.unfinished_groups < self.over_sampling_batch_size
-        return load.groups < self.window
+            return load.unfinished_groups < self._ramped(self.over_sampling_batch_size, version)
+        return load.groups < self._ramped(self.window, version)
 
     def most_per_round(self) -> int:
         """Upper bound of the prompts that one round can admit."""

@@ -97,6 +97,7 @@ class PartialRolloutConfig:
     over_sampling_batch_size: int
     in_flight_samples: int
     slots_per_replica: int
+    ramp_rounds: int
     correction: Correction
     proximal: Proximal
     proximal_check_every: int
@@ -115,9 +116,10 @@ class PartialRolloutConfig:
         return self.batch_groups * self.samples_per_group
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, Any]:
         """What a checkpoint of this run can be gone on from with."""
         return {
+            "policy": str(self.policy),
             "batch_groups": self.batch_groups,
             "samples_per_group": self.samples_per_group,
             "max_staleness": self.max_staleness,
@@ -137,6 +139,7 @@ class PartialRolloutConfig:
             over_sampling_batch_size=self.over_sampling_batch_size,
             in_flight_samples=self.in_flight_samples,
             max_staleness=self.max_staleness,
+            ramp_rounds=self.ramp_rounds,
         )
 
     @classmethod
@@ -164,6 +167,7 @@ class PartialRolloutConfig:
                 ours.slots_per_replica,
                 config.actor_rollout_ref.rollout.max_num_seqs,
             ),
+            ramp_rounds=_at_least("partial_rollout.ramp_rounds", ours.ramp_rounds, 0),
             correction=_member("partial_rollout.correction", ours.correction, Correction),
             proximal=_member("partial_rollout.proximal", ours.proximal, Proximal),
             proximal_check_every=_at_least("partial_rollout.proximal_check_every", ours.proximal_check_every, 0),
@@ -192,6 +196,8 @@ class PartialRolloutConfig:
                 self.over_sampling_batch_size,
                 f"at least data.train_batch_size={self.batch_groups}",
             )
+        if self.mode is Mode.SSIM and self.ramp_rounds:
+            raise fail("partial_rollout.ramp_rounds", self.ramp_rounds, "0 in mode ssim, which refills in mid-round")
         if self.mode is not Mode.WINDOW and self.max_staleness < 1:
             raise fail("partial_rollout.max_staleness", self.max_staleness, f"at least 1 in mode {self.mode}")
 

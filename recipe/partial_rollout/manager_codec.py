@@ -174,6 +174,7 @@ def decode(state: dict[str, Any], admission: Admission) -> ManagerState:
         group.unfinished = len(group.samples) - len(outputs)
         group.finished_length = sum(output.response_length for output in outputs)
         result.enter(group)
+    result.groups = dict(sorted(result.groups.items(), key=lambda item: item[1].order))
     return result
 
 

@@ -43,7 +43,7 @@ class ManagerState:
     counters: Counters = field(default_factory=Counters)
     lengths: LengthLedger = field(default_factory=LengthLedger)
     groups: dict[str, PromptGroup] = field(default_factory=dict)
-    """in flight, by uid: unfinished or ready"""
+    """in flight, by uid: unfinished or ready; in dispatch order"""
     ready: ReadyGroups = field(default_factory=ReadyGroups)
     taken: dict[str, PromptGroup] = field(default_factory=dict)
     """with the trainer, by uid"""

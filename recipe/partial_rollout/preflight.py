@@ -14,6 +14,7 @@ from recipe.partial_rollout.config import PartialRolloutConfig, fail
 from recipe.partial_rollout.correction_check import check_correction
 from recipe.partial_rollout.kept_kv import ResumeKV
 from recipe.partial_rollout.manifest import ForeignCheckpointError, TornCheckpointError, verify
+from recipe.partial_rollout.scheduling import Policy
 
 
 def check_config(config: DictConfig) -> PartialRolloutConfig:
@@ -138,6 +139,12 @@ def _check_sizes(checkpoint: Path, settings: PartialRolloutConfig) -> None:
     for key, name in (("data.train_batch_size", "batch_groups"), ("actor_rollout_ref.rollout.n", "samples_per_group")):
         if settings.sizes[name] != saved[name]:
             raise fail(key, settings.sizes[name], f"{saved[name]}, as in {checkpoint}")
+    if settings.policy is Policy.IN_ORDER and saved["policy"] != Policy.IN_ORDER:
+        raise fail(
+            "partial_rollout.scheduling.policy",
+            settings.policy,
+            f"{saved['policy']}, as in {checkpoint}: what it has in flight was not dispatched to be trained in order",
+        )
     if settings.max_staleness < saved["max_staleness"]:
         raise fail(
             "partial_rollout.max_staleness",

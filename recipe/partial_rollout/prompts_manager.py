@@ -12,14 +12,16 @@ All of it holds across ``state_dict`` and ``load_state_dict``.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from recipe.partial_rollout import manager_report
 from recipe.partial_rollout.admission import Load
 from recipe.partial_rollout.manager_codec import Captured, capture, decode, encode
 from recipe.partial_rollout.sample_lifecycle import SampleLifecycle
+from recipe.partial_rollout.scheduling import Policy
 from recipe.partial_rollout.types import (
     GroupState,
     Prompt,
@@ -62,7 +64,7 @@ class PromptsManager(SampleLifecycle):
     def admit(self, *, round_start: bool = False) -> int:
         """Move prompts from the reserve into flight as far as the mode allows; returns how many."""
         state, admitted = self._state, 0
-        while state.reserve and self._admission.allows(self._load(), round_start=round_start):
+        while state.reserve and self._admission.allows(self._load(), round_start=round_start, version=self.version):
             self._start(state.reserve.popleft())
             admitted += 1
         return admitted
@@ -115,7 +117,14 @@ class PromptsManager(SampleLifecycle):
         size = self._admission.batch_groups
         if len(self._state.ready) < size:
             return self._drained()
+        if self._policy is Policy.IN_ORDER:
+            # No group is dispatched more than ``max_staleness`` batches ahead of its turn, so each is trained in time.
+            return not any(group.unfinished for group in self._next_in_order())
         return self._feasible_after(size)
+
+    def _next_in_order(self) -> Iterator[PromptGroup]:
+        """The first N groups in flight by dispatch order; fewer only when there are no more."""
+        return itertools.islice(self._state.groups.values(), self._admission.batch_groups)
 
     def _drained(self) -> bool:
         state = self._state
@@ -143,11 +152,20 @@ class PromptsManager(SampleLifecycle):
     # -- batches ---------------------------------------------------------------------------------------------------
 
     def take_batch(self) -> list[TakenGroup]:
-        """The N oldest ready groups, READY -> TAKEN; fewer only when the data has run out."""
+        """The N oldest ready groups (in_order: the first N dispatched), READY -> TAKEN; fewer only once the data ran out.
+
+        Raises:
+            RuntimeError: the round is not complete.
+        """
         state, size = self._state, self._admission.batch_groups
         if len(state.ready) < size and not self._drained():
             raise RuntimeError(f"take_batch: {len(state.ready)} groups are ready, {size} are needed")
-        batch = state.ready.take(size)
+        if self._policy is Policy.IN_ORDER:
+            batch = list(self._next_in_order())
+            for group in batch:
+                state.ready.remove(group)
+        else:
+            batch = state.ready.take(size)
         for group in batch:
             group.handed_over = GroupState.TAKEN
             state.taken[group.uid] = state.groups.pop(group.uid)

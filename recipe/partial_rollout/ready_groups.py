@@ -30,6 +30,15 @@ class ReadyGroups:
         self.by_birth.setdefault(group.birth, deque()).append(group)
         self.size += 1
 
+    def remove(self, group: PromptGroup) -> None:
+        """Take out ``group`` alone."""
+        assert group.birth is not None
+        groups = self.by_birth[group.birth]
+        groups.remove(group)
+        if not groups:
+            del self.by_birth[group.birth]
+        self.size -= 1
+
     def take(self, count: int) -> list[PromptGroup]:
         """Remove the ``count`` oldest, or as many as there are."""
         taken: list[PromptGroup] = []

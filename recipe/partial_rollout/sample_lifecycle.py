@@ -49,6 +49,7 @@ class SampleLifecycle:
         self._admission = admission
         self._clock = clock
         self._failures = failures
+        self._policy = policy
         self._queue = ClaimQueue(policy)
         self._state = ManagerState()
         self._workers: dict[str, WorkerSlots] = {}

@@ -25,6 +25,8 @@ class Policy(StrEnum):
     """oldest first, carried groups before new prompts, then fewest unfinished, then shortest mean length"""
     SEED = "seed"
     """the published order: fewest unfinished, shortest mean length, least stale"""
+    IN_ORDER = "in_order"
+    """dispatch order, also of training: no length bias, more staleness"""
 
 
 def _birth(group: PromptGroup) -> float:
@@ -40,7 +42,15 @@ def _seed(group: PromptGroup) -> Key:
     return (group.unfinished, group.mean_finished_length, -_birth(group))
 
 
-_KEYS: dict[Policy, Callable[[PromptGroup], Key]] = {Policy.BOUNDED: _bounded, Policy.SEED: _seed}
+def _in_order(group: PromptGroup) -> Key:
+    return ()
+
+
+_KEYS: dict[Policy, Callable[[PromptGroup], Key]] = {
+    Policy.BOUNDED: _bounded,
+    Policy.SEED: _seed,
+    Policy.IN_ORDER: _in_order,
+}
 
 
 def get_scheduling_priority(group: PromptGroup, policy: Policy = Policy.BOUNDED) -> Key:

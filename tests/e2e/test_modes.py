@@ -1,4 +1,4 @@
-"""The two other ways to fill a round, through hydra overrides, with weights that change."""
+"""The other ways to fill a round and to order the training, through hydra overrides, with weights that change."""
 
 from collections import Counter
 
@@ -10,8 +10,9 @@ import pytest
     [
         ("partial_rollout.mode=ssim", "partial_rollout.scheduling.policy=seed"),
         ("partial_rollout.mode=april", "partial_rollout.over_sampling_batch_size=7"),
+        ("partial_rollout.mode=window", "partial_rollout.scheduling.policy=in_order", "partial_rollout.ramp_rounds=2"),
     ],
-    ids=["ssim", "april"],
+    ids=["ssim", "april", "in_order"],
 )
 def test_mode_trains_the_epoch_once_within_the_bound(train, mode):
     run = train(
@@ -27,6 +28,8 @@ def test_mode_trains_the_epoch_once_within_the_bound(train, mode):
     )
     prompts = Counter((group["epoch"], group["prompt"]) for event in run.rounds for group in event["trained"])
     assert len(prompts) == 16 and set(prompts.values()) == {1}
+    if "partial_rollout.scheduling.policy=in_order" in mode:
+        assert [group["group"] for event in run.rounds for group in event["trained"]] == list(range(16))
     assert run.run["mode"] == mode[0].split("=")[1]
     assert all(step["partial_rollout/staleness/max"] <= 4 for step in run.steps.values())
     assert [n for n, step in run.steps.items() if any(key.startswith("val-core") for key in step)] == [2, 4]

@@ -53,6 +53,7 @@ def build_manager(
     workers=1,
     capacity=64,
     failures=None,
+    ramp=0,
 ):
     admission = Admission(
         mode=mode,
@@ -62,6 +63,7 @@ def build_manager(
         over_sampling_batch_size=over_sampling or 2 * batch,
         in_flight_samples=in_flight or batch * n,
         max_staleness=max_staleness,
+        ramp_rounds=ramp,
     )
     clock = itertools.count()
     manager = PromptsManager(admission, policy, lambda: float(next(clock)), failures or FailurePolicy())

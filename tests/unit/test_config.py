@@ -165,6 +165,10 @@ def test_mistake_is_refused_in_one_line(configure, override, message):
             "adv_estimator=optimal_token_baseline: any other with partial_rollout.proximal=interpolate",
         ),
         (
+            ("partial_rollout.mode=ssim", "partial_rollout.ramp_rounds=3"),
+            "partial_rollout.ramp_rounds=3: 0 in mode ssim",
+        ),
+        (
             ("partial_rollout.resume_kv=keep", "actor_rollout_ref.rollout.free_cache_engine=True"),
             "resume_kv=keep: recompute with actor_rollout_ref.rollout.free_cache_engine=True: an engine that sleeps",
         ),

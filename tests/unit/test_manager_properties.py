@@ -151,11 +151,12 @@ class ManagerLife(RuleBasedStateMachine):
         extra=st.integers(0, 3),
         on_error=st.sampled_from([OnSampleError.RETRY, OnSampleError.MASK]),
         retries=st.integers(0, 2),
+        ramp=st.integers(0, 3),
     )
-    def begin(self, mode, policy, batch, n, overlap, slack, steps, extra, on_error, retries):
-        self.batch, self.n = batch, n
+    def begin(self, mode, policy, batch, n, overlap, slack, steps, extra, on_error, retries, ramp):
+        self.batch, self.n, self.in_order = batch, n, policy is Policy.IN_ORDER
         self.max_staleness = max(int(np.ceil(overlap)), 1) + slack
-        admission = Admission(mode, batch, n, overlap, batch + extra, batch * n + extra, self.max_staleness)
+        admission = Admission(mode, batch, n, overlap, batch + extra, batch * n + extra, self.max_staleness, ramp)
         self.failures = FailurePolicy(on_error, retries)
         self.build = lambda: PromptsManager(admission, policy, lambda: 0.0, self.failures)
         self.manager = self.build()
@@ -292,6 +293,8 @@ class ManagerLife(RuleBasedStateMachine):
         self.manager.close_round()
         taken = self.manager.take_batch()
         assert len(taken) == self.batch
+        if self.in_order:
+            assert [group.order for group in taken] == [len(model.trained) + i for i in range(self.batch)]
         for group in taken:
             assert group.uid not in model.trained
             assert model.version - model.births[group.uid] <= self.max_staleness

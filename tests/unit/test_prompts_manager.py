@@ -142,6 +142,45 @@ def test_round_waits_for_a_group_at_the_staleness_bound(manager, output):
     assert [g.uid for g in m.take_batch()] == ["0/0"]
 
 
+def test_in_order_waits_for_the_first_dispatched_and_trains_them_first(manager, output):
+    m = manager(batch=2, n=1, overlap=1.0, policy=Policy.IN_ORDER)
+    m.open_round()
+    grants = {grant.group_uid: grant.sample_id for grant in m.claim("w0")}
+    for uid in ("0/3", "0/2", "0/1"):
+        m.finish(grants[uid], output())
+    assert not m.round_complete()
+    m.finish(grants["0/0"], output())
+    assert m.round_complete()
+    assert [g.uid for g in end_round(m, [])] == ["0/0", "0/1"]
+    m.open_round()
+    assert m.round_complete() and [g.uid for g in end_round(m, [])] == ["0/2", "0/3"]
+
+
+def test_in_order_survives_a_restore(manager, output):
+    m = manager(batch=1, n=1, overlap=2.0, policy=Policy.IN_ORDER)
+    m.open_round()
+    for grant in reversed(m.claim("w0")):
+        m.finish(grant.sample_id, output())
+    fresh = manager(batch=1, n=1, overlap=2.0, policy=Policy.IN_ORDER, prompts=0)
+    fresh.load_state_dict(m.state_dict())
+    trained = []
+    while fresh._state.ready.size and fresh.round_complete():
+        trained += [group.uid for group in fresh.take_batch()]
+    assert trained == ["0/0", "0/1", "0/2"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "admitted"), [(Mode.WINDOW, [5, 6, 8, 8]), (Mode.APRIL, [5, 6, 8, 8])], ids=["window", "april"]
+)
+def test_spare_groups_grow_over_the_first_rounds(manager, mode, admitted):
+    windows = []
+    for version in range(4):
+        m = manager(batch=4, n=1, overlap=1.0, mode=mode, ramp=2)
+        m.advance_version(version)
+        windows.append(m.open_round())
+    assert windows == admitted
+
+
 def test_overdue_group_runs_first_under_the_published_key(manager, output):
     m = manager(batch=1, n=2, overlap=1.0, max_staleness=1, policy=Policy.SEED, capacity=64)
     m.open_round()
