@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.checkpoint import RunCheckpoints
 from recipe.partial_rollout.config import PartialRolloutConfig, fail
@@ -42,6 +42,14 @@ def _check_trainer(config: DictConfig, settings: PartialRolloutConfig) -> None:
     devices = config.trainer.n_gpus_per_node * config.trainer.nnodes
     if config.partial_rollout.reward_in_worker and config.reward.reward_model.enable:
         raise fail("partial_rollout.reward_in_worker", True, "False with reward.reward_model.enable=True")
+    speculative = OmegaConf.select(config, "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config")
+    if config.trainer.device == "cpu" and speculative:
+        raise fail(
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config",
+            speculative,
+            "null with trainer.device=cpu: vLLM's proposers change there what is sampled "
+            "(python -m recipe.partial_rollout.bench distribution shows it)",
+        )
     if devices < 1:
         raise fail("trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, "an integer of at least 1")
     batch, n = settings.batch_groups, settings.samples_per_group

@@ -165,6 +165,10 @@ def test_mistake_is_refused_in_one_line(configure, override, message):
             "adv_estimator=optimal_token_baseline: any other with partial_rollout.proximal=interpolate",
         ),
         (
+            ("+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method=ngram", "trainer.device=cpu"),
+            "speculative_config={'method': 'ngram'}: null with trainer.device=cpu: vLLM's proposers change",
+        ),
+        (
             ("partial_rollout.mode=ssim", "partial_rollout.ramp_rounds=3"),
             "partial_rollout.ramp_rounds=3: 0 in mode ssim",
         ),

@@ -1,11 +1,11 @@
-"""``python -m recipe.partial_rollout.bench {manager,snapshot} [options]``; ``--help`` lists them."""
+"""``python -m recipe.partial_rollout.bench {manager,snapshot,distribution} [options]``; ``--help`` lists them."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from recipe.partial_rollout.bench import manager, snapshot
+from recipe.partial_rollout.bench import distribution, manager, snapshot
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -14,6 +14,9 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     manager.add_arguments(commands.add_parser("manager", help="latency of every PromptsManager verb"))
     snapshot.add_arguments(commands.add_parser("snapshot", help="cost of a checkpoint of the manager"))
+    distribution.add_arguments(
+        commands.add_parser("distribution", help="does a speculative proposer change what the engine samples?")
+    )
     options = parser.parse_args(arguments)
     return options.run(options)
 
