@@ -38,4 +38,4 @@ def test_favoured_tokens_are_found_in_responses_of_equal_length():
 
 def test_plain_engine_has_no_speculation():
     assert speculative_config("none", 4) is None
-    assert speculative_config("ngram", 3) == {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    assert speculative_config("ngram", 3)["num_speculative_tokens"] == 3
