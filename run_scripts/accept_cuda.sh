@@ -3,6 +3,7 @@
 # through the same entry point with sleep mode, CUDA IPC weight sync and CUDA graphs; then the report.
 #
 #   bash run_scripts/accept_cuda.sh                         train and roll out
+#   SPECULATIVE=ngram bash run_scripts/accept_cuda.sh       also: does vLLM's proposer change what is sampled?
 #   SHAPE=4b OUT=outputs/accept_4b bash run_scripts/accept_cuda.sh actor_rollout_ref.actor.optim.lr=0.0
 #
 # NOT RUN YET: written without a GPU at hand; docs/gpu.md will hold the figures.
@@ -24,3 +25,7 @@ for arm in noPR PR; do
     trainer.experiment_name="$arm" partial_rollout.enable="$enable" "$@"
 done
 python -m recipe.partial_rollout.report "$out/noPR" "$out/PR" --out "$out"
+if [[ -n "${SPECULATIVE:-}" ]]; then
+  python -m recipe.partial_rollout.bench distribution --method "$SPECULATIVE" --dtype bfloat16 \
+    --model "$out/task/model" --data "$out/task/data/val.parquet"
+fi
