@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Convergence on the embedded task: noPR, PR with correction and PR without it, at max_staleness 1, 4 and 8, three seeds each.
-# Writes docs/convergence.md and docs/convergence.png. Three quarters of an hour on two cores; it goes on where it was stopped.
+# Writes docs/convergence.md and docs/convergence.png. An hour and a quarter on two cores; it goes on where it was stopped.
 #
 #   bash run_scripts/convergence_cpu.sh
 #   bash run_scripts/convergence_cpu.sh --seeds 1 --staleness 4 --steps 40

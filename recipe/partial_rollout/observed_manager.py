@@ -14,10 +14,10 @@ from verl.protocol import DataProto
 from verl.utils.ray_utils import auto_await
 
 from recipe.partial_rollout import metrics
-from recipe.partial_rollout.agent_loop_worker import ObservedAgentLoopWorker
 from recipe.partial_rollout.config import PartialRolloutConfig
 from recipe.partial_rollout.ledger import Ledger
 from recipe.partial_rollout.llm_client import EngineCall, ObservedLLMClient
+from recipe.partial_rollout.observed_worker import ObservedAgentLoopWorker
 from recipe.partial_rollout.prompt_source import PromptSource, prompt_identity
 from recipe.partial_rollout.run_trace import RunTrace
 from recipe.partial_rollout.server_control import ServerControl, within
@@ -155,9 +155,15 @@ class ObservedAgentLoopManager(AgentLoopManager):
         done, _ = await asyncio.wait(running, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
-        await asyncio.gather(*[worker.end_probe.remote() for worker in workers])
+        reward_s = self._settings.deadlines.reward_s
+        await within(
+            asyncio.gather(*[result_of(w.end_probe.remote()) for w in workers]),
+            reward_s,
+            "ending the probe",
+            "reward_s",
+        )
         await self._site.control.interrupt()
         end = time.time()
-        await within(asyncio.gather(*running), self._settings.deadlines.reward_s, "ending the probe", "reward_s")
+        await within(asyncio.gather(*running), reward_s, "the last samples of the probe", "reward_s")
         await self._site.control.resume()
         return await self._take_calls(), end

@@ -21,6 +21,7 @@ def check_config(config: DictConfig) -> PartialRolloutConfig:
     """Raise ``ConfigError`` for the first mistake found; returns the checked settings."""
     settings = PartialRolloutConfig.from_config(config)
     _check_trainer(config, settings)
+    _check_speculation(config)
     _check_budget(config)
     if settings.enable:
         _check_partial_rollout(config)
@@ -42,14 +43,6 @@ def _check_trainer(config: DictConfig, settings: PartialRolloutConfig) -> None:
     devices = config.trainer.n_gpus_per_node * config.trainer.nnodes
     if config.partial_rollout.reward_in_worker and config.reward.reward_model.enable:
         raise fail("partial_rollout.reward_in_worker", True, "False with reward.reward_model.enable=True")
-    speculative = OmegaConf.select(config, "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config")
-    if config.trainer.device == "cpu" and speculative:
-        raise fail(
-            "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config",
-            speculative,
-            "null with trainer.device=cpu: vLLM's proposers change there what is sampled "
-            "(python -m recipe.partial_rollout.bench distribution shows it)",
-        )
     if devices < 1:
         raise fail("trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, "an integer of at least 1")
     batch, n = settings.batch_groups, settings.samples_per_group
@@ -60,6 +53,18 @@ def _check_trainer(config: DictConfig, settings: PartialRolloutConfig) -> None:
         raise fail("actor_rollout_ref.actor.ppo_mini_batch_size", mini, f"a divisor of data.train_batch_size={batch}")
     if config.data.get("gen_batch_size") not in (None, batch):
         raise fail("data.gen_batch_size", config.data.gen_batch_size, f"null, or data.train_batch_size={batch}")
+
+
+def _check_speculation(config: DictConfig) -> None:
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
+    speculative = OmegaConf.select(config, key)
+    if config.trainer.device == "cpu" and speculative:
+        raise fail(
+            key,
+            speculative,
+            "null with trainer.device=cpu: vLLM's proposers change there what is sampled "
+            "(python -m recipe.partial_rollout.bench distribution shows it)",
+        )
 
 
 def _check_budget(config: DictConfig) -> None:
@@ -147,11 +152,12 @@ def _check_sizes(checkpoint: Path, settings: PartialRolloutConfig) -> None:
     for key, name in (("data.train_batch_size", "batch_groups"), ("actor_rollout_ref.rollout.n", "samples_per_group")):
         if settings.sizes[name] != saved[name]:
             raise fail(key, settings.sizes[name], f"{saved[name]}, as in {checkpoint}")
-    if settings.policy is Policy.IN_ORDER and saved["policy"] != Policy.IN_ORDER:
+    if settings.policy is Policy.IN_ORDER and saved.get("policy") != Policy.IN_ORDER:
         raise fail(
             "partial_rollout.scheduling.policy",
             settings.policy,
-            f"{saved['policy']}, as in {checkpoint}: what it has in flight was not dispatched to be trained in order",
+            f"{saved.get('policy', 'another')}, as in {checkpoint}: "
+            "what it has in flight was not dispatched to be trained in order",
         )
     if settings.max_staleness < saved["max_staleness"]:
         raise fail(

@@ -1,6 +1,6 @@
 """What dies is named, within 30 seconds of its death, and the run ends."""
 
-import os
+import contextlib
 import time
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from recipe.partial_rollout.audit import audit
+from recipe.partial_rollout.chaos.victim import processes_of_session
 
 HERE = Path(__file__).parent
 
@@ -29,12 +30,10 @@ SHORT = (
 def processes(run, name):
     """Live processes of this run's session whose title contains ``name``."""
     found = []
-    for process in psutil.process_iter(["pid"]):
-        try:
-            if os.getsid(process.pid) == run.process.pid and name in " ".join(process.cmdline()):
+    for process in processes_of_session(run.process.pid):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if name in " ".join(process.cmdline()):
                 found.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
     return found
 
 

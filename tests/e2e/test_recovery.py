@@ -1,13 +1,11 @@
 """A training that is stopped, killed and robbed of its worker trains every prompt of its epoch once."""
 
-import os
 import signal
 import time
 
-import psutil
-
 from recipe.partial_rollout.audit import audit
 from recipe.partial_rollout.chaos.__main__ import main as chaos
+from recipe.partial_rollout.chaos.victim import processes_of_session
 
 SMALL = (
     "data.train_batch_size=4",
@@ -18,18 +16,6 @@ SMALL = (
     "partial_rollout.overlap=1.0",
     "partial_rollout.max_staleness=2",
 )
-
-
-def session(run):
-    """Live processes of the run's session."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == run.process.pid and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return found
 
 
 def test_killed_training_goes_on_from_its_checkpoint_and_loses_nothing(task, tmp_path):
@@ -50,12 +36,16 @@ def test_stopped_training_goes_on_and_survives_the_death_of_its_worker(start, wa
     assert first.process.wait(60) == 128 + signal.SIGTERM, first.terminal()[-3000:]
     assert "training stopped by SIGTERM" in first.terminal()
     time.sleep(2)
-    assert session(first) == [], "nothing of the run is left"
+    assert processes_of_session(first.process.pid) == [], "nothing of the run is left"
 
     second = start(*ours, name="second")
     wait_for(lambda: "Training Progress" in second.terminal(), "the resumed training")
     time.sleep(3)
-    (worker,) = [p for p in session(second) if "ray::PartialRolloutAgentLoopWorker" in " ".join(p.cmdline())]
+    (worker,) = [
+        p
+        for p in processes_of_session(second.process.pid)
+        if "ray::PartialRolloutAgentLoopWorker" in " ".join(p.cmdline())
+    ]
     worker.kill()
     assert second.process.wait(300) == 0, second.terminal()[-3000:]
     result, _ = audit(run_dir)

@@ -8,7 +8,7 @@ import ray
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout import main_ppo, manifest
 from recipe.partial_rollout.config import ConfigError
 from recipe.partial_rollout.preflight import check_config, check_prompts
 
@@ -95,6 +95,7 @@ def test_quickstart_config_passes(configure):
         ("reward.reward_model.enable=True", "partial_rollout.reward_in_worker=True: False with"),
         ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax: any other"),
         ("model_engine=megatron", "model_engine=megatron: dp"),
+        ("engine=megatron", "engine=megatron: fsdp2 with trainer.device=cpu"),
         ("partial_rollout.correction=tis", "partial_rollout.correction=tis: one of decoupled, none"),
         ("partial_rollout.proximal=cached", "partial_rollout.proximal=cached: one of recompute, interpolate"),
         (
@@ -250,6 +251,24 @@ def test_tokenizer_that_differs_from_the_model_is_refused(configure, task):
             check_config(configure("partial_rollout.padded_vocabulary=True"))
     finally:
         rows_of_model(task, 10)
+
+
+@pytest.mark.parametrize(
+    ("saved", "override", "message"),
+    [
+        ({"policy": "bounded"}, "partial_rollout.scheduling.policy=in_order", "policy=in_order: bounded, as in"),
+        ({}, "partial_rollout.scheduling.policy=in_order", "policy=in_order: another, as in"),
+        ({"max_staleness": 9}, "partial_rollout.max_staleness=8", "max_staleness=8: at least 9, as in"),
+        ({"batch_groups": 8}, "trainer.resume_mode=auto", "data.train_batch_size=4: 8, as in"),
+    ],
+)
+def test_checkpoint_that_the_settings_cannot_go_on_from_is_refused(configure, tmp_path, saved, override, message):
+    step_dir = tmp_path / "global_step_3"
+    manifest.begin(step_dir)
+    sizes = {"batch_groups": 4, "samples_per_group": 2, "max_staleness": 8, **saved}
+    manifest.seal(step_dir, 3, {"sizes": sizes})
+    with pytest.raises(ConfigError, match=message):
+        check_config(configure(f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto", override))
 
 
 class Tokenizer:

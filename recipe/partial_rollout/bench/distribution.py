@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import TimeoutError as PoolTimeoutError
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,8 @@ def sample(model: str, prompts: list[list[int]], options: dict[str, Any]) -> lis
         max_num_seqs=options["max_num_seqs"],
         seed=options["seed"],
         speculative_config=options["speculative"],
+        # a pool's process may not have children
+        distributed_executor_backend="uni",
         disable_log_stats=True,
     )
     params = SamplingParams(temperature=1.0, n=options["samples"], max_tokens=options["max_tokens"], detokenize=False)
@@ -94,10 +96,19 @@ def sample(model: str, prompts: list[list[int]], options: dict[str, Any]) -> lis
     return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
 
 
-def in_a_process(*arguments: Any) -> list[list[list[int]]]:
-    """``sample`` in a process of its own, which gives memory and threads back."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(sample, *arguments).result()
+def in_a_process(*arguments: Any, deadline_s: float = 900.0) -> list[list[list[int]]]:
+    """``sample`` in a process of its own, which gives memory and threads back.
+
+    Raises:
+        TimeoutError: no responses within ``deadline_s``.
+    """
+    with get_context("spawn").Pool(1) as pool:
+        try:
+            return pool.apply_async(sample, arguments).get(deadline_s)
+        except PoolTimeoutError as error:
+            raise TimeoutError(
+                f"the engine gave no responses within {deadline_s:g} s: fewer --prompts, or a longer --timeout-s"
+            ) from error
 
 
 def load_prompts(model: str, data: Path, count: int) -> list[list[int]]:
@@ -121,6 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--alpha", type=float, default=1e-3, help="share of correct engines that fail")
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="for each of the two engines")
     parser.set_defaults(run=run)
 
 
@@ -131,7 +143,8 @@ def speculative_config(method: str, tokens: int) -> dict[str, Any] | None:
     return {
         "method": method,
         "num_speculative_tokens": tokens,
-        **({"prompt_lookup_max": 4} if method == "ngram" else {}),
+        # Matches of a single token too: a proposer that seldom proposes would pass whatever it does.
+        **({"prompt_lookup_min": 1, "prompt_lookup_max": 4} if method == "ngram" else {}),
     }
 
 
@@ -146,8 +159,10 @@ def run(options: argparse.Namespace) -> int:
         "max_num_seqs": 128,
     }
     speculative = speculative_config(options.method, options.speculative_tokens)
-    plain = in_a_process(options.model, prompts, {**base, "seed": 1, "speculative": None})
-    other = in_a_process(options.model, prompts, {**base, "seed": 2, "speculative": speculative})
+    plain = in_a_process(options.model, prompts, {**base, "seed": 1, "speculative": None}, deadline_s=options.timeout_s)
+    other = in_a_process(
+        options.model, prompts, {**base, "seed": 2, "speculative": speculative}, deadline_s=options.timeout_s
+    )
     verdict = compare(plain, other, alpha=options.alpha)
     print(json.dumps({"method": options.method, **asdict(verdict), "same": verdict.same}, indent=2))
     return 0 if verdict.same else 1

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+_KILL_DEADLINE_S = 60.0
+
 
 class Victim:
     """One process tree of ``main_ppo``.
@@ -63,10 +65,17 @@ class Victim:
             return None
 
     def kill(self) -> float:
-        """SIGKILL to every process of the session at once; returns the moment, unix seconds."""
+        """SIGKILL to every process of the session at once; returns the moment, unix seconds.
+
+        Raises:
+            TimeoutError: some live on after a minute; the message has their pids.
+        """
         moment = time.time()
         # Those that are forked meanwhile are caught by the next pass.
-        while survivors := self.processes():
+        while survivors := processes_of_session(self._process.pid):
+            if time.time() - moment > _KILL_DEADLINE_S:
+                pids = ", ".join(str(process.pid) for process in survivors)
+                raise TimeoutError(f"processes {pids} outlive SIGKILL by {_KILL_DEADLINE_S:g} s; end them by hand")
             for process in survivors:
                 try:
                     process.send_signal(signal.SIGKILL)
@@ -76,13 +85,14 @@ class Victim:
         self._process.wait(10)
         return moment
 
-    def processes(self) -> list[psutil.Process]:
-        """Live processes of its session."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if os.getsid(process.pid) == self._process.pid and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (ProcessLookupError, psutil.NoSuchProcess):
-                continue
-        return found
+
+def processes_of_session(leader: int) -> list[psutil.Process]:
+    """Live processes of the session whose leader has pid ``leader``."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found

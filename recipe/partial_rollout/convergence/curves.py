@@ -12,6 +12,8 @@ from recipe.partial_rollout.report.records import RunRecord
 
 REWARD = re.compile(r"val-core/.*/mean@\d+")
 """verl's mean validation reward: of the current weights, on held-out prompts."""
+LAST = 3
+"""validations whose mean is a run's final reward: one alone is as noisy as the differences between arms"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,8 @@ class ArmCurve:
 
     @property
     def finals(self) -> np.ndarray:
-        """[N], the last validation of each seed."""
-        return self.rewards[:, -1]
+        """[N], the mean of the last validations of each seed."""
+        return self.rewards[:, -LAST:].mean(axis=1)
 
     @property
     def final(self) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from recipe.partial_rollout.convergence.curves import ArmCurve, gap
+from recipe.partial_rollout.convergence.curves import LAST, ArmCurve, gap
 from recipe.partial_rollout.convergence.study import BASELINE
 from recipe.partial_rollout.report.table import Table
 
@@ -62,8 +62,8 @@ def write(curves: Sequence[ArmCurve], out: Path, command: str) -> None:
     text = (
         f"# Convergence on the embedded task\n\n"
         f"Reward of the current weights on held-out prompts, against trained groups; every arm starts from the same "
-        f"weights and trains the same prompts. Bands are one standard error over seeds. Final reward: the last "
-        f"validation of a run. Reproduce with `{command}`.\n\n"
+        f"weights and trains the same prompts. Bands are one standard error over seeds. Final reward: the mean of the "
+        f"last {LAST} validations of a run. Reproduce with `{command}`.\n\n"
         f"![reward against trained groups]({PICTURE})\n\n{table(curves).markdown()}\n\n"
         f"The last column compares with the standard error of the difference of two arms.\n"
     )

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BASELINE = "noPR"
+_DEADLINE_S = 3600.0
+"""for one run: twenty times what it takes on two cores"""
 
 
 class StudyError(RuntimeError):
@@ -117,9 +119,16 @@ class Study:
                 (directory / leftover).unlink(missing_ok=True)
             directory.mkdir(parents=True, exist_ok=True)
             print(f"== {arm.name}, seed {seed}: {self.steps} steps ==", flush=True)
-            with (directory / "terminal.log").open("w") as log:
-                code = subprocess.run(self.command(arm, seed), stdout=log, stderr=subprocess.STDOUT).returncode
+            terminal = directory / "terminal.log"
+            with terminal.open("w") as log:
+                command = self.command(arm, seed)
+                try:
+                    code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_DEADLINE_S).returncode
+                except subprocess.TimeoutExpired as error:
+                    raise StudyError(
+                        f"{arm.name}, seed {seed} did not end in {_DEADLINE_S:g} s: see {terminal}"
+                    ) from error
             if code:
-                raise StudyError(f"{arm.name}, seed {seed} ended with exit code {code}: see {directory}/terminal.log")
+                raise StudyError(f"{arm.name}, seed {seed} ended with exit code {code}: see {terminal}")
             count += 1
         return count
