@@ -115,18 +115,18 @@ def test_override_of_the_user_gives_way_to_the_arms(tmp_path):
 
 
 def test_gap_has_the_standard_error_of_the_difference():
-    baseline = build_curve("noPR", [[0.0, 0.4], [0.0, 0.6]])
-    corrected = build_curve("corrected_4", [[0.0, 0.5], [0.0, 0.7]])
+    baseline = build_curve("noPR", [[0.0, 0.3, 0.4, 0.5], [0.0, 0.5, 0.6, 0.7]])
+    corrected = build_curve("corrected_4", [[0.0, 0.5, 0.5, 0.5], [0.0, 0.7, 0.7, 0.7]])
     difference, error = gap(corrected, baseline)
     assert (difference, error) == (pytest.approx(0.1), pytest.approx(np.hypot(0.1, 0.1)))
     row = table([baseline, corrected]).rows[1]
     assert row[0] == "PR, corrected, max_staleness 4" and row[-2:] == ["+0.100 ± 0.141", "yes"]
-    far = build_curve("uncorrected_4", [[0.0, 0.1], [0.0, 0.2]])
+    far = build_curve("uncorrected_4", [[0.0, 0.1, 0.1, 0.1], [0.0, 0.2, 0.2, 0.2]])
     assert table([baseline, far]).rows[1][-1] == "no"
 
 
 def test_one_seed_has_no_verdict():
-    baseline, corrected = build_curve("noPR", [[0.1, 0.4]]), build_curve("corrected_4", [[0.1, 0.5]])
+    baseline, corrected = build_curve("noPR", [[0.4, 0.4, 0.4]]), build_curve("corrected_4", [[0.5, 0.5, 0.5]])
     assert table([baseline, corrected]).rows[1][-2:] == ["+0.100", "one seed"]
 
 
@@ -158,8 +158,8 @@ def test_document_is_written_from_complete_runs(tmp_path, capsys):
     options = ["--seeds", "1", "2", "--staleness", "4", "--steps", str(STEPS), "--report-only"]
     assert main(["--out", str(tmp_path / "runs"), "--docs", str(tmp_path / "docs"), *options]) == 0
     text = (tmp_path / "docs" / "convergence.md").read_text()
-    assert "| PR, corrected, max_staleness 4 | 2 | 2.00 (max 2) | 0.515 ± 0.005 | +0.000 ± 0.007 | yes |" in text
-    assert "| PR, correction=none, max_staleness 4 | 2 | 2.00 (max 2) | 0.215 ± 0.005 | -0.300 ± 0.007 | no |" in text
+    assert "| PR, corrected, max_staleness 4 | 2 | 2.00 (max 2) | 0.343 ± 0.003 | +0.000 ± 0.005 | yes |" in text
+    assert "| PR, correction=none, max_staleness 4 | 2 | 2.00 (max 2) | 0.143 ± 0.003 | -0.200 ± 0.005 | no |" in text
     assert (tmp_path / "docs" / "convergence.png").stat().st_size > 10_000
     assert "Final reward" in capsys.readouterr().out
 
