@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
+from tqdm import tqdm
 from verl.protocol import DataProto
 from verl.utils.ray_utils import auto_await
 
@@ -29,6 +30,7 @@ from recipe.partial_rollout.failures import one_line
 from recipe.partial_rollout.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.manager_actor import ManagerActor, RolloutFailedError, RoundEnd, RoundStart
 from recipe.partial_rollout.observed_manager import ObservedAgentLoopManager, RolloutSite
+from recipe.partial_rollout.overlap_control import OverlapControl
 from recipe.partial_rollout.server_control import within
 from recipe.partial_rollout.stop import StopTraining
 from recipe.partial_rollout.types import TakenGroup
@@ -62,6 +64,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         self._known_restarts = 0
         self._addresses = site.control.addresses
         self._capacity = math.ceil(settings.slots(len(site.control)) / len(self.agent_loop_workers))
+        self._overlap = OverlapControl.of(settings, len(site.control))
         self._pool = WorkerPool(
             self.agent_loop_workers,
             spawn=self._spawn,
@@ -166,9 +169,16 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         source = self._site.source
         assert source is not None
         await self._meet_new_replicas()
+        await self._steer()
         prompts = source.take(await self._manager.wanted.remote())
         await self._pool.open_round()
         return await self._manager.begin_round.remote(version, prompts, source.open)
+
+    async def _steer(self) -> None:
+        """Put into force what the overlap control has decided since the last round, if it has."""
+        if self._overlap is not None and (decision := self._overlap.poll()) is not None:
+            await self._manager.set_overlap.remote(decision.overlap)
+            tqdm.write(f"partial_rollout.overlap is now {decision.overlap:g}: {decision.reason}")
 
     async def _meet_new_replicas(self) -> None:
         """Tell workers, verl's load balancer (validation) and the trace of replicas that were restarted."""
@@ -214,6 +224,8 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         interrupt_s = phase.end - ended.decided_at
         resume_s = first_call - opened.opened_at
         batch_groups = self._settings.batch_groups
+        if self._overlap is not None:
+            self._overlap.observe(phase.calls, [[output.response_length for output in g.outputs] for g in groups])
         self._step_metrics = {
             **metrics.phase_metrics(phase, self.full_concurrency, self.full_tokens_per_s),
             **metrics.batch_metrics(groups, version),
@@ -224,6 +236,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             "admission/admitted_this_round": opened.admitted,
             "failures/workers_restarted": self._pool.restarted,
             "failures/replicas_restarted": self._site.control.restarted,
+            **(self._overlap.metrics() if self._overlap is not None else {}),
         }
         self._site.trace.round(
             step=step,

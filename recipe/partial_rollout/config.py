@@ -18,6 +18,9 @@ from recipe.partial_rollout.failure_policy import FailurePolicy, OnSampleError
 from recipe.partial_rollout.kept_kv import ResumeKV
 from recipe.partial_rollout.scheduling import Policy
 
+AUTO = "auto"
+"""of ``partial_rollout.overlap``"""
+
 
 class ConfigError(ValueError):
     """A user's mistake in the configuration."""
@@ -86,6 +89,24 @@ class FailureLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class OverlapSettings:
+    """Of ``partial_rollout.overlap=auto``."""
+
+    start: float
+    notch: float
+    min_gain: float
+
+    @classmethod
+    def from_config(cls, ours: DictConfig) -> OverlapSettings:
+        """Raises ``ConfigError`` in one line."""
+        at, auto = "partial_rollout.overlap_auto", ours.overlap_auto
+        notch = _number(f"{at}.notch", auto.notch)
+        if not notch:
+            raise fail(f"{at}.notch", auto.notch, "a number above 0")
+        return cls(_number(f"{at}.start", auto.start), notch, _number(f"{at}.min_gain", auto.min_gain))
+
+
+@dataclass(frozen=True, slots=True)
 class PartialRolloutConfig:
     """The recipe's settings, checked; sizes that follow from verl's config are filled in by ``from_config``."""
 
@@ -93,6 +114,9 @@ class PartialRolloutConfig:
     mode: Mode
     policy: Policy
     overlap: float
+    """in force from the first round on"""
+    overlap_control: OverlapSettings | None
+    """None: ``overlap`` is fixed"""
     max_staleness: int
     over_sampling_batch_size: int
     in_flight_samples: int
@@ -152,11 +176,13 @@ class PartialRolloutConfig:
         ours = config.partial_rollout
         batch = _at_least("data.train_batch_size", config.data.train_batch_size, 1)
         n = _at_least("actor_rollout_ref.rollout.n", config.actor_rollout_ref.rollout.n, 1)
+        control = OverlapSettings.from_config(ours) if ours.overlap == AUTO else None
         settings = cls(
             enable=bool(ours.enable),
             mode=_member("partial_rollout.mode", ours.mode, Mode),
             policy=_member("partial_rollout.scheduling.policy", ours.scheduling.policy, Policy),
-            overlap=_number("partial_rollout.overlap", ours.overlap),
+            overlap=_number("partial_rollout.overlap", ours.overlap, AUTO) if control is None else control.start,
+            overlap_control=control,
             max_staleness=_at_least("partial_rollout.max_staleness", ours.max_staleness, 0),
             over_sampling_batch_size=_default(
                 "partial_rollout.over_sampling_batch_size", ours.over_sampling_batch_size, 2 * batch
@@ -183,9 +209,11 @@ class PartialRolloutConfig:
         return settings
 
     def _check(self) -> None:
+        if self.overlap_control is not None and self.mode is not Mode.WINDOW:
+            raise fail("partial_rollout.overlap", AUTO, f"a number in mode {self.mode}")
         if self.overlap > self.max_staleness:
             raise fail(
-                "partial_rollout.overlap",
+                "partial_rollout.overlap" if self.overlap_control is None else "partial_rollout.overlap_auto.start",
                 self.overlap,
                 f"at most partial_rollout.max_staleness={self.max_staleness}: more groups in flight cannot all be "
                 f"trained in time",
@@ -202,9 +230,10 @@ class PartialRolloutConfig:
             raise fail("partial_rollout.max_staleness", self.max_staleness, f"at least 1 in mode {self.mode}")
 
 
-def _number(key: str, value: Any) -> float:
+def _number(key: str, value: Any, *others: str) -> float:
+    """``others``: words that the caller takes instead, for the message."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise fail(key, value, "a number of at least 0")
+        raise fail(key, value, ", or ".join(["a number of at least 0", *others]))
     return float(value)
 
 

@@ -121,6 +121,10 @@ class ManagerActor:
         """Prompts that the next round may need and the reserve lacks."""
         return self._manager.wanted
 
+    async def set_overlap(self, overlap: float) -> None:
+        """``PromptsManager.set_overlap``; between rounds."""
+        self._manager.set_overlap(overlap)
+
     async def begin_round(self, version: int, prompts: list[Prompt], source_open: bool) -> RoundStart:
         """Take new prompts, admit what the mode starts a round with, and let the workers claim."""
         async with self._changed:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from recipe.partial_rollout import manager_report
@@ -101,6 +102,16 @@ class PromptsManager(SampleLifecycle):
         self._state.paced = max(0, most - admitted)
         self.round_open = True
         return admitted
+
+    def set_overlap(self, overlap: float) -> None:
+        """Spare groups in flight from here on, as a share of N; what is in flight already stays.
+
+        Raises:
+            ValueError: more than ``max_staleness``: they could not all be trained in time.
+        """
+        if not 0 <= overlap <= self._admission.max_staleness:
+            raise ValueError(f"overlap {overlap:g}: 0 to max_staleness={self._admission.max_staleness}")
+        self._admission = replace(self._admission, overlap=overlap)
 
     def close_round(self) -> tuple[str, ...]:
         """No more claims: running samples are about to be interrupted; returns the uids admitted since the last close."""

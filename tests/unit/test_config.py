@@ -80,6 +80,7 @@ def test_quickstart_config_passes(configure):
         ("partial_rollout.max_staleness=-1", "partial_rollout.max_staleness=-1: an integer of at least 0"),
         ("partial_rollout.max_staleness=1.5", "partial_rollout.max_staleness=1.5: an integer of at least 0"),
         ("partial_rollout.overlap=-0.5", "partial_rollout.overlap=-0.5: a number of at least 0"),
+        ("partial_rollout.overlap=many", "partial_rollout.overlap=many: a number of at least 0, or auto"),
         ("partial_rollout.overlap=9", "partial_rollout.overlap=9.0: at most partial_rollout.max_staleness=8"),
         ("partial_rollout.over_sampling_batch_size=3", "over_sampling_batch_size=3: at least data.train_batch_size=4"),
         ("partial_rollout.deadlines.stall_s=0", "partial_rollout.deadlines.stall_s=0: seconds above 0"),
@@ -168,6 +169,15 @@ def test_mistake_is_refused_in_one_line(configure, override, message):
         (
             ("+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method=ngram", "trainer.device=cpu"),
             "speculative_config={'method': 'ngram'}: null with trainer.device=cpu: vLLM's proposers change",
+        ),
+        (("partial_rollout.overlap=auto", "partial_rollout.mode=ssim"), "overlap=auto: a number in mode ssim"),
+        (
+            ("partial_rollout.overlap=auto", "partial_rollout.overlap_auto.start=9"),
+            "partial_rollout.overlap_auto.start=9.0: at most partial_rollout.max_staleness=8",
+        ),
+        (
+            ("partial_rollout.overlap=auto", "partial_rollout.overlap_auto.notch=0"),
+            "partial_rollout.overlap_auto.notch=0: a number above 0",
         ),
         (
             ("partial_rollout.mode=ssim", "partial_rollout.ramp_rounds=3"),

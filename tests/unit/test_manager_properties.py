@@ -315,6 +315,12 @@ class ManagerLife(RuleBasedStateMachine):
         self.manager.advance_version(model.version)
 
     @precondition(lambda self: started(self) and self.may_open())
+    @rule(quarters=st.integers(0, 12))
+    def set_overlap(self, quarters):
+        """What ``overlap=auto`` does between rounds."""
+        self.manager.set_overlap(min(quarters / 4, self.max_staleness))
+
+    @precondition(lambda self: started(self) and self.may_open())
     @rule(every=st.integers(2, 4))
     def play_round_with_stragglers(self, every):
         """A whole round in which some prompts end only when nothing else runs."""

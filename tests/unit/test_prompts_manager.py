@@ -169,6 +169,17 @@ def test_in_order_survives_a_restore(manager, output):
     assert trained == ["0/0", "0/1", "0/2"]
 
 
+def test_window_follows_the_overlap_that_is_set_between_rounds(manager):
+    m = manager(batch=4, n=1, overlap=0.0)
+    assert m.open_round() == 4
+    m.set_overlap(0.5)
+    assert m.wanted == 0 and m.admit(round_start=True) == 2
+    m.set_overlap(0.25)
+    assert m.admit(round_start=True) == 0, "what is in flight stays"
+    with pytest.raises(ValueError, match=r"overlap 4\.5: 0 to max_staleness=4"):
+        m.set_overlap(4.5)
+
+
 @pytest.mark.parametrize(
     ("mode", "admitted"), [(Mode.WINDOW, [5, 6, 8, 8]), (Mode.APRIL, [5, 6, 8, 8])], ids=["window", "april"]
 )

@@ -1,11 +1,11 @@
-"""``python -m recipe.partial_rollout.bench {manager,snapshot,distribution} [options]``; ``--help`` lists them."""
+"""``python -m recipe.partial_rollout.bench {manager,snapshot,distribution,plan} [options]``; ``--help`` lists them."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from recipe.partial_rollout.bench import distribution, manager, snapshot
+from recipe.partial_rollout.bench import distribution, manager, plan, snapshot
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,6 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     distribution.add_arguments(
         commands.add_parser("distribution", help="does a speculative proposer change what the engine samples?")
     )
+    plan.add_arguments(commands.add_parser("plan", help="which policy and overlap, before anything is run"))
     options = parser.parse_args(arguments)
     return options.run(options)
 

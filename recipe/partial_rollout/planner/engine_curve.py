@@ -1,0 +1,131 @@
+"""How long a continuous-batching engine takes for a decoding step, and how to read that off a run."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+_PASSES = 8
+"""of the fit; where the steps of a call lie in time follows from the curve that is looked for"""
+
+
+_TINY_S = 1e-9
+"""a step takes longer than nothing"""
+
+
+class CurveError(ValueError):
+    """There is too little to fit a curve to."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCurve:
+    """One replica: a step takes ``step_s + sample_s * running + context_s * context tokens`` and gives each a token."""
+
+    step_s: float
+    sample_s: float
+    """per running sample"""
+    context_s: float = 0.0
+    """per token of all running samples' contexts"""
+    prefill_s: float = 0.0
+    """per token of a context that is read again, or for the first time"""
+    kv_tokens: int | None = None
+    """context tokens that fit; None: more than is ever needed"""
+
+    def decode_s(self, running: int, context: float) -> float:
+        """Seconds of one step with ``running`` samples whose contexts have ``context`` tokens together."""
+        return self.step_s + self.sample_s * running + self.context_s * context
+
+    def tokens_per_s(self, running: int, mean_context: float = 0.0) -> float:
+        """Decoded by ``running`` samples."""
+        return running / self.decode_s(running, running * mean_context)
+
+
+PRESETS = {
+    "h20-qwen3-4b": EngineCurve(8e-3, 70e-6, 49e-9, 83e-6, 340_000),
+    "h100-qwen3-4b": EngineCurve(7e-3, 25e-6, 59e-9, 16e-6, 270_000),
+}
+"""Assumptions for Qwen3-4B in bfloat16 on one GPU, from data sheets: nothing of them was measured."""
+
+
+class CallSpan(Protocol):
+    """One engine call, as ``EngineCall`` and the report's ``Call`` have it."""
+
+    @property
+    def replica(self) -> Hashable: ...
+    @property
+    def start(self) -> float:
+        """seconds"""
+        ...
+
+    @property
+    def end(self) -> float: ...
+    @property
+    def tokens(self) -> int:
+        """decoded"""
+        ...
+
+
+def fit(calls: Iterable[CallSpan]) -> EngineCurve:
+    """``step_s`` and ``sample_s`` of the curve under which these calls take as long as they did (least squares).
+
+    Calls of several rounds may be given together: replicas stand still between them.
+
+    Raises:
+        CurveError: there are fewer than two calls, or all of them ran beside equally many others.
+    """
+    by_replica: dict[Hashable, list[CallSpan]] = {}
+    for call in calls:
+        if call.tokens > 0 and call.end > call.start:
+            by_replica.setdefault(call.replica, []).append(call)
+    spans = [_Spans(found) for found in by_replica.values()]
+    if sum(span.tokens.size for span in spans) < 2:
+        raise CurveError("fewer than two engine calls that decoded anything")
+    step_s, sample_s = 1.0, 0.0
+    for _ in range(_PASSES):
+        beside = np.concatenate([span.mean_running(step_s, sample_s) for span in spans])
+        tokens = np.concatenate([span.tokens for span in spans])
+        seconds = np.concatenate([span.seconds for span in spans])
+        if np.ptp(beside) < 1e-9:
+            raise CurveError(
+                f"all engine calls ran beside {beside[0]:g} samples: the curve has no slope to be read off"
+            )
+        # Steps vary by a share of what they take, each by itself.
+        weight = 1 / (np.sqrt(tokens) * (step_s + sample_s * beside))
+        step_s, sample_s = _least_squares(tokens * weight, tokens * beside * weight, seconds * weight)
+    return EngineCurve(step_s, sample_s)
+
+
+def _least_squares(x: np.ndarray, y: np.ndarray, target: np.ndarray) -> tuple[float, float]:
+    """Non-negative (a, b) of ``target = a x + b y``."""
+    a, b = np.linalg.lstsq(np.stack([x, y], axis=1), target, rcond=None)[0]
+    if a <= 0:
+        return _TINY_S, float(y @ target / (y @ y))
+    if b <= 0:
+        return float(x @ target / (x @ x)), 0.0
+    return float(a), float(b)
+
+
+class _Spans:
+    """Calls of one replica, and how many ran at each moment."""
+
+    def __init__(self, calls: Sequence[CallSpan]) -> None:
+        starts, ends = np.array([c.start for c in calls]), np.array([c.end for c in calls])
+        self.tokens = np.array([c.tokens for c in calls], dtype=float)
+        self.seconds = ends - starts
+        moments, where = np.unique(np.concatenate([starts, ends]), return_inverse=True)
+        self._from, self._to = where[: len(calls)], where[len(calls) :]
+        change = np.zeros(len(moments))
+        np.add.at(change, self._from, 1.0)
+        np.add.at(change, self._to, -1.0)
+        self._running = np.cumsum(change)[:-1]
+        self._length = np.diff(moments)
+
+    def mean_running(self, step_s: float, sample_s: float) -> np.ndarray:
+        """[call]: samples that ran at once, averaged over its steps as this curve spaces them."""
+        steps = self._length / (step_s + sample_s * self._running)
+        total = np.concatenate([[0.0], np.cumsum(steps)])
+        weighted = np.concatenate([[0.0], np.cumsum(steps * self._running)])
+        return (weighted[self._to] - weighted[self._from]) / (total[self._to] - total[self._from])

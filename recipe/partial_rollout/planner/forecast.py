@@ -1,0 +1,88 @@
+"""What rounds cost in the long run: figures of a simulation, one row a scheduling."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from recipe.partial_rollout.admission import Admission
+from recipe.partial_rollout.planner.lengths import LengthTrace
+from recipe.partial_rollout.planner.simulation import Cluster, SimulatedRound, Simulation
+from recipe.partial_rollout.scheduling import Policy
+
+_FIRST = 5
+"""rounds whose length bias a forecast tells: it is a deficit of the first ones only"""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Of rounds past the first ones, unless it says otherwise."""
+
+    round_s: float
+    """mean"""
+    trained_tokens_per_s: float
+    staleness_mean: float
+    """versions, over trained samples"""
+    staleness_p95: float
+    staleness_max: int
+    """all rounds"""
+    off_policy_fraction: float
+    """of trained tokens: made by older weights"""
+    first_length: float
+    """mean length trained in the first rounds, over that of as many groups in dispatch order"""
+
+
+def forecast(
+    admission: Admission,
+    policy: Policy,
+    cluster: Cluster,
+    lengths: LengthTrace,
+    *,
+    rounds: int = 24,
+    seed: int = 0,
+) -> Forecast:
+    """Of ``rounds`` rounds after those that the window takes to fill."""
+    settling = 2 + math.ceil(2 * admission.overlap)
+    simulation = Simulation(admission, policy, cluster, lengths, seed=seed)
+    played = list(simulation.rounds(settling + max(rounds, _FIRST)))
+    first = np.concatenate([round_.lengths for round_ in played[:_FIRST]])
+    dispatched = np.array(simulation.dispatched[: len(first)])
+    return _summarize(played, settling, float(first.mean() / dispatched.mean()))
+
+
+def _summarize(played: Sequence[SimulatedRound], settling: int, first_length: float) -> Forecast:
+    """The first ``settling`` rounds count for the largest staleness only."""
+    steady = played[settling:]
+    seconds, tokens = sum(r.seconds for r in steady), sum(r.trained_tokens for r in steady)
+    ages = np.concatenate([r.staleness.ravel() for r in steady])
+    return Forecast(
+        round_s=seconds / len(steady),
+        trained_tokens_per_s=tokens / seconds,
+        staleness_mean=float(ages.mean()),
+        staleness_p95=float(np.percentile(ages, 95)),
+        staleness_max=max(int(r.staleness.max()) for r in played),
+        off_policy_fraction=1 - sum(r.on_policy_tokens for r in steady) / tokens,
+        first_length=first_length,
+    )
+
+
+def baseline(admission: Admission) -> Admission:
+    """noPR with the sizes of ``admission``: every round waits for its slowest sample."""
+    return replace(admission, overlap=0.0, max_staleness=0, ramp_rounds=0)
+
+
+def smallest_worthwhile(speeds: Sequence[tuple[float, float]], min_gain: float) -> float:
+    """The smallest overlap from which no step up is worth its staleness.
+
+    Args:
+        speeds: (overlap, tokens/s), ascending by overlap.
+        min_gain: share of speed that a step must gain.
+    """
+    for (overlap, speed), (_, faster) in itertools.pairwise(speeds):
+        if faster < speed * (1 + min_gain):
+            return overlap
+    return speeds[-1][0]

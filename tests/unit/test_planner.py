@@ -1,0 +1,228 @@
+"""The model of the engine against figures worked out by hand, and the simulation against the recipe's own promises."""
+
+import itertools
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pytest
+
+from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.bench.__main__ import main as bench
+from recipe.partial_rollout.planner.engine_curve import PRESETS, CurveError, EngineCurve, fit
+from recipe.partial_rollout.planner.forecast import baseline, forecast, smallest_worthwhile
+from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal
+from recipe.partial_rollout.planner.replica_model import Decoding, ReplicaModel
+from recipe.partial_rollout.planner.simulation import Cluster, Simulation
+from recipe.partial_rollout.scheduling import Policy
+
+
+@dataclass(frozen=True)
+class Span:
+    replica: int
+    start: float
+    end: float
+    tokens: int
+
+
+def build_admission(*, batch=4, n=2, overlap=1.0, max_staleness=4):
+    return Admission(Mode.WINDOW, batch, n, overlap, 2 * batch, batch * n, max_staleness)
+
+
+def run_all(replica):
+    """(clock, id) of every end."""
+    ends = []
+    while len(replica):
+        ends += [(round(replica.clock, 9), sample_id) for sample_id in replica.run_to_event()]
+    return ends
+
+
+def test_replica_decodes_by_its_curve():
+    replica = ReplicaModel(EngineCurve(step_s=1.0, sample_s=0.5))
+    for name, length in (("a", 2), ("b", 5)):
+        replica.add(Decoding(name, 10, length))
+    # Two steps of 2.0 s with both, then three of 1.5 s.
+    assert run_all(replica) == [(4.0, "a"), (8.5, "b")]
+
+
+def test_long_contexts_slow_a_step_down():
+    replica = ReplicaModel(EngineCurve(step_s=1.0, sample_s=0.0, context_s=0.1))
+    replica.add(Decoding("a", 10, 3))
+    # Contexts of 10, 11 and 12 tokens.
+    assert run_all(replica) == [(pytest.approx(2.0 + 2.1 + 2.2), "a")]
+
+
+def test_context_is_prefilled_unless_its_blocks_were_kept():
+    for reads, seconds in ((True, 1.0 + 2.0), (False, 2.0)):
+        replica = ReplicaModel(EngineCurve(step_s=1.0, sample_s=0.0, prefill_s=0.1))
+        replica.add(Decoding("a", 10, 2), reads=reads)
+        assert run_all(replica) == [(seconds, "a")]
+
+
+def test_interruption_lets_the_running_step_end_and_gives_back_what_is_left():
+    replica = ReplicaModel(EngineCurve(step_s=1.0, sample_s=0.0))
+    replica.add(Decoding("a", 3, 10))
+    (sample,) = replica.interrupt(4.5)
+    assert (sample.context, sample.left, replica.clock, len(replica)) == (3 + 5, 10 - 5, 5.0, 0)
+
+
+def test_interruption_with_growing_contexts_agrees_with_the_time_of_its_steps():
+    curve = EngineCurve(step_s=1.0, sample_s=0.2, context_s=0.01)
+    for steps in (1, 7, 40):
+        timed, cut = ReplicaModel(curve), ReplicaModel(curve)
+        for replica in (timed, cut):
+            replica.add(Decoding("a", 5, steps if replica is timed else 100))
+        timed.run_to_event()
+        (sample,) = cut.interrupt(timed.clock - 1e-6)
+        assert sample.left == 100 - steps
+
+
+def test_samples_that_do_not_fit_wait_and_the_youngest_makes_room():
+    replica = ReplicaModel(EngineCurve(step_s=1.0, sample_s=0.0, kv_tokens=30))
+    for name in ("old", "young", "waits"):
+        replica.add(Decoding(name, 10, 8))
+    ends = run_all(replica)
+    # Both contexts grow to 15 in five steps; the young one then waits until the old one is through.
+    assert [name for _, name in ends] == ["old", "young", "waits"]
+    assert ends[0][0] == 8.0 and ends[1][0] == pytest.approx(8.0 + 3.0)
+
+
+@pytest.mark.parametrize("curve", [EngineCurve(2e-3, 1e-4), EngineCurve(5e-3, 0.0), EngineCurve(1e-9, 3e-4)])
+def test_curve_is_recovered_from_the_calls_of_an_engine_that_follows_it(curve):
+    rng = np.random.default_rng(0)
+    calls = []
+    for replica in range(2):
+        engine = ReplicaModel(curve)
+        lengths = {f"s{i}": int(length) for i, length in enumerate(rng.lognormal(5, 1, 64) + 1)}
+        for name, length in lengths.items():
+            engine.add(Decoding(name, 0, length))
+        calls += [Span(replica, 0.0, end, lengths[name]) for end, name in run_all(engine)]
+    found = fit(calls)
+    assert found.step_s == pytest.approx(curve.step_s, rel=0.01, abs=1e-6)
+    assert found.sample_s == pytest.approx(curve.sample_s, rel=0.01, abs=1e-7)
+
+
+def test_calls_under_one_load_show_no_curve():
+    with pytest.raises(CurveError, match="all engine calls ran beside 1 samples"):
+        fit([Span(0, 0.0, 1.0, 10), Span(0, 1.0, 3.0, 20)])
+    with pytest.raises(CurveError, match="fewer than two"):
+        fit([])
+
+
+def test_lognormal_lengths_have_the_median_and_mean_that_were_asked_for():
+    trace = lognormal(median=300, mean=400, cap=100_000, samples_per_group=8, seed=1)
+    assert np.median(trace.groups) == pytest.approx(300, rel=0.05) and trace.mean == pytest.approx(400, rel=0.05)
+    logs = np.log(trace.groups)
+    assert np.corrcoef(logs[:, 0], logs[:, 1])[0, 1] == pytest.approx(0.5, abs=0.05)
+    assert lognormal(median=300, mean=400, cap=500, samples_per_group=2).groups.max() == 500
+    with pytest.raises(ValueError, match="0 < median < mean"):
+        lognormal(median=400, mean=300, cap=500, samples_per_group=2)
+
+
+@pytest.mark.parametrize("policy", Policy)
+def test_simulation_trains_every_group_once_within_the_bound(policy):
+    lengths = lognormal(median=60, mean=100, cap=900, samples_per_group=2, groups=40)
+    cluster = Cluster(EngineCurve(1e-2, 1e-4, kv_tokens=2_000), replicas=2, slots_per_replica=4)
+    simulation = Simulation(build_admission(), policy, cluster, lengths, seed=None, groups=40)
+    rounds = list(simulation.rounds(100))
+    trained = np.concatenate([round_.lengths for round_ in rounds])
+    assert len(rounds) == 10 and sorted(map(tuple, trained)) == sorted(map(tuple, lengths.groups))
+    assert max(round_.staleness.max() for round_ in rounds) <= 4
+    assert sum(round_.decoded_tokens for round_ in rounds) == trained.sum()
+
+
+def test_without_overlap_a_round_takes_as_long_as_its_slowest_sample():
+    lengths = LengthTrace(np.array([[3, 9], [1, 2]]))
+    cluster = Cluster(EngineCurve(1.0, 0.0), replicas=1, slots_per_replica=8)
+    simulation = Simulation(baseline(build_admission(batch=2)), Policy.BOUNDED, cluster, lengths, seed=None)
+    (first, second) = simulation.rounds(2)
+    assert first.seconds == second.seconds == 9.0
+    assert first.decoded_tokens == first.on_policy_tokens == 15 and not first.staleness.any()
+
+
+def test_mean_staleness_is_the_overlap():
+    # Little's law: design.md's account of what staleness costs.
+    lengths = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
+    cluster = Cluster(EngineCurve(3e-3, 1e-4), replicas=2, slots_per_replica=64)
+    for overlap in (0.5, 1.0, 2.0):
+        admission = build_admission(batch=16, n=4, overlap=overlap, max_staleness=12)
+        made = forecast(admission, Policy.BOUNDED, cluster, lengths, rounds=40)
+        assert made.staleness_mean == pytest.approx(overlap, rel=0.1)
+    assert forecast(baseline(admission), Policy.BOUNDED, cluster, lengths).staleness_max == 0
+
+
+def test_overlap_pays_and_kept_blocks_pay_more():
+    lengths = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
+    curve = EngineCurve(3e-3, 1e-5, prefill_s=1e-4)
+    cluster, kept = (Cluster(curve, 1, 256, keeps_kv=keeps) for keeps in (False, True))
+    admission = build_admission(batch=16, n=4)
+    speeds = [
+        forecast(a, Policy.BOUNDED, c, lengths).trained_tokens_per_s
+        for a, c in ((baseline(admission), cluster), (admission, cluster), (admission, kept))
+    ]
+    assert speeds[0] * 1.3 < speeds[1] < speeds[2]
+
+
+def test_in_order_trains_without_length_bias():
+    lengths = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
+    cluster = Cluster(EngineCurve(3e-3, 1e-4), 1, 128)
+    first = {
+        policy: forecast(build_admission(batch=16, n=4), policy, cluster, lengths).first_length
+        for policy in (Policy.BOUNDED, Policy.IN_ORDER)
+    }
+    assert first[Policy.BOUNDED] < 0.95 and first[Policy.IN_ORDER] == 1.0
+
+
+def test_smallest_overlap_whose_next_step_does_not_pay():
+    speeds = [(0.0, 100.0), (0.5, 150.0), (1.0, 160.0), (2.0, 161.0)]
+    assert smallest_worthwhile(speeds, 0.05) == 1.0
+    assert smallest_worthwhile(speeds, 0.10) == 0.5
+    assert smallest_worthwhile(speeds, 0.001) == 2.0
+
+
+def test_group_size_of_lengths_must_be_the_runs():
+    with pytest.raises(ValueError, match=r"groups of 4, rollout\.n is 2"):
+        Simulation(
+            build_admission(), Policy.BOUNDED, Cluster(EngineCurve(1, 1), 1, 1), LengthTrace(np.ones((3, 4), int))
+        )
+
+
+PLAN = ["plan", "--lognormal", "300", "400", "3000", "--batch", "8", "--group", "4", "--replicas", "2", "--slots", "32"]
+
+
+def test_plan_recommends_from_a_distribution_and_a_preset(capsys, tmp_path):
+    arguments = [*PLAN, "--curve", "h100-qwen3-4b", "--overlaps", "0.5", "1", "--policies", "bounded"]
+    assert bench([*arguments, "--json", str(tmp_path / "plan.json"), "--save-curve", str(tmp_path / "curve.json")]) == 0
+    out = capsys.readouterr().out
+    assert "recommended: partial_rollout.overlap=" in out and "noPR" in out
+    plans = json.loads((tmp_path / "plan.json").read_text())["plans"]
+    assert [(plan["policy"], plan["overlap"]) for plan in plans] == [("noPR", 0.0), ("bounded", 0.5), ("bounded", 1.0)]
+    assert json.loads((tmp_path / "curve.json").read_text()) == asdict(PRESETS["h100-qwen3-4b"])
+    again = [*arguments, "--curve", str(tmp_path / "curve.json"), "--json", str(tmp_path / "again.json")]
+    assert bench(again) == 0
+    assert json.loads((tmp_path / "again.json").read_text())["plans"] == plans
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan"], "error: --group is missing: give it, or --run"),
+        (["plan", "--group", "4"], "error: no lengths: give --run or --lognormal"),
+        (PLAN, "error: no engine curve: give --run or --curve"),
+        (["plan", "--run", "/nowhere"], "error: /nowhere: no such directory"),
+        (["plan", "--validate", "/nowhere"], "error: /nowhere: no such directory"),
+    ],
+)
+def test_plan_without_its_input_ends_in_one_line(capsys, arguments, message):
+    assert bench(arguments) == 2
+    assert capsys.readouterr().out.startswith(message)
+
+
+def test_lengths_are_drawn_or_replayed():
+    trace = LengthTrace(np.array([[1, 2], [3, 4]]))
+    assert [group.tolist() for group in itertools.islice(trace.replay(), 3)] == [[1, 2], [3, 4], [1, 2]]
+    drawn = [tuple(group) for group in itertools.islice(trace.draw(0), 50)]
+    assert set(drawn) == {(1, 2), (3, 4)}
+    assert drawn == [tuple(group) for group in itertools.islice(trace.draw(0), 50)]
+    with pytest.raises(ValueError, match="at least 1 token"):
+        LengthTrace(np.array([[0, 2]]))
