@@ -126,6 +126,8 @@ class PartialRolloutConfig:
     proximal: Proximal
     proximal_check_every: int
     resume_kv: ResumeKV
+    kv_headroom: float
+    """share of a replica's KV blocks"""
     probe_s: float
     checksum_all: bool
     failures: FailureLimits
@@ -198,6 +200,7 @@ class PartialRolloutConfig:
             proximal=_member("partial_rollout.proximal", ours.proximal, Proximal),
             proximal_check_every=_at_least("partial_rollout.proximal_check_every", ours.proximal_check_every, 0),
             resume_kv=_member("partial_rollout.resume_kv", ours.resume_kv, ResumeKV),
+            kv_headroom=_number("partial_rollout.kv_headroom", ours.kv_headroom),
             probe_s=_number("partial_rollout.probe_s", ours.probe_s),
             checksum_all=bool(ours.checkpoint.checksum_all),
             failures=FailureLimits.from_config(ours.failures),
@@ -209,6 +212,8 @@ class PartialRolloutConfig:
         return settings
 
     def _check(self) -> None:
+        if self.kv_headroom >= 1:
+            raise fail("partial_rollout.kv_headroom", self.kv_headroom, "less than 1: a share of the KV blocks")
         if self.overlap_control is not None and self.mode is not Mode.WINDOW:
             raise fail("partial_rollout.overlap", AUTO, f"a number in mode {self.mode}")
         if self.overlap > self.max_staleness:

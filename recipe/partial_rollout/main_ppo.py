@@ -35,7 +35,14 @@ def wire(config: DictConfig) -> None:
         from recipe.partial_rollout.correction_check import wire_correction
 
         wire_correction(config)
-        rollout.custom = {**(rollout.get("custom") or {}), "resume_kv": config.partial_rollout.resume_kv}
+        ours = config.partial_rollout
+        rollout.custom = {
+            **(rollout.get("custom") or {}),
+            "resume_kv": ours.resume_kv,
+            "kv_headroom": ours.kv_headroom,
+        }
+        # Where KV blocks run out, the engine preempts what was dispatched last: not what is about to grow too stale.
+        rollout.scheduling_policy = "priority"
     if not OmegaConf.select(config, "trainer.default_local_dir"):
         config.trainer.default_local_dir = "outputs"
 

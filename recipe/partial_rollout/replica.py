@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 from typing import Any
 
 import ray
@@ -16,6 +17,8 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from recipe.partial_rollout.failures import one_line
 from recipe.partial_rollout.kept_kv import ResumeKV, SaltedEngine
+
+logger = logging.getLogger(__name__)
 
 _SYNC_METHODS = ("update_weights_from_ipc", "update_verl_delta_weights")
 
@@ -31,6 +34,7 @@ class RecipeVLLMServer(vLLMHttpServer):
 
     async def run_server(self, args: argparse.Namespace) -> None:
         """As verl's."""
+        leave_headroom(args, (self.config.custom or {}).get("kv_headroom", 0.0))
         await super().run_server(args)
         if self._keeps_kv:
             self.engine = SaltedEngine(self.engine, lambda: self.global_steps)
@@ -59,6 +63,19 @@ class RecipeVLLMServer(vLLMHttpServer):
     async def weight_sync_error(self) -> str | None:
         """Why the last weight sync failed in this server's engine, or None."""
         return self._weight_sync_error
+
+
+def leave_headroom(args: argparse.Namespace, share: float) -> None:
+    """Have the engine keep ``share`` of its KV blocks free when it starts a sample, unless the user has said how much.
+
+    A vLLM that lacks the option (``watermark``) goes without, and says so.
+    """
+    if not share:
+        return
+    if not hasattr(args, "watermark"):
+        logger.warning("partial_rollout.kv_headroom=%g has no effect: this vLLM has no watermark option", share)
+    elif not args.watermark:
+        args.watermark = share
 
 
 class RecipeVLLMReplica(vLLMReplica):

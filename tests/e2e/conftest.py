@@ -1,5 +1,6 @@
 """Real training on two cores: verl, vLLM, Ray, FSDP2, in a process of its own for each run."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -28,6 +29,37 @@ def task(tmp_path_factory):
     ]
     subprocess.run(command, check=True, cwd=ROOT, timeout=300)
     return directory
+
+
+@pytest.fixture(scope="session")
+def on_engine(task):
+    """``on_engine(body, **engine_args)``: the result of ``body(engine)`` on a vLLM engine without Ray or verl around it."""
+
+    def call(body, **options):
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        async def run():
+            engine = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(
+                    model=str(task / "task" / "model"),
+                    dtype="float32",
+                    enforce_eager=True,
+                    max_model_len=128,
+                    max_num_seqs=8,
+                    distributed_executor_backend="uni",
+                    skip_tokenizer_init=True,
+                    **options,
+                )
+            )
+            try:
+                return await body(engine)
+            finally:
+                engine.shutdown()
+
+        return asyncio.run(run())
+
+    return call
 
 
 def launcher(task, directory_of):

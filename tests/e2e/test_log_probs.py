@@ -1,6 +1,5 @@
 """An interrupted sample carries exactly the engine's log-probs: a real vLLM engine, interrupted at every token."""
 
-import asyncio
 import contextlib
 from types import SimpleNamespace
 
@@ -74,44 +73,18 @@ async def response_of(engine, interrupt_after):
     return np.array(output.token_ids), np.array(output.log_probs), sample.segments, read_again
 
 
-def on_engine(task, body, **options):
-    """``body(engine)`` on a vLLM engine of the embedded task."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    async def run():
-        engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=str(task / "task" / "model"),
-                dtype="float32",
-                enforce_eager=True,
-                max_model_len=128,
-                max_num_seqs=8,
-                distributed_executor_backend="uni",
-                skip_tokenizer_init=True,
-                **options,
-            )
-        )
-        try:
-            return await body(engine)
-        finally:
-            engine.shutdown()
-
-    return asyncio.run(run())
-
-
 @pytest.fixture(scope="module")
-def responses(task):
+def responses(on_engine):
     """By the number of tokens after which every call is interrupted; None: not interrupted."""
 
     async def body(engine):
         return {every: await response_of(engine, every or RESPONSE) for every in (None, 1, 7)}
 
-    return on_engine(task, body, enable_prefix_caching=False)
+    return on_engine(body, enable_prefix_caching=False)
 
 
 @pytest.fixture(scope="module")
-def kept(task):
+def kept(on_engine):
     """A response interrupted after every 7 tokens whose KV blocks are kept; who finds how many of them."""
 
     async def body(engine):
@@ -129,7 +102,7 @@ def kept(task):
                 found[name] = output.num_cached_tokens
         return response, found
 
-    return on_engine(task, body, enable_prefix_caching=True, block_size=BLOCK)
+    return on_engine(body, enable_prefix_caching=True, block_size=BLOCK)
 
 
 def test_kept_blocks_are_not_read_again(responses, kept):

@@ -80,6 +80,7 @@ def test_quickstart_config_passes(configure):
         ("partial_rollout.max_staleness=-1", "partial_rollout.max_staleness=-1: an integer of at least 0"),
         ("partial_rollout.max_staleness=1.5", "partial_rollout.max_staleness=1.5: an integer of at least 0"),
         ("partial_rollout.overlap=-0.5", "partial_rollout.overlap=-0.5: a number of at least 0"),
+        ("partial_rollout.kv_headroom=1", "partial_rollout.kv_headroom=1.0: less than 1"),
         ("partial_rollout.overlap=many", "partial_rollout.overlap=many: a number of at least 0, or auto"),
         ("partial_rollout.overlap=9", "partial_rollout.overlap=9.0: at most partial_rollout.max_staleness=8"),
         ("partial_rollout.over_sampling_batch_size=3", "over_sampling_batch_size=3: at least data.train_batch_size=4"),
@@ -302,6 +303,11 @@ def test_decoupled_loss_is_on_for_partial_rollout_and_off_for_the_baseline(confi
     assert on.actor_rollout_ref.actor.policy_loss.loss_mode == "decoupled_ppo"
     assert off.algorithm.rollout_correction.rollout_is is None
     assert off.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
+    assert (on.actor_rollout_ref.rollout.scheduling_policy, off.actor_rollout_ref.rollout.scheduling_policy) == (
+        "priority",
+        "fcfs",
+    )
+    assert on.actor_rollout_ref.rollout.custom.kv_headroom == 0.05
     assert "PartialRollout" in on.actor_rollout_ref.rollout.agent.agent_loop_manager_class
     assert "Observed" in off.actor_rollout_ref.rollout.agent.agent_loop_manager_class
 
