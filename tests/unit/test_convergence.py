@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.convergence.__main__ import main
+from recipe.partial_rollout.convergence.arms import arms
 from recipe.partial_rollout.convergence.curves import ArmCurve, curve_of, gap
 from recipe.partial_rollout.convergence.document import label, table
-from recipe.partial_rollout.convergence.study import Study, arms
 from recipe.partial_rollout.report.run_record import load_run
+from recipe.partial_rollout.study import Study
 
 STEPS = 4
 
@@ -63,7 +64,7 @@ def write_run(directory, rewards, *, staleness=0, complete=True, arm="PR"):
 
 
 def build_study(out, *, seeds=(1, 2), staleness=(4,), **options):
-    return Study(out, tuple(arms(staleness)), tuple(seeds), STEPS, **options)
+    return Study(out, tuple(arms(staleness)), tuple(seeds), STEPS, "convergence_cpu", **options)
 
 
 def build_curve(name, rewards, *, staleness=0.0):
@@ -86,7 +87,7 @@ def test_every_arm_composes_and_passes_the_recipes_checks(tmp_path):
     from recipe.partial_rollout.config import PartialRolloutConfig
     from recipe.partial_rollout.correction_check import check_correction
 
-    study = Study(tmp_path, tuple(arms((1, 8), behaviour_clipping=True)), (1,), STEPS)
+    study = Study(tmp_path, tuple(arms((1, 8), behaviour_clipping=True)), (1,), STEPS, "convergence_cpu")
     for arm in study.arms:
         with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
             config = compose("convergence_cpu", overrides=study.command(arm, 1)[5:])

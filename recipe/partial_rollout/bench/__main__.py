@@ -1,11 +1,11 @@
-"""``python -m recipe.partial_rollout.bench {manager,snapshot,distribution,plan} [options]``; ``--help`` lists them."""
+"""``python -m recipe.partial_rollout.bench COMMAND [options]``; ``--help`` lists the commands and their options."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from recipe.partial_rollout.bench import distribution, manager, plan, snapshot
+from recipe.partial_rollout.bench import distribution, manager, peers, plan, snapshot
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -18,6 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
         commands.add_parser("distribution", help="does a speculative proposer change what the engine samples?")
     )
     plan.add_arguments(commands.add_parser("plan", help="which policy and overlap, before anything is run"))
+    peers.add_arguments(commands.add_parser("peers", help="beside verl's own trainers, by real training"))
     options = parser.parse_args(arguments)
     return options.run(options)
 

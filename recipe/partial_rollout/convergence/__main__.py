@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipe.partial_rollout.convergence.arms import arms
 from recipe.partial_rollout.convergence.curves import ArmCurve, curve_of
 from recipe.partial_rollout.convergence.document import table, write
-from recipe.partial_rollout.convergence.study import Study, StudyError, arms
 from recipe.partial_rollout.report.fields import RunRecordError
 from recipe.partial_rollout.report.run_record import load_run
+from recipe.partial_rollout.study import Study, StudyError
 
 BAD_INPUT = 2
 COMMAND = "bash run_scripts/convergence_cpu.sh"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from recipe.partial_rollout.convergence.arms import BASELINE
 from recipe.partial_rollout.convergence.curves import LAST, ArmCurve, gap
-from recipe.partial_rollout.convergence.study import BASELINE
 from recipe.partial_rollout.report.table import Table
 
 PICTURE, TEXT = "convergence.png", "convergence.md"

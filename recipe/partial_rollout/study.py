@@ -1,15 +1,17 @@
-"""The runs of the study: arms by seeds, each in a directory of its own; a run that is complete is not run again."""
+"""Arms by seeds: training runs, each in a directory of its own; a run that is complete is not run again."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-BASELINE = "noPR"
+MAIN = ("recipe.partial_rollout.main_ppo",)
+"""module and first arguments of the recipe's own training"""
 _DEADLINE_S = 3600.0
 """for one run: twenty times what it takes on two cores"""
 
@@ -25,26 +27,7 @@ class Arm:
     name: str
     """also its directory"""
     overrides: tuple[str, ...]
-
-
-def arms(staleness: Sequence[int], *, behaviour_clipping: bool = False) -> list[Arm]:
-    """The baseline, then PR with correction and without at each bound.
-
-    Spare groups in flight are as many as the bound allows (``overlap = max_staleness``), so that the bound is felt.
-
-    Args:
-        staleness: values of ``partial_rollout.max_staleness``.
-        behaviour_clipping: also PPO that clips to the behaviour policy, AReaL's "naive PPO".
-    """
-    found = [Arm(BASELINE, ("partial_rollout.enable=False",))]
-    for bound in staleness:
-        sizes = (f"partial_rollout.max_staleness={bound}", f"partial_rollout.overlap={bound}")
-        off = (*sizes, "partial_rollout.correction=none")
-        found.append(Arm(f"corrected_{bound}", (*sizes, "partial_rollout.correction=decoupled")))
-        found.append(Arm(f"uncorrected_{bound}", off))
-        if behaviour_clipping:
-            found.append(Arm(f"clipped_{bound}", (*off, "algorithm.rollout_correction.bypass_mode=True")))
-    return found
+    program: tuple[str, ...] = MAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +39,7 @@ class Study:
     seeds: tuple[int, ...]
     steps: int
     """of every run"""
-    config_name: str = "convergence_cpu"
+    config_name: str
     overrides: tuple[str, ...] = ()
     """for all arms, before the arm's own"""
 
@@ -64,15 +47,15 @@ class Study:
         return self.out / arm.name / f"seed_{seed}"
 
     def is_complete(self, arm: Arm, seed: int) -> bool:
-        """Whether the run has ended by itself after ``steps`` steps."""
+        """Whether the run has trained ``steps`` steps and, if it is the recipe's, ended by itself."""
         directory = self.directory(arm, seed)
         try:
-            complete = json.loads((directory / "run.json").read_text())["complete"]
             lines = (directory / "metrics.jsonl").read_text().splitlines()
+            ended = arm.program != MAIN or json.loads((directory / "run.json").read_text())["complete"]
+            steps = [line["step"] for line in map(json.loads, lines) if "training/global_step" in line["data"]]
         except (OSError, ValueError, KeyError):
             return False
-        steps = [line["step"] for line in map(json.loads, lines) if "training/global_step" in line["data"]]
-        return bool(complete) and max(steps, default=0) == self.steps
+        return bool(ended) and max(steps, default=0) == self.steps
 
     def missing(self) -> Iterator[tuple[Arm, int]]:
         """Seed by seed, so that a study that is cut short has every arm."""
@@ -99,7 +82,7 @@ class Study:
         return [
             sys.executable,
             "-m",
-            "recipe.partial_rollout.main_ppo",
+            *arm.program,
             "--config-name",
             self.config_name,
             *last.values(),
@@ -120,15 +103,16 @@ class Study:
             directory.mkdir(parents=True, exist_ok=True)
             print(f"== {arm.name}, seed {seed}: {self.steps} steps ==", flush=True)
             terminal = directory / "terminal.log"
+            env = {**os.environ, "VERL_FILE_LOGGER_PATH": str((directory / "metrics.jsonl").absolute())}
             with terminal.open("w") as log:
                 command = self.command(arm, seed)
                 try:
-                    code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_DEADLINE_S).returncode
+                    ended = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=env, timeout=_DEADLINE_S)
                 except subprocess.TimeoutExpired as error:
                     raise StudyError(
                         f"{arm.name}, seed {seed} did not end in {_DEADLINE_S:g} s: see {terminal}"
                     ) from error
-            if code:
-                raise StudyError(f"{arm.name}, seed {seed} ended with exit code {code}: see {terminal}")
+            if ended.returncode:
+                raise StudyError(f"{arm.name}, seed {seed} ended with exit code {ended.returncode}: see {terminal}")
             count += 1
         return count

@@ -1,0 +1,75 @@
+"""Figures of one training run, whoever's trainer made it: from verl's own metrics alone, so that all are read alike."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
+"""the recipe's and verl's name for the same: versions from a sample's first token to the update that trains it"""
+_PROBE = "probe"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRun:
+    """One run; arrays are by step."""
+
+    arm: str
+    repeat: int
+    rollout_s: np.ndarray
+    step_s: np.ndarray
+    tokens: np.ndarray
+    """trained response tokens"""
+    staleness: np.ndarray
+    """mean over the step's samples"""
+    staleness_max: np.ndarray
+    reward: np.ndarray
+    full_tokens_per_s: float | None
+    """of the engine kept full, where the run measured it"""
+
+    def ms_per_1000(self, seconds: np.ndarray, steps: slice) -> float:
+        """``seconds`` (rollout or whole step) for 1,000 trained tokens, over ``steps``."""
+        return float(1e6 * seconds[steps].sum() / self.tokens[steps].sum())
+
+
+def read_run(directory: Path, arm: str, repeat: int, samples_per_step: int) -> PeerRun:
+    """From ``metrics.jsonl`` and, where there is one, ``trace.jsonl``.
+
+    Raises:
+        ValueError: a step lacks a figure; the message names both.
+    """
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["data"] for line in lines if "training/global_step" in line["data"]]
+
+    def column(key: str) -> np.ndarray:
+        missing = [i for i, step in enumerate(steps, 1) if key not in step]
+        if missing:
+            raise ValueError(f"{directory}: step {missing[0]} has no {key}")
+        return np.array([float(step[key]) for step in steps])
+
+    def staleness(figure: str) -> np.ndarray:
+        name = next((name for name in _STALENESS if steps and f"{name}/{figure}" in steps[0]), None)
+        return np.zeros(len(steps)) if name is None else column(f"{name}/{figure}")
+
+    return PeerRun(
+        arm=arm,
+        repeat=repeat,
+        rollout_s=column("timing_s/gen"),
+        step_s=column("timing_s/step"),
+        tokens=column("response_length/mean") * samples_per_step,
+        staleness=staleness("mean"),
+        staleness_max=staleness("max"),
+        reward=column("critic/score/mean"),
+        full_tokens_per_s=_probed(directory / "trace.jsonl"),
+    )
+
+
+def _probed(trace: Path) -> float | None:
+    if not trace.exists():
+        return None
+    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    rates = [event["tokens_per_s"] for event in events if event["event"] == _PROBE]
+    return float(np.median(rates)) if rates else None

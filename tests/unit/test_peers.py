@@ -1,0 +1,124 @@
+"""The table of peers over runs whose figures can be worked out by hand."""
+
+import json
+
+import numpy as np
+import pytest
+
+from recipe.partial_rollout.bench.__main__ import main as bench
+from recipe.partial_rollout.bench.peer_runs import PeerRun, read_run
+from recipe.partial_rollout.bench.peers import ARMS, compare, table_of
+from recipe.partial_rollout.study import Study
+
+STEPS = 8
+
+
+def build_run(arm, repeat, *, rollout_s=1.0, stale=0.0, full=None, tokens=1000.0):
+    ones = np.ones(STEPS)
+    return PeerRun(
+        arm, repeat, rollout_s * ones, (rollout_s + 1) * ones, tokens * ones, stale * ones, stale * ones, ones, full
+    )
+
+
+def write_run(directory, *, rollout_s, staleness=None, ours=True):
+    """A run of 4 samples a step, 100 tokens each."""
+    directory.mkdir(parents=True)
+    lines = []
+    for step in range(1, STEPS + 1):
+        data = {
+            "training/global_step": step,
+            "timing_s/gen": rollout_s,
+            "timing_s/step": 2 * rollout_s,
+            "response_length/mean": 100.0,
+            "critic/score/mean": 0.5,
+        }
+        if staleness is not None:
+            name = "partial_rollout/staleness" if ours else "training/off_policy/trajectory_staleness_worst"
+            data |= {f"{name}/mean": staleness, f"{name}/max": 2 * staleness}
+        lines.append({"step": step, "data": data})
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if ours:
+        facts = {"complete": True, "batch_groups": 2, "samples_per_group": 2}
+        (directory / "run.json").write_text(json.dumps(facts))
+        probe = {"event": "probe", "tokens_per_s": 1000.0}
+        (directory / "trace.jsonl").write_text(json.dumps(probe) + "\n")
+
+
+def test_ratios_are_taken_within_a_repeat_and_then_their_median():
+    runs = [
+        run
+        for repeat, slow in ((1, 1.0), (2, 10.0), (3, 2.0))
+        for run in (build_run("noPR", repeat, rollout_s=slow), build_run("PR_bounded", repeat, rollout_s=0.4 * slow))
+    ]
+    baseline, ours = compare(runs)
+    assert baseline.median("rollout_ratio") == 1.0
+    assert ours.median("rollout_ratio") == pytest.approx(0.4) and ours.spread("rollout_ratio") == pytest.approx(
+        (0.4, 0.4)
+    )
+
+
+def test_efficiency_is_against_the_runs_own_engine_else_the_recipes():
+    runs = [
+        build_run("noPR", 1, full=2000.0),
+        build_run("v1_colocate_async", 1),
+        build_run("PR_bounded", 1, rollout_s=0.5, full=2500.0),
+    ]
+    baseline, peer, ours = compare(runs)
+    assert baseline.median("efficiency") == pytest.approx(1000 / 2000)
+    assert peer.median("efficiency") == pytest.approx(1000 / 2500)
+    assert ours.median("efficiency") == pytest.approx(2000 / 2500)
+
+
+def test_every_trainers_staleness_is_read_under_its_own_name(tmp_path):
+    for name, ours in (("ours", True), ("theirs", False)):
+        write_run(tmp_path / name, rollout_s=1.0, staleness=1.5, ours=ours)
+        run = read_run(tmp_path / name, "arm", 1, 4)
+        assert (run.staleness == 1.5).all() and (run.staleness_max == 3.0).all() and (run.tokens == 400).all()
+        assert run.full_tokens_per_s == (1000.0 if ours else None)
+
+
+def test_step_without_a_figure_is_named(tmp_path):
+    write_run(tmp_path / "run", rollout_s=1.0)
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_text(path.read_text().replace("timing_s/gen", "timing_s/other", 1))
+    with pytest.raises(ValueError, match="step 1 has no timing_s/gen"):
+        read_run(tmp_path / "run", "arm", 1, 4)
+
+
+def test_report_is_written_from_complete_runs(tmp_path, capsys):
+    for repeat in (1, 2):
+        write_run(tmp_path / "noPR" / f"seed_{repeat}", rollout_s=1.0)
+        write_run(tmp_path / "v1_colocate_async" / f"seed_{repeat}", rollout_s=0.8, staleness=2.0, ours=False)
+        write_run(tmp_path / "PR_bounded" / f"seed_{repeat}", rollout_s=0.5, staleness=1.0)
+    command = ["peers", "--out", str(tmp_path), "--report-only", "--repeats", "2", "--steps", str(STEPS)]
+    assert bench(command) == 0
+    assert (
+        "| PR, bounded | 1250 | 0.50 (0.50 to 0.50) | 0.50 | 0.50 | 0.80 | 0.80 | 1.00 | 2 | 1.00 | 0.500 |"
+        in (tmp_path / "peers.md").read_text()
+    )
+    assert {row["arm"] for row in json.loads((tmp_path / "peers.json").read_text())} == {
+        "noPR",
+        "v1_colocate_async",
+        "PR_bounded",
+    }
+    assert (tmp_path / "peers.png").stat().st_size > 5_000 and "Peers" in capsys.readouterr().out
+
+
+def test_without_a_baseline_there_is_no_table(tmp_path, capsys):
+    assert bench(["peers", "--out", str(tmp_path), "--report-only"]) == 2
+    assert capsys.readouterr().out.startswith("error: no complete run of noPR")
+
+
+def test_every_arm_composes(tmp_path):
+    from hydra import compose, initialize_config_dir
+
+    from recipe.partial_rollout import main_ppo
+
+    study = Study(tmp_path, ARMS, (1,), STEPS, "quickstart_cpu")
+    for arm in ARMS:
+        command = study.command(arm, 1)
+        overrides = command[command.index("quickstart_cpu") + 1 :]
+        with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
+            config = compose("quickstart_cpu", overrides=overrides)
+        assert config.trainer.use_v1 == arm.name.startswith("v1")
+    assert table_of(compare([build_run(arm.name, 1) for arm in ARMS])).rows[0][0] == "noPR"
