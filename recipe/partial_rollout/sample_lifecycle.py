@@ -125,9 +125,11 @@ class SampleLifecycle:
             self._queue.refresh(group)
         if sample.state is SampleState.INTERRUPTED:
             self.counters.resumed += 1
+        # Its own worker still holds the conversation: thousands of journals need not travel to it at every resumption.
+        held = sample.worker == worker
+        journals = ((), ()) if held else (tuple(sample.segments), tuple(sample.tool_results))
         sample.worker = worker
         self._enter(sample, SampleState.RUNNING)
-        journals = tuple(sample.segments), tuple(sample.tool_results)
         return Grant(sample.id, group.uid, group.order, group.prompt.row, *journals)
 
     def add_segment(self, sample_id: str, segment: Segment) -> None:

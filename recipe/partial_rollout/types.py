@@ -208,7 +208,7 @@ class Grant:
     order: int
     row: dict[str, Any]
     segments: tuple[Segment, ...]
-    """its engine calls so far; a worker that still holds the conversation ignores both journals"""
+    """its engine calls so far; empty, as the other journal, for the worker that still holds the conversation"""
     tool_results: tuple[dict[str, Any], ...] = ()
     """its finished tool calls so far"""
 

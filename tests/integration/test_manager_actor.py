@@ -86,7 +86,7 @@ def test_round_ends_at_its_last_needed_sample_and_carries_the_rest(start):
     ray.get(actor.acknowledge.remote([taken.uid]))
     ray.get(actor.begin_round.remote(1, prompts(1, start=2), True))
     resumed = ray.get(actor.claim.remote("w0"))
-    assert resumed[0].sample_id == b.sample_id and list(resumed[0].segments[0].token_ids) == [7, 8]
+    assert resumed[0].sample_id == b.sample_id and resumed[0].segments == (), "its worker holds the conversation"
 
 
 def test_failed_sample_ends_the_round_by_name(start):

@@ -83,7 +83,7 @@ def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, segment
     m.open_round()
     resumed = m.claim("w0")
     assert [g.sample_id for g in resumed[:2]] == carried
-    assert [sum(len(s) for s in g.segments) for g in resumed[:2]] == [3, 3]
+    assert [g.segments for g in resumed[:2]] == [(), ()], "their worker holds the conversations"
     assert groups_of(resumed[2:]) == ["0/2", "0/2"]
 
 

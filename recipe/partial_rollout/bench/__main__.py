@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from recipe.partial_rollout.bench import distribution, manager, peers, plan, snapshot
+from recipe.partial_rollout.bench import distribution, manager, peers, plan, scale, snapshot
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,6 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     plan.add_arguments(commands.add_parser("plan", help="which policy and overlap, before anything is run"))
     peers.add_arguments(commands.add_parser("peers", help="beside verl's own trainers, by real training"))
+    scale.add_arguments(commands.add_parser("scale", help="what scheduling costs with many replicas"))
     options = parser.parse_args(arguments)
     return options.run(options)
 

@@ -1,0 +1,242 @@
+"""What scheduling costs at scale: the real manager actor and workers against replicas that follow an engine curve.
+
+A round is compared with the same round in the simulation, where scheduling costs nothing: the difference, as a share of the
+round, is the overhead. All actors share this machine, so what workers cost on nodes of their own is counted against it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from tqdm import tqdm
+
+from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.bench.scripted_engine import ScriptedWorker
+from recipe.partial_rollout.manager_actor import ManagerActor
+from recipe.partial_rollout.planner.engine_curve import PRESETS, EngineCurve
+from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal
+from recipe.partial_rollout.planner.simulation import Cluster, Simulation
+from recipe.partial_rollout.report.table import Table
+from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.types import Prompt
+
+BOUND = 0.01
+"""overhead, as a share of the round"""
+_DEADLINE_S = 1800.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.description = __doc__
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 8, 64, 256, 1024])
+    parser.add_argument("--samples-per-replica", type=int, default=98, help="in flight (default: %(default)s)")
+    parser.add_argument("--group", type=int, default=8, help="samples of a prompt (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="agent-loop workers (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="measured, after one that fills (default: %(default)s)")
+    parser.add_argument("--curve", default="h100-qwen3-4b", help=f"one of {', '.join(PRESETS)}, or a JSON file")
+    parser.add_argument(
+        "--lognormal", type=float, nargs=3, default=[1500, 1800, 9000], metavar=("MEDIAN", "MEAN", "CAP")
+    )
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRow:
+    """One size; means over the measured rounds."""
+
+    replicas: int
+    samples: int
+    """in flight at the start of a round"""
+    round_s: float
+    ideal_s: float
+    """of the same round with scheduling that costs nothing"""
+    decoded_tokens: float
+    open_s: float
+    """from the round's opening until every slot decodes"""
+    interrupt_s: float
+    """from the decision to interrupt until the manager knows of every token"""
+    manager_cpu_s: float
+    manager_rss_mb: float
+    """at the end"""
+
+    @property
+    def overhead(self) -> float:
+        """Share of the round."""
+        return self.round_s / self.ideal_s - 1
+
+    @property
+    def manager_us_per_token(self) -> float:
+        return 1e6 * self.manager_cpu_s / self.decoded_tokens
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print a row a size; exit code 1 when one is over the bound."""
+    curve = PRESETS.get(options.curve) or EngineCurve(**json.loads(Path(options.curve).read_text()))
+    median, mean, cap = options.lognormal
+    lengths = lognormal(median=median, mean=mean, cap=int(cap), samples_per_group=options.group)
+    rows = []
+    for replicas in tqdm(options.replicas, desc="sizes"):
+        # A Ray of its own for each size, unless the caller has one: what the last size left must not slow the next.
+        own = not ray.is_initialized()
+        if own:
+            ray.init(num_cpus=options.workers + 2, include_dashboard=False, log_to_driver=False)
+        try:
+            rows.append(measure(replicas, curve, lengths, options))
+        finally:
+            if own:
+                ray.shutdown()
+        print(_table(rows).console(), flush=True)
+    if options.json:
+        figures = [{**asdict(row), "overhead": row.overhead} for row in rows]
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    over = [row.replicas for row in rows if row.overhead > BOUND]
+    print(f"overhead {'OVER' if over else 'under'} {BOUND:.0%} of the round" + (f" at {over} replicas" if over else ""))
+    return 1 if over else 0
+
+
+def measure(replicas: int, curve: EngineCurve, lengths: LengthTrace, options: argparse.Namespace) -> ScaleRow:
+    """Rounds with ``replicas`` replicas."""
+    groups = max(2, replicas * options.samples_per_replica // options.group)
+    batch = groups // 2
+    admission = Admission(Mode.WINDOW, batch, options.group, 1.0, groups, batch * options.group, max_staleness=4)
+    slots = -(-groups * options.group // replicas)
+    drive = _Drive(admission, curve, lengths, replicas, slots, min(options.workers, replicas))
+    simulation = Simulation(
+        admission, Policy.BOUNDED, Cluster(curve, replicas, slots, keeps_kv=False), lengths, seed=None
+    )
+    measured = [drive.round(version) for version in range(1 + options.rounds)][1:]
+    ideal = [round_.seconds for round_ in simulation.rounds(1 + options.rounds)][1:]
+
+    def mean(name: str) -> float:
+        return sum(figures[name] for figures in measured) / len(measured)
+
+    return ScaleRow(
+        replicas=replicas,
+        samples=2 * batch * options.group,
+        round_s=mean("round_s"),
+        ideal_s=sum(ideal) / len(ideal),
+        decoded_tokens=mean("decoded_tokens"),
+        open_s=mean("open_s"),
+        interrupt_s=mean("interrupt_s"),
+        manager_cpu_s=mean("manager_cpu_s"),
+        manager_rss_mb=drive.manager_process.memory_info().rss / 2**20,
+    )
+
+
+class _Drive:
+    """Plays the trainer: rounds as ``PartialRolloutAgentLoopManager`` runs them, without batches or weights."""
+
+    def __init__(
+        self, admission: Admission, curve: EngineCurve, lengths: LengthTrace, replicas: int, slots: int, workers: int
+    ) -> None:
+        self._slots = slots * replicas
+        self._prompts = self._prompts_of(lengths)
+        self._manager: Any = ray.remote(ManagerActor).options(num_cpus=0).remote(admission, Policy.BOUNDED, _DEADLINE_S)
+        self.manager_process = psutil.Process(_get(self._manager.__ray_call__.remote(_pid)))
+        worker_class: Any = ray.remote(ScriptedWorker).options(num_cpus=0)
+        shares = [replicas // workers + (i < replicas % workers) for i in range(workers)]
+        self._workers = [worker_class.remote(curve, share) for share in shares]
+        for i, (worker, share) in enumerate(zip(self._workers, shares, strict=True)):
+            _get(worker.setup.remote(f"w{i}", self._manager, slots * share, {}))
+        self._serving = [worker.serve.remote() for worker in self._workers]
+
+    @staticmethod
+    def _prompts_of(lengths: LengthTrace) -> Iterator[Prompt]:
+        for i, group in zip(itertools.count(), lengths.replay(), strict=False):
+            yield Prompt(f"0/{i}", 0, {"lengths": group.tolist()})
+
+    def round(self, version: int) -> dict[str, float]:
+        """One round; seconds, tokens and the manager's CPU seconds."""
+        prompts = list(itertools.islice(self._prompts, _get(self._manager.wanted.remote())))
+        decoded, cpu = sum(_get([w.decoded.remote() for w in self._workers])), self._cpu_s()
+        began = time.monotonic()
+        _get([worker.begin.remote(version) for worker in self._workers])
+        _get(self._manager.begin_round.remote(version, prompts, True))
+        ending = self._manager.wait_round.remote()
+        open_s = self._until_full(began)
+        ended = self._unless_a_worker_ends(ending)
+        _get([worker.close_round.remote() for worker in self._workers])
+        _get([worker.interrupt.remote() for worker in self._workers])
+        _get([worker.quiesce.remote() for worker in self._workers])
+        now = time.time()
+        groups = _get(self._manager.take_batch.remote())
+        figures = {
+            "round_s": time.monotonic() - began,
+            "open_s": open_s,
+            "interrupt_s": now - ended.decided_at,
+            "decoded_tokens": sum(_get([w.decoded.remote() for w in self._workers])) - decoded,
+            "manager_cpu_s": self._cpu_s() - cpu,
+        }
+        _get(self._manager.acknowledge.remote([group.uid for group in groups]))
+        return figures
+
+    def _unless_a_worker_ends(self, reference: Any) -> Any:
+        done, _ = ray.wait([reference, *self._serving], num_returns=1, timeout=_DEADLINE_S)
+        if not done:
+            raise TimeoutError(f"the round did not end within {_DEADLINE_S:g} s")
+        return ray.get(done[0])
+
+    def _until_full(self, began: float) -> float:
+        """Seconds from ``began`` until nearly every slot decodes; short samples have ended before the last one starts."""
+        best, since = 0, began
+        while True:
+            running, now = sum(_get([w.running.remote() for w in self._workers])), time.monotonic()
+            if running > best:
+                best, since = running, now
+            if running >= self._slots or now - since > 0.5:
+                return since - began
+            time.sleep(0.01)
+
+    def _cpu_s(self) -> float:
+        times = self.manager_process.cpu_times()
+        return times.user + times.system
+
+
+def _get(reference: Any) -> Any:
+    return ray.get(reference, timeout=_DEADLINE_S)
+
+
+def _pid(actor: Any) -> int:
+    return os.getpid()
+
+
+def _table(rows: list[ScaleRow]) -> Table:
+    header = [
+        "replicas",
+        "samples",
+        "round s",
+        "ideal s",
+        "overhead",
+        "open s",
+        "interrupt s",
+        "manager CPU s",
+        "us / token",
+        "MB",
+    ]
+    cells = [
+        [
+            str(row.replicas),
+            f"{row.samples:,}",
+            f"{row.round_s:.2f}",
+            f"{row.ideal_s:.2f}",
+            f"{row.overhead:.2%}",
+            f"{row.open_s:.2f}",
+            f"{row.interrupt_s:.2f}",
+            f"{row.manager_cpu_s:.2f}",
+            f"{row.manager_us_per_token:.3f}",
+            f"{row.manager_rss_mb:.0f}",
+        ]
+        for row in rows
+    ]
+    return Table("Scheduling at scale", header, cells)

@@ -1,0 +1,154 @@
+"""Replicas that follow an engine curve in real time, under the recipe's own worker: what is left is scheduling."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from recipe.partial_rollout.agent_loop_worker import PartialRolloutAgentLoopWorker
+from recipe.partial_rollout.live_sample import LIVE_SAMPLE
+from recipe.partial_rollout.planner.engine_curve import EngineCurve
+from recipe.partial_rollout.planner.replica_model import Decoding, ReplicaModel
+from recipe.partial_rollout.types import SampleOutput, Segment
+
+
+class ScriptedReplica:
+    """One replica in real time: ``ReplicaModel``, woken at its events."""
+
+    def __init__(self, curve: EngineCurve) -> None:
+        self._curve = curve
+        self._model = ReplicaModel(curve)
+        self._began = time.monotonic()
+        self._waiting: dict[str, tuple[Decoding, int, asyncio.Future[int]]] = {}
+        """by sample: the call, the tokens it is to make, and who awaits them"""
+        self._timer: asyncio.TimerHandle | None = None
+        self.decoded = 0
+        """tokens"""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def start(self) -> None:
+        """A round begins: the clock starts again."""
+        self._model, self._began = ReplicaModel(self._curve), time.monotonic()
+
+    async def decode(self, sample_id: str, context: int, left: int) -> int:
+        """Tokens made of ``left``: all, or as many as there were when the replica was interrupted."""
+        decoding = Decoding(sample_id, context, left)
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting[sample_id] = decoding, left, future
+        self._model.advance(self._now)
+        self._model.add(decoding)
+        self._wake_at_next_end()
+        return await future
+
+    def interrupt(self) -> None:
+        """Every call ends with what it has."""
+        for decoding in self._model.interrupt(self._now):
+            self._end(decoding.id)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+    def _wake_at_next_end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if len(self._model):
+            delay = max(0.0, self._model.next_end() - self._now)
+            self._timer = asyncio.get_running_loop().call_later(delay, self._run_to_end)
+
+    def _run_to_end(self) -> None:
+        while len(self._model) and self._model.next_end() <= self._now:
+            for sample_id in self._model.run_to_event():
+                self._end(sample_id)
+        self._wake_at_next_end()
+
+    def _end(self, sample_id: str) -> None:
+        decoding, asked, future = self._waiting.pop(sample_id)
+        made = asked - decoding.left
+        self.decoded += made
+        if not future.done():
+            future.set_result(made)
+
+
+class ScriptedWorker(PartialRolloutAgentLoopWorker):
+    """The recipe's worker; its agent loop is one turn of known length on scripted replicas.
+
+    Args:
+        curve: of each replica.
+        replicas: that are this worker's.
+    """
+
+    def __init__(self, curve: EngineCurve, replicas: int) -> None:
+        # verl's own set-up is left out: no tokenizer, no rewards, no configuration.
+        self.config = SimpleNamespace(partial_rollout=SimpleNamespace(deadlines=SimpleNamespace(grant_s=3600.0)))  # type: ignore[assignment]
+        self.tools = {}  # type: ignore[assignment]
+        self._scripted = [ScriptedReplica(curve) for _ in range(replicas)]
+        self._version = 0
+
+    def use_replicas(self, servers: dict[str, Any]) -> None:
+        """They are its own."""
+
+    def begin(self, version: int) -> None:
+        """The replicas hold the weights of ``version``."""
+        self._version = version
+        for replica in self._scripted:
+            replica.start()
+        self.open_round()
+
+    def interrupt(self) -> None:
+        """All replicas abort."""
+        for replica in self._scripted:
+            replica.interrupt()
+
+    def decoded(self) -> int:
+        """Tokens of all its replicas, all rounds."""
+        return sum(replica.decoded for replica in self._scripted)
+
+    def running(self) -> int:
+        """Samples that decode."""
+        return sum(map(len, self._scripted))
+
+    def _sampling_params(self) -> dict[str, Any]:
+        return {}
+
+    def _kwargs(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"agent_name": "scripted", "length": row["lengths"]}
+
+    async def _run_agent_loop(
+        self,
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        *,
+        agent_name: str,
+        trace: bool = True,
+        **kwargs,
+    ) -> SampleOutput:
+        sample = LIVE_SAMPLE.get()
+        assert sample is not None
+        length = kwargs["length"][int(sample.id.rpartition("#")[2])]
+        done = sum(map(len, sample.replay_turn()))
+        while done < length:
+            async with self.engine_call(sample):
+                replica = min(self._scripted, key=len)
+                made = await replica.decode(sample.id, done, length - done)
+            done += made
+            ended = done == length
+            if made:
+                zeros = np.zeros(made, np.float32)
+                sample.add(Segment(zeros.astype(np.int32), zeros, self._version, "completed" if ended else None))
+            if not ended:
+                self.hand_in(sample)
+        return _output(length, self._version)
+
+
+def _output(length: int, version: int) -> SampleOutput:
+    ids, probs = np.zeros(length, np.int32), np.zeros(length, np.float32)
+    return SampleOutput(ids[:0], ids, np.ones(length, np.int8), probs, ids + version, 1, 0.0, {}, 2, {})
