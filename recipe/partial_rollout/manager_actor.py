@@ -100,6 +100,8 @@ class ManagerActor:
 
     CLAIM_WAIT_S = 20.0
     """a claim answers empty after this long, so that a worker notices when the manager is gone"""
+    CLAIM_SAMPLES = 512
+    """that one answer grants at most: a round with 100,000 samples starts with the first of them, not with the last"""
 
     def __init__(
         self,
@@ -235,7 +237,7 @@ class ManagerActor:
                 # The caller of a waiting claim may have died, and another worker have taken its name.
                 if self._manager.incarnation(worker) is not claimant:
                     return []
-                if grants := self._manager.claim(worker):
+                if grants := self._manager.claim(worker, self.CLAIM_SAMPLES):
                     return grants
                 left = deadline - time.monotonic()
                 if left <= 0:

@@ -89,6 +89,14 @@ def test_round_ends_at_its_last_needed_sample_and_carries_the_rest(start):
     assert resumed[0].sample_id == b.sample_id and resumed[0].segments == (), "its worker holds the conversation"
 
 
+def test_large_claim_is_answered_in_parts(start):
+    most = ManagerActor.CLAIM_SAMPLES
+    actor = start(batch=1, n=most + 10, workers=(("w0", 4 * most),))
+    ray.get(actor.begin_round.remote(0, prompts(2), True))
+    sizes = [len(ray.get(actor.claim.remote("w0"))) for _ in range(3)]
+    assert sizes == [most, most, 20]
+
+
 def test_failed_sample_ends_the_round_by_name(start):
     actor = start(batch=1, n=1, failures=FailurePolicy(OnSampleError.RAISE))
     ray.get(actor.begin_round.remote(0, prompts(2), True))
