@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Convergence on the embedded task: noPR, PR with correction and PR without it, at max_staleness 1, 4 and 8, three seeds each.
-# Writes docs/convergence.md and docs/convergence.png. An hour and a quarter on two cores; it goes on where it was stopped.
+# Convergence on the embedded task: noPR, PR with correction and PR without it, at max_staleness 1, 4 and 8 with as much overlap as
+# they allow, and at 8 with overlap 2 as in the quick start; three seeds each.
+# Writes docs/convergence.md and docs/convergence.png. An hour and a half on two cores; it goes on where it was stopped.
 #
 #   bash run_scripts/convergence_cpu.sh
-#   bash run_scripts/convergence_cpu.sh --seeds 1 --staleness 4 --steps 40
+#   bash run_scripts/convergence_cpu.sh --seeds 1 --staleness 4 8:2 --steps 40
 #   bash run_scripts/convergence_cpu.sh --report-only
 #
 # Arguments are those of recipe.partial_rollout.convergence. OUT=dir (default outputs/convergence) chooses where the runs go.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.convergence.__main__ import main
-from recipe.partial_rollout.convergence.arms import arms
+from recipe.partial_rollout.convergence.arms import Bound, arms, bound_of
 from recipe.partial_rollout.convergence.curves import ArmCurve, curve_of, gap
 from recipe.partial_rollout.convergence.document import label, table
 from recipe.partial_rollout.report.run_record import load_run
@@ -63,8 +63,10 @@ def write_run(directory, rewards, *, staleness=0, complete=True, arm="PR"):
     (directory / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in trace))
 
 
-def build_study(out, *, seeds=(1, 2), staleness=(4,), **options):
-    return Study(out, tuple(arms(staleness)), tuple(seeds), STEPS, "convergence_cpu", **options)
+def build_study(out, *, seeds=(1, 2), staleness=("4",), **options):
+    return Study(
+        out, tuple(arms([Bound.parse(text) for text in staleness])), tuple(seeds), STEPS, "convergence_cpu", **options
+    )
 
 
 def build_curve(name, rewards, *, staleness=0.0):
@@ -73,11 +75,11 @@ def build_curve(name, rewards, *, staleness=0.0):
 
 
 def test_arms_are_the_baseline_and_both_losses_at_each_bound():
-    names = [arm.name for arm in arms((1, 4))]
+    names = [arm.name for arm in arms([Bound(1, 1), Bound(4, 4)])]
     assert names == ["noPR", "corrected_1", "uncorrected_1", "corrected_4", "uncorrected_4"]
-    uncorrected = arms((4,))[2].overrides
+    uncorrected = arms([Bound(4, 4)])[2].overrides
     assert "partial_rollout.correction=none" in uncorrected and "partial_rollout.overlap=4" in uncorrected
-    assert [arm.name for arm in arms((4,), behaviour_clipping=True)][-1] == "clipped_4"
+    assert [arm.name for arm in arms([Bound(4, 4)], behaviour_clipping=True)][-1] == "clipped_4"
 
 
 def test_every_arm_composes_and_passes_the_recipes_checks(tmp_path):
@@ -87,7 +89,9 @@ def test_every_arm_composes_and_passes_the_recipes_checks(tmp_path):
     from recipe.partial_rollout.config import PartialRolloutConfig
     from recipe.partial_rollout.correction_check import check_correction
 
-    study = Study(tmp_path, tuple(arms((1, 8), behaviour_clipping=True)), (1,), STEPS, "convergence_cpu")
+    study = Study(
+        tmp_path, tuple(arms([Bound(1, 1), Bound(8, 2)], behaviour_clipping=True)), (1,), STEPS, "convergence_cpu"
+    )
     for arm in study.arms:
         with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
             config = compose("convergence_cpu", overrides=study.command(arm, 1)[5:])
@@ -121,7 +125,7 @@ def test_gap_has_the_standard_error_of_the_difference():
     difference, error = gap(corrected, baseline)
     assert (difference, error) == (pytest.approx(0.1), pytest.approx(np.hypot(0.1, 0.1)))
     row = table([baseline, corrected]).rows[1]
-    assert row[0] == "PR, corrected, max_staleness 4" and row[-2:] == ["+0.100 ± 0.141", "yes"]
+    assert row[0] == "PR, corrected, max_staleness 4, overlap 4" and row[-2:] == ["+0.100 ± 0.141", "yes"]
     far = build_curve("uncorrected_4", [[0.0, 0.1, 0.1, 0.1], [0.0, 0.2, 0.2, 0.2]])
     assert table([baseline, far]).rows[1][-1] == "no"
 
@@ -159,8 +163,14 @@ def test_document_is_written_from_complete_runs(tmp_path, capsys):
     options = ["--seeds", "1", "2", "--staleness", "4", "--steps", str(STEPS), "--report-only"]
     assert main(["--out", str(tmp_path / "runs"), "--docs", str(tmp_path / "docs"), *options]) == 0
     text = (tmp_path / "docs" / "convergence.md").read_text()
-    assert "| PR, corrected, max_staleness 4 | 2 | 2.00 (max 2) | 0.343 ± 0.003 | +0.000 ± 0.005 | yes |" in text
-    assert "| PR, correction=none, max_staleness 4 | 2 | 2.00 (max 2) | 0.143 ± 0.003 | -0.200 ± 0.005 | no |" in text
+    assert (
+        "| PR, corrected, max_staleness 4, overlap 4 | 2 | 2.00 (max 2) | 0.343 ± 0.003 | +0.000 ± 0.005 | yes |"
+        in text
+    )
+    assert (
+        "| PR, correction=none, max_staleness 4, overlap 4 | 2 | 2.00 (max 2) | 0.143 ± 0.003 | -0.200 ± 0.005 | no |"
+        in text
+    )
     assert (tmp_path / "docs" / "convergence.png").stat().st_size > 10_000
     assert "Final reward" in capsys.readouterr().out
 
@@ -171,4 +181,12 @@ def test_study_without_a_baseline_is_refused_in_one_line(tmp_path, capsys):
 
 
 def test_arm_is_named_in_words():
-    assert label("noPR") == "noPR" and label("clipped_8") == "PR, behaviour clipping, max_staleness 8"
+    assert label("noPR") == "noPR" and label("clipped_8:2") == "PR, behaviour clipping, max_staleness 8, overlap 2"
+
+
+def test_bound_is_leant_on_wholly_unless_it_says_how_much():
+    assert Bound.parse("8") == Bound(8, 8.0) and Bound.parse("8:0.5") == Bound(8, 0.5)
+    assert [str(Bound.parse(text)) for text in ("8", "8:2", "8:0.5")] == ["8", "8:2", "8:0.5"]
+    assert bound_of("corrected_8:2") == Bound(8, 2.0) and bound_of("noPR") is None
+    with pytest.raises(ValueError, match="invalid literal"):
+        Bound.parse("all")

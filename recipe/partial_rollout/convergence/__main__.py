@@ -1,4 +1,4 @@
-"""``python -m recipe.partial_rollout.convergence [--seeds 1 2 3] [--staleness 1 4 8] [--steps N] [hydra overrides]``."""
+"""``python -m recipe.partial_rollout.convergence [--seeds 1 2 3] [--staleness 1 4 8:2 8] [--steps N] [overrides]``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipe.partial_rollout.convergence.arms import arms
+from recipe.partial_rollout.convergence.arms import Bound, arms
 from recipe.partial_rollout.convergence.curves import ArmCurve, curve_of
 from recipe.partial_rollout.convergence.document import table, write
 from recipe.partial_rollout.report.fields import RunRecordError
@@ -65,7 +65,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="where the table and the picture go")
     parser.add_argument("--steps", type=int, default=24, help="of every run, a multiple of trainer.test_freq")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 4, 8], help="values of max_staleness")
+    parser.add_argument(
+        "--staleness",
+        type=Bound.parse,
+        nargs="+",
+        default=[Bound(1, 1), Bound(4, 4), Bound(8, 2), Bound(8, 8)],
+        metavar="K[:OVERLAP]",
+        help="max_staleness, and the overlap with it (default: as much as it allows)",
+    )
     parser.add_argument("--behaviour-clipping", action="store_true", help="also PPO clipped to the behaviour policy")
     parser.add_argument("--config-name", default="convergence_cpu")
     parser.add_argument("--report-only", action="store_true", help="run nothing, read what is complete")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from recipe.partial_rollout.convergence.arms import BASELINE
+from recipe.partial_rollout.convergence.arms import BASELINE, bound_of
 from recipe.partial_rollout.convergence.curves import LAST, ArmCurve, gap
 from recipe.partial_rollout.report.table import Table
 
@@ -19,8 +19,8 @@ _LABELS = {"corrected": "PR, corrected", "uncorrected": "PR, correction=none", "
 
 def label(name: str) -> str:
     """An arm's name in words."""
-    kind, _, bound = name.partition("_")
-    return f"{_LABELS[kind]}, max_staleness {bound}" if bound else name
+    bound = bound_of(name)
+    return f"{_LABELS[name.partition('_')[0]]}, {bound.label}" if bound else name
 
 
 def table(curves: Sequence[ArmCurve]) -> Table:
@@ -73,17 +73,17 @@ def write(curves: Sequence[ArmCurve], out: Path, command: str) -> None:
 def draw(curves: Sequence[ArmCurve], path: Path) -> None:
     """One panel a staleness bound, the baseline in each."""
     baseline, others = curves[0], curves[1:]
-    bounds = sorted({int(curve.name.partition("_")[2]) for curve in others}) or [0]
-    figure = Figure(figsize=(5 * len(bounds), 4.2), layout="constrained")
+    bounds = list(dict.fromkeys(bound_of(curve.name) for curve in others)) or [None]
+    figure = Figure(figsize=(4.2 * len(bounds), 4.2), layout="constrained")
     panels = figure.subplots(1, len(bounds), sharex=True, sharey=True, squeeze=False)[0]
     for axes, bound in zip(panels, bounds, strict=True):
-        shown = [baseline, *(curve for curve in others if curve.name.endswith(f"_{bound}"))]
+        shown = [baseline, *(curve for curve in others if bound_of(curve.name) == bound)]
         for curve in shown:
             kind = curve.name.partition("_")[0]
             mean, error = curve.band()
             axes.plot(curve.groups, mean, "o-", markersize=3, color=_HUES[kind], label=_LABELS.get(kind, kind))
             axes.fill_between(curve.groups, mean - error, mean + error, color=_HUES[kind], alpha=0.2, linewidth=0)
-        axes.set_title(f"max_staleness {bound}", fontsize=11, loc="left")
+        axes.set_title(bound.label if bound else "", fontsize=11, loc="left")
         axes.set_xlabel("trained groups")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#E6E6E6")
