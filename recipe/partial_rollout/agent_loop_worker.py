@@ -23,13 +23,14 @@ import numpy as np
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from recipe.partial_rollout.failures import ReplicaError, one_line
-from recipe.partial_rollout.grant_gate import GrantGate
+from recipe.partial_rollout.grant_gate import GrantGate, GrantTimeoutError
 from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.manager_actor import Report
 from recipe.partial_rollout.observed_worker import ObservedAgentLoopWorker, trajectory_of
 from recipe.partial_rollout.tool_journal import journaled
 from recipe.partial_rollout.types import Grant, Progress, SampleOutput
+from recipe.partial_rollout.worker_pool import result_of
 
 
 class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
@@ -47,15 +48,23 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self._calling: set[str] = set()
         self._outbox = _Outbox()
         self._sending: asyncio.Task | None = None
+        self._unreported: Exception | None = None
         self._quiet = asyncio.Event()
+        self._broken = asyncio.Event()
 
     async def serve(self) -> None:
-        """Claim and run samples for as long as the training lasts; ends only with an error."""
+        """Claim and run samples for as long as the training lasts; ends only with an error.
+
+        Raises:
+            RuntimeError: the manager and this worker disagree on a sample; whatever else a report ended with.
+        """
         await self._manager.register_worker.remote(self._name, self._capacity)
+        broken = asyncio.create_task(self._broken.wait())
         while True:
-            self._run(await self._manager.claim.remote(self._name))
-            if self._sending is not None and self._sending.done():
-                self._sending.result()
+            claim = asyncio.ensure_future(result_of(self._manager.claim.remote(self._name)))
+            await asyncio.wait({claim, broken}, return_when=asyncio.FIRST_COMPLETED)
+            self._raise_unreported()
+            self._run(claim.result())
 
     async def _probe_sample(self, row: dict[str, Any]) -> None:
         LIVE_SAMPLE.set(LiveSample(f"probe-{uuid4().hex}", keeper=_ProbeSlots(), priority=0))
@@ -80,14 +89,19 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         while self._calling or self._outbox or (self._sending is not None and not self._sending.done()):
             self._quiet.clear()
             await self._quiet.wait()
+            self._raise_unreported()
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
     def _run(self, grants: list[Grant]) -> None:
         for grant in grants:
-            resumed = self._gate.holds(grant.sample_id)
+            if grant.held != self._gate.holds(grant.sample_id):
+                raise RuntimeError(
+                    f"sample {grant.sample_id}: {self._name} {'has lost' if grant.held else 'still has'} the conversation "
+                    f"that the manager thinks it {'holds' if grant.held else 'does not hold'}"
+                )
             self._gate.admit(grant.sample_id)
-            if not resumed:
+            if not grant.held:
                 task = asyncio.create_task(self._run_sample(grant), name=grant.sample_id)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -106,8 +120,8 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             output = await self._run_agent_loop(
                 self._sampling_params(), trajectory_of(grant.row), trace=False, **kwargs
             )
-        except ReplicaError as error:
-            # No replica is left to go on at: nothing that a retry could change.
+        except (ReplicaError, GrantTimeoutError) as error:
+            # No replica is left to go on at, or no round has come: nothing that a retry could change.
             await self._manager.abandon.remote(one_line(error))
         except Exception as error:
             self._outbox.note(sample)
@@ -166,9 +180,18 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             self._sending = asyncio.create_task(self._send_all())
 
     async def _send_all(self) -> None:
-        while self._outbox:
-            self._run(await self._manager.report.remote(self._outbox.take(self._name)))
+        try:
+            while self._outbox:
+                self._run(await self._manager.report.remote(self._outbox.take(self._name)))
+        except Exception as error:
+            # What the report said is lost: the worker must not go on as if the manager knew of it.
+            self._unreported = self._unreported or error
+            self._broken.set()
         self._quiet.set()
+
+    def _raise_unreported(self) -> None:
+        if self._unreported is not None:
+            raise self._unreported
 
 
 class ProbeEndedError(Exception):

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 
 
+class GrantTimeoutError(TimeoutError):
+    """A sample waited too long for its slot."""
+
+
 class GrantGate:
     """Holds a worker's samples until the manager grants each of them a slot."""
 
@@ -45,12 +49,12 @@ class GrantGate:
         """Return once ``sample_id`` holds a slot.
 
         Raises:
-            TimeoutError: not granted within the deadline.
+            GrantTimeoutError: not granted within the deadline.
         """
         try:
             await asyncio.wait_for(self._granted[sample_id].wait(), self._deadline_s)
         except TimeoutError as error:
-            raise TimeoutError(
-                f"sample {sample_id} was not granted a slot within {self._deadline_s:.0f} s "
+            raise GrantTimeoutError(
+                f"sample {sample_id} was not granted a slot within {self._deadline_s:g} s "
                 f"(partial_rollout.deadlines.grant_s); is the trainer still stepping?"
             ) from error

@@ -260,7 +260,7 @@ class ManagerActor:
                 self._book_failure(sample_id, report.worker, error)
             if self._manager.round_open and not self._manager.round_complete():
                 self._manager.admit()
-                return self._manager.claim(report.worker)
+                return self._manager.claim(report.worker, self.CLAIM_SAMPLES)
             return []
 
         self._progress.touch()

@@ -130,7 +130,7 @@ class SampleLifecycle:
         journals = ((), ()) if held else (tuple(sample.segments), tuple(sample.tool_results))
         sample.worker = worker
         self._enter(sample, SampleState.RUNNING)
-        return Grant(sample.id, group.uid, group.order, group.prompt.row, *journals)
+        return Grant(sample.id, group.uid, group.order, group.prompt.row, *journals, held=held)
 
     def add_segment(self, sample_id: str, segment: Segment) -> None:
         """Cache tokens of a running sample, so that they survive its worker."""

@@ -211,6 +211,8 @@ class Grant:
     """its engine calls so far; empty, as the other journal, for the worker that still holds the conversation"""
     tool_results: tuple[dict[str, Any], ...] = ()
     """its finished tool calls so far"""
+    held: bool = False
+    """the worker that gets it still has its conversation"""
 
 
 @dataclass(frozen=True, slots=True)

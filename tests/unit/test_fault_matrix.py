@@ -162,7 +162,8 @@ class ScriptedRun:
             for grant in self.manager.claim(worker, limit=1) if worker in self.held else ():
                 journals = list(grant.segments), list(grant.tool_results)
                 # Its own worker has them already.
-                assert journals == ([], []) or grant.sample_id not in self.held[worker]
+                assert grant.held == (grant.sample_id in self.held[worker])
+                assert journals == ([], []) or not grant.held
                 self.held[worker].setdefault(grant.sample_id, journals)
                 self.running.append((grant.sample_id, worker))
 

@@ -202,6 +202,7 @@ class ManagerLife(RuleBasedStateMachine):
             sample_id = grant.sample_id
             assert sample_id not in model.running and sample_id not in model.outputs and sample_id not in model.failed
             held = model.holders.get(sample_id) == worker
+            assert grant.held == held
             assert_same_segments(grant.segments, [] if held else model.journals.get(sample_id, []))
             assert list(grant.tool_results) == ([] if held else model.tools.get(sample_id, []))
             model.holders[sample_id] = worker
