@@ -50,7 +50,8 @@ class Admission:
 
     @property
     def window(self) -> int:
-        return math.floor((1 + self.overlap) * self.batch_groups)
+        # A sum of notches falls short of the round number it means by the last bits.
+        return math.floor((1 + self.overlap) * self.batch_groups + 1e-6)
 
     def _ramped(self, groups: int, version: int) -> int:
         """``groups`` at the start of a round, less the spare ones that round ``version`` does not have yet."""

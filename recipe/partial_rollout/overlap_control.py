@@ -7,10 +7,12 @@ it would gain.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from threading import Thread
 
 import numpy as np
 
@@ -18,11 +20,15 @@ from recipe.partial_rollout.admission import Admission
 from recipe.partial_rollout.config import PartialRolloutConfig
 from recipe.partial_rollout.kept_kv import ResumeKV
 from recipe.partial_rollout.planner.engine_curve import CallSpan, CurveError, EngineCurve, fit
-from recipe.partial_rollout.planner.forecast import forecast
+from recipe.partial_rollout.planner.forecast import forecast, settling_rounds
 from recipe.partial_rollout.planner.lengths import LengthTrace
 from recipe.partial_rollout.planner.simulation import Cluster
 from recipe.partial_rollout.scheduling import Policy
 
+logger = logging.getLogger(__name__)
+
+_Round = tuple[list[CallSpan], list[list[int]]]
+"""engine calls, and the lengths of each trained group"""
 _ROUNDS = 8
 """that a decision looks back on"""
 _GROUPS = 512
@@ -64,10 +70,10 @@ class OverlapControl:
         self._admission = admission
         self._policy = policy
         self._cluster = cluster
-        self._notch = notch
+        # Less than a group is no change.
+        self._notch = max(notch, 1 / admission.batch_groups)
         self._min_gain = min_gain
-        self._rounds: deque[tuple[list[CallSpan], list[list[int]]]] = deque(maxlen=_ROUNDS)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="overlap-control")
+        self._rounds: deque[_Round] = deque(maxlen=_ROUNDS)
         self._pending: Future[OverlapDecision | None] | None = None
         self._last: OverlapDecision | None = None
 
@@ -99,7 +105,17 @@ class OverlapControl:
         """A round has ended: its engine calls, and the lengths of each group it trains; starts to decide."""
         self._rounds.append((list(calls), [list(group) for group in lengths]))
         if self._pending is None:
-            self._pending = self._pool.submit(self.decide, list(self._rounds))
+            self._pending = Future()
+            # A daemon: a training that ends does not wait for what nobody will ask for.
+            Thread(target=self._answer, args=(self._pending, list(self._rounds)), daemon=True).start()
+
+    def _answer(self, answer: Future[OverlapDecision | None], rounds: Sequence[_Round]) -> None:
+        try:
+            answer.set_result(self.decide(rounds))
+        except Exception as error:
+            # What is in flight stays as it is: a forecast that fails is no reason to end a training.
+            logger.exception("overlap=auto decided nothing: %s", error)
+            answer.set_result(None)
 
     def poll(self) -> OverlapDecision | None:
         """A change that has been decided since the last call, now in force; None: none, or not yet."""
@@ -112,7 +128,7 @@ class OverlapControl:
         self._admission = replace(self._admission, overlap=decision.overlap)
         return decision if decision.overlap != before else None
 
-    def decide(self, rounds: Sequence[tuple[list[CallSpan], list[list[int]]]]) -> OverlapDecision | None:
+    def decide(self, rounds: Sequence[_Round]) -> OverlapDecision | None:
         """The next overlap after these rounds; None when they do not show how the engine's speed depends on its load."""
         try:
             curve = fit([call for calls, _ in rounds for call in calls])
@@ -122,7 +138,9 @@ class OverlapControl:
         cluster, now = self._cluster(curve), self.overlap
         more = min(now + self._notch, float(self._admission.max_staleness))
         less = max(now - self._notch, 0.0)
-        speeds = {overlap: self._speed(overlap, cluster, lengths) for overlap in {less, now, more}}
+        # One stretch of rounds for all three: two that train alike must not differ by where they are cut.
+        settling = settling_rounds(more)
+        speeds = {overlap: self._speed(overlap, cluster, lengths, settling) for overlap in {less, now, more}}
         up, down = speeds[more] / speeds[now] - 1, speeds[now] / speeds[less] - 1
         if more > now and up >= self._min_gain:
             return OverlapDecision(more, up, down, f"a notch more gains {up:.1%}, at least {self._min_gain:.1%}")
@@ -133,7 +151,8 @@ class OverlapControl:
             )
         return OverlapDecision(now, up, down, f"the last notch gains {down:.1%}, a notch more {up:.1%}")
 
-    def _speed(self, overlap: float, cluster: Cluster, lengths: LengthTrace) -> float:
+    def _speed(self, overlap: float, cluster: Cluster, lengths: LengthTrace, settling: int) -> float:
         admission = replace(self._admission, overlap=overlap, ramp_rounds=0)
         rounds = min(32, max(8, _GROUPS // admission.batch_groups))
-        return forecast(admission, self._policy, cluster, lengths, rounds=rounds).trained_tokens_per_s
+        made = forecast(admission, self._policy, cluster, lengths, rounds=rounds, settling=settling)
+        return made.trained_tokens_per_s

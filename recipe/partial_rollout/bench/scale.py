@@ -1,7 +1,9 @@
 """What scheduling costs at scale: the real manager actor and workers against replicas that follow an engine curve.
 
-A round is compared with the same round in the simulation, where scheduling costs nothing: the difference, as a share of the
-round, is the overhead. All actors share this machine, so what workers cost on nodes of their own is counted against it.
+Overhead is the share of a round in which replicas may stand still for want of a decision: from its opening until every
+slot decodes, and from the decision to interrupt until the manager has every token. (A round's length says little: what a late
+round leaves undone, the next one has decoded already.) All actors share this machine, so what workers cost on nodes of
+their own is counted against it.
 """
 
 from __future__ import annotations
@@ -59,13 +61,15 @@ class ScaleRow:
     samples: int
     """in flight at the start of a round"""
     round_s: float
-    ideal_s: float
-    """of the same round with scheduling that costs nothing"""
+    simulated_s: float
+    """of a round in the simulation, where scheduling costs nothing"""
     decoded_tokens: float
     open_s: float
     """from the round's opening until every slot decodes"""
     interrupt_s: float
     """from the decision to interrupt until the manager knows of every token"""
+    trained_samples: int
+    """in all rounds, the one that fills included"""
     manager_cpu_s: float
     manager_rss_mb: float
     """at the end"""
@@ -73,7 +77,7 @@ class ScaleRow:
     @property
     def overhead(self) -> float:
         """Share of the round."""
-        return self.round_s / self.ideal_s - 1
+        return (self.open_s + self.interrupt_s) / self.round_s
 
     @property
     def manager_us_per_token(self) -> float:
@@ -82,7 +86,7 @@ class ScaleRow:
 
 def run(options: argparse.Namespace) -> int:
     """Print a row a size; exit code 1 when one is over the bound."""
-    curve = PRESETS.get(options.curve) or EngineCurve(**json.loads(Path(options.curve).read_text()))
+    curve = PRESETS.get(options.curve) or EngineCurve.load(Path(options.curve))
     median, mean, cap = options.lognormal
     lengths = lognormal(median=median, mean=mean, cap=int(cap), samples_per_group=options.group)
     rows = []
@@ -115,8 +119,8 @@ def measure(replicas: int, curve: EngineCurve, lengths: LengthTrace, options: ar
     simulation = Simulation(
         admission, Policy.BOUNDED, Cluster(curve, replicas, slots, keeps_kv=False), lengths, seed=None
     )
-    measured = [drive.round(version) for version in range(1 + options.rounds)][1:]
-    ideal = [round_.seconds for round_ in simulation.rounds(1 + options.rounds)][1:]
+    played = [drive.round(version) for version in range(1 + options.rounds)]
+    measured, simulated = played[1:], list(simulation.rounds(1 + options.rounds))[1:]
 
     def mean(name: str) -> float:
         return sum(figures[name] for figures in measured) / len(measured)
@@ -125,10 +129,11 @@ def measure(replicas: int, curve: EngineCurve, lengths: LengthTrace, options: ar
         replicas=replicas,
         samples=2 * batch * options.group,
         round_s=mean("round_s"),
-        ideal_s=sum(ideal) / len(ideal),
+        simulated_s=sum(round_.seconds for round_ in simulated) / len(simulated),
         decoded_tokens=mean("decoded_tokens"),
         open_s=mean("open_s"),
         interrupt_s=mean("interrupt_s"),
+        trained_samples=int(sum(figures["trained_samples"] for figures in played)),
         manager_cpu_s=mean("manager_cpu_s"),
         manager_rss_mb=drive.manager_process.memory_info().rss / 2**20,
     )
@@ -177,6 +182,7 @@ class _Drive:
             "interrupt_s": now - ended.decided_at,
             "decoded_tokens": sum(_get([w.decoded.remote() for w in self._workers])) - decoded,
             "manager_cpu_s": self._cpu_s() - cpu,
+            "trained_samples": sum(len(group.outputs) for group in groups),
         }
         _get(self._manager.acknowledge.remote([group.uid for group in groups]))
         return figures
@@ -229,7 +235,7 @@ def _table(rows: list[ScaleRow]) -> Table:
             str(row.replicas),
             f"{row.samples:,}",
             f"{row.round_s:.2f}",
-            f"{row.ideal_s:.2f}",
+            f"{row.simulated_s:.2f}",
             f"{row.overhead:.2%}",
             f"{row.open_s:.2f}",
             f"{row.interrupt_s:.2f}",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -38,9 +40,21 @@ class EngineCurve:
         """Seconds of one step with ``running`` samples whose contexts have ``context`` tokens together."""
         return self.step_s + self.sample_s * running + self.context_s * context
 
-    def tokens_per_s(self, running: int, mean_context: float = 0.0) -> float:
-        """Decoded by ``running`` samples."""
-        return running / self.decode_s(running, running * mean_context)
+    def tokens_per_s(self, running: int) -> float:
+        """Decoded by ``running`` samples with short contexts."""
+        return running / self.decode_s(running, 0)
+
+    @classmethod
+    def load(cls, path: Path) -> EngineCurve:
+        """From a JSON object of the fields.
+
+        Raises:
+            CurveError: it is something else; names the file.
+        """
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise CurveError(f"{path} is no engine curve: {error}") from error
 
 
 PRESETS = {
@@ -67,11 +81,17 @@ class CallSpan(Protocol):
         """decoded"""
         ...
 
+    @property
+    def resumed_tokens(self) -> int:
+        """read again before the first of them"""
+        ...
+
 
 def fit(calls: Iterable[CallSpan]) -> EngineCurve:
-    """``step_s`` and ``sample_s`` of the curve under which these calls take as long as they did (least squares).
+    """The curve under which these calls take as long as they did (least squares): ``step_s``, ``sample_s``, ``prefill_s``.
 
-    Calls of several rounds may be given together: replicas stand still between them.
+    Calls of several rounds may be given together: replicas stand still between them. What long contexts and a shortage of
+    KV blocks cost is not told apart; it is in the other three, as far as the calls felt it.
 
     Raises:
         CurveError: there are fewer than two calls, or all of them ran beside equally many others.
@@ -83,29 +103,35 @@ def fit(calls: Iterable[CallSpan]) -> EngineCurve:
     spans = [_Spans(found) for found in by_replica.values()]
     if sum(span.tokens.size for span in spans) < 2:
         raise CurveError("fewer than two engine calls that decoded anything")
-    step_s, sample_s = 1.0, 0.0
+    tokens = np.concatenate([span.tokens for span in spans])
+    seconds = np.concatenate([span.seconds for span in spans])
+    read = np.concatenate([span.read_beside() for span in spans])
+    step_s, sample_s, prefill_s = 1.0, 0.0, 0.0
     for _ in range(_PASSES):
         beside = np.concatenate([span.mean_running(step_s, sample_s) for span in spans])
-        tokens = np.concatenate([span.tokens for span in spans])
-        seconds = np.concatenate([span.seconds for span in spans])
         if np.ptp(beside) < 1e-9:
             raise CurveError(
                 f"all engine calls ran beside {beside[0]:g} samples: the curve has no slope to be read off"
             )
         # Steps vary by a share of what they take, each by itself.
         weight = 1 / (np.sqrt(tokens) * (step_s + sample_s * beside))
-        step_s, sample_s = _least_squares(tokens * weight, tokens * beside * weight, seconds * weight)
-    return EngineCurve(step_s, sample_s)
+        columns = np.stack([tokens, tokens * beside, read], axis=1)
+        step_s, sample_s, prefill_s = _non_negative(columns * weight[:, None], seconds * weight)
+        step_s = max(step_s, _TINY_S)
+    return EngineCurve(step_s, sample_s, prefill_s=prefill_s)
 
 
-def _least_squares(x: np.ndarray, y: np.ndarray, target: np.ndarray) -> tuple[float, float]:
-    """Non-negative (a, b) of ``target = a x + b y``."""
-    a, b = np.linalg.lstsq(np.stack([x, y], axis=1), target, rcond=None)[0]
-    if a <= 0:
-        return _TINY_S, float(y @ target / (y @ y))
-    if b <= 0:
-        return float(x @ target / (x @ x)), 0.0
-    return float(a), float(b)
+def _non_negative(columns: np.ndarray, target: np.ndarray) -> list[float]:
+    """Least squares without negative coefficients: the most negative is left out until there is none."""
+    found = np.zeros(columns.shape[1])
+    kept = [i for i in range(columns.shape[1]) if columns[:, i].any()]
+    while kept:
+        solution = np.linalg.lstsq(columns[:, kept], target, rcond=None)[0]
+        if solution.min() >= 0:
+            found[kept] = solution
+            break
+        del kept[int(solution.argmin())]
+    return found.tolist()
 
 
 class _Spans:
@@ -115,6 +141,8 @@ class _Spans:
         starts, ends = np.array([c.start for c in calls]), np.array([c.end for c in calls])
         self.tokens = np.array([c.tokens for c in calls], dtype=float)
         self.seconds = ends - starts
+        self._read = np.array([c.resumed_tokens for c in calls], dtype=float)
+        self._starts, self._ends = starts, ends
         moments, where = np.unique(np.concatenate([starts, ends]), return_inverse=True)
         self._from, self._to = where[: len(calls)], where[len(calls) :]
         change = np.zeros(len(moments))
@@ -129,3 +157,11 @@ class _Spans:
         total = np.concatenate([[0.0], np.cumsum(steps)])
         weighted = np.concatenate([[0.0], np.cumsum(steps * self._running)])
         return (weighted[self._to] - weighted[self._from]) / (total[self._to] - total[self._from])
+
+    def read_beside(self) -> np.ndarray:
+        """[call]: tokens that the replica read again while the call was under way; the others wait for them."""
+        order = np.argsort(self._starts, kind="stable")
+        total = np.concatenate([[0.0], np.cumsum(self._read[order])])
+        starts = self._starts[order]
+        until = total[np.searchsorted(starts, self._ends, side="left")]
+        return until - total[np.searchsorted(starts, self._starts, side="left")]

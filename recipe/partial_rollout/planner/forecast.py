@@ -43,11 +43,11 @@ def forecast(
     lengths: LengthTrace,
     *,
     rounds: int = 24,
-    seed: int = 0,
+    settling: int | None = None,
 ) -> Forecast:
-    """Of ``rounds`` rounds after those that the window takes to fill."""
-    settling = 2 + math.ceil(2 * admission.overlap)
-    simulation = Simulation(admission, policy, cluster, lengths, seed=seed)
+    """Of ``rounds`` rounds after ``settling`` ones, by default as many as the window takes to fill."""
+    settling = settling_rounds(admission.overlap) if settling is None else settling
+    simulation = Simulation(admission, policy, cluster, lengths)
     played = list(simulation.rounds(settling + max(rounds, _FIRST)))
     first = np.concatenate([round_.lengths for round_ in played[:_FIRST]])
     dispatched = np.array(simulation.dispatched[: len(first)])
@@ -70,13 +70,18 @@ def _summarize(played: Sequence[SimulatedRound], settling: int, first_length: fl
     )
 
 
+def settling_rounds(overlap: float) -> int:
+    """First rounds that are unlike those to come."""
+    return 2 + math.ceil(2 * overlap)
+
+
 def baseline(admission: Admission) -> Admission:
     """noPR with the sizes of ``admission``: every round waits for its slowest sample."""
     return replace(admission, overlap=0.0, max_staleness=0, ramp_rounds=0)
 
 
 def smallest_worthwhile(speeds: Sequence[tuple[float, float]], min_gain: float) -> float:
-    """The smallest overlap from which no step up is worth its staleness.
+    """The smallest overlap from which the next step up is not worth its staleness; the largest where every step is.
 
     Args:
         speeds: (overlap, tokens/s), ascending by overlap.

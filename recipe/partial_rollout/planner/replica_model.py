@@ -19,6 +19,8 @@ class Decoding:
     """tokens that its next step reads: prompt and response so far"""
     left: int
     """tokens that it has yet to decode"""
+    order: int = 0
+    """of dispatch: the last one makes room where KV blocks run out"""
 
 
 class ReplicaModel:
@@ -104,11 +106,11 @@ class ReplicaModel:
         return given_back
 
     def _preempt(self) -> None:
-        """The youngest goes back to the queue, and its context is read again later."""
-        youngest = max(self._ends, key=lambda end: end[1])
-        self._ends.remove(youngest)
+        """What was dispatched last goes back to the queue, and its context is read again later."""
+        last = max(self._ends, key=lambda end: (end[2].order, end[1]))
+        self._ends.remove(last)
         heapq.heapify(self._ends)
-        self._queued.appendleft((self._leave(youngest[2]), True))
+        self._queued.appendleft((self._leave(last[2]), True))
 
     def _leave(self, sample: Decoding) -> Decoding:
         began = self._began.pop(sample.id)

@@ -28,8 +28,6 @@ class Cluster:
     slots_per_replica: int
     keeps_kv: bool = False
     """interrupted samples find their keys and values again (``partial_rollout.resume_kv=keep``)"""
-    round_s: float = 0.0
-    """of every round, beside decoding: resuming, interrupting, assembling the batch"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,8 @@ class SimulatedRound:
 class _Sample:
     length: int
     engine: Decoding
-    first_version: int
+    first_version: int | None = None
+    """that decoded its first token"""
     made_before: int = 0
     """tokens, by earlier rounds than the one that it runs in"""
     ended_version: int | None = None
@@ -109,9 +108,9 @@ class Simulation:
         """The next ``count`` rounds; fewer when the data runs out."""
         for _ in range(count):
             self._offer()
-            self._manager.open_round()
             if self._offered == self._groups and not self._left:
                 return
+            self._manager.open_round()
             yield self._round()
 
     def _offer(self) -> None:
@@ -143,10 +142,11 @@ class Simulation:
         manager.close_round()
         for replica in replicas:
             for decoding in replica.interrupt(now):
-                self._interrupt(decoding.id)
+                # The step that the interruption lets end may have made the last token.
+                (self._interrupt if decoding.left else self._finish)(decoding.id)
         end = max(replica.clock for replica in replicas)
         decoded = sum(sample.made - sample.made_before for sample in self._samples.values())
-        return self._train(end + self._cluster.round_s, decoded)
+        return self._train(end, decoded)
 
     def _claim(self, replicas: list[ReplicaModel], now: float) -> None:
         """Each sample starts at the replica that has the fewest."""
@@ -161,21 +161,27 @@ class Simulation:
         if known is not None:
             return known, True
         length = self._left[grant.group_uid].pop()
-        engine = Decoding(grant.sample_id, self._prompt_tokens, length)
-        self._samples[grant.sample_id] = sample = _Sample(length, engine, self._manager.version)
+        engine = Decoding(grant.sample_id, self._prompt_tokens, length, grant.order)
+        self._samples[grant.sample_id] = sample = _Sample(length, engine)
         return sample, False
 
     def _finish(self, sample_id: str) -> None:
         sample = self._samples[sample_id]
         sample.ended_version = self._manager.version
+        self._note_start(sample)
         self._manager.finish(sample_id, _output(sample.length))
 
     def _interrupt(self, sample_id: str) -> None:
         sample = self._samples[sample_id]
+        self._note_start(sample)
         made = sample.made - sample.made_before
         zeros = np.broadcast_to(np.float32(0), made)
         self._manager.add_segment(sample_id, Segment(zeros.astype(np.int32), zeros, self._manager.version))
         self._manager.interrupt(sample_id)
+
+    def _note_start(self, sample: _Sample) -> None:
+        if sample.first_version is None and sample.made:
+            sample.first_version = self._manager.version
 
     def _train(self, seconds: float, decoded: int) -> SimulatedRound:
         manager, version = self._manager, self._manager.version
@@ -189,7 +195,7 @@ class Simulation:
             seconds=seconds,
             decoded_tokens=decoded,
             lengths=np.array([[sample.length for sample in group] for group in trained]),
-            staleness=np.array([[version - sample.first_version for sample in group] for group in trained]),
+            staleness=np.array([[version - (sample.first_version or 0) for sample in group] for group in trained]),
             on_policy_tokens=sum(
                 sample.length - sample.made_before
                 for group in trained

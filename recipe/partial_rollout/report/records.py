@@ -56,6 +56,8 @@ class Call:
     tokens: int
     """Tokens that it decoded."""
     version: int
+    resumed_tokens: int = 0
+    """Tokens that it had to read again because its sample was interrupted."""
 
 
 @dataclass(frozen=True, slots=True)

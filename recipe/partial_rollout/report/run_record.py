@@ -97,13 +97,17 @@ def _read_round(line: Fields, settings: RunSettings) -> Round:
 
 def _read_call(place: str, values: object, replicas: int) -> Call:
     match values:
-        case [int(replica), int() | float() as start, int() | float() as end, int(tokens), int(version)]:
+        case [int(replica), int() | float() as start, int() | float() as end, int(tokens), int(version), *rest]:
             if not 0 <= replica < replicas:
                 raise RunRecordError(f"{place}: a call names replica {replica}, but run.json says {replicas} replicas")
             if end < start:
                 raise RunRecordError(f"{place}: a call ends ({end}) before it starts ({start})")
-            return Call(replica, float(start), float(end), tokens, version)
-    raise RunRecordError(f"{place}: a call should be [replica, start, end, tokens, version], got {values!r:.60}")
+            match rest:
+                case [] | [int()]:
+                    return Call(replica, float(start), float(end), tokens, version, *rest)
+    raise RunRecordError(
+        f"{place}: a call should be [replica, start, end, tokens, version, resumed tokens], got {values!r:.60}"
+    )
 
 
 def _read_group(fields: Fields) -> TrainedGroup:
