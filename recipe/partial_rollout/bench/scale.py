@@ -1,9 +1,9 @@
 """What scheduling costs at scale: the real manager actor and workers against replicas that follow an engine curve.
 
 Overhead is the share of a round in which replicas may stand still for want of a decision: from its opening until every
-slot decodes, and from the decision to interrupt until the manager has every token. (A round's length says little: what a late
-round leaves undone, the next one has decoded already.) All actors share this machine, so what workers cost on nodes of
-their own is counted against it.
+slot decodes, and from the decision to interrupt until the manager has every token. (A round's length says little: what a
+late round leaves undone, the next one has decoded already.) All actors share this machine, so what workers cost on nodes
+of their own is counted against it.
 """
 
 from __future__ import annotations
