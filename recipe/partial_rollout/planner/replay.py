@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.main_ppo import CONF_DIR
 from recipe.partial_rollout.planner.engine_curve import fit
 from recipe.partial_rollout.planner.forecast import baseline
 from recipe.partial_rollout.planner.lengths import of_run
@@ -49,10 +49,11 @@ def replay(run: RunRecord) -> Replay:
     path = Path(run.directory) / "config.yaml"
     if not path.exists():
         raise ValueError(f"{path} is missing: it says how the run was scheduled")
-    try:
-        settings = PartialRolloutConfig.from_config(DictConfig(OmegaConf.load(path)))
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{path} is of another version of the recipe: {str(error).splitlines()[0]}") from error
+    # Keys that the run did not know yet have their defaults.
+    defaults = OmegaConf.load(CONF_DIR / "partial_rollout.yaml").partial_rollout
+    config = OmegaConf.merge({"partial_rollout": defaults}, OmegaConf.load(path))
+    assert isinstance(config, DictConfig)
+    settings = PartialRolloutConfig.from_config(config)
     replicas = run.settings.replicas
     admission, policy = settings.admission(replicas), settings.policy
     if not settings.enable:
