@@ -132,6 +132,19 @@ def test_cost_of_reading_again_is_recovered_too():
     assert found.step_s + 24 * found.sample_s == pytest.approx(curve.step_s + 24 * curve.sample_s, rel=0.1)
 
 
+def test_calls_that_waited_for_a_compilation_do_not_bend_the_curve():
+    curve, rng, calls = EngineCurve(2e-3, 1e-4), np.random.default_rng(0), []
+    for round_ in range(6):
+        engine = ReplicaModel(curve)
+        lengths = {f"s{i}": int(length) for i, length in enumerate(rng.lognormal(4, 1, 48) + 1)}
+        for name, length in lengths.items():
+            engine.add(Decoding(name, 0, length))
+        late = 2.0 * (round_ == 0)
+        calls += [Span(0, 100.0 * round_, 100.0 * round_ + late + end, lengths[name]) for end, name in run_all(engine)]
+    for running in (12, 24, 48):
+        assert fit(calls).decode_s(running, 0) == pytest.approx(curve.decode_s(running, 0), rel=0.15)
+
+
 def test_calls_under_one_load_show_no_curve():
     with pytest.raises(CurveError, match="all engine calls ran beside 1 samples"):
         fit([Span(0, 0.0, 1.0, 10), Span(0, 1.0, 3.0, 20)])

@@ -14,6 +14,8 @@ _PASSES = 8
 """of the fit; where the steps of a call lie in time follows from the curve that is looked for"""
 
 
+_HUBER = 4.0
+"""times the median deviation: farther off, a call's weight falls with its distance; what is merely slow keeps its weight"""
 _TINY_S = 1e-9
 """a step takes longer than nothing"""
 
@@ -88,7 +90,10 @@ class CallSpan(Protocol):
 
 
 def fit(calls: Iterable[CallSpan]) -> EngineCurve:
-    """The curve under which these calls take as long as they did (least squares): ``step_s``, ``sample_s``, ``prefill_s``.
+    """The curve under which these calls take as long as they did: ``step_s``, ``sample_s`` and ``prefill_s``.
+
+    Least squares, in which calls that are far off count less (Huber's weights): while an engine compiles, or a neighbour
+    has its cores, calls take ten times as long as they should.
 
     Calls of several rounds may be given together: replicas stand still between them. What long contexts and a shortage of
     KV blocks cost is not told apart; it is in the other three, as far as the calls felt it.
@@ -106,7 +111,7 @@ def fit(calls: Iterable[CallSpan]) -> EngineCurve:
     tokens = np.concatenate([span.tokens for span in spans])
     seconds = np.concatenate([span.seconds for span in spans])
     read = np.concatenate([span.read_beside() for span in spans])
-    step_s, sample_s, prefill_s = 1.0, 0.0, 0.0
+    step_s, sample_s, trust = 1.0, 0.0, np.ones(len(tokens))
     for _ in range(_PASSES):
         beside = np.concatenate([span.mean_running(step_s, sample_s) for span in spans])
         if np.ptp(beside) < 1e-9:
@@ -114,10 +119,12 @@ def fit(calls: Iterable[CallSpan]) -> EngineCurve:
                 f"all engine calls ran beside {beside[0]:g} samples: the curve has no slope to be read off"
             )
         # Steps vary by a share of what they take, each by itself.
-        weight = 1 / (np.sqrt(tokens) * (step_s + sample_s * beside))
+        weight = trust / (np.sqrt(tokens) * (step_s + sample_s * beside))
         columns = np.stack([tokens, tokens * beside, read], axis=1)
-        step_s, sample_s, prefill_s = _non_negative(columns * weight[:, None], seconds * weight)
-        step_s = max(step_s, _TINY_S)
+        found = _non_negative(columns * weight[:, None], seconds * weight)
+        step_s, sample_s, prefill_s = max(found[0], _TINY_S), found[1], found[2]
+        off = np.abs(seconds / (columns @ np.array([step_s, sample_s, prefill_s])) - 1)
+        trust = np.sqrt(np.minimum(1.0, _HUBER * np.median(off) / np.maximum(off, 1e-12)))
     return EngineCurve(step_s, sample_s, prefill_s=prefill_s)
 
 

@@ -40,7 +40,7 @@ class Replay:
 
 
 def replay(run: RunRecord) -> Replay:
-    """Play all rounds of ``run``, whose overlap must be fixed.
+    """Play all rounds of ``run``, whose overlap must be fixed; figures are without the first, in which engines compile.
 
     Raises:
         ValueError: its directory has no ``config.yaml`` that says how it was scheduled.
@@ -66,13 +66,15 @@ def replay(run: RunRecord) -> Replay:
     cluster = Cluster(curve, replicas, settings.slots_per_replica, settings.resume_kv == "keep")
     groups = len(run.trained_groups)
     simulation = Simulation(admission, policy, cluster, of_run(run), seed=None, groups=groups)
-    played = list(simulation.rounds(len(run.steps)))
+    played = list(simulation.rounds(len(run.steps)))[1:]
+    steps = run.steps[1:]
     ages = np.concatenate([round_.staleness.ravel() for round_ in played])
-    measured = np.array([age for step in run.steps for age in step.staleness])
-    tokens = sum(sum(step.lengths) for step in run.steps)
+    measured = np.array([age for step in steps for age in step.staleness])
+    tokens = sum(sum(step.lengths) for step in steps)
+    seconds = sum(step.round.end - step.round.start for step in steps)
     return Replay(
         name=f"{run.settings.arm} ({Path(run.directory).name})",
-        measured_ms=1e6 * sum(round_.end - round_.start for round_ in run.rounds) / tokens,
+        measured_ms=1e6 * seconds / tokens,
         forecast_ms=1e6 * sum(round_.seconds for round_ in played) / sum(r.trained_tokens for r in played),
         measured_staleness=float(measured.mean()),
         forecast_staleness=float(ages.mean()),
