@@ -141,8 +141,9 @@ def test_calls_that_waited_for_a_compilation_do_not_bend_the_curve():
             engine.add(Decoding(name, 0, length))
         late = 2.0 * (round_ == 0)
         calls += [Span(0, 100.0 * round_, 100.0 * round_ + late + end, lengths[name]) for end, name in run_all(engine)]
+    # One round in six took ten times as long: least squares alone would be twice as slow.
     for running in (12, 24, 48):
-        assert fit(calls).decode_s(running, 0) == pytest.approx(curve.decode_s(running, 0), rel=0.15)
+        assert fit(calls).decode_s(running, 0) == pytest.approx(curve.decode_s(running, 0), rel=0.25)
 
 
 def test_calls_under_one_load_show_no_curve():
