@@ -134,16 +134,16 @@ def test_cost_of_reading_again_is_recovered_too():
 
 def test_calls_that_waited_for_a_compilation_do_not_bend_the_curve():
     curve, rng, calls = EngineCurve(2e-3, 1e-4), np.random.default_rng(0), []
-    for round_ in range(6):
+    for round_ in range(24):
         engine = ReplicaModel(curve)
         lengths = {f"s{i}": int(length) for i, length in enumerate(rng.lognormal(4, 1, 48) + 1)}
         for name, length in lengths.items():
             engine.add(Decoding(name, 0, length))
-        late = 2.0 * (round_ == 0)
+        late = 10.0 * (round_ == 0)
         calls += [Span(0, 100.0 * round_, 100.0 * round_ + late + end, lengths[name]) for end, name in run_all(engine)]
-    # One round in six took ten times as long: least squares alone would be twice as slow.
+    # The first round took fifty times as long; least squares alone is off by half.
     for running in (12, 24, 48):
-        assert fit(calls).decode_s(running, 0) == pytest.approx(curve.decode_s(running, 0), rel=0.25)
+        assert fit(calls).decode_s(running, 0) == pytest.approx(curve.decode_s(running, 0), rel=0.15)
 
 
 def test_calls_under_one_load_show_no_curve():
