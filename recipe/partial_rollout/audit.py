@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Audit:
             self.complete = kind == Event.COMPLETE
 
     def _book_run(self, event: dict[str, Any]) -> None:
-        sizes = RunSizes(**{item.name: event[item.name] for item in fields(RunSizes)})
+        sizes = RunSizes.of(event)
         before = self.sizes
         if before is not None:
             self.kills += not self.ended_on_purpose
@@ -106,7 +106,7 @@ class Audit:
         assert self.sizes is not None
         times = Counter(row.group["uid"] for row in self.trained)
         admitted = Counter(uid for _, uid in self.admitted)
-        due = {self.uid(i) for i in range(self.sizes.total)}
+        due = {self.uid(i) for i in range(self.sizes.offered)}
         for uid in sorted((uid for uid in times if times[uid] > 1), key=_position):
             steps = ", ".join(str(row.step) for row in self.trained if row.group["uid"] == uid)
             self.violations.append(f"prompt {uid} was trained {times[uid]} times: in steps {steps}")
@@ -117,27 +117,29 @@ class Audit:
             elif not admitted[uid]:
                 self.violations.append(f"prompt {uid} was trained and never admitted")
         self._judge_holes(set(admitted) | set(times))
-        self._judge_lost([uid for uid in (due if self.complete else admitted) if not times[uid]])
+        self._judge_lost([uid for uid in (due if self.drained else admitted) if not times[uid]])
+        if self.complete and not self.drained and len(times) < self.sizes.total:
+            self.violations.append(f"the training is complete with {len(times)} prompts trained of {self.sizes.total}")
 
     def _judge_holes(self, seen: set[str]) -> None:
         """Prompts are admitted in order: one that was passed over is not coming."""
         assert self.sizes is not None
-        if self.complete:
+        if self.drained:
             return
-        last = max((i for i in range(self.sizes.total) if self.uid(i) in seen), default=-1)
+        last = max((i for i in range(self.sizes.offered) if self.uid(i) in seen), default=-1)
         for uid in (self.uid(i) for i in range(last)):
             if uid not in seen:
                 self.violations.append(f"prompt {uid} was lost: later ones were admitted, it was not")
                 self.lost += 1
 
     def _judge_lost(self, untrained: list[str]) -> None:
-        """Without the end of the training, prompts may be in flight: as many as admission allows."""
+        """While a training goes on, or where it does not drain, prompts may be in flight: as many as admission allows."""
         assert self.sizes is not None
-        in_flight = 0 if self.complete else (1 + self.sizes.max_staleness) * self.sizes.batch_groups
+        in_flight = 0 if self.drained else (1 + self.sizes.max_staleness) * self.sizes.batch_groups
         if len(untrained) <= in_flight:
             return
         self.lost += len(untrained) - in_flight
-        if self.complete:
+        if self.drained:
             self.violations += [f"prompt {uid} was lost: never trained" for uid in sorted(untrained, key=_position)]
         else:
             self.violations.append(
@@ -162,6 +164,12 @@ class Audit:
                 f"prompt {group['uid']} was trained in step {row.step} with {len(group['lengths'])} samples of "
                 f"{row.samples_per_group}"
             )
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing may be in flight any more."""
+        assert self.sizes is not None
+        return self.complete and self.sizes.offered <= self.sizes.total
 
     # -- telling ---------------------------------------------------------------------------------------------------
 

@@ -122,6 +122,8 @@ class PartialRolloutConfig:
     in_flight_samples: int
     slots_per_replica: int
     ramp_rounds: int
+    drain: bool
+    """whether the last rounds admit only what is still trained"""
     correction: Correction
     proximal: Proximal
     proximal_check_every: int
@@ -196,6 +198,7 @@ class PartialRolloutConfig:
                 config.actor_rollout_ref.rollout.max_num_seqs,
             ),
             ramp_rounds=_at_least("partial_rollout.ramp_rounds", ours.ramp_rounds, 0),
+            drain=_flag("partial_rollout.drain", ours.drain),
             correction=_member("partial_rollout.correction", ours.correction, Correction),
             proximal=_member("partial_rollout.proximal", ours.proximal, Proximal),
             proximal_check_every=_at_least("partial_rollout.proximal_check_every", ours.proximal_check_every, 0),
@@ -240,6 +243,12 @@ def _number(key: str, value: Any, *others: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         raise fail(key, value, ", or ".join(["a number of at least 0", *others]))
     return float(value)
+
+
+def _flag(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise fail(key, value, "True or False")
+    return value
 
 
 def _at_least(key: str, value: Any, least: int) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,17 @@ class RunSizes:
     epoch_prompts: int
     """prompts of an epoch that are trained"""
     total: int
-    """prompts that the whole training uses, over its epochs"""
+    """prompts that the whole training trains, over its epochs"""
+    offered: int
+    """prompts that may be admitted: more than ``total`` where the training ends with prompts in flight (``drain=False``)"""
+
+    @classmethod
+    def of(cls, event: dict[str, Any]) -> RunSizes:
+        """Of a ``run`` event; ledgers of before ``drain`` was a choice do not say what was offered."""
+        return cls(
+            **{item.name: event[item.name] for item in fields(cls) if item.name != "offered"},
+            offered=event.get("offered", event["total"]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

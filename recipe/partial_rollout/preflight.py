@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,12 @@ def _check_partial_rollout(config: DictConfig) -> None:
     if config.partial_rollout.resume_kv == ResumeKV.KEEP:
         _check_kept_kv(rollout)
     _check_checkpoints(config)
+    if not config.partial_rollout.drain and config.trainer.save_freq <= 0:
+        print(
+            "warning: partial_rollout.drain=False with trainer.save_freq=-1: "
+            "no checkpoint keeps what is in flight at the end",
+            file=sys.stderr,
+        )
     if config.algorithm.adv_estimator == "remax":
         raise fail("algorithm.adv_estimator", "remax", "any other: its greedy baseline needs the synchronous rollout")
 

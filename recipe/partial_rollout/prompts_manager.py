@@ -213,6 +213,8 @@ class PromptsManager(SampleLifecycle):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``: unfinished samples are claimable, groups with the trainer are ready again.
 
+        The source is open: a training that is resumed may have more steps than the one that drained.
+
         Raises:
             ValueError: made with another batch or group size, or a larger ``max_staleness`` than this run allows.
             RuntimeError: this manager has prompts already.
@@ -220,6 +222,7 @@ class PromptsManager(SampleLifecycle):
         if self._state.reserve or self.counters.admitted_groups:
             raise RuntimeError("load_state_dict: the manager has prompts already; load before the first offer")
         self._state = decode(state, self._admission)
+        self._state.source_open = True
         for sample in self._state.samples.values():
             self._requeue(sample)
 

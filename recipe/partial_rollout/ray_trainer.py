@@ -88,10 +88,15 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         self.steps_per_epoch = len(self.train_dataloader)
         if not self.settings.enable:
             return
-        steps = min(self.total_training_steps, self.steps_per_epoch * self.config.trainer.total_epochs)
         size = self.settings.batch_groups
-        self.prompt_source = PromptSource(self.train_dataloader, total=steps * size)
+        self.prompt_source = PromptSource(self.train_dataloader, total=self._source_steps * size)
         self.train_dataloader = SlotLoader(self.steps_per_epoch, size)
+
+    @property
+    def _source_steps(self) -> int:
+        """Steps that prompts are admitted for: those of the training, or of its data."""
+        data = self.steps_per_epoch * self.config.trainer.total_epochs
+        return min(self.total_training_steps, data) if self.settings.drain else data
 
     def init_workers(self) -> None:
         """verl's, then the recipe's parts are connected to the replicas and workers it made."""
@@ -239,6 +244,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 max_staleness=settings.max_staleness,
                 epoch_prompts=self.steps_per_epoch * settings.batch_groups,
                 total=self.total_training_steps * settings.batch_groups,
+                offered=self._source_steps * settings.batch_groups,
             )
         )
         if goes_on:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 MAIN = ("recipe.partial_rollout.main_ppo",)
 """module and first arguments of the recipe's own training"""
+BASELINE = "noPR"
+"""name of the arm that all others are compared with"""
 _DEADLINE_S = 3600.0
 """for one run: twenty times what it takes on two cores"""
 

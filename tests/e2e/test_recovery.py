@@ -28,6 +28,7 @@ def test_killed_training_goes_on_from_its_checkpoint_and_loses_nothing(task, tmp
 
 
 def test_stopped_training_goes_on_and_survives_the_death_of_its_worker(start, wait_for, task, tmp_path):
+    """The second process ends before its data does, and without draining; the third has more steps and goes on with it."""
     run_dir = tmp_path / "kept"
     ours = (*SMALL, f"trainer.default_local_dir={run_dir}", "trainer.save_freq=2", "trainer.resume_mode=auto")
     first = start(*ours, name="first")
@@ -38,7 +39,8 @@ def test_stopped_training_goes_on_and_survives_the_death_of_its_worker(start, wa
     time.sleep(2)
     assert processes_of_session(first.process.pid) == [], "nothing of the run is left"
 
-    second = start(*ours, name="second")
+    short = ("trainer.total_training_steps=5", "partial_rollout.drain=False", "trainer.save_freq=1")
+    second = start(*ours, *short, name="second")
     wait_for(lambda: "Training Progress" in second.terminal(), "the resumed training")
     time.sleep(3)
     (worker,) = [
@@ -48,5 +50,11 @@ def test_stopped_training_goes_on_and_survives_the_death_of_its_worker(start, wa
     ]
     worker.kill()
     assert second.process.wait(300) == 0, second.terminal()[-3000:]
+    result, _ = audit(run_dir)
+    assert result.violations == [] and result.complete and len(result.trained) == 20
+    assert len(result.admitted) > 20, "prompts are in flight"
+
+    third = start(*ours, name="third")
+    assert third.process.wait(300) == 0, third.terminal()[-3000:]
     result, _ = audit(run_dir)
     assert result.violations == [] and result.complete and len(result.trained) == 24

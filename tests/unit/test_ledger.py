@@ -91,6 +91,15 @@ def test_lost_prompt_of_a_complete_training_is_named(write, capsys):
     assert "violation: prompt 1/1 was lost" in capsys.readouterr().out
 
 
+def test_training_that_does_not_drain_ends_with_prompts_in_flight(write):
+    """What is in flight may be as much as admission allows, and every step must have trained its batch."""
+    beyond = {**RUN, "total": 4, "offered": 8}
+    assert violations(write(beyond, *GOOD[1:5], COMPLETE)) == []
+    assert violations(write(RUN, *GOOD[1:5], COMPLETE))[0] == "prompt 1/0 was lost: never trained"
+    short = violations(write(beyond, *GOOD[1:4], trained(2, "0/1"), COMPLETE))
+    assert short == ["the training is complete with 3 prompts trained of 4"]
+
+
 def test_prompt_passed_over_by_admission_is_lost_before_the_training_ends(write):
     run_dir = write(RUN, admitted(1, "0/0", "0/2"), trained(1, "0/0", "0/2"))
     assert violations(run_dir) == ["prompt 0/1 was lost: later ones were admitted, it was not"]
@@ -215,7 +224,7 @@ def test_at_most_twenty_violations_are_listed(write, capsys):
 
 def test_ledger_writes_what_the_audit_reads(tmp_path, output):
     ledger = Ledger(tmp_path)
-    ledger.run(RunSizes("PR", 2, 1, 1, 2, 2))
+    ledger.run(RunSizes("PR", 2, 1, 1, 2, 2, 2))
     ledger.admitted(1, 0, ["0/0", "0/1"])
     for step, uid in ((1, "0/1"), (2, "0/0")):
         taken = TakenGroup(uid, int(uid[2:]), 0, {}, (output(3, version=0), output(4, version=step - 1)), 0)
@@ -229,11 +238,11 @@ def test_ledger_writes_what_the_audit_reads(tmp_path, output):
 
 
 def test_ledger_goes_on_behind_a_line_that_was_cut_off(tmp_path):
-    Ledger(tmp_path).run(RunSizes("PR", 2, 1, 1, 2, 2))
+    Ledger(tmp_path).run(RunSizes("PR", 2, 1, 1, 2, 2, 2))
     with (tmp_path / NAME).open("a") as file:
         file.write('{"event":"admi')
     ledger = Ledger(tmp_path)
-    ledger.run(RunSizes("PR", 2, 1, 1, 2, 2))
+    ledger.run(RunSizes("PR", 2, 1, 1, 2, 2, 2))
     ledger.resumed(0)
     events, cut_off = read_ledger(tmp_path / NAME)
     assert [event["event"] for event in events] == ["run", "run", "resumed"] and cut_off == 1

@@ -255,6 +255,20 @@ def test_training_drains_when_the_data_ends(manager, output):
     assert m.lost_groups == 0 and m.counters.trained_groups == 4
 
 
+def test_training_that_drained_goes_on_where_it_is_resumed_with_more_steps(manager, prompts, output):
+    m = manager(batch=2, n=1, overlap=1.0, prompts=2)
+    m.close_source()
+    m.open_round()
+    for grant in m.claim("w0"):
+        m.finish(grant.sample_id, output())
+    end_round(m, [])
+    resumed = manager(batch=2, n=1, overlap=1.0, prompts=0)
+    resumed.load_state_dict(m.state_dict())
+    assert resumed.wanted == 4
+    resumed.offer(prompts(4)[2:])
+    assert resumed.open_round() == 2 and not resumed.round_complete()
+
+
 def test_a_prompt_is_offered_once(manager, prompts):
     m = manager()
     m.open_round()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from recipe.partial_rollout.report.fields import read_lines
 
 _STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
 """the recipe's and verl's name for the same: versions from a sample's first token to the update that trains it"""
@@ -41,8 +42,8 @@ def read_run(directory: Path, arm: str, repeat: int, samples_per_step: int) -> P
     Raises:
         ValueError: a step lacks a figure; the message names both.
     """
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["data"] for line in lines if "training/global_step" in line["data"]]
+    lines, _ = read_lines(directory / "metrics.jsonl")
+    steps = [line.values["data"] for line in lines if "training/global_step" in line.values["data"]]
 
     def column(key: str) -> np.ndarray:
         missing = [i for i, step in enumerate(steps, 1) if key not in step]
@@ -70,6 +71,6 @@ def read_run(directory: Path, arm: str, repeat: int, samples_per_step: int) -> P
 def _probed(trace: Path) -> float | None:
     if not trace.exists():
         return None
-    events = [json.loads(line) for line in trace.read_text().splitlines()]
-    rates = [event["tokens_per_s"] for event in events if event["event"] == _PROBE]
+    events, _ = read_lines(trace)
+    rates = [event.number("tokens_per_s") for event in events if event.text("event") == _PROBE]
     return float(np.median(rates)) if rates else None

@@ -18,9 +18,8 @@ from matplotlib.figure import Figure
 from recipe.partial_rollout.bench.peer_runs import PeerRun, read_run
 from recipe.partial_rollout.main_ppo import CONF_DIR
 from recipe.partial_rollout.report.table import Table
-from recipe.partial_rollout.study import Arm, Study, StudyError
+from recipe.partial_rollout.study import BASELINE, Arm, Study, StudyError
 
-BASELINE = "noPR"
 _FIRST, _DRAIN = 5, 3
 """steps: those that length bias shows in, and those in which a training that drops nothing drains"""
 _V1 = ("verl.trainer.main_ppo", "--config-dir", str(CONF_DIR))

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import GetTimeoutError
 from tqdm import tqdm
 
 from recipe.partial_rollout.admission import Admission, Mode
@@ -148,12 +149,12 @@ class _Drive:
         self._slots = slots * replicas
         self._prompts = self._prompts_of(lengths)
         self._manager: Any = ray.remote(ManagerActor).options(num_cpus=0).remote(admission, Policy.BOUNDED, _DEADLINE_S)
-        self.manager_process = psutil.Process(_get(self._manager.__ray_call__.remote(_pid)))
+        self.manager_process = psutil.Process(_get(self._manager.__ray_call__.remote(_pid), "the manager to start"))
         worker_class: Any = ray.remote(ScriptedWorker).options(num_cpus=0)
         shares = [replicas // workers + (i < replicas % workers) for i in range(workers)]
         self._workers = [worker_class.remote(curve, share) for share in shares]
         for i, (worker, share) in enumerate(zip(self._workers, shares, strict=True)):
-            _get(worker.setup.remote(f"w{i}", self._manager, slots * share, {}))
+            _get(worker.setup.remote(f"w{i}", self._manager, slots * share, {}), f"worker w{i} to start")
         self._serving = [worker.serve.remote() for worker in self._workers]
 
     @staticmethod
@@ -163,54 +164,59 @@ class _Drive:
 
     def round(self, version: int) -> dict[str, float]:
         """One round; seconds, tokens and the manager's CPU seconds."""
-        prompts = list(itertools.islice(self._prompts, _get(self._manager.wanted.remote())))
-        decoded, cpu = sum(_get([w.decoded.remote() for w in self._workers])), self._cpu_s()
+        prompts = list(itertools.islice(self._prompts, _get(self._manager.wanted.remote(), "what the manager wants")))
+        decoded, cpu = self._total("decoded"), self._cpu_s()
         began = time.monotonic()
-        _get([worker.begin.remote(version) for worker in self._workers])
-        _get(self._manager.begin_round.remote(version, prompts, True))
+        _get([worker.begin.remote(version) for worker in self._workers], "workers to begin a round")
+        _get(self._manager.begin_round.remote(version, prompts, True), "the manager to begin a round")
         ending = self._manager.wait_round.remote()
         open_s = self._until_full(began)
         ended = self._unless_a_worker_ends(ending)
-        _get([worker.close_round.remote() for worker in self._workers])
-        _get([worker.interrupt.remote() for worker in self._workers])
-        _get([worker.quiesce.remote() for worker in self._workers])
+        for verb in ("close_round", "interrupt", "quiesce"):
+            _get([getattr(worker, verb).remote() for worker in self._workers], f"{verb} of all workers")
         now = time.time()
-        groups = _get(self._manager.take_batch.remote())
+        groups = _get(self._manager.take_batch.remote(), "the batch")
         figures = {
             "round_s": time.monotonic() - began,
             "open_s": open_s,
             "interrupt_s": now - ended.decided_at,
-            "decoded_tokens": sum(_get([w.decoded.remote() for w in self._workers])) - decoded,
+            "decoded_tokens": self._total("decoded") - decoded,
             "manager_cpu_s": self._cpu_s() - cpu,
             "trained_samples": sum(len(group.outputs) for group in groups),
         }
-        _get(self._manager.acknowledge.remote([group.uid for group in groups]))
+        _get(self._manager.acknowledge.remote([group.uid for group in groups]), "the manager to forget the batch")
         return figures
 
     def _unless_a_worker_ends(self, reference: Any) -> Any:
         done, _ = ray.wait([reference, *self._serving], num_returns=1, timeout=_DEADLINE_S)
         if not done:
-            raise TimeoutError(f"the round did not end within {_DEADLINE_S:g} s")
+            raise TimeoutError(f"waited {_DEADLINE_S:g} s for the end of the round")
         return ray.get(done[0])
 
     def _until_full(self, began: float) -> float:
         """Seconds from ``began`` until nearly every slot decodes; short samples have ended before the last one starts."""
         best, since = 0, began
         while True:
-            running, now = sum(_get([w.running.remote() for w in self._workers])), time.monotonic()
+            running, now = self._total("running"), time.monotonic()
             if running > best:
                 best, since = running, now
             if running >= self._slots or now - since > 0.5:
                 return since - began
             time.sleep(0.01)
 
+    def _total(self, figure: str) -> int:
+        return sum(_get([getattr(worker, figure).remote() for worker in self._workers], f"{figure} of all workers"))
+
     def _cpu_s(self) -> float:
         times = self.manager_process.cpu_times()
         return times.user + times.system
 
 
-def _get(reference: Any) -> Any:
-    return ray.get(reference, timeout=_DEADLINE_S)
+def _get(reference: Any, what: str) -> Any:
+    try:
+        return ray.get(reference, timeout=_DEADLINE_S)
+    except GetTimeoutError:
+        raise TimeoutError(f"waited {_DEADLINE_S:g} s for {what}") from None
 
 
 def _pid(actor: Any) -> int:
@@ -222,7 +228,7 @@ def _table(rows: list[ScaleRow]) -> Table:
         "replicas",
         "samples",
         "round s",
-        "ideal s",
+        "simulated s",
         "overhead",
         "open s",
         "interrupt s",

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recipe.partial_rollout.study import Arm
-
-BASELINE = "noPR"
+from recipe.partial_rollout.study import BASELINE, Arm
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from recipe.partial_rollout.convergence.arms import BASELINE, bound_of
+from recipe.partial_rollout.convergence.arms import bound_of
 from recipe.partial_rollout.convergence.curves import LAST, ArmCurve, gap
 from recipe.partial_rollout.report.table import Table
+from recipe.partial_rollout.study import BASELINE
 
 PICTURE, TEXT = "convergence.png", "convergence.md"
 _HUES = {BASELINE: "#555555", "corrected": "#0072B2", "uncorrected": "#D55E00", "clipped": "#CC79A7"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -12,8 +12,6 @@ import numpy as np
 
 _PASSES = 8
 """of the fit; where the steps of a call lie in time follows from the curve that is looked for"""
-
-
 _HUBER = 4.0
 """times the median deviation: farther off, a call's weight falls with its distance; what is merely slow keeps its weight"""
 _TINY_S = 1e-9
@@ -54,16 +52,23 @@ class EngineCurve:
             CurveError: it is something else; names the file.
         """
         try:
-            return cls(**json.loads(path.read_text()))
+            curve = cls(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise CurveError(f"{path} is no engine curve: {error}") from error
+        for item in fields(cls):
+            value = getattr(curve, item.name)
+            if item.name == "kv_tokens" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                raise CurveError(f"{path} is no engine curve: {item.name}={value!r} is not a number of at least 0")
+        return curve
 
 
 PRESETS = {
     "h20-qwen3-4b": EngineCurve(8e-3, 70e-6, 49e-9, 83e-6, 340_000),
     "h100-qwen3-4b": EngineCurve(7e-3, 25e-6, 59e-9, 16e-6, 270_000),
 }
-"""Assumptions for Qwen3-4B in bfloat16 on one GPU, from data sheets: nothing of them was measured."""
+"""Assumptions for Qwen3-4B in bfloat16 on one GPU, nothing of them was measured."""
 
 
 class CallSpan(Protocol):

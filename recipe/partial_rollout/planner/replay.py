@@ -64,7 +64,8 @@ def replay(run: RunRecord) -> Replay:
         )
     curve = fit(call for round_ in run.rounds for call in round_.calls)
     cluster = Cluster(curve, replicas, settings.slots_per_replica, settings.resume_kv == "keep")
-    groups = len(run.trained_groups)
+    # Past the end of a run that did not drain, its groups come again: the last rounds are as full as all others.
+    groups = len(run.trained_groups) if settings.drain else None
     simulation = Simulation(admission, policy, cluster, of_run(run), seed=None, groups=groups)
     played = list(simulation.rounds(len(run.steps)))[1:]
     steps = run.steps[1:]
@@ -73,7 +74,7 @@ def replay(run: RunRecord) -> Replay:
     tokens = sum(sum(step.lengths) for step in steps)
     seconds = sum(step.round.end - step.round.start for step in steps)
     return Replay(
-        name=f"{run.settings.arm} ({Path(run.directory).name})",
+        name="/".join(Path(run.directory).absolute().parts[-2:]),
         measured_ms=1e6 * seconds / tokens,
         forecast_ms=1e6 * sum(round_.seconds for round_ in played) / sum(r.trained_tokens for r in played),
         measured_staleness=float(measured.mean()),
