@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from recipe.partial_rollout.report.run_record import load_run
 from recipe.partial_rollout.study import Study, StudyError
 
 BAD_INPUT = 2
-COMMAND = "bash run_scripts/convergence_cpu.sh"
+COMMAND = ("bash", "run_scripts/convergence_cpu.sh")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RunRecordError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    write(curves, options.docs, COMMAND)
+    write(curves, options.docs, shlex.join([*COMMAND, *(sys.argv[1:] if arguments is None else arguments)]))
     print(table(curves).console())
     print(f"\nsaved in {options.docs}")
     return 0
