@@ -16,7 +16,18 @@ STEPS = 8
 def build_run(arm, repeat, *, rollout_s=1.0, stale=0.0, full=None, tokens=1000.0):
     ones = np.ones(STEPS)
     return PeerRun(
-        arm, repeat, rollout_s * ones, (rollout_s + 1) * ones, tokens * ones, stale * ones, stale * ones, ones, full
+        arm,
+        repeat,
+        rollout_s * ones,
+        (rollout_s + 1) * ones,
+        tokens * ones,
+        stale * ones,
+        stale * ones,
+        None,
+        None,
+        0,
+        ones,
+        full,
     )
 
 
@@ -35,6 +46,8 @@ def write_run(directory, *, rollout_s, staleness=None, ours=True):
         if staleness is not None:
             name = "partial_rollout/staleness" if ours else "training/off_policy/trajectory_staleness_worst"
             data |= {f"{name}/mean": staleness, f"{name}/max": 2 * staleness}
+            own = {f"{name}/p95": staleness, "partial_rollout/off_policy_token_fraction": 0.25}
+            data |= own if ours else {"training/off_policy/evicted_samples": 1}
         lines.append({"step": step, "data": data})
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if ours:
@@ -92,10 +105,11 @@ def test_report_is_written_from_complete_runs(tmp_path, capsys):
         write_run(tmp_path / "PR_bounded" / f"seed_{repeat}", rollout_s=0.5, staleness=1.0)
     command = ["peers", "--out", str(tmp_path), "--report-only", "--repeats", "2", "--steps", str(STEPS)]
     assert bench(command) == 0
-    assert (
-        "| PR, bounded | 1250 | 0.50 (0.50 to 0.50) | 0.50 | 0.50 | 0.80 | 0.80 | 1.00 | 2 | 1.00 | 0.500 |"
-        in (tmp_path / "peers.md").read_text()
-    )
+    text = (tmp_path / "peers.md").read_text()
+    ratios = "0.50 (0.50 to 0.50) | 0.50 | 0.50 | 0.80 | 0.80"
+    assert f"| PR, bounded | 1250 | 800 | {ratios} | 1.00 | 1.0 | 2 | 0.25 | 0 | 1.00 | 0.500 |" in text
+    assert "| 2.00 | - | 4 | - | 8 |" in text, "what verl does not log, and a sample dropped in each step"
+    json.loads((tmp_path / "peers.json").read_text(), parse_constant=pytest.fail)
     assert {row["arm"] for row in json.loads((tmp_path / "peers.json").read_text())} == {
         "noPR",
         "v1_colocate_async",

@@ -11,6 +11,7 @@ from recipe.partial_rollout.report.fields import read_lines
 
 _STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
 """the recipe's and verl's name for the same: versions from a sample's first token to the update that trains it"""
+_DROPPED = "/off_policy/evicted_samples"
 _PROBE = "probe"
 
 
@@ -27,6 +28,12 @@ class PeerRun:
     staleness: np.ndarray
     """mean over the step's samples"""
     staleness_max: np.ndarray
+    staleness_p95: np.ndarray | None
+    """None: this trainer does not log it"""
+    off_policy: np.ndarray | None
+    """share of the trained tokens that older weights have made; None: not logged"""
+    dropped: int
+    """samples, in all steps, that were decoded and not trained for their age"""
     reward: np.ndarray
     full_tokens_per_s: float | None
     """of the engine kept full, where the run measured it"""
@@ -55,6 +62,9 @@ def read_run(directory: Path, arm: str, repeat: int, samples_per_step: int) -> P
         name = next((name for name in _STALENESS if steps and f"{name}/{figure}" in steps[0]), None)
         return np.zeros(len(steps)) if name is None else column(f"{name}/{figure}")
 
+    def if_logged(key: str) -> np.ndarray | None:
+        return column(key) if steps and key in steps[0] else None
+
     return PeerRun(
         arm=arm,
         repeat=repeat,
@@ -63,6 +73,9 @@ def read_run(directory: Path, arm: str, repeat: int, samples_per_step: int) -> P
         tokens=column("response_length/mean") * samples_per_step,
         staleness=staleness("mean"),
         staleness_max=staleness("max"),
+        staleness_p95=if_logged(f"{_STALENESS[0]}/p95"),
+        off_policy=if_logged("partial_rollout/off_policy_token_fraction"),
+        dropped=int(sum(value for step in steps for key, value in step.items() if key.endswith(_DROPPED))),
         reward=column("critic/score/mean"),
         full_tokens_per_s=_probed(directory / "trace.jsonl"),
     )

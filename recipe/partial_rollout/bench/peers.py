@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -20,8 +21,8 @@ from recipe.partial_rollout.main_ppo import CONF_DIR
 from recipe.partial_rollout.report.table import Table
 from recipe.partial_rollout.study import BASELINE, Arm, Study, StudyError
 
-_FIRST, _DRAIN = 5, 3
-"""steps: those that length bias shows in, and those in which a training that drops nothing drains"""
+_FIRST, _FILLING = 5, 2
+"""steps: those that length bias shows in, and those in which engines compile and fill"""
 _V1 = ("verl.trainer.main_ppo", "--config-dir", str(CONF_DIR))
 _ASYNC = (
     "trainer.use_v1=True",
@@ -29,6 +30,8 @@ _ASYNC = (
     "trainer.resume_mode=disable",
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
 )
+_OURS = ("partial_rollout.drain=False",)
+"""at the end verl leaves its spare batch in flight, and so does the recipe"""
 _SAMPLER = "trainer.v1.sampler.custom_sampler"
 
 ARMS = (
@@ -44,15 +47,19 @@ ARMS = (
         ),
         _V1,
     ),
-    Arm("PR_bounded", ("partial_rollout.scheduling.policy=bounded",)),
-    Arm("PR_seed", ("partial_rollout.scheduling.policy=seed",)),
-    Arm("PR_in_order", ("partial_rollout.scheduling.policy=in_order",)),
+    Arm("PR_bounded", (*_OURS, "partial_rollout.scheduling.policy=bounded")),
+    Arm("PR_lean", (*_OURS, "partial_rollout.scheduling.policy=bounded", "partial_rollout.overlap=0.75")),
+    Arm("PR_kept", (*_OURS, "partial_rollout.scheduling.policy=bounded", "partial_rollout.resume_kv=keep")),
+    Arm("PR_seed", (*_OURS, "partial_rollout.scheduling.policy=seed")),
+    Arm("PR_in_order", (*_OURS, "partial_rollout.scheduling.policy=in_order")),
 )
 _LABELS = {
     "v1_sync": "verl v1 sync",
     "v1_colocate_async": "verl v1 colocate_async",
     "v1_colocate_async_quick": "the same, polling every 0.1 s",
     "PR_bounded": "PR, bounded",
+    "PR_lean": "PR, bounded, overlap 0.75",
+    "PR_kept": "PR, bounded, KV kept",
     "PR_seed": "PR, seed",
     "PR_in_order": "PR, in_order",
 }
@@ -101,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     docs = options.docs or options.out
     docs.mkdir(parents=True, exist_ok=True)
     (docs / "peers.md").write_text(table.markdown() + "\n")
-    (docs / "peers.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    (docs / "peers.json").write_text(json.dumps([_plain(row) for row in rows], indent=2) + "\n")
     draw(rows, docs / "peers.png")
     print(f"\nsaved in {docs}")
     return 0
@@ -163,8 +170,13 @@ def compare(runs: Sequence[PeerRun]) -> list[Row]:
     return rows
 
 
+def _if_logged(figure: np.ndarray | None) -> float:
+    """Mean over steps; NaN: not logged."""
+    return float("nan") if figure is None else float(figure.mean())
+
+
 _ALL = slice(None)
-_STEADY = slice(2, -_DRAIN)
+_STEADY = slice(_FILLING, None)
 
 _FIGURES: dict[str, Callable[[PeerRun, PeerRun, float], float]] = {
     "rollout_ms": lambda run, base, full: run.ms_per_1000(run.rollout_s, _ALL),
@@ -178,6 +190,10 @@ _FIGURES: dict[str, Callable[[PeerRun, PeerRun, float], float]] = {
     "efficiency": lambda run, base, full: 1e6 / run.ms_per_1000(run.rollout_s, _ALL) / full,
     "steady_efficiency": lambda run, base, full: 1e6 / run.ms_per_1000(run.rollout_s, _STEADY) / full,
     "staleness_mean": lambda run, base, full: float(run.staleness.mean()),
+    "tokens_per_s": lambda run, base, full: 1e6 / run.ms_per_1000(run.rollout_s, _ALL),
+    "staleness_p95": lambda run, base, full: _if_logged(run.staleness_p95),
+    "off_policy": lambda run, base, full: _if_logged(run.off_policy),
+    "dropped": lambda run, base, full: float(run.dropped),
     "staleness_max": lambda run, base, full: float(run.staleness_max.max()),
     "first_length": lambda run, base, full: float(run.tokens[:_FIRST].sum() / base.tokens[:_FIRST].sum()),
     "reward": lambda run, base, full: float(run.reward[-len(run.reward) // 3 :].mean()),
@@ -194,13 +210,17 @@ def table_of(rows: Sequence[Row]) -> Table:
         return [
             _LABELS.get(row.arm, row.arm),
             f"{row.median('rollout_ms'):.0f}",
+            f"{row.median('tokens_per_s'):,.0f}",
             f"{row.median('rollout_ratio'):.2f} ({low:.2f} to {high:.2f})",
             f"{row.median('steady_rollout_ratio'):.2f}",
             f"{row.median('step_ratio'):.2f}",
             f"{row.median('efficiency'):.2f}",
             f"{row.median('steady_efficiency'):.2f}",
             f"{row.median('staleness_mean'):.2f}",
+            _or_dash(row.median("staleness_p95"), ".1f"),
             f"{row.median('staleness_max'):.0f}",
+            _or_dash(row.median("off_policy"), ".2f"),
+            f"{row.median('dropped'):.0f}",
             f"{row.median('first_length'):.2f}",
             f"{row.median('reward'):.3f}",
         ]
@@ -208,17 +228,31 @@ def table_of(rows: Sequence[Row]) -> Table:
     header = [
         "arm",
         "rollout ms / 1,000 trained tokens",
+        "trained tokens / s",
         f"rollout / {BASELINE} (spread)",
-        "without first 2, last 3 steps",
+        f"without first {_FILLING} steps",
         f"step / {BASELINE}",
         "efficiency",
-        "without first 2, last 3 steps",
+        f"without first {_FILLING} steps",
         "staleness mean",
+        "p95",
         "max",
+        "off-policy tokens",
+        "samples dropped",
         f"length of first {_FIRST} steps / {BASELINE}",
         "reward, last third",
     ]
     return Table("Peers, medians over repeats", header, [cells(row) for row in rows])
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    """For JSON, which has no NaN."""
+    figures = {name: [None if np.isnan(v) else v for v in values] for name, values in row.figures.items()}
+    return {"arm": row.arm, "figures": figures}
+
+
+def _or_dash(value: float, form: str) -> str:
+    return "-" if np.isnan(value) else format(value, form)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
