@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Convergence on the embedded task: noPR, PR with correction and PR without it, at max_staleness 1, 4 and 8 with as much overlap as
-# they allow, and at 8 with overlap 2 as in the quick start; three seeds each.
+# they allow; three seeds each.
 # Writes docs/convergence.md and docs/convergence.png. An hour and a half on two cores; it goes on where it was stopped.
 #
 #   bash run_scripts/convergence_cpu.sh

@@ -1,4 +1,4 @@
-"""``python -m recipe.partial_rollout.convergence [--seeds 1 2 3] [--staleness 1 4 8:2 8] [--steps N] [overrides]``."""
+"""``python -m recipe.partial_rollout.convergence [--seeds 1 2 3] [--staleness 1 4 8] [--steps N] [overrides]``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "--staleness",
         type=Bound.parse,
         nargs="+",
-        default=[Bound(1, 1), Bound(4, 4), Bound(8, 2), Bound(8, 8)],
+        default=[Bound(1, 1), Bound(4, 4), Bound(8, 8)],
         metavar="K[:OVERLAP]",
         help="max_staleness, and the overlap with it (default: as much as it allows)",
     )
