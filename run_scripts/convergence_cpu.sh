@@ -5,6 +5,8 @@
 #
 #   bash run_scripts/convergence_cpu.sh
 #   bash run_scripts/convergence_cpu.sh --seeds 1 --staleness 4 8:2 --steps 40
+#   OUT=outputs/high_lr bash run_scripts/convergence_cpu.sh --staleness 1 4 8:2 8 --docs docs/convergence_high_lr \
+#     actor_rollout_ref.actor.optim.lr=3e-4 partial_rollout.drain=True
 #   bash run_scripts/convergence_cpu.sh --report-only
 #
 # Arguments are those of recipe.partial_rollout.convergence. OUT=dir (default outputs/convergence) chooses where the runs go.

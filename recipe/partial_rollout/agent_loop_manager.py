@@ -28,7 +28,8 @@ from recipe.partial_rollout.agent_loop_worker import PartialRolloutAgentLoopWork
 from recipe.partial_rollout.batch import assemble_batch
 from recipe.partial_rollout.failures import one_line
 from recipe.partial_rollout.llm_client import PartialRolloutLLMClient
-from recipe.partial_rollout.manager_actor import ManagerActor, RolloutFailedError, RoundEnd, RoundStart
+from recipe.partial_rollout.manager_actor import ManagerActor
+from recipe.partial_rollout.manager_messages import RolloutFailedError, RoundEnd, RoundStart
 from recipe.partial_rollout.observed_manager import ObservedAgentLoopManager, RolloutSite
 from recipe.partial_rollout.overlap_control import OverlapControl
 from recipe.partial_rollout.server_control import within

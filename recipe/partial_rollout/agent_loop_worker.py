@@ -26,7 +26,7 @@ from recipe.partial_rollout.failures import ReplicaError, one_line
 from recipe.partial_rollout.grant_gate import GrantGate, GrantTimeoutError
 from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.llm_client import PartialRolloutLLMClient
-from recipe.partial_rollout.manager_actor import Report
+from recipe.partial_rollout.manager_messages import Report
 from recipe.partial_rollout.observed_worker import ObservedAgentLoopWorker, trajectory_of
 from recipe.partial_rollout.tool_journal import journaled
 from recipe.partial_rollout.types import Grant, Progress, SampleOutput

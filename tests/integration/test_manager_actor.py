@@ -9,7 +9,8 @@ import ray
 
 from recipe.partial_rollout.admission import Admission, Mode
 from recipe.partial_rollout.failure_policy import FailurePolicy, OnSampleError
-from recipe.partial_rollout.manager_actor import ManagerActor, Report, RolloutFailedError
+from recipe.partial_rollout.manager_actor import ManagerActor
+from recipe.partial_rollout.manager_messages import Report, RolloutFailedError
 from recipe.partial_rollout.scheduling import Policy
 from recipe.partial_rollout.types import Progress, Prompt, SampleOutput, Segment
 

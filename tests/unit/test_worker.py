@@ -7,7 +7,8 @@ import pytest
 
 from recipe.partial_rollout.admission import Admission, Mode
 from recipe.partial_rollout.bench.scripted_engine import ScriptedWorker
-from recipe.partial_rollout.manager_actor import ManagerActor, RolloutFailedError
+from recipe.partial_rollout.manager_actor import ManagerActor
+from recipe.partial_rollout.manager_messages import RolloutFailedError
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.scheduling import Policy
 from recipe.partial_rollout.types import Grant, Prompt
