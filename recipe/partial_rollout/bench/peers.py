@@ -49,7 +49,7 @@ ARMS = (
     ),
     Arm("PR_bounded", (*_OURS, "partial_rollout.scheduling.policy=bounded")),
     Arm("PR_lean", (*_OURS, "partial_rollout.scheduling.policy=bounded", "partial_rollout.overlap=0.75")),
-    Arm("PR_kept", (*_OURS, "partial_rollout.scheduling.policy=bounded", "partial_rollout.resume_kv=keep")),
+    Arm("PR_recompute", (*_OURS, "partial_rollout.scheduling.policy=bounded", "partial_rollout.resume_kv=recompute")),
     Arm("PR_seed", (*_OURS, "partial_rollout.scheduling.policy=seed")),
     Arm("PR_in_order", (*_OURS, "partial_rollout.scheduling.policy=in_order")),
 )
@@ -59,7 +59,7 @@ _LABELS = {
     "v1_colocate_async_quick": "the same, polling every 0.1 s",
     "PR_bounded": "PR, bounded",
     "PR_lean": "PR, bounded, overlap 0.75",
-    "PR_kept": "PR, bounded, KV kept",
+    "PR_recompute": "PR, bounded, KV recomputed",
     "PR_seed": "PR, seed",
     "PR_in_order": "PR, in_order",
 }
