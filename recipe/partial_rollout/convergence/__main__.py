@@ -16,6 +16,7 @@ from recipe.partial_rollout.report.run_record import load_run
 from recipe.partial_rollout.study import Study, StudyError
 
 BAD_INPUT = 2
+_OUT = Path("outputs/convergence")
 COMMAND = ("bash", "run_scripts/convergence_cpu.sh")
 
 
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RunRecordError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    write(curves, options.docs, shlex.join([*COMMAND, *(sys.argv[1:] if arguments is None else arguments)]))
+    write(curves, options.docs, _command(sys.argv[1:] if arguments is None else arguments, options.out))
     print(table(curves).console())
     print(f"\nsaved in {options.docs}")
     return 0
@@ -60,9 +61,19 @@ def read_curves(study: Study) -> list[ArmCurve]:
     return curves
 
 
+def _command(arguments: Sequence[str], out: Path) -> str:
+    """The script's command line that ends here with ``arguments``; it takes the directory as ``OUT``."""
+    kept = list(arguments)
+    if "--out" in kept:
+        at = kept.index("--out")
+        del kept[at : at + 2]
+    where = [] if out == _OUT else [f"OUT={out}"]
+    return shlex.join([*where, *COMMAND, *kept])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipe.partial_rollout.convergence", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("outputs/convergence"), help="where the runs are")
+    parser.add_argument("--out", type=Path, default=_OUT, help="where the runs are")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="where the table and the picture go")
     parser.add_argument("--steps", type=int, default=24, help="of every run, a multiple of trainer.test_freq")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
