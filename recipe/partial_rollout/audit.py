@@ -35,6 +35,8 @@ class Audit:
     """What the ledger says, after its resumes have undone what they undo."""
 
     sizes: RunSizes | None = None
+    offered: int = 0
+    """prompts that any process of the training might admit"""
     admitted: list[tuple[int, str]] = field(default_factory=list)
     """step and uid"""
     trained: list[_Trained] = field(default_factory=list)
@@ -77,6 +79,7 @@ class Audit:
                     change = f"{getattr(before, key)} to {getattr(sizes, key)}"
                     self.violations.append(f"a resumed run changed {key} from {change}")
         self.sizes, self.ended_on_purpose = sizes, False
+        self.offered = max(self.offered, sizes.offered, sizes.total)
 
     def _book_resumed(self, step: int) -> None:
         self.resumes += 1
@@ -106,18 +109,19 @@ class Audit:
         assert self.sizes is not None
         times = Counter(row.group["uid"] for row in self.trained)
         admitted = Counter(uid for _, uid in self.admitted)
-        due = {self.uid(i) for i in range(self.sizes.offered)}
+        due = [self.uid(i) for i in range(self.offered)]
+        known = set(due)
         for uid in sorted((uid for uid in times if times[uid] > 1), key=_position):
             steps = ", ".join(str(row.step) for row in self.trained if row.group["uid"] == uid)
             self.violations.append(f"prompt {uid} was trained {times[uid]} times: in steps {steps}")
             self.repeated += 1
         for uid in sorted(times, key=_position):
-            if uid not in due:
+            if uid not in known:
                 self.violations.append(f"prompt {uid} was trained: the training has no such prompt")
             elif not admitted[uid]:
                 self.violations.append(f"prompt {uid} was trained and never admitted")
         self._judge_holes(set(admitted) | set(times))
-        self._judge_lost([uid for uid in (due if self.drained else admitted) if not times[uid]])
+        self._judge_lost([uid for uid in (due[: self.sizes.total] if self.drained else admitted) if not times[uid]])
         if self.complete and not self.drained and len(times) < self.sizes.total:
             self.violations.append(f"the training is complete with {len(times)} prompts trained of {self.sizes.total}")
 
@@ -126,7 +130,7 @@ class Audit:
         assert self.sizes is not None
         if self.drained:
             return
-        last = max((i for i in range(self.sizes.offered) if self.uid(i) in seen), default=-1)
+        last = max((i for i in range(self.offered) if self.uid(i) in seen), default=-1)
         for uid in (self.uid(i) for i in range(last)):
             if uid not in seen:
                 self.violations.append(f"prompt {uid} was lost: later ones were admitted, it was not")
@@ -169,7 +173,8 @@ class Audit:
     def drained(self) -> bool:
         """Whether nothing may be in flight any more."""
         assert self.sizes is not None
-        return self.complete and self.sizes.offered <= self.sizes.total
+        admitted = {uid for _, uid in self.admitted}
+        return self.complete and (self.offered <= self.sizes.total or len(admitted) <= self.sizes.total)
 
     # -- telling ---------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,8 @@ class PromptSource:
 
     def take(self, count: int) -> list[Prompt]:
         """The next ``count`` prompts; fewer when the training needs no more."""
-        count = min(count, self._total - self._taken)
+        # A run that did not drain may have taken more than one that goes on with it, and drains, still needs.
+        count = max(0, min(count, self._total - self._taken))
         prompts = [self._next() for _ in range(count)]
         self._taken += count
         return prompts

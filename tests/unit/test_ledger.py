@@ -100,6 +100,14 @@ def test_training_that_does_not_drain_ends_with_prompts_in_flight(write):
     assert short == ["the training is complete with 3 prompts trained of 4"]
 
 
+def test_training_that_drains_after_one_that_did_not_may_have_prompts_left(write):
+    """The first process admitted five prompts; the second trains four of them in all."""
+    beyond = {**RUN, "total": 2, "offered": 8}
+    lines = [beyond, admitted(1, "0/0", "0/1", "0/2", "0/3", "1/0"), trained(1, "0/0", "0/3"), COMPLETE]
+    goes_on = [{**RUN, "total": 4, "offered": 4}, resumed(1), trained(2, "0/1", "1/0"), COMPLETE]
+    assert violations(write(*lines, *goes_on)) == []
+
+
 def test_prompt_passed_over_by_admission_is_lost_before_the_training_ends(write):
     run_dir = write(RUN, admitted(1, "0/0", "0/2"), trained(1, "0/0", "0/2"))
     assert violations(run_dir) == ["prompt 0/1 was lost: later ones were admitted, it was not"]

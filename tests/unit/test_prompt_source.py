@@ -85,3 +85,12 @@ def test_slots_of_a_resumed_epoch_are_those_that_are_left():
     assert len(list(slots)) == 2
     assert len(list(slots)) == 5
     assert np.array_equal(next(iter(slots))["slot"].flatten(), [0, 1])
+
+
+def test_source_resumed_with_fewer_prompts_than_were_taken_gives_none_and_forgets_nothing():
+    ahead = PromptSource(loader(), total=16)
+    ahead.take(12)
+    behind = PromptSource(loader(), total=8)
+    behind.load_state_dict(ahead.state_dict())
+    assert behind.take(4) == [] and not behind.open
+    assert behind.state_dict()["taken"] == 12

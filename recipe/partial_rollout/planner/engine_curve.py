@@ -68,7 +68,7 @@ PRESETS = {
     "h20-qwen3-4b": EngineCurve(8e-3, 70e-6, 49e-9, 83e-6, 340_000),
     "h100-qwen3-4b": EngineCurve(7e-3, 25e-6, 59e-9, 16e-6, 270_000),
 }
-"""Assumptions for Qwen3-4B in bfloat16 on one GPU, nothing of them was measured."""
+"""Assumptions for Qwen3-4B in bfloat16 on one GPU; nothing of them was measured."""
 
 
 class CallSpan(Protocol):
