@@ -30,8 +30,8 @@ _ASYNC = (
     "trainer.resume_mode=disable",
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
 )
-_OURS = ("partial_rollout.drain=False",)
-"""at the end verl leaves its spare batch in flight, and so does the recipe"""
+_OURS = ("partial_rollout.drain=False", "partial_rollout.overlap=0.75")
+"""at the end verl leaves its spare batch in flight, and so does the recipe, whose spare groups are three quarters of verl's"""
 _SAMPLER = "trainer.v1.sampler.custom_sampler"
 
 ARMS = (
@@ -48,7 +48,7 @@ ARMS = (
         _V1,
     ),
     Arm("PR_bounded", (*_OURS, "partial_rollout.scheduling.policy=bounded")),
-    Arm("PR_lean", (*_OURS, "partial_rollout.scheduling.policy=bounded", "partial_rollout.overlap=0.75")),
+    Arm("PR_more", (*_OURS, "partial_rollout.scheduling.policy=bounded", "partial_rollout.overlap=1.5")),
     Arm("PR_recompute", (*_OURS, "partial_rollout.scheduling.policy=bounded", "partial_rollout.resume_kv=recompute")),
     Arm("PR_seed", (*_OURS, "partial_rollout.scheduling.policy=seed")),
     Arm("PR_in_order", (*_OURS, "partial_rollout.scheduling.policy=in_order")),
@@ -58,7 +58,7 @@ _LABELS = {
     "v1_colocate_async": "verl v1 colocate_async",
     "v1_colocate_async_quick": "the same, polling every 0.1 s",
     "PR_bounded": "PR, bounded",
-    "PR_lean": "PR, bounded, overlap 0.75",
+    "PR_more": "PR, bounded, overlap 1.5",
     "PR_recompute": "PR, bounded, KV recomputed",
     "PR_seed": "PR, seed",
     "PR_in_order": "PR, in_order",
