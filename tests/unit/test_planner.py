@@ -233,6 +233,15 @@ def test_last_token_of_an_interrupted_step_ends_its_sample():
     assert second.seconds == 0.0 and second.on_policy_tokens == 0 and second.lengths.tolist() == [[4]]
 
 
+def test_efficiency_is_one_while_every_slot_decodes():
+    cluster = Cluster(EngineCurve(1.0, 0.5), replicas=2, slots_per_replica=2)
+    even, ragged = LengthTrace(np.full((4, 2), 5)), LengthTrace(np.tile([[5, 10]], (4, 1)))
+    admission = baseline(build_admission(batch=2, n=2))
+    assert forecast(admission, Policy.BOUNDED, cluster, even).efficiency == pytest.approx(1.0)
+    # Each replica: 5 steps of both samples in 2 s each, then 5 of one in 1.5 s; full, 15 tokens take 15 s.
+    assert forecast(admission, Policy.BOUNDED, cluster, ragged).efficiency == pytest.approx(15 / 17.5)
+
+
 def test_rounds_end_with_the_data_however_often_they_are_asked_for():
     lengths = LengthTrace(np.array([[4], [9]]))
     cluster = Cluster(EngineCurve(1.0, 0.0), replicas=1, slots_per_replica=4)

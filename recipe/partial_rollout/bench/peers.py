@@ -30,8 +30,8 @@ _ASYNC = (
     "trainer.resume_mode=disable",
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
 )
-_OURS = ("partial_rollout.drain=False", "partial_rollout.overlap=0.75")
-"""at the end verl leaves its spare batch in flight, and so does the recipe, whose spare groups are three quarters of verl's"""
+_OURS = ("partial_rollout.drain=False", "partial_rollout.overlap=0.7")
+"""at the end verl leaves its spare batch in flight, and so does the recipe; staleness is overlap, so seven tenths of verl's"""
 _SAMPLER = "trainer.v1.sampler.custom_sampler"
 
 ARMS = (

@@ -36,11 +36,11 @@ class EngineCurve:
     kv_tokens: int | None = None
     """context tokens that fit; None: more than is ever needed"""
 
-    def decode_s(self, running: int, context: float) -> float:
+    def decode_s(self, running: float, context: float) -> float:
         """Seconds of one step with ``running`` samples whose contexts have ``context`` tokens together."""
         return self.step_s + self.sample_s * running + self.context_s * context
 
-    def tokens_per_s(self, running: int) -> float:
+    def tokens_per_s(self, running: float) -> float:
         """Decoded by ``running`` samples with short contexts."""
         return running / self.decode_s(running, 0)
 

@@ -25,6 +25,8 @@ class Forecast:
     round_s: float
     """mean"""
     trained_tokens_per_s: float
+    efficiency: float
+    """``trained_tokens_per_s``, as a share of what replicas decode that a whole batch keeps full"""
     staleness_mean: float
     """versions, over trained samples"""
     staleness_p95: float
@@ -51,10 +53,13 @@ def forecast(
     played = list(simulation.rounds(settling + max(rounds, _FIRST)))
     first = np.concatenate([round_.lengths for round_ in played[:_FIRST]])
     dispatched = np.array(simulation.dispatched[: len(first)])
-    return _summarize(played, settling, float(first.mean() / dispatched.mean()))
+    full = cluster.full_tokens_per_s(admission.batch_groups * admission.samples_per_group)
+    return _summarize(played, settling, float(first.mean() / dispatched.mean()), full)
 
 
-def _summarize(played: Sequence[SimulatedRound], settling: int, first_length: float) -> Forecast:
+def _summarize(
+    played: Sequence[SimulatedRound], settling: int, first_length: float, full_tokens_per_s: float
+) -> Forecast:
     """The first ``settling`` rounds count for the largest staleness only."""
     steady = played[settling:]
     seconds, tokens = sum(r.seconds for r in steady), sum(r.trained_tokens for r in steady)
@@ -62,6 +67,7 @@ def _summarize(played: Sequence[SimulatedRound], settling: int, first_length: fl
     return Forecast(
         round_s=seconds / len(steady),
         trained_tokens_per_s=tokens / seconds,
+        efficiency=tokens / seconds / full_tokens_per_s,
         staleness_mean=float(ages.mean()),
         staleness_p95=float(np.percentile(ages, 95)),
         staleness_max=max(int(r.staleness.max()) for r in played),

@@ -29,6 +29,11 @@ class Cluster:
     keeps_kv: bool = False
     """interrupted samples find their keys and values again (``partial_rollout.resume_kv=keep``)"""
 
+    def full_tokens_per_s(self, samples: int) -> float:
+        """Of all replicas while ``samples`` run all the time, or as many as there are slots."""
+        running = min(samples / self.replicas, self.slots_per_replica)
+        return self.replicas * self.curve.tokens_per_s(running)
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRound:
