@@ -32,6 +32,14 @@ _ASYNC = (
 )
 _OURS = ("partial_rollout.drain=False", "partial_rollout.overlap=0.7")
 """at the end verl leaves its spare batch in flight, and so does the recipe; staleness is overlap, so seven tenths of verl's"""
+_TASK = (
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.optim.lr=2e-4",
+    "actor_rollout_ref.rollout.val_kwargs.n=4",
+    "trainer.test_freq=1000000",
+)
+"""batches that leave the engine far from saturated, as a replica of a cluster is; the learning rate that batches of 8 x 8 bear
+(``conf/convergence_cpu.yaml``); a validation at the end, of the weights that the arm has come to"""
 _SAMPLER = "trainer.v1.sampler.custom_sampler"
 
 ARMS = (
@@ -49,6 +57,7 @@ ARMS = (
     ),
     Arm("PR_bounded", (*_OURS, "partial_rollout.scheduling.policy=bounded")),
     Arm("PR_more", (*_OURS, "partial_rollout.scheduling.policy=bounded", "partial_rollout.overlap=1.5")),
+    Arm("PR_auto", (*_OURS, "partial_rollout.scheduling.policy=bounded", "partial_rollout.overlap=auto")),
     Arm("PR_recompute", (*_OURS, "partial_rollout.scheduling.policy=bounded", "partial_rollout.resume_kv=recompute")),
     Arm("PR_seed", (*_OURS, "partial_rollout.scheduling.policy=seed")),
     Arm("PR_in_order", (*_OURS, "partial_rollout.scheduling.policy=in_order")),
@@ -59,6 +68,7 @@ _LABELS = {
     "v1_colocate_async_quick": "the same, polling every 0.1 s",
     "PR_bounded": "PR, bounded",
     "PR_more": "PR, bounded, overlap 1.5",
+    "PR_auto": "PR, bounded, overlap auto",
     "PR_recompute": "PR, bounded, KV recomputed",
     "PR_seed": "PR, seed",
     "PR_in_order": "PR, in_order",
@@ -73,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--docs", type=Path, help="where the table, the picture and the figures go (default: --out)")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=26, help="of every run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=24, help="of every run (default: %(default)s)")
     parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in ARMS], default=[arm.name for arm in ARMS])
     parser.add_argument("--config-name", default="quickstart_cpu")
     parser.add_argument("--report-only", action="store_true", help="run nothing, read what is complete")
@@ -91,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         seeds=tuple(range(1, options.repeats + 1)),
         steps=options.steps,
         config_name=options.config_name,
-        overrides=("trainer.logger=[file]", *options.overrides),
+        overrides=("trainer.logger=[file]", *_TASK, *options.overrides),
     )
     try:
         if not options.report_only:
