@@ -51,6 +51,8 @@ class EngineCall:
     """policy version that the replica held; -1 when it did not say"""
     resumed_tokens: int = 0
     """prompt and response tokens that it had to read again because the sample was interrupted; not those found cached"""
+    context_tokens: int | None = None
+    """prompt and response tokens that it went on from"""
 
     def tokens_within(self, start: float, end: float) -> float:
         """Tokens between ``start`` and ``end`` (unix seconds), as if it had made them evenly."""
@@ -111,7 +113,8 @@ class ObservedLLMClient(LLMServerClient):
         tokens, version = len(output.token_ids), _version(output)
         found = output.extra_fields.get("num_cached_tokens") or 0
         read_again = max(0, resumed_tokens - found)
-        self._calls.append(EngineCall(replica[0], start, time.time(), tokens, version, read_again))
+        context = len(kwargs.get("prompt_ids", ()))
+        self._calls.append(EngineCall(replica[0], start, time.time(), tokens, version, read_again, context))
         return output
 
 

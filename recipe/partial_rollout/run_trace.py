@@ -68,7 +68,10 @@ class RunTrace:
 
     def round(self, *, calls: tuple[EngineCall, ...], **fields: Any) -> None:
         """One rollout phase; ``fields`` as the report reads them."""
-        rows = [[self._index[c.replica], c.start, c.end, c.tokens, c.version, c.resumed_tokens] for c in calls]
+        rows = [
+            [self._index[c.replica], c.start, c.end, c.tokens, c.version, c.resumed_tokens, c.context_tokens]
+            for c in calls
+        ]
         self._add("round", calls=rows, **fields)
 
     def phase(self, name: str, step: int, start: float, end: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ MAIN = ("recipe.partial_rollout.main_ppo",)
 """module and first arguments of the recipe's own training"""
 BASELINE = "noPR"
 """name of the arm that all others are compared with"""
+HELD_OUT = re.compile(r"val-core/.*/mean@\d+")
+"""verl's mean validation reward: of the current weights, on held-out prompts"""
 _DEADLINE_S = 3600.0
 """for one run: twenty times what it takes on two cores"""
 

@@ -27,6 +27,7 @@ def build_run(arm, repeat, *, rollout_s=1.0, stale=0.0, full=None, tokens=1000.0
         None,
         0,
         ones,
+        None,
         full,
     )
 
@@ -48,6 +49,8 @@ def write_run(directory, *, rollout_s, staleness=None, ours=True):
             data |= {f"{name}/mean": staleness, f"{name}/max": 2 * staleness}
             own = {f"{name}/p95": staleness, "partial_rollout/off_policy_token_fraction": 0.25}
             data |= own if ours else {"training/off_policy/evicted_samples": 1}
+        if step == STEPS:
+            data["val-core/clock10/acc/mean@4"] = 0.75 + rollout_s / 8
         lines.append({"step": step, "data": data})
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if ours:
@@ -107,7 +110,7 @@ def test_report_is_written_from_complete_runs(tmp_path, capsys):
     assert bench(command) == 0
     text = (tmp_path / "peers.md").read_text()
     ratios = "0.50 (0.50 to 0.50) | 0.50 | 0.50 | 0.80 | 0.80"
-    assert f"| PR, bounded | 1250 | 800 | {ratios} | 1.00 | 1.0 | 2 | 0.25 | 0 | 1.00 | 0.500 |" in text
+    assert f"| PR, bounded | 1250 | 800 | {ratios} | 1.00 | 1.0 | 2 | 0.25 | 0 | 1.00 | 0.500 | 0.812 ± 0.000 |" in text
     assert "| 2.00 | - | 4 | - | 8 |" in text, "what verl does not log, and a sample dropped in each step"
     json.loads((tmp_path / "peers.json").read_text(), parse_constant=pytest.fail)
     assert {row["arm"] for row in json.loads((tmp_path / "peers.json").read_text())} == {

@@ -24,6 +24,7 @@ class Span:
     end: float
     tokens: int
     resumed_tokens: int = 0
+    context_tokens: int | None = 0
 
 
 def build_admission(*, batch=4, n=2, overlap=1.0, max_staleness=4):
@@ -132,6 +133,24 @@ def test_cost_of_reading_again_is_recovered_too():
     assert found.step_s + 24 * found.sample_s == pytest.approx(curve.step_s + 24 * curve.sample_s, rel=0.1)
 
 
+@pytest.mark.parametrize("noted", [True, False])
+def test_cost_of_long_contexts_is_told_apart_where_calls_say_how_long_theirs_were(noted):
+    curve, rng, calls = EngineCurve(3e-3, 1e-4, context_s=2e-7), np.random.default_rng(0), []
+    for round_ in range(8):
+        engine = ReplicaModel(curve)
+        samples = {f"s{i}": tuple(map(int, (rng.integers(0, 800), rng.lognormal(5, 1) + 1))) for i in range(48)}
+        for name, (context, length) in samples.items():
+            engine.add(Decoding(name, context, length))
+        for end, name in run_all(engine):
+            context, length = samples[name]
+            resumed = 10 if context > 400 else 0
+            calls.append(Span(0, 100.0 * round_, 100.0 * round_ + end, length, resumed, context if noted else None))
+    found = fit(calls)
+    assert found.context_s == (pytest.approx(2e-7, rel=0.1) if noted else 0.0)
+    if noted:
+        assert found.step_s == pytest.approx(3e-3, rel=0.05) and found.sample_s == pytest.approx(1e-4, rel=0.05)
+
+
 def test_calls_that_waited_for_a_compilation_do_not_bend_the_curve():
     curve, rng, calls = EngineCurve(2e-3, 1e-4), np.random.default_rng(0), []
     for round_ in range(24):
@@ -238,8 +257,8 @@ def test_efficiency_is_one_while_every_slot_decodes():
     even, ragged = LengthTrace(np.full((4, 2), 5)), LengthTrace(np.tile([[5, 10]], (4, 1)))
     admission = baseline(build_admission(batch=2, n=2))
     assert forecast(admission, Policy.BOUNDED, cluster, even).efficiency == pytest.approx(1.0)
-    # Each replica: 5 steps of both samples in 2 s each, then 5 of one in 1.5 s; full, 15 tokens take 15 s.
-    assert forecast(admission, Policy.BOUNDED, cluster, ragged).efficiency == pytest.approx(15 / 17.5)
+    # One replica has both short samples and stands still while the other makes its last 5 steps of 2 s.
+    assert forecast(admission, Policy.BOUNDED, cluster, ragged).efficiency == pytest.approx(15 / 20)
 
 
 def test_rounds_end_with_the_data_however_often_they_are_asked_for():

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from recipe.partial_rollout.report.fields import read_lines
+from recipe.partial_rollout.study import HELD_OUT
 
 _STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
 """the recipe's and verl's name for the same: versions from a sample's first token to the update that trains it"""
@@ -35,6 +36,9 @@ class PeerRun:
     dropped: int
     """samples, in all steps, that were decoded and not trained for their age"""
     reward: np.ndarray
+    """mean over the step's samples, whatever weights have made them"""
+    held_out: float | None
+    """reward of the last validation: of the weights at its end; None: there was none"""
     full_tokens_per_s: float | None
     """of the engine kept full, where the run measured it"""
 
@@ -62,6 +66,8 @@ def read_run(directory: Path, arm: str, repeat: int, samples_per_step: int) -> P
         name = next((name for name in _STALENESS if steps and f"{name}/{figure}" in steps[0]), None)
         return np.zeros(len(steps)) if name is None else column(f"{name}/{figure}")
 
+    validations = [value for step in steps for key, value in step.items() if HELD_OUT.fullmatch(key)]
+
     def if_logged(key: str) -> np.ndarray | None:
         return column(key) if steps and key in steps[0] else None
 
@@ -77,6 +83,7 @@ def read_run(directory: Path, arm: str, repeat: int, samples_per_step: int) -> P
         off_policy=if_logged("partial_rollout/off_policy_token_fraction"),
         dropped=int(sum(value for step in steps for key, value in step.items() if key.endswith(_DROPPED))),
         reward=column("critic/score/mean"),
+        held_out=validations[-1] if validations else None,
         full_tokens_per_s=_probed(directory / "trace.jsonl"),
     )
 

@@ -180,9 +180,9 @@ def compare(runs: Sequence[PeerRun]) -> list[Row]:
     return rows
 
 
-def _if_logged(figure: np.ndarray | None) -> float:
+def _if_logged(figure: np.ndarray | float | None) -> float:
     """Mean over steps; NaN: not logged."""
-    return float("nan") if figure is None else float(figure.mean())
+    return float("nan") if figure is None else float(np.mean(figure))
 
 
 _ALL = slice(None)
@@ -207,6 +207,7 @@ _FIGURES: dict[str, Callable[[PeerRun, PeerRun, float], float]] = {
     "staleness_max": lambda run, base, full: float(run.staleness_max.max()),
     "first_length": lambda run, base, full: float(run.tokens[:_FIRST].sum() / base.tokens[:_FIRST].sum()),
     "reward": lambda run, base, full: float(run.reward[-len(run.reward) // 3 :].mean()),
+    "held_out": lambda run, base, full: _if_logged(run.held_out),
     "tokens": lambda run, base, full: float(run.tokens.sum()),
 }
 """by name: of a run, the baseline's run of the same repeat, and the engine's tokens/s kept full"""
@@ -233,6 +234,7 @@ def table_of(rows: Sequence[Row]) -> Table:
             f"{row.median('dropped'):.0f}",
             f"{row.median('first_length'):.2f}",
             f"{row.median('reward'):.3f}",
+            _mean_and_error(row.figures["held_out"]),
         ]
 
     header = [
@@ -251,6 +253,7 @@ def table_of(rows: Sequence[Row]) -> Table:
         "samples dropped",
         f"length of first {_FIRST} steps / {BASELINE}",
         "reward, last third",
+        "held-out reward at the end, mean and standard error",
     ]
     return Table("Peers, medians over repeats", header, [cells(row) for row in rows])
 
@@ -259,6 +262,13 @@ def _plain(row: Row) -> dict[str, Any]:
     """For JSON, which has no NaN."""
     figures = {name: [None if np.isnan(v) else v for v in values] for name, values in row.figures.items()}
     return {"arm": row.arm, "figures": figures}
+
+
+def _mean_and_error(values: Sequence[float]) -> str:
+    if np.isnan(values).any():
+        return "-"
+    error = f" ± {np.std(values, ddof=1) / np.sqrt(len(values)):.3f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.3f}{error}"
 
 
 def _or_dash(value: float, form: str) -> str:

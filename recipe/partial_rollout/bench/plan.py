@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--correlation", type=float, default=0.5, help="of log lengths in a group (default: %(default)s)"
     )
-    parser.add_argument("--prompt-tokens", type=int, default=0)
+    parser.add_argument("--prompt-tokens", type=int, help="of each prompt (default: the run's, else 0)")
     parser.add_argument(
         "--curve", help=f"one of {', '.join(PRESETS)} (not measured), or a JSON file of EngineCurve's fields"
     )
@@ -119,10 +119,12 @@ def _inputs(options: argparse.Namespace, record: RunRecord | None) -> tuple[Leng
             cap=int(cap),
             samples_per_group=n,
             correlation=options.correlation,
-            prompt_tokens=options.prompt_tokens,
+            prompt_tokens=options.prompt_tokens or 0,
         )
     elif record:
-        lengths = replace(of_run(record), prompt_tokens=options.prompt_tokens)
+        lengths = of_run(record)
+        if options.prompt_tokens is not None:
+            lengths = replace(lengths, prompt_tokens=options.prompt_tokens)
     else:
         raise ValueError("no lengths: give --run or --lognormal")
     batch = size("batch", settings and settings.batch_groups)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from recipe.partial_rollout.report.records import RunRecord
+from recipe.partial_rollout.study import HELD_OUT
 
-REWARD = re.compile(r"val-core/.*/mean@\d+")
-"""verl's mean validation reward: of the current weights, on held-out prompts."""
 LAST = 3
 """validations whose mean is a run's final reward: one alone is as noisy as the differences between arms"""
 
@@ -85,7 +83,7 @@ def _validations(run: RunRecord) -> list[tuple[int, float]]:
     found, trained = [], 0
     for step in run.steps:
         trained += len(step.round.trained)
-        found += [(trained, value) for key, value in step.metrics.items() if REWARD.fullmatch(key)][:1]
+        found += [(trained, value) for key, value in step.metrics.items() if HELD_OUT.fullmatch(key)][:1]
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 _PASSES = 8
-"""of the fit; where the steps of a call lie in time follows from the curve that is looked for"""
+"""of the fit, and as many with contexts; where the steps of a call lie in time follows from the curve that is looked for"""
 _HUBER = 4.0
 """times the median deviation: farther off, a call's weight falls with its distance; what is merely slow keeps its weight"""
 _TINY_S = 1e-9
@@ -93,15 +93,20 @@ class CallSpan(Protocol):
         """read again before the first of them"""
         ...
 
+    @property
+    def context_tokens(self) -> int | None:
+        """prompt and response that it went on from; None: not noted"""
+        ...
+
 
 def fit(calls: Iterable[CallSpan]) -> EngineCurve:
-    """The curve under which these calls take as long as they did: ``step_s``, ``sample_s`` and ``prefill_s``.
+    """The curve under which these calls take as long as they did: all but ``kv_tokens``.
 
     Least squares, in which calls that are far off count less (Huber's weights): while an engine compiles, or a neighbour
     has its cores, calls take ten times as long as they should.
 
-    Calls of several rounds may be given together: replicas stand still between them. What long contexts and a shortage of
-    KV blocks cost is not told apart; it is in the other three, as far as the calls felt it.
+    Calls of several rounds may be given together: replicas stand still between them. What a shortage of KV blocks costs is
+    not told apart; nor are contexts, where a call that was resumed does not say how far it was: then the others have their cost.
 
     Raises:
         CurveError: there are fewer than two calls, or all of them ran beside equally many others.
@@ -116,21 +121,24 @@ def fit(calls: Iterable[CallSpan]) -> EngineCurve:
     tokens = np.concatenate([span.tokens for span in spans])
     seconds = np.concatenate([span.seconds for span in spans])
     read = np.concatenate([span.read_beside() for span in spans])
-    step_s, sample_s, trust = 1.0, 0.0, np.ones(len(tokens))
-    for _ in range(_PASSES):
-        beside = np.concatenate([span.mean_running(step_s, sample_s) for span in spans])
-        if np.ptp(beside) < 1e-9:
+    contexts_known = all(span.contexts_known for span in spans)
+    curve, trust = EngineCurve(1.0, 0.0), np.ones(len(tokens))
+    for i in range(2 * _PASSES):
+        # First without contexts: they would explain what is merely far off before it has lost its weight.
+        with_contexts = contexts_known and i >= _PASSES
+        running, contexts = (np.concatenate(means) for means in zip(*(span.means(curve) for span in spans), strict=True))
+        if np.ptp(running) < 1e-9:
             raise CurveError(
-                f"all engine calls ran beside {beside[0]:g} samples: the curve has no slope to be read off"
+                f"all engine calls ran beside {running[0]:g} samples: the curve has no slope to be read off"
             )
         # Steps vary by a share of what they take, each by itself.
-        weight = trust / (np.sqrt(tokens) * (step_s + sample_s * beside))
-        columns = np.stack([tokens, tokens * beside, read], axis=1)
-        found = _non_negative(columns * weight[:, None], seconds * weight)
-        step_s, sample_s, prefill_s = max(found[0], _TINY_S), found[1], found[2]
-        off = np.abs(seconds / (columns @ np.array([step_s, sample_s, prefill_s])) - 1)
+        weight = trust / (np.sqrt(tokens) * (curve.step_s + curve.sample_s * running + curve.context_s * contexts))
+        columns = np.stack([tokens, tokens * running, tokens * contexts * with_contexts, read], axis=1)
+        step_s, *others = _non_negative(columns * weight[:, None], seconds * weight)
+        curve = EngineCurve(max(step_s, _TINY_S), *others)
+        off = np.abs(seconds / (columns @ np.array([curve.step_s, *others])) - 1)
         trust = np.sqrt(np.minimum(1.0, _HUBER * np.median(off) / np.maximum(off, 1e-12)))
-    return EngineCurve(step_s, sample_s, prefill_s=prefill_s)
+    return curve
 
 
 def _non_negative(columns: np.ndarray, target: np.ndarray) -> list[float]:
@@ -147,28 +155,47 @@ def _non_negative(columns: np.ndarray, target: np.ndarray) -> list[float]:
 
 
 class _Spans:
-    """Calls of one replica, and how many ran at each moment."""
+    """Calls of one replica, how many ran at each moment, and how long their contexts were."""
 
     def __init__(self, calls: Sequence[CallSpan]) -> None:
         starts, ends = np.array([c.start for c in calls]), np.array([c.end for c in calls])
         self.tokens = np.array([c.tokens for c in calls], dtype=float)
         self.seconds = ends - starts
+        self.contexts_known = all(c.context_tokens is not None or not c.resumed_tokens for c in calls)
+        self._begun_with = np.array([c.context_tokens or 0 for c in calls], dtype=float)
         self._read = np.array([c.resumed_tokens for c in calls], dtype=float)
         self._starts, self._ends = starts, ends
         moments, where = np.unique(np.concatenate([starts, ends]), return_inverse=True)
         self._from, self._to = where[: len(calls)], where[len(calls) :]
-        change = np.zeros(len(moments))
-        np.add.at(change, self._from, 1.0)
-        np.add.at(change, self._to, -1.0)
-        self._running = np.cumsum(change)[:-1]
+        self._running = self._between(np.ones(len(calls)))
         self._length = np.diff(moments)
+        self._contexts = np.zeros(len(self._length))
 
-    def mean_running(self, step_s: float, sample_s: float) -> np.ndarray:
-        """[call]: samples that ran at once, averaged over its steps as this curve spaces them."""
-        steps = self._length / (step_s + sample_s * self._running)
-        total = np.concatenate([[0.0], np.cumsum(steps)])
-        weighted = np.concatenate([[0.0], np.cumsum(steps * self._running)])
-        return (weighted[self._to] - weighted[self._from]) / (total[self._to] - total[self._from])
+    def means(self, curve: EngineCurve) -> tuple[np.ndarray, np.ndarray]:
+        """[call], [call]: samples that ran at once and tokens in their contexts, averaged over its steps.
+
+        ``curve`` says where the steps lie; what contexts add to it, those found by the last call of this.
+        """
+        steps = self._length / (curve.step_s + curve.sample_s * self._running + curve.context_s * self._contexts)
+        begun = np.concatenate([[0.0], np.cumsum(steps)])
+        own = begun[self._to] - begun[self._from]
+        # A context grows by a token a step; by less where the curve is too fast, so that a call ends with its own tokens.
+        growth = self.tokens / own
+        at_step_0 = self._between(self._begun_with - growth * begun[self._from])
+        self._contexts = np.maximum(at_step_0 + self._between(growth) * (begun[:-1] + begun[1:]) / 2, 0.0)
+
+        def mean(figure: np.ndarray) -> np.ndarray:
+            total = np.concatenate([[0.0], np.cumsum(steps * figure)])
+            return (total[self._to] - total[self._from]) / own
+
+        return mean(self._running), mean(self._contexts)
+
+    def _between(self, figure: np.ndarray) -> np.ndarray:
+        """[interval between two moments]: sum of ``figure``, one a call, over the calls that run in it."""
+        change = np.zeros(max(self._to.max(), self._from.max()) + 1)
+        np.add.at(change, self._from, figure)
+        np.add.at(change, self._to, -figure)
+        return np.cumsum(change)[:-1]
 
     def read_beside(self) -> np.ndarray:
         """[call]: tokens that the replica read again while the call was under way; the others wait for them."""

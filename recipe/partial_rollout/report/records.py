@@ -58,6 +58,8 @@ class Call:
     version: int
     resumed_tokens: int = 0
     """Tokens that it had to read again because its sample was interrupted."""
+    context_tokens: int | None = None
+    """Of the prompt and the response so far, at its start; None: the run did not note it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,10 +103,10 @@ def _read_call(place: str, values: object, replicas: int) -> Call:
             if end < start:
                 raise RunRecordError(f"{place}: a call ends ({end}) before it starts ({start})")
             match rest:
-                case [] | [int()]:
+                case [] | [int()] | [int(), int() | None]:
                     return Call(replica, float(start), float(end), tokens, version, *rest)
     raise RunRecordError(
-        f"{place}: a call should be [replica, start, end, tokens, version, resumed tokens], got {values!r:.60}"
+        f"{place}: a call should be [replica, start, end, tokens, version, resumed tokens, context tokens], got {values!r:.60}"
     )
 
 
