@@ -1,9 +1,9 @@
 """What scheduling costs at scale: the real manager actor and workers against replicas that follow an engine curve.
 
-Overhead is the share of a round in which replicas may stand still for want of a decision: from its opening until every
-slot decodes, and from the decision to interrupt until the manager has every token. (A round's length says little: what a
-late round leaves undone, the next one has decoded already.) All actors share this machine, so what workers cost on nodes
-of their own is counted against it.
+Overhead is the share of a round's slot time that is lost for want of a decision: what slots wait from its opening until
+they decode, and all of them from the decision to interrupt until the manager has every token. (A round's length says
+little: what a late round leaves undone, the next one has decoded already.) All actors share this machine, so what workers
+cost on nodes of their own is counted against it.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class ScaleRow:
     decoded_tokens: float
     open_s: float
     """from the round's opening until every slot decodes"""
+    open_lost_s: float
+    """of that: what the mean slot waited"""
     interrupt_s: float
     """from the decision to interrupt until the manager knows of every token"""
     trained_samples: int
@@ -78,7 +80,7 @@ class ScaleRow:
     @property
     def overhead(self) -> float:
         """Share of the round."""
-        return (self.open_s + self.interrupt_s) / self.round_s
+        return (self.open_lost_s + self.interrupt_s) / self.round_s
 
     @property
     def manager_us_per_token(self) -> float:
@@ -133,6 +135,7 @@ def measure(replicas: int, curve: EngineCurve, lengths: LengthTrace, options: ar
         simulated_s=sum(round_.seconds for round_ in simulated) / len(simulated),
         decoded_tokens=mean("decoded_tokens"),
         open_s=mean("open_s"),
+        open_lost_s=mean("open_lost_s"),
         interrupt_s=mean("interrupt_s"),
         trained_samples=int(sum(figures["trained_samples"] for figures in played)),
         manager_cpu_s=mean("manager_cpu_s"),
@@ -170,7 +173,7 @@ class _Drive:
         _get([worker.begin.remote(version) for worker in self._workers], "workers to begin a round")
         _get(self._manager.begin_round.remote(version, prompts, True), "the manager to begin a round")
         ending = self._manager.wait_round.remote()
-        open_s = self._until_full(began)
+        open_s, open_lost_s = self._until_full(began)
         ended = self._unless_a_worker_ends(ending)
         for verb in ("close_round", "interrupt", "quiesce"):
             _get([getattr(worker, verb).remote() for worker in self._workers], f"{verb} of all workers")
@@ -179,6 +182,7 @@ class _Drive:
         figures = {
             "round_s": time.monotonic() - began,
             "open_s": open_s,
+            "open_lost_s": open_lost_s,
             "interrupt_s": now - ended.decided_at,
             "decoded_tokens": self._total("decoded") - decoded,
             "manager_cpu_s": self._cpu_s() - cpu,
@@ -193,16 +197,20 @@ class _Drive:
             raise TimeoutError(f"waited {_DEADLINE_S:g} s for the end of the round")
         return ray.get(done[0])
 
-    def _until_full(self, began: float) -> float:
-        """Seconds from ``began`` until nearly every slot decodes; short samples have ended before the last one starts."""
-        best, since = 0, began
+    def _until_full(self, began: float) -> tuple[float, float]:
+        """Seconds from ``began`` until as many slots decode as ever will, and seconds that the mean one of them waited."""
+        seen = [(began, 0)]
         while True:
-            running, now = self._total("running"), time.monotonic()
-            if running > best:
-                best, since = running, now
-            if running >= self._slots or now - since > 0.5:
-                return since - began
+            seen.append((time.monotonic(), self._total("running")))
+            full = max(running for _, running in seen)
+            full_at = min(moment for moment, running in seen if running == full)
+            # Short samples have ended before the last one starts: most at once is as full as it gets.
+            if full >= self._slots or seen[-1][0] - full_at > 0.5:
+                break
             time.sleep(0.01)
+        filling = itertools.pairwise(moment for moment in seen if moment[0] <= full_at)
+        waited = sum((until - since) * (1 - running / full) for (since, running), (until, _) in filling)
+        return full_at - began, waited
 
     def _total(self, figure: str) -> int:
         return sum(_get([getattr(worker, figure).remote() for worker in self._workers], f"{figure} of all workers"))
@@ -231,6 +239,7 @@ def _table(rows: list[ScaleRow]) -> Table:
         "simulated s",
         "overhead",
         "open s",
+        "lost s",
         "interrupt s",
         "manager CPU s",
         "us / token",
@@ -244,6 +253,7 @@ def _table(rows: list[ScaleRow]) -> Table:
             f"{row.simulated_s:.2f}",
             f"{row.overhead:.2%}",
             f"{row.open_s:.2f}",
+            f"{row.open_lost_s:.2f}",
             f"{row.interrupt_s:.2f}",
             f"{row.manager_cpu_s:.2f}",
             f"{row.manager_us_per_token:.3f}",
