@@ -389,7 +389,10 @@ def test_bad_setting_names_key_value_and_range(tmp_path, settings, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"calls": [[0, 1.0]]}, "a call should be [replica, start, end, tokens, version, resumed tokens, context tokens]"),
+        (
+            {"calls": [[0, 1.0]]},
+            "a call should be [replica, start, end, tokens, version, resumed tokens, context tokens]",
+        ),
         ({"calls": [[7, 1.0, 2.0, 3, 0]]}, "a call names replica 7, but run.json says 2 replicas"),
         ({"end": ZERO - 1}, "before it starts"),
         ({"trained": ["x"]}, "'trained' should hold one object a group"),

@@ -40,7 +40,7 @@ class EngineCurve:
         """Seconds of one step with ``running`` samples whose contexts have ``context`` tokens together."""
         return self.step_s + self.sample_s * running + self.context_s * context
 
-    def tokens_per_s(self, running: float) -> float:
+    def tokens_per_s(self, running: int) -> float:
         """Decoded by ``running`` samples with short contexts."""
         return running / self.decode_s(running, 0)
 
@@ -106,7 +106,7 @@ def fit(calls: Iterable[CallSpan]) -> EngineCurve:
     has its cores, calls take ten times as long as they should.
 
     Calls of several rounds may be given together: replicas stand still between them. What a shortage of KV blocks costs is
-    not told apart; nor are contexts, where a call that was resumed does not say how far it was: then the others have their cost.
+    not told apart; nor is that of contexts where a call that was resumed does not say how far it was: the others have it.
 
     Raises:
         CurveError: there are fewer than two calls, or all of them ran beside equally many others.
@@ -126,7 +126,9 @@ def fit(calls: Iterable[CallSpan]) -> EngineCurve:
     for i in range(2 * _PASSES):
         # First without contexts: they would explain what is merely far off before it has lost its weight.
         with_contexts = contexts_known and i >= _PASSES
-        running, contexts = (np.concatenate(means) for means in zip(*(span.means(curve) for span in spans), strict=True))
+        running, contexts = (
+            np.concatenate(means) for means in zip(*(span.means(curve) for span in spans), strict=True)
+        )
         if np.ptp(running) < 1e-9:
             raise CurveError(
                 f"all engine calls ran beside {running[0]:g} samples: the curve has no slope to be read off"

@@ -53,7 +53,7 @@ def forecast(
     played = list(simulation.rounds(settling + max(rounds, _FIRST)))
     first = np.concatenate([round_.lengths for round_ in played[:_FIRST]])
     dispatched = np.array(simulation.dispatched[: len(first)])
-    full = cluster.full_tokens_per_s(admission.batch_groups * admission.samples_per_group)
+    full = cluster.full_tokens_per_s(admission.batch_groups * admission.samples_per_group, lengths.mean_context)
     return _summarize(played, settling, float(first.mean() / dispatched.mean()), full)
 
 

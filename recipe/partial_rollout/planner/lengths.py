@@ -30,6 +30,11 @@ class LengthTrace:
     def mean(self) -> float:
         return float(self.groups.mean())
 
+    @property
+    def mean_context(self) -> float:
+        """Tokens that a sample's context has on average over its decoding steps, were all decoded without a pause."""
+        return self.prompt_tokens + float((self.groups.astype(float) ** 2).sum() / (2 * self.groups.sum()))
+
     def replay(self) -> Iterator[np.ndarray]:
         """The groups in order, over and over."""
         while True:

@@ -29,10 +29,10 @@ class Cluster:
     keeps_kv: bool = False
     """interrupted samples find their keys and values again (``partial_rollout.resume_kv=keep``)"""
 
-    def full_tokens_per_s(self, samples: int) -> float:
-        """Of all replicas while ``samples`` run all the time, or as many as there are slots."""
+    def full_tokens_per_s(self, samples: int, context: float) -> float:
+        """Of all replicas while ``samples`` with ``context`` tokens each run, or as many as there are slots."""
         running = min(samples / self.replicas, self.slots_per_replica)
-        return self.replicas * self.curve.tokens_per_s(running)
+        return self.replicas * running / self.curve.decode_s(running, running * context)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,8 @@ def _read_call(place: str, values: object, replicas: int) -> Call:
                 case [] | [int()] | [int(), int() | None]:
                     return Call(replica, float(start), float(end), tokens, version, *rest)
     raise RunRecordError(
-        f"{place}: a call should be [replica, start, end, tokens, version, resumed tokens, context tokens], got {values!r:.60}"
+        f"{place}: a call should be [replica, start, end, tokens, version, resumed tokens, context tokens], "
+        f"got {values!r:.60}"
     )
 
 
