@@ -38,8 +38,8 @@ _TASK = (
     "actor_rollout_ref.rollout.val_kwargs.n=4",
     "trainer.test_freq=1000000",
 )
-"""batches that do not saturate the engine by themselves, as on a replica of a cluster; the learning rate that batches of 8 x 8
-bear (``conf/convergence_cpu.yaml``); a validation at the end, of the weights that the arm has come to"""
+"""batches that do not saturate the engine by themselves, as on a replica of a cluster; the learning rate that they bear
+(``conf/convergence_cpu.yaml``); a validation at the end, of the weights that the arm has come to"""
 _SAMPLER = "trainer.v1.sampler.custom_sampler"
 
 ARMS = (
