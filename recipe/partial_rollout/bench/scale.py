@@ -205,7 +205,7 @@ class _Drive:
             full = max(running for _, running in seen)
             full_at = min(moment for moment, running in seen if running == full)
             # Short samples have ended before the last one starts: most at once is as full as it gets.
-            if full >= self._slots or seen[-1][0] - full_at > 0.5:
+            if full >= self._slots or (full and seen[-1][0] - full_at > 0.5):
                 break
             time.sleep(0.01)
         filling = itertools.pairwise(moment for moment in seen if moment[0] <= full_at)
