@@ -214,7 +214,7 @@ _FIGURES: dict[str, Callable[[PeerRun, PeerRun, float], float]] = {
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """Medians over repeats, and the spread of the main ratio."""
+    """Medians over repeats, the spread of the main ratio, and the largest staleness of all."""
 
     def cells(row: Row) -> list[str]:
         low, high = row.spread("rollout_ratio")
@@ -229,7 +229,7 @@ def table_of(rows: Sequence[Row]) -> Table:
             f"{row.median('steady_efficiency'):.2f}",
             f"{row.median('staleness_mean'):.2f}",
             _or_dash(row.median("staleness_p95"), ".1f"),
-            f"{row.median('staleness_max'):.0f}",
+            f"{row.spread('staleness_max')[1]:.0f}",
             _or_dash(row.median("off_policy"), ".2f"),
             f"{row.median('dropped'):.0f}",
             f"{row.median('first_length'):.2f}",

@@ -207,6 +207,8 @@ class _Drive:
             # Short samples have ended before the last one starts: most at once is as full as it gets.
             if full >= self._slots or (full and seen[-1][0] - full_at > 0.5):
                 break
+            if seen[-1][0] - began > _DEADLINE_S:
+                raise TimeoutError(f"waited {_DEADLINE_S:g} s for the first sample of a round to decode")
             time.sleep(0.01)
         filling = itertools.pairwise(moment for moment in seen if moment[0] <= full_at)
         waited = sum((until - since) * (1 - running / full) for (since, running), (until, _) in filling)
