@@ -136,9 +136,9 @@ def fit(calls: Iterable[CallSpan]) -> EngineCurve:
         # Steps vary by a share of what they take, each by itself.
         weight = trust / (np.sqrt(tokens) * (curve.step_s + curve.sample_s * running + curve.context_s * contexts))
         columns = np.stack([tokens, tokens * running, tokens * contexts * with_contexts, read], axis=1)
-        step_s, *others = _non_negative(columns * weight[:, None], seconds * weight)
-        curve = EngineCurve(max(step_s, _TINY_S), *others)
-        off = np.abs(seconds / (columns @ np.array([curve.step_s, *others])) - 1)
+        step_s, sample_s, context_s, prefill_s = _non_negative(columns * weight[:, None], seconds * weight)
+        curve = EngineCurve(max(step_s, _TINY_S), sample_s, context_s, prefill_s)
+        off = np.abs(seconds / (columns @ np.array([curve.step_s, sample_s, context_s, prefill_s])) - 1)
         trust = np.sqrt(np.minimum(1.0, _HUBER * np.median(off) / np.maximum(off, 1e-12)))
     return curve
 
