@@ -17,6 +17,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from recipe.partial_rollout.bench.peer_runs import PeerRun, read_run
+from recipe.partial_rollout.convergence.curves import standard_errors
 from recipe.partial_rollout.main_ppo import CONF_DIR
 from recipe.partial_rollout.report.table import Table
 from recipe.partial_rollout.study import BASELINE, Arm, Study, StudyError
@@ -267,8 +268,8 @@ def _plain(row: Row) -> dict[str, Any]:
 def _mean_and_error(values: Sequence[float]) -> str:
     if np.isnan(values).any():
         return "-"
-    error = f" ± {np.std(values, ddof=1) / np.sqrt(len(values)):.3f}" if len(values) > 1 else ""
-    return f"{np.mean(values):.3f}{error}"
+    error = standard_errors(np.array(values)[:, None])[0]
+    return f"{np.mean(values):.3f}" + ("" if np.isnan(error) else f" ± {error:.3f}")
 
 
 def _or_dash(value: float, form: str) -> str:

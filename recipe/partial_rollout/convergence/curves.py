@@ -40,15 +40,15 @@ class ArmCurve:
     @property
     def final_error(self) -> float:
         """Standard error over seeds; NaN with one seed."""
-        return _standard_errors(self.finals[:, None])[0]
+        return standard_errors(self.finals[:, None])[0]
 
     def band(self) -> tuple[np.ndarray, np.ndarray]:
         """[V], [V]: mean and standard error over seeds."""
-        return self.rewards.mean(axis=0), np.nan_to_num(_standard_errors(self.rewards))
+        return self.rewards.mean(axis=0), np.nan_to_num(standard_errors(self.rewards))
 
 
-def _standard_errors(values: np.ndarray) -> np.ndarray:
-    """[S] over the seeds of [N, S]; NaN with one seed."""
+def standard_errors(values: np.ndarray) -> np.ndarray:
+    """[S]: of the means of [N, S] over its N seeds; NaN with one seed."""
     count = len(values)
     return values.std(axis=0, ddof=1) / np.sqrt(count) if count > 1 else np.full(values.shape[1], np.nan)
 
