@@ -2,8 +2,10 @@
 
 A round, each step awaiting the one before::
 
-    refill the manager's reserve -> workers may call engines -> manager opens the round
-      -> batch complete -> workers stop calling, replicas abort -> workers have handed everything in -> take the batch
+    next round is prepared -> workers may call engines -> batch complete -> workers stop calling, replicas abort -> take it
+
+While the trainer updates, the workers report what the round left unfinished; then the manager admits the prompts of the
+next round and grants its samples, which wait at their workers' gates. No engine waits for any of this.
 
 Every wait is raced against the workers' own ``serve`` calls: one that dies is replaced and its samples go on elsewhere.
 """
@@ -14,6 +16,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,9 +30,9 @@ from recipe.partial_rollout import metrics
 from recipe.partial_rollout.agent_loop_worker import PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.batch import assemble_batch
 from recipe.partial_rollout.failures import one_line
-from recipe.partial_rollout.llm_client import PartialRolloutLLMClient
+from recipe.partial_rollout.llm_client import EngineCall, PartialRolloutLLMClient
 from recipe.partial_rollout.manager_actor import ManagerActor
-from recipe.partial_rollout.manager_messages import RolloutFailedError, RoundEnd, RoundStart
+from recipe.partial_rollout.manager_messages import RolloutFailedError, RoundEnd, RoundStart, Settled
 from recipe.partial_rollout.observed_manager import ObservedAgentLoopManager, RolloutSite
 from recipe.partial_rollout.overlap_control import OverlapControl
 from recipe.partial_rollout.server_control import within
@@ -38,6 +41,25 @@ from recipe.partial_rollout.types import TakenGroup
 from recipe.partial_rollout.worker_pool import WorkerPool, result_of
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """A round whose batch the trainer has, while workers still report of it; moments in unix seconds."""
+
+    step: int
+    start: RoundStart
+    end: RoundEnd
+    began: float
+    opened_at: float
+    """engine calls were allowed"""
+    quiet_at: float
+    """no engine ran any more"""
+    groups: list[TakenGroup]
+    quiescing: list[Any]
+    """references: each worker has reported everything"""
+    settled: Any
+    """reference: ``Settled``"""
 
 
 class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
@@ -62,6 +84,9 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         )
         self._unacknowledged: list[TakenGroup] = []
         self._step = 0
+        self._played: _Played | None = None
+        self._prepared: Any = None
+        """reference: ``RoundStart`` of the next round"""
         self._known_restarts = 0
         self._addresses = site.control.addresses
         self._capacity = math.ceil(settings.slots(len(site.control)) / len(self.agent_loop_workers))
@@ -80,8 +105,9 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
     async def _connect_all(self) -> None:
         await self._pool.start()
 
-    async def _connect(self, name: str, worker: Any) -> None:
-        await worker.setup.remote(name, self._manager, self._capacity, self._site.control.servers)
+    async def _connect(self, i: int, name: str, worker: Any) -> None:
+        place = i / len(self.agent_loop_workers)
+        await worker.setup.remote(name, self._manager, self._capacity, self._site.control.servers, place)
 
     def _spawn(self, i: int) -> Any:
         """A new worker, as verl's ``_init_agent_loop_workers`` makes them; Ray places it on a node that is alive."""
@@ -106,6 +132,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
     @auto_await
     async def acknowledge(self) -> None:
         """The trainer has updated on the last batch."""
+        await self._settle()
         if self._unacknowledged:
             groups, self._unacknowledged = self._unacknowledged, []
             await self._manager.acknowledge.remote([group.uid for group in groups])
@@ -115,12 +142,19 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
     @auto_await
     async def save(self, path: Path) -> Any:
         """Write the manager's state to ``path``; returns the actor's account of it (``Written``)."""
+        await self._settle()
         return await self._manager.save.remote(str(path))
 
     @auto_await
     async def load(self, path: Path) -> None:
         """Take over the state at ``path``, before the first round."""
         await self._manager.load.remote(str(path))
+
+    @auto_await
+    async def take_step_metrics(self) -> dict[str, float]:  # type: ignore[override]
+        """As of noPR, once everything of the last round has been reported."""
+        await self._settle()
+        return super().take_step_metrics()
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -131,7 +165,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         self._step = step
         began = time.time()
         self._site.trace.begin(step)
-        opened = await self._supervised(self._open_round(version), "opening the round")
+        start, opened_at = await self._supervised(self._open_round(version), "opening the round")
         try:
             ended = await self._supervised(
                 self._site.stop.unless_stopped(result_of(self._manager.wait_round.remote())), "the round"
@@ -139,14 +173,16 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         except StopTraining:
             await self._manager.suspend_round.remote()
             await self._supervised(self._interrupt(), "interrupting the round")
+            await self._supervised(self._collect(*self._begin_collecting()), "collecting the interrupted samples")
             raise
         await self._supervised(self._interrupt(), "interrupting the round")
         quiet_at = time.time()
         groups = await self._supervised(result_of(self._manager.take_batch.remote()), "taking the batch")
         self._unacknowledged = groups
         self._check_batch(groups)
-        phase = metrics.RolloutPhase(began, quiet_at, await self._take_calls())
-        await self._note_round(phase, step, opened, ended, groups)
+        self._played = _Played(step, start, ended, began, opened_at, quiet_at, groups, *self._begin_collecting())
+        if step < self._site.last_step:
+            await self._prepare(version + 1)
         slot_uids = list(slots.non_tensor_batch["uid"][:: self._settings.samples_per_group])
         rollout = self.rollout_config
         batch = assemble_batch(groups, slot_uids, rollout.prompt_length, rollout.response_length, self._site.pad_id)
@@ -166,14 +202,40 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
                 f"partial_rollout.failures.max_masked_fraction={limit:g}; one of them: {error}"
             )
 
-    async def _open_round(self, version: int) -> RoundStart:
+    async def _prepare(self, version: int) -> None:
+        """Have the manager grant the samples of the round under ``version`` as soon as the last one is settled."""
         source = self._site.source
         assert source is not None
-        await self._meet_new_replicas()
         await self._steer()
         prompts = source.take(await self._manager.wanted.remote())
+        self._prepared = self._manager.prepare_round.remote(version, prompts, source.open)
+
+    async def _open_round(self, version: int) -> tuple[RoundStart, float]:
+        """With the moment from which the workers could call the engines (unix seconds)."""
+        await self._meet_new_replicas()
+        if self._prepared is None:
+            await self._prepare(version)
+        start = await self._readied()
+        self._prepared = None
+        opened_at = time.time()
         await self._pool.open_round()
-        return await self._manager.begin_round.remote(version, prompts, source.open)
+        return start, opened_at
+
+    async def _readied(self) -> RoundStart:
+        what = "preparing the round, once the workers have reported of the last one,"
+        return await within(result_of(self._prepared), self._settings.deadlines.interrupt_s, what, "interrupt_s")
+
+    async def _settle(self) -> None:
+        """Everything of the last round has been reported and is noted, and the next one is prepared."""
+        if self._played is None:
+            return
+        played, self._played = self._played, None
+        settled = await self._supervised(
+            self._collect(played.quiescing, played.settled), "collecting the interrupted samples"
+        )
+        self._note_round(played, settled, await self._take_calls())
+        if self._prepared is not None:
+            await self._supervised(self._readied(), "preparing the next round")
 
     async def _steer(self) -> None:
         """Put into force what the overlap control has decided since the last round, if it has."""
@@ -198,8 +260,18 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
 
     async def _interrupt(self) -> None:
         await asyncio.gather(self._site.control.interrupt(), self._pool.close_round())
-        await within(
-            self._pool.ask("quiesce"),
+
+    def _begin_collecting(self) -> tuple[list[Any], Any]:
+        """References: each worker has reported everything; the manager has heard from all of them."""
+        return self._pool.begin("quiesce"), self._manager.settle.remote()
+
+    async def _collect(self, quiescing: list[Any], settled: Any) -> Settled:
+        async def both() -> Settled:
+            await self._pool.answers(quiescing)
+            return await settled
+
+        return await within(
+            both(),
             self._settings.deadlines.interrupt_s,
             "collecting the interrupted samples from the agent-loop workers",
             "interrupt_s",
@@ -214,27 +286,28 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         except RayActorError as error:
             raise RolloutFailedError(f"an actor died during {what}: {one_line(error)}") from error
 
-    async def _note_round(
-        self, phase: metrics.RolloutPhase, step: int, opened: RoundStart, ended: RoundEnd, groups: list[TakenGroup]
-    ) -> None:
-        version = step - 1
+    async def _take_calls(self) -> tuple[EngineCall, ...]:
+        return tuple(call for calls in await self._pool.ask("take_calls") for call in calls)
+
+    def _note_round(self, played: _Played, settled: Settled, calls: tuple[EngineCall, ...]) -> None:
+        step, version, groups = played.step, played.step - 1, played.groups
         assert self._site.ledger is not None
-        self._site.ledger.admitted(step, version, ended.admitted)
-        state = await self._manager.metrics.remote()
-        first_call = min((call.start for call in phase.calls), default=opened.opened_at)
-        interrupt_s = phase.end - ended.decided_at
-        resume_s = first_call - opened.opened_at
-        batch_groups = self._settings.batch_groups
+        self._site.ledger.admitted(step, version, played.end.admitted)
+        phase = metrics.RolloutPhase(played.began, played.quiet_at, calls)
+        first_call = min((call.start for call in calls), default=played.opened_at)
+        interrupt_s = phase.end - played.end.decided_at
+        resume_s = max(0.0, first_call - played.opened_at)
         if self._overlap is not None:
             self._overlap.observe(phase.calls, [[output.response_length for output in g.outputs] for g in groups])
         self._step_metrics = {
             **metrics.phase_metrics(phase, self.full_concurrency, self.full_tokens_per_s),
             **metrics.batch_metrics(groups, version),
-            **state,
+            **settled.metrics,
             "rollout/interrupt_s": interrupt_s,
             "rollout/resume_s": resume_s,
-            "overlap": opened.carried_groups / batch_groups,
-            "admission/admitted_this_round": opened.admitted,
+            "rollout/collect_s": max(0.0, settled.at - played.quiet_at),
+            "overlap": played.start.carried_groups / self._settings.batch_groups,
+            "admission/admitted_this_round": played.start.admitted,
             "failures/workers_restarted": self._pool.restarted,
             "failures/replicas_restarted": self._site.control.restarted,
             **(self._overlap.metrics() if self._overlap is not None else {}),
@@ -248,6 +321,6 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             interrupt_s=interrupt_s,
             resume_s=resume_s,
             trained=metrics.trained_records(groups, version),
-            carried_groups=opened.carried_groups,
-            lost_samples=int(state["lost_samples"]),
+            carried_groups=played.start.carried_groups,
+            lost_samples=int(settled.metrics["lost_samples"]),
         )

@@ -3,7 +3,7 @@
 Its control flow::
 
     claim (long poll) ----> start or resume samples ----> finished / interrupted ----> report
-          ^                                                                              |
+          ^                  (they wait for the round)                                   |
           +------------------- grants for the slots that came free ----------------------+
 
 A sample keeps its coroutine over interruptions; only its slot goes back to the manager. Reports travel one at a time, so
@@ -36,8 +36,12 @@ from recipe.partial_rollout.worker_pool import result_of
 class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     """Claims samples from the manager and runs each in an agent loop of verl's, interruptible at any engine call."""
 
-    def setup(self, name: str, manager: Any, capacity: int, servers: dict[str, Any]) -> None:
-        """Connect to the manager as ``name`` with ``capacity`` slots, and to the replicas (address to handle)."""
+    def setup(self, name: str, manager: Any, capacity: int, servers: dict[str, Any], place: float = 0.0) -> None:
+        """Connect to the manager as ``name`` with ``capacity`` slots, and to the replicas (address to handle).
+
+        ``place`` is this worker's among all, from 0 to 1: see ``ReplicaChoice``.
+        """
+        self._place = place
         self.use_replicas(servers)
         self.tools = journaled(self.tools)
         self._name = name
@@ -74,7 +78,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     def use_replicas(self, servers: dict[str, Any]) -> None:
         """The replicas are these from here on (address to handle); between rounds."""
         assert isinstance(self.llm_client, PartialRolloutLLMClient)
-        self.llm_client.use_replicas(servers)
+        self.llm_client.use_replicas(servers, self._place)
 
     def open_round(self) -> None:
         """Engine calls are allowed from here on."""
@@ -85,11 +89,12 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self._gate.close()
 
     async def quiesce(self) -> None:
-        """Return once no engine call is under way and the manager knows of everything that happened."""
+        """Return once no engine call is under way and the manager knows of everything that happened, and that it does."""
         while self._calling or self._outbox or (self._sending is not None and not self._sending.done()):
             self._quiet.clear()
             await self._quiet.wait()
             self._raise_unreported()
+        await self._manager.settled.remote(self._name)
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
@@ -149,11 +154,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     @contextlib.asynccontextmanager
     async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
         """Entered once the sample holds a slot in an open round."""
-        while True:
-            await self._gate.wait(sample.id)
-            if self._gate.is_open:
-                break
-            self.hand_in(sample)
+        await self._gate.wait(sample.id)
         self._calling.add(sample.id)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Where a worker's samples wait for their slots."""
+"""Where a worker's samples wait: each for its slot, all of them for the round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ class GrantTimeoutError(TimeoutError):
 
 
 class GrantGate:
-    """Holds a worker's samples until the manager grants each of them a slot."""
+    """Lets a sample through that holds a slot, once the round is open.
+
+    Slots are granted before their round opens, while the trainer updates: at its opening the samples are at the gate.
+    """
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
@@ -27,6 +30,7 @@ class GrantGate:
 
     @property
     def is_open(self) -> bool:
+        """Whether a round is."""
         return self._open.is_set()
 
     def admit(self, sample_id: str) -> None:
@@ -46,13 +50,18 @@ class GrantGate:
         return sample_id in self._granted
 
     async def wait(self, sample_id: str) -> None:
-        """Return once ``sample_id`` holds a slot.
+        """Return once ``sample_id`` holds a slot in an open round.
 
         Raises:
-            GrantTimeoutError: not granted within the deadline.
+            GrantTimeoutError: not within the deadline.
         """
+        granted = self._granted[sample_id]
         try:
-            await asyncio.wait_for(self._granted[sample_id].wait(), self._deadline_s)
+            async with asyncio.timeout(self._deadline_s):
+                await granted.wait()
+                # It may close again before a sample that it woke has run.
+                while not self._open.is_set():
+                    await self._open.wait()
         except TimeoutError as error:
             raise GrantTimeoutError(
                 f"sample {sample_id} was not granted a slot within {self._deadline_s:g} s "

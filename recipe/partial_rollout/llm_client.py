@@ -127,9 +127,9 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         custom = getattr(self.config.actor_rollout_ref.rollout, "custom", None) or {}
         self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
 
-    def use_replicas(self, servers: dict[str, Any]) -> None:
-        """Balance training samples over ``servers`` (address to server handle)."""
-        self._replicas = ReplicaChoice(servers)
+    def use_replicas(self, servers: dict[str, Any], place: float = 0.0) -> None:
+        """Balance training samples over ``servers`` (address to server handle); ``place`` as in ``ReplicaChoice``."""
+        self._replicas = ReplicaChoice(servers, place)
 
     def _vllm_request_id(self, request_id: str) -> str:
         sample = LIVE_SAMPLE.get()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from recipe.partial_rollout.admission import Admission
 from recipe.partial_rollout.failure_policy import FailurePolicy, FailureVerdict
 from recipe.partial_rollout.manager_codec import encode
-from recipe.partial_rollout.manager_messages import Report, Restored, RolloutFailedError, RoundEnd, RoundStart
+from recipe.partial_rollout.manager_messages import Report, Restored, RolloutFailedError, RoundEnd, RoundStart, Settled
 from recipe.partial_rollout.prompts_manager import PromptsManager
 from recipe.partial_rollout.scheduling import Policy
 from recipe.partial_rollout.snapshot import Written, read_snapshot, write_snapshot
@@ -62,6 +62,9 @@ class ManagerActor:
     ) -> None:
         self._manager = PromptsManager(admission, policy, time.monotonic, failures)
         self._retries: set[asyncio.Task[None]] = set()
+        self._unsettled: set[str] = set()
+        """workers that may have something to report of the round that is over"""
+        self._settled = Settled(time.time(), self._manager.metrics())
         self._changed = asyncio.Condition()
         self._failure: str | None = None
         self._progress = _Progress()
@@ -77,22 +80,25 @@ class ManagerActor:
         """``PromptsManager.set_overlap``; between rounds."""
         self._manager.set_overlap(overlap)
 
-    async def begin_round(self, version: int, prompts: list[Prompt], source_open: bool) -> RoundStart:
-        """Take new prompts, admit what the mode starts a round with, and let the workers claim."""
+    async def prepare_round(self, version: int, prompts: list[Prompt], source_open: bool) -> RoundStart:
+        """Once the last round is settled: take new prompts, admit what the mode starts a round with, let workers claim.
+
+        The trainer may still update: what workers claim waits at their gates until the engines hold ``version``.
+        """
         async with self._changed:
+            await self._until_settled()
             self._manager.offer(prompts)
             if not source_open:
                 self._manager.close_source()
             self._manager.advance_version(version)
             carried = self._manager.carried_groups
             admitted = self._manager.open_round()
-            self._progress.touch()
-            opened_at = time.time()
             self._changed.notify_all()
-        return RoundStart(admitted, opened_at, carried)
+        return RoundStart(admitted, carried)
 
     async def wait_round(self) -> RoundEnd:
-        """Wait until the batch is complete; no sample can be claimed from then on."""
+        """Wait until the batch is complete; no sample can be claimed from then on. The engines run from this call on."""
+        self._progress.touch()
         async with self._changed:
             while not self._manager.round_complete():
                 self._raise_failure()
@@ -104,11 +110,24 @@ class ManagerActor:
                         f"(partial_rollout.deadlines.stall_s={self._stall_s:g}); "
                         f"{self._manager.unfinished_report()}"
                     )
+            self._unsettled = set(self._manager.workers)
             return RoundEnd(decided_at=time.time(), admitted=self._manager.close_round())
 
     async def suspend_round(self) -> None:
         """End the round before its batch is complete, to checkpoint and stop: no sample can be claimed from here on."""
+        self._unsettled = set(self._manager.workers)
         await self._change(self._manager.suspend_round)
+
+    async def settle(self) -> Settled:
+        """Wait until every worker has reported everything of the round that is over."""
+        async with self._changed:
+            await self._until_settled()
+            return self._settled
+
+    async def _until_settled(self) -> None:
+        while self._unsettled:
+            self._raise_failure()
+            await self._wait(self.CLAIM_WAIT_S)
 
     async def take_batch(self) -> list[TakenGroup]:
         """The groups of the finished round."""
@@ -175,7 +194,20 @@ class ManagerActor:
 
     async def release_worker(self, worker: str) -> int:
         """A worker is gone; its samples are requeued."""
-        return await self._change(lambda: self._manager.release_worker(worker))
+        requeued = await self._change(lambda: self._manager.release_worker(worker))
+        await self.settled(worker)
+        return requeued
+
+    async def settled(self, worker: str) -> None:
+        """``worker`` has reported everything of the round that is over, or will never."""
+
+        def book() -> None:
+            self._unsettled.discard(worker)
+            if not self._unsettled:
+                self._settled = Settled(time.time(), self._manager.metrics())
+
+        if worker in self._unsettled:
+            await self._change(book)
 
     async def claim(self, worker: str) -> list[Grant]:
         """Wait for samples to run; empty after ``CLAIM_WAIT_S`` without any."""

@@ -23,11 +23,9 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class RoundStart:
-    """What a new round opened with."""
+    """What a new round starts with."""
 
     admitted: int
-    opened_at: float
-    """unix seconds"""
     carried_groups: int
 
 
@@ -39,6 +37,16 @@ class RoundEnd:
     """unix seconds"""
     admitted: tuple[str, ...] = ()
     """uids of the groups admitted since the last round ended, in order"""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Every worker has reported everything of a round."""
+
+    at: float
+    """unix seconds"""
+    metrics: dict[str, float]
+    """``PromptsManager.metrics`` of that moment, before the next round is prepared"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ class RolloutSite:
     stop: StopSignals
     pad_id: int
     steps_per_epoch: int
+    last_step: int
+    """of the training: no round comes after it"""
 
 
 class ObservedAgentLoopManager(AgentLoopManager):

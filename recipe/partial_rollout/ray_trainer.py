@@ -95,8 +95,15 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     @property
     def _source_steps(self) -> int:
         """Steps that prompts are admitted for: those of the training, or of its data."""
-        data = self.steps_per_epoch * self.config.trainer.total_epochs
-        return min(self.total_training_steps, data) if self.settings.drain else data
+        return self._last_step if self.settings.drain else self._data_steps
+
+    @property
+    def _data_steps(self) -> int:
+        return self.steps_per_epoch * self.config.trainer.total_epochs
+
+    @property
+    def _last_step(self) -> int:
+        return min(self.total_training_steps, self._data_steps)
 
     def init_workers(self) -> None:
         """verl's, then the recipe's parts are connected to the replicas and workers it made."""
@@ -132,6 +139,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 stop=self.stop,
                 pad_id=self.tokenizer.pad_token_id,
                 steps_per_epoch=self.steps_per_epoch,
+                last_step=self._last_step,
             )
         )
 

@@ -6,7 +6,7 @@ verb checks the state that it leaves, so a message that comes twice or late is a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,11 @@ class SampleLifecycle:
         for sample in held:
             self._requeue(sample)
         return len(held)
+
+    @property
+    def workers(self) -> Iterable[str]:
+        """Those that have joined and were not released."""
+        return self._workers
 
     def incarnation(self, worker: str) -> object:
         """Equal for as long as ``worker`` is not released: a call of one that is gone can be told from its successor's.

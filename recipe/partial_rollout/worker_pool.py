@@ -36,7 +36,7 @@ class WorkerPool:
     Args:
         workers: actor handles; changed in place when one is replaced, so that verl's manager sees the new one.
         spawn: makes the actor that replaces worker ``i``.
-        connect: introduces a worker to the manager and the replicas under its name.
+        connect: introduces worker ``i`` to the manager and the replicas under its name.
         restarts: replacements that the whole run may make.
         deadline_s: seconds for a new worker to be ready.
     """
@@ -45,7 +45,7 @@ class WorkerPool:
         self,
         workers: list[Any],
         spawn: Callable[[int], Any],
-        connect: Callable[[str, Any], Awaitable[object]],
+        connect: Callable[[int, str, Any], Awaitable[object]],
         restarts: int,
         deadline_s: float,
     ) -> None:
@@ -72,7 +72,7 @@ class WorkerPool:
         await asyncio.gather(*[self._start(i) for i in range(len(self._workers))])
 
     async def _start(self, i: int) -> None:
-        await self._connect(self._names[i], self._workers[i])
+        await self._connect(i, self._names[i], self._workers[i])
         self._serving[i] = self._workers[i].serve.remote()
 
     async def open_round(self) -> None:
@@ -87,14 +87,23 @@ class WorkerPool:
 
     async def ask(self, verb: str, *args: Any) -> list[Any]:
         """What every living worker answers; ``while_serving`` sees to those that die meanwhile."""
+        return await self.answers(self.begin(verb, *args))
 
-        async def one(worker: Any) -> list[Any]:
+    def begin(self, verb: str, *args: Any) -> list[Any]:
+        """Ask every worker, and wait for none: references for ``answers``, now or later."""
+        return [getattr(worker, verb).remote(*args) for worker in self._workers]
+
+    @staticmethod
+    async def answers(references: list[Any]) -> list[Any]:
+        """Of the workers that live."""
+
+        async def one(reference: Any) -> list[Any]:
             try:
-                return [await getattr(worker, verb).remote(*args)]
+                return [await reference]
             except RayActorError:
                 return []
 
-        answers = await asyncio.gather(*[one(worker) for worker in self._workers])
+        answers = await asyncio.gather(*[one(reference) for reference in references])
         return [answer for found in answers for answer in found]
 
     async def while_serving(self, awaitable: Awaitable[T], what: str, release: Callable[[str], Awaitable[int]]) -> T:

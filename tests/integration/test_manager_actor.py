@@ -55,7 +55,7 @@ def test_waiting_claim_is_answered_when_the_round_opens(start):
     actor = start()
     claim = actor.claim.remote("w0")
     assert ray.wait([claim], timeout=0.3)[0] == []
-    opened = ray.get(actor.begin_round.remote(0, prompts(4), True))
+    opened = ray.get(actor.prepare_round.remote(0, prompts(4), True))
     grants = ray.get(claim, timeout=5)
     assert opened.admitted == 4 and len(grants) == 8
     assert grants[0].row == {"index": 0}
@@ -63,7 +63,7 @@ def test_waiting_claim_is_answered_when_the_round_opens(start):
 
 def test_report_of_a_finished_sample_brings_the_next_one(start):
     actor = start(workers=(("w0", 2),))
-    ray.get(actor.begin_round.remote(0, prompts(4), True))
+    ray.get(actor.prepare_round.remote(0, prompts(4), True))
     first, _ = ray.get(actor.claim.remote("w0"))
     grants = ray.get(actor.report.remote(Report("w0", finished=((first.sample_id, output_of()),))))
     assert [g.group_uid for g in grants] == ["0/1"]
@@ -71,7 +71,7 @@ def test_report_of_a_finished_sample_brings_the_next_one(start):
 
 def test_round_ends_at_its_last_needed_sample_and_carries_the_rest(start):
     actor = start(batch=1, n=1)
-    ray.get(actor.begin_round.remote(0, prompts(2), True))
+    ray.get(actor.prepare_round.remote(0, prompts(2), True))
     a, b = ray.get(actor.claim.remote("w0"))
     waiting = actor.wait_round.remote()
     assert ray.wait([waiting], timeout=0.3)[0] == []
@@ -82,10 +82,11 @@ def test_round_ends_at_its_last_needed_sample_and_carries_the_rest(start):
     ray.get(
         actor.report.remote(Report("w0", progress=(Progress(b.sample_id, (segment,)),), interrupted=(b.sample_id,)))
     )
+    ray.get(actor.settled.remote("w0"))
     (taken,) = ray.get(actor.take_batch.remote())
     assert taken.uid == "0/0" and taken.outputs[0].response_length == 3
     ray.get(actor.acknowledge.remote([taken.uid]))
-    ray.get(actor.begin_round.remote(1, prompts(1, start=2), True))
+    ray.get(actor.prepare_round.remote(1, prompts(1, start=2), True))
     resumed = ray.get(actor.claim.remote("w0"))
     assert resumed[0].sample_id == b.sample_id and resumed[0].segments == (), "its worker holds the conversation"
 
@@ -93,14 +94,14 @@ def test_round_ends_at_its_last_needed_sample_and_carries_the_rest(start):
 def test_large_claim_is_answered_in_parts(start):
     most = ManagerActor.CLAIM_SAMPLES
     actor = start(batch=1, n=most + 10, workers=(("w0", 4 * most),))
-    ray.get(actor.begin_round.remote(0, prompts(2), True))
+    ray.get(actor.prepare_round.remote(0, prompts(2), True))
     sizes = [len(ray.get(actor.claim.remote("w0"))) for _ in range(3)]
     assert sizes == [most, most, 20]
 
 
 def test_failed_sample_ends_the_round_by_name(start):
     actor = start(batch=1, n=1, failures=FailurePolicy(OnSampleError.RAISE))
-    ray.get(actor.begin_round.remote(0, prompts(2), True))
+    ray.get(actor.prepare_round.remote(0, prompts(2), True))
     a, _ = ray.get(actor.claim.remote("w0"))
     waiting = actor.wait_round.remote()
     ray.get(actor.report.remote(Report("w0", failed=((a.sample_id, "ReplicaError: vLLM replica r1 failed"),))))
@@ -110,7 +111,7 @@ def test_failed_sample_ends_the_round_by_name(start):
 
 def test_round_without_progress_ends_with_the_samples_awaited(start):
     actor = start(batch=1, n=1, stall_s=0.5)
-    ray.get(actor.begin_round.remote(0, prompts(1), True))
+    ray.get(actor.prepare_round.remote(0, prompts(1), True))
     ray.get(actor.claim.remote("w0"))
     with pytest.raises(RolloutFailedError) as caught:
         ray.get(actor.wait_round.remote(), timeout=10)
@@ -137,7 +138,7 @@ def test_death_of_the_manager_reaches_a_waiting_worker(start):
 
 def test_samples_of_a_released_worker_wake_another(start):
     actor = start(batch=1, n=1, overlap=0.0, workers=(("w0", 4), ("w1", 4)))
-    ray.get(actor.begin_round.remote(0, prompts(1), True))
+    ray.get(actor.prepare_round.remote(0, prompts(1), True))
     (grant,) = ray.get(actor.claim.remote("w0"))
     claim = actor.claim.remote("w1")
     assert ray.wait([claim], timeout=0.3)[0] == []
@@ -150,19 +151,19 @@ def test_a_scripted_engine_trains_every_prompt_once(start):
     actor = start(batch=4, n=2, workers=(("w0", 6), ("w1", 6)))
 
     async def worker(name):
-        running = {}
+        running = held[name] = {}
         while True:
             for grant in await actor.claim.remote(name):
                 running[grant.sample_id] = 1 + grant.row["index"] % 7
             while running:
-                running = {sample: left - 1 for sample, left in running.items()}
-                ended = tuple((sample, output_of()) for sample, left in running.items() if left <= 0)
-                running = {sample: left for sample, left in running.items() if left > 0}
+                ended = tuple((sample, output_of()) for sample, left in running.items() if left == 1)
+                left = {sample: left - 1 for sample, left in running.items() if left > 1}
+                running.clear()
                 if open_round.is_set():
                     report = Report(name, finished=ended)
+                    running.update(left)
                 else:
-                    report = Report(name, finished=ended, interrupted=tuple(running))
-                    running = {}
+                    report = Report(name, finished=ended, interrupted=tuple(left))
                 for grant in await actor.report.remote(report):
                     running[grant.sample_id] = 1 + grant.row["index"] % 7
 
@@ -172,10 +173,14 @@ def test_a_scripted_engine_trains_every_prompt_once(start):
         for version in range(10):
             wanted = min(await actor.wanted.remote(), 40 - offered)
             open_round.set()
-            await actor.begin_round.remote(version, prompts(wanted, start=offered), offered + wanted < 40)
+            await actor.prepare_round.remote(version, prompts(wanted, start=offered), offered + wanted < 40)
             offered += wanted
             await asyncio.wait_for(actor.wait_round.remote(), 20)
             open_round.clear()
+            while any(held.values()):
+                await asyncio.sleep(0.001)
+            for name in held:
+                await actor.settled.remote(name)
             batch = await actor.take_batch.remote()
             trained += [group.uid for group in batch]
             await actor.acknowledge.remote([group.uid for group in batch])
@@ -183,7 +188,7 @@ def test_a_scripted_engine_trains_every_prompt_once(start):
             task.cancel()
         return trained, await actor.metrics.remote()
 
-    open_round = asyncio.Event()
+    open_round, held = asyncio.Event(), {}
     trained, metrics = asyncio.run(train())
     assert sorted(trained) == sorted(f"0/{i}" for i in range(40))
     assert metrics["lost_samples"] == 0 and metrics["length/bias"] == pytest.approx(1.0)

@@ -13,5 +13,5 @@ def test_rounds_of_two_replicas_train_whole_batches(tmp_path):
     # Speeds are for the benchmark, not for a test, to judge.
     assert row["replicas"] == 2 and row["samples"] == 32 and row["trained_samples"] == 2 * 16
     assert row["overhead"] == (row["open_lost_s"] + row["interrupt_s"]) / row["round_s"] > 0
-    assert 0 < row["open_lost_s"] <= row["open_s"]
+    assert 0 < row["open_lost_s"] <= row["open_s"] and row["prepare_s"] > 0
     assert row["simulated_s"] > 0 and row["manager_cpu_s"] > 0 and row["manager_rss_mb"] > 50

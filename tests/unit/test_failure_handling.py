@@ -223,7 +223,7 @@ def actor_of(failures=RETRY_ONCE, stall_s=30.0):
 
 async def one_claimed(actor, prompts):
     await actor.register_worker("w0", 4)
-    await actor.begin_round(0, prompts(1), False)
+    await actor.prepare_round(0, prompts(1), False)
     (grant,) = await actor.claim("w0")
     return grant.sample_id
 
@@ -286,7 +286,7 @@ def test_waiting_claim_of_a_dead_worker_takes_nothing_from_its_successor(prompts
         await asyncio.sleep(0)
         await actor.release_worker("w0")
         await actor.register_worker("w0", 4)
-        await actor.begin_round(0, prompts(1), False)
+        await actor.prepare_round(0, prompts(1), False)
         return await asyncio.wait_for(orphan, 5), await actor.claim("w0")
 
     orphaned, grants = asyncio.run(life())
@@ -312,7 +312,7 @@ def test_actor_saves_and_loads(tmp_path, prompts, segment, output):
 
 async def one_claimed_again(actor):
     await actor.register_worker("w0", 4)
-    await actor.begin_round(0, [], False)
+    await actor.prepare_round(0, [], False)
     return (await actor.claim("w0"))[0]
 
 

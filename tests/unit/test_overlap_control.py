@@ -1,12 +1,12 @@
 """``overlap=auto`` finds the window that a known engine and known lengths call for, a notch at a time."""
 
 import itertools
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.llm_client import EngineCall
 from recipe.partial_rollout.overlap_control import OverlapControl
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.planner.forecast import forecast
@@ -21,20 +21,15 @@ LINEAR = EngineCurve(step_s=1e-9, sample_s=1e-4)
 """a sample decodes as fast alone as in company: nothing is gained by more of them"""
 
 
-@dataclass(frozen=True)
-class Span:
-    start: float
-    end: float
-    tokens: int
-    replica: str = "r"
-    resumed_tokens: int = 0
+def call(start, end, tokens):
+    return EngineCall("r", start, end, tokens, 0)
 
 
 def calls_of(curve):
     """Calls under two loads, as fast as ``curve`` says."""
-    spans = [Span(0.0, 100 * curve.decode_s(1, 0), 100)]
+    spans = [call(0.0, 100 * curve.decode_s(1, 0), 100)]
     start = spans[0].end
-    return [*spans, *[Span(start, start + 100 * curve.decode_s(64, 0), 100) for _ in range(64)]]
+    return [*spans, *[call(start, start + 100 * curve.decode_s(64, 0), 100) for _ in range(64)]]
 
 
 def build_control(*, overlap=1.0, max_staleness=4, min_gain=0.03):
@@ -89,7 +84,7 @@ def test_greedier_threshold_keeps_less_in_flight():
 
 def test_calls_that_show_no_curve_change_nothing():
     control = build_control()
-    control.observe([Span(0.0, 1.0, 10)], [[10, 10, 10, 10]])
+    control.observe([call(0.0, 1.0, 10)], [[10, 10, 10, 10]])
     control._pending.result(timeout=60)
     assert control.poll() is None and control.overlap == 1.0
     assert control.metrics() == {"overlap_auto/target": 1.0}

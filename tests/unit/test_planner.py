@@ -2,13 +2,14 @@
 
 import itertools
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
 from recipe.partial_rollout.admission import Admission, Mode
 from recipe.partial_rollout.bench.__main__ import main as bench
+from recipe.partial_rollout.llm_client import EngineCall
 from recipe.partial_rollout.planner.engine_curve import PRESETS, CurveError, EngineCurve, fit
 from recipe.partial_rollout.planner.forecast import baseline, forecast, smallest_worthwhile
 from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal
@@ -17,14 +18,8 @@ from recipe.partial_rollout.planner.simulation import Cluster, Simulation
 from recipe.partial_rollout.scheduling import Policy
 
 
-@dataclass(frozen=True)
-class Span:
-    replica: int
-    start: float
-    end: float
-    tokens: int
-    resumed_tokens: int = 0
-    context_tokens: int | None = 0
+def call(replica, start, end, tokens, resumed_tokens=0, context_tokens=0):
+    return EngineCall(str(replica), start, end, tokens, 0, resumed_tokens, context_tokens)
 
 
 def build_admission(*, batch=4, n=2, overlap=1.0, max_staleness=4):
@@ -98,7 +93,7 @@ def test_curve_is_recovered_from_the_calls_of_an_engine_that_follows_it(curve):
         lengths = {f"s{i}": int(length) for i, length in enumerate(rng.lognormal(5, 1, 64) + 1)}
         for name, length in lengths.items():
             engine.add(Decoding(name, 0, length))
-        calls += [Span(replica, 0.0, end, lengths[name]) for end, name in run_all(engine)]
+        calls += [call(replica, 0.0, end, lengths[name]) for end, name in run_all(engine)]
     found = fit(calls)
     assert found.step_s == pytest.approx(curve.step_s, rel=0.01, abs=1e-6)
     assert found.sample_s == pytest.approx(curve.sample_s, rel=0.01, abs=1e-7)
@@ -127,7 +122,7 @@ def test_cost_of_reading_again_is_recovered_too():
     rng = np.random.default_rng(0)
     rng.integers(0, 2000, 48)
     first = {f"s{i}": int(rng.integers(50, 400)) for i in range(24)}
-    spans = [Span(0, start, end, (first | lengths)[name], contexts[name]) for name, start, end in calls]
+    spans = [call(0, start, end, (first | lengths)[name], contexts[name]) for name, start, end in calls]
     found = fit(spans)
     assert found.prefill_s == pytest.approx(curve.prefill_s, rel=0.15)
     assert found.step_s + 24 * found.sample_s == pytest.approx(curve.step_s + 24 * curve.sample_s, rel=0.1)
@@ -144,7 +139,7 @@ def test_cost_of_long_contexts_is_told_apart_where_calls_say_how_long_theirs_wer
         for end, name in run_all(engine):
             context, length = samples[name]
             resumed = 10 if context > 400 else 0
-            calls.append(Span(0, 100.0 * round_, 100.0 * round_ + end, length, resumed, context if noted else None))
+            calls.append(call(0, 100.0 * round_, 100.0 * round_ + end, length, resumed, context if noted else None))
     found = fit(calls)
     assert found.context_s == (pytest.approx(2e-7, rel=0.1) if noted else 0.0)
     if noted:
@@ -159,7 +154,7 @@ def test_calls_that_waited_for_a_compilation_do_not_bend_the_curve():
         for name, length in lengths.items():
             engine.add(Decoding(name, 0, length))
         late = 10.0 * (round_ == 0)
-        calls += [Span(0, 100.0 * round_, 100.0 * round_ + late + end, lengths[name]) for end, name in run_all(engine)]
+        calls += [call(0, 100.0 * round_, 100.0 * round_ + late + end, lengths[name]) for end, name in run_all(engine)]
     # The first round took fifty times as long; least squares alone is off by half.
     for running in (12, 24, 48):
         assert fit(calls).decode_s(running, 0) == pytest.approx(curve.decode_s(running, 0), rel=0.15)
@@ -167,7 +162,7 @@ def test_calls_that_waited_for_a_compilation_do_not_bend_the_curve():
 
 def test_calls_under_one_load_show_no_curve():
     with pytest.raises(CurveError, match="all engine calls ran beside 1 samples"):
-        fit([Span(0, 0.0, 1.0, 10), Span(0, 1.0, 3.0, 20)])
+        fit([call(0, 0.0, 1.0, 10), call(0, 1.0, 3.0, 20)])
     with pytest.raises(CurveError, match="fewer than two"):
         fit([])
 

@@ -1,5 +1,7 @@
 """Samples spread over the replicas by number, and stay where their blocks are while that is fair."""
 
+import random
+
 from recipe.partial_rollout.live_sample import LiveSample
 from recipe.partial_rollout.replica_choice import ReplicaChoice
 
@@ -38,6 +40,31 @@ def test_resumed_samples_end_up_balanced():
 
 def test_sample_of_a_replica_that_is_no_more_goes_elsewhere():
     assert choice(a=1, b=2).take(sample("gone", resumes=True))[0] == "a"
+
+
+def test_workers_with_few_samples_each_reach_all_replicas_together():
+    servers, seen = {f"r{i}": i for i in range(8)}, []
+    for worker in range(4):
+        replicas = ReplicaChoice(servers, worker / 4)
+        seen += [replicas.take(sample())[1] for _ in range(2)]
+    assert sorted(seen) == list(range(8))
+
+
+def test_choice_by_number_is_that_of_a_full_search():
+    rng = random.Random(0)
+    replicas = ReplicaChoice({f"r{i}": i for i in range(5)})
+    running = []
+    for _ in range(500):
+        if running and rng.random() < 0.45:
+            replicas.release(running.pop(rng.randrange(len(running))))
+        else:
+            fewest = min(replicas._running.values())
+            address, _ = replicas.take(sample())
+            assert replicas._running[address] == fewest + 1
+            running.append(address)
+        if len(running) == 30 and len(replicas._running) == 5:
+            assert replicas.leave(sample("r2"))
+    assert "r2" not in replicas._running
 
 
 def test_dead_replica_is_left_for_good_and_the_last_one_is_no_help():

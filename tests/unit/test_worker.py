@@ -1,6 +1,7 @@
 """The worker's half of claims and reports: the real worker and manager in one process, on a scripted replica."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -42,9 +43,9 @@ async def start(lengths, *, batch=1, grant_s=60.0):
     worker.setup("w0", manager, 16, {})
     serving = asyncio.create_task(worker.serve())
     await asyncio.sleep(0.01)
-    worker.begin(0)
+    worker.begin(0, time.monotonic())
     prompts = [Prompt(f"0/{i}", 0, {"lengths": group}) for i, group in enumerate(lengths)]
-    await manager.actor.begin_round(0, prompts, False)
+    await manager.actor.prepare_round(0, prompts, False)
     return manager, worker, serving
 
 
@@ -64,8 +65,8 @@ def test_interrupted_sample_goes_on_in_its_worker_from_where_it_was():
         (first,) = await finish_round(manager, worker)
         (waiting,) = manager.actor._manager._state.samples.values()
         cached = waiting.cached_tokens
-        worker.begin(1)
-        await manager.actor.begin_round(1, [], False)
+        worker.begin(1, time.monotonic())
+        await manager.actor.prepare_round(1, [], False)
         (second,) = await finish_round(manager, worker)
         serving.cancel()
         return first, cached, second, worker.decoded()
@@ -73,6 +74,27 @@ def test_interrupted_sample_goes_on_in_its_worker_from_where_it_was():
     first, cached, second, decoded = asyncio.run(body())
     assert first.outputs[0].response_length == 5 and 0 < cached < 60
     assert second.outputs[0].response_length == 60 and decoded == 65, "no token was decoded twice"
+
+
+def test_samples_are_ready_before_their_round_opens():
+    async def body():
+        manager, worker, serving = await start([[5, 5], [60, 60]])
+        await finish_round(manager, worker)
+        decoded = worker.decoded()
+        # The trainer updates; the samples of the round to come wait at the gate.
+        await manager.actor.prepare_round(1, [], False)
+        await asyncio.sleep(0.05)
+        before = worker.ready(), worker.decoded() - decoded
+        worker.begin(1, time.monotonic())
+        await asyncio.sleep(0.05)
+        after, waited = worker.ready(), worker.waited()
+        await finish_round(manager, worker)
+        serving.cancel()
+        return before, after, waited
+
+    before, after, (_, last_s, slots) = asyncio.run(body())
+    assert before == (2, 0) and after == 0
+    assert slots == 2 and last_s < 0.05
 
 
 def test_report_that_fails_ends_the_worker_at_once():

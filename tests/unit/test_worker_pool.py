@@ -46,7 +46,7 @@ class FakeWorker:
 def pool_of(count, restarts=1):
     connected, released, workers = [], [], [FakeWorker() for _ in range(count)]
 
-    async def connect(name, worker):
+    async def connect(i, name, worker):
         connected.append(name)
 
     async def release(name):

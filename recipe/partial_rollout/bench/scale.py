@@ -1,20 +1,21 @@
 """What scheduling costs at scale: the real manager actor and workers against replicas that follow an engine curve.
 
-Overhead is the share of a round's slot time that is lost for want of a decision: what slots wait from its opening until
-they decode, and all of them from the decision to interrupt until the manager has every token. (A round's length says
-little: what a late round leaves undone, the next one has decoded already.) All actors share this machine, so what workers
-cost on nodes of their own is counted against it.
+Overhead is the share of a round's slot time that is lost to scheduling: what slots wait from its opening until they
+decode, and all of them from the decision to interrupt until the engines are quiet. (A round's length says little: what a
+late round leaves undone, the next one has decoded already.) Collecting what was interrupted and preparing the next round
+take place while the trainer updates: their seconds are what the update may not be shorter than. All actors share this
+machine, so what workers cost on nodes of their own is counted against it.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=2, help="measured, after one that fills (default: %(default)s)")
     parser.add_argument("--curve", default="h100-qwen3-4b", help=f"one of {', '.join(PRESETS)}, or a JSON file")
     parser.add_argument(
-        "--lognormal", type=float, nargs=3, default=[1500, 1800, 9000], metavar=("MEDIAN", "MEAN", "CAP")
+        "--lognormal", type=float, nargs=3, default=[3000, 3600, 18384], metavar=("MEDIAN", "MEAN", "CAP")
     )
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.set_defaults(run=run)
@@ -70,7 +71,11 @@ class ScaleRow:
     open_lost_s: float
     """of that: what the mean slot waited"""
     interrupt_s: float
-    """from the decision to interrupt until the manager knows of every token"""
+    """from the decision to interrupt until no engine runs"""
+    collect_s: float
+    """from then until the manager knows of every token"""
+    prepare_s: float
+    """from then until every sample of the next round waits for its opening"""
     trained_samples: int
     """in all rounds, the one that fills included"""
     manager_cpu_s: float
@@ -85,6 +90,10 @@ class ScaleRow:
     @property
     def manager_us_per_token(self) -> float:
         return 1e6 * self.manager_cpu_s / self.decoded_tokens
+
+    @property
+    def manager_ms_per_sample(self) -> float:
+        return 1e3 * self.manager_cpu_s / self.samples
 
 
 def run(options: argparse.Namespace) -> int:
@@ -137,6 +146,8 @@ def measure(replicas: int, curve: EngineCurve, lengths: LengthTrace, options: ar
         open_s=mean("open_s"),
         open_lost_s=mean("open_lost_s"),
         interrupt_s=mean("interrupt_s"),
+        collect_s=mean("collect_s"),
+        prepare_s=mean("prepare_s"),
         trained_samples=int(sum(figures["trained_samples"] for figures in played)),
         manager_cpu_s=mean("manager_cpu_s"),
         manager_rss_mb=drive.manager_process.memory_info().rss / 2**20,
@@ -162,34 +173,49 @@ class _Drive:
 
     @staticmethod
     def _prompts_of(lengths: LengthTrace) -> Iterator[Prompt]:
-        for i, group in zip(itertools.count(), lengths.replay(), strict=False):
+        for i, group in zip(count(), lengths.replay(), strict=False):
             yield Prompt(f"0/{i}", 0, {"lengths": group.tolist()})
 
     def round(self, version: int) -> dict[str, float]:
-        """One round; seconds, tokens and the manager's CPU seconds."""
-        prompts = list(itertools.islice(self._prompts, _get(self._manager.wanted.remote(), "what the manager wants")))
+        """One round, from its preparation to its last report; seconds, tokens and the manager's CPU seconds."""
         decoded, cpu = self._total("decoded"), self._cpu_s()
+        prepare_s = self._prepare(version)
         began = time.monotonic()
-        _get([worker.begin.remote(version) for worker in self._workers], "workers to begin a round")
-        _get(self._manager.begin_round.remote(version, prompts, True), "the manager to begin a round")
-        ending = self._manager.wait_round.remote()
-        open_s, open_lost_s = self._until_full(began)
-        ended = self._unless_a_worker_ends(ending)
-        for verb in ("close_round", "interrupt", "quiesce"):
-            _get([getattr(worker, verb).remote() for worker in self._workers], f"{verb} of all workers")
-        now = time.time()
+        self._all("begin", version, began)
+        ended = self._unless_a_worker_ends(self._manager.wait_round.remote())
+        waits = self._all("waited")
+        for verb in ("close_round", "interrupt"):
+            self._all(verb)
+        quiet, quiet_at = time.monotonic(), time.time()
         groups = _get(self._manager.take_batch.remote(), "the batch")
-        figures = {
-            "round_s": time.monotonic() - began,
-            "open_s": open_s,
-            "open_lost_s": open_lost_s,
-            "interrupt_s": now - ended.decided_at,
+        quiescing = [worker.quiesce.remote() for worker in self._workers]
+        settled = _get(self._manager.settle.remote(), "the manager to hear from all workers")
+        _get(quiescing, "all workers to report")
+        _get(self._manager.acknowledge.remote([group.uid for group in groups]), "the manager to forget the batch")
+        return {
+            "round_s": quiet - began,
+            "open_s": max(last for _, last, _ in waits),
+            "open_lost_s": sum(seconds for seconds, _, _ in waits) / sum(slots for _, _, slots in waits),
+            "interrupt_s": quiet_at - ended.decided_at,
+            "collect_s": max(0.0, settled.at - quiet_at),
+            "prepare_s": prepare_s,
             "decoded_tokens": self._total("decoded") - decoded,
             "manager_cpu_s": self._cpu_s() - cpu,
             "trained_samples": sum(len(group.outputs) for group in groups),
         }
-        _get(self._manager.acknowledge.remote([group.uid for group in groups]), "the manager to forget the batch")
-        return figures
+
+    def _prepare(self, version: int) -> float:
+        """Seconds until every sample that has a slot waits for the round to open."""
+        began = time.monotonic()
+        prompts = list(islice(self._prompts, _get(self._manager.wanted.remote(), "what the manager wants")))
+        _get(self._manager.prepare_round.remote(version, prompts, True), "the manager to prepare a round")
+        figures = _get(self._manager.metrics.remote(), "the manager's figures")
+        expected = min(self._slots, int(figures["inflight/samples"]))
+        while self._total("ready") < expected:
+            if time.monotonic() - began > _DEADLINE_S:
+                raise TimeoutError(f"waited {_DEADLINE_S:g} s for {expected} samples to be ready for a round")
+            time.sleep(0.01)
+        return time.monotonic() - began
 
     def _unless_a_worker_ends(self, reference: Any) -> Any:
         done, _ = ray.wait([reference, *self._serving], num_returns=1, timeout=_DEADLINE_S)
@@ -197,25 +223,11 @@ class _Drive:
             raise TimeoutError(f"waited {_DEADLINE_S:g} s for the end of the round")
         return ray.get(done[0])
 
-    def _until_full(self, began: float) -> tuple[float, float]:
-        """Seconds from ``began`` until as many slots decode as ever will, and seconds that the mean one of them waited."""
-        seen = [(began, 0)]
-        while True:
-            seen.append((time.monotonic(), self._total("running")))
-            full = max(running for _, running in seen)
-            full_at = min(moment for moment, running in seen if running == full)
-            # Short samples have ended before the last one starts: most at once is as full as it gets.
-            if full >= self._slots or (full and seen[-1][0] - full_at > 0.5):
-                break
-            if seen[-1][0] - began > _DEADLINE_S:
-                raise TimeoutError(f"waited {_DEADLINE_S:g} s for the first sample of a round to decode")
-            time.sleep(0.01)
-        filling = itertools.pairwise(moment for moment in seen if moment[0] <= full_at)
-        waited = sum((until - since) * (1 - running / full) for (since, running), (until, _) in filling)
-        return full_at - began, waited
-
     def _total(self, figure: str) -> int:
-        return sum(_get([getattr(worker, figure).remote() for worker in self._workers], f"{figure} of all workers"))
+        return sum(self._all(figure))
+
+    def _all(self, verb: str, *args: Any) -> list[Any]:
+        return _get([getattr(worker, verb).remote(*args) for worker in self._workers], f"{verb} of all workers")
 
     def _cpu_s(self) -> float:
         times = self.manager_process.cpu_times()
@@ -240,10 +252,13 @@ def _table(rows: list[ScaleRow]) -> Table:
         "round s",
         "simulated s",
         "overhead",
-        "open s",
-        "lost s",
+        "last slot s",
+        "mean slot s",
         "interrupt s",
+        "collect s",
+        "prepare s",
         "manager CPU s",
+        "ms / sample",
         "us / token",
         "MB",
     ]
@@ -257,7 +272,10 @@ def _table(rows: list[ScaleRow]) -> Table:
             f"{row.open_s:.2f}",
             f"{row.open_lost_s:.2f}",
             f"{row.interrupt_s:.2f}",
+            f"{row.collect_s:.2f}",
+            f"{row.prepare_s:.2f}",
             f"{row.manager_cpu_s:.2f}",
+            f"{row.manager_ms_per_sample:.2f}",
             f"{row.manager_us_per_token:.3f}",
             f"{row.manager_rss_mb:.0f}",
         ]

@@ -13,6 +13,7 @@ from recipe.partial_rollout.agent_loop_worker import PartialRolloutAgentLoopWork
 from recipe.partial_rollout.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.planner.replica_model import Decoding, ReplicaModel
+from recipe.partial_rollout.replica_choice import ReplicaChoice
 from recipe.partial_rollout.types import SampleOutput, Segment
 
 
@@ -91,14 +92,17 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
         self.config = SimpleNamespace(partial_rollout=SimpleNamespace(deadlines=SimpleNamespace(grant_s=3600.0)))  # type: ignore[assignment]
         self.tools = {}  # type: ignore[assignment]
         self._scripted = [ScriptedReplica(curve) for _ in range(replicas)]
-        self._version = 0
+        self._choice = ReplicaChoice({f"r{i}": replica for i, replica in enumerate(self._scripted)})
+        self._version = self._ready = 0
+        self._idle_since = 0.0
+        self._waited: list[float] = []
 
     def use_replicas(self, servers: dict[str, Any]) -> None:
         """They are its own."""
 
-    def begin(self, version: int) -> None:
-        """The replicas hold the weights of ``version``."""
-        self._version = version
+    def begin(self, version: int, at: float) -> None:
+        """The replicas hold the weights of ``version``; they idle since ``at`` (monotonic seconds)."""
+        self._version, self._idle_since, self._waited = version, at, []
         for replica in self._scripted:
             replica.start()
         self.open_round()
@@ -112,9 +116,13 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
         """Tokens of all its replicas, all rounds."""
         return sum(replica.decoded for replica in self._scripted)
 
-    def running(self) -> int:
-        """Samples that decode."""
-        return sum(map(len, self._scripted))
+    def ready(self) -> int:
+        """Samples that wait for the round to open."""
+        return self._ready
+
+    def waited(self) -> tuple[float, float, int]:
+        """What the slots waited before they decoded in this round: seconds in all, those of the last one, and slots."""
+        return sum(self._waited), max(self._waited, default=0.0), len(self._waited)
 
     def _sampling_params(self) -> dict[str, Any]:
         return {}
@@ -136,9 +144,15 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
         length = kwargs["length"][int(sample.id.rpartition("#")[2])]
         done = sum(map(len, sample.replay_turn()))
         while done < length:
+            self._ready += 1
             async with self.engine_call(sample):
-                replica = min(self._scripted, key=len)
+                self._ready -= 1
+                address, replica = self._choice.take(sample)
+                # What comes later takes a slot that has decoded already.
+                if len(self._waited) < self._capacity:
+                    self._waited.append(time.monotonic() - self._idle_since)
                 made = await replica.decode(sample.id, done, length - done)
+                self._choice.release(address)
             done += made
             ended = done == length
             if made:

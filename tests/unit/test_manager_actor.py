@@ -1,0 +1,80 @@
+"""Between rounds: the manager prepares the next one when every worker has reported of the last, and not before."""
+
+import asyncio
+
+from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.manager_actor import ManagerActor
+from recipe.partial_rollout.manager_messages import Report
+from recipe.partial_rollout.scheduling import Policy
+
+
+async def played(prompts, output):
+    """An actor after a round of w0 and w1: w0 has finished its sample, w1 still holds one; one group is left over."""
+    actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 1.0, 2, 1, 4), Policy.BOUNDED, stall_s=30.0)
+    for worker in ("w0", "w1"):
+        await actor.register_worker(worker, 1)
+    await actor.prepare_round(0, prompts(2), True)
+    (done,), (left,) = await actor.claim("w0"), await actor.claim("w1")
+    await actor.report(Report("w0", finished=((done.sample_id, output()),)))
+    await actor.wait_round()
+    return actor, left.sample_id
+
+
+def later(prompts):
+    return [prompt for prompt in prompts(4) if prompt.uid > "0/1"]
+
+
+def test_next_round_is_prepared_once_all_workers_have_settled(prompts, output):
+    async def life():
+        actor, left = await played(prompts, output)
+        preparing = asyncio.ensure_future(actor.prepare_round(1, later(prompts), True))
+        await actor.settled("w0")
+        await asyncio.sleep(0.01)
+        waited = not preparing.done()
+        await actor.report(Report("w1", interrupted=(left,)))
+        await actor.settled("w1")
+        return waited, await asyncio.wait_for(preparing, 5)
+
+    waited, start = asyncio.run(life())
+    # The batch is not taken yet: its group is ready and counts.
+    assert waited and start.carried_groups == 2 and start.admitted == 0
+
+
+def test_figures_of_a_round_are_those_before_the_next_one_is_admitted(prompts, output):
+    async def life():
+        actor, _ = await played(prompts, output)
+        await actor.take_batch()
+        settling = asyncio.ensure_future(actor.settle())
+        preparing = asyncio.ensure_future(actor.prepare_round(1, later(prompts), True))
+        await actor.settled("w0")
+        await actor.settled("w1")
+        return await asyncio.wait_for(settling, 5), await preparing, await actor.metrics()
+
+    settled, start, now = asyncio.run(life())
+    assert start.admitted == 1
+    assert settled.metrics["inflight/groups"] == 1 and now["inflight/groups"] == 2
+
+
+def test_dead_worker_holds_nobody_up(prompts, output):
+    async def life():
+        actor, left = await played(prompts, output)
+        await actor.settled("w0")
+        settling = asyncio.ensure_future(actor.settle())
+        assert await actor.release_worker("w1") == 1
+        await asyncio.wait_for(settling, 5)
+        await actor.prepare_round(1, [], True)
+        return left, await actor.claim("w0")
+
+    left, (grant,) = asyncio.run(life())
+    assert grant.sample_id == left
+
+
+def test_worker_that_joins_between_rounds_has_nothing_to_settle(prompts, output):
+    async def life():
+        actor, _ = await played(prompts, output)
+        for worker in ("w0", "w1"):
+            await actor.settled(worker)
+        await actor.register_worker("w2", 4)
+        return await asyncio.wait_for(actor.prepare_round(1, later(prompts), True), 5)
+
+    assert asyncio.run(life()).admitted == 0
