@@ -184,11 +184,10 @@ class _Drive:
         self._all("begin", version, began)
         ended = self._unless_a_worker_ends(self._manager.wait_round.remote())
         waits = self._all("waited")
-        for verb in ("close_round", "interrupt"):
-            self._all(verb)
+        _get([*self._ask("close_round"), *self._ask("interrupt")], "workers and replicas to stop")
         quiet, quiet_at = time.monotonic(), time.time()
         groups = _get(self._manager.take_batch.remote(), "the batch")
-        quiescing = [worker.quiesce.remote() for worker in self._workers]
+        quiescing = self._ask("quiesce")
         settled = _get(self._manager.settle.remote(), "the manager to hear from all workers")
         _get(quiescing, "all workers to report")
         _get(self._manager.acknowledge.remote([group.uid for group in groups]), "the manager to forget the batch")
@@ -227,7 +226,10 @@ class _Drive:
         return sum(self._all(figure))
 
     def _all(self, verb: str, *args: Any) -> list[Any]:
-        return _get([getattr(worker, verb).remote(*args) for worker in self._workers], f"{verb} of all workers")
+        return _get(self._ask(verb, *args), f"{verb} of all workers")
+
+    def _ask(self, verb: str, *args: Any) -> list[Any]:
+        return [getattr(worker, verb).remote(*args) for worker in self._workers]
 
     def _cpu_s(self) -> float:
         times = self.manager_process.cpu_times()

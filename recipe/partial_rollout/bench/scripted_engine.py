@@ -27,6 +27,7 @@ class ScriptedReplica:
         self._waiting: dict[str, tuple[Decoding, int, asyncio.Future[int]]] = {}
         """by sample: the call, the tokens it is to make, and who awaits them"""
         self._timer: asyncio.TimerHandle | None = None
+        self._arming = False
         self.decoded = 0
         """tokens"""
 
@@ -44,39 +45,45 @@ class ScriptedReplica:
         self._waiting[sample_id] = decoding, left, future
         self._model.advance(self._now)
         self._model.add(decoding)
-        self._wake_at_next_end()
+        if not self._arming:
+            # Once for all that start together.
+            self._arming = True
+            asyncio.get_running_loop().call_soon(self._wake_at_next_end)
         return await future
 
     def interrupt(self) -> None:
-        """Every call ends with what it has."""
-        for decoding in self._model.interrupt(self._now):
-            self._end(decoding.id)
-        if self._timer is not None:
-            self._timer.cancel()
+        """The engine is quiet; the answers, with what each call has, are on their way."""
+        given_back = self._model.interrupt(self._now)
+        asyncio.get_running_loop().call_soon(self._end_all, [decoding.id for decoding in given_back])
+        self._cancel_timer()
 
     @property
     def _now(self) -> float:
         return time.monotonic() - self._began
 
-    def _wake_at_next_end(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+
+    def _wake_at_next_end(self) -> None:
+        self._arming = False
+        self._cancel_timer()
         if len(self._model):
             delay = max(0.0, self._model.next_end() - self._now)
             self._timer = asyncio.get_running_loop().call_later(delay, self._run_to_end)
 
     def _run_to_end(self) -> None:
         while len(self._model) and self._model.next_end() <= self._now:
-            for sample_id in self._model.run_to_event():
-                self._end(sample_id)
+            self._end_all(self._model.run_to_event())
         self._wake_at_next_end()
 
-    def _end(self, sample_id: str) -> None:
-        decoding, asked, future = self._waiting.pop(sample_id)
-        made = asked - decoding.left
-        self.decoded += made
-        if not future.done():
-            future.set_result(made)
+    def _end_all(self, sample_ids: list[str]) -> None:
+        for sample_id in sample_ids:
+            decoding, asked, future = self._waiting.pop(sample_id)
+            made = asked - decoding.left
+            self.decoded += made
+            if not future.done():
+                future.set_result(made)
 
 
 class ScriptedWorker(PartialRolloutAgentLoopWorker):
