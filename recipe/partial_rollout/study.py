@@ -17,6 +17,10 @@ BASELINE = "noPR"
 """name of the arm that all others are compared with"""
 HELD_OUT = re.compile(r"val-core/.*/mean@\d+")
 """verl's mean validation reward: of the current weights, on held-out prompts"""
+_OVERRIDES = "overrides.json"
+"""in a run's directory: what it was run with"""
+_UNLIKE = ("quickstart.dir", "trainer.default_local_dir", "trainer.total_training_steps", "trainer.total_epochs")
+"""keys that a run of the same study may differ in: where it lies, and how long it was, which ``is_complete`` sees"""
 _DEADLINE_S = 3600.0
 """for one run: twenty times what it takes on two cores"""
 
@@ -52,7 +56,11 @@ class Study:
         return self.out / arm.name / f"seed_{seed}"
 
     def is_complete(self, arm: Arm, seed: int) -> bool:
-        """Whether the run has trained ``steps`` steps and, if it is the recipe's, ended by itself."""
+        """Whether the run has trained ``steps`` steps and, if it is the recipe's, ended by itself.
+
+        Raises:
+            StudyError: its directory holds a run with other overrides, which this study would be mixed with.
+        """
         directory = self.directory(arm, seed)
         try:
             lines = (directory / "metrics.jsonl").read_text().splitlines()
@@ -60,7 +68,22 @@ class Study:
             steps = [line["step"] for line in map(json.loads, lines) if "training/global_step" in line["data"]]
         except (OSError, ValueError, KeyError):
             return False
-        return bool(ended) and max(steps, default=0) == self.steps
+        complete = bool(ended) and max(steps, default=0) == self.steps
+        if complete:
+            self._check_alike(directory / _OVERRIDES, self._overrides(arm, seed))
+        return complete
+
+    @staticmethod
+    def _check_alike(path: Path, asked: dict[str, str]) -> None:
+        if not path.exists():
+            return
+        found = json.loads(path.read_text())
+        for key in sorted({*found, *asked} - {*_UNLIKE}):
+            if found.get(key) != asked.get(key):
+                raise StudyError(
+                    f"{path.parent} was run with {found.get(key, f'no {key}')}, this study has "
+                    f"{asked.get(key, 'none')}: choose another OUT, or remove the run"
+                )
 
     def missing(self) -> Iterator[tuple[Arm, int]]:
         """Seed by seed, so that a study that is cut short has every arm."""
@@ -69,8 +92,8 @@ class Study:
                 if not self.is_complete(arm, seed):
                     yield arm, seed
 
-    def command(self, arm: Arm, seed: int) -> list[str]:
-        """The command line of one run; an arm's overrides win over the study's."""
+    def _overrides(self, arm: Arm, seed: int) -> dict[str, str]:
+        """By key; an arm's win over the study's."""
         overrides = [
             f"quickstart.dir={self.out}",
             *self.overrides,
@@ -83,21 +106,18 @@ class Study:
             f"actor_rollout_ref.rollout.seed={seed}",
             *arm.overrides,
         ]
-        last = {override.split("=", 1)[0].lstrip("+"): override for override in overrides}
-        return [
-            sys.executable,
-            "-m",
-            *arm.program,
-            "--config-name",
-            self.config_name,
-            *last.values(),
-        ]
+        return {override.split("=", 1)[0].lstrip("+"): override for override in overrides}
+
+    def command(self, arm: Arm, seed: int) -> list[str]:
+        """The command line of one run."""
+        overrides = self._overrides(arm, seed).values()
+        return [sys.executable, "-m", *arm.program, "--config-name", self.config_name, *overrides]
 
     def run_missing(self) -> int:
         """Run what is missing, one after the other; returns how many runs that were.
 
         Raises:
-            StudyError: a run failed; what was complete stays, and the next call goes on from it.
+            StudyError: a run failed; what was complete stays, and the next call goes on from it. Or see ``is_complete``.
         """
         count = 0
         for arm, seed in self.missing():
@@ -106,6 +126,7 @@ class Study:
             for leftover in ("metrics.jsonl", "trace.jsonl", "run.json"):
                 (directory / leftover).unlink(missing_ok=True)
             directory.mkdir(parents=True, exist_ok=True)
+            (directory / _OVERRIDES).write_text(json.dumps(self._overrides(arm, seed), indent=2) + "\n")
             print(f"== {arm.name}, seed {seed}: {self.steps} steps ==", flush=True)
             terminal = directory / "terminal.log"
             env = {**os.environ, "VERL_FILE_LOGGER_PATH": str((directory / "metrics.jsonl").absolute())}

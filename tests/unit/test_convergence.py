@@ -1,6 +1,9 @@
 """The convergence study over runs whose figures can be worked out by hand."""
 
 import json
+import subprocess
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,14 +13,14 @@ from recipe.partial_rollout.convergence.arms import Bound, arms, bound_of
 from recipe.partial_rollout.convergence.curves import ArmCurve, curve_of, gap
 from recipe.partial_rollout.convergence.document import label, table
 from recipe.partial_rollout.report.run_record import load_run
-from recipe.partial_rollout.study import Study
+from recipe.partial_rollout.study import Study, StudyError
 
 STEPS = 4
 
 
 def write_run(directory, rewards, *, staleness=0, complete=True, arm="PR"):
     """A run of two groups a step with these mean rewards."""
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     run = {
         "arm": arm,
         "experiment": "tiny",
@@ -110,6 +113,23 @@ def test_complete_run_is_not_run_again(tmp_path):
     missing = {(arm.name, seed) for arm, seed in study.missing()}
     assert ("corrected_4", 1) not in missing
     assert {("corrected_4", 2), ("noPR", 1), ("noPR", 2), ("uncorrected_4", 1)} < missing
+
+
+def test_run_with_other_overrides_is_not_taken_for_one_of_the_study(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(returncode=0))
+    small = build_study(tmp_path, seeds=(1,), overrides=("data.train_batch_size=8",))
+    assert small.run_missing() == 3
+    arm = small.arms[1]
+    write_run(small.directory(arm, 1), [0.0] * STEPS)
+    assert small.is_complete(arm, 1)
+    large = build_study(tmp_path, seeds=(1,), overrides=("data.train_batch_size=16",))
+    with pytest.raises(
+        StudyError, match=r"was run with data.train_batch_size=8, this study has data.train_batch_size=16"
+    ):
+        list(large.missing())
+    # More of the same is no other study.
+    longer = replace(small, steps=STEPS + 1)
+    assert not longer.is_complete(arm, 1)
 
 
 def test_override_of_the_user_gives_way_to_the_arms(tmp_path):
