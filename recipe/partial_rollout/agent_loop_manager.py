@@ -16,7 +16,6 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,34 +31,16 @@ from recipe.partial_rollout.batch import assemble_batch
 from recipe.partial_rollout.failures import one_line
 from recipe.partial_rollout.llm_client import EngineCall, PartialRolloutLLMClient
 from recipe.partial_rollout.manager_actor import ManagerActor
-from recipe.partial_rollout.manager_messages import RolloutFailedError, RoundEnd, RoundStart, Settled
+from recipe.partial_rollout.manager_messages import RolloutFailedError, RoundStart, Settled
 from recipe.partial_rollout.observed_manager import ObservedAgentLoopManager, RolloutSite
 from recipe.partial_rollout.overlap_control import OverlapControl
+from recipe.partial_rollout.played_round import PlayedRound, check_batch
 from recipe.partial_rollout.server_control import within
 from recipe.partial_rollout.stop import StopTraining
 from recipe.partial_rollout.types import TakenGroup
 from recipe.partial_rollout.worker_pool import WorkerPool, result_of
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Played:
-    """A round whose batch the trainer has, while workers still report of it; moments in unix seconds."""
-
-    step: int
-    start: RoundStart
-    end: RoundEnd
-    began: float
-    opened_at: float
-    """engine calls were allowed"""
-    quiet_at: float
-    """no engine ran any more"""
-    groups: list[TakenGroup]
-    quiescing: list[Any]
-    """references: each worker has reported everything"""
-    settled: Any
-    """reference: ``Settled``"""
 
 
 class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
@@ -84,7 +65,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         )
         self._unacknowledged: list[TakenGroup] = []
         self._step = 0
-        self._played: _Played | None = None
+        self._played: PlayedRound | None = None
         self._prepared: Any = None
         """reference: ``RoundStart`` of the next round"""
         self._known_restarts = 0
@@ -179,8 +160,8 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         quiet_at = time.time()
         groups = await self._supervised(result_of(self._manager.take_batch.remote()), "taking the batch")
         self._unacknowledged = groups
-        self._check_batch(groups)
-        self._played = _Played(step, start, ended, began, opened_at, quiet_at, groups, *self._begin_collecting())
+        check_batch(groups, self._settings.batch_groups, self._settings.failures.max_masked_fraction)
+        self._played = PlayedRound(step, start, ended, began, opened_at, quiet_at, groups, *self._begin_collecting())
         if step < self._site.last_step:
             await self._prepare(version + 1)
         slot_uids = list(slots.non_tensor_batch["uid"][:: self._settings.samples_per_group])
@@ -188,19 +169,6 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         batch = assemble_batch(groups, slot_uids, rollout.prompt_length, rollout.response_length, self._site.pad_id)
         batch.meta_info["timing"] = metrics.timing_metrics(groups)
         return batch
-
-    def _check_batch(self, groups: list[TakenGroup]) -> None:
-        size, limit = self._settings.batch_groups, self._settings.failures.max_masked_fraction
-        if len(groups) != size:
-            raise RolloutFailedError(f"the data ran out with {len(groups)} groups ready; a batch needs {size}")
-        outputs = [output for group in groups for output in group.outputs]
-        masked = sum(output.masked for output in outputs)
-        if masked > limit * len(outputs):
-            error = next(output.extra_fields["sample_error"] for output in outputs if output.masked)
-            raise RolloutFailedError(
-                f"{masked} of the {len(outputs)} samples of a batch failed for good, more than "
-                f"partial_rollout.failures.max_masked_fraction={limit:g}; one of them: {error}"
-            )
 
     async def _prepare(self, version: int) -> None:
         """Have the manager grant the samples of the round under ``version`` as soon as the last one is settled."""
@@ -289,23 +257,19 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
     async def _take_calls(self) -> tuple[EngineCall, ...]:
         return tuple(call for calls in await self._pool.ask("take_calls") for call in calls)
 
-    def _note_round(self, played: _Played, settled: Settled, calls: tuple[EngineCall, ...]) -> None:
+    def _note_round(self, played: PlayedRound, settled: Settled, calls: tuple[EngineCall, ...]) -> None:
         step, version, groups = played.step, played.step - 1, played.groups
         assert self._site.ledger is not None
         self._site.ledger.admitted(step, version, played.end.admitted)
         phase = metrics.RolloutPhase(played.began, played.quiet_at, calls)
-        first_call = min((call.start for call in calls), default=played.opened_at)
-        interrupt_s = phase.end - played.end.decided_at
-        resume_s = max(0.0, first_call - played.opened_at)
+        waits = played.waits(settled, calls)
         if self._overlap is not None:
             self._overlap.observe(phase.calls, [[output.response_length for output in g.outputs] for g in groups])
         self._step_metrics = {
             **metrics.phase_metrics(phase, self.full_concurrency, self.full_tokens_per_s),
             **metrics.batch_metrics(groups, version),
             **settled.metrics,
-            "rollout/interrupt_s": interrupt_s,
-            "rollout/resume_s": resume_s,
-            "rollout/collect_s": max(0.0, settled.at - played.quiet_at),
+            **{f"rollout/{name}": seconds for name, seconds in waits.items()},
             "overlap": played.start.carried_groups / self._settings.batch_groups,
             "admission/admitted_this_round": played.start.admitted,
             "failures/workers_restarted": self._pool.restarted,
@@ -318,8 +282,8 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             start=phase.start,
             end=phase.end,
             calls=phase.calls,
-            interrupt_s=interrupt_s,
-            resume_s=resume_s,
+            interrupt_s=waits["interrupt_s"],
+            resume_s=waits["resume_s"],
             trained=metrics.trained_records(groups, version),
             carried_groups=played.start.carried_groups,
             lost_samples=int(settled.metrics["lost_samples"]),
