@@ -64,6 +64,7 @@ class ManagerActor:
         self._retries: set[asyncio.Task[None]] = set()
         self._unsettled: set[str] = set()
         """workers that may have something to report of the round that is over"""
+        self._suspended = False
         self._settled = Settled(time.time(), self._manager.metrics())
         self._changed = asyncio.Condition()
         self._failure: str | None = None
@@ -93,6 +94,7 @@ class ManagerActor:
             self._manager.advance_version(version)
             carried = self._manager.carried_groups
             admitted = self._manager.open_round()
+            self._suspended = False
             self._changed.notify_all()
         return RoundStart(admitted, carried)
 
@@ -100,7 +102,7 @@ class ManagerActor:
         """Wait until the batch is complete; no sample can be claimed from then on. The engines run from this call on."""
         self._progress.touch()
         async with self._changed:
-            while not self._manager.round_complete():
+            while not self._suspended and not self._manager.round_complete():
                 self._raise_failure()
                 await self._wait(max(0.1, self._stall_s - self._progress.idle_s))
                 stalled = self._progress.idle_s >= self._stall_s and not self._retries
@@ -110,12 +112,15 @@ class ManagerActor:
                         f"(partial_rollout.deadlines.stall_s={self._stall_s:g}); "
                         f"{self._manager.unfinished_report()}"
                     )
+            if self._suspended:
+                # Nobody waits any more: a batch that the last reports complete belongs to the checkpoint.
+                return RoundEnd(decided_at=time.time())
             self._unsettled = set(self._manager.workers)
             return RoundEnd(decided_at=time.time(), admitted=self._manager.close_round())
 
     async def suspend_round(self) -> None:
         """End the round before its batch is complete, to checkpoint and stop: no sample can be claimed from here on."""
-        self._unsettled = set(self._manager.workers)
+        self._suspended, self._unsettled = True, set(self._manager.workers)
         await self._change(self._manager.suspend_round)
 
     async def settle(self) -> Settled:

@@ -69,6 +69,26 @@ def test_dead_worker_holds_nobody_up(prompts, output):
     assert grant.sample_id == left
 
 
+def test_batch_that_is_complete_after_the_round_was_suspended_stays_where_it_is(prompts, output):
+    async def life():
+        actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 1.0, 2, 1, 4), Policy.BOUNDED, stall_s=30.0)
+        await actor.register_worker("w0", 1)
+        await actor.prepare_round(0, prompts(1), True)
+        (grant,) = await actor.claim("w0")
+        waiting = asyncio.ensure_future(actor.wait_round())
+        await asyncio.sleep(0.01)
+        await actor.suspend_round()
+        await actor.settled("w0")
+        await actor.report(Report("w0", finished=((grant.sample_id, output()),)))
+        ended = await asyncio.wait_for(waiting, 5)
+        settled = await asyncio.wait_for(actor.settle(), 5)
+        return ended, settled, actor._manager._state.admitted
+
+    ended, settled, admitted = asyncio.run(life())
+    assert ended.admitted == () and admitted == ["0/0"]
+    assert settled.metrics["inflight/groups"] == 1
+
+
 def test_worker_that_joins_between_rounds_has_nothing_to_settle(prompts, output):
     async def life():
         actor, _ = await played(prompts, output)
