@@ -106,6 +106,8 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             StopTraining: the user asked for it; the round is interrupted, and the manager knows of everything decoded.
         """
         if prompts.meta_info.get("validate", False):
+            # The calls of the last round are not validation's.
+            await self._settle()
             output = await super().generate_sequences(prompts)
             return output
         return await self._round(prompts)
@@ -163,26 +165,26 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         check_batch(groups, self._settings.batch_groups, self._settings.failures.max_masked_fraction)
         self._played = PlayedRound(step, start, ended, began, opened_at, quiet_at, groups, *self._begin_collecting())
         if step < self._site.last_step:
-            await self._prepare(version + 1)
+            self._prepare(version + 1, ended.wanted)
         slot_uids = list(slots.non_tensor_batch["uid"][:: self._settings.samples_per_group])
         rollout = self.rollout_config
         batch = assemble_batch(groups, slot_uids, rollout.prompt_length, rollout.response_length, self._site.pad_id)
         batch.meta_info["timing"] = metrics.timing_metrics(groups)
         return batch
 
-    async def _prepare(self, version: int) -> None:
+    def _prepare(self, version: int, wanted: int) -> None:
         """Have the manager grant the samples of the round under ``version`` as soon as the last one is settled."""
         source = self._site.source
         assert source is not None
-        await self._steer()
-        prompts = source.take(await self._manager.wanted.remote())
+        prompts = source.take(wanted)
         self._prepared = self._manager.prepare_round.remote(version, prompts, source.open)
 
     async def _open_round(self, version: int) -> tuple[RoundStart, float]:
         """With the moment from which the workers could call the engines (unix seconds)."""
         await self._meet_new_replicas()
+        await self._steer()
         if self._prepared is None:
-            await self._prepare(version)
+            self._prepare(version, await self._manager.wanted.remote())
         start = await self._readied()
         self._prepared = None
         opened_at = time.time()
@@ -198,15 +200,17 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         if self._played is None:
             return
         played, self._played = self._played, None
+        waiting_since = time.time()
         settled = await self._supervised(
             self._collect(played.quiescing, played.settled), "collecting the interrupted samples"
         )
-        self._note_round(played, settled, await self._take_calls())
+        settle_s = time.time() - waiting_since
+        self._note_round(played, settled, await self._take_calls(), settle_s)
         if self._prepared is not None:
             await self._supervised(self._readied(), "preparing the next round")
 
     async def _steer(self) -> None:
-        """Put into force what the overlap control has decided since the last round, if it has."""
+        """Put into force, for rounds that are yet to be prepared, what the overlap control has decided."""
         if self._overlap is not None and (decision := self._overlap.poll()) is not None:
             await self._manager.set_overlap.remote(decision.overlap)
             tqdm.write(f"partial_rollout.overlap is now {decision.overlap:g}: {decision.reason}")
@@ -257,12 +261,14 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
     async def _take_calls(self) -> tuple[EngineCall, ...]:
         return tuple(call for calls in await self._pool.ask("take_calls") for call in calls)
 
-    def _note_round(self, played: PlayedRound, settled: Settled, calls: tuple[EngineCall, ...]) -> None:
+    def _note_round(
+        self, played: PlayedRound, settled: Settled, calls: tuple[EngineCall, ...], settle_s: float
+    ) -> None:
         step, version, groups = played.step, played.step - 1, played.groups
         assert self._site.ledger is not None
         self._site.ledger.admitted(step, version, played.end.admitted)
         phase = metrics.RolloutPhase(played.began, played.quiet_at, calls)
-        waits = played.waits(settled, calls)
+        waits = {**played.waits(settled, calls), "settle_s": settle_s}
         if self._overlap is not None:
             self._overlap.observe(phase.calls, [[output.response_length for output in g.outputs] for g in groups])
         self._step_metrics = {

@@ -90,6 +90,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
 
     async def quiesce(self) -> None:
         """Return once no engine call is under way and the manager knows of everything that happened, and that it does."""
+        self._raise_unreported()
         while self._calling or self._outbox or (self._sending is not None and not self._sending.done()):
             self._quiet.clear()
             await self._quiet.wait()
@@ -154,6 +155,9 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     @contextlib.asynccontextmanager
     async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
         """Entered once the sample holds a slot in an open round."""
+        if sample.has_unsent and not self._gate.is_open:
+            # A checkpoint may come before its next call.
+            self.note(sample)
         await self._gate.wait(sample.id)
         self._calling.add(sample.id)
         try:

@@ -38,11 +38,11 @@ class Deadlines:
     stall_s: float = 1800.0
     """without any sample reporting in an open round"""
     grant_s: float = 7200.0
-    """for an interrupted sample to be granted a slot again: longer than the longest step"""
+    """for a sample to be granted a slot, or to be granted one again, in an open round: longer than the longest step"""
     reward_s: float = 300.0
     """for one call of the reward function"""
     interrupt_s: float = 60.0
-    """for all replicas to become quiet, or to resume"""
+    """for all replicas to become quiet, or to resume; for samples to be collected, or granted, once that is waited for"""
     weight_sync_s: float = 600.0
     """for one weight sync"""
     worker_start_s: float = 300.0

@@ -45,6 +45,10 @@ class GrantGate:
         """``sample_id`` has ended."""
         self._granted.pop(sample_id, None)
 
+    def granted(self, sample_id: str) -> bool:
+        """Whether ``sample_id`` holds a slot."""
+        return sample_id in self._granted and self._granted[sample_id].is_set()
+
     def holds(self, sample_id: str) -> bool:
         """Whether ``sample_id`` is live here, with or without a slot."""
         return sample_id in self._granted
@@ -64,6 +68,6 @@ class GrantGate:
                     await self._open.wait()
         except TimeoutError as error:
             raise GrantTimeoutError(
-                f"sample {sample_id} was not granted a slot within {self._deadline_s:g} s "
+                f"sample {sample_id} was not granted a slot in an open round within {self._deadline_s:g} s "
                 f"(partial_rollout.deadlines.grant_s); is the trainer still stepping?"
             ) from error

@@ -59,6 +59,10 @@ class LiveSample:
         self._unsent_tools.append(result)
         self.keeper.note(self)
 
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent or self._unsent_tools)
+
     def take_unsent(self) -> tuple[tuple[Segment, ...], tuple[dict[str, Any], ...]]:
         """Segments and tool results since the last time this was asked."""
         unsent = tuple(self._unsent), tuple(self._unsent_tools)

@@ -116,7 +116,7 @@ class ManagerActor:
                 # Nobody waits any more: a batch that the last reports complete belongs to the checkpoint.
                 return RoundEnd(decided_at=time.time())
             self._unsettled = set(self._manager.workers)
-            return RoundEnd(decided_at=time.time(), admitted=self._manager.close_round())
+            return RoundEnd(time.time(), self._manager.close_round(), self._manager.wanted)
 
     async def suspend_round(self) -> None:
         """End the round before its batch is complete, to checkpoint and stop: no sample can be claimed from here on."""

@@ -36,7 +36,9 @@ class RoundEnd:
     decided_at: float
     """unix seconds"""
     admitted: tuple[str, ...] = ()
-    """uids of the groups admitted since the last round ended, in order"""
+    """uids of the groups admitted since the last batch was taken, in order"""
+    wanted: int = 0
+    """``PromptsManager.wanted``"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class ManagerState:
     unfinished: Counter[int | None] = field(default_factory=Counter)
     """unfinished groups by birth version; None: nothing of them has started"""
     admitted: list[str] = field(default_factory=list)
-    """uids admitted since the last round ended"""
+    """uids admitted since the last batch was taken"""
     paced: int = 0
     """prompts that admission held back at the start of the last round"""
 

@@ -88,7 +88,7 @@ class PromptsManager(SampleLifecycle):
     # -- rounds ----------------------------------------------------------------------------------------------------
 
     def advance_version(self, version: int) -> None:
-        """The engines hold the weights of ``version`` from here on."""
+        """What is claimed from here on is decoded by the weights of ``version``."""
         if version < self.version:
             raise RuntimeError(f"policy version went from {self.version} back to {version}")
         self._state.version = version
@@ -114,10 +114,9 @@ class PromptsManager(SampleLifecycle):
         self._admission = replace(self._admission, overlap=overlap)
 
     def close_round(self) -> tuple[str, ...]:
-        """No more claims: running samples are about to be interrupted; returns the uids admitted since the last close."""
+        """No more claims: running samples are about to be interrupted; returns the uids admitted since the last batch."""
         self.round_open = False
-        admitted, self._state.admitted = tuple(self._state.admitted), []
-        return admitted
+        return tuple(self._state.admitted)
 
     def suspend_round(self) -> None:
         """No more claims, before the batch is complete: the run is to be checkpointed and to end."""
@@ -177,6 +176,7 @@ class PromptsManager(SampleLifecycle):
                 state.ready.remove(group)
         else:
             batch = state.ready.take(size)
+        state.admitted = []
         for group in batch:
             group.handed_over = GroupState.TAKEN
             state.taken[group.uid] = state.groups.pop(group.uid)

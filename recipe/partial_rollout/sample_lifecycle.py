@@ -57,7 +57,7 @@ class SampleLifecycle:
 
     @property
     def version(self) -> int:
-        """Of the weights that the engines hold."""
+        """Of the weights that decode what is claimed."""
         return self._state.version
 
     @property

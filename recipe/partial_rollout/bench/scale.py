@@ -2,9 +2,10 @@
 
 Overhead is the share of a round's slot time that is lost to scheduling: what slots wait from its opening until they
 decode, and all of them from the decision to interrupt until the engines are quiet. (A round's length says little: what a
-late round leaves undone, the next one has decoded already.) Collecting what was interrupted and preparing the next round
-take place while the trainer updates: their seconds are what the update may not be shorter than. All actors share this
-machine, so what workers cost on nodes of their own is counted against it.
+late round leaves undone, the next one has decoded already.) Not counted: moving the batch to the trainer, which any rollout
+must; collecting what was interrupted and preparing the next round, which take place while the trainer updates (their
+seconds are what the update may not be shorter than). All actors share this machine, so what workers cost on nodes of
+their own is counted against it.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class ScaleRow:
     """of that: what the mean slot waited"""
     interrupt_s: float
     """from the decision to interrupt until no engine runs"""
+    take_s: float
+    """to hand the batch's outputs to the trainer, as any rollout must: no overhead"""
     collect_s: float
     """from then until the manager knows of every token"""
     prepare_s: float
@@ -146,6 +149,7 @@ def measure(replicas: int, curve: EngineCurve, lengths: LengthTrace, options: ar
         open_s=mean("open_s"),
         open_lost_s=mean("open_lost_s"),
         interrupt_s=mean("interrupt_s"),
+        take_s=mean("take_s"),
         collect_s=mean("collect_s"),
         prepare_s=mean("prepare_s"),
         trained_samples=int(sum(figures["trained_samples"] for figures in played)),
@@ -179,14 +183,17 @@ class _Drive:
     def round(self, version: int) -> dict[str, float]:
         """One round, from its preparation to its last report; seconds, tokens and the manager's CPU seconds."""
         decoded, cpu = self._total("decoded"), self._cpu_s()
-        prepare_s = self._prepare(version)
+        prepare_s, expected = self._prepare(version)
         began = time.monotonic()
         self._all("begin", version, began)
         ended = self._unless_a_worker_ends(self._manager.wait_round.remote())
-        waits = self._all("waited")
         _get([*self._ask("close_round"), *self._ask("interrupt")], "workers and replicas to stop")
         quiet, quiet_at = time.monotonic(), time.time()
         groups = _get(self._manager.take_batch.remote(), "the batch")
+        take_s = time.monotonic() - quiet
+        waits = self._all("waited")
+        if (started := sum(slots for _, _, slots in waits)) < expected:
+            raise RuntimeError(f"{started} samples of round {version} decoded; {expected} had been granted")
         quiescing = self._ask("quiesce")
         settled = _get(self._manager.settle.remote(), "the manager to hear from all workers")
         _get(quiescing, "all workers to report")
@@ -194,8 +201,9 @@ class _Drive:
         return {
             "round_s": quiet - began,
             "open_s": max(last for _, last, _ in waits),
-            "open_lost_s": sum(seconds for seconds, _, _ in waits) / sum(slots for _, _, slots in waits),
+            "open_lost_s": sum(seconds for seconds, _, _ in waits) / started,
             "interrupt_s": quiet_at - ended.decided_at,
+            "take_s": take_s,
             "collect_s": max(0.0, settled.at - quiet_at),
             "prepare_s": prepare_s,
             "decoded_tokens": self._total("decoded") - decoded,
@@ -203,8 +211,8 @@ class _Drive:
             "trained_samples": sum(len(group.outputs) for group in groups),
         }
 
-    def _prepare(self, version: int) -> float:
-        """Seconds until every sample that has a slot waits for the round to open."""
+    def _prepare(self, version: int) -> tuple[float, int]:
+        """Seconds until every sample that has a slot waits for the round to open, and how many they are."""
         began = time.monotonic()
         prompts = list(islice(self._prompts, _get(self._manager.wanted.remote(), "what the manager wants")))
         _get(self._manager.prepare_round.remote(version, prompts, True), "the manager to prepare a round")
@@ -213,8 +221,8 @@ class _Drive:
         while self._total("ready") < expected:
             if time.monotonic() - began > _DEADLINE_S:
                 raise TimeoutError(f"waited {_DEADLINE_S:g} s for {expected} samples to be ready for a round")
-            time.sleep(0.01)
-        return time.monotonic() - began
+            time.sleep(0.05)
+        return time.monotonic() - began, expected
 
     def _unless_a_worker_ends(self, reference: Any) -> Any:
         done, _ = ray.wait([reference, *self._serving], num_returns=1, timeout=_DEADLINE_S)
@@ -257,6 +265,7 @@ def _table(rows: list[ScaleRow]) -> Table:
         "last slot s",
         "mean slot s",
         "interrupt s",
+        "take s",
         "collect s",
         "prepare s",
         "manager CPU s",
@@ -274,6 +283,7 @@ def _table(rows: list[ScaleRow]) -> Table:
             f"{row.open_s:.2f}",
             f"{row.open_lost_s:.2f}",
             f"{row.interrupt_s:.2f}",
+            f"{row.take_s:.2f}",
             f"{row.collect_s:.2f}",
             f"{row.prepare_s:.2f}",
             f"{row.manager_cpu_s:.2f}",

@@ -100,7 +100,8 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
         self.tools = {}  # type: ignore[assignment]
         self._scripted = [ScriptedReplica(curve) for _ in range(replicas)]
         self._choice = ReplicaChoice({f"r{i}": replica for i, replica in enumerate(self._scripted)})
-        self._version = self._ready = 0
+        self._version = 0
+        self._at_gate: set[str] = set()
         self._idle_since = 0.0
         self._waited: list[float] = []
 
@@ -124,8 +125,8 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
         return sum(replica.decoded for replica in self._scripted)
 
     def ready(self) -> int:
-        """Samples that wait for the round to open."""
-        return self._ready
+        """Samples that hold a slot and wait for the round to open."""
+        return sum(map(self._gate.granted, self._at_gate))
 
     def waited(self) -> tuple[float, float, int]:
         """What the slots waited before they decoded in this round: seconds in all, those of the last one, and slots."""
@@ -151,9 +152,9 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
         length = kwargs["length"][int(sample.id.rpartition("#")[2])]
         done = sum(map(len, sample.replay_turn()))
         while done < length:
-            self._ready += 1
+            self._at_gate.add(sample.id)
             async with self.engine_call(sample):
-                self._ready -= 1
+                self._at_gate.discard(sample.id)
                 address, replica = self._choice.take(sample)
                 # What comes later takes a slot that has decoded already.
                 if len(self._waited) < self._capacity:
