@@ -34,13 +34,10 @@ _ASYNC = (
 _OURS = ("partial_rollout.drain=False", "partial_rollout.overlap=0.7")
 """at the end verl leaves its spare batch in flight, and so does the recipe; less of it, because staleness is overlap"""
 _TASK = (
-    "data.train_batch_size=8",
-    "actor_rollout_ref.actor.optim.lr=2e-4",
     "actor_rollout_ref.rollout.val_kwargs.n=4",
     "trainer.test_freq=1000000",
 )
-"""batches that do not saturate the engine by themselves, as on a replica of a cluster; the learning rate that they bear
-(``conf/convergence_cpu.yaml``); a validation at the end, of the weights that the arm has come to"""
+"""a validation at the end, of the weights that the arm has come to"""
 _SAMPLER = "trainer.v1.sampler.custom_sampler"
 
 ARMS = (
