@@ -128,9 +128,7 @@ def test_sample_that_no_round_comes_for_ends_the_run_by_its_deadline():
         manager, worker, serving = await start([[5], [60]], grant_s=0.2)
         await finish_round(manager, worker)
         await asyncio.sleep(0.4)
-        with pytest.raises(
-            RolloutFailedError, match=r"sample 0/1#0 was not granted a slot in an .* 0\.2 s.*grant_s"
-        ):
+        with pytest.raises(RolloutFailedError, match=r"sample 0/1#0 was not granted a slot in an .* 0\.2 s.*grant_s"):
             await asyncio.wait_for(manager.actor.wait_round(), 5)
         serving.cancel()
 
