@@ -34,10 +34,11 @@ _ASYNC = (
 _OURS = ("partial_rollout.drain=False", "partial_rollout.overlap=0.7")
 """at the end verl leaves its spare batch in flight, and so does the recipe; less of it, because staleness is overlap"""
 _TASK = (
+    "actor_rollout_ref.actor.optim.lr=2e-4",
     "actor_rollout_ref.rollout.val_kwargs.n=4",
     "trainer.test_freq=1000000",
 )
-"""a validation at the end, of the weights that the arm has come to"""
+"""a learning rate at which 24 steps reach the task's ceiling; a validation at the end, of the weights that the arm has come to"""
 _SAMPLER = "trainer.v1.sampler.custom_sampler"
 
 ARMS = (
