@@ -38,7 +38,7 @@ _TASK = (
     "actor_rollout_ref.rollout.val_kwargs.n=4",
     "trainer.test_freq=1000000",
 )
-"""a learning rate at which 24 steps reach the task's ceiling; a validation at the end, of the weights that the arm has come to"""
+"""a learning rate at which 24 steps reach the task's ceiling; a validation at the end, of the weights that the arm has"""
 _SAMPLER = "trainer.v1.sampler.custom_sampler"
 
 ARMS = (
