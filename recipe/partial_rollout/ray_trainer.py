@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.config import omega_conf_to_dataclass
@@ -30,6 +31,7 @@ from recipe.partial_rollout.ledger import NAME as LEDGER
 from recipe.partial_rollout.ledger import Ledger, RunSizes
 from recipe.partial_rollout.loss import corrected_ppo_loss
 from recipe.partial_rollout.observed_manager import RolloutSite
+from recipe.partial_rollout.policy_drift import PolicyDrift
 from recipe.partial_rollout.prompt_source import PromptSource, SlotLoader, rows_of
 from recipe.partial_rollout.proximal import ProximalPolicy
 from recipe.partial_rollout.run_trace import RunTrace
@@ -62,6 +64,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         self.resume_from = self._find_checkpoint(config)
         super().__init__(config, *args, **kwargs)
         self.step_line = StepLine(self.total_training_steps)
+        self.drift = PolicyDrift()
         self._phase_started: float | None = None
         self._gap: dict[str, float] = {}
         self._completed_step = step_of(self.resume_from)
@@ -271,11 +274,13 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """Adds the round's figures to what verl logs of a step, and prints the step in one line."""
+        """Adds the round's figures to what verl logs of a step, prints the step in one line, warns of drift."""
         ours = {f"partial_rollout/{k}": v for k, v in {**self._rollout.take_step_metrics(), **self._gap}.items()}
         self._gap = {}
         data = {**self.proximal.metrics(data, step), **ours}
         self.step_line.show(data, step)
+        if self.settings.enable and (warning := self.drift.observe(data, step)):
+            tqdm.write(warning)
         if "training/global_step" in data:
             self._completed_step = step
         return data
