@@ -205,7 +205,16 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             self._collect(played.quiescing, played.settled), "collecting the interrupted samples"
         )
         settle_s = time.time() - waiting_since
-        self._note_round(played, settled, await self._take_calls(), settle_s)
+        calls = await self._supervised(
+            within(
+                self._take_calls(),
+                self._settings.deadlines.interrupt_s,
+                "asking the agent-loop workers for their engine calls",
+                "interrupt_s",
+            ),
+            "collecting the engine calls",
+        )
+        self._note_round(played, settled, calls, settle_s)
         if self._prepared is not None:
             await self._supervised(self._readied(), "preparing the next round")
 

@@ -82,7 +82,7 @@ class Study:
             if found.get(key) != asked.get(key):
                 raise StudyError(
                     f"{path.parent} was run with {found.get(key, f'no {key}')}, this study has "
-                    f"{asked.get(key, 'none')}: choose another OUT, or remove the run"
+                    f"{asked.get(key, f'no {key}')}: choose another OUT, or remove the run"
                 )
 
     def missing(self) -> Iterator[tuple[Arm, int]]:
