@@ -1,10 +1,20 @@
-"""Tells early that training is about to fall apart: the policy runs away from the one that made its samples."""
+"""Tells early that training is about to fall apart: the policy runs away from the one that made its samples.
+
+python -m recipe.partial_rollout.policy_drift RUN...    # which steps of finished runs it warns of
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from statistics import median
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median
 from typing import Any
+
+from recipe.partial_rollout.report.fields import RunRecordError, read_lines
+from recipe.partial_rollout.report.table import Table
+from recipe.partial_rollout.study import HELD_OUT
 
 KL = "rollout_corr/kl"
 """verl's metric: mean log-ratio of the behaviour policy to the one before the update (nats a token)"""
@@ -37,3 +47,42 @@ class PolicyDrift:
             f"{usual:.5f} by the median so far): its reward is likely to fall. Lower actor_rollout_ref.actor.optim.lr "
             f"or partial_rollout.overlap, and go on from an earlier checkpoint"
         )
+
+
+def row_of(run: Path) -> list[str]:
+    """Of a finished run: its directory, steps, the steps of its warnings, and its reward at the end.
+
+    The reward is that of the last validation, or where there is none the mean of the last three batches.
+
+    Raises:
+        RunRecordError: ``metrics.jsonl`` cannot be read, or no step of it has ``KL``.
+    """
+    lines, _ = read_lines(run / "metrics.jsonl")
+    data = [line.values["data"] for line in lines if "training/global_step" in line.values["data"]]
+    if not any(KL in step for step in data):
+        raise RunRecordError(f"{run}: no step has {KL}, which algorithm.rollout_correction makes verl log")
+    drift = PolicyDrift()
+    warned = [str(i) for i, step in enumerate(data, 1) if drift.observe(step, i)]
+    validated = [value for step in data for key, value in step.items() if HELD_OUT.fullmatch(key)]
+    reward = validated[-1] if validated else mean(step["critic/score/mean"] for step in data[-3:])
+    return [str(run), str(len(data)), " ".join(warned) or "-", f"{reward:.3f}"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; exit code 2 for a directory that holds no such run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe.partial_rollout.policy_drift",
+        description="The steps of finished runs at which the drift warning sets in.",
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run directory: metrics.jsonl")
+    try:
+        rows = [row_of(run) for run in parser.parse_args(arguments).runs]
+    except RunRecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(Table("Policy drift", ["run", "steps", "warned at", "reward at the end"], rows).console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

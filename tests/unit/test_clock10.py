@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe.partial_rollout.clock10 import prepare
 from recipe.partial_rollout.clock10.dataset import draw_training, draw_validation, write_dataset
@@ -299,6 +300,23 @@ def test_warm_starts_with_equal_seeds_end_in_equal_weights(tokenizer):
         train(model, tokenizer, training_problems(), settings, seed=0)
     first, second = (list(model.parameters()) for model in models)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_warm_start_multiplies_nothing_in_bfloat16(tokenizer):
+    """Without bfloat16 instructions it would take five times as long."""
+    products = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func._schema.name in ("aten::mm", "aten::addmm"):
+                products.append(args[-1].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        train(build_model(0), tokenizer, training_problems(), WarmStart(steps=1, pool_size=32, threads=1), seed=0)
+    # Two products of each of Muon's five iterations, and one more, for each of 21 matrices, among the model's own.
+    assert len(products) > 300
+    assert set(products) == {torch.float32}
 
 
 def test_warm_start_lowers_the_loss(tokenizer):

@@ -1,6 +1,8 @@
 """A warning when the policy runs away from its samples, once, and none for the ups and downs of a run that is well."""
 
-from recipe.partial_rollout.policy_drift import KL, PolicyDrift
+import json
+
+from recipe.partial_rollout.policy_drift import KL, PolicyDrift, main
 
 
 def steps_of_warnings(values):
@@ -33,3 +35,28 @@ def test_warning_says_what_to_do():
     assert warning is not None
     for words in ("step 8", "rollout_corr/kl 0.0085, 0.00030 by the median", "optim.lr", "partial_rollout.overlap"):
         assert words in warning
+
+
+def write_run(directory, steps):
+    directory.mkdir()
+    lines = [{"step": i, "data": {"training/global_step": i, **step}} for i, step in enumerate(steps, 1)]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(directory)
+
+
+def test_command_says_of_each_run_where_it_warned_and_how_it_ended(tmp_path, capsys):
+    kl = [0.0002] * 8 + [0.0085, 0.0001, 0.0157]
+    fell = write_run(tmp_path / "fell", [{KL: value, "critic/score/mean": i / 10} for i, value in enumerate(kl)])
+    well = write_run(tmp_path / "well", [{KL: 0.0002, "critic/score/mean": 0.5, "val-core/x/mean@1": 0.875}] * 6)
+    assert main([fell, well]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [fell, "11", "9", "11", "0.900"] in rows
+    assert [well, "6", "-", "0.875"] in rows
+
+
+def test_command_refuses_what_is_no_run_of_pr(tmp_path, capsys):
+    assert main([str(tmp_path / "none")]) == 2
+    assert main([write_run(tmp_path / "noPR", [{"critic/score/mean": 0.5}])]) == 2
+    missing, uncorrected = capsys.readouterr().err.splitlines()
+    assert "metrics.jsonl" in missing
+    assert f"noPR: no step has {KL}" in uncorrected
