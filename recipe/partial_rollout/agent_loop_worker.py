@@ -22,6 +22,7 @@ from uuid import uuid4
 import numpy as np
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
+from recipe.partial_rollout import garbage
 from recipe.partial_rollout.failures import ReplicaError, one_line
 from recipe.partial_rollout.grant_gate import GrantGate, GrantTimeoutError
 from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
@@ -82,6 +83,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
 
     def open_round(self) -> None:
         """Engine calls are allowed from here on."""
+        garbage.hold()
         self._gate.open()
 
     def close_round(self) -> None:
@@ -95,6 +97,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             self._quiet.clear()
             await self._quiet.wait()
             self._raise_unreported()
+        garbage.release()
         await self._manager.settled.remote(self._name)
 
     # -- samples ---------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from recipe.partial_rollout import garbage
 from recipe.partial_rollout.admission import Admission
 from recipe.partial_rollout.failure_policy import FailurePolicy, FailureVerdict
 from recipe.partial_rollout.manager_codec import encode
@@ -100,6 +101,7 @@ class ManagerActor:
 
     async def wait_round(self) -> RoundEnd:
         """Wait until the batch is complete; no sample can be claimed from then on. The engines run from this call on."""
+        garbage.hold()
         self._progress.touch()
         async with self._changed:
             while not self._suspended and not self._manager.round_complete():
@@ -209,6 +211,7 @@ class ManagerActor:
         def book() -> None:
             self._unsettled.discard(worker)
             if not self._unsettled:
+                garbage.release()
                 self._settled = Settled(time.time(), self._manager.metrics())
 
         if worker in self._unsettled:

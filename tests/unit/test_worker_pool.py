@@ -36,6 +36,11 @@ class FakeWorker:
         self.open_round = Method(lambda: self._answer("open"))
         self.close_round = Method(lambda: self._answer("close"))
 
+    def end(self, error):
+        self.ended.set_exception(error)
+        # Not every test asks for it, and asyncio would complain when pytest has gone.
+        self.ended.exception()
+
     async def _answer(self, what):
         if self.ended.done():
             raise RayActorError
@@ -66,7 +71,7 @@ def test_dead_worker_is_replaced_under_a_new_name_and_its_samples_are_released()
         waiting = asyncio.create_task(pool.while_serving(main, "the round", release))
         await asyncio.sleep(0)
         dead = workers[1]
-        dead.ended.set_exception(RayActorError())
+        dead.end(RayActorError())
         await asyncio.sleep(0.05)
         assert not waiting.done() and workers[1] is not dead
         assert connected == ["agent_loop_worker_0", "agent_loop_worker_1", "agent_loop_worker_1.2"]
@@ -82,7 +87,7 @@ def test_worker_that_dies_once_too_often_ends_the_wait_by_name():
     async def run():
         pool, workers, *_, release = pool_of(1, restarts=0)
         await pool.start()
-        workers[0].ended.set_exception(RayActorError())
+        workers[0].end(RayActorError())
         with pytest.raises(WorkerLostError, match=r"agent_loop_worker_0 died during the round.*worker_restarts=0"):
             await pool.while_serving(asyncio.sleep(5), "the round", release)
 
@@ -93,7 +98,7 @@ def test_worker_that_fails_is_not_taken_for_dead():
     async def run():
         pool, workers, *_, release = pool_of(1)
         await pool.start()
-        workers[0].ended.set_exception(ValueError("a mistake"))
+        workers[0].end(ValueError("a mistake"))
         with pytest.raises(WorkerLostError, match="failed during the round: ValueError: a mistake"):
             await pool.while_serving(asyncio.sleep(5), "the round", release)
 
@@ -104,7 +109,7 @@ def test_question_to_all_is_answered_by_those_that_live():
     async def run():
         pool, workers, *_ = pool_of(2)
         await pool.start()
-        workers[0].ended.set_exception(RayActorError())
+        workers[0].end(RayActorError())
         assert await pool.ask("close_round") == ["close"]
 
     asyncio.run(run())
