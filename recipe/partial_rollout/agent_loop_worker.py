@@ -71,10 +71,10 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             self._raise_unreported()
             self._run(claim.result())
 
-    async def _probe_sample(self, row: dict[str, Any]) -> None:
+    async def _probe_sample(self, row: dict[str, Any], **sampling_params: Any) -> None:
         LIVE_SAMPLE.set(LiveSample(f"probe-{uuid4().hex}", keeper=_ProbeSlots(), priority=0))
         with contextlib.suppress(ProbeEndedError):
-            await super()._probe_sample(row)
+            await super()._probe_sample(row, **sampling_params)
 
     def use_replicas(self, servers: dict[str, Any]) -> None:
         """The replicas are these from here on (address to handle); between rounds."""

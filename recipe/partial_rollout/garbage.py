@@ -1,8 +1,8 @@
 """Full garbage collections wait for the end of a round.
 
-In one, Python looks at every object that a process has. Where 50,000 samples live, that took 1 to 3 s in which no report was
-heard and no slot filled, at moments that nobody chose (``bench scale`` at 1,024 replicas). While the trainer updates, nobody
-waits for it.
+In one, Python looks at every object that a process has. Where 50,000 samples live, that took 1 to 3 s in which no report
+was heard and no slot filled, at moments that nobody chose (``bench scale`` at 1,024 replicas). While the trainer updates,
+nobody waits for it.
 """
 
 from __future__ import annotations

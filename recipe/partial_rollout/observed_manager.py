@@ -137,10 +137,17 @@ class ObservedAgentLoopManager(AgentLoopManager):
     async def probe(self, rows: list[dict[str, Any]], seconds: float) -> float:
         """Keep the engines full through the whole path for twice ``seconds``; decoded tokens per second of the second half.
 
-        In the first half the engines compile, and their samples are younger, so cheaper to decode, than those of a round.
-        All samples are thrown away: nothing of the probe is trained.
+        Before that they are warmed up: on a machine without caches an engine may compile for longer than the probe
+        takes. In the first half the samples are younger, so cheaper to decode, than those of a round. All are thrown
+        away: nothing of the probe is trained.
         """
         share = math.ceil(self.full_concurrency / len(self.agent_loop_workers))
+        await within(
+            asyncio.gather(*[result_of(w.warm_up.remote(rows, share)) for w in self.agent_loop_workers]),
+            self._settings.deadlines.stall_s,
+            "warming the engines up",
+            "stall_s",
+        )
         calls, end = await self._keep_full(rows, share, 2 * seconds)
         tokens = sum(call.tokens_within(end - seconds, end) for call in calls)
         self._site.trace.probe(end - seconds, end, round(tokens), share * len(self.agent_loop_workers))

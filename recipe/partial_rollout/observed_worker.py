@@ -21,6 +21,8 @@ from verl.utils.rollout_trace import rollout_trace_attr
 from recipe.partial_rollout.failures import one_line
 from recipe.partial_rollout.llm_client import EngineCall, ObservedLLMClient
 
+_WARM_UP_TOKENS = 8
+
 
 class RewardError(RuntimeError):
     """The reward function failed or did not answer."""
@@ -88,6 +90,11 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         except Exception as error:
             raise RewardError(f"reward function failed on prompt {kwargs.get('uid')}: {one_line(error)}") from error
 
+    async def warm_up(self, rows: list[dict[str, Any]], concurrency: int) -> None:
+        """Have ``concurrency`` samples of a few tokens decoded: engines compile in their first steps."""
+        rows = [rows[index % len(rows)] for index in range(concurrency)]
+        await asyncio.gather(*[self._probe_sample(row, max_tokens=_WARM_UP_TOKENS) for row in rows])
+
     async def probe(self, rows: list[dict[str, Any]], concurrency: int) -> None:
         """Keep ``concurrency`` samples running through the whole path until ``end_probe``."""
         self._probe_over = asyncio.Event()
@@ -99,8 +106,9 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
 
         await asyncio.gather(*[keep_one(index) for index in range(concurrency)])
 
-    async def _probe_sample(self, row: dict[str, Any]) -> None:
-        await self._run_agent_loop(self._sampling_params(), trajectory_of(row), trace=False, **self._kwargs(row))
+    async def _probe_sample(self, row: dict[str, Any], **sampling_params: Any) -> None:
+        sampling_params = {**self._sampling_params(), **sampling_params}
+        await self._run_agent_loop(sampling_params, trajectory_of(row), trace=False, **self._kwargs(row))
 
     def end_probe(self) -> None:
         """Start no more probe samples."""

@@ -1,6 +1,7 @@
 """Between rounds: the manager prepares the next one when every worker has reported of the last, and not before."""
 
 import asyncio
+import gc
 
 from recipe.partial_rollout.admission import Admission, Mode
 from recipe.partial_rollout.manager_actor import ManagerActor
@@ -53,6 +54,17 @@ def test_figures_of_a_round_are_those_before_the_next_one_is_admitted(prompts, o
     settled, start, now = asyncio.run(life())
     assert start.admitted == 1
     assert settled.metrics["inflight/groups"] == 1 and now["inflight/groups"] == 2
+
+
+def test_garbage_is_collected_between_rounds(prompts, output):
+    async def life():
+        actor, _ = await played(prompts, output)
+        await actor.settled("w0")
+        held = gc.get_freeze_count() > 0
+        await actor.settled("w1")
+        return held, gc.get_freeze_count()
+
+    assert asyncio.run(life()) == (True, 0)
 
 
 def test_dead_worker_holds_nobody_up(prompts, output):

@@ -1,6 +1,7 @@
 """The worker's half of claims and reports: the real worker and manager in one process, on a scripted replica."""
 
 import asyncio
+import gc
 import time
 from types import SimpleNamespace
 
@@ -57,6 +58,31 @@ async def finish_round(manager, worker):
     groups = await manager.actor.take_batch()
     await manager.actor.acknowledge([group.uid for group in groups])
     return groups
+
+
+def test_probe_is_preceded_by_a_few_tokens_in_every_slot():
+    class Recording(ScriptedWorker):
+        async def _run_agent_loop(self, sampling_params, trajectory, *, agent_name, trace=True, **kwargs):
+            seen.append((sampling_params, kwargs["length"]))
+
+    seen = []
+    asyncio.run(Recording(CURVE, 1).warm_up([{"lengths": 50}, {"lengths": 60}], 3))
+    assert seen == [({"max_tokens": 8}, length) for length in (50, 60, 50)]
+
+
+def test_garbage_is_collected_once_everything_is_reported():
+    async def body():
+        manager, worker, serving = await start([[5]])
+        held = gc.get_freeze_count() > 0
+        await asyncio.wait_for(manager.actor.wait_round(), 20)
+        # The manager, here in the same process, would release it too.
+        manager.broken["settled"] = RuntimeError("not heard")
+        with pytest.raises(RuntimeError, match="not heard"):
+            await asyncio.wait_for(worker.quiesce(), 20)
+        serving.cancel()
+        return held, gc.get_freeze_count()
+
+    assert asyncio.run(body()) == (True, 0)
 
 
 def test_interrupted_sample_goes_on_in_its_worker_from_where_it_was():
