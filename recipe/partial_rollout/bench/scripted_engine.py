@@ -26,6 +26,8 @@ class ScriptedReplica:
         self._began = time.monotonic()
         self._waiting: dict[str, tuple[Decoding, int, asyncio.Future[int]]] = {}
         """by sample: the call, the tokens it is to make, and who awaits them"""
+        self._arrived: list[Decoding] = []
+        """calls that the model does not have yet"""
         self._timer: asyncio.TimerHandle | None = None
         self._arming = False
         self.decoded = 0
@@ -43,17 +45,17 @@ class ScriptedReplica:
         decoding = Decoding(sample_id, context, left)
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting[sample_id] = decoding, left, future
-        self._model.advance(self._now)
-        self._model.add(decoding)
+        self._arrived.append(decoding)
         if not self._arming:
-            # Once for all that start together.
+            # Once for all that arrive together: what the model of an engine costs must not delay the next call.
             self._arming = True
-            asyncio.get_running_loop().call_soon(self._wake_at_next_end)
+            asyncio.get_running_loop().call_soon(self._start_arrived)
         return await future
 
     def interrupt(self) -> None:
         """The engine is quiet; the answers, with what each call has, are on their way."""
-        given_back = self._model.interrupt(self._now)
+        given_back = [*self._model.interrupt(self._now), *self._arrived]
+        self._arrived.clear()
         asyncio.get_running_loop().call_soon(self._end_all, [decoding.id for decoding in given_back])
         self._cancel_timer()
 
@@ -65,8 +67,15 @@ class ScriptedReplica:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _wake_at_next_end(self) -> None:
+    def _start_arrived(self) -> None:
         self._arming = False
+        self._model.advance(self._now)
+        for decoding in self._arrived:
+            self._model.add(decoding)
+        self._arrived.clear()
+        self._wake_at_next_end()
+
+    def _wake_at_next_end(self) -> None:
         self._cancel_timer()
         if len(self._model):
             delay = max(0.0, self._model.next_end() - self._now)
