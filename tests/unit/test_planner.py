@@ -99,6 +99,14 @@ def test_curve_is_recovered_from_the_calls_of_an_engine_that_follows_it(curve):
     assert found.sample_s == pytest.approx(curve.sample_s, rel=0.01, abs=1e-7)
 
 
+def test_delay_beside_next_to_nothing_read_is_no_cost_of_reading():
+    """With kept blocks a resumption reads a few tokens, and takes some milliseconds for other reasons."""
+    ends = np.cumsum(np.full(40, 0.5))
+    calls = [call(0, end - 0.5, end, 100 if i % 2 else 90, 0 if i % 2 else 3) for i, end in enumerate(ends)]
+    calls += [call(0, end - 0.5, end - 0.2, 50, 0) for end in ends[:20]]
+    assert fit(calls).prefill_s == 0.0
+
+
 def test_cost_of_reading_again_is_recovered_too():
     curve = EngineCurve(2e-3, 1e-4, prefill_s=5e-5)
     rng = np.random.default_rng(0)

@@ -14,6 +14,8 @@ _PASSES = 8
 """of the fit, and as many with contexts; where the steps of a call lie in time follows from the curve that is looked for"""
 _HUBER = 4.0
 """times the median deviation: farther off, a call's weight falls with its distance; what is merely slow keeps its weight"""
+_FEWEST_READ = 0.1
+"""of the tokens decoded: fewer that were read again do not tell what reading costs, but what else resumption does"""
 _TINY_S = 1e-9
 """a step takes longer than nothing"""
 
@@ -105,6 +107,8 @@ def fit(calls: Iterable[CallSpan]) -> EngineCurve:
     Least squares, in which calls that are far off count less (Huber's weights): while an engine compiles, or a neighbour
     has its cores, calls take ten times as long as they should.
 
+    Where next to nothing was read again (kept KV blocks), what reading costs cannot be told, and counts as nothing.
+
     Calls of several rounds may be given together: replicas stand still between them. What a shortage of KV blocks costs is
     not told apart; nor is that of contexts where a call that was resumed does not say how far it was: the others have it.
 
@@ -121,6 +125,8 @@ def fit(calls: Iterable[CallSpan]) -> EngineCurve:
     tokens = np.concatenate([span.tokens for span in spans])
     seconds = np.concatenate([span.seconds for span in spans])
     read = np.concatenate([span.read_beside() for span in spans])
+    if sum(span.read_tokens for span in spans) < _FEWEST_READ * tokens.sum():
+        read = np.zeros_like(read)
     contexts_known = all(span.contexts_known for span in spans)
     curve, trust = EngineCurve(1.0, 0.0), np.ones(len(tokens))
     for i in range(2 * _PASSES):
@@ -172,6 +178,11 @@ class _Spans:
         self._running = self._between(np.ones(len(calls)))
         self._length = np.diff(moments)
         self._contexts = np.zeros(len(self._length))
+
+    @property
+    def read_tokens(self) -> float:
+        """That were read again."""
+        return float(self._read.sum())
 
     def means(self, curve: EngineCurve) -> tuple[np.ndarray, np.ndarray]:
         """[call], [call]: samples that ran at once and tokens in their contexts, averaged over its steps.
