@@ -14,7 +14,7 @@ from typing import Any
 
 from recipe.partial_rollout.report.fields import RunRecordError, read_lines
 from recipe.partial_rollout.report.table import Table
-from recipe.partial_rollout.study import HELD_OUT
+from recipe.partial_rollout.study import held_out_rewards
 
 KL = "rollout_corr/kl"
 """verl's metric: mean log-ratio of the behaviour policy to the one before the update (nats a token)"""
@@ -63,7 +63,7 @@ def row_of(run: Path) -> list[str]:
         raise RunRecordError(f"{run}: no step has {KL}, which algorithm.rollout_correction makes verl log")
     drift = PolicyDrift()
     warned = [str(i) for i, step in enumerate(data, 1) if drift.observe(step, i)]
-    validated = [value for step in data for key, value in step.items() if HELD_OUT.fullmatch(key)]
+    validated = held_out_rewards(data)
     reward = validated[-1] if validated else mean(step["critic/score/mean"] for step in data[-3:])
     return [str(run), str(len(data)), " ".join(warned) or "-", f"{reward:.3f}"]
 

@@ -7,9 +7,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 MAIN = ("recipe.partial_rollout.main_ppo",)
 """module and first arguments of the recipe's own training"""
@@ -23,6 +24,11 @@ _UNLIKE = ("quickstart.dir", "trainer.default_local_dir", "trainer.total_trainin
 """keys that a run of the same study may differ in: where it lies, and how long it was, which ``is_complete`` sees"""
 _DEADLINE_S = 3600.0
 """for one run: twenty times what it takes on two cores"""
+
+
+def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Of the validations among ``steps`` (verl's metrics of each), in their order."""
+    return [float(value) for step in steps for key, value in step.items() if HELD_OUT.fullmatch(key)]
 
 
 class StudyError(RuntimeError):

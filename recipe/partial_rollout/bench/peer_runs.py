@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from recipe.partial_rollout.report.fields import read_lines
-from recipe.partial_rollout.study import HELD_OUT
+from recipe.partial_rollout.study import held_out_rewards
 
 _STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
 """the recipe's and verl's name for the same: versions from a sample's first token to the update that trains it"""
@@ -66,7 +66,7 @@ def read_run(directory: Path, arm: str, repeat: int, samples_per_step: int) -> P
         name = next((name for name in _STALENESS if steps and f"{name}/{figure}" in steps[0]), None)
         return np.zeros(len(steps)) if name is None else column(f"{name}/{figure}")
 
-    validations = [value for step in steps for key, value in step.items() if HELD_OUT.fullmatch(key)]
+    validations = held_out_rewards(steps)
 
     def if_logged(key: str) -> np.ndarray | None:
         return column(key) if steps and key in steps[0] else None
