@@ -1,8 +1,8 @@
 """Entry point ``verl.plugins``: verl loads this module at ``import verl`` in every process.
 
 The CPU platform and its patches are installed only if the user asked for them with ``VERL_PLATFORM=cpu``; what every
-platform needs, ``pooled_reward_model``, is installed always. verl logs a plugin that fails to load at DEBUG and goes on;
-``verl_ext.check`` and the recipe's start-up both look at the result.
+platform needs, ``pooled_reward_model`` and ``weight_socket``, is installed always. verl logs a plugin that fails to load at
+DEBUG and goes on; ``verl_ext.check`` and the recipe's start-up both look at the result.
 """
 
 import os
@@ -26,9 +26,10 @@ def install() -> None:
 
 def install_everywhere() -> None:
     """Register the import hooks of the patches that have nothing to do with the platform. Safe to call twice."""
-    from verl_ext import pooled_reward_model
+    from verl_ext import pooled_reward_model, weight_socket
 
     pooled_reward_model.install()
+    weight_socket.install()
 
 
 if cpu_requested():

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from verl_ext import guard, like_length_batches
+from verl_ext import guard, like_length_batches, weight_socket
 from verl_ext.guard import UnsupportedVersionError, require
 
 pytestmark = pytest.mark.skipif(os.environ.get("VERL_PLATFORM") != "cpu", reason="VERL_PLATFORM=cpu is not set")
@@ -211,6 +212,35 @@ def test_classifiers_score_comes_with_extra_information_on_every_platform():
     )
     for platform in ("cpu", ""):
         assert python(code, VERL_PLATFORM=platform) == "{'reward_extra_info': {}, 'reward_score': 0.25}"
+
+
+def test_verl_still_names_weight_sockets_by_a_job_id_that_other_clusters_have_too():
+    import verl.workers.rollout.vllm_rollout.vllm_async_server as receiver
+    import verl.workers.rollout.vllm_rollout.vllm_rollout as sender
+
+    assert 'os.environ["VERL_RAY_JOB_ID"] = ray.get_runtime_context().get_job_id()' in inspect.getsource(receiver)
+    source = inspect.getsource(sender)
+    assert "job_id = ray.get_runtime_context().get_job_id()" in source
+    assert 'f"ipc:///tmp/rl-colocate-zmq-{job_id}-replica-{self.replica_rank}-rank-{local_rank}.sock"' in source
+
+
+def test_both_ends_of_a_weight_socket_are_named_by_their_ray_session(monkeypatch):
+    import verl.workers.rollout.vllm_rollout.vllm_async_server as receiver
+    import verl.workers.rollout.vllm_rollout.vllm_rollout as sender
+
+    def names(session):
+        context = SimpleNamespace(get_job_id=lambda: "01000000", get_session_name=lambda: session)
+        monkeypatch.setattr(weight_socket.ray, "get_runtime_context", lambda: context)
+        adapter = SimpleNamespace(zmq_handle="ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock")
+        weight_socket._name_sender(adapter)
+        monkeypatch.setenv("VERL_RAY_JOB_ID", "")
+        weight_socket._name_receiver(None)
+        return adapter.zmq_handle, f"ipc:///tmp/rl-colocate-zmq-{os.environ['VERL_RAY_JOB_ID']}-replica-0-rank-0.sock"
+
+    one, other = names("session_2026-01-01_00-00-00_000000_1"), names("session_2026-01-01_00-00-00_000000_2")
+    assert one[0] == one[1] != other[0] == other[1]
+    assert len(one[0].removeprefix("ipc://")) < 108
+    assert sender.ServerAdapter.__init__._names_its_socket and receiver.vLLMHttpServer.__init__._names_its_socket
 
 
 def test_patch_refuses_another_version():
