@@ -2,7 +2,7 @@
 
 After each round an engine curve is fitted to the calls of the last rounds, and the lengths they had are played through the
 planner's simulation with one notch more and one notch less in flight. One notch a round at most, by what
-it would gain.
+it would gain; a change of direction needs two measurements in a row, so that noise does not swing the window to and fro.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class OverlapControl:
         self._rounds: deque[_Round] = deque(maxlen=_ROUNDS)
         self._pending: Future[OverlapDecision | None] | None = None
         self._last: OverlapDecision | None = None
+        self._heading = 0.0
+        self._turn_asked = False
 
     @classmethod
     def of(cls, settings: PartialRolloutConfig, replicas: int) -> OverlapControl | None:
@@ -124,9 +126,21 @@ class OverlapControl:
         decision, self._pending = self._pending.result(), None
         if decision is None:
             return None
-        self._last, before = decision, self.overlap
+        before = self.overlap
+        self._last = decision = self._steadied(decision)
         self._admission = replace(self._admission, overlap=decision.overlap)
         return decision if decision.overlap != before else None
+
+    def _steadied(self, decision: OverlapDecision) -> OverlapDecision:
+        """The decision, or to stay where it is the first in a row to turn back."""
+        change = float(np.sign(decision.overlap - self.overlap))
+        turns = change != 0 and change == -self._heading
+        if turns and not self._turn_asked:
+            self._turn_asked = True
+            return replace(decision, overlap=self.overlap, reason=f"{decision.reason}: once more, and it turns back")
+        self._turn_asked = False
+        self._heading = change or self._heading
+        return decision
 
     def decide(self, rounds: Sequence[_Round]) -> OverlapDecision | None:
         """The next overlap after these rounds; None when they do not show how the engine's speed depends on its load."""

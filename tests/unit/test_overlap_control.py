@@ -7,7 +7,7 @@ import pytest
 
 from recipe.partial_rollout.admission import Admission, Mode
 from recipe.partial_rollout.llm_client import EngineCall
-from recipe.partial_rollout.overlap_control import OverlapControl
+from recipe.partial_rollout.overlap_control import OverlapControl, OverlapDecision
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.planner.forecast import forecast
 from recipe.partial_rollout.planner.lengths import lognormal
@@ -88,6 +88,27 @@ def test_calls_that_show_no_curve_change_nothing():
     control._pending.result(timeout=60)
     assert control.poll() is None and control.overlap == 1.0
     assert control.metrics() == {"overlap_auto/target": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("asked", "in_force"),
+    [
+        ("+ + +", [1.25, 1.5, 1.75]),
+        ("+ - + -", [1.25, 1.25, 1.5, 1.5]),
+        ("+ - = - -", [1.25, 1.25, 1.25, 1.25, 1.0]),
+        ("- + + + -", [0.75, 0.75, 1.0, 1.25, 1.25]),
+    ],
+)
+def test_it_turns_back_only_when_two_measurements_in_a_row_say_so(asked, in_force):
+    control, seen = build_control(), []
+    for ask in asked.split():
+        step = {"+": 0.25, "-": -0.25, "=": 0.0}[ask]
+        control.decide = lambda rounds, step=step: OverlapDecision(control.overlap + step, 0.0, 0.0, "measured")
+        control.observe([], [])
+        control._pending.result(timeout=60)
+        control.poll()
+        seen.append(control.overlap)
+    assert seen == in_force
 
 
 def test_notch_is_a_group_at_least():
