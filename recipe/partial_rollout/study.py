@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 MAIN = ("recipe.partial_rollout.main_ppo",)
 """module and first arguments of the recipe's own training"""
 BASELINE = "noPR"
@@ -20,6 +22,10 @@ HELD_OUT = re.compile(r"val-core/.*/mean@\d+")
 """verl's mean validation reward: of the current weights, on held-out prompts"""
 _OVERRIDES = "overrides.json"
 """in a run's directory: what it was run with"""
+MACHINE, STOLEN = "machine.json", "stolen_cpu"
+"""in a run's directory: how undisturbed the machine was, see ``stolen_cpu``"""
+_NOT_WORKING = ("idle", "iowait", "guest", "guest_nice")
+"""processor times of psutil: guests' are in ``user`` and ``nice`` already"""
 _UNLIKE = ("quickstart.dir", "trainer.default_local_dir", "trainer.total_training_steps", "trainer.total_epochs")
 """keys that a run of the same study may differ in: where it lies, and how long it was, which ``is_complete`` sees"""
 _DEADLINE_S = 3600.0
@@ -129,22 +135,38 @@ class Study:
         for arm, seed in self.missing():
             directory = self.directory(arm, seed)
             # verl's file logger appends: what a run that was cut off has left would be read with the new one.
-            for leftover in ("metrics.jsonl", "trace.jsonl", "run.json"):
+            for leftover in ("metrics.jsonl", "trace.jsonl", "run.json", MACHINE):
                 (directory / leftover).unlink(missing_ok=True)
             directory.mkdir(parents=True, exist_ok=True)
             (directory / _OVERRIDES).write_text(json.dumps(self._overrides(arm, seed), indent=2) + "\n")
             print(f"== {arm.name}, seed {seed}: {self.steps} steps ==", flush=True)
-            terminal = directory / "terminal.log"
-            env = {**os.environ, "VERL_FILE_LOGGER_PATH": str((directory / "metrics.jsonl").absolute())}
-            with terminal.open("w") as log:
-                command = self.command(arm, seed)
-                try:
-                    ended = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=env, timeout=_DEADLINE_S)
-                except subprocess.TimeoutExpired as error:
-                    raise StudyError(
-                        f"{arm.name}, seed {seed} did not end in {_DEADLINE_S:g} s: see {terminal}"
-                    ) from error
-            if ended.returncode:
-                raise StudyError(f"{arm.name}, seed {seed} ended with exit code {ended.returncode}: see {terminal}")
+            before = psutil.cpu_times()
+            self._run(arm, seed)
+            (directory / MACHINE).write_text(json.dumps({STOLEN: stolen_cpu(before, psutil.cpu_times())}) + "\n")
             count += 1
         return count
+
+    def _run(self, arm: Arm, seed: int) -> None:
+        directory = self.directory(arm, seed)
+        terminal = directory / "terminal.log"
+        env = {**os.environ, "VERL_FILE_LOGGER_PATH": str((directory / "metrics.jsonl").absolute())}
+        with terminal.open("w") as log:
+            command = self.command(arm, seed)
+            try:
+                ended = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=env, timeout=_DEADLINE_S)
+            except subprocess.TimeoutExpired as error:
+                raise StudyError(f"{arm.name}, seed {seed} did not end in {_DEADLINE_S:g} s: see {terminal}") from error
+        if ended.returncode:
+            raise StudyError(f"{arm.name}, seed {seed} ended with exit code {ended.returncode}: see {terminal}")
+
+
+def stolen_cpu(before: Any, after: Any) -> float | None:
+    """Share of the processors' working time between two ``psutil.cpu_times()`` in which the host ran something else.
+
+    None where the system does not tell. A virtual machine's only sign that its neighbours slow it down.
+    """
+    spent = {name: getattr(after, name) - getattr(before, name) for name in after._fields}
+    if "steal" not in spent:
+        return None
+    working = sum(seconds for name, seconds in spent.items() if name not in _NOT_WORKING)
+    return spent["steal"] / working if working else 0.0

@@ -1,6 +1,7 @@
 """The table of peers over runs whose figures can be worked out by hand."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from recipe.partial_rollout.bench.__main__ import main as bench
 from recipe.partial_rollout.bench.peer_runs import PeerRun, read_run
 from recipe.partial_rollout.bench.peers import ARMS, compare, table_of
-from recipe.partial_rollout.study import Study
+from recipe.partial_rollout.study import Study, stolen_cpu
 
 STEPS = 8
 
@@ -29,6 +30,7 @@ def build_run(arm, repeat, *, rollout_s=1.0, stale=0.0, full=None, tokens=1000.0
         ones,
         None,
         full,
+        None,
     )
 
 
@@ -58,6 +60,7 @@ def write_run(directory, *, rollout_s, staleness=None, ours=True):
         (directory / "run.json").write_text(json.dumps(facts))
         probe = {"event": "probe", "tokens_per_s": 1000.0}
         (directory / "trace.jsonl").write_text(json.dumps(probe) + "\n")
+        (directory / "machine.json").write_text(json.dumps({"stolen_cpu": 0.125}))
 
 
 def test_ratios_are_taken_within_a_repeat_and_then_their_median():
@@ -91,6 +94,7 @@ def test_every_trainers_staleness_is_read_under_its_own_name(tmp_path):
         run = read_run(tmp_path / name, "arm", 1, 4)
         assert (run.staleness == 1.5).all() and (run.staleness_max == 3.0).all() and (run.tokens == 400).all()
         assert run.full_tokens_per_s == (1000.0 if ours else None)
+        assert run.stolen_cpu == (0.125 if ours else None)
 
 
 def test_step_without_a_figure_is_named(tmp_path):
@@ -139,3 +143,15 @@ def test_every_arm_composes(tmp_path):
             config = compose("quickstart_cpu", overrides=overrides)
         assert config.trainer.use_v1 == arm.name.startswith("v1")
     assert table_of(compare([build_run(arm.name, 1) for arm in ARMS])).rows[0][0] == "noPR"
+
+
+def test_stolen_cpu_is_a_share_of_the_time_in_which_processors_were_wanted():
+    def times(**seconds):
+        fields = dict.fromkeys(("user", "nice", "system", "idle", "iowait", "steal", "guest"), 0.0) | seconds
+        return SimpleNamespace(_fields=tuple(fields), **fields)
+
+    start = times(user=10.0, idle=50.0, steal=1.0)
+    assert stolen_cpu(start, times(user=15.0, nice=4.0, idle=90.0, steal=2.0, guest=3.0)) == 0.1
+    assert stolen_cpu(start, start) == 0.0
+    other_system = SimpleNamespace(_fields=("user", "idle"), user=1.0, idle=1.0)
+    assert stolen_cpu(other_system, other_system) is None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from recipe.partial_rollout.report.fields import read_lines
-from recipe.partial_rollout.study import held_out_rewards
+from recipe.partial_rollout.study import MACHINE, STOLEN, held_out_rewards
 
 _STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
 """the recipe's and verl's name for the same: versions from a sample's first token to the update that trains it"""
@@ -41,6 +42,8 @@ class PeerRun:
     """reward of the last validation: of the weights at its end; None: there was none"""
     full_tokens_per_s: float | None
     """of the engine kept full, where the run measured it"""
+    stolen_cpu: float | None
+    """share of the run's processor time that the host gave to others (``study.stolen_cpu``); None: not noted"""
 
     def ms_per_1000(self, seconds: np.ndarray, steps: slice) -> float:
         """``seconds`` (rollout or whole step) for 1,000 trained tokens, over ``steps``."""
@@ -85,7 +88,12 @@ def read_run(directory: Path, arm: str, repeat: int, samples_per_step: int) -> P
         reward=column("critic/score/mean"),
         held_out=validations[-1] if validations else None,
         full_tokens_per_s=_probed(directory / "trace.jsonl"),
+        stolen_cpu=_stolen(directory / MACHINE),
     )
+
+
+def _stolen(path: Path) -> float | None:
+    return json.loads(path.read_text())[STOLEN] if path.exists() else None
 
 
 def _probed(trace: Path) -> float | None:

@@ -208,6 +208,7 @@ _FIGURES: dict[str, Callable[[PeerRun, PeerRun, float], float]] = {
     "reward": lambda run, base, full: float(run.reward[-len(run.reward) // 3 :].mean()),
     "held_out": lambda run, base, full: _if_logged(run.held_out),
     "tokens": lambda run, base, full: float(run.tokens.sum()),
+    "stolen_cpu": lambda run, base, full: _if_logged(run.stolen_cpu),
 }
 """by name: of a run, the baseline's run of the same repeat, and the engine's tokens/s kept full"""
 
@@ -234,6 +235,7 @@ def table_of(rows: Sequence[Row]) -> Table:
             f"{row.median('first_length'):.2f}",
             f"{row.median('reward'):.3f}",
             _mean_and_error(row.figures["held_out"]),
+            _or_dash(row.spread("stolen_cpu")[1], ".0%"),
         ]
 
     header = [
@@ -253,6 +255,7 @@ def table_of(rows: Sequence[Row]) -> Table:
         f"length of first {_FIRST} steps / {BASELINE}",
         "reward, last third",
         "held-out reward at the end, mean and standard error",
+        "CPU taken by the host's other machines, largest",
     ]
     return Table("Peers, medians over repeats", header, [cells(row) for row in rows])
 
