@@ -17,4 +17,6 @@ fi
 python -m ruff check .
 python -m ruff format --check .
 python -m pyright
-exec python -m pytest tests/unit tests/integration tests/e2e
+python -m pytest tests/unit tests/integration
+# Two trainings at once: starting one keeps a single core busy for most of its time. A file's trainings stay together.
+exec python -m pytest tests/e2e -n 2 --dist loadfile --no-loadscope-reorder

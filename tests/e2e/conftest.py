@@ -107,7 +107,7 @@ def unique(overrides):
     return list({override.split("=")[0]: override for override in overrides}.values())
 
 
-def finish(run, timeout_s=420):
+def finish(run, timeout_s=540):
     """Wait for a training to reach its end; what its directory holds."""
     assert run.process.wait(timeout_s) == 0, run.terminal()[-3000:]
     return read(run.directory)
@@ -150,7 +150,7 @@ def read(directory):
 def wait_for():
     """Waits until a condition holds; fails with what was awaited."""
 
-    def wait(condition, what, timeout_s=180):
+    def wait(condition, what, timeout_s=300):
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"

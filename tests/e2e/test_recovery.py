@@ -3,9 +3,14 @@
 import signal
 import time
 
+import pytest
+
 from recipe.partial_rollout.audit import audit
 from recipe.partial_rollout.chaos.__main__ import main as chaos
 from recipe.partial_rollout.chaos.victim import processes_of_session
+
+# Up to three trainings, one after the other.
+pytestmark = pytest.mark.timeout(1800)
 
 SMALL = (
     "data.train_batch_size=4",

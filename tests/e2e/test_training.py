@@ -10,6 +10,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# Two trainings, one after the other.
+pytestmark = pytest.mark.timeout(1200)
+
 # 24 prompts, 4 a step: the data ends with step 6. A learning rate of 0 makes versions differ in name only, so that the
 # trainer can recompute what the engine reported, however often a sample was interrupted.
 SMALL = (
