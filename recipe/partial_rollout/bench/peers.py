@@ -34,11 +34,11 @@ _ASYNC = (
 _OURS = ("partial_rollout.drain=False", "partial_rollout.overlap=0.7")
 """at the end verl leaves its spare batch in flight, and so does the recipe; less of it, because staleness is overlap"""
 _TASK = (
-    "actor_rollout_ref.actor.optim.lr=2e-4",
+    "actor_rollout_ref.actor.optim.lr=1e-4",
     "actor_rollout_ref.rollout.val_kwargs.n=4",
     "trainer.test_freq=1000000",
 )
-"""a learning rate at which 24 steps reach the task's ceiling; a validation at the end, of the weights that the arm has"""
+"""a learning rate that every arm's staleness bears; a validation at the end, of the weights that the arm has"""
 _SAMPLER = "trainer.v1.sampler.custom_sampler"
 
 ARMS = (
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--docs", type=Path, help="where the table, the picture and the figures go (default: --out)")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24, help="of every run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=36, help="of every run (default: %(default)s)")
     parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in ARMS], default=[arm.name for arm in ARMS])
     parser.add_argument("--config-name", default="quickstart_cpu")
     parser.add_argument("--report-only", action="store_true", help="run nothing, read what is complete")
