@@ -235,7 +235,7 @@ def table_of(rows: Sequence[Row]) -> Table:
             f"{row.median('first_length'):.2f}",
             f"{row.median('reward'):.3f}",
             _mean_and_error(row.figures["held_out"]),
-            _or_dash(row.spread("stolen_cpu")[1], ".0%"),
+            _or_dash(row.median("stolen_cpu"), ".0%"),
         ]
 
     header = [
@@ -255,7 +255,7 @@ def table_of(rows: Sequence[Row]) -> Table:
         f"length of first {_FIRST} steps / {BASELINE}",
         "reward, last third",
         "held-out reward at the end, mean and standard error",
-        "CPU taken by the host's other machines, largest",
+        "processor time that the host gave to others",
     ]
     return Table("Peers, medians over repeats", header, [cells(row) for row in rows])
 
