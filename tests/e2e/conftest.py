@@ -10,15 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = ("-m", "recipe.partial_rollout.main_ppo")
 
 
 @pytest.fixture(scope="session")
-def task(tmp_path_factory):
-    """The embedded task after a minimal warm start: enough to load, sample and train."""
-    directory = tmp_path_factory.mktemp("task")
+def task(tmp_path_factory, worker_id):
+    """The embedded task after a minimal warm start: enough to load, sample and train. Workers of pytest-xdist share one."""
+    own = tmp_path_factory.getbasetemp()
+    directory = (own if worker_id == "master" else own.parent) / "shared_task"
     command = [
         sys.executable,
         "-m",
@@ -27,7 +29,9 @@ def task(tmp_path_factory):
         str(directory / "task"),
         "--tiny",
     ]
-    subprocess.run(command, check=True, cwd=ROOT, timeout=300)
+    directory.mkdir(exist_ok=True)
+    with FileLock(directory / "lock", timeout=320):
+        subprocess.run(command, check=True, cwd=ROOT, timeout=300)
     return directory
 
 
