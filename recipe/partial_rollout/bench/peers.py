@@ -32,15 +32,15 @@ _ASYNC = (
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
 )
 _OURS = ("partial_rollout.drain=False", "partial_rollout.overlap=0.75")
-"""at the end verl leaves its spare batch in flight, and so does the recipe; less of it, because staleness is overlap"""
+"""at the end verl leaves its spare batch in flight, and so does the recipe; 3/4 of one, because staleness is overlap"""
 _TASK = (
     "actor_rollout_ref.actor.optim.lr=1e-4",
     "actor_rollout_ref.rollout.val_kwargs.n=4",
     "trainer.val_before_train=True",
     "trainer.test_freq=1000000",
 )
-"""a learning rate that every arm's staleness bears; a validation at the start, in which every arm's engine compiles, and one at the
-end, of the weights that the arm has"""
+"""a learning rate that every arm's staleness bears; a validation at the start, in which every engine compiles, and one at
+the end, of the weights that the arm has"""
 _SAMPLER = "trainer.v1.sampler.custom_sampler"
 
 ARMS = (
