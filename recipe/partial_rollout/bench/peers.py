@@ -66,7 +66,7 @@ ARMS = (
 _LABELS = {
     "v1_sync": "verl v1 sync",
     "v1_colocate_async": "verl v1 colocate_async",
-    "v1_colocate_async_quick": "the same, polling every 0.1 s",
+    "v1_colocate_async_quick": "verl v1 colocate_async, 0.1 s polls",
     "PR_bounded": "PR, bounded",
     "PR_more": "PR, bounded, overlap 1.5",
     "PR_auto": "PR, bounded, overlap auto",
