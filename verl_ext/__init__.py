@@ -1,5 +1,6 @@
 """What the pinned verl and vLLM need beyond their own registries; one file for each thing.
 
-``plugin`` (entry point ``verl.plugins``) and ``vllm_plugin`` (``vllm.general_plugins``) load the CPU parts, and only
-where ``VERL_PLATFORM=cpu``. Every patch names the version it is written for and refuses any other.
+``plugin`` (entry point ``verl.plugins``) and ``vllm_plugin`` (``vllm.general_plugins``) load the CPU parts only where
+``VERL_PLATFORM=cpu``; patches that every platform needs are always loaded. Every patch names the versions it is tested on
+and refuses any other. ``check`` ends the set-up; ``attention`` says which attention models can be built with.
 """

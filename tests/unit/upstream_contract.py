@@ -1,0 +1,397 @@
+"""What the recipe and verl_ext take from verl and vLLM, each thing once; ``test_upstream_contract.py`` checks it."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Uses:
+    """What our files ``by`` (stems) use of ``owner``, a module or ``module:Class``."""
+
+    owner: str
+    by: str
+    has: str = ""
+    """attributes: class members, fields, or instance attributes that the class assigns"""
+    calls: dict[str, str] = field(default_factory=dict)
+    """name to what we pass: ``"a, b, *, c"`` is two by position and one by name; upstream may require nothing more"""
+    reads: str = ""
+    """config keys and environment variables that its source reads"""
+
+    def __str__(self):
+        return self.owner
+
+
+VLLM_SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
+AGENT_LOOP = "verl.experimental.agent_loop.agent_loop"
+
+CONTRACT = (
+    # -- the trainer ----------------------------------------------------------------------------------------------------
+    Uses(
+        "verl.trainer.ppo.ray_trainer:RayPPOTrainer",
+        "ray_trainer main_ppo task_runner",
+        has="async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader train_dataset "
+        "tokenizer config global_steps total_training_steps",
+        reads="agent_loop_manager_class checkpoint_manager_class",
+        calls={
+            "__init__": "*, config, tokenizer, processor, role_worker_mapping, resource_pool_manager, "
+            "ray_worker_group_cls, train_dataset, val_dataset, collate_fn, train_sampler, device_name",
+            "fit": "",
+            "init_workers": "",
+            "_create_dataloader": "train_dataset, val_dataset, collate_fn, train_sampler",
+            "_save_checkpoint": "",
+            "_load_checkpoint": "",
+            "_compute_old_log_prob": "batch",
+            "_update_actor": "batch",
+            "_validate": "",
+            "_balance_batch": "batch, metrics",
+        },
+    ),
+    Uses(
+        "verl.trainer.main_ppo_v0:BaseTaskRunner",
+        "task_runner",
+        has="role_worker_mapping",
+        calls={
+            "__init__": "",
+            "add_actor_rollout_worker": "config",
+            "add_critic_worker": "config",
+            "add_reward_model_resource_pool": "config",
+            "init_resource_pool_mgr": "config",
+        },
+    ),
+    Uses("verl.trainer.constants_ppo", "task_runner", calls={"get_ppo_ray_runtime_env": "config"}),
+    Uses(
+        "verl.trainer.ppo.utils",
+        "task_runner ray_trainer",
+        calls={
+            "create_rl_dataset": "data_paths, data_config, tokenizer, processor, *, is_train, max_samples",
+            "create_rl_sampler": "data_config, dataset",
+            "need_critic": "config",
+            "need_reference_policy": "config",
+        },
+    ),
+    Uses(
+        "verl.utils.config",
+        "task_runner ray_trainer correction_check",
+        calls={
+            "omega_conf_to_dataclass": "config",
+            "validate_config": "*, config, use_reference_policy, use_critic",
+        },
+    ),
+    Uses("verl.utils.dataset.rl_dataset", "task_runner", calls={"collate_fn": "data_list"}),
+    Uses("verl.single_controller.ray.base:RayWorkerGroup", "worker_group", calls={"__init__": "*, master_port_range"}),
+    Uses(
+        "verl.workers.engine_workers:ActorRolloutRefWorker",
+        "ray_trainer checkpoint_manager",
+        calls={"set_loss_fn": "loss_fn", "update_weights": "*, global_steps, mode"},
+    ),
+    Uses(
+        "verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter",
+        "replica weight_socket",
+        has="server_handle zmq_handle __init__",
+        reads="update_weights_from_ipc update_verl_delta_weights",
+    ),
+    Uses("verl.single_controller.ray.base", "replica", reads="worker_dict fused_worker_dict"),
+    Uses("verl.trainer.main_ppo", "peers"),
+    # -- rollout --------------------------------------------------------------------------------------------------------
+    Uses(
+        f"{AGENT_LOOP}:AgentLoopManager",
+        "observed_manager agent_loop_manager",
+        has="config rollout_config llm_client teacher_client reward_loop_worker_handles agent_loop_workers "
+        "agent_loop_workers_class",
+        calls={"__init__": "*, config, llm_client", "generate_sequences": "prompts"},
+    ),
+    Uses(
+        f"{AGENT_LOOP}:AgentLoopWorker",
+        "observed_worker agent_loop_worker agent_loop_manager",
+        has="config rollout_config llm_client tokenizer processor hf_model_type dataset_cls tools "
+        "reward_loop_worker_handles",
+        calls={
+            "__init__": "config, llm_client, teacher_client, reward_loop_worker_handles",
+            "_run_agent_loop": "sampling_params, trajectory, *, agent_name, trace",
+            "_agent_loop_postprocess": "output, validate",
+            "_compute_score": "outputs, kwargs",
+        },
+    ),
+    Uses(
+        f"{AGENT_LOOP}:AgentLoopOutput",
+        "turn_alignment agent_loop_worker",
+        has="prompt_ids response_ids response_mask response_logprobs reward_score num_turns metrics extra_fields "
+        "multi_modal_data",
+    ),
+    Uses(f"{AGENT_LOOP}:AgentLoopMetrics", "turn_alignment", has="model_dump"),
+    Uses(
+        f"{AGENT_LOOP}:AgentLoopBase",
+        "observed_worker",
+        calls={
+            "__init__": "*, trainer_config, server_manager, tokenizer, processor, hf_model_type, dataset_cls, data_config, "
+            "tools",
+            "run": "sampling_params",
+        },
+    ),
+    Uses(
+        AGENT_LOOP,
+        "observed_worker",
+        has="_agent_loop_registry",
+        calls={"DictConfigWrap": "config", "ToolListWrap": "tools"},
+    ),
+    Uses(
+        "verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop",
+        "agent_loop",
+        calls={"run": "sampling_params"},
+    ),
+    Uses("verl.experimental.reward_loop", "observed_worker", calls={"RewardLoopWorker": "config"}),
+    Uses(
+        "verl.experimental.reward_loop.reward_loop:RewardLoopWorker",
+        "observed_worker pooled_reward_model",
+        calls={"compute_score": "data", "compute_score_disrm": "data"},
+    ),
+    Uses(
+        "verl.utils.rollout_trace",
+        "observed_worker",
+        calls={"rollout_trace_attr": "*, step, sample_index, rollout_n, validate, name, trace"},
+    ),
+    Uses("verl.utils.ray_utils", "checkpoint_manager observed_manager ray_trainer", calls={"auto_await": "func"}),
+    Uses(
+        "verl.workers.rollout.llm_server:LLMServerClient",
+        "llm_client",
+        has="config _load_balancer",
+        calls={
+            "__init__": "*, config, load_balancer_handle",
+            "generate": "request_id, *, prompt_ids, sampling_params, priority",
+            "_acquire_server": "request_id",
+            "_release_server": "server_id, request_id",
+            "_vllm_request_id": "request_id",
+        },
+    ),
+    Uses("verl.workers.rollout.llm_server:LLMServerManager", "ray_trainer", calls={"get_replicas": ""}),
+    Uses(
+        "verl.workers.rollout.router:GlobalRequestLoadBalancer",
+        "agent_loop_manager",
+        calls={"add_servers": "servers", "remove_servers": "server_ids"},
+    ),
+    Uses(
+        "verl.workers.rollout.replica:TokenOutput",
+        "llm_client",
+        has="token_ids log_probs stop_reason num_preempted extra_fields",
+    ),
+    Uses(
+        "verl.workers.rollout.replica:RolloutReplica",
+        "server_control checkpoint_manager",
+        has="server_address server_handle",
+        calls={"abort_all_requests": "*, reject_request", "resume_generation": "", "sleep": "", "wake_up": ""},
+    ),
+    Uses("verl.workers.rollout.replica:RolloutReplicaRegistry", "replica", calls={"register": "name, loader"}),
+    Uses(
+        f"{VLLM_SERVER}:vLLMReplica",
+        "replica server_control",
+        has="servers workers server_class gpus_per_replica_node",
+        calls={
+            "__init__": "replica_rank, config, model_config",
+            "launch_servers": "",
+            "abort_all_requests": "*, reject_request",
+            "resume_generation": "",
+            "sleep": "",
+            "wake_up": "",
+        },
+    ),
+    Uses(
+        f"{VLLM_SERVER}:vLLMHttpServer",
+        "replica weight_socket",
+        has="config engine global_steps node_rank __init__",
+        reads="VERL_RAY_JOB_ID",
+        calls={
+            "run_server": "args",
+            "abort_all_requests": "reset_prefix_cache, reject_request",
+            "clear_kv_cache": "",
+            "collective_rpc": "method",
+            "generate": "prompt_ids, sampling_params, request_id",
+        },
+    ),
+    Uses(
+        "verl.checkpoint_engine:CheckpointEngineManager",
+        "checkpoint_manager",
+        has="backend actor_wg replicas",
+        calls={"update_weights": "global_steps", "sleep_replicas": "", "wake_up_replicas": ""},
+    ),
+    Uses(
+        "verl.workers.config:RolloutConfig",
+        "main_ppo preflight config observed_worker llm_client replica agent_loop_manager",
+        has="name n custom agent scheduling_policy free_cache_engine enable_prefix_caching calculate_log_probs "
+        "checkpoint_engine prompt_length response_length max_model_len max_num_seqs temperature top_p top_k",
+    ),
+    Uses(
+        "verl.workers.config:AgentLoopConfig",
+        "main_ppo observed_worker",
+        has="agent_loop_manager_class default_agent_loop",
+    ),
+    Uses("verl.workers.config:CheckpointEngineConfig", "preflight", has="backend"),
+    Uses(
+        "verl.workers.config:HFModelConfig",
+        "task_runner attention",
+        has="tokenizer processor override_config use_remove_padding",
+    ),
+    # -- data, tools, losses --------------------------------------------------------------------------------------------
+    Uses(
+        "verl.protocol:DataProto",
+        "batch proximal observed_manager",
+        has="batch non_tensor_batch meta_info",
+        calls={"__init__": "*, batch, non_tensor_batch, meta_info", "from_single_dict": "data"},
+    ),
+    Uses("verl.utils.model", "batch", calls={"compute_position_id_with_mask": "mask"}),
+    Uses(
+        "verl.tools.base_tool:BaseTool",
+        "tool_journal",
+        calls={"create": "instance_id", "execute": "instance_id, parameters", "release": "instance_id"},
+    ),
+    Uses("verl.tools.function_tool:FunctionTool", "tool_journal", has="fn is_async", calls={"call": "parameters"}),
+    Uses("verl.tools.function_tool", "tool_journal", calls={"normalize_function_tool_return": "ret"}),
+    Uses("verl.tools.schemas:ToolResponse", "tool_journal", has="text image video"),
+    Uses(
+        "verl.trainer.ppo.core_algos",
+        "loss correction_check",
+        has="POLICY_LOSS_REGISTRY",
+        calls={
+            "agg_loss": "*, loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size",
+            "register_policy_loss": "name",
+        },
+    ),
+    Uses(
+        "verl.trainer.ppo.rollout_corr_helper",
+        "loss correction_check geometric_weights",
+        has="SAFETY_BOUND",
+        calls={
+            "compute_rollout_correction_weights": "log_ratio, response_mask, *, rollout_is, rollout_is_threshold",
+        },
+    ),
+    Uses("verl.utils.torch_functional", "loss", calls={"masked_mean": "values, mask"}),
+    Uses(
+        "verl.utils.tensordict_utils",
+        "loss like_length_batches",
+        calls={"get_non_tensor_data": "data, key, default", "index_select_tensor_dict": "batch, indices"},
+    ),
+    Uses("verl.utils.metric", "loss", calls={"Metric": "*, value, aggregation"}),
+    Uses("verl.utils.metric:AggregationType", "loss", has="SUM"),
+    Uses(
+        "verl.workers.config:ActorConfig",
+        "loss correction_check",
+        has="clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c tau_pos tau_neg policy_loss global_batch_info "
+        "strategy rollout_n use_dynamic_bsz",
+    ),
+    Uses(
+        "verl.workers.utils.losses",
+        "loss",
+        calls={"ppo_loss": "*, config, model_output, data, dp_group"},
+    ),
+    Uses("verl.workers.utils.padding", "loss", calls={"no_padding_2_padding": "tensor, data"}),
+    Uses(
+        "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync",
+        "peer_sampler",
+        calls={
+            "__init__": "*, trainer_mode, trainer_config, max_off_policy_threshold, max_off_policy_strategy, "
+            "sampler_kwargs, poll_interval",
+            "sample": "*, global_steps, partition_id, batch_size",
+        },
+    ),
+    # -- verl_ext -------------------------------------------------------------------------------------------------------
+    Uses("verl.plugin.platform", "check", calls={"get_platform": ""}),
+    Uses(
+        "verl.plugin.platform.platform_base:PlatformBase",
+        "cpu_platform check",
+        has="device_name vendor_name device_module is_available is_platform_available current_device device_count "
+        "set_device synchronize manual_seed manual_seed_all set_allocator_settings empty_cache get_device_capability "
+        "communication_backend_name visible_devices_envvar nvtx_range profiler_start profiler_stop ray_resource_name "
+        "ray_noset_envvars is_ipc_supported rollout_env_vars cudart",
+    ),
+    Uses(
+        "verl.plugin.platform.platform_manager:PlatformRegistry",
+        "cpu_platform",
+        calls={"get": "name", "register": "platform"},
+    ),
+    Uses(
+        "verl.workers.engine.base:EngineRegistry",
+        "fsdp_engine",
+        has="_engines",
+        calls={"register": "*, model_type, backend, device"},
+    ),
+    Uses(
+        "verl.workers.engine.fsdp.transformer_impl",
+        "fsdp_engine like_length_batches check",
+        has="FSDPEngineWithLMHead FSDPEngineWithValueHead",
+        calls={"prepare_micro_batches": "*, data, dp_group"},
+    ),
+    Uses("verl.utils.device", "like_length_batches", calls={"get_device_name": ""}),
+    Uses("verl.utils.tracking:Tracking", "tracking_observer", calls={"log": "data, step, backend"}),
+    Uses(
+        "verl.utils.tracking", "tracking_observer main_ppo", has="Tracking", reads="VERL_FILE_LOGGER_PATH SWANLAB_MODE"
+    ),
+    Uses("torch.distributed", "gloo_backend", calls={"init_process_group": "backend"}),
+    # -- vLLM -----------------------------------------------------------------------------------------------------------
+    Uses(
+        "vllm.v1.engine.async_llm:AsyncLLM",
+        "admitting_engine kept_kv replica vllm_preemptions",
+        has="output_processor engine_core vllm_config",
+        calls={
+            "check_health": "",
+            "add_request": "request_id, prompt, params, *, lora_request, priority",
+            "abort": "request_id, *, internal",
+            "generate": "*, prompt, sampling_params, request_id, lora_request, priority",
+            "reset_mm_cache": "",
+            "reset_encoder_cache": "",
+        },
+    ),
+    Uses(
+        "vllm.v1.engine.output_processor:RequestOutputCollector",
+        "admitting_engine",
+        has="request_id",
+        calls={"get": "", "get_nowait": "", "close": ""},
+    ),
+    Uses("vllm.v1.engine.output_processor:OutputProcessor", "replica", has="request_states"),
+    Uses("vllm.v1.engine.output_processor:RequestState", "replica", has="detokenizer"),
+    Uses("vllm.v1.engine.core_client:AsyncMPClient", "vllm_preemptions", calls={"call_utility_async": "method"}),
+    Uses("vllm.v1.engine.core:EngineCore", "vllm_preemptions", has="scheduler"),
+    Uses(
+        "vllm.v1.core.sched.scheduler:Scheduler", "vllm_preemptions", calls={"_preempt_request": "request, timestamp"}
+    ),
+    Uses("vllm.config:VllmConfig", "replica", has="cache_config parallel_config"),
+    Uses("vllm.config:CacheConfig", "replica", has="kv_cache_size_tokens num_gpu_blocks block_size"),
+    Uses("vllm.config:ParallelConfig", "replica", has="data_parallel_size"),
+    Uses("vllm.v1.engine.exceptions:EngineDeadError", "admitting_engine"),
+    Uses("vllm.outputs:RequestOutput", "admitting_engine", has="finished outputs metrics"),
+    Uses("vllm.sampling_params:RequestOutputKind", "admitting_engine", has="CUMULATIVE FINAL_ONLY"),
+    Uses("vllm.v1.metrics.stats:RequestStateStats", "admitting_engine", has="queued_ts scheduled_ts"),
+    Uses("vllm.inputs:TokensPrompt", "kept_kv distribution", has="prompt_token_ids cache_salt"),
+    Uses("vllm.engine.arg_utils:AsyncEngineArgs", "replica", has="watermark"),
+    Uses(
+        "vllm:SamplingParams",
+        "llm_client observed_worker resumption admitting_engine distribution",
+        has="temperature top_p top_k repetition_penalty logprobs n max_tokens detokenize stop min_tokens seed "
+        "presence_penalty frequency_penalty bad_words thinking_token_budget structured_outputs repetition_detection "
+        "skip_special_tokens spaces_between_special_tokens output_kind",
+    ),
+    Uses(
+        "vllm.v1.engine.detokenizer:IncrementalDetokenizer",
+        "resumption replica",
+        calls={
+            "num_output_tokens": "",
+            "from_new_request": "tokenizer, request",
+            "update": "new_token_ids, *, stop_terminated",
+        },
+    ),
+    Uses(
+        "vllm.engine.arg_utils:EngineArgs",
+        "distribution",
+        has="model dtype enforce_eager max_model_len max_num_seqs seed speculative_config distributed_executor_backend "
+        "disable_log_stats",
+    ),
+    Uses("vllm:LLM", "distribution", calls={"generate": "prompts, sampling_params, *, use_tqdm"}),
+    Uses("vllm.platforms:current_platform", "check", has="device_type", calls={"is_cpu": ""}),
+    Uses(
+        "vllm.model_executor.layers.utils",
+        "vllm_keep_weights",
+        calls={"dispatch_cpu_unquantized_gemm": "layer, remove_weight"},
+    ),
+    Uses(
+        "vllm.model_executor.layers.linear:UnquantizedLinearMethod",
+        "vllm_keep_weights",
+        calls={"process_weights_after_loading": "layer"},
+    ),
+)

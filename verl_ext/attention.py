@@ -1,0 +1,55 @@
+"""Which attention verl's models can be built with on this machine.
+
+verl asks transformers for flash-attn unless told otherwise. No extra of this project brings it: it is compiled against the
+machine's own torch and CUDA. Without it, torch's own attention (``sdpa``) serves.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+
+FLASH = "flash_attention_2"
+"""verl's default"""
+FALLBACK = "sdpa"
+INSTALL = "pip install flash-attn --no-build-isolation"
+"""it compiles for long; its releases page has wheels for some pairs of torch and CUDA"""
+
+
+def flash_attn_problem() -> str | None:
+    """Why flash-attn cannot be used here, or None."""
+    try:
+        # By its distribution: others bring modules of the same name.
+        version("flash-attn")
+    except PackageNotFoundError:
+        return "flash-attn is not installed"
+    try:
+        importlib.import_module("flash_attn")
+    except Exception as error:
+        # A build for another torch fails with whatever its loader says.
+        said = (str(error).splitlines() or [""])[0]
+        return f"flash-attn does not import ({type(error).__name__}: {said})"
+    return None
+
+
+def build(implementation: str) -> None:
+    """Make a tiny causal model on the CPU, as verl makes its models, and run it if ``implementation`` runs there.
+
+    Raises:
+        ImportError: transformers does not find what ``implementation`` needs.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.bfloat16)
+    if implementation != FLASH:
+        model(torch.zeros(1, 4, dtype=torch.long))
