@@ -2,8 +2,15 @@
 
 vLLM's prefix cache holds the blocks of an aborted request until their room is needed. Where a weight sync does not empty
 it, a resumed request finds its own blocks there and decodes on after reading at most one block of tokens again. Blocks
-of older weights must not reach anyone else, so every request of a kept engine carries a salt, which vLLM hashes
-into its blocks: a training sample's own id, or the policy version for everything else (validation).
+of older weights must not reach anyone else, so every request of a kept engine carries a salt, which vLLM hashes into its
+blocks. A training sample's salt is its group and the version of the sample's first token:
+
+* siblings that start under the same weights read their prompt once;
+* a resumed sample finds its own blocks, and its siblings', under whatever weights it goes on;
+* a sibling that starts later has another salt: all it samples from is of the weights that its tokens are filed under.
+
+Everything else (validation) has the policy version for its salt. Without ``keep`` there are no salts: the cache is
+emptied at each interruption and each weight sync.
 
 The tokens that follow are sampled from mixed policies: new weights over keys and values of old ones. Their behaviour
 log-probs are the engine's own, so the decoupled loss stays correct; ``kv_gap`` measures the difference.
@@ -32,15 +39,21 @@ class ResumeKV(StrEnum):
     """those of the weights that made them, where the engine still has the blocks"""
 
 
-def request_id_of(sample_id: str) -> str:
-    """A new vLLM request id for an engine call of ``sample_id``."""
-    return f"{sample_id}{_MARK}{uuid4().hex}"
+def request_id_of(group: str, first_version: int | None) -> str:
+    """A new vLLM request id for an engine call of a sample of ``group``.
+
+    Args:
+        first_version: the weights that made the sample's first token; None before there is one, or if that is unknown.
+    """
+    return f"{group}{_MARK}{'' if first_version is None else first_version}{_MARK}{uuid4().hex}"
 
 
 def salt_of(request_id: str, version: int | None) -> str:
-    """Whose blocks the request may find: its sample's, or those of weights ``version``."""
-    sample_id, mark, _ = request_id.rpartition(_MARK)
-    return f"sample {sample_id}" if mark else f"version {version}"
+    """Whose blocks the request may find; ``version`` is the weights' that the engine holds."""
+    group, mark, call = request_id.partition(_MARK)
+    if not mark:
+        return f"version {version}"
+    return f"group {group} begun {call.partition(_MARK)[0] or version}"
 
 
 class SaltedEngine:

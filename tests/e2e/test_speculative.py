@@ -3,29 +3,43 @@
 The day the second test fails, the engine has been mended: lift the refusal in ``preflight.py``.
 """
 
+from functools import cache
+
 import pytest
 
 from recipe.partial_rollout.bench.distribution import compare, in_a_process, load_prompts, speculative_config
+from verl_ext import guard
+
+BROKEN = pytest.mark.xfail(
+    guard.installed_pair() == guard.GPU_PAIR,
+    reason="vLLM 0.24.0's CPU build: its sampler passes USE_FP64_GUMBEL to a kernel that does not take it",
+    raises=TypeError,
+    strict=True,
+)
+KINDS = {"plain": (1, "none"), "again": (2, "none"), "ngram": (3, "ngram")}
 
 
 @pytest.fixture(scope="module")
 def sampled(task):
-    """Responses to the same prompts: of two plain engines, and of one that speculates."""
+    """``sampled(kind)``: responses to the same prompts, of two plain engines and of one that speculates."""
     model = str(task / "task" / "model")
     prompts = load_prompts(model, task / "task" / "data" / "train.parquet", 32)
     options = {"dtype": "float32", "samples": 48, "max_tokens": 128, "max_model_len": 256, "max_num_seqs": 128}
-    kinds = {"plain": (1, "none"), "again": (2, "none"), "ngram": (3, "ngram")}
-    return {
-        kind: in_a_process(model, prompts, {**options, "seed": seed, "speculative": speculative_config(method, 4)})
-        for kind, (seed, method) in kinds.items()
-    }
+
+    @cache
+    def responses(kind):
+        seed, method = KINDS[kind]
+        return in_a_process(model, prompts, {**options, "seed": seed, "speculative": speculative_config(method, 4)})
+
+    return responses
 
 
 def test_two_plain_engines_sample_alike(sampled):
-    verdict = compare(sampled["plain"], sampled["again"])
+    verdict = compare(sampled("plain"), sampled("again"))
     assert verdict.same, verdict
 
 
+@BROKEN
 def test_engine_that_speculates_samples_otherwise(sampled):
-    verdict = compare(sampled["plain"], sampled["ngram"])
+    verdict = compare(sampled("plain"), sampled("ngram"))
     assert not verdict.same, verdict

@@ -140,4 +140,4 @@ def test_algorithm_and_engine_are_chosen_apart(build):
     config = build("engine=megatron", "algorithm=gspo")
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert isinstance(actor, McoreActorConfig) and actor.policy_loss.loss_mode == "gspo"
-    assert config.algorithm.rollout_correction.rollout_is == "sequence"
+    assert config.algorithm.rollout_correction.rollout_is == "geometric"

@@ -39,9 +39,22 @@ def salts(*request_ids, version=3):
     return [prompt["cache_salt"] for prompt in engine.prompts]
 
 
-def test_calls_of_a_sample_share_their_blocks_with_no_other_sample():
-    first, again, other = salts(request_id_of("0/4#1"), request_id_of("0/4#1"), request_id_of("0/4#2"))
-    assert first == again != other
+def test_siblings_that_start_under_the_same_weights_share_their_blocks_with_no_other_group():
+    first, sibling, other = salts(request_id_of("0/4", None), request_id_of("0/4", None), request_id_of("0/5", None))
+    assert first == sibling != other
+
+
+def test_resumed_sample_finds_the_blocks_of_the_weights_that_it_began_with():
+    begun = salts(request_id_of("0/4", None), version=0)
+    assert salts(request_id_of("0/4", 0), version=1) == salts(request_id_of("0/4", 0), version=2) == begun
+
+
+def test_sibling_that_starts_later_finds_no_blocks_of_older_weights():
+    resumed, late, late_too = salts(
+        request_id_of("0/4", 3), request_id_of("0/4", None), request_id_of("0/4", None), version=4
+    )
+    assert resumed != late == late_too
+    assert salts(request_id_of("0/4", 4), version=5) == [late], "and then its own"
 
 
 def test_other_requests_find_blocks_of_the_same_weights_only():
@@ -50,8 +63,8 @@ def test_other_requests_find_blocks_of_the_same_weights_only():
     assert salt_of("a", None) != salt_of("a", 0)
 
 
-def test_request_ids_of_a_sample_differ():
-    assert request_id_of("0/4#1") != request_id_of("0/4#1")
+def test_request_ids_of_a_group_differ():
+    assert request_id_of("0/4", 0) != request_id_of("0/4", 0)
 
 
 def test_everything_else_is_the_engines_own():

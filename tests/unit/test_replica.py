@@ -1,10 +1,27 @@
 """What the recipe asks of the engine that verl starts."""
 
+import subprocess
 from argparse import Namespace
 from dataclasses import fields
 
+import psutil
+import pytest
+
 from recipe.partial_rollout import replica
-from recipe.partial_rollout.replica import leave_headroom
+from recipe.partial_rollout.replica import _end_processes, leave_headroom
+
+
+@pytest.mark.parametrize(
+    ("cache", "tokens"),
+    [
+        ({"kv_cache_size_tokens": 768, "num_gpu_blocks": 100, "block_size": 16}, 1536),
+        ({"kv_cache_size_tokens": None, "num_gpu_blocks": 100, "block_size": 16}, 1600),
+        ({"kv_cache_size_tokens": None, "num_gpu_blocks": None, "block_size": 16}, None),
+    ],
+)
+def test_kv_cache_of_two_engines_is_vllms_own_figure_or_their_blocks(cache, tokens):
+    config = Namespace(cache_config=Namespace(**cache), parallel_config=Namespace(data_parallel_size=2))
+    assert replica.kv_tokens_of(config) == tokens
 
 
 def test_headroom_is_vllms_watermark_unless_the_user_has_set_it():
@@ -29,3 +46,16 @@ def test_installed_vllm_has_the_option():
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert {field.name: field.default for field in fields(AsyncEngineArgs)}["watermark"] == 0.0
+
+
+def test_only_the_processes_that_a_killed_server_left_behind_are_ended():
+    engine, other = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    try:
+        created = psutil.Process(engine.pid).create_time()
+        # The second one has taken the id of an engine that is gone.
+        _end_processes(None, [(engine.pid, created), (other.pid, created - 100.0), (2**22 + 1, created)])
+        assert not psutil.pid_exists(engine.pid) and other.poll() is None
+    finally:
+        for process in (engine, other):
+            process.kill()
+            process.wait()

@@ -1,6 +1,7 @@
 """A replica that dies is left out, and comes back before the next weight sync."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayActorError
@@ -13,7 +14,7 @@ class FakeReplica:
     def __init__(self, address):
         self.server_address, self.server_handle = address, f"handle of {address}"
         self.dead_with = None
-        self.aborts = self.resumes = 0
+        self.aborts = self.resumes = self.tokens = self.hangs_s = 0
 
     async def abort_all_requests(self, reject_request):
         assert reject_request
@@ -23,6 +24,15 @@ class FakeReplica:
 
     async def resume_generation(self):
         self.resumes += 1
+
+    async def check_alive(self):
+        if self.dead_with:
+            raise self.dead_with
+
+    async def running_tokens(self):
+        await self.check_alive()
+        await asyncio.sleep(self.hangs_s)
+        return self.tokens
 
     async def relaunch(self):
         self.server_address, self.dead_with = f"{self.server_address}'", None
@@ -71,3 +81,59 @@ def test_error_of_a_living_replica_is_its_own():
     replica.dead_with = ValueError("no such request")
     with pytest.raises(ValueError, match="no such request"):
         asyncio.run(ServerControl([replica], 5.0).interrupt())
+
+
+def test_replica_that_does_not_answer_hides_no_other_that_decodes():
+    living, dead, hung = replicas = [FakeReplica("a"), FakeReplica("b"), FakeReplica("c")]
+    living.tokens, dead.dead_with, hung.hangs_s = 7, RayActorError(), 60
+    assert asyncio.run(ServerControl(replicas, 0.1).running_tokens()) == {"a": 7}
+
+
+class Answers:
+    """A server handle whose methods answer as given; without the others."""
+
+    def __init__(self, **answers):
+        for name, answer in answers.items():
+            setattr(self, name, SimpleNamespace(remote=lambda answer=answer: self.give(answer)))
+
+    async def give(self, answer):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def control_of(*handles):
+    replicas = [FakeReplica(name) for name, _ in zip("abc", handles, strict=False)]
+    for replica, handle in zip(replicas, handles, strict=True):
+        replica.server_handle = handle
+    return ServerControl(replicas, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("handles", "tokens"),
+    [
+        ((Answers(kv_tokens=900), Answers(kv_tokens=700)), 700),
+        ((Answers(kv_tokens=900), Answers(kv_tokens=None)), None),
+        ((Answers(kv_tokens=900), Answers()), None),
+        ((Answers(kv_tokens=900), Answers(kv_tokens=RayActorError())), 900),
+    ],
+)
+def test_smallest_kv_cache_counts_where_all_are_known(handles, tokens):
+    assert asyncio.run(control_of(*handles).kv_tokens()) == tokens
+
+
+def test_preemptions_are_counted_since_they_were_last_asked_for():
+    a, b = Answers(preemptions=3), Answers(preemptions=2)
+    control = control_of(a, b)
+    assert asyncio.run(control.new_preemptions()) == 5
+    a.preemptions = Answers(x=7).x
+    assert asyncio.run(control.new_preemptions()) == 4
+    assert asyncio.run(control_of(a, Answers(preemptions=None)).new_preemptions()) is None
+
+
+def test_replica_that_does_not_say_is_named_at_the_deadline():
+    control = control_of(Answers(kv_tokens=1))
+    control._deadline_s = 0.01
+    control.servers["a"].kv_tokens.remote = lambda: asyncio.sleep(5)
+    with pytest.raises(TimeoutError, match=r"asking the vLLM replicas a for their kv_tokens .*deadlines\.interrupt_s"):
+        asyncio.run(control.kv_tokens())

@@ -1,0 +1,257 @@
+"""Interruption of a real engine with a long queue: verl's own server decodes the queue first, ours aborts it at once."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+SEATS, QUEUED, RESPONSE = 4, 100, 100
+KV_BLOCKS = 25
+"""of 32 tokens, in the runs without enough of them: six samples to their end"""
+PROMPT = [4, 7, 8, 9, 10, 11]
+
+
+class Config(SimpleNamespace):
+    """verl's rollout config, as far as its server reads it."""
+
+    def get(self, key, default=None):
+        return getattr(self, key, default)
+
+
+def serve(engine, server_class):
+    """A ``server_class`` around ``engine``: verl's own methods without Ray, HTTP and weights."""
+    server = object.__new__(server_class)
+    server.config = Config(
+        max_model_len=128,
+        prompt_length=16,
+        response_length=RESPONSE,
+        full_determinism=False,
+        enable_rollout_routing_replay=False,
+        mtp=None,
+        custom={"resume_kv": "recompute"},
+    )
+    server.model_config = SimpleNamespace(processor=None, lora_rank=0, lora={})
+    server.node_rank = server.replica_rank = server._admitting = server.global_steps = 0
+    server._disaggregation_role, server._pd_decode_peers = "null", []
+    server._submission_paused = server._rejecting = False
+    server._resume_event = asyncio.Event()
+    server._resume_event.set()
+    server.engine = engine
+    if hasattr(server, "front_engine"):
+        server.front_engine()
+    return server
+
+
+def start(server, count, name, temperature=1.0):
+    """``count`` requests that end at their budget, the first of them first in priority."""
+    sampling = {"temperature": temperature, "ignore_eos": True, "logprobs": True, "detokenize": False}
+    return [
+        asyncio.ensure_future(server.generate(PROMPT, dict(sampling), f"{name}-{i}", priority=i)) for i in range(count)
+    ]
+
+
+async def interrupt_in_full_run(server, name):
+    """Interrupt once all seats decode and the rest is queued; (seconds that it took, every request's output)."""
+    requests = start(server, SEATS + QUEUED, name)
+    states = server.engine.output_processor.request_states
+    async with asyncio.timeout(60):
+        while sum(not state.is_prefilling for state in states.values()) < SEATS or len(states) < SEATS + QUEUED:
+            await asyncio.sleep(0.002)
+    began = time.monotonic()
+    await server.abort_all_requests(reject_request=True)
+    took = time.monotonic() - began
+    done = [request.done() for request in requests]
+    outputs = await asyncio.wait_for(asyncio.gather(*requests), 60)
+    assert all(done), "every request had come back when the interruption had"
+    return took, outputs
+
+
+async def count_tokens(server, requests):
+    """What the server says of the tokens that its requests have made, until they have ended."""
+    counts = [0]
+    everything = asyncio.gather(*requests)
+    async with asyncio.timeout(60):
+        while not everything.done():
+            if (count := await server.running_tokens()) != counts[-1]:
+                counts.append(count)
+            await asyncio.sleep(0)
+    return counts
+
+
+async def interrupt_both(verls, ours):
+    """The same greedy request of verl's server and of ours, aborted half-way; and the tokens that there were then."""
+    await ours.resume_generation()
+    requests = start(verls, 1, "greedy-verls", 0.0) + start(ours, 1, "greedy-ours", 0.0)
+    states = ours.engine.output_processor.request_states
+
+    def made():
+        return [state.detokenizer.num_output_tokens() for state in states.values()]
+
+    async with asyncio.timeout(60):
+        while len(states) < 2 or min(made()) < RESPONSE // 4:
+            await asyncio.sleep(0.002)
+    before = min(made())
+    await ours.abort_all_requests()
+    outputs = await asyncio.wait_for(asyncio.gather(*requests), 60)
+    await ours.resume_generation()
+    return outputs, before
+
+
+def ran_and_queued(outputs):
+    """Those that have made a token, and the others."""
+    return [output for output in outputs if output.token_ids], [output for output in outputs if not output.token_ids]
+
+
+@pytest.fixture(scope="module")
+def interruptions(on_engine):
+    """Of verl's own server, of ours, and of ours again right after it resumed; then a request refused, and one parked."""
+
+    async def body(engine):
+        from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+        from recipe.partial_rollout.replica import RecipeVLLMServer
+
+        await engine.get_supported_tasks()
+        verls, ours = serve(engine, vLLMHttpServer), serve(engine, RecipeVLLMServer)
+        taken = SimpleNamespace()
+        taken.verls = await interrupt_in_full_run(verls, "verls")
+        await verls.resume_generation()
+        taken.ours = await interrupt_in_full_run(ours, "ours")
+        taken.refused = await asyncio.gather(*start(ours, 1, "refused"))
+        await ours.resume_generation()
+        taken.again = await interrupt_in_full_run(ours, "again")
+        taken.greedy = await interrupt_both(verls, ours)
+        await ours.abort_all_requests()
+        (parked,) = start(ours, 1, "parked")
+        await asyncio.sleep(0.05)
+        taken.parked_until_resumed = not parked.done()
+        await ours.resume_generation()
+        taken.parked = [await asyncio.wait_for(parked, 60)]
+        taken.counts = await count_tokens(ours, start(ours, 1, "counted"))
+        taken.left = len(engine.output_processor.request_states), verls._admitting, ours._admitting
+        return taken
+
+    return on_engine(
+        body, max_num_seqs=SEATS, disable_log_stats=False, scheduling_policy="priority", enable_prefix_caching=False
+    )
+
+
+def test_verls_own_interruption_decodes_its_queue(interruptions):
+    """Fails once verl mends it: ``AdmittingEngine`` may then go."""
+    _, outputs = interruptions.verls
+    assert all(output.token_ids for output in outputs)
+    assert sum(output.stop_reason == "completed" for output in outputs) >= QUEUED
+
+
+@pytest.mark.parametrize("which", ["ours", "again"])
+def test_queued_requests_come_back_at_once_without_a_token(interruptions, which):
+    took, outputs = getattr(interruptions, which)
+    assert {output.stop_reason for output in outputs} == {"aborted"}
+    running, queued = ran_and_queued(outputs)
+    assert (len(running), len(queued)) == (SEATS, QUEUED)
+    for output in running:
+        assert 0 < len(output.token_ids) < RESPONSE and len(output.log_probs) == len(output.token_ids)
+        assert all(log_prob < 0 for log_prob in output.log_probs)
+    assert not any(output.log_probs for output in queued)
+    assert took < interruptions.verls[0] / 4
+
+
+def test_aborted_request_has_all_its_tokens_though_only_its_last_output_is_sent(interruptions):
+    """verl's server reads every output; the same request through it has the same tokens and log-probs."""
+    (verls, ours), before = interruptions.greedy
+    assert verls.stop_reason == ours.stop_reason == "aborted"
+    both = min(len(verls.token_ids), len(ours.token_ids))
+    assert RESPONSE // 4 <= before <= both < RESPONSE
+    assert list(ours.token_ids)[:both] == list(verls.token_ids)[:both]
+    assert ours.log_probs[:both] == pytest.approx(verls.log_probs[:both], abs=1e-5)
+    assert len(ours.log_probs) == len(ours.token_ids)
+
+
+def test_calls_tell_how_long_they_were_queued(interruptions):
+    """Of those aborted in the queue it is all their time: the first of them waited longer than who got a seat before it."""
+    running, queued = (
+        [output.extra_fields["queued_s"] for output in part] for part in ran_and_queued(interruptions.ours[1])
+    )
+    assert min(queued) > 0 and min(running) >= 0 and max(running) < max(queued)
+
+
+def test_request_that_comes_to_a_closed_gate_is_refused_or_parked(interruptions):
+    (refused,) = interruptions.refused
+    assert (refused.stop_reason, refused.token_ids) == ("aborted", [])
+    assert interruptions.parked_until_resumed
+    (parked,) = interruptions.parked
+    assert parked.stop_reason == "completed" and len(parked.token_ids) == RESPONSE
+
+
+def test_nothing_is_left_in_the_engine(interruptions):
+    assert interruptions.left == (0, 0, 0)
+
+
+def test_engine_that_decodes_a_long_response_says_so_before_it_ends(interruptions):
+    """What keeps a long response from looking like a stall; its tokens are sent on at its end only."""
+    counts = interruptions.counts
+    # Once it has ended it does not run any more.
+    assert len(counts) > RESPONSE / 2 and counts[:-1] == sorted(counts[:-1])
+    assert max(counts) >= RESPONSE - 2
+
+
+@pytest.fixture(scope="module")
+def kv_scarce(on_engine):
+    """Interruption once KV blocks, not seats, have run out and samples were preempted; then every sample goes on."""
+
+    async def body(engine):
+        from recipe.partial_rollout.replica import RecipeVLLMServer
+        from verl_ext.vllm_preemptions import preemptions_of
+
+        await engine.get_supported_tasks()
+        server, taken = serve(engine, RecipeVLLMServer), SimpleNamespace()
+        assert await server.kv_tokens() <= KV_BLOCKS * 32 < (SEATS + QUEUED) * RESPONSE
+        requests = start(server, SEATS + QUEUED, "scarce")
+        async with asyncio.timeout(60):
+            while not await server.preemptions():
+                await asyncio.sleep(0.01)
+        began = time.monotonic()
+        await server.abort_all_requests(reject_request=True)
+        taken.took = time.monotonic() - began
+        taken.back = all(request.done() for request in requests)
+        taken.first = await asyncio.wait_for(asyncio.gather(*requests), 60)
+        taken.preempted = await preemptions_of(engine)
+        await server.resume_generation()
+        began = time.monotonic()
+        taken.second = await asyncio.wait_for(
+            asyncio.gather(*[go_on(server, i, output) for i, output in enumerate(taken.first)]), 120
+        )
+        taken.rest_took = time.monotonic() - began
+        return taken
+
+    return on_engine(
+        body,
+        max_num_seqs=SEATS + QUEUED,
+        num_gpu_blocks_override=KV_BLOCKS,
+        block_size=32,
+        scheduling_policy="priority",
+        enable_prefix_caching=False,
+    )
+
+
+async def go_on(server, i, output):
+    """The rest of sample ``i`` from the tokens that its interrupted call gave back."""
+    left = RESPONSE - len(output.token_ids)
+    sampling = {"temperature": 1.0, "ignore_eos": True, "logprobs": True, "detokenize": False, "max_tokens": left}
+    return await server.generate([*PROMPT, *output.token_ids], sampling, f"again-{i}", priority=i) if left else None
+
+
+def test_interruption_does_not_wait_for_samples_without_kv(kv_scarce):
+    assert kv_scarce.preempted > 0 and kv_scarce.back
+    assert kv_scarce.took < kv_scarce.rest_took / 4
+    without = [output for output in kv_scarce.first if not output.token_ids]
+    assert without and all(output.stop_reason == "aborted" for output in without)
+
+
+def test_no_token_is_lost_where_kv_is_scarce(kv_scarce):
+    for first, second in zip(kv_scarce.first, kv_scarce.second, strict=True):
+        assert len(first.log_probs or []) == len(first.token_ids)
+        rest = list(second.token_ids) if second else []
+        assert len(first.token_ids) + len(rest) == RESPONSE
+    assert sum(len(output.token_ids) for output in kv_scarce.first) > 0

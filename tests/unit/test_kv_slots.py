@@ -1,0 +1,122 @@
+"""Slots of a replica: its seats, its KV cache, or what the user says; then what the rounds measure."""
+
+import asyncio
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from recipe.partial_rollout.agent_loop_manager import PartialRolloutAgentLoopManager
+from recipe.partial_rollout.kv_slots import KV_SHARE, ReplicaSlots, SampleSizes
+from recipe.partial_rollout.llm_client import EngineCall
+from recipe.partial_rollout.observed_manager import ObservedAgentLoopManager
+
+
+def slots(most=128, *, given=False, kv=21_504, prompt=64, response=1024):
+    return ReplicaSlots(most, given=given, kv_tokens=kv, sizes=SampleSizes(prompt, response))
+
+
+def call(tokens, context):
+    return EngineCall("r", 0.0, 1.0, tokens, 0, context_tokens=context)
+
+
+def test_scarce_kv_bounds_the_slots_and_the_line_says_why():
+    chosen = slots()
+    assert chosen.per_replica == 37
+    assert chosen.describe() == (
+        "slots per replica: 37 (KV cache holds 21,504 tokens, a sample is reckoned at 576 = prompt_length 64 + "
+        "response_length 1,024 / 2 until rounds are measured; rollout.max_num_seqs=128)"
+    )
+
+
+def test_seats_bound_the_slots_where_kv_abounds():
+    assert slots(kv=10_000_000).per_replica == 128
+
+
+def test_a_cache_smaller_than_a_sample_still_runs_one():
+    assert slots(kv=100).per_replica == 1
+
+
+def test_slots_that_are_given_stay_with_a_warning_where_kv_cannot_hold_them():
+    scarce, ample = slots(40, given=True), slots(30, given=True)
+    assert (scarce.per_replica, ample.per_replica) == (40, 30)
+    assert "WARNING" in scarce.describe() and "it holds 37 such samples" in scarce.describe()
+    assert "WARNING" not in ample.describe() and "\n" not in scarce.describe()
+    assert scarce.observe([call(100, 64)]) is None and scarce.per_replica == 40
+
+
+def test_engine_that_does_not_say_has_all_its_seats():
+    unknown = slots(kv=None)
+    assert unknown.per_replica == 128 and "does not say" in unknown.describe()
+    assert unknown.observe([call(100, 64)]) is None
+
+
+def test_slots_follow_the_context_that_is_measured():
+    chosen = slots()
+    # A token of the first call is decoded beside 114 others on average, one of the second beside 264.
+    line = chosen.observe([call(100, 64), call(300, 114)])
+    mean = (100 * 114 + 300 * 264) / 400
+    assert chosen.per_replica == int(KV_SHARE * 21_504 / mean) == 75
+    assert line is not None and line.startswith("slots per replica: 75 from here on")
+    assert chosen.observe([call(4000, 64)]) is not None and chosen.per_replica == 8
+    assert chosen.observe([call(1, 1)]) is not None and chosen.per_replica == 128
+
+
+@pytest.mark.parametrize("calls", [[], [call(0, 64)], [call(100, None)]])
+def test_round_that_decoded_nothing_changes_nothing(calls):
+    chosen = slots()
+    assert chosen.observe(calls) is None and chosen.per_replica == 37
+
+
+def test_small_changes_are_not_made():
+    chosen = slots()
+    chosen.observe([call(100, 64)])
+    before = chosen.per_replica
+    assert chosen.observe([call(104, 64)]) is None and chosen.per_replica == before
+
+
+class Control:
+    """``ServerControl`` of two replicas."""
+
+    preemptions: int | None = 4
+
+    def __len__(self):
+        return 2
+
+    async def new_preemptions(self):
+        return self.preemptions
+
+
+def manager_with(chosen, manager_class=PartialRolloutAgentLoopManager):
+    """A manager of two replicas and three workers that knows only of its slots."""
+    sent = []
+
+    async def resize(capacity):
+        sent.append(capacity)
+
+    manager = object.__new__(manager_class)
+    manager._site = SimpleNamespace(slots=chosen, control=Control())
+    manager._settings = SimpleNamespace(batch_samples=96)
+    manager.agent_loop_workers = [None] * 3
+    manager._manager = SimpleNamespace(resize_workers=SimpleNamespace(remote=resize))
+    manager._capacity = math.ceil(2 * chosen.per_replica / 3)
+    return manager, sent
+
+
+def test_workers_get_their_part_of_the_slots_that_were_reckoned_anew():
+    manager, sent = manager_with(slots())
+    assert manager.full_concurrency == 74
+    asyncio.run(manager._reckon_slots((call(100, 64), call(300, 114))))
+    assert sent == [50] == [manager._capacity], "two replicas with 75 slots, three workers"
+    assert manager.full_concurrency == 96, "a batch has no more"
+    asyncio.run(manager._reckon_slots((call(100, 64), call(300, 114))))
+    assert sent == [50]
+
+
+@pytest.mark.parametrize("manager_class", [ObservedAgentLoopManager, PartialRolloutAgentLoopManager])
+def test_slots_and_preemptions_are_figures_of_a_step(manager_class):
+    manager, _ = manager_with(slots(), manager_class)
+    expected = {"rollout/slots_per_replica": 37, "rollout/preemptions": 4}
+    assert asyncio.run(manager._engine_metrics()) == expected
+    manager._site.control.preemptions = None
+    assert asyncio.run(manager._engine_metrics()) == {"rollout/slots_per_replica": 37}
