@@ -7,7 +7,9 @@ Its control flow::
           +------------------- grants for the slots that came free ----------------------+
 
 A sample keeps its coroutine over interruptions; only its slot goes back to the manager. Reports travel one at a time, so
-what happens meanwhile goes out together with the next one.
+what happens meanwhile goes out together with the next one. A turn that has ended is reported with what follows it: the
+next interruption, a tool call, the end of the sample. Where a reward call keeps that waiting it goes out by itself, and
+the end of a round leaves nothing unreported.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from recipe.partial_rollout import garbage
@@ -30,8 +31,12 @@ from recipe.partial_rollout.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.manager_messages import Report
 from recipe.partial_rollout.observed_worker import ObservedAgentLoopWorker, trajectory_of
 from recipe.partial_rollout.tool_journal import journaled
+from recipe.partial_rollout.turn_alignment import sample_output
 from recipe.partial_rollout.types import Grant, Progress, SampleOutput
 from recipe.partial_rollout.worker_pool import result_of
+
+_NOTED_AFTER_S = 1.0
+"""that a reward call takes before the manager is told of the turn which it scores: most end sooner, and say it all"""
 
 
 class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
@@ -44,12 +49,13 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         """
         self._place = place
         self.use_replicas(servers)
-        self.tools = journaled(self.tools)
+        self.tools = journaled(self.tools, self.config.partial_rollout.failures.tool_timeout_s)
         self._name = name
         self._manager = manager
         self._capacity = capacity
         self._gate = GrantGate(self.config.partial_rollout.deadlines.grant_s)
         self._tasks: set[asyncio.Task] = set()
+        self._live: set[LiveSample] = set()
         self._calling: set[str] = set()
         self._outbox = _Outbox()
         self._sending: asyncio.Task | None = None
@@ -80,6 +86,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         """The replicas are these from here on (address to handle); between rounds."""
         assert isinstance(self.llm_client, PartialRolloutLLMClient)
         self.llm_client.use_replicas(servers, self._place)
+        self.llm_client.use_tokenizer(self.tokenizer)
 
     def open_round(self) -> None:
         """Engine calls are allowed from here on."""
@@ -93,7 +100,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     async def quiesce(self) -> None:
         """Return once no engine call is under way and the manager knows of everything that happened, and that it does."""
         self._raise_unreported()
-        while self._calling or self._outbox or (self._sending is not None and not self._sending.done()):
+        while not self._all_reported():
             self._quiet.clear()
             await self._quiet.wait()
             self._raise_unreported()
@@ -120,24 +127,28 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             grant.sample_id,
             keeper=self,
             priority=grant.order,
+            group=grant.group_uid,
             restored=deque(grant.segments),
             restored_tools={result["call"]: result for result in grant.tool_results},
+            deadline_s=self.config.partial_rollout.failures.sample_timeout_s,
         )
         LIVE_SAMPLE.set(sample)
+        self._live.add(sample)
         kwargs = self._kwargs({**grant.row, "uid": grant.group_uid})
         try:
-            output = await self._run_agent_loop(
-                self._sampling_params(), trajectory_of(grant.row), trace=False, **kwargs
+            output = await sample.clock.run(
+                self._run_agent_loop(self._sampling_params(), trajectory_of(grant.row), trace=False, **kwargs)
             )
-        except (ReplicaError, GrantTimeoutError) as error:
-            # No replica is left to go on at, or no round has come: nothing that a retry could change.
-            await self._manager.abandon.remote(one_line(error))
         except Exception as error:
-            self._outbox.note(sample)
-            self._outbox.failed.append((grant.sample_id, one_line(error)))
+            if _ends_the_run(error):
+                await self._manager.abandon.remote(one_line(error))
+            else:
+                self._outbox.note(sample)
+                self._outbox.failed.append((grant.sample_id, one_line(error)))
         else:
             assert isinstance(output, SampleOutput)
             self._outbox.finished.append((grant.sample_id, output))
+        self._live.discard(sample)
         self._gate.forget(grant.sample_id)
         self._send()
 
@@ -150,7 +161,12 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
                 f"sample {sample.id} has multi-modal data ({', '.join(output.multi_modal_data)}): "
                 f"partial rollout trains text only; set partial_rollout.enable=False"
             )
-        await self._compute_score([output], kwargs)
+        late = asyncio.get_running_loop().call_later(_NOTED_AFTER_S, sample.keeper.note, sample)
+        try:
+            with sample.clock.stopped():
+                await self._compute_score([output], kwargs)
+        finally:
+            late.cancel()
         return sample_output(sample, output)
 
     # -- slots (``SlotKeeper``) ------------------------------------------------------------------------------------
@@ -161,13 +177,14 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         if sample.has_unsent and not self._gate.is_open:
             # A checkpoint may come before its next call.
             self.note(sample)
-        await self._gate.wait(sample.id)
-        self._calling.add(sample.id)
-        try:
-            yield
-        finally:
-            self._calling.discard(sample.id)
-            self._quiet.set()
+        with sample.clock.stopped():
+            await self._gate.wait(sample.id)
+            self._calling.add(sample.id)
+            try:
+                yield
+            finally:
+                self._calling.discard(sample.id)
+                self._quiet.set()
 
     def hand_in(self, sample: LiveSample) -> None:
         """Give the slot back, with whatever the manager does not know of the sample."""
@@ -181,6 +198,29 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self._outbox.note(sample)
         self._send()
 
+    async def tell(self, sample: LiveSample) -> None:
+        """As ``note``; returns once the manager knows.
+
+        Raises:
+            RuntimeError: it does not take reports of this worker any more.
+        """
+        told = asyncio.get_running_loop().create_future()
+        self._outbox.note(sample)
+        self._outbox.told.append(told)
+        self._send()
+        await told
+
+    def _all_reported(self) -> bool:
+        """Whether no engine call is under way and the manager knows of all that happened; sends what it does not."""
+        if self._calling:
+            return False
+        for sample in self._live:
+            # In a tool or reward call, which need not end before a checkpoint: the turn before it has ended.
+            self._outbox.note(sample)
+        if self._outbox:
+            self._send()
+        return self._sending is None or self._sending.done()
+
     # -- reports ---------------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
@@ -188,18 +228,31 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             self._sending = asyncio.create_task(self._send_all())
 
     async def _send_all(self) -> None:
+        told: list[asyncio.Future[None]] = []
         try:
             while self._outbox:
+                told = self._outbox.told
                 self._run(await self._manager.report.remote(self._outbox.take(self._name)))
+                for waiting in told:
+                    # The sample that waited may have been given up.
+                    if not waiting.done():
+                        waiting.set_result(None)
         except Exception as error:
             # What the report said is lost: the worker must not go on as if the manager knew of it.
             self._unreported = self._unreported or error
             self._broken.set()
+            for waiting in [*told, *self._outbox.told]:
+                waiting.cancel()
         self._quiet.set()
 
     def _raise_unreported(self) -> None:
         if self._unreported is not None:
             raise self._unreported
+
+
+def _ends_the_run(error: Exception) -> bool:
+    """Whether a retry could not change it: no replica is left to go on at, or no round has come."""
+    return isinstance(error, GrantTimeoutError) or (isinstance(error, ReplicaError) and error.dead)
 
 
 class ProbeEndedError(Exception):
@@ -219,6 +272,9 @@ class _ProbeSlots:
     def note(self, sample: LiveSample) -> None:
         """Nobody needs to know."""
 
+    async def tell(self, sample: LiveSample) -> None:
+        """See ``note``."""
+
 
 class _Outbox:
     """What the manager has not been told yet."""
@@ -228,9 +284,11 @@ class _Outbox:
         self.interrupted: list[str] = []
         self.finished: list[tuple[str, SampleOutput]] = []
         self.failed: list[tuple[str, str]] = []
+        self.told: list[asyncio.Future[None]] = []
+        """resolved once the manager has the report that goes out next"""
 
     def __bool__(self) -> bool:
-        return bool(self.progress or self.interrupted or self.finished or self.failed)
+        return bool(self.progress or self.interrupted or self.finished or self.failed or self.told)
 
     def note(self, sample: LiveSample) -> None:
         segments, tool_results = sample.take_unsent()
@@ -247,41 +305,3 @@ class _Outbox:
         )
         self.__init__()
         return report
-
-
-def sample_output(sample: LiveSample, output: AgentLoopOutput) -> SampleOutput:
-    """``output`` of an agent loop with the policy version of every token, unpadded.
-
-    Raises:
-        RuntimeError: the generated tokens of ``output`` are not those that the engine returned, in order.
-    """
-    mask = np.asarray(output.response_mask, dtype=np.int8)
-    response_ids = np.asarray(output.response_ids, dtype=np.int32)
-    generated = mask.astype(bool)
-    count = int(generated.sum())
-    tokens = np.concatenate([s.token_ids for s in sample.segments] or [np.empty(0, np.int32)])
-    versions = np.concatenate(
-        [np.full(len(s), s.version, np.int32) for s in sample.segments] or [np.empty(0, np.int32)]
-    )
-    # A response cut at the budget keeps a prefix of what was generated.
-    if count > len(tokens) or not np.array_equal(response_ids[generated], tokens[:count]):
-        raise RuntimeError(
-            f"sample {sample.id}: its agent loop returned {count} generated tokens that are not the engine's "
-            f"{len(tokens)}; partial rollout needs agent loops that pass engine tokens through unchanged"
-        )
-    aligned = np.full(len(response_ids), -1, np.int32)
-    aligned[generated] = versions[:count]
-    extra = dict(output.extra_fields)
-    return SampleOutput(
-        prompt_ids=np.asarray(output.prompt_ids, dtype=np.int32),
-        response_ids=response_ids,
-        response_mask=mask,
-        log_probs=np.asarray(output.response_logprobs or [], dtype=np.float32),
-        versions=aligned,
-        segments=len(sample.segments),
-        reward_score=output.reward_score,
-        reward_extra_info=extra.pop("reward_extra_info", {}),
-        num_turns=output.num_turns,
-        metrics=output.metrics.model_dump(),
-        extra_fields=extra,
-    )

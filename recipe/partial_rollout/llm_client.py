@@ -18,10 +18,12 @@ import numpy as np
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from recipe.partial_rollout.definitions import busy_from
 from recipe.partial_rollout.failures import ReplicaError, means_death, one_line
 from recipe.partial_rollout.kept_kv import ResumeKV, request_id_of
 from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.replica_choice import ReplicaChoice
+from recipe.partial_rollout.resumption import StopStrings, check_sampling, sampling_of_call
 from recipe.partial_rollout.types import Segment
 
 ABORTED = ("aborted", "abort")
@@ -53,11 +55,14 @@ class EngineCall:
     """prompt and response tokens that it had to read again because the sample was interrupted; not those found cached"""
     context_tokens: int | None = None
     """prompt and response tokens that it went on from"""
+    queued_s: float = 0.0
+    """seconds for which it waited in the engine before it was first scheduled; 0 where the replica does not say"""
 
     def tokens_within(self, start: float, end: float) -> float:
-        """Tokens between ``start`` and ``end`` (unix seconds), as if it had made them evenly."""
-        inside = min(self.end, end) - max(self.start, start)
-        return self.tokens * max(0.0, inside) / (self.end - self.start) if self.end > self.start else 0.0
+        """Tokens between ``start`` and ``end`` (unix seconds), as if it had made them evenly once it ran."""
+        began = busy_from(self)
+        inside = min(self.end, end) - max(began, start)
+        return self.tokens * max(0.0, inside) / (self.end - began) if self.end > began else 0.0
 
 
 class ObservedLLMClient(LLMServerClient):
@@ -112,9 +117,11 @@ class ObservedLLMClient(LLMServerClient):
             _REPLICA.reset(token)
         tokens, version = len(output.token_ids), _version(output)
         found = output.extra_fields.get("num_cached_tokens") or 0
-        read_again = max(0, resumed_tokens - found)
+        # A call that was aborted in the engine's queue read nothing again.
+        read_again = max(0, resumed_tokens - found) if tokens else 0
         context = len(kwargs.get("prompt_ids", ()))
-        self._calls.append(EngineCall(replica[0], start, time.time(), tokens, version, read_again, context))
+        queued_s = float(output.extra_fields.pop("queued_s", None) or 0.0)
+        self._calls.append(EngineCall(replica[0], start, time.time(), tokens, version, read_again, context, queued_s))
         return output
 
 
@@ -124,6 +131,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._replicas: ReplicaChoice | None = None
+        self._tokenizer: Any = None
         custom = getattr(self.config.actor_rollout_ref.rollout, "custom", None) or {}
         self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
 
@@ -131,9 +139,15 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         """Balance training samples over ``servers`` (address to server handle); ``place`` as in ``ReplicaChoice``."""
         self._replicas = ReplicaChoice(servers, place)
 
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Find stop strings with ``tokenizer``, the model's."""
+        self._tokenizer = tokenizer
+
     def _vllm_request_id(self, request_id: str) -> str:
         sample = LIVE_SAMPLE.get()
-        return super()._vllm_request_id(request_id) if sample is None else request_id_of(sample.id)
+        if sample is None:
+            return super()._vllm_request_id(request_id)
+        return request_id_of(sample.group, sample.first_version)
 
     async def _choose_server(self, request_id: str, **extra: Any):
         sample = LIVE_SAMPLE.get()
@@ -158,6 +172,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
 
         Raises:
             RuntimeError: the engine returned tokens without one log-prob each.
+            SamplingError: a sampling parameter would not survive an interruption (``resumption``).
         """
         sample = LIVE_SAMPLE.get()
         if sample is None:
@@ -167,7 +182,10 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             kwargs["priority"] = sample.priority
         budget = self._budget(prompt_ids, sampling_params)
         sampling_params = {key: value for key, value in sampling_params.items() if key != "max_new_tokens"}
-        turn, last = sample.replay_turn(), None
+        check_sampling(sample.id, sampling_params, self._tokenizer)
+        turn, last, stops = sample.start_turn(len(prompt_ids)), None, None
+        if sampling_params.get("stop"):
+            stops = StopStrings(self._tokenizer, prompt_ids, sampling_params, turn)
         while not turn or turn[-1].stop_reason is None:
             done = [int(token) for segment in turn for token in segment.token_ids]
             async with sample.keeper.engine_call(sample):
@@ -177,13 +195,14 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                         f"{sample.id}@{sample.calls}",
                         resumed_tokens=len(prompt_ids) + len(done) if turn else 0,
                         prompt_ids=prompt_ids + done,
-                        sampling_params={**sampling_params, "max_tokens": budget - len(done)},
+                        sampling_params=sampling_of_call(sampling_params, budget, len(done)),
                         **kwargs,
                     )
                 except ReplicaError as error:
                     self._leave(sample, error)
                     continue
             segment = self._segment(sample.id, last, budget - len(done))
+            segment = stops.end(segment) if stops else segment
             if len(segment) or segment.stop_reason is not None:
                 turn.append(segment)
                 sample.add(segment)

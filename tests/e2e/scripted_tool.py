@@ -1,9 +1,12 @@
 """Loaded by verl through ``multi_turn.function_tool_path``: a tool that notes its calls, and a parser that always calls it.
 
-A model without tool training would never call; what is tested is that a call happens once, not what is asked.
+A model without tool training would never call; what is tested is that a call happens once, not what is asked. The very
+first call hangs.
 """
 
 import os
+import time
+from pathlib import Path
 
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.function_tool import function_tool
@@ -18,9 +21,20 @@ def clock(hour: int) -> str:
     Args:
         hour: hour of the day.
     """
+    try:
+        Path(os.environ["TOOL_CALLS"]).with_suffix(".hung").touch(exist_ok=False)
+    except FileExistsError:
+        pass
+    else:
+        # The first call of all hangs; its sample is retried.
+        time.sleep(60)
+        return "too late"
     with open(os.environ["TOOL_CALLS"], "a") as file:
         file.write(f"{LIVE_SAMPLE.get().id}\n")
     return f"{hour}+1"
+
+
+clock.repeatable = True
 
 
 @ToolParser.register("scripted")

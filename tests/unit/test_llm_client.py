@@ -11,9 +11,11 @@ from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from recipe.partial_rollout.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.failures import ReplicaError
 from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.llm_client import EngineCall, ObservedLLMClient, PartialRolloutLLMClient
+from recipe.partial_rollout.resumption import SamplingError
 from recipe.partial_rollout.types import Segment
 
 ROLLOUT = SimpleNamespace(response_length=10, prompt_length=4, scheduling_policy="fcfs", name="vllm")
@@ -42,11 +44,12 @@ class Keeper:
 @pytest.fixture
 def engine(monkeypatch):
     """Scripted replica: answers in turn and notes every request."""
-    script = SimpleNamespace(answers=[], requests=[])
+    script = SimpleNamespace(answers=[], requests=[], priorities=[])
 
     async def generate(self, request_id, *, prompt_ids, sampling_params, **kwargs):
         server, _ = await self._acquire_server(request_id)
         script.requests.append((request_id, list(prompt_ids), dict(sampling_params)))
+        script.priorities.append(kwargs.get("priority"))
         answer = script.answers.pop(0)
         self._release_server(server, request_id)
         if isinstance(answer, Exception):
@@ -120,6 +123,15 @@ def test_call_refused_without_tokens_adds_no_segment(engine):
     assert len(sample.segments) == 1
 
 
+def test_call_that_was_aborted_in_the_queue_goes_on_with_its_priority(engine, monkeypatch):
+    monkeypatch.setattr(ROLLOUT, "scheduling_policy", "priority")
+    engine.answers = [tokens(stop="aborted"), tokens(stop="aborted"), tokens(5)]
+    sample = live()
+    sample.priority = 7
+    assert generate(PartialRolloutLLMClient(CONFIG), sample).token_ids == [5]
+    assert engine.priorities == [7, 7, 7] and len(sample.segments) == 1
+
+
 def test_call_aborted_at_its_budget_is_complete(engine):
     engine.answers = [tokens(5, 6, stop="aborted")]
     output = generate(PartialRolloutLLMClient(CONFIG), live(), max_tokens=2)
@@ -174,6 +186,110 @@ def test_turn_that_the_journal_holds_whole_makes_no_call(engine):
     assert (output.token_ids, output.stop_reason, engine.requests) == ([5, 6], "stop", [])
     assert output.log_probs == pytest.approx([-0.5, -0.6])
     assert [list(segment.token_ids) for segment in sample.restored] == [[8]]
+
+
+def test_resumed_call_asks_for_the_tokens_that_are_left_of_the_least(engine):
+    engine.answers = [tokens(5, 6, stop="aborted"), tokens(7, 8, stop="aborted"), tokens(9)]
+    generate(PartialRolloutLLMClient(CONFIG), live(), min_tokens=3)
+    assert [request[2]["min_tokens"] for request in engine.requests] == [3, 1, 0]
+
+
+def seeds(engine, **params):
+    engine.answers = [tokens(stop="aborted"), tokens(5, stop="aborted"), tokens(6, stop="aborted"), tokens(7)]
+    first = len(engine.requests)
+    generate(PartialRolloutLLMClient(CONFIG), live(), **params)
+    return [request[2].get("seed") for request in engine.requests[first:]]
+
+
+def test_seed_differs_with_the_tokens_made_and_only_with_them(engine):
+    drawn = seeds(engine, seed=7)
+    assert drawn[:2] == [7, 7] and len(set(drawn)) == 3 and all(0 <= seed < 2**31 for seed in drawn)
+    assert seeds(engine, seed=7) == drawn
+    assert not set(seeds(engine, seed=8)) & set(drawn)
+    assert seeds(engine) == [None] * 4 and seeds(engine, seed=-1) == [-1] * 4
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -0.5),
+        ("bad_words", ["bad"]),
+        ("thinking_token_budget", 0),
+        ("structured_outputs", {"regex": "a*"}),
+        ("repetition_detection", {"max_pattern_size": 2, "min_count": 2}),
+    ],
+)
+def test_what_the_engine_applies_to_a_calls_own_output_is_refused_before_the_first_call(engine, key, value):
+    engine.answers = [tokens(5)]
+    with pytest.raises(SamplingError, match=f"sample 0/0#0: .* asks for {key}=.*partial_rollout.enable=False"):
+        generate(PartialRolloutLLMClient(CONFIG), live(), **{key: value})
+    assert engine.requests == []
+
+
+def test_parameters_at_the_values_that_switch_them_off_are_accepted(engine):
+    engine.answers = [tokens(5)]
+    off = {"presence_penalty": 0.0, "frequency_penalty": 0, "bad_words": [], "repetition_penalty": 1.3}
+    assert generate(PartialRolloutLLMClient(CONFIG), live(), **off).token_ids == [5]
+
+
+TOKENIZER = build_tokenizer()
+
+
+def text(letters):
+    return TOKENIZER.encode(letters, add_special_tokens=False)
+
+
+def stopped(engine, *answers, sample=None, **params):
+    """Text of the turn whose calls make ``answers``: each but the last is interrupted."""
+    *aborted, last = answers
+    engine.answers = [*[tokens(*text(letters), stop="aborted") for letters in aborted], tokens(*text(last))]
+    client = PartialRolloutLLMClient(CONFIG)
+    client.use_tokenizer(TOKENIZER)
+    sample = sample or live()
+    output = generate(client, sample, max_tokens=99, **params)
+    assert len(output.log_probs) == len(output.token_ids) == sum(map(len, sample.segments))
+    assert sample.segments[-1].stop_reason == output.stop_reason == "completed"
+    return TOKENIZER.decode(output.token_ids)
+
+
+def test_stop_string_across_the_cut_ends_the_turn(engine):
+    assert stopped(engine, "abst", "opcdef", stop=["stop"]) == "abstop"
+    assert stopped(engine, "abs", "t", "o", "pcdef", stop="stop") == "abstop"
+    assert engine.answers == []
+
+
+def test_stop_string_that_an_interruption_found_complete_makes_no_further_call(engine):
+    engine.requests.clear()
+    assert stopped(engine, "abst", "opc", "never", stop=["stop"]) == "abstop"
+    assert len(engine.requests) == 2
+
+
+def test_earliest_of_several_stop_strings_ends_the_turn(engine):
+    assert stopped(engine, "ab", "cdefgh", stop=["fg", "bcd"]) == "abcd"
+
+
+def test_text_that_is_no_stop_string_is_kept(engine):
+    assert stopped(engine, "abst", "xopcd", stop=["stop"]) == "abstxopcd"
+
+
+def test_stop_string_within_the_least_number_of_tokens_does_not_count(engine):
+    assert stopped(engine, "ast", "opbstopc", stop=["stop"], min_tokens=6) == "astopbstop"
+
+
+def test_token_that_completes_a_stop_string_is_kept_whether_or_not_the_text_would_have_it(engine):
+    for included in (False, True):
+        assert stopped(engine, "ast", "opb", stop=["stop"], include_stop_str_in_output=included) == "astop"
+
+
+def test_stop_string_that_begins_in_the_journal_is_found(engine):
+    sample = live(restored=journal((text("ast"), 0, None)))
+    assert stopped(engine, "opcd", stop=["stop"], sample=sample) == "astop"
+
+
+def test_stop_strings_need_a_tokenizer(engine):
+    with pytest.raises(SamplingError, match=r"asks for stop=\['x'\].*use stop_token_ids"):
+        generate(PartialRolloutLLMClient(CONFIG), live(), stop=["x"])
 
 
 def test_interrupted_segments_are_open_and_the_last_one_is_closed(engine):
@@ -274,3 +390,31 @@ def test_tokens_of_a_call_are_spread_evenly_over_it():
     assert call.tokens_within(11.0, 12.0) == 2
     assert call.tokens_within(14.0, 99.0) == 0
     assert EngineCall("a", start=10.0, end=10.0, tokens=0, version=0).tokens_within(0.0, 99.0) == 0
+
+
+def test_request_names_its_group_and_the_weights_of_its_samples_first_token():
+    client = PartialRolloutLLMClient(CONFIG)
+    sample = live(group="0/0")
+
+    def made_by(version):
+        return Segment(np.array([5], np.int32), np.array([-0.1], np.float32), version)
+
+    def named():
+        token = LIVE_SAMPLE.set(sample)
+        try:
+            return client._vllm_request_id("r").rpartition("@")[0]
+        finally:
+            LIVE_SAMPLE.reset(token)
+
+    assert named() == "0/0@"
+    sample.segments = [made_by(3), made_by(4)]
+    assert named() == "0/0@3"
+    sample.segments = [made_by(-1), made_by(4)]
+    assert named() == "0/0@", "unknown weights share nothing with any"
+
+
+def test_resumed_call_that_was_aborted_in_the_queue_read_nothing_again(engine):
+    engine.answers = [tokens(5, 6, stop="aborted"), tokens(stop="aborted"), tokens(7)]
+    client = PartialRolloutLLMClient(CONFIG)
+    generate(client, live())
+    assert [call.resumed_tokens for call in client.take_calls()] == [0, 0, 5]

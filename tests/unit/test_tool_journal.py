@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import time
+from types import SimpleNamespace
 
 import pytest
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.experimental.agent_loop.tool_parser import FunctionCall
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.tool_journal import ToolError, journaled
+from recipe.partial_rollout.tool_journal import ToolError, ToolTimeoutError, journaled, repeatable
 
 SCHEMA = OpenAIFunctionToolSchema.model_validate(
     {
@@ -39,6 +43,10 @@ class Keeper:
     def note(self, sample):
         self.results += sample.take_unsent()[1]
 
+    async def tell(self, sample):
+        await asyncio.sleep(0)
+        self.note(sample)
+
 
 def live(results=()):
     return LiveSample("0/0#0", Keeper(), priority=0, restored_tools={result["call"]: result for result in results})
@@ -53,6 +61,18 @@ def adder(calls, delay=lambda a: 0):
         return ToolResponse(text=str(a + 1)), 0.5, {}
 
     return FunctionTool(name="add", fn=add, tool_schema=SCHEMA, is_async=True)
+
+
+def dies_in(tool, sample, **parameters):
+    """The journal of a sample whose worker dies while ``tool`` runs."""
+
+    async def call():
+        task = asyncio.ensure_future(tool.call(parameters))
+        await asyncio.sleep(0.02)
+        task.cancel()
+
+    run(sample, call)
+    return sample.keeper.results
 
 
 def run(sample, coroutine):
@@ -71,7 +91,7 @@ def test_finished_call_is_noted_and_replayed_without_being_made():
     replayed = run(second, lambda: tool.call({"a": 1}))
     assert calls == [1]
     assert (made[0].text, made[1]) == (replayed[0].text, replayed[1]) == ("2", 0.5)
-    assert second.keeper.results == []
+    assert [entry["call"] for entry in first.keeper.results] == [0, 0] and second.keeper.results == []
 
 
 def test_first_call_that_the_journal_lacks_is_made():
@@ -94,7 +114,7 @@ def test_parallel_calls_are_told_apart_whichever_ends_first():
         return [text.text for text, _, _ in await asyncio.gather(*[tool.call({"a": a}) for a in (1, 9)])]
 
     assert run(first, both) == ["2", "10"] and calls == [9, 1]
-    assert [result["call"] for result in first.keeper.results] == [1, 0]
+    assert [entry["call"] for entry in first.keeper.results if "text" in entry] == [1, 0]
     assert run(live(first.keeper.results), both) == ["2", "10"] and len(calls) == 2
 
 
@@ -106,6 +126,72 @@ def test_call_that_failed_fails_the_same_way_again():
     with pytest.raises(ToolError, match="-1 is negative"):
         run(live(first.keeper.results), lambda: tool.call({"a": -1}))
     assert calls == [-1]
+
+
+def slow(calls):
+    """A tool whose effect comes before its result."""
+
+    async def buy(a):
+        calls.append(a)
+        await asyncio.sleep(0.05)
+        return ToolResponse(text=f"bought {a}"), 0.0, {}
+
+    return FunctionTool(name="buy", fn=buy, tool_schema=SCHEMA, is_async=True)
+
+
+def test_call_that_was_cut_off_is_not_made_again_and_fails_alike_in_every_replay():
+    calls = []
+    (ours,) = journaled([slow(calls)])
+    journal = dies_in(ours, live(), a=1)
+    assert journal == [{"call": 0, "started": "buy"}] and calls == [1]
+    second = live(journal)
+    with pytest.raises(ToolError, match="it may have had its effect, and is not made again"):
+        run(second, lambda: ours.call({"a": 1}))
+    with pytest.raises(ToolError, match="is not made again"):
+        run(live([*journal, *second.keeper.results]), lambda: ours.call({"a": 1}))
+    assert calls == [1]
+
+
+def test_call_that_was_cut_off_is_made_again_by_a_tool_that_allows_it():
+    calls = []
+    tool = slow(calls)
+    tool.fn.repeatable = True
+    (ours,) = journaled([tool])
+    journal = dies_in(ours, live(), a=1)
+    assert journal == []
+    response, _, _ = run(live(journal), lambda: ours.call({"a": 1}))
+    assert response.text == "bought 1" and calls == [1, 1]
+
+
+def test_call_is_made_only_once_the_manager_knows_of_it():
+    class Refusing(Keeper):
+        async def tell(self, sample):
+            raise RuntimeError("worker w0 is not registered")
+
+    calls, sample = [], live()
+    sample.keeper = Refusing()
+    (tool,) = journaled([adder(calls)])
+    with pytest.raises(RuntimeError, match="not registered"):
+        run(sample, lambda: tool.call({"a": 1}))
+    assert calls == []
+
+
+def test_parallel_calls_of_which_one_was_cut_off_are_told_apart():
+    calls, first = [], live()
+    (tool,) = journaled([adder(calls, delay=lambda a: 0 if a == 1 else 1)])
+
+    async def cut():
+        both = asyncio.gather(*[tool.call({"a": a}) for a in (1, 9)])
+        await asyncio.sleep(0.02)
+        both.cancel()
+
+    async def both():
+        answers = await asyncio.gather(*[tool.call({"a": a}) for a in (1, 9)], return_exceptions=True)
+        return answers[0][0].text, str(answers[1])
+
+    run(first, cut)
+    text, error = run(live(first.keeper.results), both)
+    assert text == "2" and "is not made again" in error and calls == [1]
 
 
 class Sandbox(BaseTool):
@@ -142,6 +228,15 @@ def test_tool_with_a_life_cycle_is_created_only_for_calls_that_are_made():
     assert tool.name == "add" and tool.tool_schema is SCHEMA
 
 
+def test_tool_says_in_its_class_or_in_its_config_that_it_may_be_called_again():
+    class Search(Sandbox):
+        repeatable = True
+
+    configured = Sandbox()
+    configured.config = {"repeatable": True}
+    assert [repeatable(tool) for tool in (Search(), configured, Sandbox(), adder([]))] == [True, True, False, False]
+
+
 def test_outside_of_a_training_sample_a_tool_is_only_itself():
     calls = []
     (tool,) = journaled([adder(calls)])
@@ -157,3 +252,86 @@ def test_images_are_refused():
     (tool,) = journaled([FunctionTool(name="add", fn=picture, tool_schema=SCHEMA, is_async=True)])
     with pytest.raises(ValueError, match=r"trains text only; set partial_rollout\.enable=False"):
         run(live(), lambda: tool.call({}))
+
+
+def calls_in_verls_loop(tool, sample):
+    """What verl's agent loop makes of one call of ``tool``, under the sample's clock."""
+    loop = SimpleNamespace(tools={tool.name: tool}, max_tool_response_length=100, tool_response_truncate_side="left")
+    call = ToolAgentLoop._call_tool(loop, FunctionCall(name=tool.name, arguments='{"a": 1}'), {}, None)
+    return sample.clock.run(call)
+
+
+def sync_adder(delay_s):
+    def add(a):
+        time.sleep(delay_s)
+        return str(a + 1)
+
+    return FunctionTool(name="add", fn=add, tool_schema=SCHEMA, is_async=False)
+
+
+class HangingSandbox(Sandbox):
+    """Hangs in one of its verbs."""
+
+    def __init__(self, hangs_in):
+        super().__init__()
+        self.hangs_in = hangs_in
+
+    async def _reach(self, verb):
+        await asyncio.sleep(60 if verb == self.hangs_in else 0)
+
+    async def create(self, instance_id=None, **kwargs):
+        await self._reach("create")
+        return await super().create(instance_id, **kwargs)
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        await self._reach("execute")
+        return await super().execute(instance_id, parameters, **kwargs)
+
+    async def release(self, instance_id, **kwargs):
+        await self._reach("release")
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        adder([], delay=lambda a: 60),
+        sync_adder(0.5),
+        HangingSandbox("create"),
+        HangingSandbox("execute"),
+        HangingSandbox("release"),
+    ],
+    ids=["coroutine", "thread", "create", "execute", "release"],
+)
+def test_tool_that_hangs_fails_its_sample_and_is_no_answer_in_verls_loop(tool):
+    sample = live()
+    (late,) = journaled([tool], 0.1)
+    with pytest.raises(
+        ToolTimeoutError, match=r"tool add gave no answer to sample 0/0#0 within 0\.1 s .*tool_timeout_s"
+    ):
+        run(sample, lambda: calls_in_verls_loop(late, sample))
+    if getattr(tool, "hangs_in", None) != "release":
+        assert sample.keeper.results == [{"call": 0, "started": "add"}], "it has no answer"
+
+
+def test_tool_that_answers_in_time_is_not_disturbed():
+    sample = live()
+    (tool,) = journaled([sync_adder(0.05)], 5.0)
+    response, _, _ = run(sample, lambda: calls_in_verls_loop(tool, sample))
+    assert response.text == "2"
+
+
+def test_timeout_of_a_tools_own_is_its_answer():
+    async def add(a):
+        raise TimeoutError("the sandbox is gone")
+
+    sample = live()
+    (tool,) = journaled([FunctionTool(name="add", fn=add, tool_schema=SCHEMA, is_async=True)], 5.0)
+    response, _, _ = run(sample, lambda: calls_in_verls_loop(tool, sample))
+    assert "the sandbox is gone" in response.text
+    assert [entry["error"] for entry in sample.keeper.results if "error" in entry] == ["the sandbox is gone"]
+
+
+def test_tool_that_hangs_in_validation_is_an_error_of_the_tool():
+    (tool,) = journaled([adder([], delay=lambda a: 60)], 0.1)
+    with pytest.raises(ToolTimeoutError, match=r"tool add gave no answer within 0\.1 s"):
+        run(None, lambda: tool.call({"a": 1}))

@@ -5,15 +5,24 @@ import gc
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.tools.function_tool import FunctionTool
+from verl.tools.schemas import ToolResponse
 
+from recipe.partial_rollout import agent_loop_worker
 from recipe.partial_rollout.admission import Admission, Mode
 from recipe.partial_rollout.bench.scripted_engine import ScriptedWorker
+from recipe.partial_rollout.failure_policy import FailurePolicy, OnSampleError
+from recipe.partial_rollout.failures import ReplicaError
+from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.manager_actor import ManagerActor
 from recipe.partial_rollout.manager_messages import RolloutFailedError
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.scheduling import Policy
-from recipe.partial_rollout.types import Grant, Prompt
+from recipe.partial_rollout.tool_journal import journaled
+from recipe.partial_rollout.types import Grant, Prompt, Segment
 
 CURVE = EngineCurve(step_s=0.002, sample_s=0.0)
 
@@ -34,13 +43,48 @@ class Local:
         return SimpleNamespace(remote=call)
 
 
-async def start(lengths, *, batch=1, grant_s=60.0):
+RETRY = FailurePolicy(OnSampleError.RETRY, sample_retries=1, retry_backoff_s=0.01)
+
+
+def seven_tokens():
+    """What an agent loop makes of one turn."""
+    return AgentLoopOutput(
+        prompt_ids=[1],
+        response_ids=[0] * 7,
+        response_mask=[1] * 7,
+        response_logprobs=[0.0] * 7,
+        num_turns=2,
+        metrics=AgentLoopMetrics(),
+    )
+
+
+class AfterTurn(ScriptedWorker):
+    """Samples of 7 tokens end in a call that does not: of the reward function, or of ``tool``."""
+
+    def __init__(self, curve, replicas, tool=None):
+        super().__init__(curve, replicas)
+        self.tool = tool
+
+    async def _run_agent_loop(self, sampling_params, trajectory, **kwargs):
+        output = await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+        if output.response_length != 7:
+            return output
+        if self.tool is not None:
+            await self.tool.call({})
+        return await self._agent_loop_postprocess(seven_tokens(), False)
+
+    async def _compute_score(self, outputs, kwargs):
+        await asyncio.sleep(60)
+
+
+async def start(lengths, *, batch=1, grant_s=60.0, sample_s=None, failures=RETRY, kind=ScriptedWorker):
     """A manager with a prompt for each list of ``lengths``, and the worker that serves it, in an open first round."""
     n = len(lengths[0])
     admission = Admission(Mode.WINDOW, batch, n, len(lengths) / batch - 1, batch, batch * n, max_staleness=4)
-    manager = Local(ManagerActor(admission, Policy.BOUNDED, stall_s=30.0))
-    worker = ScriptedWorker(CURVE, 1)
+    manager = Local(ManagerActor(admission, Policy.BOUNDED, stall_s=30.0, failures=failures))
+    worker = kind(CURVE, 1)
     worker.config.partial_rollout.deadlines.grant_s = grant_s
+    worker.config.partial_rollout.failures.sample_timeout_s = sample_s
     worker.setup("w0", manager, 16, {})
     serving = asyncio.create_task(worker.serve())
     await asyncio.sleep(0.01)
@@ -102,6 +146,26 @@ def test_interrupted_sample_goes_on_in_its_worker_from_where_it_was():
     assert second.outputs[0].response_length == 60 and decoded == 65, "no token was decoded twice"
 
 
+def test_engine_calls_of_a_sample_know_its_group(monkeypatch):
+    seen = {}
+
+    async def looked_at(self, sampling_params, trajectory, **options):
+        sample = LIVE_SAMPLE.get()
+        seen[sample.id] = sample.group
+        return await run(self, sampling_params, trajectory, **options)
+
+    run = ScriptedWorker._run_agent_loop
+    monkeypatch.setattr(ScriptedWorker, "_run_agent_loop", looked_at)
+
+    async def body():
+        manager, worker, serving = await start([[5, 5]])
+        await finish_round(manager, worker)
+        serving.cancel()
+
+    asyncio.run(body())
+    assert seen == {"0/0#0": "0/0", "0/0#1": "0/0"}
+
+
 def test_samples_are_ready_before_their_round_opens():
     async def body():
         manager, worker, serving = await start([[5, 5], [60, 60]])
@@ -159,3 +223,191 @@ def test_sample_that_no_round_comes_for_ends_the_run_by_its_deadline():
         serving.cancel()
 
     asyncio.run(body())
+
+
+def refusing(times, *, dead):
+    """A worker whose replica fails the first ``times`` requests of sample 0/0#0."""
+
+    class Refusing(ScriptedWorker):
+        left = times
+
+        async def _run_agent_loop(self, *args, **kwargs):
+            if LIVE_SAMPLE.get().id == "0/0#0" and Refusing.left:
+                Refusing.left -= 1
+                raise ReplicaError("vLLM replica r0 failed on request 0/0#0@1: ValueError: no such token", dead=dead)
+            return await super()._run_agent_loop(*args, **kwargs)
+
+    return Refusing
+
+
+async def play(kind, failures, **settings):
+    """One round of one prompt with two samples; its two outputs and the manager's figures."""
+    manager, worker, serving = await start([[5, 5]], kind=kind, failures=failures, **settings)
+    try:
+        (group,) = await finish_round(manager, worker)
+    finally:
+        serving.cancel()
+    return group.outputs, manager.actor._manager.metrics()
+
+
+def test_request_that_a_living_replica_refuses_once_is_made_again():
+    outputs, figures = asyncio.run(play(refusing(1, dead=False), RETRY))
+    assert [output.response_length for output in outputs] == [5, 5]
+    assert (figures["failures/retried"], figures["failures/masked"]) == (1, 0)
+
+
+def test_request_that_a_living_replica_always_refuses_is_masked():
+    outputs, figures = asyncio.run(play(refusing(99, dead=False), RETRY))
+    assert [output.masked for output in outputs] == [True, False] and figures["failures/masked"] == 1
+    assert "no such token" in outputs[0].extra_fields["sample_error"]
+
+
+def test_request_that_a_living_replica_refuses_ends_the_run_where_failures_do():
+    with pytest.raises(RolloutFailedError, match=r"sample 0/0#0 on w0 failed: ReplicaError: .* no such token"):
+        asyncio.run(play(refusing(1, dead=False), FailurePolicy(OnSampleError.RAISE)))
+
+
+def test_last_replica_to_die_ends_the_run_whatever_failures_do():
+    with pytest.raises(RolloutFailedError, match=r"^ReplicaError: vLLM replica r0 failed"):
+        asyncio.run(play(refusing(1, dead=True), RETRY))
+
+
+def hanging(times):
+    """A worker in which the agent loop of sample 0/0#0 hangs ``times`` times before its first engine call."""
+
+    class Hanging(ScriptedWorker):
+        left = times
+
+        async def _run_agent_loop(self, *args, **kwargs):
+            if LIVE_SAMPLE.get().id == "0/0#0" and Hanging.left:
+                Hanging.left -= 1
+                await asyncio.sleep(60)
+            return await super()._run_agent_loop(*args, **kwargs)
+
+    return Hanging
+
+
+def test_sample_whose_agent_loop_hangs_is_retried_and_then_masked():
+    outputs, figures = asyncio.run(play(hanging(1), RETRY, sample_s=0.1))
+    assert [output.response_length for output in outputs] == [5, 5] and figures["failures/retried"] == 1
+    outputs, figures = asyncio.run(play(hanging(99), RETRY, sample_s=0.1))
+    assert [output.masked for output in outputs] == [True, False]
+    assert "SampleTimeoutError: the agent loop of sample 0/0#0" in outputs[0].extra_fields["sample_error"]
+
+
+def test_sample_may_wait_for_its_round_and_decode_for_longer_than_its_timeout():
+    async def body():
+        manager, worker, serving = await start([[5], [120]], sample_s=0.1)
+        await finish_round(manager, worker)
+        await asyncio.sleep(0.3)
+        worker.begin(1, time.monotonic())
+        await manager.actor.prepare_round(1, [], False)
+        (second,) = await finish_round(manager, worker)
+        serving.cancel()
+        return second.outputs[0], manager.actor._manager.metrics()
+
+    output, figures = asyncio.run(body())
+    assert output.response_length == 120 and not output.masked and figures["failures/failed"] == 0
+
+
+@pytest.mark.parametrize("noted_after_s", [60.0, 0.0], ids=["at the end of the round", "before it"])
+def test_turn_is_known_while_its_reward_call_goes_on(monkeypatch, noted_after_s):
+    monkeypatch.setattr(agent_loop_worker, "_NOTED_AFTER_S", noted_after_s)
+
+    async def body():
+        manager, worker, serving = await start([[60], [7]], kind=AfterTurn)
+        await asyncio.sleep(0.1)
+        state = manager.actor._manager
+        before = state.cached_tokens
+        if noted_after_s:
+            await finish_round(manager, worker)
+        saved = state.state_dict()
+        serving.cancel()
+        return worker.decoded(), before, saved["calls"]["length"].tolist(), saved["calls"]["stop_reason"]
+
+    decoded, before, saved, ends = asyncio.run(body())
+    assert saved == [7] and ends == ["completed"]
+    assert before == (0 if noted_after_s else 7) and decoded >= 7
+
+
+def test_turn_and_tool_call_are_known_before_the_tool_is_called_and_outlive_the_worker():
+    calls = []
+
+    async def buy():
+        calls.append(manager_of[0].cached_tokens)
+        await asyncio.sleep(60)
+        return ToolResponse(text="bought"), 0.0, {}
+
+    (tool,) = journaled([FunctionTool(name="buy", fn=buy, tool_schema=None, is_async=True)])
+    manager_of = []
+
+    async def body():
+        manager, _worker, serving = await start([[7]], kind=lambda *a: AfterTurn(*a, tool=tool))
+        manager_of.append(manager.actor._manager)
+        await asyncio.sleep(0.1)
+        serving.cancel()
+        await manager.actor.release_worker("w0")
+        await manager.actor.register_worker("w1", 16)
+        return await asyncio.wait_for(manager.actor.claim("w1"), 5)
+
+    (grant,) = asyncio.run(body())
+    assert calls == [7], "the tool is called once, and the manager knew of the turn by then"
+    assert [len(segment) for segment in grant.segments] == [7]
+    assert grant.tool_results == ({"call": 0, "started": "buy"},)
+
+
+def test_tool_is_not_called_where_the_manager_refuses_to_know_of_it():
+    calls = []
+
+    async def buy():
+        calls.append(1)
+
+    (tool,) = journaled([FunctionTool(name="buy", fn=buy, tool_schema=None, is_async=True)])
+
+    async def body():
+        manager, _worker, serving = await start([[7]], kind=lambda *a: AfterTurn(*a, tool=tool))
+        manager.broken["report"] = RuntimeError("worker w0 is not registered")
+        with pytest.raises(RuntimeError, match="w0 is not registered"):
+            await asyncio.wait_for(serving, 5)
+
+    asyncio.run(body())
+    assert calls == []
+
+
+def test_single_turn_samples_cost_no_report_of_their_own_for_their_turn():
+    reports = []
+
+    async def body():
+        manager, worker, serving = await start([[5] * 64])
+        report = manager.actor.report
+
+        async def counted(message):
+            reports.append(message)
+            return await report(message)
+
+        manager.actor.report = counted
+        await finish_round(manager, worker)
+        serving.cancel()
+
+    asyncio.run(body())
+    assert sum(len(report.finished) for report in reports) == 64
+    assert not any(report.progress for report in reports)
+
+
+def test_long_reward_call_of_the_probe_is_nobodys_progress(monkeypatch):
+    monkeypatch.setattr(agent_loop_worker, "_NOTED_AFTER_S", 0.0)
+
+    class Probed(AfterTurn):
+        async def _compute_score(self, outputs, kwargs):
+            LIVE_SAMPLE.get().start_turn(1)
+            LIVE_SAMPLE.get().add(Segment(np.zeros(7, np.int32), np.zeros(7, np.float32), 0, "completed"))
+            await asyncio.sleep(0.05)
+
+    async def body():
+        _manager, worker, serving = await start([[60]], kind=Probed)
+        LIVE_SAMPLE.set(LiveSample("probe-0", keeper=agent_loop_worker._ProbeSlots(), priority=0))
+        await worker._agent_loop_postprocess(seven_tokens(), False)
+        serving.cancel()
+        return worker._unreported
+
+    assert asyncio.run(body()) is None

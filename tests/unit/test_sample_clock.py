@@ -1,0 +1,98 @@
+"""An agent loop that takes too long between two engine calls ends its sample; its waits elsewhere do not count."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from recipe.partial_rollout.sample_clock import SampleClock, SampleTimeoutError
+
+
+def run(loop, *, deadline_s=0.1):
+    """``loop(clock)`` under a clock."""
+
+    async def body():
+        clock = SampleClock("0/0#0", deadline_s)
+        return await asyncio.wait_for(clock.run(loop(clock)), 5)
+
+    return asyncio.run(body())
+
+
+def test_loop_that_hangs_ends_with_an_error_that_names_its_sample():
+    with pytest.raises(SampleTimeoutError, match=r"loop of sample 0/0#0 made no engine call for 0\.1 s .*sample_time"):
+        run(lambda clock: asyncio.sleep(60))
+
+
+def test_time_while_the_clock_is_stopped_does_not_count():
+    async def loop(clock):
+        for _ in range(2):
+            with clock.stopped():
+                await asyncio.sleep(0.2)
+        return "done"
+
+    assert run(loop) == "done"
+
+
+def test_clock_is_stopped_until_the_last_of_overlapping_waits_ends():
+    async def wait(clock, seconds):
+        with clock.stopped():
+            await asyncio.sleep(seconds)
+
+    async def loop(clock):
+        await asyncio.gather(wait(clock, 0.01), wait(clock, 0.3))
+        return "done"
+
+    assert run(loop) == "done"
+
+
+def test_clock_starts_anew_after_every_stop():
+    async def loop(clock):
+        for _ in range(4):
+            await asyncio.sleep(0.1)
+            with clock.stopped():
+                await asyncio.sleep(0)
+        return "done"
+
+    assert run(loop, deadline_s=0.3) == "done"
+
+
+def test_loop_that_hangs_after_a_stop_is_ended_too():
+    async def loop(clock):
+        with clock.stopped():
+            pass
+        await asyncio.sleep(60)
+
+    with pytest.raises(SampleTimeoutError):
+        run(loop)
+
+
+def test_timeout_of_the_loops_own_stays_what_it_is():
+    async def loop(clock):
+        raise TimeoutError("the sandbox is gone")
+
+    with pytest.raises(TimeoutError, match="the sandbox is gone") as caught:
+        run(loop)
+    assert type(caught.value) is TimeoutError
+
+
+@pytest.mark.parametrize("caught", [Exception, BaseException], ids=["catches errors", "catches its cancellation"])
+def test_loop_ends_with_the_error_that_ended_it_whatever_it_catches(caught):
+    async def loop(clock):
+        clock.end(ValueError("no answer"))
+        with contextlib.suppress(caught):
+            await asyncio.sleep(60)
+        return "trained all the same"
+
+    with pytest.raises(ValueError, match="no answer"):
+        run(loop, deadline_s=None)
+
+
+def test_error_that_comes_after_the_end_is_nobodys():
+    async def body():
+        clock = SampleClock("0/0#0", 60.0)
+        await clock.run(asyncio.sleep(0))
+        clock.end(ValueError("late"))
+        with clock.stopped():
+            return "no error"
+
+    assert asyncio.run(body()) == "no error"
