@@ -28,6 +28,10 @@ class Load:
     """unfinished or ready"""
     unfinished_groups: int
     unfinished_samples: int
+    kept: int = 0
+    """groups admitted over the whole run, less the filtered ones"""
+    to_replace: int = 0
+    """groups filtered in this round that nothing has replaced yet"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class Admission:
     max_staleness: int
     ramp_rounds: int = 0
     """first rounds over which the spare groups grow to their number (window, april)"""
+    train_groups: int | None = None
+    """groups that the training trains in all: with dynamic sampling, no more than that are kept; None: all it is offered"""
 
     @property
     def window(self) -> int:
@@ -66,12 +72,15 @@ class Admission:
 
     def allows(self, load: Load, *, round_start: bool, version: int) -> bool:
         """Whether one more group may start under ``load``, at the start of round ``version`` (from 0) or in the middle."""
-        if load.groups >= self.ceiling:
+        if load.groups >= self.ceiling or (self.train_groups is not None and load.kept >= self.train_groups):
             return False
         if self.mode is Mode.SSIM:
             return load.unfinished_samples + self.samples_per_group <= self.in_flight_samples or (
                 load.groups < self.batch_groups
             )
+        # ssim's budget of samples has the place of a filtered group refilled already.
+        if load.to_replace:
+            return True
         if not round_start:
             return False
         if self.mode is Mode.APRIL:

@@ -4,7 +4,7 @@ Layout of the dictionary (S samples, group by group; E engine calls of the unfin
 
 ================= ==============================================================================================
 ``made_with``     sizes that a run must share to go on from it
-``version`` ...   scalars, ``counters``, ``lengths``
+``version`` ...   scalars, ``counters``, ``lengths``, ``filtered``
 ``reserve``       prompts, ``{uid, epoch, row}`` each
 ``groups``        ``{prompt, order, birth}`` each: with the trainer, then ready, then unfinished
 ``samples``       columns of length S: ``finished``, ``failures``, ``error``, ``tool_results``, ``calls``
@@ -21,7 +21,7 @@ not acknowledged as ready.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,9 +30,20 @@ import numpy as np
 from recipe.partial_rollout.admission import Admission
 from recipe.partial_rollout.length_ledger import LengthLedger
 from recipe.partial_rollout.manager_state import Counters, ManagerState
-from recipe.partial_rollout.types import Prompt, PromptGroup, Sample, SampleOutput, SampleState, Segment
+from recipe.partial_rollout.types import (
+    FilteredGroup,
+    FinishedOutput,
+    Prompt,
+    PromptGroup,
+    Sample,
+    SampleOutput,
+    SampleState,
+    Segment,
+)
 
 LAYOUT = 1
+
+Fetch = Callable[[Sequence[FinishedOutput]], Sequence[SampleOutput]]
 
 _PLAIN_OUTPUT_FIELDS = (
     "segments",
@@ -65,12 +76,15 @@ def capture(state: ManagerState, admission: Admission) -> Captured:
         "source_open": state.source_open,
         "last_offered": state.last_offered,
         "admitted": list(state.admitted),
+        "filtered": [asdict(group) for group in state.filtered],
         "paced": state.paced,
         "counters": asdict(state.counters),
         "lengths": {
             "opened": state.lengths.opened,
             "prefix": state.lengths.prefix,
             "prefix_groups": state.lengths.prefix_groups,
+            "passed": state.lengths.passed,
+            "left_out": sorted(state.lengths.left_out),
             "ended": np.array(list(ended.items()), np.int64).reshape(-1, 2),
         },
     }
@@ -94,11 +108,18 @@ def _sizes(admission: Admission) -> dict[str, int]:
 # -- encoding ----------------------------------------------------------------------------------------------------------
 
 
-def encode(captured: Captured) -> dict[str, Any]:
-    """The dictionary described above."""
+def outputs_here(outputs: Sequence[FinishedOutput]) -> list[SampleOutput]:
+    """The outputs of a manager that has none in a store."""
+    here = [output for output in outputs if isinstance(output, SampleOutput)]
+    assert len(here) == len(outputs)
+    return here
+
+
+def encode(captured: Captured, fetch: Fetch = outputs_here) -> dict[str, Any]:
+    """The dictionary described above; ``fetch`` brings the outputs from where they are stored."""
     samples = [sample for group in captured.groups for sample in group.samples]
     calls = [segment for sample in samples for segment in sample.segments]
-    outputs = [sample.output for sample in samples if sample.output is not None]
+    outputs = fetch([sample.output for sample in samples if sample.output is not None])
     tokens = [call.token_ids for call in calls] + [part for o in outputs for part in (o.prompt_ids, o.response_ids)]
     log_probs = [call.log_probs for call in calls] + [o.log_probs for o in outputs]
     return {
@@ -153,16 +174,15 @@ def decode(state: dict[str, Any], admission: Admission) -> ManagerState:
         ValueError: another layout; made with sizes that this run cannot go on from; columns that do not fit together.
     """
     _check_sizes(state, admission)
-    lengths = dict(state["lengths"])
-    ended = {int(order): int(tokens) for order, tokens in lengths.pop("ended")}
     result = ManagerState(
         source_open=state["source_open"],
         last_offered=state["last_offered"],
         version=state["version"],
         admitted=list(state["admitted"]),
+        filtered=[FilteredGroup(**row) for row in state.get("filtered", ())],
         paced=state["paced"],
         counters=Counters(**state["counters"]),
-        lengths=LengthLedger(**lengths, ended=ended),
+        lengths=_length_ledger(state["lengths"]),
     )
     result.reserve.extend(Prompt(**row) for row in state["reserve"])
     records = _samples(state)
@@ -176,6 +196,18 @@ def decode(state: dict[str, Any], admission: Admission) -> ManagerState:
         result.enter(group)
     result.groups = dict(sorted(result.groups.items(), key=lambda item: item[1].order))
     return result
+
+
+def _length_ledger(fields: dict[str, Any]) -> LengthLedger:
+    """One saved before groups could be filtered has passed exactly those of its prefix."""
+    return LengthLedger(
+        opened=fields["opened"],
+        prefix=fields["prefix"],
+        prefix_groups=fields["prefix_groups"],
+        passed=fields.get("passed", fields["prefix_groups"]),
+        ended={int(order): int(tokens) for order, tokens in fields["ended"]},
+        left_out=set(fields.get("left_out", ())),
+    )
 
 
 def _check_sizes(state: dict[str, Any], admission: Admission) -> None:

@@ -27,6 +27,8 @@ class RoundStart:
 
     admitted: int
     carried_groups: int
+    exhausted: bool = False
+    """no round was opened: the data has ended with fewer prompts left than a batch needs"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,14 @@ class RoundEnd:
     """uids of the groups admitted since the last batch was taken, in order"""
     wanted: int = 0
     """``PromptsManager.wanted``"""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptsWanted:
+    """The round goes on, and filters more groups than the reserve may replace."""
+
+    count: int
+    """to offer before it is waited for again"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,16 @@ def gauges(state: ManagerState, samples_per_group: int) -> dict[str, float]:
     }
 
 
+def filter_gauges(state: ManagerState) -> dict[str, float]:
+    """Totals of dynamic sampling: groups and response tokens consumed untrained, and equal groups trained all the same."""
+    counters = state.counters
+    return {
+        "filter/groups_total": counters.filtered_groups,
+        "filter/tokens_total": counters.filtered_tokens,
+        "filter/spared_total": counters.spared_groups,
+    }
+
+
 def unfinished_report(state: ManagerState, now: float, limit: int) -> str:
     """One line for an error: the unfinished samples, longest unchanged first; ``now`` as the manager's clock says."""
     live = sorted(state.samples.values(), key=lambda sample: sample.since)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from recipe.partial_rollout.length_ledger import LengthLedger
 from recipe.partial_rollout.ready_groups import ReadyGroups
-from recipe.partial_rollout.types import Prompt, PromptGroup, Sample
+from recipe.partial_rollout.types import FilteredGroup, Prompt, PromptGroup, Sample
 
 
 @dataclass(slots=True)
@@ -28,6 +28,11 @@ class Counters:
     """of these, answered by a retry"""
     masked: int = 0
     """samples that failed for good"""
+    filtered_groups: int = 0
+    """consumed without being trained: their samples score alike"""
+    filtered_tokens: int = 0
+    spared_groups: int = 0
+    """trained although their samples score alike: past the limit of a round, or for want of data"""
 
 
 @dataclass(slots=True)
@@ -55,6 +60,8 @@ class ManagerState:
     """unfinished groups by birth version; None: nothing of them has started"""
     admitted: list[str] = field(default_factory=list)
     """uids admitted since the last batch was taken"""
+    filtered: list[FilteredGroup] = field(default_factory=list)
+    """those that the ledger does not know yet"""
     paced: int = 0
     """prompts that admission held back at the start of the last round"""
 
@@ -83,5 +90,6 @@ class ManagerState:
 
     @property
     def lost_groups(self) -> int:
-        """Groups admitted that are neither trained, nor with the trainer, nor in flight: always 0."""
-        return self.counters.admitted_groups - self.counters.trained_groups - len(self.taken) - len(self.groups)
+        """Groups admitted that are neither trained, nor filtered, nor with the trainer, nor in flight: always 0."""
+        consumed = self.counters.trained_groups + self.counters.filtered_groups
+        return self.counters.admitted_groups - consumed - len(self.taken) - len(self.groups)

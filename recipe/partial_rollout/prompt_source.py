@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,14 +45,14 @@ class PromptSource:
         self._batches: Iterator[dict[str, Any]] | None = None
 
     @property
-    def open(self) -> bool:
-        """Whether there are more prompts to come."""
-        return self._taken < self._total
+    def left(self) -> int:
+        """Prompts that are yet to come."""
+        return max(0, self._total - self._taken)
 
     def take(self, count: int) -> list[Prompt]:
         """The next ``count`` prompts; fewer when the training needs no more."""
         # A run that did not drain may have taken more than one that goes on with it, and drains, still needs.
-        count = max(0, min(count, self._total - self._taken))
+        count = min(count, self.left)
         prompts = [self._next() for _ in range(count)]
         self._taken += count
         return prompts
@@ -145,11 +145,13 @@ class SlotLoader:
     Args:
         steps_per_epoch: batches in an epoch of the real loader.
         batch_groups: N.
+        exhausted: whether the data ended before another step could be filled.
     """
 
-    def __init__(self, steps_per_epoch: int, batch_groups: int) -> None:
+    def __init__(self, steps_per_epoch: int, batch_groups: int, exhausted: Callable[[], bool] = lambda: False) -> None:
         self._steps = steps_per_epoch
         self._batch_groups = batch_groups
+        self._exhausted = exhausted
         self._start = 0
 
     def start_at(self, step: int) -> None:
@@ -162,6 +164,8 @@ class SlotLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         start, self._start = self._start, 0
         for _ in range(start, self._steps):
+            if self._exhausted():
+                return
             yield {"slot": torch.arange(self._batch_groups).unsqueeze(1)}
 
     def state_dict(self) -> dict[str, Any]:

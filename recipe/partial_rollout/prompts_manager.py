@@ -2,7 +2,7 @@
 
 A pure state machine, driven by verbs: no Ray, no asyncio, no torch, no clock of its own. It guarantees that
 
-* every prompt offered is trained exactly once: a group leaves only by ``acknowledge``;
+* every prompt offered is consumed exactly once: a group leaves by ``acknowledge``, or FILTERED, as its last sample ends;
 * no group is trained later than ``max_staleness`` versions after its first sample started: ``round_complete`` says no
   while stopping would leave more groups than the coming rounds can train in time;
 * a sample has one owner: it is claimable, or one worker has a slot for it, or it awaits its retry, or it has ended.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +24,13 @@ from recipe.partial_rollout.manager_codec import Captured, capture, decode, enco
 from recipe.partial_rollout.sample_lifecycle import SampleLifecycle
 from recipe.partial_rollout.scheduling import Policy
 from recipe.partial_rollout.types import (
+    FilteredGroup,
+    FinishedOutput,
     GroupState,
     Prompt,
     PromptGroup,
     Sample,
+    SampleOutput,
     TakenGroup,
     position_of,
 )
@@ -52,27 +55,43 @@ class PromptsManager(SampleLifecycle):
             state.reserve.append(prompt)
             state.last_offered = prompt.uid
 
+    def note_source(self, left: int) -> None:
+        """The source has ``left`` prompts yet to offer; with none it is closed."""
+        self._source_left = left
+        if not left:
+            self.close_source()
+
     def close_source(self) -> None:
         """No more prompts will be offered: what is in flight drains."""
         self._state.source_open = False
 
     @property
     def wanted(self) -> int:
-        """Prompts to offer so that the next round never runs short of them."""
+        """Prompts to offer so that the next round never runs short of them, but for those that replace filtered ones."""
+        state, admission = self._state, self._admission
+        spare = admission.batch_groups if self._group_filter is not None else 0
+        return max(0, admission.most_per_round() + spare - len(state.reserve)) if state.source_open else 0
+
+    @property
+    def short_of_prompts(self) -> bool:
+        """Whether the round may soon filter more groups than the reserve can replace."""
         state = self._state
-        return max(0, self._admission.most_per_round() - len(state.reserve)) if state.source_open else 0
+        filters = self._group_filter is not None and state.source_open
+        return self.round_open and filters and len(state.reserve) < self._admission.batch_groups
 
     def admit(self, *, round_start: bool = False) -> int:
         """Move prompts from the reserve into flight as far as the mode allows; returns how many."""
         state, admitted = self._state, 0
         while state.reserve and self._admission.allows(self._load(), round_start=round_start, version=self.version):
             self._start(state.reserve.popleft())
+            self._to_replace = max(0, self._to_replace - 1)
             admitted += 1
         return admitted
 
     def _load(self) -> Load:
-        state = self._state
-        return Load(len(state.groups), state.unfinished_groups, len(state.samples))
+        state, counters = self._state, self.counters
+        kept = counters.admitted_groups - counters.filtered_groups
+        return Load(len(state.groups), state.unfinished_groups, len(state.samples), kept, self._to_replace)
 
     def _start(self, prompt: Prompt) -> None:
         state, n = self._state, self._admission.samples_per_group
@@ -97,6 +116,7 @@ class PromptsManager(SampleLifecycle):
         """Admit what the mode starts a round with, and let workers claim; returns the groups admitted."""
         if self.round_open:
             raise RuntimeError("the round is open already")
+        self._filtered_this_round = self._to_replace = 0
         most = min(self._admission.most_per_round(), len(self._state.reserve))
         admitted = self.admit(round_start=True)
         self._state.paced = max(0, most - admitted)
@@ -140,6 +160,16 @@ class PromptsManager(SampleLifecycle):
         state = self._state
         return not state.source_open and not state.reserve and not state.unfinished_groups
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether the data has ended with fewer prompts left than a batch needs: no other round can be completed.
+
+        Only dynamic sampling leaves such a rest, as it consumes more prompts than it trains.
+        """
+        state = self._state
+        ended = self._group_filter is not None and not state.source_open
+        return ended and len(state.groups) + len(state.reserve) < self._admission.batch_groups
+
     def _feasible_after(self, size: int) -> bool:
         """Earliest-deadline check: of the groups left, at most j * N may be due within j more rounds."""
         left = Counter({birth: len(groups) for birth, groups in self._state.ready.by_birth.items()})
@@ -161,7 +191,7 @@ class PromptsManager(SampleLifecycle):
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
-    def take_batch(self) -> list[TakenGroup]:
+    def take_batch(self) -> list[TakenGroup[FinishedOutput]]:
         """The N oldest ready groups (in_order: the first N dispatched), READY -> TAKEN; fewer only once the data ran out.
 
         Raises:
@@ -183,7 +213,7 @@ class PromptsManager(SampleLifecycle):
         return [self._view(group) for group in batch]
 
     @staticmethod
-    def _view(group: PromptGroup) -> TakenGroup:
+    def _view(group: PromptGroup) -> TakenGroup[FinishedOutput]:
         outputs = tuple(sample.output for sample in group.samples if sample.output is not None)
         return TakenGroup(group.uid, group.order, group.prompt.epoch, group.prompt.row, outputs, group.birth)
 
@@ -198,7 +228,13 @@ class PromptsManager(SampleLifecycle):
             del state.by_order[group.order]
             state.counters.trained_groups += 1
             state.counters.trained_tokens += group.finished_length
+            group.drop_outputs()
         state.lengths.fold(state.counters.trained_groups)
+
+    def take_filtered(self) -> tuple[FilteredGroup, ...]:
+        """The groups filtered since this was last asked, for the ledger."""
+        filtered, self._state.filtered = tuple(self._state.filtered), []
+        return filtered
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -226,6 +262,14 @@ class PromptsManager(SampleLifecycle):
         for sample in self._state.samples.values():
             self._requeue(sample)
 
+    def store_outputs(self, put: Callable[[Sequence[tuple[str, SampleOutput]]], Sequence[FinishedOutput]]) -> None:
+        """Have ``put`` keep every output that is here, a group at a time: those that a checkpoint brought back."""
+        for group in self._state.by_order.values():
+            here = [sample for sample in group.samples if isinstance(sample.output, SampleOutput)]
+            stored = put([(sample.id, sample.output) for sample in here if isinstance(sample.output, SampleOutput)])
+            for sample, output in zip(here, stored, strict=True):
+                sample.output = output
+
     # -- observation -----------------------------------------------------------------------------------------------
 
     @property
@@ -248,8 +292,9 @@ class PromptsManager(SampleLifecycle):
         return manager_report.length_bias(self._state, self._admission.samples_per_group)
 
     def metrics(self) -> dict[str, float]:
-        """See ``manager_report.gauges``."""
-        return manager_report.gauges(self._state, self._admission.samples_per_group)
+        """See ``manager_report.gauges``; with dynamic sampling those of ``manager_report.filter_gauges`` too."""
+        gauges = manager_report.gauges(self._state, self._admission.samples_per_group)
+        return gauges if self._group_filter is None else {**gauges, **manager_report.filter_gauges(self._state)}
 
     def unfinished_report(self, limit: int = 8) -> str:
         """See ``manager_report.unfinished_report``."""

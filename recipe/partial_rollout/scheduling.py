@@ -10,7 +10,7 @@ looks at one top per bucket, and bounded staleness bounds the buckets, so it cos
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -83,17 +83,18 @@ class ClaimQueue:
         self._claimable: dict[str | None, dict[str, _Claimable]] = {}
         self._owners: dict[str, set[str | None]] = {}
         self._stamp = 0
-        self._size = 0
+        self._sizes: Counter[str | None] = Counter()
 
-    def __len__(self) -> int:
-        return self._size
+    def size(self, owner: str | None) -> int:
+        """Samples that only ``owner`` can claim; None: those that any worker can."""
+        return self._sizes[owner]
 
     def push(self, sample: Sample) -> None:
         """Offer ``sample`` to its worker, or to all when it has none."""
         owner, group = sample.worker, sample.group
         self._claimable.setdefault(owner, {}).setdefault(group.uid, _Claimable()).samples.append(sample)
         self._owners.setdefault(group.uid, set()).add(owner)
-        self._size += 1
+        self._sizes[owner] += 1
         self._enter(owner, group)
 
     def refresh(self, group: PromptGroup) -> None:
@@ -101,8 +102,11 @@ class ClaimQueue:
         for owner in self._owners.get(group.uid, ()):
             self._enter(owner, group)
 
-    def pop(self, worker: str, overdue_birth: float) -> Sample | None:
-        """The next sample for ``worker``; groups born at or before ``overdue_birth`` come first, oldest first."""
+    def pop(self, worker: str, overdue_birth: float, *, own_only: bool = False) -> Sample | None:
+        """The next sample for ``worker``; groups born at or before ``overdue_birth`` come first, oldest first.
+
+        ``own_only``: of the samples that any worker could claim, overdue ones only.
+        """
         best: tuple[Key, str | None, int | None] | None = None
         for owner in (worker, None):
             buckets = self._buckets.get(owner, {})
@@ -112,6 +116,8 @@ class ClaimQueue:
                     del buckets[birth]
                     continue
                 overdue = birth is not None and birth <= overdue_birth
+                if own_only and owner is None and not overdue:
+                    continue
                 key = (0.0, float(birth), *top[0]) if birth is not None and overdue else (1.0, 0.0, *top[0])
                 if best is None or key < best[0]:
                     best = (key, owner, birth)
@@ -128,7 +134,7 @@ class ClaimQueue:
         for uid in held:
             self._forget(owner, uid)
         self._buckets.pop(owner, None)
-        self._size -= len(samples)
+        del self._sizes[owner]
         return samples
 
     def _enter(self, owner: str | None, group: PromptGroup) -> None:
@@ -150,7 +156,7 @@ class ClaimQueue:
     def _take(self, owner: str | None, group: PromptGroup) -> Sample:
         claimable = self._claimable[owner][group.uid]
         sample = claimable.samples.popleft()
-        self._size -= 1
+        self._sizes[owner] -= 1
         if not claimable.samples:
             del self._claimable[owner][group.uid]
             self._forget(owner, group.uid)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
+from typing_extensions import TypeVar
 
 
 class SampleState(StrEnum):
@@ -33,6 +34,8 @@ class GroupState(StrEnum):
     TAKEN = "taken"
     """The trainer has it and has not acknowledged it."""
     TRAINED = "trained"
+    FILTERED = "filtered"
+    """Its samples all score alike: consumed without being trained (``GroupFilter``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,26 @@ class SampleOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredOutput:
+    """What the manager keeps of a finished sample whose ``SampleOutput`` lies in an output store; no arrays."""
+
+    sample_id: str
+    handle: Any
+    """where the store keeps it; opaque to all others"""
+    response_length: int
+    """tokens"""
+    reward_score: float | None
+    reward_extra_info: dict[str, Any]
+    masked: bool
+
+
+FinishedOutput = SampleOutput | StoredOutput
+"""Of a finished sample, as the manager holds it: itself, or what is known of it while a store keeps it."""
+
+Held = TypeVar("Held", bound=FinishedOutput, default=SampleOutput)
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One dataset row of one epoch."""
 
@@ -146,7 +169,7 @@ class Sample:
     """times that its agent loop raised"""
     error: str | None = None
     """the last of them, in one line"""
-    output: SampleOutput | None = None
+    output: FinishedOutput | None = None
     since: float = 0.0
     """clock reading (s) of the last state change"""
 
@@ -178,7 +201,7 @@ class PromptGroup:
     finished_length: int = 0
     """sum of the finished samples' response lengths, tokens"""
     handed_over: GroupState | None = None
-    """TAKEN or TRAINED once the trainer has it"""
+    """TAKEN or TRAINED once the trainer has it; FILTERED once it is known to teach nothing"""
 
     @property
     def uid(self) -> str:
@@ -197,6 +220,25 @@ class PromptGroup:
         """Tokens; 1e9 while no sample has finished, so that such a group sorts last (published key)."""
         finished = len(self.samples) - self.unfinished
         return self.finished_length / finished if finished else 1e9
+
+    def drop_outputs(self) -> None:
+        """Let go of the outputs at once: group and samples refer to each other, and wait for the garbage collector."""
+        for sample in self.samples:
+            sample.output = None
+
+
+@dataclass(frozen=True, slots=True)
+class FilteredGroup:
+    """A group that was consumed without being trained, as the ledger tells of it."""
+
+    uid: str
+    order: int
+    birth: int | None
+    """policy version under which its first sample started"""
+    value: float
+    """of ``algorithm.filter_groups.metric``, alike in all its samples"""
+    lengths: list[int]
+    """response tokens of each sample"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +268,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenGroup:
-    """A trained-to-be group as the trainer sees it."""
+class TakenGroup(Generic[Held]):
+    """A trained-to-be group as the trainer sees it; its outputs as the manager holds them, until they are fetched."""
 
     uid: str
     order: int
     epoch: int
     row: dict[str, Any]
-    outputs: tuple[SampleOutput, ...]
+    outputs: tuple[Held, ...]
     birth: int | None = None
     """policy version under which its first sample started"""

@@ -110,3 +110,45 @@ def test_worker_that_joins_between_rounds_has_nothing_to_settle(prompts, output)
         return await asyncio.wait_for(actor.prepare_round(1, later(prompts), True), 5)
 
     assert asyncio.run(life()).admitted == 0
+
+
+def test_share_of_a_worker_that_never_asks_is_run_by_the_others(prompts):
+    async def life():
+        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Policy.BOUNDED, stall_s=30.0)
+        actor.SHARE_WAIT_S = 0.05
+        for worker in ("w0", "w1"):
+            await actor.register_worker(worker, 8)
+        await actor.prepare_round(0, prompts(4), True)
+        sizes = []
+        while sum(sizes) < 8:
+            sizes.append(len(await asyncio.wait_for(actor.claim("w0"), 5)))
+        return sizes
+
+    assert asyncio.run(life()) == [4, 2, 1, 1]
+
+
+def test_workers_that_wait_together_share_a_round(prompts):
+    async def life():
+        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Policy.BOUNDED, stall_s=30.0)
+        for worker in ("w0", "w1", "w2", "w3"):
+            await actor.register_worker(worker, 8)
+        claims = [asyncio.ensure_future(actor.claim(f"w{i}")) for i in range(4)]
+        await asyncio.sleep(0)
+        await actor.prepare_round(0, prompts(4), True)
+        return [len(grants) for grants in await asyncio.wait_for(asyncio.gather(*claims), 5)]
+
+    assert asyncio.run(life()) == [2, 2, 2, 2]
+
+
+def test_waiting_claim_is_answered_when_its_worker_gets_more_slots(prompts):
+    async def life():
+        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Policy.BOUNDED, stall_s=30.0)
+        await actor.register_worker("w0", 2)
+        await actor.prepare_round(0, prompts(4), True)
+        first = await actor.claim("w0")
+        waiting = asyncio.ensure_future(actor.claim("w0"))
+        await asyncio.sleep(0)
+        await actor.resize_workers(5)
+        return len(first), len(await asyncio.wait_for(waiting, 5))
+
+    assert asyncio.run(life()) == (2, 3)

@@ -5,6 +5,7 @@ for a night's worth.
 """
 
 import itertools
+import math
 import os
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -17,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from recipe.partial_rollout import plain_codec
 from recipe.partial_rollout.admission import Admission, Mode
 from recipe.partial_rollout.failure_policy import FailurePolicy, FailureVerdict, OnSampleError
+from recipe.partial_rollout.group_filter import GroupFilter
 from recipe.partial_rollout.prompts_manager import PromptsManager
 from recipe.partial_rollout.scheduling import Policy
 from recipe.partial_rollout.types import Prompt, SampleOutput, Segment
@@ -36,7 +38,7 @@ def segment_of(sample_id, start, length, version, stop_reason):
     return Segment(ids, (-ids / 1024).astype(np.float32), version, stop_reason)
 
 
-def output_of(segments, tools):
+def output_of(segments, tools, reward=0.0):
     """Generated tokens, then one token that the mask leaves out for each tool result."""
     generated = np.concatenate([s.token_ids for s in segments] or [np.empty(0, np.int32)])
     count = len(generated)
@@ -50,7 +52,7 @@ def output_of(segments, tools):
         log_probs=np.concatenate([*log_probs, outside.astype(np.float32)]),
         versions=np.concatenate([*versions, outside - 1]),
         segments=len(segments),
-        reward_score=0.0,
+        reward_score=reward,
         reward_extra_info={},
         num_turns=2,
         metrics={},
@@ -112,6 +114,7 @@ class Model:
     outputs: dict = field(default_factory=dict)
     taken: list = field(default_factory=list)
     trained: list = field(default_factory=list)
+    filtered: list = field(default_factory=list)
 
     def copy_without_owners(self):
         return Model(
@@ -123,6 +126,7 @@ class Model:
             births=dict(self.births),
             outputs=dict(self.outputs),
             trained=list(self.trained),
+            filtered=list(self.filtered),
         )
 
 
@@ -154,15 +158,46 @@ class ManagerLife(RuleBasedStateMachine):
         on_error=st.sampled_from([OnSampleError.RETRY, OnSampleError.MASK]),
         retries=st.integers(0, 2),
         ramp=st.integers(0, 3),
+        every=st.integers(0, 3),
+        more=st.integers(0, 12),
+        limited=st.booleans(),
+        gen_batches=st.sampled_from([0, 2, 3]),
     )
-    def begin(self, mode, policy, batch, n, overlap, slack, steps, extra, on_error, retries, ramp):
+    def begin(
+        self,
+        mode,
+        policy,
+        batch,
+        n,
+        overlap,
+        slack,
+        steps,
+        extra,
+        on_error,
+        retries,
+        ramp,
+        every,
+        more,
+        limited,
+        gen_batches,
+    ):
         self.batch, self.n, self.in_order = batch, n, policy is Policy.IN_ORDER
         self.max_staleness = max(int(np.ceil(overlap)), 1) + slack
-        admission = Admission(mode, batch, n, overlap, batch + extra, batch * n + extra, self.max_staleness, ramp)
+        self.total = self.supply = steps * batch
+        # Every so many prompts score alike in all samples; 0: no dynamic sampling.
+        self.every, self.limited, self.filter = every, limited, None
+        self.most_filtered = self.filtered_this_round = 0
+        if every:
+            self.supply += more
+            self.filter = GroupFilter("reward", gen_batches)
+            self.most_filtered = (gen_batches - 1) * batch if gen_batches else self.supply
+        limit = self.total if every and limited else None
+        admission = Admission(
+            mode, batch, n, overlap, batch + extra, batch * n + extra, self.max_staleness, ramp, limit
+        )
         self.failures = FailurePolicy(on_error, retries)
-        self.build = lambda: PromptsManager(admission, policy, lambda: 0.0, self.failures)
+        self.build = lambda: PromptsManager(admission, policy, lambda: 0.0, self.failures, self.filter)
         self.manager = self.build()
-        self.total = steps * batch
         self.model = Model()
         self.checkpoints = []
         self.capacity = {}
@@ -182,6 +217,14 @@ class ManagerLife(RuleBasedStateMachine):
         self.capacity[name] = capacity
         self.manager.register_worker(name, capacity)
 
+    @precondition(lambda self: started(self) and self.capacity and not self.model.running)
+    @rule(pick=PICK, capacity=st.integers(1, 8))
+    def resize(self, pick, capacity):
+        """What scarce KV does between rounds."""
+        worker = list(self.capacity)[pick % len(self.capacity)]
+        self.manager.resize_worker(worker, capacity)
+        self.capacity[worker] = capacity
+
     @precondition(lambda self: started(self) and len(self.capacity) > 1)
     @rule(pick=PICK)
     def kill_worker(self, pick):
@@ -192,13 +235,21 @@ class ManagerLife(RuleBasedStateMachine):
         self.model.holders = {s: w for s, w in self.model.holders.items() if w != worker}
 
     @precondition(lambda self: started(self) and self.manager.round_open and self.capacity)
-    @rule(pick=PICK)
-    def claim(self, pick):
-        self.take_grants(list(self.capacity)[pick % len(self.capacity)])
+    @rule(pick=PICK, beyond_share=st.booleans())
+    def claim(self, pick, beyond_share):
+        self.take_grants(list(self.capacity)[pick % len(self.capacity)], beyond_share)
 
-    def take_grants(self, worker):
-        model = self.model
-        for grant in self.manager.claim(worker):
+    def take_grants(self, worker, beyond_share=False):
+        model, below_share, unowned = self.model, self.below_share(worker), self.unowned()
+        grants = self.manager.claim(worker, beyond_share=beyond_share)
+        overdue = model.version - self.max_staleness
+        births = model.births
+        shared = [g for g in grants if not g.held and births.get(g.group_uid, model.version) > overdue]
+        if beyond_share:
+            assert grants or not (unowned and self.free(worker)), "a sample is left and nobody runs it"
+        else:
+            assert len(shared) <= max(0, below_share), "more than its share"
+        for grant in grants:
             sample_id = grant.sample_id
             assert sample_id not in model.running and sample_id not in model.outputs and sample_id not in model.failed
             held = model.holders.get(sample_id) == worker
@@ -208,6 +259,24 @@ class ManagerLife(RuleBasedStateMachine):
             model.holders[sample_id] = worker
             model.running[sample_id] = worker
             model.births.setdefault(grant.group_uid, model.version)
+
+    def held(self, worker):
+        """Samples that ``worker`` runs, or still has the conversation of."""
+        model = self.model
+        return [s for s, holder in model.holders.items() if holder == worker and s not in model.outputs]
+
+    def below_share(self, worker):
+        unfinished = int(self.manager.metrics()["inflight/samples"])
+        share = math.ceil(unfinished * self.capacity[worker] / sum(self.capacity.values()))
+        return share - len(self.held(worker))
+
+    def unowned(self):
+        """Samples that any worker could claim."""
+        held = sum(len(self.held(worker)) for worker in self.capacity)
+        return int(self.manager.metrics()["inflight/samples"]) - held - len(self.model.failed)
+
+    def free(self, worker):
+        return self.capacity[worker] - sum(w == worker for w in self.model.running.values())
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
@@ -246,13 +315,26 @@ class ManagerLife(RuleBasedStateMachine):
 
     def end_sample(self, sample_id, length):
         self.extend(sample_id, length, "completed")
-        output = output_of(self.model.journals[sample_id], self.model.tools.get(sample_id, []))
+        output = output_of(self.model.journals[sample_id], self.model.tools.get(sample_id, []), self.reward(sample_id))
         self.manager.finish(sample_id, output)
         self.forget(sample_id, output)
+
+    def reward(self, sample_id):
+        uid, index = sample_id.split("#")
+        return 0.0 if self.every and int(uid[2:]) % self.every == 0 else float(index)
 
     def forget(self, sample_id, output):
         del self.model.running[sample_id]
         self.model.outputs[sample_id] = output
+        for group in self.manager.take_filtered():
+            outputs = [self.model.outputs[f"{group.uid}#{i}"] for i in range(self.n)]
+            rewards = [output.reward_score for output in outputs if not output.masked]
+            assert len(rewards) > 1 and set(rewards) == {group.value}
+            assert group.lengths == [output.response_length for output in outputs]
+            assert group.uid not in self.model.trained + self.model.taken
+            self.model.filtered.append(group.uid)
+            self.filtered_this_round += 1
+            assert self.filtered_this_round <= self.most_filtered
         if self.manager.round_open:
             self.manager.admit()
 
@@ -285,13 +367,23 @@ class ManagerLife(RuleBasedStateMachine):
     @precondition(lambda self: started(self) and self.may_open())
     @rule()
     def open_round(self):
-        count = min(self.manager.wanted, self.total - self.model.offered)
+        self.offer()
+        if not self.manager.exhausted:
+            self.filtered_this_round = 0
+            self.manager.open_round()
+
+    def offer(self):
+        count = min(self.manager.wanted, self.supply - self.model.offered)
         first = self.model.offered
         self.manager.offer(Prompt(f"0/{i}", 0, {"index": i}) for i in range(first, first + count))
         self.model.offered += count
-        if self.model.offered == self.total:
-            self.manager.close_source()
-        self.manager.open_round()
+        self.manager.note_source(self.supply - self.model.offered)
+
+    @precondition(lambda self: started(self) and self.manager.short_of_prompts)
+    @rule()
+    def offer_in_the_round(self):
+        self.offer()
+        self.manager.admit()
 
     @precondition(lambda self: started(self) and self.manager.round_open and self.manager.round_complete())
     @rule()
@@ -301,9 +393,11 @@ class ManagerLife(RuleBasedStateMachine):
         taken = self.manager.take_batch()
         assert len(taken) == self.batch
         if self.in_order:
-            assert [group.order for group in taken] == [len(model.trained) + i for i in range(self.batch)]
+            consumed = {int(uid[2:]) for uid in model.trained + model.filtered}
+            next_ones = itertools.islice((i for i in itertools.count() if i not in consumed), self.batch)
+            assert [group.order for group in taken] == list(next_ones)
         for group in taken:
-            assert group.uid not in model.trained
+            assert group.uid not in model.trained + model.filtered
             assert model.version - model.births[group.uid] <= self.max_staleness
             assert group.row == {"index": int(group.uid[2:])}
             assert len(group.outputs) == self.n
@@ -332,7 +426,11 @@ class ManagerLife(RuleBasedStateMachine):
     def play_round_with_stragglers(self, every):
         """A whole round in which some prompts end only when nothing else runs."""
         self.open_round()
+        if not self.manager.round_open:
+            return
         while not self.manager.round_complete():
+            if self.manager.short_of_prompts:
+                self.offer_in_the_round()
             self.retry_all()
             self.claim_all()
             fast = [s for s in self.model.running if int(s.split("/")[1].split("#")[0]) % every]
@@ -346,6 +444,10 @@ class ManagerLife(RuleBasedStateMachine):
     def claim_all(self):
         for worker in self.capacity:
             self.take_grants(worker)
+        if self.manager.round_open:
+            for worker in self.capacity:
+                parked = set(self.held(worker)) - set(self.model.running)
+                assert not self.free(worker) or not (parked or self.unowned()), "a slot is free that could be filled"
 
     def retry_all(self):
         while self.model.failed:
@@ -383,6 +485,8 @@ class ManagerLife(RuleBasedStateMachine):
             return
         assert self.manager.lost_groups == 0
         assert len(set(self.model.trained)) == len(self.model.trained) == self.manager.counters.trained_groups
+        assert len(set(self.model.filtered)) == len(self.model.filtered) == self.manager.counters.filtered_groups
+        assert not set(self.model.filtered) & set(self.model.trained + self.model.taken)
 
     @invariant()
     def slots_are_respected(self):
@@ -392,23 +496,34 @@ class ManagerLife(RuleBasedStateMachine):
             assert sum(w == worker for w in self.model.running.values()) <= capacity
 
     def teardown(self):
-        """Let everything end: the training must reach its last step with every prompt trained once."""
+        """Let everything end: the training reaches its last step, or the end of its data, every prompt consumed once."""
         if self.manager is None:
             return
-        for _ in range(20 * self.total):
+        for _ in range(20 * self.supply):
             if self.model.taken:
                 self.acknowledge()
             if len(self.model.trained) == self.total:
                 break
             if not self.manager.round_open:
                 self.open_round()
+            if self.manager.exhausted:
+                break
+            if self.manager.short_of_prompts:
+                self.offer_in_the_round()
             self.retry_all()
             self.claim_all()
             for sample_id in list(self.model.running):
                 self.end_sample(sample_id, 1)
             if self.manager.round_complete():
                 self.take_batch()
-        assert sorted(self.model.trained) == sorted(f"0/{i}" for i in range(self.total))
+        in_flight = self.manager.metrics()["inflight/groups"]
+        if self.filter is None:
+            assert sorted(self.model.trained) == sorted(f"0/{i}" for i in range(self.total))
+        elif self.manager.exhausted and len(self.model.trained) < self.total:
+            assert self.supply - len(self.model.trained) - len(self.model.filtered) < self.batch
+        else:
+            assert len(self.model.trained) == self.total
+            assert not (self.limited and in_flight)
 
 
 TestManagerLife = ManagerLife.TestCase

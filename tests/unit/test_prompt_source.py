@@ -61,7 +61,7 @@ def test_source_that_is_restored_gives_what_one_that_never_stopped_gives(before,
     restored = PromptSource(loader(workers=workers), total=24)
     restored.load_state_dict(read_snapshot(tmp_path / "source"))
     assert names(restored.take(30)) == whole[before:]
-    assert not restored.open
+    assert restored.left == 0
 
 
 def test_source_that_is_asked_for_more_after_its_end_has_no_more():
@@ -92,5 +92,14 @@ def test_source_resumed_with_fewer_prompts_than_were_taken_gives_none_and_forget
     ahead.take(12)
     behind = PromptSource(loader(), total=8)
     behind.load_state_dict(ahead.state_dict())
-    assert behind.take(4) == [] and not behind.open
+    assert behind.take(4) == [] and behind.left == 0
     assert behind.state_dict()["taken"] == 12
+
+
+def test_slots_end_where_the_data_cannot_fill_another_step():
+    trained = []
+    slots = SlotLoader(steps_per_epoch=4, batch_groups=2, exhausted=lambda: len(trained) == 3)
+    for epoch in range(2):
+        for _ in slots:
+            trained.append(epoch)
+    assert trained == [0, 0, 0]

@@ -51,6 +51,97 @@ def test_a_worker_never_holds_more_than_its_capacity(manager, output):
     assert len(m.claim("w0")) == 1
 
 
+def test_workers_share_the_samples_evenly_whoever_claims_first(manager):
+    m = manager(batch=64, n=8, overlap=0.0, workers=8, capacity=256)
+    m.open_round()
+    assert [len(m.claim(f"w{i}")) for i in range(8)] == [64] * 8
+
+
+def test_share_of_a_worker_that_claims_late_waits_for_it(manager):
+    m = manager(batch=64, n=8, overlap=0.0, workers=8, capacity=256)
+    m.open_round()
+    early = [len(m.claim(f"w{i}")) for i in range(5)]
+    assert early == [64] * 5 and m.claim("w0") == []
+    assert [len(m.claim(f"w{i}")) for i in range(5, 8)] == [64] * 3
+
+
+def test_samples_that_others_do_not_claim_are_left_over_for_whoever_has_slots(manager):
+    m = manager(batch=64, n=8, overlap=0.0, workers=8, capacity=256)
+    m.open_round()
+    m.claim("w0")
+    assert m.claim("w0") == [] and m.leaves_samples_to_others("w0")
+    taken = []
+    while grants := m.claim("w0", beyond_share=True):
+        taken.append(len(grants))
+    # An eighth of what is left at a time, until its slots are full.
+    assert taken[0] == 56 and taken == sorted(taken, reverse=True) and sum(taken) == 192
+    assert not m.leaves_samples_to_others("w0"), "its slots are full"
+
+
+def test_share_counts_the_conversations_that_a_worker_holds(manager, output):
+    m = manager(batch=2, n=4, overlap=1.0, workers=2, capacity=16)
+    m.open_round()
+    first = m.claim("w0") + m.claim("w1")
+    assert len(first) == 16
+    for grant in [g for g in first if g.group_uid in ("0/0", "0/1")]:
+        m.finish(grant.sample_id, output())
+    left = [g.sample_id for g in first if g.group_uid not in ("0/0", "0/1")]
+    end_round(m, left)
+    m.open_round()
+    # w0 had the samples of the groups that ended, w1 still holds those of the others.
+    assert [len(m.claim("w1")), len(m.claim("w0"))] == [8, 8]
+
+
+def test_share_follows_the_slots_of_a_worker(manager):
+    m = manager(batch=6, n=2, overlap=0.0, workers=1, capacity=4)
+    m.register_worker("large", 12)
+    m.open_round()
+    assert [len(m.claim("large")), len(m.claim("w0"))] == [9, 3]
+
+
+def test_slots_that_change_between_rounds_are_those_of_the_next(manager, output):
+    m = manager(batch=2, n=4, overlap=0.0, workers=2, capacity=4)
+    m.open_round()
+    running = m.claim("w0") + m.claim("w1")
+    for worker in ("w0", "w1"):
+        m.resize_worker(worker, 1)
+    assert m.claim("w0") == [], "what runs goes on"
+    for grant in running:
+        m.finish(grant.sample_id, output())
+    end_round(m, [])
+    m.open_round()
+    assert [len(m.claim("w0")), len(m.claim("w1"))] == [1, 1]
+    m.resize_worker("w0", 3)
+    assert len(m.claim("w0")) == 2
+    with pytest.raises(ValueError, match="capacity of w1 is 0"):
+        m.resize_worker("w1", 0)
+
+
+def test_samples_of_a_dead_worker_are_shared_by_those_that_live(manager):
+    m = manager(batch=6, n=2, overlap=0.0, workers=4, capacity=12)
+    m.open_round()
+    for i in range(4):
+        m.claim(f"w{i}")
+    assert m.release_worker("w3") == 3
+    assert [len(m.claim(f"w{i}")) for i in range(3)] == [1, 1, 1]
+
+
+def test_overdue_sample_goes_to_whoever_asks(manager, output):
+    m = manager(batch=1, n=2, overlap=1.0, max_staleness=1, workers=3, capacity=4, prompts=2)
+    m.open_round()
+    granted = {f"w{i}": m.claim(f"w{i}") for i in range(3)}
+    assert [len(grants) for grants in granted.values()] == [2, 2, 0]
+    for grant in granted["w0"]:
+        m.finish(grant.sample_id, output())
+    m.close_round()
+    m.release_worker("w1")
+    m.take_batch()
+    m.acknowledge(["0/0"])
+    m.advance_version(1)
+    m.open_round()
+    assert groups_of(m.claim("w2")) == ["0/1", "0/1"], "beyond its share, which is one: the round waits for them"
+
+
 def test_finished_sample_frees_its_slot_while_its_siblings_run(manager, output):
     m = manager(batch=1, n=2, overlap=1.0, capacity=2)
     m.open_round()
@@ -87,6 +178,21 @@ def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, segment
     assert groups_of(resumed[2:]) == ["0/2", "0/2"]
 
 
+def test_samples_that_the_engine_still_queued_resume_in_their_order_before_a_new_prompt(manager, output):
+    """They come back without a segment, in any order; what counts is when they were dispatched."""
+    m = manager(batch=1, n=2, overlap=2.0)
+    m.open_round()
+    grants = m.claim("w0")
+    finish_group(m, grants, "0/0", output)
+    carried = [g.sample_id for g in grants if g.group_uid != "0/0"]
+    end_round(m, reversed(carried))
+    m.open_round()
+    resumed = m.claim("w0")
+    assert {g.sample_id for g in resumed[: len(carried)]} == set(carried) and len(carried) == 4
+    assert groups_of(resumed) == ["0/1", "0/1", "0/2", "0/2", "0/3", "0/3"]
+    assert [g.order for g in resumed] == [1, 1, 2, 2, 3, 3], "what the engine queues by"
+
+
 def test_interrupted_sample_is_granted_to_the_worker_that_holds_its_conversation(manager, output):
     m = manager(batch=1, n=1, overlap=1.0, workers=2, capacity=1)
     m.open_round()
@@ -100,9 +206,10 @@ def test_interrupted_sample_is_granted_to_the_worker_that_holds_its_conversation
 
 
 def test_samples_of_a_dead_worker_go_on_elsewhere_from_their_segments(manager, segment):
-    m = manager(batch=1, n=2, overlap=0.0, workers=2)
+    m = manager(batch=1, n=2, overlap=0.0, workers=1)
     m.open_round()
     first, second = m.claim("w0")
+    m.register_worker("w1", 64)
     m.add_segment(first.sample_id, segment(7))
     assert m.release_worker("w0") == 2
     again = {g.sample_id: g for g in m.claim("w1")}

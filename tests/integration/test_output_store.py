@@ -1,0 +1,239 @@
+"""Outputs in Ray's store: they outlive the worker that made them, the manager holds no arrays, and nothing stays behind."""
+
+import gc
+import sys
+import time
+
+import numpy as np
+import pytest
+import ray
+
+from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.failure_policy import FailurePolicy, OnSampleError
+from recipe.partial_rollout.manager_actor import ManagerActor
+from recipe.partial_rollout.manager_messages import Report, RolloutFailedError
+from recipe.partial_rollout.output_store import RayObjects, _Bundle, fetch_groups
+from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.types import Prompt, SampleOutput, StoredOutput
+
+# Ray's workers cannot import a test module.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+STORE = RayObjects(deadline_s=30.0)
+LARGE = 30_000
+"""tokens: 390 KB, which Ray keeps in its shared store; 5 tokens stay inside the manager's process"""
+
+
+def output_of(length, seed=0):
+    tokens = np.arange(seed, seed + length, dtype=np.int32)
+    ones = np.ones(length, np.int8)
+    return SampleOutput(tokens[:2], tokens, ones, -tokens.astype(np.float32), tokens % 3, 1, 1.0, {"acc": 1.0}, 2, {})
+
+
+def assert_is_output(output, length, seed):
+    expected = output_of(length, seed)
+    for name in ("prompt_ids", "response_ids", "response_mask", "log_probs", "versions"):
+        assert np.array_equal(getattr(output, name), getattr(expected, name)), name
+    assert output.reward_extra_info == {"acc": 1.0} and output.metrics == {}
+
+
+@ray.remote(num_cpus=0)
+class Worker:
+    """Finishes what it claims, in one report."""
+
+    def __init__(self, manager):
+        self._manager = manager
+
+    def finish(self, length):
+        grants = ray.get(self._manager.claim.remote("w0"))
+        finished = tuple((grant.sample_id, output_of(length, seed)) for seed, grant in enumerate(grants))
+        ray.get(self._manager.report.remote(Report("w0", finished=finished)))
+        return len(grants)
+
+
+@pytest.fixture
+def start():
+    actors = []
+
+    def build(*, groups=1, n=2, store=STORE, failures=None, version=0, offer=True):
+        admission = Admission(Mode.WINDOW, groups, n, 0.0, groups, groups * n, 4)
+        actor = ray.remote(ManagerActor).remote(
+            admission, Policy.BOUNDED, 30.0, failures or FailurePolicy(), store=store
+        )
+        actors.append(actor)
+        ray.get(actor.register_worker.remote("w0", 64))
+        if offer:
+            ray.get(actor.prepare_round.remote(version, [Prompt(f"0/{i}", 0, {}) for i in range(groups)], False))
+        return actor
+
+    yield build
+    for actor in actors:
+        ray.kill(actor)
+
+
+def finish_all(actor, length):
+    worker = Worker.remote(actor)
+    count = ray.get(worker.finish.remote(length))
+    ray.kill(worker)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(worker.finish.remote(length), timeout=10)
+    return count
+
+
+def take(actor):
+    """The batch as the manager answers."""
+    ray.get(actor.wait_round.remote(), timeout=10)
+    ray.get(actor.settled.remote("w0"))
+    return ray.get(actor.take_batch.remote())
+
+
+def objects_of(actor):
+    """Objects of which the manager's process knows, the one that holds its answer left out."""
+
+    def held(_):
+        gc.collect()
+        return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
+
+    return ray.get(actor.__ray_call__.remote(held))
+
+
+def assert_soon(condition):
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("length", [5, LARGE])
+def test_outputs_outlive_the_worker_that_reported_them(start, length):
+    actor = start(groups=3)
+    assert finish_all(actor, length) == 6
+    ray.get(actor.release_worker.remote("w0"))
+    taken = fetch_groups(take(actor), STORE.fetch)
+    assert sorted(group.uid for group in taken) == ["0/0", "0/1", "0/2"]
+    for seed, output in enumerate(output for group in taken for output in group.outputs):
+        assert_is_output(output, length, seed)
+
+
+def test_managers_answer_does_not_grow_with_the_responses(start):
+    sizes = {}
+    for length in (5, LARGE):
+        actor = start(groups=2)
+        finish_all(actor, length)
+        sizes[length] = len(ray.cloudpickle.dumps(take(actor)))
+    assert sizes[LARGE] < 4000 and abs(sizes[LARGE] - sizes[5]) < 100
+
+
+def test_manager_keeps_the_metadata_of_a_finished_sample_and_no_array(start):
+    actor = start()
+    finish_all(actor, LARGE)
+
+    def kept(actor):
+        actor._store.seal()
+        return [sample.output for group in actor._manager._state.groups.values() for sample in group.samples]
+
+    first, second = ray.get(actor.__ray_call__.remote(kept))
+    assert first.handle[0].reference == second.handle[0].reference, "one object"
+    assert isinstance(first, StoredOutput) and first.sample_id == "0/0#0"
+    assert (first.response_length, first.reward_score, first.reward_extra_info) == (LARGE, 1.0, {"acc": 1.0})
+
+
+def test_outputs_of_many_reports_share_an_object_of_two_megabytes(start):
+    actor = start(groups=6, n=2)
+    for grant in ray.get(actor.claim.remote("w0")):
+        ray.get(actor.report.remote(Report("w0", finished=((grant.sample_id, output_of(LARGE)),))))
+    taken = take(actor)
+    references = [output.handle[0].reference for group in taken for output in group.outputs]
+    assert [references.count(reference) for reference in dict.fromkeys(references)] == [6, 6]
+    assert all(not output.handle[0].outputs for group in taken for output in group.outputs), "no array travels"
+
+
+@pytest.mark.parametrize("length", [5, LARGE])
+def test_outputs_are_freed_once_their_group_is_trained(start, length):
+    actor = start()
+    before = objects_of(actor)
+    finish_all(actor, length)
+    taken = take(actor)
+    assert_soon(lambda: objects_of(actor) == before + 1)
+    fetched = fetch_groups(taken, STORE.fetch)
+    ray.get(actor.acknowledge.remote([group.uid for group in taken]))
+    del taken, fetched
+    assert_soon(lambda: objects_of(actor) == before)
+
+
+def test_report_that_is_refused_leaves_nothing_in_the_store(start):
+    actor = start()
+    before = objects_of(actor)
+    finish_all(actor, LARGE)
+    again = Report("w0", finished=(("0/0#0", output_of(LARGE)),))
+    with pytest.raises(RuntimeError, match="finish: sample 0/0#0 is unknown or finished"):
+        ray.get(actor.report.remote(again))
+    ray.get(actor.release_worker.remote("w0"))
+    with pytest.raises(RuntimeError, match="worker w0 is not registered"):
+        ray.get(actor.report.remote(again))
+    taken = take(actor)
+    (group,) = fetch_groups(taken, STORE.fetch)
+    for seed, output in enumerate(group.outputs):
+        assert_is_output(output, LARGE, seed)
+    ray.get(actor.acknowledge.remote([group.uid]))
+    del taken, group, output
+    assert_soon(lambda: objects_of(actor) == before)
+
+
+def test_masked_sample_stays_with_the_manager(start):
+    actor = start(failures=FailurePolicy(OnSampleError.MASK))
+    first, second = ray.get(actor.claim.remote("w0"))
+    ray.get(
+        actor.report.remote(
+            Report("w0", finished=((first.sample_id, output_of(LARGE)),), failed=((second.sample_id, "boom"),))
+        )
+    )
+    (taken,) = fetch_groups(take(actor), STORE.fetch)
+    assert_is_output(taken.outputs[0], LARGE, 0)
+    assert taken.outputs[1].masked and taken.outputs[1].extra_fields == {"sample_error": "boom"}
+
+
+def test_checkpoint_holds_the_outputs_and_brings_them_back_to_the_store(start, tmp_path):
+    path = str(tmp_path / "manager.snapshot")
+    actor = start()
+    finish_all(actor, LARGE)
+    written = ray.get(actor.save.remote(path))
+    assert written.bytes > 2 * LARGE * 8
+    restored = start(offer=False)
+    ray.get(restored.load.remote(path))
+    ray.get(restored.prepare_round.remote(0, [], False))
+    taken = take(restored)
+    assert all(isinstance(output, StoredOutput) for group in taken for output in group.outputs)
+    (group,) = fetch_groups(taken, STORE.fetch)
+    for seed, output in enumerate(group.outputs):
+        assert_is_output(output, LARGE, seed)
+
+
+def test_outputs_that_are_lost_with_the_manager_are_named(start):
+    actor = start(groups=2)
+    finish_all(actor, LARGE)
+    taken = take(actor)
+    ray.kill(actor)
+
+    def lost():
+        # Ray frees the objects of a process shortly after its death.
+        try:
+            fetch_groups(taken, STORE.fetch)
+        except RolloutFailedError as error:
+            return str(error)
+        return ""
+
+    assert_soon(lost)
+    assert "lost: 0/0#0, 0/0#1, 0/1#0, 0/1#1; resume from the last checkpoint" in lost()
+
+
+def test_outputs_that_do_not_arrive_are_named():
+    @ray.remote(num_cpus=0)
+    def never():
+        time.sleep(60)
+
+    reference = never.remote()
+    late = StoredOutput("0/7#1", (_Bundle(reference=reference), 0), 5, 1.0, {}, False)
+    with pytest.raises(TimeoutError, match=r"took more than 0.3 s .*interrupt_s.*; awaited: 0/7#1"):
+        RayObjects(deadline_s=0.3).fetch([late])
+    ray.cancel(reference, force=True)

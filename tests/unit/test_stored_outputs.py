@@ -1,0 +1,135 @@
+"""The manager never looks into an output that lies elsewhere, and its checkpoint is the same wherever outputs lie."""
+
+import asyncio
+import weakref
+from dataclasses import fields
+
+import numpy as np
+
+from recipe.partial_rollout.admission import Admission, Mode
+from recipe.partial_rollout.group_filter import GroupFilter
+from recipe.partial_rollout.manager_actor import ManagerActor
+from recipe.partial_rollout.manager_codec import encode
+from recipe.partial_rollout.manager_messages import Report
+from recipe.partial_rollout.output_store import InProcess, _Columns, fetch_groups
+from recipe.partial_rollout.plain_codec import pack
+from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.types import SampleOutput, StoredOutput
+
+
+class Shelf:
+    """An output store without Ray; ``outputs`` live for as long as somebody holds what ``put`` returned."""
+
+    def __init__(self):
+        self.outputs = weakref.WeakValueDictionary()
+
+    def put(self, finished):
+        stored = []
+        for sample_id, output in finished:
+            handle = Handle(output)
+            self.outputs[sample_id] = handle
+            stored.append(
+                StoredOutput(
+                    sample_id,
+                    handle,
+                    output.response_length,
+                    output.reward_score,
+                    output.reward_extra_info,
+                    output.masked,
+                )
+            )
+        return stored
+
+    def seal(self):
+        """Handles hold the outputs themselves."""
+
+    def fetch(self, outputs):
+        return [output.handle.output if isinstance(output, StoredOutput) else output for output in outputs]
+
+
+class Handle:
+    def __init__(self, output):
+        self.output = output
+
+
+def finish_some(m, output, store, count):
+    """Finish the first ``count`` samples; the i-th has 2 + i tokens."""
+    m.open_round()
+    finished = [(grant.sample_id, output(2 + i)) for i, grant in enumerate(m.claim("w0")[:count])]
+    for (sample_id, _), held in zip(finished, store.put(finished), strict=True):
+        m.finish(sample_id, held)
+
+
+def test_lengths_and_totals_are_those_of_the_outputs_themselves(manager, output):
+    figures = []
+    for store in (InProcess(), Shelf()):
+        m = manager(prompts=4)
+        finish_some(m, output, store, 5)
+        taken = m.take_batch()
+        m.acknowledge([group.uid for group in taken])
+        figures.append((m.length_bias(), m.cached_tokens, m.counters, m.metrics()))
+    assert figures[0] == figures[1]
+
+
+def test_checkpoint_does_not_tell_where_outputs_lay(manager, output):
+    packed = []
+    for store in (InProcess(), Shelf()):
+        m = manager(prompts=4)
+        finish_some(m, output, store, 5)
+        packed.append(b"".join(bytes(chunk) for chunk in pack(encode(m.capture(), store.fetch))))
+    assert packed[0] == packed[1]
+
+
+def test_restored_outputs_go_to_the_store(manager, output):
+    m = manager(prompts=4)
+    finish_some(m, output, InProcess(), 5)
+    shelf, restored = Shelf(), manager(prompts=0)
+    restored.load_state_dict(m.state_dict())
+    restored.store_outputs(shelf.put)
+    assert sorted(shelf.outputs) == ["0/0#0", "0/0#1", "0/1#0", "0/1#1", "0/2#0"]
+    taken = fetch_groups(restored.take_batch(), shelf.fetch)
+    assert [[o.response_length for o in group.outputs] for group in taken] == [[2, 3], [4, 5]]
+    assert all(isinstance(o, SampleOutput) for group in taken for o in group.outputs)
+
+
+def test_stored_outputs_are_let_go_as_their_group_is_trained(manager, output):
+    """At once: until its round ends, the manager's process collects no garbage."""
+    m, shelf = manager(prompts=4), Shelf()
+    finish_some(m, output, shelf, 5)
+    m.acknowledge([group.uid for group in m.take_batch()])
+    assert sorted(shelf.outputs) == ["0/2#0"]
+
+
+def test_outputs_of_a_report_are_stored_before_it_is_booked(prompts, output):
+    async def life():
+        admission = Admission(Mode.WINDOW, 1, 2, 0.0, 2, 2, 4)
+        actor = ManagerActor(admission, Policy.BOUNDED, stall_s=30.0, store=shelf)
+        await actor.register_worker("w0", 2)
+        await actor.prepare_round(0, prompts(1), False)
+        first, second = await actor.claim("w0")
+        await actor.report(Report("w0", finished=((first.sample_id, output(3)), (second.sample_id, output(4)))))
+        return await actor.take_batch()
+
+    shelf = Shelf()
+    (taken,) = asyncio.run(life())
+    assert [type(o) for o in taken.outputs] == [StoredOutput, StoredOutput]
+    (group,) = fetch_groups([taken], shelf.fetch)
+    assert np.array_equal(group.outputs[1].response_ids, output(4).response_ids)
+    assert (group.uid, group.order, group.epoch, group.birth) == ("0/0", 0, 0, 0)
+
+
+def test_columns_give_back_what_was_put_into_them(output):
+    outputs = [output(3), output(1, prompt_length=0, version=7), output(12, reward=None)]
+    for before, after in zip(outputs, _Columns.of(outputs).outputs(), strict=True):
+        for field in fields(SampleOutput):
+            left, right = getattr(before, field.name), getattr(after, field.name)
+            if isinstance(left, np.ndarray):
+                assert left.dtype == right.dtype and np.array_equal(left, right), field.name
+            else:
+                assert left == right, field.name
+
+
+def test_filtered_groups_are_judged_by_what_the_manager_holds_and_their_outputs_let_go(manager, output):
+    m, shelf = manager(batch=1, prompts=4, group_filter=GroupFilter("acc")), Shelf()
+    finish_some(m, output, shelf, 2)
+    assert m.counters.filtered_groups == 1 and not shelf.outputs
