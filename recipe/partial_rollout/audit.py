@@ -1,6 +1,7 @@
-"""``python -m recipe.partial_rollout.audit RUN_DIR``: was every prompt trained once, in time and whole?
+"""``python -m recipe.partial_rollout.audit RUN_DIR``: was every prompt trained, or filtered, once, in time and whole?
 
-Reads ``ledger.jsonl`` and nothing else. Exit code 0: no violation; 1: violations, one line each; 2: unreadable.
+Reads ``ledger.jsonl``, and ``trace.jsonl`` where there is one (``trace_audit`` says what must agree). Exit code 0: no
+violation; 1: violations, one line each; 2: unreadable.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recipe.partial_rollout import trace_audit
 from recipe.partial_rollout.ledger import NAME, Event, LedgerError, RunSizes, read_ledger
 
 _SHOWN = 20
@@ -40,7 +42,13 @@ class Audit:
     admitted: list[tuple[int, str]] = field(default_factory=list)
     """step and uid"""
     trained: list[_Trained] = field(default_factory=list)
+    filtered: list[tuple[int, str]] = field(default_factory=list)
+    """step and uid of the groups that dynamic sampling consumed"""
     complete: bool = False
+    exhausted: bool = False
+    """complete because the data could not fill another batch"""
+    drains: bool = True
+    """as every process so far"""
     ended_on_purpose: bool = True
     resumes: int = 0
     kills: int = 0
@@ -49,6 +57,8 @@ class Audit:
     violations: list[str] = field(default_factory=list)
     lost: int = 0
     repeated: int = 0
+    rounds_compared: int | None = None
+    """of the trace; None: there is none"""
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -65,9 +75,12 @@ class Audit:
             self.admitted += [(event["step"], uid) for uid in event["uids"]]
         elif kind == Event.TRAINED:
             self._book_trained(event)
+        elif kind == Event.FILTERED:
+            self.filtered += [(event["step"], group["uid"]) for group in event["groups"]]
         elif kind in (Event.STOPPED, Event.COMPLETE):
             self.ended_on_purpose = True
             self.complete = kind == Event.COMPLETE
+            self.exhausted = event.get("exhausted", False)
 
     def _book_run(self, event: dict[str, Any]) -> None:
         sizes = RunSizes.of(event)
@@ -79,12 +92,14 @@ class Audit:
                     change = f"{getattr(before, key)} to {getattr(sizes, key)}"
                     self.violations.append(f"a resumed run changed {key} from {change}")
         self.sizes, self.ended_on_purpose = sizes, False
+        self.drains &= sizes.drains
         self.offered = max(self.offered, sizes.offered, sizes.total)
 
     def _book_resumed(self, step: int) -> None:
         self.resumes += 1
         self.complete = False
         self.admitted = [row for row in self.admitted if row[0] <= step]
+        self.filtered = [row for row in self.filtered if row[0] <= step]
         kept = [row for row in self.trained if row.step <= step]
         self.undone += len(self.trained) - len(kept)
         self.trained = kept
@@ -102,8 +117,17 @@ class Audit:
     def judge(self) -> None:
         """Fill in the violations."""
         self._judge_prompts()
+        self._judge_filtered()
         for row in self.trained:
             self._judge_group(row)
+
+    def compare(self, rounds: list[dict[str, Any]]) -> None:
+        """Add to the violations where the trace's rounds tell another story."""
+        steps: dict[int, trace_audit.TrainedStep] = {}
+        for row in self.trained:
+            steps.setdefault(row.step, trace_audit.TrainedStep(row.step, row.version, [])).groups.append(row.group)
+        self.violations += trace_audit.disagreements(steps.values(), rounds, complete=self.complete)
+        self.rounds_compared = len(rounds)
 
     def _judge_prompts(self) -> None:
         assert self.sizes is not None
@@ -120,15 +144,35 @@ class Audit:
                 self.violations.append(f"prompt {uid} was trained: the training has no such prompt")
             elif not admitted[uid]:
                 self.violations.append(f"prompt {uid} was trained and never admitted")
-        self._judge_holes(set(admitted) | set(times))
-        self._judge_lost([uid for uid in (due[: self.sizes.total] if self.drained else admitted) if not times[uid]])
-        if self.complete and not self.drained and len(times) < self.sizes.total:
+        filtered = {uid for _, uid in self.filtered}
+        self._judge_holes(set(admitted) | set(times) | filtered)
+        by_data = self.drained and not self.sizes.filters
+        expected = due[: self.sizes.total] if by_data else due if self.complete and self.exhausted else admitted
+        self._judge_lost([uid for uid in expected if not times[uid] and uid not in filtered])
+        if self.complete and not self.exhausted and not by_data and len(times) < self.sizes.total:
             self.violations.append(f"the training is complete with {len(times)} prompts trained of {self.sizes.total}")
+
+    def _judge_filtered(self) -> None:
+        """A filtered prompt is consumed, as a trained one: once, after its admission, and not both."""
+        trained = {row.group["uid"]: row.step for row in self.trained}
+        admitted = {uid for _, uid in self.admitted}
+        times = Counter(uid for _, uid in self.filtered)
+        for uid in sorted(times, key=_position):
+            steps = ", ".join(str(step) for step, other in self.filtered if other == uid)
+            if uid in trained:
+                self.violations.append(f"prompt {uid} was filtered in step {steps} and trained in step {trained[uid]}")
+            elif times[uid] > 1:
+                self.violations.append(f"prompt {uid} was filtered {times[uid]} times: in steps {steps}")
+            elif uid not in admitted:
+                self.violations.append(f"prompt {uid} was filtered and never admitted")
+            else:
+                continue
+            self.repeated += uid in admitted
 
     def _judge_holes(self, seen: set[str]) -> None:
         """Prompts are admitted in order: one that was passed over is not coming."""
         assert self.sizes is not None
-        if self.drained:
+        if self.drained and not self.sizes.filters:
             return
         last = max((i for i in range(self.offered) if self.uid(i) in seen), default=-1)
         for uid in (self.uid(i) for i in range(last)):
@@ -139,7 +183,12 @@ class Audit:
     def _judge_lost(self, untrained: list[str]) -> None:
         """While a training goes on, or where it does not drain, prompts may be in flight: as many as admission allows."""
         assert self.sizes is not None
-        in_flight = 0 if self.drained else (1 + self.sizes.max_staleness) * self.sizes.batch_groups
+        in_flight = (1 + self.sizes.max_staleness) * self.sizes.batch_groups
+        if self.drained:
+            in_flight = 0
+        elif self.complete and self.exhausted:
+            # What the end of the data leaves does not fill a batch.
+            in_flight = self.sizes.batch_groups - 1
         if len(untrained) <= in_flight:
             return
         self.lost += len(untrained) - in_flight
@@ -173,8 +222,9 @@ class Audit:
     def drained(self) -> bool:
         """Whether nothing may be in flight any more."""
         assert self.sizes is not None
-        admitted = {uid for _, uid in self.admitted}
-        return self.complete and (self.offered <= self.sizes.total or len(admitted) <= self.sizes.total)
+        kept = len({uid for _, uid in self.admitted} - {uid for _, uid in self.filtered})
+        ends = self.drains if self.sizes.filters else self.offered <= self.sizes.total
+        return self.complete and not self.exhausted and (ends or kept <= self.sizes.total)
 
     # -- telling ---------------------------------------------------------------------------------------------------
 
@@ -185,25 +235,34 @@ class Audit:
 
     @property
     def complete_epochs(self) -> int:
-        """Epochs of which every prompt is trained."""
+        """Epochs of which every prompt is trained or filtered."""
         assert self.sizes is not None
         size = self.sizes.epoch_prompts
-        trained = {row.group["uid"] for row in self.trained}
-        epochs = self.sizes.total // size
-        return sum(all(f"{epoch}/{i}" in trained for i in range(size)) for epoch in range(epochs))
+        consumed = {row.group["uid"] for row in self.trained} | {uid for _, uid in self.filtered}
+        epochs = (self.offered if self.sizes.filters else self.sizes.total) // size
+        return sum(all(f"{epoch}/{i}" in consumed for i in range(size)) for epoch in range(epochs))
+
+    @property
+    def end(self) -> str:
+        """How far the training is."""
+        if not self.complete:
+            return "not complete"
+        return "complete: the data could not fill another batch" if self.exhausted else "complete"
 
     def table(self) -> str:
         """The figures, one a line."""
         assert self.sizes is not None
         trained = {row.group["uid"] for row in self.trained}
-        waiting = [step for step, uid in self.admitted if uid not in trained]
+        filtered = {uid for _, uid in self.filtered}
+        waiting = [step for step, uid in self.admitted if uid not in trained and uid not in filtered]
         staleness = [age for row in self.trained for age in row.group["staleness"]]
         rows = {
             "arm": self.sizes.arm,
-            "training": "complete" if self.complete else "not complete",
+            "training": self.end,
             "steps": max((row.step for row in self.trained), default=0),
             "epochs complete": f"{self.complete_epochs} of {self.sizes.total / self.sizes.epoch_prompts:g}",
             "prompts trained": f"{len(trained)} of {self.sizes.total}",
+            "prompts filtered": len(filtered),
             "prompts in flight": f"{len(waiting)}" + (f", the oldest since step {min(waiting)}" if waiting else ""),
             "prompts lost": self.lost,
             "prompts repeated": self.repeated,
@@ -212,6 +271,9 @@ class Audit:
             "kills survived": self.kills,
             "resumes": self.resumes,
             "trained groups undone by resumes": self.undone,
+            "trace": "none: not compared"
+            if self.rounds_compared is None
+            else f"{self.rounds_compared} rounds compared",
         }
         width = max(map(len, rows))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
@@ -222,10 +284,10 @@ def _position(uid: str) -> tuple[int, ...]:
 
 
 def audit(run_dir: Path) -> tuple[Audit, int]:
-    """The judged ledger of ``run_dir``, and how many of its lines were cut off by a dying process.
+    """The judged ledger and trace of ``run_dir``, and how many lines of the ledger were cut off by a dying process.
 
     Raises:
-        LedgerError: it cannot be read.
+        LedgerError: one of them cannot be read.
     """
     events, cut_off = read_ledger(run_dir / NAME)
     if not events:
@@ -237,6 +299,12 @@ def audit(run_dir: Path) -> tuple[Audit, int]:
         result.judge()
     except (KeyError, TypeError, AttributeError) as error:
         raise LedgerError(f"{run_dir / NAME} has an event that lacks a field: {error!r}") from error
+    trace = run_dir / trace_audit.NAME
+    if trace.exists():
+        try:
+            result.compare(trace_audit.read_rounds(trace))
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise LedgerError(f"{trace} has an event that lacks a field: {error!r}") from error
     return result, cut_off
 
 

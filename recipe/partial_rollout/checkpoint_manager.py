@@ -1,5 +1,7 @@
 """Weight sync with a deadline, and with the failure of a replica in it noticed.
 
+A replica that is dead before the sync is restarted for it (PR); one that dies in it ends the run.
+
 Under PR the replicas are quiet from the interruption of a round to the end of this sync, which resumes them: training
 samples wait in their workers for the next round, so validation can run in between.
 """
@@ -35,6 +37,16 @@ class RecipeCheckpointManager(CheckpointEngineManager):
         """Set the deadline of one sync in seconds, and the replicas to resume after it (None under noPR)."""
         self._deadline_s = deadline_s
         self._resume = resume
+
+    @auto_await
+    async def sleep_replicas(self) -> None:
+        """As verl's, which calls it when a round is over; a dead replica is left out (PR)."""
+        await (super().sleep_replicas() if self._resume is None else self._resume.sleep())
+
+    @auto_await
+    async def wake_up_replicas(self) -> None:
+        """As verl's; a dead replica is left out (PR)."""
+        await (super().wake_up_replicas() if self._resume is None else self._resume.wake_up())
 
     @auto_await
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:

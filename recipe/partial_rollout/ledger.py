@@ -6,9 +6,11 @@ One JSON object a line, appended and flushed line by line; a run that resumes ap
 * ``run``: the sizes of a process's training; its first line.
 * ``resumed``: goes on from the checkpoint of ``step``; whatever the lines before say of later steps is undone (0: all).
 * ``admitted``: ``uids`` admitted in the rollout of ``step`` under policy ``version``.
+* ``filtered``: the ``groups`` that dynamic sampling consumed in ``step`` without training them.
 * ``trained``: the ``groups`` of ``step``; ``version`` is that of the weights that the update started from.
 * ``checkpoint``: that of ``step`` is whole.
-* ``stopped``: the process ended on purpose before the training was over. ``complete``: the training is over.
+* ``stopped``: the process ended on purpose before the training was over. ``complete``: the training is over;
+  ``exhausted``: since the data could not fill another batch.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from recipe.partial_rollout.types import TakenGroup
+from recipe.partial_rollout.types import FilteredGroup, TakenGroup
 
 NAME = "ledger.jsonl"
 
@@ -30,6 +32,7 @@ class Event(StrEnum):
     RUN = "run"
     RESUMED = "resumed"
     ADMITTED = "admitted"
+    FILTERED = "filtered"
     TRAINED = "trained"
     CHECKPOINT = "checkpoint"
     STOPPED = "stopped"
@@ -51,15 +54,22 @@ class RunSizes:
     total: int
     """prompts that the whole training trains, over its epochs"""
     offered: int
-    """prompts that may be admitted: more than ``total`` where the training ends with prompts in flight (``drain=False``)"""
+    """prompts that may be admitted: more than ``total`` where the training ends with prompts in flight (``drain=False``)
+    or filters groups"""
+    filters: bool = False
+    """whether groups may be filtered: ``total`` are trained, of more that are consumed"""
+    drains: bool = True
+    """whether a training that reaches its last step leaves nothing in flight"""
 
     @classmethod
     def of(cls, event: dict[str, Any]) -> RunSizes:
-        """Of a ``run`` event; ledgers of before ``drain`` was a choice do not say what was offered."""
-        return cls(
-            **{item.name: event[item.name] for item in fields(cls) if item.name != "offered"},
-            offered=event.get("offered", event["total"]),
-        )
+        """Of a ``run`` event; older ledgers do not say what was offered, and filter nothing."""
+        later = {
+            "offered": event.get("offered", event["total"]),
+            "filters": event.get("filters", False),
+            "drains": event.get("drains", True),
+        }
+        return cls(**{item.name: event[item.name] for item in fields(cls) if item.name not in later}, **later)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +129,10 @@ class Ledger:
         rows = [asdict(TrainedGroup.of(group, version)) for group in groups]
         self._add(Event.TRAINED, step=step, version=version, groups=rows)
 
+    def filtered(self, step: int, version: int, groups: Iterable[FilteredGroup]) -> None:
+        """Groups consumed in the rollout of ``step`` without being trained."""
+        self._add(Event.FILTERED, step=step, version=version, groups=[asdict(group) for group in groups])
+
     def checkpoint(self, step: int) -> None:
         """The checkpoint of ``step`` is whole; what the ledger says of it reaches the disk."""
         self._add(Event.CHECKPOINT, step=step)
@@ -129,9 +143,9 @@ class Ledger:
         self._add(Event.STOPPED, step=step)
         self.sync()
 
-    def complete(self) -> None:
-        """The training has reached its last step."""
-        self._add(Event.COMPLETE)
+    def complete(self, *, exhausted: bool = False) -> None:
+        """The training has reached its last step, or the end of its data (``exhausted``)."""
+        self._add(Event.COMPLETE, **({"exhausted": True} if exhausted else {}))
         self.sync()
 
     def sync(self) -> None:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,16 @@ class RunTrace:
     def round(self, *, calls: tuple[EngineCall, ...], **fields: Any) -> None:
         """One rollout phase; ``fields`` as the report reads them."""
         rows = [
-            [self._index[c.replica], c.start, c.end, c.tokens, c.version, c.resumed_tokens, c.context_tokens]
+            [
+                self._index[c.replica],
+                c.start,
+                c.end,
+                c.tokens,
+                c.version,
+                c.resumed_tokens,
+                c.context_tokens,
+                c.queued_s,
+            ]
             for c in calls
         ]
         self._add("round", calls=rows, **fields)
@@ -77,6 +87,11 @@ class RunTrace:
     def phase(self, name: str, step: int, start: float, end: float) -> None:
         """Something else than a rollout took place: ``train`` or ``validate``."""
         self._add("phase", name=name, step=step, start=start, end=end)
+
+    def sync(self) -> None:
+        """Return once every line is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
     def _add(self, event: str, **fields: Any) -> None:
         self._file.write(json.dumps({"event": event, **fields}) + "\n")

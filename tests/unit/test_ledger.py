@@ -39,6 +39,11 @@ def trained(step, *groups):
     return {"event": "trained", "step": step, "version": step - 1, "groups": groups}
 
 
+def filtered(step, *uids):
+    groups = [{"uid": uid, "order": 0, "birth": 0, "value": 0.0, "lengths": [3, 3]} for uid in uids]
+    return {"event": "filtered", "step": step, "version": step - 1, "groups": groups}
+
+
 def resumed(step):
     return {"event": "resumed", "step": step}
 
@@ -106,6 +111,66 @@ def test_training_that_drains_after_one_that_did_not_may_have_prompts_left(write
     lines = [beyond, admitted(1, "0/0", "0/1", "0/2", "0/3", "1/0"), trained(1, "0/0", "0/3"), COMPLETE]
     goes_on = [{**RUN, "total": 4, "offered": 4}, resumed(1), trained(2, "0/1", "1/0"), COMPLETE]
     assert violations(write(*lines, *goes_on)) == []
+
+
+# Two epochs of four prompts, two steps: 0/1 and 0/2 are filtered, 1/2 and 1/3 not needed.
+FILTERING = {**RUN, "total": 4, "offered": 8, "filters": True}
+SAMPLED = [
+    FILTERING,
+    admitted(1, "0/0", "0/1", "0/2", "0/3"),
+    filtered(1, "0/1"),
+    trained(1, "0/0", "0/3"),
+    admitted(2, "1/0", "1/1"),
+    filtered(2, "0/2"),
+    trained(2, "1/0", "1/1"),
+    COMPLETE,
+]
+
+
+def test_filtered_prompts_are_consumed(write, capsys):
+    run_dir = write(*SAMPLED)
+    assert main([str(run_dir)]) == 0
+    table = capsys.readouterr().out
+    assert "prompts filtered                  2" in table and "prompts in flight                 0" in table
+    assert "epochs complete                   1 of 1" in table
+
+
+@pytest.mark.parametrize(
+    ("index", "line", "violation"),
+    [
+        (2, filtered(1, "0/3", "0/1"), "prompt 0/3 was filtered in step 1 and trained in step 1"),
+        (5, filtered(2, "0/2", "0/1"), "prompt 0/1 was filtered 2 times: in steps 1, 2"),
+        (5, filtered(2, "0/2", "1/2"), "prompt 1/2 was filtered and never admitted"),
+        (5, filtered(2), "prompt 0/2 was lost: never trained"),
+        (6, trained(2, "1/0"), "prompt 1/1 was lost: never trained"),
+        (0, {**FILTERING, "total": 6}, "the training is complete with 4 prompts trained of 6"),
+    ],
+)
+def test_filtering_is_judged(write, index, line, violation):
+    assert violations(write(*SAMPLED[:index], line, *SAMPLED[index + 1 :]))[0] == violation
+
+
+def test_prompt_passed_over_is_lost_where_others_are_filtered(write):
+    lines = [FILTERING, admitted(1, "0/0", "0/2", "0/3"), filtered(1, "0/2"), trained(1, "0/0", "0/3")]
+    assert violations(write(*lines)) == ["prompt 0/1 was lost: later ones were admitted, it was not"]
+
+
+def test_data_may_end_a_filtering_training_with_less_than_a_batch_in_flight(write, capsys):
+    ended = {"event": "complete", "exhausted": True}
+    lines = [{**FILTERING, "offered": 4}, *SAMPLED[1:4], ended]
+    assert main([str(write(*lines))]) == 0
+    assert "complete: the data could not fill another batch" in capsys.readouterr().out
+    assert violations(write(lines[0], lines[1], trained(1, "0/0", "0/3"), ended))[0].startswith(
+        "2 prompts are admitted"
+    )
+    never = [{**FILTERING, "offered": 8}, *SAMPLED[1:4], ended]
+    assert violations(write(*never))[0].startswith("5 prompts are admitted and not trained, admission allows 1")
+
+
+def test_what_a_resume_undoes_is_filtered_or_trained_again(write):
+    assert violations(write(*SAMPLED[:6], FILTERING, resumed(1), *SAMPLED[4:])) == []
+    again = [FILTERING, resumed(1), SAMPLED[4], filtered(2, "1/0"), trained(2, "0/2", "1/1"), COMPLETE]
+    assert violations(write(*SAMPLED[:7], *again)) == []
 
 
 def test_prompt_passed_over_by_admission_is_lost_before_the_training_ends(write):

@@ -1,0 +1,170 @@
+"""Old checkpoints outlive the sealing of the next one, whatever verl's keys ask for; torn ones are not passed over.
+
+verl's own trainer and checkpoint manager save and delete here; only the workers that hold the weights are left out.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+
+from recipe.partial_rollout import checkpoint
+from recipe.partial_rollout.checkpoint import RunCheckpoints, claim_retention
+from recipe.partial_rollout.prompt_source import SlotLoader
+from recipe.partial_rollout.ray_trainer import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.snapshot import TornCheckpointError, write_snapshot
+
+SIZES = {"batch_groups": 2, "samples_per_group": 2, "max_staleness": 4}
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def kill(*args, **kwargs):
+    raise Killed
+
+
+class Weights(BaseCheckpointManager):
+    """A worker group that saves as verl's FSDP and Megatron managers do."""
+
+    def __init__(self):
+        self.previous_saved_paths = []
+
+    def save_checkpoint(self, path, remote, step, max_ckpt_to_keep=None):
+        self.ensure_checkpoint_capacity(max_ckpt_to_keep)
+        Path(path).mkdir(parents=True)
+        (Path(path) / "weights").write_text(str(step))
+        self.register_checkpoint(path, max_ckpt_to_keep)
+
+
+def trainer(run_dir, **keys):
+    """A process of the training that has just started, or resumed by itself."""
+    ours = object.__new__(PartialRolloutRayPPOTrainer)
+    ours.config = OmegaConf.create(
+        {
+            "trainer": {
+                "default_local_dir": str(run_dir),
+                "default_hdfs_dir": None,
+                "max_actor_ckpt_to_keep": None,
+                "max_critic_ckpt_to_keep": None,
+                **keys,
+            },
+            "actor_rollout_ref": {"actor": {"checkpoint": {"async_save": False}}},
+        }
+    )
+    ours.settings = SimpleNamespace(enable=True, sizes=SIZES)
+    ours.checkpoints = RunCheckpoints(
+        run_dir, checksum_all=True, keep=claim_retention(ours.config.trainer, critic=True)
+    )
+    ours.actor_rollout_wg, ours.critic_wg = Weights(), Weights()
+    ours.use_critic = True
+    ours.train_dataloader = SlotLoader(10, 2)
+    ours.prompt_source = SimpleNamespace(state_dict=dict)
+    ours.trace = SimpleNamespace(sync=lambda: None)
+    ours.ledger = SimpleNamespace(checkpoint=lambda step: None)
+    ours.async_rollout_manager = SimpleNamespace(save=lambda path: write_snapshot(path, {}))
+    found = ours.checkpoints.to_resume("auto", None)
+    if found is not None:
+        ours.checkpoints.take(found)
+    return ours
+
+
+def save(ours, step):
+    ours.global_steps = step
+    ours._save_checkpoint()
+
+
+def steps_of(run_dir):
+    return sorted(int(path.name.rpartition("_")[2]) for path in run_dir.glob("global_step_*"))
+
+
+KEYS = [
+    ({"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 1}, 1),
+    ({"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 2}, 2),
+    ({"remove_previous_ckpt_in_save": True}, 1),
+    ({"max_actor_ckpt_to_keep": 3, "max_critic_ckpt_to_keep": 3}, 3),
+]
+
+
+@pytest.mark.parametrize(("keys", "kept"), KEYS)
+def test_kill_between_verls_save_and_the_seal_leaves_the_older_checkpoints_whole(tmp_path, monkeypatch, keys, kept):
+    ours = trainer(tmp_path, **keys)
+    for step in (1, 2, 3, 4):
+        save(ours, step)
+    assert steps_of(tmp_path) == list(range(5 - kept, 5))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "seal", kill)
+        with pytest.raises(Killed):
+            save(ours, 5)
+    assert steps_of(tmp_path) == list(range(5 - kept, 6)), "nothing is removed before the next one is whole"
+    found = RunCheckpoints(tmp_path, checksum_all=True).to_resume("auto", None)
+    assert found == tmp_path / "global_step_4" and (found / "critic" / "weights").read_text() == "4"
+
+
+@pytest.mark.parametrize(("keys", "kept"), KEYS)
+def test_process_that_resumes_removes_what_the_one_before_could_not(tmp_path, monkeypatch, keys, kept):
+    first = trainer(tmp_path, **keys)
+    for step in range(1, kept + 1):
+        save(first, step)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", kill)
+        with pytest.raises(Killed):
+            save(first, kept + 1)
+    second = trainer(tmp_path, **keys)
+    save(second, kept + 2)
+    assert steps_of(tmp_path) == list(range(3, kept + 3))
+
+
+@pytest.mark.parametrize("keys", [{"max_actor_ckpt_to_keep": 1}, {"max_critic_ckpt_to_keep": 1}])
+def test_limit_of_one_part_alone_removes_no_whole_checkpoint(tmp_path, keys):
+    ours = trainer(tmp_path, **keys)
+    for step in (1, 2, 3):
+        save(ours, step)
+    assert steps_of(tmp_path) == [1, 2, 3]
+    assert claim_retention(OmegaConf.create({"max_actor_ckpt_to_keep": 1}), critic=False) == 1
+
+
+def test_without_a_limit_everything_stays_also_under_a_later_limit(tmp_path):
+    first = trainer(tmp_path)
+    for step in (1, 2, 3):
+        save(first, step)
+    assert steps_of(tmp_path) == [1, 2, 3]
+    second = trainer(tmp_path, **KEYS[0][0])
+    for step in (4, 5):
+        save(second, step)
+    assert steps_of(tmp_path) == [1, 2, 3, 5], "what was saved without a limit is not the limit's to remove"
+
+
+def test_verls_own_save_would_have_removed_the_only_whole_checkpoint(tmp_path):
+    """Fails once verl keeps the old checkpoint by itself: then its keys need not be claimed."""
+    ours = trainer(tmp_path)
+    ours.config.trainer.max_actor_ckpt_to_keep = 1
+    for step in (1, 2):
+        ours.global_steps = step
+        RayPPOTrainer._save_checkpoint(ours)
+    assert not (tmp_path / "global_step_1" / "actor").exists()
+
+
+def test_same_step_saved_again_counts_once(tmp_path):
+    ours = trainer(tmp_path, max_actor_ckpt_to_keep=2, max_critic_ckpt_to_keep=2)
+    for step in (1, 2, 2):
+        save(ours, step)
+    assert steps_of(tmp_path) == [1, 2]
+
+
+def test_only_torn_checkpoints_are_refused_by_name(tmp_path, monkeypatch):
+    ours = trainer(tmp_path)
+    for step in (3, 4):
+        monkeypatch.setattr(checkpoint, "seal", kill)
+        with pytest.raises(Killed):
+            save(ours, step)
+    checkpoints = RunCheckpoints(tmp_path, checksum_all=False)
+    with pytest.raises(TornCheckpointError, match=r"global_step_4 is torn.*global_step_3 is torn.*=disable") as caught:
+        checkpoints.to_resume("auto", None)
+    assert "\n" not in str(caught.value)
+    assert checkpoints.to_resume("disable", None) is None

@@ -1,0 +1,133 @@
+"""Between two rounds: a replica that dies anywhere before the weight sync is left out, and restarted for it."""
+
+import asyncio
+
+import pytest
+from ray.exceptions import RayActorError
+
+from recipe.partial_rollout.checkpoint_manager import RecipeCheckpointManager, WeightSyncError
+from recipe.partial_rollout.failures import ReplicaError
+from recipe.partial_rollout.server_control import ServerControl
+
+SERVER_DIED = RayActorError()
+ENGINE_DIED = RuntimeError("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue")
+
+
+class Server:
+    """Handle of a server that has no error of a sync to report, unless it is ``dead_with`` one."""
+
+    def __init__(self, replica):
+        self.replica, self.weight_sync_error = replica, self
+
+    async def remote(self):
+        self.replica.answer("weight_sync_error")
+
+
+class FakeReplica:
+    """Notes what it is asked; a dead one fails at everything, as Ray or vLLM do."""
+
+    def __init__(self, name):
+        self.server_address, self.server_handle = name, Server(self)
+        self.asked = []
+        self.dead_with, self.dies_in, self.dies_with = None, None, None
+
+    def answer(self, verb):
+        self.asked.append(verb)
+        if verb == self.dies_in:
+            self.dead_with, self.dies_in = self.dies_with, None
+        if self.dead_with is not None:
+            raise self.dead_with
+
+    async def abort_all_requests(self, reject_request):
+        self.answer("abort")
+
+    async def sleep(self):
+        self.answer("sleep")
+
+    async def wake_up(self):
+        self.answer("wake_up")
+
+    async def check_alive(self):
+        self.answer("check_alive")
+
+    async def resume_generation(self):
+        self.answer("resume")
+
+    async def relaunch(self):
+        self.asked.append("relaunch")
+        self.server_address, self.dead_with = f"{self.server_address}'", None
+
+
+class Trainer:
+    """Sends its weights to every replica; a dead one does not take them."""
+
+    def __init__(self, replicas, dies=None):
+        self.replicas, self.dies = replicas, dies
+        self.got = {}
+
+    def update_weights(self, global_steps, mode):
+        async def send():
+            if self.dies is not None:
+                self.dies.dead_with = SERVER_DIED
+            while any(replica.dead_with is not None for replica in self.replicas):
+                await asyncio.sleep(0.01)
+            self.got = {replica.server_address: global_steps for replica in self.replicas}
+
+        return [send()]
+
+
+def build(*, restarts=1, pr=True, sync_kills=False):
+    replicas = [FakeReplica("a"), FakeReplica("b")]
+    control = ServerControl(replicas, 5.0, restarts=restarts)
+    manager = RecipeCheckpointManager.__new__(RecipeCheckpointManager)
+    manager.backend, manager.replicas = "naive", replicas
+    manager.actor_wg = Trainer(replicas, dies=replicas[1] if sync_kills else None)
+    manager.bind(5.0, control if pr else None)
+    return manager, control, replicas
+
+
+def between_two_rounds(manager, control):
+    """What verl's ``fit`` and the recipe do from the end of a round to the beginning of the next."""
+    asyncio.run(control.interrupt())
+    manager.sleep_replicas()
+    manager.update_weights(3)
+
+
+@pytest.mark.parametrize("dies_with", [SERVER_DIED, ENGINE_DIED], ids=["server", "engine"])
+@pytest.mark.parametrize("dies_in", ["abort", "sleep", "check_alive"])
+def test_replica_that_dies_before_the_weight_sync_is_restarted_for_it(dies_in, dies_with):
+    manager, control, (alive, dead) = build()
+    dead.dies_in, dead.dies_with = dies_in, dies_with
+    between_two_rounds(manager, control)
+    assert dead.asked[dead.asked.index(dies_in) + 1 :] == ["relaunch", "resume"], "a dead replica is asked nothing"
+    assert alive.asked == ["abort", "sleep", "check_alive", "resume"]
+    assert manager.actor_wg.got == {"a": 3, "b'": 3} and control.restarted == 1
+    assert set(control.servers) == {"a", "b'"}
+
+
+def test_replica_that_may_not_be_restarted_ends_the_run_by_name():
+    manager, control, (_, dead) = build(restarts=0)
+    dead.dies_in, dead.dies_with = "sleep", ENGINE_DIED
+    with pytest.raises(ReplicaError, match=r"vLLM replica b is dead .*failures\.replica_restarts=0"):
+        between_two_rounds(manager, control)
+
+
+def test_replica_that_dies_in_the_weight_sync_ends_the_run_by_name():
+    manager, control, _ = build(sync_kills=True)
+    with pytest.raises(WeightSyncError, match=r"weight sync of version 3 failed in vLLM replica b: the server died"):
+        between_two_rounds(manager, control)
+
+
+def test_dead_replica_is_not_woken_up():
+    manager, _, (alive, dead) = build()
+    dead.dies_in, dead.dies_with = "sleep", SERVER_DIED
+    manager.sleep_replicas()
+    manager.wake_up_replicas()
+    assert (alive.asked, dead.asked) == (["sleep", "wake_up"], ["sleep"])
+
+
+def test_baseline_asks_as_verl_does_and_fails_as_verl_does():
+    manager, _, (_, dead) = build(pr=False)
+    dead.dies_in, dead.dies_with = "sleep", SERVER_DIED
+    with pytest.raises(RayActorError):
+        manager.sleep_replicas()

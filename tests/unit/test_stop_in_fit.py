@@ -1,0 +1,274 @@
+"""verl's own ``fit`` over the recipe's trainer, stopped at each of its moments: the checkpoint is that of a whole step.
+
+Workers, engines and the metrics' consumers are stand-ins; loop, hooks, manager state, source and checkpoints are real.
+"""
+
+import json
+import signal
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from verl.protocol import DataProto
+from verl.trainer.ppo import ray_trainer as verl_trainer
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout.batch import assemble_batch
+from recipe.partial_rollout.checkpoint import RunCheckpoints
+from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.policy_drift import PolicyDrift
+from recipe.partial_rollout.prompt_source import SlotLoader
+from recipe.partial_rollout.proximal import ProximalPolicy
+from recipe.partial_rollout.ray_trainer import PartialRolloutRayPPOTrainer, step_of
+from recipe.partial_rollout.snapshot import read_snapshot, write_snapshot
+from recipe.partial_rollout.step_line import StepLine
+from recipe.partial_rollout.stop import StopSignals, StopTraining
+
+STEPS = 4
+OVERRIDES = (
+    "data.train_batch_size=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.rollout.prompt_length=8",
+    "actor_rollout_ref.rollout.response_length=8",
+    "actor_rollout_ref.model.path=none",
+    "data.train_files=none",
+    "data.val_files=none",
+    "trainer.logger=[file]",
+    "trainer.balance_batch=False",
+    "trainer.resume_mode=auto",
+    "partial_rollout.probe_s=0",
+)
+
+
+class Rounds:
+    """The agent-loop manager of the trainer, with a manager whose samples finish at once."""
+
+    def __init__(self, trainer, manager, output, moment):
+        self.trainer, self.manager, self.output, self.moment = trainer, manager, output, moment
+        self.unacknowledged = []
+
+    def generate_sequences(self, slots):
+        if slots.meta_info.get("validate"):
+            self.moment("validating")
+            self.trainer.stop.check()
+            return None
+        self.acknowledge()
+        self.moment("round")
+        self.trainer.stop.check()
+        manager, step = self.manager, slots.meta_info["global_steps"]
+        manager.advance_version(step - 1)
+        manager.open_round()
+        for grant in manager.claim("w0"):
+            manager.finish(grant.sample_id, self.output(version=step - 1))
+        manager.close_round()
+        groups = manager.take_batch()
+        self.unacknowledged = [group.uid for group in groups]
+        # As the manager actor does behind the update: the next round is prepared before this batch is trained.
+        if step < STEPS:
+            manager.advance_version(step)
+        batch = assemble_batch(groups, slots.non_tensor_batch["uid"][::2], 8, 8, 0)
+        batch.meta_info["timing"] = {}
+        return batch
+
+    def acknowledge(self):
+        uids, self.unacknowledged = self.unacknowledged, []
+        self.manager.acknowledge(uids)
+
+    def save(self, path):
+        write_snapshot(Path(path), self.manager.state_dict())
+
+    def load(self, path, step):
+        self.manager.load_state_dict(read_snapshot(Path(path)))
+
+    def take_step_metrics(self):
+        return {}
+
+
+class Ledger:
+    """Notes what the trainer would write."""
+
+    def __init__(self):
+        self.lines = []
+
+    def checkpoint(self, step):
+        self.lines.append(("checkpoint", step))
+
+    def stopped(self, step):
+        self.lines.append(("stopped", step))
+
+    def complete(self, *, exhausted):
+        self.lines.append(("complete",))
+
+
+class Source:
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@cache
+def composed():
+    with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
+        config = compose("quickstart_cpu", overrides=[*OVERRIDES, "trainer.default_local_dir=none"])
+    OmegaConf.resolve(config)
+    main_ppo.wire(config)
+    return config
+
+
+def build_trainer(run_dir, manager, output, *, moment, overrides=()):
+    """A trainer of ``STEPS`` steps, without workers; ``moment(name)`` is told where ``fit`` is."""
+    config = deepcopy(composed())
+    OmegaConf.set_struct(config, False)
+    config.merge_with_dotlist([*overrides, f"trainer.default_local_dir={run_dir}"])
+    trainer = object.__new__(PartialRolloutRayPPOTrainer)
+    trainer.config, trainer.run_dir, trainer.stop = config, run_dir, StopSignals()
+    trainer.settings = PartialRolloutConfig.from_config(config)
+    trainer.checkpoints = RunCheckpoints(run_dir, checksum_all=False)
+    trainer.resume_from = trainer._find_checkpoint(config)
+    trainer._completed_step = step_of(trainer.resume_from)
+    trainer._phase_started, trainer._measured = None, {}
+    trainer.proximal = ProximalPolicy(trainer.settings.proximal, 0, config.algorithm.rollout_correction)
+    trainer.trace = SimpleNamespace(phase=lambda *_: None, complete=lambda: None, sync=lambda: None)
+    trainer.ledger, trainer.prompt_source = Ledger(), Source()
+    trainer.step_line, trainer.drift = StepLine(STEPS), PolicyDrift()
+    trainer.total_training_steps = trainer.steps_per_epoch = STEPS
+    trainer.train_dataloader, trainer.train_dataset = SlotLoader(STEPS, 2), object()
+    trainer._dump_executor = SimpleNamespace(_shutdown=False)
+    trainer._shutdown_dump_executor = lambda: None
+    trainer.actor_rollout_wg = trainer.llm_server_manager = object()
+    trainer.use_rm = trainer.use_critic = trainer.use_reference_policy = False
+    trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
+    trainer.async_rollout_manager = Rounds(trainer, manager, output, moment)
+    trainer.checkpoint_manager = SimpleNamespace(
+        update_weights=lambda step: moment("sync"), sleep_replicas=lambda: None
+    )
+    return trainer
+
+
+@pytest.fixture
+def life(tmp_path, monkeypatch, manager, output):
+    """One process of the training; ``stop_at``: moment and the step in which the signal comes there."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    monkeypatch.setattr(verl_trainer, "extract_reward", lambda batch: (batch.batch["rm_scores"], {}))
+    at = SimpleNamespace()
+
+    def log_probs(self, batch):
+        zeros = torch.zeros_like(batch.batch["rollout_log_probs"])
+        return DataProto.from_single_dict({"old_log_probs": zeros, "entropys": zeros.clone()}), 0.0
+
+    def update(self, batch):
+        at.moment("update")
+        at.weights += 1
+        return DataProto.from_single_dict({}, meta_info={"metrics": {"actor/grad_norm": [1.0]}})
+
+    def validate(self):
+        at.moment("before validation")
+        gen_batch = self._get_gen_batch(DataProto.from_single_dict({"slot": torch.zeros(2, 1)}))
+        gen_batch.meta_info["validate"] = True
+        self.async_rollout_manager.generate_sequences(gen_batch)
+        return {"val-core/reward": 1.0}
+
+    def save(self):
+        at.moment("save")
+        actor = self.run_dir / f"global_step_{self.global_steps}" / "actor"
+        actor.mkdir(parents=True, exist_ok=True)
+        (actor / "weights").write_text(str(at.weights))
+
+    def load(self):
+        self.global_steps = step_of(self.resume_from)
+        at.weights = int((self.resume_from / "actor" / "weights").read_text())
+
+    for name, fake in (
+        ("_compute_old_log_prob", log_probs),
+        ("_update_actor", update),
+        ("_validate", validate),
+        ("_save_checkpoint", save),
+        ("_load_checkpoint", load),
+    ):
+        monkeypatch.setattr(RayPPOTrainer, name, fake)
+
+    def run(*overrides, stop_at=None):
+        at.weights = 0
+
+        def moment(name):
+            step = getattr(trainer, "global_steps", 0)
+            if (name, step) == stop_at and trainer.stop._number is None:
+                signal.raise_signal(signal.SIGTERM)
+
+        at.moment = moment
+        trainer = build_trainer(tmp_path, manager(batch=2, n=2, prompts=0), output, moment=moment, overrides=overrides)
+        if trainer.resume_from is None:
+            trainer.async_rollout_manager.manager.offer(prompts_of(manager))
+        try:
+            trainer.fit()
+        except StopTraining:
+            trainer.stopped = True
+        else:
+            trainer.stopped = False
+        return trainer
+
+    return run
+
+
+def prompts_of(manager):
+    return list(manager(prompts=2 * STEPS)._state.reserve)
+
+
+VALIDATES = ("trainer.test_freq=1",)
+
+
+def logged_steps(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if "training/global_step" in line["data"]]
+
+
+@pytest.mark.parametrize(
+    ("moment", "step", "freq"),
+    [(moment, 2, freq) for moment in ("round", "update", "sync", "before validation", "validating") for freq in (1, 3)]
+    + [("save", 2, 2), ("round", 1, 1), ("validating", 1, 2), ("validating", 3, 3)],
+)
+def test_stop_anywhere_in_a_step_leaves_a_checkpoint_of_a_whole_step(life, tmp_path, moment, step, freq):
+    first = life(*VALIDATES, f"trainer.save_freq={freq}", stop_at=(moment, step))
+    held = step - 1 if moment == "round" else step
+    assert first.stopped and first.ledger.lines[-1] == ("stopped", held)
+    if held:
+        found = first.checkpoints.to_resume("auto", None)
+        assert found == tmp_path / f"global_step_{held}"
+        assert int((found / "actor" / "weights").read_text()) == held
+        manager = read_snapshot(first.checkpoints.take(found).manager)
+        assert manager["counters"]["trained_groups"] == 2 * held and manager["version"] == held
+    assert logged_steps(tmp_path) == list(range(1, held + 1)), "the metrics of a trained step are not lost"
+    second = life(*VALIDATES, "trainer.save_freq=1")
+    assert not second.stopped and second.ledger.lines[-1] == ("complete",)
+    assert logged_steps(tmp_path) == list(range(held + 1, STEPS + 1)), "it goes on"
+    assert second.async_rollout_manager.manager.counters.trained_groups == 2 * STEPS
+
+
+def test_stop_in_the_last_steps_validation_completes_the_training(life, tmp_path):
+    trainer = life(*VALIDATES, "trainer.save_freq=2", stop_at=("validating", STEPS))
+    assert not trainer.stopped and trainer.ledger.lines[-1] == ("complete",)
+    assert trainer.checkpoints.to_resume("auto", None) == tmp_path / f"global_step_{STEPS}"
+
+
+def test_stop_in_the_validation_before_training_saves_what_was_resumed_and_nothing_from_scratch(life, tmp_path):
+    validates = ("trainer.val_before_train=True", "trainer.save_freq=1")
+    fresh = life(*validates, stop_at=("before validation", 0))
+    assert fresh.stopped and fresh.ledger.lines == [("stopped", 0)] and not list(tmp_path.glob("global_step_*"))
+    life("trainer.save_freq=1", stop_at=("round", 3))
+    again = life(*validates, stop_at=("validating", 2))
+    assert again.stopped and again.ledger.lines == [("checkpoint", 2), ("stopped", 2)]
+    assert not life(*validates).stopped
+
+
+def test_stop_without_checkpoints_tells_the_step_it_stopped_after(life, tmp_path):
+    trainer = life(*VALIDATES, "trainer.save_freq=-1", stop_at=("validating", 2))
+    assert trainer.ledger.lines == [("stopped", 2)] and not list(tmp_path.glob("global_step_*"))
