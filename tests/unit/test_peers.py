@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.bench.__main__ import main as bench
+from recipe.partial_rollout.bench.peer_arms import ARMS
 from recipe.partial_rollout.bench.peer_runs import PeerRun, read_run
-from recipe.partial_rollout.bench.peers import ARMS, compare, table_of
+from recipe.partial_rollout.bench.peers import compare, table_of
 from recipe.partial_rollout.study import Study, stolen_cpu
 
 STEPS = 8
@@ -31,6 +32,7 @@ def build_run(arm, repeat, *, rollout_s=1.0, stale=0.0, full=None, tokens=1000.0
         None,
         full,
         None,
+        None,
     )
 
 
@@ -49,8 +51,12 @@ def write_run(directory, *, rollout_s, staleness=None, ours=True):
         if staleness is not None:
             name = "partial_rollout/staleness" if ours else "training/off_policy/trajectory_staleness_worst"
             data |= {f"{name}/mean": staleness, f"{name}/max": 2 * staleness}
-            own = {f"{name}/p95": staleness, "partial_rollout/off_policy_token_fraction": 0.25}
-            data |= own if ours else {"training/off_policy/evicted_samples": 1}
+            own = {
+                f"{name}/p95": staleness,
+                "partial_rollout/off_policy_token_fraction": 0.25,
+                "partial_rollout/rollout/interrupt_s": 0.0625 * step,
+            }
+            data |= own if ours else {"training/off_policy/evicted_samples": 1, "peer/sample_s": 0.5 * rollout_s}
         if step == STEPS:
             data["val-core/clock10/acc/mean@4"] = 0.75 + rollout_s / 8
         lines.append({"step": step, "data": data})
@@ -97,6 +103,28 @@ def test_every_trainers_staleness_is_read_under_its_own_name(tmp_path):
         assert run.stolen_cpu == (0.125 if ours else None)
 
 
+def test_interruption_is_what_verls_rollout_takes_beyond_sampling(tmp_path):
+    write_run(tmp_path / "ours", rollout_s=1.0, staleness=1.5)
+    write_run(tmp_path / "theirs", rollout_s=1.0, staleness=1.5, ours=False)
+    write_run(tmp_path / "never", rollout_s=1.0)
+    ours, theirs, never = (read_run(tmp_path / name, "arm", 1, 4).interrupt_s for name in ("ours", "theirs", "never"))
+    assert ours.max() == 0.0625 * STEPS and (theirs == 0.5).all() and never is None
+
+
+def test_scarce_arms_keep_four_times_their_seats_in_flight(tmp_path):
+    study = Study(tmp_path, ARMS, (1,), STEPS, "quickstart_cpu")
+    arms = {arm.name: dict(item.split("=", 1) for item in study.command(arm, 1) if "=" in item) for arm in ARMS}
+    verl, ours, queued = (arms[name] for name in ("v1_colocate_async_scarce", "PR_scarce", "PR_scarce_queued"))
+    seats = {int(arm["actor_rollout_ref.rollout.max_num_seqs"]) for arm in (verl, ours, queued)}
+    batches = {
+        1 + int(verl["trainer.v1.colocate_async.num_warmup_batches"]),
+        1 + int(ours["partial_rollout.overlap"]),
+        1 + int(queued["partial_rollout.overlap"]),
+    }
+    assert batches == {4} and seats == {4 * 8 * 8 // 4}
+    assert int(queued["partial_rollout.slots_per_replica"]) == 4 * 8 * 8
+
+
 def test_step_without_a_figure_is_named(tmp_path):
     write_run(tmp_path / "run", rollout_s=1.0)
     path = tmp_path / "run" / "metrics.jsonl"
@@ -114,7 +142,10 @@ def test_report_is_written_from_complete_runs(tmp_path, capsys):
     assert bench(command) == 0
     text = (tmp_path / "peers.md").read_text()
     ratios = "0.50 (0.50 to 0.50) | 0.50 | 0.50 | 0.80 | 0.80"
-    assert f"| PR, bounded | 1250 | 800 | {ratios} | 1.00 | 1.0 | 2 | 0.25 | 0 | 1.00 | 0.500 | 0.812 ± 0.000 |" in text
+    assert (
+        f"| PR, bounded | 1250 | 800 | {ratios} | 1.00 | 1.0 | 2 | 0.25 | 0 | 1.00 | 0.500 | 0.812 ± 0.000 | 0.28 | 0.50 |"
+        in text
+    )
     assert "| 2.00 | - | 4 | - | 8 |" in text, "what verl does not log, and a sample dropped in each step"
     json.loads((tmp_path / "peers.json").read_text(), parse_constant=pytest.fail)
     assert {row["arm"] for row in json.loads((tmp_path / "peers.json").read_text())} == {

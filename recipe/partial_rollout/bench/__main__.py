@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from recipe.partial_rollout.bench import distribution, manager, peers, plan, scale, snapshot
+from recipe.partial_rollout.bench import distribution, manager, outputs, peers, plan, scale, snapshot
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,6 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     distribution.add_arguments(
         commands.add_parser("distribution", help="does a speculative proposer change what the engine samples?")
     )
+    outputs.add_arguments(commands.add_parser("outputs", help="what the engine's outputs cost that nobody reads"))
     plan.add_arguments(commands.add_parser("plan", help="which policy and overlap, before anything is run"))
     peers.add_arguments(commands.add_parser("peers", help="beside verl's own trainers, by real training"))
     scale.add_arguments(commands.add_parser("scale", help="what scheduling costs with many replicas"))

@@ -15,6 +15,9 @@ _STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_stale
 """the recipe's and verl's name for the same: versions from a sample's first token to the update that trains it"""
 _DROPPED = "/off_policy/evicted_samples"
 _PROBE = "probe"
+_INTERRUPT = "partial_rollout/rollout/interrupt_s"
+_SAMPLE = "peer/sample_s"
+"""``peer_sampler.SAMPLE_S``, which cannot be imported without verl's v1 trainers"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class PeerRun:
     """reward of the last validation: of the weights at its end; None: there was none"""
     full_tokens_per_s: float | None
     """of the engine kept full, where the run measured it"""
+    interrupt_s: np.ndarray | None
+    """from the decision to interrupt a round until every engine is quiet; None: not logged, or never interrupted"""
     stolen_cpu: float | None
     """share of the run's processor time that the host gave to others (``study.stolen_cpu``); None: not noted"""
 
@@ -74,6 +79,11 @@ def read_run(directory: Path, arm: str, repeat: int, samples_per_step: int) -> P
     def if_logged(key: str) -> np.ndarray | None:
         return column(key) if steps and key in steps[0] else None
 
+    def interruptions() -> np.ndarray | None:
+        """verl's trainer interrupts at the end of its ``gen`` timer, after sampling, and does nothing else there."""
+        sampled = if_logged(_SAMPLE)
+        return if_logged(_INTERRUPT) if sampled is None else column("timing_s/gen") - sampled
+
     return PeerRun(
         arm=arm,
         repeat=repeat,
@@ -88,6 +98,7 @@ def read_run(directory: Path, arm: str, repeat: int, samples_per_step: int) -> P
         reward=column("critic/score/mean"),
         held_out=validations[-1] if validations else None,
         full_tokens_per_s=_probed(directory / "trace.jsonl"),
+        interrupt_s=interruptions(),
         stolen_cpu=_stolen(directory / MACHINE),
     )
 

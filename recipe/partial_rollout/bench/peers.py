@@ -16,64 +16,14 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from recipe.partial_rollout.bench.peer_arms import ARMS, LABELS, TASK
 from recipe.partial_rollout.bench.peer_runs import PeerRun, read_run
 from recipe.partial_rollout.convergence.curves import standard_errors
-from recipe.partial_rollout.main_ppo import CONF_DIR
 from recipe.partial_rollout.report.table import Table
-from recipe.partial_rollout.study import BASELINE, Arm, Study, StudyError
+from recipe.partial_rollout.study import BASELINE, Study, StudyError
 
 _FIRST, _FILLING = 5, 2
 """steps: those that length bias shows in, and those in which engines compile and fill"""
-_V1 = ("verl.trainer.main_ppo", "--config-dir", str(CONF_DIR))
-_ASYNC = (
-    "trainer.use_v1=True",
-    "trainer.v1.trainer_mode=colocate_async",
-    "trainer.resume_mode=disable",
-    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
-)
-_OURS = ("partial_rollout.drain=False", "partial_rollout.overlap=0.75")
-"""at the end verl leaves its spare batch in flight, and so does the recipe; 3/4 of one, because staleness is overlap"""
-_TASK = (
-    "actor_rollout_ref.actor.optim.lr=1e-4",
-    "actor_rollout_ref.rollout.val_kwargs.n=4",
-    "trainer.val_before_train=True",
-    "trainer.test_freq=1000000",
-)
-"""a learning rate that every arm's staleness bears; a validation at the start, in which every engine compiles, and one at
-the end, of the weights that the arm has"""
-_SAMPLER = "trainer.v1.sampler.custom_sampler"
-
-ARMS = (
-    Arm(BASELINE, ("partial_rollout.enable=False",)),
-    Arm("v1_sync", (*_ASYNC, "trainer.v1.trainer_mode=sync"), _V1),
-    Arm("v1_colocate_async", _ASYNC, _V1),
-    Arm(
-        "v1_colocate_async_quick",
-        (
-            *_ASYNC,
-            f"{_SAMPLER}.path={Path(__file__).with_name('peer_sampler.py')}",
-            f"{_SAMPLER}.name=QuickReplayBuffer",
-        ),
-        _V1,
-    ),
-    Arm("PR_bounded", (*_OURS, "partial_rollout.scheduling.policy=bounded")),
-    Arm("PR_more", (*_OURS, "partial_rollout.scheduling.policy=bounded", "partial_rollout.overlap=1.5")),
-    Arm("PR_auto", (*_OURS, "partial_rollout.scheduling.policy=bounded", "partial_rollout.overlap=auto")),
-    Arm("PR_recompute", (*_OURS, "partial_rollout.scheduling.policy=bounded", "partial_rollout.resume_kv=recompute")),
-    Arm("PR_seed", (*_OURS, "partial_rollout.scheduling.policy=seed")),
-    Arm("PR_in_order", (*_OURS, "partial_rollout.scheduling.policy=in_order")),
-)
-_LABELS = {
-    "v1_sync": "verl v1 sync",
-    "v1_colocate_async": "verl v1 colocate_async",
-    "v1_colocate_async_quick": "verl v1 colocate_async, 0.1 s polls",
-    "PR_bounded": "PR, bounded",
-    "PR_more": "PR, bounded, overlap 1.5",
-    "PR_auto": "PR, bounded, overlap auto",
-    "PR_recompute": "PR, bounded, KV recomputed",
-    "PR_seed": "PR, seed",
-    "PR_in_order": "PR, in_order",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         seeds=tuple(range(1, options.repeats + 1)),
         steps=options.steps,
         config_name=options.config_name,
-        overrides=("trainer.logger=[file]", *_TASK, *options.overrides),
+        overrides=("trainer.logger=[file]", *TASK, *options.overrides),
     )
     try:
         if not options.report_only:
@@ -186,6 +136,11 @@ def _if_logged(figure: np.ndarray | float | None) -> float:
     return float("nan") if figure is None else float(np.mean(figure))
 
 
+def _summary(figure: np.ndarray | None, of: Callable[[np.ndarray], float]) -> float:
+    """``of`` the steps' values; NaN: not logged."""
+    return float("nan") if figure is None else float(of(figure))
+
+
 _ALL = slice(None)
 _STEADY = slice(_FILLING, None)
 
@@ -210,6 +165,8 @@ _FIGURES: dict[str, Callable[[PeerRun, PeerRun, float], float]] = {
     "reward": lambda run, base, full: float(run.reward[-len(run.reward) // 3 :].mean()),
     "held_out": lambda run, base, full: _if_logged(run.held_out),
     "tokens": lambda run, base, full: float(run.tokens.sum()),
+    "interrupt_s": lambda run, base, full: _summary(run.interrupt_s, np.median),
+    "interrupt_max_s": lambda run, base, full: _summary(run.interrupt_s, np.max),
     "stolen_cpu": lambda run, base, full: _if_logged(run.stolen_cpu),
 }
 """by name: of a run, the baseline's run of the same repeat, and the engine's tokens/s kept full"""
@@ -221,7 +178,7 @@ def table_of(rows: Sequence[Row]) -> Table:
     def cells(row: Row) -> list[str]:
         low, high = row.spread("rollout_ratio")
         return [
-            _LABELS.get(row.arm, row.arm),
+            LABELS.get(row.arm, row.arm),
             f"{row.median('rollout_ms'):.0f}",
             f"{row.median('tokens_per_s'):,.0f}",
             f"{row.median('rollout_ratio'):.2f} ({low:.2f} to {high:.2f})",
@@ -237,6 +194,8 @@ def table_of(rows: Sequence[Row]) -> Table:
             f"{row.median('first_length'):.2f}",
             f"{row.median('reward'):.3f}",
             _mean_and_error(row.figures["held_out"]),
+            _or_dash(row.median("interrupt_s"), ".2f"),
+            _or_dash(row.spread("interrupt_max_s")[1], ".2f"),
             _or_dash(row.median("stolen_cpu"), ".0%"),
         ]
 
@@ -257,6 +216,8 @@ def table_of(rows: Sequence[Row]) -> Table:
         f"length of first {_FIRST} steps / {BASELINE}",
         "reward, last third",
         "held-out reward at the end, mean and standard error",
+        "interruption, s: median",
+        "max",
         "processor time that the host gave to others",
     ]
     return Table("Peers, medians over repeats", header, [cells(row) for row in rows])
@@ -288,7 +249,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         low, high = row.spread("rollout_ratio")
         colour = "#0072B2" if row.arm.startswith("PR") else "#D55E00" if row.arm.startswith("v1") else "#555555"
         axes.errorbar(x, y, [[y - low], [high - y]], fmt="o", color=colour, capsize=3)
-        axes.annotate(_LABELS.get(row.arm, row.arm), (x, y), xytext=(6, 4), textcoords="offset points", fontsize=9)
+        axes.annotate(LABELS.get(row.arm, row.arm), (x, y), xytext=(6, 4), textcoords="offset points", fontsize=9)
     axes.set_xlabel("mean staleness of trained samples (versions)")
     axes.set_ylabel(f"rollout time per trained token, {BASELINE} = 1")
     axes.set_ylim(bottom=0)

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from recipe.partial_rollout.admission import Admission, Mode
 from recipe.partial_rollout.bench.scripted_engine import ScriptedWorker
 from recipe.partial_rollout.manager_actor import ManagerActor
+from recipe.partial_rollout.output_store import RayObjects, fetch_groups
 from recipe.partial_rollout.planner.engine_curve import PRESETS, EngineCurve
 from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal
 from recipe.partial_rollout.planner.simulation import Cluster, Simulation
@@ -74,7 +75,7 @@ class ScaleRow:
     interrupt_s: float
     """from the decision to interrupt until no engine runs"""
     take_s: float
-    """to hand the batch's outputs to the trainer, as any rollout must: no overhead"""
+    """until the trainer has the arrays of the batch's outputs, as with any rollout: no overhead"""
     collect_s: float
     """from then until the manager knows of every token"""
     prepare_s: float
@@ -166,7 +167,9 @@ class _Drive:
     ) -> None:
         self._slots = slots * replicas
         self._prompts = self._prompts_of(lengths)
-        self._manager: Any = ray.remote(ManagerActor).options(num_cpus=0).remote(admission, Policy.BOUNDED, _DEADLINE_S)
+        self._store = RayObjects(_DEADLINE_S)
+        actor_class: Any = ray.remote(ManagerActor).options(num_cpus=0)
+        self._manager: Any = actor_class.remote(admission, Policy.BOUNDED, _DEADLINE_S, store=self._store)
         self.manager_process = psutil.Process(_get(self._manager.__ray_call__.remote(_pid), "the manager to start"))
         worker_class: Any = ray.remote(ScriptedWorker).options(num_cpus=0)
         shares = [replicas // workers + (i < replicas % workers) for i in range(workers)]
@@ -189,7 +192,7 @@ class _Drive:
         ended = self._unless_a_worker_ends(self._manager.wait_round.remote())
         _get([*self._ask("close_round"), *self._ask("interrupt")], "workers and replicas to stop")
         quiet, quiet_at = time.monotonic(), time.time()
-        groups = _get(self._manager.take_batch.remote(), "the batch")
+        groups = fetch_groups(_get(self._manager.take_batch.remote(), "the batch"), self._store.fetch)
         take_s = time.monotonic() - quiet
         waits = self._all("waited")
         if (started := sum(slots for _, _, slots in waits)) < expected:

@@ -105,7 +105,12 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
 
     def __init__(self, curve: EngineCurve, replicas: int) -> None:
         # verl's own set-up is left out: no tokenizer, no rewards, no configuration.
-        self.config = SimpleNamespace(partial_rollout=SimpleNamespace(deadlines=SimpleNamespace(grant_s=3600.0)))  # type: ignore[assignment]
+        self.config = SimpleNamespace(  # type: ignore[assignment]
+            partial_rollout=SimpleNamespace(
+                deadlines=SimpleNamespace(grant_s=3600.0),
+                failures=SimpleNamespace(tool_timeout_s=None, sample_timeout_s=None),
+            )
+        )
         self.tools = {}  # type: ignore[assignment]
         self._scripted = [ScriptedReplica(curve) for _ in range(replicas)]
         self._choice = ReplicaChoice({f"r{i}": replica for i, replica in enumerate(self._scripted)})
@@ -159,7 +164,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
         sample = LIVE_SAMPLE.get()
         assert sample is not None
         length = kwargs["length"][int(sample.id.rpartition("#")[2])]
-        done = sum(map(len, sample.replay_turn()))
+        done = sum(map(len, sample.start_turn(0)))
         while done < length:
             self._at_gate.add(sample.id)
             async with self.engine_call(sample):
