@@ -16,6 +16,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,16 +29,18 @@ from verl.utils.ray_utils import auto_await
 from recipe.partial_rollout import metrics
 from recipe.partial_rollout.agent_loop_worker import PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.batch import assemble_batch
+from recipe.partial_rollout.engine_watch import ASKED_IN_A_STALL, watch_engines
 from recipe.partial_rollout.failures import one_line
 from recipe.partial_rollout.llm_client import EngineCall, PartialRolloutLLMClient
 from recipe.partial_rollout.manager_actor import ManagerActor
-from recipe.partial_rollout.manager_messages import RolloutFailedError, RoundStart, Settled
+from recipe.partial_rollout.manager_messages import PromptsWanted, RolloutFailedError, RoundEnd, RoundStart, Settled
 from recipe.partial_rollout.observed_manager import ObservedAgentLoopManager, RolloutSite
+from recipe.partial_rollout.output_store import RayObjects, fetch_groups
 from recipe.partial_rollout.overlap_control import OverlapControl
 from recipe.partial_rollout.played_round import PlayedRound, check_batch
 from recipe.partial_rollout.server_control import within
 from recipe.partial_rollout.stop import StopTraining
-from recipe.partial_rollout.types import TakenGroup
+from recipe.partial_rollout.types import FilteredGroup, TakenGroup
 from recipe.partial_rollout.worker_pool import WorkerPool, result_of
 
 T = TypeVar("T")
@@ -53,14 +56,17 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         """Start the manager actor and the workers' claim loops."""
         super().bind(site)
         settings = site.settings
+        self._store = RayObjects(settings.deadlines.interrupt_s)
         self._manager = (
             ray.remote(ManagerActor)
             .options(num_cpus=0)
             .remote(
-                settings.admission(len(site.control)),
+                replace(settings.admission(len(site.control)), train_groups=self._train_groups(site)),
                 settings.policy,
                 settings.deadlines.stall_s,
                 settings.failures.samples,
+                settings.group_filter,
+                self._store,
             )
         )
         self._unacknowledged: list[TakenGroup] = []
@@ -68,10 +74,11 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         self._played: PlayedRound | None = None
         self._prepared: Any = None
         """reference: ``RoundStart`` of the next round"""
+        self._exhausted = False
         self._known_restarts = 0
         self._addresses = site.control.addresses
-        self._capacity = math.ceil(settings.slots(len(site.control)) / len(self.agent_loop_workers))
-        self._overlap = OverlapControl.of(settings, len(site.control))
+        self._capacity = self._slots_per_worker
+        self._overlap = OverlapControl.of(settings, len(site.control), lambda: site.slots.per_replica)
         self._pool = WorkerPool(
             self.agent_loop_workers,
             spawn=self._spawn,
@@ -79,8 +86,20 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             restarts=settings.failures.worker_restarts,
             deadline_s=settings.deadlines.worker_start_s,
         )
+        self._spared = 0
         connecting: Any = self._connect_all()
         assert connecting is None
+
+    @staticmethod
+    def _train_groups(site: RolloutSite) -> int | None:
+        """With dynamic sampling nobody knows beforehand how many prompts the training consumes, only how many it trains."""
+        settings = site.settings
+        bounded = settings.group_filter is not None and settings.drain
+        return site.last_step * settings.batch_groups if bounded else None
+
+    @property
+    def _slots_per_worker(self) -> int:
+        return math.ceil(self._site.slots.per_replica * len(self._site.control) / len(self.agent_loop_workers))
 
     @auto_await
     async def _connect_all(self) -> None:
@@ -106,8 +125,9 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             StopTraining: the user asked for it; the round is interrupted, and the manager knows of everything decoded.
         """
         if prompts.meta_info.get("validate", False):
-            # The calls of the last round are not validation's.
+            # The calls of the last round are not validation's; a replica that was restarted for the weight sync takes part.
             await self._settle()
+            await self._meet_new_replicas()
             output = await super().generate_sequences(prompts)
             return output
         return await self._round(prompts)
@@ -129,9 +149,19 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         return await self._manager.save.remote(str(path))
 
     @auto_await
-    async def load(self, path: Path) -> None:
-        """Take over the state at ``path``, before the first round."""
+    async def load(self, path: Path, step: int) -> None:
+        """Take over the state at ``path``, that of ``step``'s checkpoint, before the first round."""
         await self._manager.load.remote(str(path))
+        if self._settings.group_filter is not None:
+            self._spared = int((await self._manager.metrics.remote())["filter/spared_total"])
+            # The data may have ended before the checkpoint: ``exhausted`` must say so before the first slot.
+            self._prepare(step, await self._manager.wanted.remote())
+            await self._readied()
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the data has ended with fewer prompts left than a batch needs; known once the last round is settled."""
+        return self._exhausted
 
     @auto_await
     async def take_step_metrics(self) -> dict[str, float]:  # type: ignore[override]
@@ -150,9 +180,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         self._site.trace.begin(step)
         start, opened_at = await self._supervised(self._open_round(version), "opening the round")
         try:
-            ended = await self._supervised(
-                self._site.stop.unless_stopped(result_of(self._manager.wait_round.remote())), "the round"
-            )
+            ended = await self._until_complete()
         except StopTraining:
             await self._manager.suspend_round.remote()
             await self._supervised(self._interrupt(), "interrupting the round")
@@ -160,7 +188,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             raise
         await self._supervised(self._interrupt(), "interrupting the round")
         quiet_at = time.time()
-        groups = await self._supervised(result_of(self._manager.take_batch.remote()), "taking the batch")
+        groups = await self._supervised(self._take_batch(), "taking the batch")
         self._unacknowledged = groups
         check_batch(groups, self._settings.batch_groups, self._settings.failures.max_masked_fraction)
         self._played = PlayedRound(step, start, ended, began, opened_at, quiet_at, groups, *self._begin_collecting())
@@ -172,12 +200,39 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         batch.meta_info["timing"] = metrics.timing_metrics(groups)
         return batch
 
+    async def _until_complete(self) -> RoundEnd:
+        """Wait for the batch, with prompts for as many groups as dynamic sampling replaces."""
+        while True:
+            ended = await self._supervised(self._site.stop.unless_stopped(self._wait_round()), "the round")
+            if not isinstance(ended, PromptsWanted):
+                return ended
+            source = self._site.source
+            assert source is not None
+            prompts = source.take(ended.count)
+            await self._supervised(
+                result_of(self._manager.offer.remote(prompts, source.left)), "offering prompts in the round"
+            )
+
+    async def _wait_round(self) -> RoundEnd | PromptsWanted:
+        every_s = self._settings.deadlines.stall_s / ASKED_IN_A_STALL
+        watching = asyncio.ensure_future(
+            watch_engines(self._site.control.running_tokens, every_s, self._manager.note_decoding.remote)
+        )
+        try:
+            return await self._manager.wait_round.remote()
+        finally:
+            watching.cancel()
+
+    async def _take_batch(self) -> list[TakenGroup]:
+        taken = await self._manager.take_batch.remote()
+        return await asyncio.to_thread(fetch_groups, taken, self._store.fetch)
+
     def _prepare(self, version: int, wanted: int) -> None:
         """Have the manager grant the samples of the round under ``version`` as soon as the last one is settled."""
         source = self._site.source
         assert source is not None
         prompts = source.take(wanted)
-        self._prepared = self._manager.prepare_round.remote(version, prompts, source.open)
+        self._prepared = self._manager.prepare_round.remote(version, prompts, source.left)
 
     async def _open_round(self, version: int) -> tuple[RoundStart, float]:
         """With the moment from which the workers could call the engines (unix seconds)."""
@@ -193,7 +248,9 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
 
     async def _readied(self) -> RoundStart:
         what = "preparing the round, once the workers have reported of the last one,"
-        return await within(result_of(self._prepared), self._settings.deadlines.interrupt_s, what, "interrupt_s")
+        start = await within(result_of(self._prepared), self._settings.deadlines.interrupt_s, what, "interrupt_s")
+        self._exhausted = start.exhausted
+        return start
 
     async def _settle(self) -> None:
         """Everything of the last round has been reported and is noted, and the next one is prepared."""
@@ -214,9 +271,23 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             ),
             "collecting the engine calls",
         )
-        self._note_round(played, settled, calls, settle_s)
+        filtered: tuple[FilteredGroup, ...] = ()
+        if self._settings.group_filter is not None:
+            filtered = await self._supervised(
+                result_of(self._manager.take_filtered.remote()), "collecting the filtered groups"
+            )
+        self._note_round(played, settled, calls, settle_s, filtered)
+        self._step_metrics |= await self._engine_metrics()
+        await self._reckon_slots(calls)
         if self._prepared is not None:
             await self._supervised(self._readied(), "preparing the next round")
+
+    async def _reckon_slots(self, calls: tuple[EngineCall, ...]) -> None:
+        """Also in the manager: samples that it has granted already keep their slots."""
+        await super()._reckon_slots(calls)
+        if self._capacity != self._slots_per_worker:
+            self._capacity = self._slots_per_worker
+            await self._manager.resize_workers.remote(self._capacity)
 
     async def _steer(self) -> None:
         """Put into force, for rounds that are yet to be prepared, what the overlap control has decided."""
@@ -271,7 +342,12 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         return tuple(call for calls in await self._pool.ask("take_calls") for call in calls)
 
     def _note_round(
-        self, played: PlayedRound, settled: Settled, calls: tuple[EngineCall, ...], settle_s: float
+        self,
+        played: PlayedRound,
+        settled: Settled,
+        calls: tuple[EngineCall, ...],
+        settle_s: float,
+        filtered: tuple[FilteredGroup, ...],
     ) -> None:
         step, version, groups = played.step, played.step - 1, played.groups
         assert self._site.ledger is not None
@@ -290,6 +366,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             "failures/workers_restarted": self._pool.restarted,
             "failures/replicas_restarted": self._site.control.restarted,
             **(self._overlap.metrics() if self._overlap is not None else {}),
+            **self._note_filtered(step, version, filtered, settled),
         }
         self._site.trace.round(
             step=step,
@@ -303,3 +380,23 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             carried_groups=played.start.carried_groups,
             lost_samples=int(settled.metrics["lost_samples"]),
         )
+
+    def _note_filtered(
+        self, step: int, version: int, filtered: tuple[FilteredGroup, ...], settled: Settled
+    ) -> dict[str, float]:
+        """Book what dynamic sampling did in ``step``; its figures: groups filtered, and consumed with the trained ones."""
+        group_filter, ledger = self._settings.group_filter, self._site.ledger
+        if group_filter is None:
+            return {}
+        assert ledger is not None
+        if filtered:
+            ledger.filtered(step, version, filtered)
+        spared = int(settled.metrics["filter/spared_total"]) - self._spared
+        self._spared += spared
+        if spared > 0:
+            limit = f"algorithm.filter_groups.max_num_gen_batches={group_filter.max_num_gen_batches}"
+            tqdm.write(
+                f"step {step}: groups of equal {group_filter.metric} that are trained all the same: {spared} "
+                f"(past the round's limit, {limit}, or the data ends)"
+            )
+        return {"filter/groups": len(filtered), "filter/consumed": len(filtered) + self._settings.batch_groups}

@@ -15,11 +15,20 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.partial_rollout.admission import Admission, Mode
 from recipe.partial_rollout.correction import Correction, Proximal
 from recipe.partial_rollout.failure_policy import FailurePolicy, OnSampleError
+from recipe.partial_rollout.group_filter import GroupFilter
 from recipe.partial_rollout.kept_kv import ResumeKV
 from recipe.partial_rollout.scheduling import Policy
 
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
+"""verl's key for the penalty of its dapo reward manager"""
 AUTO = "auto"
 """of ``partial_rollout.overlap``"""
+
+FLAGS = ("enable", "drain", "padded_vocabulary", "reward_in_worker", "checkpoint.checksum_all")
+"""keys of ``partial_rollout`` that are true or false"""
+
+_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+"""YAML 1.1's; on the command line hydra knows the first of each only, and hands the others over as strings"""
 
 
 class ConfigError(ValueError):
@@ -36,13 +45,14 @@ class Deadlines:
     """Seconds after which a wait ends the run with an error."""
 
     stall_s: float = 1800.0
-    """without any sample reporting in an open round"""
+    """without any sample reporting, or any engine making a token, in an open round"""
     grant_s: float = 7200.0
     """for a sample to be granted a slot, or to be granted one again, in an open round: longer than the longest step"""
     reward_s: float = 300.0
     """for one call of the reward function"""
     interrupt_s: float = 60.0
-    """for all replicas to become quiet, or to resume; for samples to be collected, or granted, once that is waited for"""
+    """for all replicas to become quiet, or to resume; for samples to be collected, or granted, once that is waited for;
+    for the outputs of a batch to arrive"""
     weight_sync_s: float = 600.0
     """for one weight sync"""
     worker_start_s: float = 300.0
@@ -68,6 +78,10 @@ class FailureLimits:
     """of agent-loop workers, over the whole run"""
     replica_restarts: int
     """of vLLM replicas, over the whole run, while others are alive"""
+    tool_timeout_s: float | None
+    """seconds for one tool call; None: no deadline"""
+    sample_timeout_s: float | None
+    """seconds that an agent loop may spend between two engine calls; None: no deadline"""
 
     @classmethod
     def from_config(cls, ours: DictConfig) -> FailureLimits:
@@ -85,6 +99,8 @@ class FailureLimits:
             max_masked_fraction=fraction,
             worker_restarts=_at_least(f"{at}.worker_restarts", ours.worker_restarts, 0),
             replica_restarts=_at_least(f"{at}.replica_restarts", ours.replica_restarts, 0),
+            tool_timeout_s=_seconds_or_none(f"{at}.tool_timeout_s", ours.tool_timeout_s),
+            sample_timeout_s=_seconds_or_none(f"{at}.sample_timeout_s", ours.sample_timeout_s),
         )
 
 
@@ -121,6 +137,9 @@ class PartialRolloutConfig:
     over_sampling_batch_size: int
     in_flight_samples: int
     slots_per_replica: int
+    """until the KV caches are known, at most ``rollout.max_num_seqs``: see ``ReplicaSlots``"""
+    slots_given: bool
+    """whether ``slots_per_replica`` was set"""
     ramp_rounds: int
     drain: bool
     """whether the last rounds admit only what is still trained"""
@@ -134,6 +153,8 @@ class PartialRolloutConfig:
     checksum_all: bool
     failures: FailureLimits
     deadlines: Deadlines
+    group_filter: GroupFilter | None
+    """``algorithm.filter_groups``; None: every group is trained"""
     batch_groups: int
     """N: ``data.train_batch_size``"""
     samples_per_group: int
@@ -151,11 +172,8 @@ class PartialRolloutConfig:
             "batch_groups": self.batch_groups,
             "samples_per_group": self.samples_per_group,
             "max_staleness": self.max_staleness,
+            "filter_groups": self.group_filter is not None,
         }
-
-    def slots(self, replicas: int) -> int:
-        """Samples that may run at once on ``replicas`` replicas."""
-        return self.slots_per_replica * replicas
 
     def admission(self, replicas: int) -> Admission:
         """The admission rule of this run."""
@@ -182,7 +200,7 @@ class PartialRolloutConfig:
         n = _at_least("actor_rollout_ref.rollout.n", config.actor_rollout_ref.rollout.n, 1)
         control = OverlapSettings.from_config(ours) if ours.overlap == AUTO else None
         settings = cls(
-            enable=bool(ours.enable),
+            enable=_flag("partial_rollout.enable", ours.enable),
             mode=_member("partial_rollout.mode", ours.mode, Mode),
             policy=_member("partial_rollout.scheduling.policy", ours.scheduling.policy, Policy),
             overlap=_number("partial_rollout.overlap", ours.overlap, AUTO) if control is None else control.start,
@@ -197,6 +215,7 @@ class PartialRolloutConfig:
                 ours.slots_per_replica,
                 config.actor_rollout_ref.rollout.max_num_seqs,
             ),
+            slots_given=ours.slots_per_replica is not None,
             ramp_rounds=_at_least("partial_rollout.ramp_rounds", ours.ramp_rounds, 0),
             drain=_flag("partial_rollout.drain", ours.drain),
             correction=_member("partial_rollout.correction", ours.correction, Correction),
@@ -205,9 +224,10 @@ class PartialRolloutConfig:
             resume_kv=_member("partial_rollout.resume_kv", ours.resume_kv, ResumeKV),
             kv_headroom=_number("partial_rollout.kv_headroom", ours.kv_headroom),
             probe_s=_number("partial_rollout.probe_s", ours.probe_s),
-            checksum_all=bool(ours.checkpoint.checksum_all),
+            checksum_all=_flag("partial_rollout.checkpoint.checksum_all", ours.checkpoint.checksum_all),
             failures=FailureLimits.from_config(ours.failures),
             deadlines=Deadlines(**OmegaConf.to_container(ours.deadlines, resolve=True)),  # type: ignore[arg-type]
+            group_filter=_group_filter(config),
             batch_groups=batch,
             samples_per_group=n,
         )
@@ -238,6 +258,19 @@ class PartialRolloutConfig:
             raise fail("partial_rollout.max_staleness", self.max_staleness, f"at least 1 in mode {self.mode}")
 
 
+def _group_filter(config: DictConfig) -> GroupFilter | None:
+    """verl's node, which may be missing."""
+    node, at = OmegaConf.select(config, "algorithm.filter_groups"), "algorithm.filter_groups"
+    if not node or not _flag(f"{at}.enable", node.enable):
+        return None
+    if not isinstance(node.metric, str) or not node.metric:
+        raise fail(f"{at}.metric", node.metric, "reward, or a name of the reward's extra information, such as acc")
+    batches = node.max_num_gen_batches
+    if isinstance(batches, bool) or not isinstance(batches, int) or batches == 1:
+        raise fail(f"{at}.max_num_gen_batches", batches, "0 for no limit, or at least 2: with 1 nothing is replaced")
+    return GroupFilter(node.metric, max(0, batches))
+
+
 def _number(key: str, value: Any, *others: str) -> float:
     """``others``: words that the caller takes instead, for the message."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
@@ -245,10 +278,30 @@ def _number(key: str, value: Any, *others: str) -> float:
     return float(value)
 
 
+def _seconds_or_none(key: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise fail(key, value, "seconds above 0, or null")
+    return float(value)
+
+
+def settle_flags(config: DictConfig) -> None:
+    """Make every flag of ``config.partial_rollout`` a bool in place, for those who read the config itself.
+
+    Raises:
+        ConfigError: one is neither true nor false.
+    """
+    for name in FLAGS:
+        key = f"partial_rollout.{name}"
+        OmegaConf.update(config, key, _flag(key, OmegaConf.select(config, key)))
+
+
 def _flag(key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise fail(key, value, "True or False")
-    return value
+    found = value if isinstance(value, bool) else _WORDS.get(str(value).lower())
+    if found is None:
+        raise fail(key, value, "true or false")
+    return found
 
 
 def _at_least(key: str, value: Any, least: int) -> int:

@@ -24,10 +24,14 @@ class Proximal(StrEnum):
 
 
 class WeightLevel(StrEnum):
-    """Whose likelihood ratio weighs a token; the values of verl's ``rollout_correction.rollout_is``."""
+    """Whose likelihood ratio weighs a token; the values of ``rollout_correction.rollout_is``."""
 
     TOKEN = "token"
+    """its own"""
+    GEOMETRIC = "geometric"
+    """the geometric mean over its sequence, whose noise does not grow with length (``verl_ext.geometric_weights``)"""
     SEQUENCE = "sequence"
+    """the product over its sequence: unbiased, but with noise that grows with length"""
 
 
 SEQUENCE_LEVEL_LOSSES = frozenset({"gspo", "geo_mean"})
@@ -36,4 +40,4 @@ SEQUENCE_LEVEL_LOSSES = frozenset({"gspo", "geo_mean"})
 
 def weight_level(loss_mode: str) -> WeightLevel:
     """The behaviour weights that fit verl's policy loss ``loss_mode``."""
-    return WeightLevel.SEQUENCE if loss_mode in SEQUENCE_LEVEL_LOSSES else WeightLevel.TOKEN
+    return WeightLevel.GEOMETRIC if loss_mode in SEQUENCE_LEVEL_LOSSES else WeightLevel.TOKEN

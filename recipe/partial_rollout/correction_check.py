@@ -55,14 +55,16 @@ def _check_decoupled(config: DictConfig, correction: Any) -> None:
             "False with partial_rollout.correction=decoupled: it clips to the behaviour policy",
         )
     level = weight_level(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    allowed = [level] if level is WeightLevel.SEQUENCE else list(WeightLevel)
+    allowed = [each for each in WeightLevel if level is WeightLevel.TOKEN or each is not WeightLevel.TOKEN]
     if correction.rollout_is is not None and correction.rollout_is not in allowed:
         names = " or ".join(allowed)
         mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
         raise fail(f"{_NODE}.rollout_is", correction.rollout_is, f"{names}, or null for {level}, with loss_mode={mode}")
     on_policy, mask = torch.zeros(1, 1), torch.ones(1, 1)
     try:
-        compute_rollout_correction_weights(on_policy, mask, rollout_is_threshold=correction.rollout_is_threshold)
+        compute_rollout_correction_weights(
+            on_policy, mask, correction.rollout_is or level, rollout_is_threshold=correction.rollout_is_threshold
+        )
     except (TypeError, ValueError, ZeroDivisionError):
         raise fail(
             f"{_NODE}.rollout_is_threshold",

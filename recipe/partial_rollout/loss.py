@@ -37,6 +37,10 @@ PROXIMAL_CHECK = "proximal_check"
 WEIGHT_LEVEL = "behaviour_weight_level"
 WEIGHT_THRESHOLD = "behaviour_weight_threshold"
 
+WEIGHT_MEAN = "behaviour_weight/mean"
+WEIGHT_SQUARE = "behaviour_weight/square"
+"""metric that the trainer makes the effective sample size from"""
+
 METRICS_PREFIX = "actor/partial_rollout/"
 """of what the loss reports; verl would put its own ``actor/`` before it"""
 
@@ -84,7 +88,8 @@ def decoupled_ppo(
     assert config is not None, "verl calls a policy loss with its config"
     if rollout_is_weights is None:
         raise RuntimeError(
-            "decoupled_ppo got no rollout_is_weights: set algorithm.rollout_correction.rollout_is to token or sequence"
+            "decoupled_ppo got no rollout_is_weights: "
+            "set algorithm.rollout_correction.rollout_is to token, geometric or sequence"
         )
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
@@ -147,7 +152,7 @@ def corrected_ppo_loss(
     corrected = data.clone(recurse=False)
     corrected["old_log_probs"], corrected["rollout_is_weights"] = proximal, weights
     loss, metrics = ppo_loss(config=config, model_output=model_output, data=corrected, dp_group=dp_group)
-    reported = {"behaviour_weight/mean": weights}
+    reported = {WEIGHT_MEAN: weights, WEIGHT_SQUARE: weights.square()}
     if tu.get_non_tensor_data(data, PROXIMAL_CHECK, default=False):
         reported["proximal/error"] = (proximal - padded["old_log_probs"]).abs()
     for key, value in reported.items():

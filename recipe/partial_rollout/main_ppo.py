@@ -14,7 +14,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config import ConfigError
+from recipe.partial_rollout.config import OVERLONG, ConfigError
 from recipe.partial_rollout.failures import one_line
 from recipe.partial_rollout.stop import StopTraining
 
@@ -31,6 +31,9 @@ def wire(config: DictConfig) -> None:
     rollout.checkpoint_manager_class = f"{_HERE}.checkpoint_manager.RecipeCheckpointManager"
     # The choice of conf/engine has done its work in the defaults list; what it leaves at the root nobody reads.
     config.pop("engine", None)
+    overlong = OmegaConf.select(config, OVERLONG)
+    if overlong and overlong.enable and overlong.len is None:
+        overlong.len = max(1, config.reward.reward_kwargs.max_resp_len // 5)
     if config.partial_rollout.enable:
         from recipe.partial_rollout.correction_check import wire_correction
 
@@ -53,8 +56,10 @@ def run(config: DictConfig) -> None:
     Raises:
         ConfigError: before Ray starts, in one line.
     """
+    from recipe.partial_rollout.attention import choose_attention
     from recipe.partial_rollout.preflight import check_config, check_prompts
 
+    choose_attention(config)
     # verl instantiates parts of the config away from their root, where interpolations would dangle.
     OmegaConf.resolve(config)
     check_config(config)

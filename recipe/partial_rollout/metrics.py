@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from recipe.partial_rollout.definitions import bubble_fraction, p95
 from recipe.partial_rollout.llm_client import EngineCall
 from recipe.partial_rollout.prompt_source import prompt_identity
 from recipe.partial_rollout.types import TakenGroup
@@ -29,16 +30,6 @@ class RolloutPhase:
     def decoded_tokens(self) -> int:
         return sum(call.tokens for call in self.calls)
 
-    def bubble_fraction(self, full: int) -> float:
-        """Share of the phase's capacity, ``full`` running samples, that idles: exact over the calls' intervals."""
-        moments = sorted([(c.start, 1) for c in self.calls] + [(c.end, -1) for c in self.calls])
-        busy, running, last = 0.0, 0, self.start
-        for moment, step in moments:
-            at = min(max(moment, self.start), self.end)
-            busy += min(running, full) * (at - last)
-            running, last = running + step, at
-        return 1.0 - busy / (full * self.seconds) if self.seconds > 0 else 0.0
-
 
 def phase_metrics(phase: RolloutPhase, full: int, full_tokens_per_s: float | None) -> dict[str, float]:
     """Decoded tokens, seconds, tokens/s, bubble and (where the engine was probed) efficiency, both shares of 1."""
@@ -49,7 +40,7 @@ def phase_metrics(phase: RolloutPhase, full: int, full_tokens_per_s: float | Non
         "rollout/engine_calls": len(phase.calls),
         "rollout/seconds": phase.seconds,
         "rollout/tokens_per_s": rate,
-        "rollout/bubble_fraction": phase.bubble_fraction(full),
+        "rollout/bubble_fraction": bubble_fraction([phase], full) or 0.0,
     }
     if full_tokens_per_s:
         metrics["rollout/efficiency"] = rate / full_tokens_per_s
@@ -74,7 +65,7 @@ def batch_metrics(groups: Sequence[TakenGroup], trained_at: int) -> dict[str, fl
         "trained/samples": len(outputs),
         "trained/tokens": len(tokens),
         "staleness/mean": float(staleness.mean()),
-        "staleness/p95": float(np.percentile(staleness, 95, method="higher")),
+        "staleness/p95": p95(staleness),
         "staleness/max": int(staleness.max()),
         "staleness/token_mean": float(ages.mean()) if len(ages) else 0.0,
         "off_policy_token_fraction": float((ages > 0).mean()) if len(ages) else 0.0,

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from tqdm import tqdm
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
 from verl.utils.ray_utils import auto_await
 
 from recipe.partial_rollout import metrics
 from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.kv_slots import ReplicaSlots
 from recipe.partial_rollout.ledger import Ledger
 from recipe.partial_rollout.llm_client import EngineCall, ObservedLLMClient
 from recipe.partial_rollout.observed_worker import ObservedAgentLoopWorker
@@ -33,6 +35,7 @@ class RolloutSite:
 
     settings: PartialRolloutConfig
     control: ServerControl
+    slots: ReplicaSlots
     trace: RunTrace
     source: PromptSource | None
     """None under noPR"""
@@ -63,11 +66,21 @@ class ObservedAgentLoopManager(AgentLoopManager):
         self._site = site
         self._settings = site.settings
 
+    async def _engine_metrics(self) -> dict[str, float]:
+        """Slots of a replica, and the requests that the engines preempted since the last step where they count them."""
+        figures: dict[str, float] = {"rollout/slots_per_replica": self._site.slots.per_replica}
+        preemptions = await self._site.control.new_preemptions()
+        return figures if preemptions is None else {**figures, "rollout/preemptions": preemptions}
+
+    async def _reckon_slots(self, calls: tuple[EngineCall, ...]) -> None:
+        """Have the slots follow what samples held in the round that made ``calls``."""
+        if (line := self._site.slots.observe(calls)) is not None:
+            tqdm.write(line)
+
     @property
     def full_concurrency(self) -> int:
         """Samples of one batch that can run at once: what "the engine kept full" means in every figure."""
-        settings = self._settings
-        return min(settings.batch_samples, settings.slots(len(self._site.control)))
+        return min(self._settings.batch_samples, self._site.slots.per_replica * len(self._site.control))
 
     def take_step_metrics(self) -> dict[str, float]:
         """Figures of the last round, without the ``partial_rollout/`` prefix."""
@@ -80,12 +93,21 @@ class ObservedAgentLoopManager(AgentLoopManager):
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """``AgentLoopManager.generate_sequences``, timed."""
+        """``AgentLoopManager.generate_sequences``, timed.
+
+        Raises:
+            StopTraining: the user asked for it in a validation.
+        """
         start = time.time()
-        output = await super().generate_sequences(prompts)
+        generated = super().generate_sequences(prompts)
+        if prompts.meta_info.get("validate", False):
+            generated = self._site.stop.unless_stopped(generated)
+        output = await generated
         phase = metrics.RolloutPhase(start, time.time(), await self._take_calls())
         if not prompts.meta_info.get("validate", False):
             self._note_batch(phase, prompts, output)
+            self._step_metrics |= await self._engine_metrics()
+            await self._reckon_slots(phase.calls)
         else:
             self._site.trace.phase("validate", prompts.meta_info.get("global_steps", 0), phase.start, phase.end)
         return output
@@ -175,4 +197,6 @@ class ObservedAgentLoopManager(AgentLoopManager):
         end = time.time()
         await within(asyncio.gather(*running), reward_s, "the last samples of the probe", "reward_s")
         await self._site.control.resume()
+        # What the probe had preempted is no round's.
+        await self._site.control.new_preemptions()
         return await self._take_calls(), end

@@ -80,14 +80,14 @@ class OverlapControl:
         self._turn_asked = False
 
     @classmethod
-    def of(cls, settings: PartialRolloutConfig, replicas: int) -> OverlapControl | None:
-        """As the settings ask for it; None where ``overlap`` is fixed."""
+    def of(cls, settings: PartialRolloutConfig, replicas: int, slots: Callable[[], int]) -> OverlapControl | None:
+        """As the settings ask for it, with ``slots`` a replica; None where ``overlap`` is fixed."""
         auto = settings.overlap_control
         if auto is None:
             return None
 
         def cluster(curve: EngineCurve) -> Cluster:
-            return Cluster(curve, replicas, settings.slots_per_replica, settings.resume_kv is ResumeKV.KEEP)
+            return Cluster(curve, replicas, slots(), settings.resume_kv is ResumeKV.KEEP)
 
         return cls(settings.admission(replicas), settings.policy, cluster, notch=auto.notch, min_gain=auto.min_gain)
 

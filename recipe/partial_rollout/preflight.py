@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.checkpoint import RunCheckpoints
-from recipe.partial_rollout.config import PartialRolloutConfig, fail
+from recipe.partial_rollout.config import OVERLONG, PartialRolloutConfig, fail, settle_flags
 from recipe.partial_rollout.correction_check import check_correction
 from recipe.partial_rollout.kept_kv import ResumeKV
 from recipe.partial_rollout.manifest import ForeignCheckpointError, TornCheckpointError, verify
@@ -19,11 +19,14 @@ from recipe.partial_rollout.scheduling import Policy
 
 
 def check_config(config: DictConfig) -> PartialRolloutConfig:
-    """Raise ``ConfigError`` for the first mistake found; returns the checked settings."""
+    """Raise ``ConfigError`` for the first mistake found; returns the checked settings. Flags in ``config`` become bools."""
+    settle_flags(config)
     settings = PartialRolloutConfig.from_config(config)
     _check_trainer(config, settings)
     _check_speculation(config)
     _check_budget(config)
+    _check_filter(config, settings)
+    _check_overlong(config)
     if settings.enable:
         _check_partial_rollout(config)
         check_correction(config, settings)
@@ -54,6 +57,47 @@ def _check_trainer(config: DictConfig, settings: PartialRolloutConfig) -> None:
         raise fail("actor_rollout_ref.actor.ppo_mini_batch_size", mini, f"a divisor of data.train_batch_size={batch}")
     if config.data.get("gen_batch_size") not in (None, batch):
         raise fail("data.gen_batch_size", config.data.gen_batch_size, f"null, or data.train_batch_size={batch}")
+
+
+def _check_filter(config: DictConfig, settings: PartialRolloutConfig) -> None:
+    """Dynamic sampling; verl's v0 trainer has no code for it."""
+    group_filter, at = settings.group_filter, "algorithm.filter_groups"
+    if group_filter is None:
+        return
+    if not settings.enable:
+        raise fail(f"{at}.enable", True, "False with partial_rollout.enable=False: verl's v0 trainer ignores it")
+    if settings.samples_per_group < 2:
+        raise fail(f"{at}.enable", True, "False with actor_rollout_ref.rollout.n=1: a sample is equal to itself")
+    inflight = config.algorithm.filter_groups.get("max_inflight_gen_batches", 1)
+    if inflight != 1:
+        raise fail(f"{at}.max_inflight_gen_batches", inflight, "1: partial_rollout.overlap says how much is in flight")
+    if group_filter.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        raise fail(
+            f"{at}.metric",
+            group_filter.metric,
+            "reward with use_kl_in_reward=True: its penalty is known in training only",
+        )
+    model = config.reward.reward_model
+    if model.enable and not model.enable_resource_pool:
+        raise fail(
+            f"{at}.enable",
+            True,
+            "False, or reward.reward_model.enable_resource_pool=True: colocated it scores too late",
+        )
+
+
+def _check_overlong(config: DictConfig) -> None:
+    """verl's dapo reward manager would refuse in its worker, with an assertion."""
+    overlong = OmegaConf.select(config, OVERLONG)
+    if not overlong or not overlong.enable or config.reward.reward_manager.name != "dapo":
+        return
+    limit, length = config.reward.reward_kwargs.get("max_resp_len"), overlong.get("len")
+    if not isinstance(limit, int) or limit < 1:
+        raise fail("reward.reward_kwargs.max_resp_len", limit, "tokens: ${data.max_response_length}")
+    if length is not None and not 0 < length <= limit:
+        raise fail(
+            f"{OVERLONG}.len", length, f"1 to reward.reward_kwargs.max_resp_len={limit}, or null for a fifth of it"
+        )
 
 
 def _check_speculation(config: DictConfig) -> None:
@@ -102,6 +146,7 @@ def _check_partial_rollout(config: DictConfig) -> None:
     for key, value, wanted, why in required:
         if value != wanted:
             raise fail(key, value, f"with partial_rollout.enable=True it must be {why}")
+    _check_unsupported(config)
     if config.partial_rollout.resume_kv == ResumeKV.KEEP:
         _check_kept_kv(rollout)
     _check_checkpoints(config)
@@ -113,6 +158,35 @@ def _check_partial_rollout(config: DictConfig) -> None:
         )
     if config.algorithm.adv_estimator == "remax":
         raise fail("algorithm.adv_estimator", "remax", "any other: its greedy baseline needs the synchronous rollout")
+
+
+# verl's key, and why partial rollout cannot honour it.
+_UNSUPPORTED = (
+    (
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay",
+        "a sample that is interrupted loses the routes of its earlier tokens",
+    ),
+    (
+        "actor_rollout_ref.rollout.disaggregation.enabled",
+        "an interrupted sample is prefilled again on the replica that decodes it",
+    ),
+    (
+        "actor_rollout_ref.rollout.full_determinism",
+        "it seeds every request alike, so a resumed sample would draw the noise of its first tokens again",
+    ),
+)
+
+
+def _check_unsupported(config: DictConfig) -> None:
+    for key, why in _UNSUPPORTED:
+        value = OmegaConf.select(config, key)
+        if value:
+            raise fail(key, value, f"False with partial_rollout.enable=True: {why}")
+    for engine in ("megatron", "veomni"):
+        key = f"actor_rollout_ref.actor.{engine}.router_replay.mode"
+        mode = OmegaConf.select(config, key) or "disabled"
+        if mode != "disabled":
+            raise fail(key, mode, "disabled with partial_rollout.enable=True: routes are not kept over interruptions")
 
 
 def _check_kept_kv(rollout: DictConfig) -> None:
@@ -142,10 +216,9 @@ def _check_checkpoints(config: DictConfig) -> None:
         raise fail(
             "trainer.default_hdfs_dir", trainer.default_hdfs_dir, "null: what is in flight is saved locally only"
         )
-    if config.actor_rollout_ref.actor.checkpoint.get("async_save"):
-        raise fail(
-            "actor_rollout_ref.actor.checkpoint.async_save", True, "False: a checkpoint is sealed when it is whole"
-        )
+    for part in ("actor_rollout_ref.actor", "critic"):
+        if OmegaConf.select(config, f"{part}.checkpoint.async_save"):
+            raise fail(f"{part}.checkpoint.async_save", True, "False: a checkpoint is sealed when it is whole")
     try:
         found = RunCheckpoints(Path(trainer.default_local_dir), checksum_all=False).to_resume(mode, path)
     except (TornCheckpointError, ForeignCheckpointError) as error:
@@ -159,6 +232,10 @@ def _check_sizes(checkpoint: Path, settings: PartialRolloutConfig) -> None:
     for key, name in (("data.train_batch_size", "batch_groups"), ("actor_rollout_ref.rollout.n", "samples_per_group")):
         if settings.sizes[name] != saved[name]:
             raise fail(key, settings.sizes[name], f"{saved[name]}, as in {checkpoint}")
+    if saved.get("filter_groups") and settings.group_filter is None:
+        raise fail(
+            "algorithm.filter_groups.enable", False, f"True, as in {checkpoint}: it consumed more than it trained"
+        )
     if settings.policy is Policy.IN_ORDER and saved.get("policy") != Policy.IN_ORDER:
         raise fail(
             "partial_rollout.scheduling.policy",

@@ -13,6 +13,7 @@ import torch
 from verl.protocol import DataProto
 
 from recipe.partial_rollout import loss
+from recipe.partial_rollout.behaviour_weights import effective_sample_size
 from recipe.partial_rollout.correction import Proximal
 
 _DERIVED = ("actor/entropy", "perf/mfu/actor_infer")
@@ -62,4 +63,7 @@ class ProximalPolicy:
             if drop and (key in _DERIVED or key.startswith(_DERIVED_PREFIXES)):
                 continue
             kept[key.removeprefix("actor/") if key.startswith(loss.METRICS_PREFIX) else key] = value
+        if (square := kept.pop(f"partial_rollout/{loss.WEIGHT_SQUARE}", None)) is not None:
+            mean = kept[f"partial_rollout/{loss.WEIGHT_MEAN}"]
+            kept["partial_rollout/behaviour_weight/ess"] = effective_sample_size(mean, square)
         return kept

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,16 @@ from typing import Any
 from tqdm import tqdm
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.utils import need_critic
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.ray_utils import auto_await
 
 import recipe.partial_rollout.replica as replica
-from recipe.partial_rollout.checkpoint import RunCheckpoints
+from recipe.partial_rollout.behaviour_weights import weight_metrics
+from recipe.partial_rollout.checkpoint import RunCheckpoints, claim_retention
 from recipe.partial_rollout.config import PartialRolloutConfig
 from recipe.partial_rollout.kept_kv import kv_gap
+from recipe.partial_rollout.kv_slots import ReplicaSlots, SampleSizes
 from recipe.partial_rollout.ledger import NAME as LEDGER
 from recipe.partial_rollout.ledger import Ledger, RunSizes
 from recipe.partial_rollout.loss import corrected_ppo_loss
@@ -60,13 +65,14 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         replica.register()
         self.stop = StopSignals()
         self.run_dir = Path(config.trainer.default_local_dir)
-        self.checkpoints = RunCheckpoints(self.run_dir, checksum_all=self.settings.checksum_all)
+        keep = claim_retention(config.trainer, critic=need_critic(config)) if self.settings.enable else None
+        self.checkpoints = RunCheckpoints(self.run_dir, checksum_all=self.settings.checksum_all, keep=keep)
         self.resume_from = self._find_checkpoint(config)
         super().__init__(config, *args, **kwargs)
         self.step_line = StepLine(self.total_training_steps)
         self.drift = PolicyDrift()
         self._phase_started: float | None = None
-        self._gap: dict[str, float] = {}
+        self._measured: dict[str, float] = {}
         self._completed_step = step_of(self.resume_from)
 
     def _find_checkpoint(self, config: Any) -> Path | None:
@@ -93,12 +99,16 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             return
         size = self.settings.batch_groups
         self.prompt_source = PromptSource(self.train_dataloader, total=self._source_steps * size)
-        self.train_dataloader = SlotLoader(self.steps_per_epoch, size)
+        self.train_dataloader = SlotLoader(self.steps_per_epoch, size, exhausted=lambda: self._rollout.exhausted)
 
     @property
     def _source_steps(self) -> int:
-        """Steps that prompts are admitted for: those of the training, or of its data."""
-        return self._last_step if self.settings.drain else self._data_steps
+        """Steps that prompts are admitted for: those of the training, or of its data.
+
+        With dynamic sampling a step consumes more prompts than it trains, and the manager bounds what is trained.
+        """
+        bounded = self.settings.drain and self.settings.group_filter is None
+        return self._last_step if bounded else self._data_steps
 
     @property
     def _data_steps(self) -> int:
@@ -121,6 +131,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             restarts=self.settings.failures.replica_restarts,
             start_deadline_s=deadlines.replica_start_s,
         )
+        slots = self._slots_of(control)
         self._sync.bind(deadlines.weight_sync_s, resume=control if self.settings.enable else None)
         resumed_step = step_of(self.resume_from)
         self._name_metrics_file(resumed_step)
@@ -136,6 +147,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             RolloutSite(
                 settings=self.settings,
                 control=control,
+                slots=slots,
                 trace=self.trace,
                 source=self.prompt_source,
                 ledger=self.ledger,
@@ -145,6 +157,20 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 last_step=self._last_step,
             )
         )
+
+    def _slots_of(self, control: ServerControl) -> ReplicaSlots:
+        """Slots of a replica, by its KV cache where the user gives no number; the settings say so from here on."""
+        rollout = self.config.actor_rollout_ref.rollout
+        kv_tokens: Any = auto_await(control.kv_tokens)()
+        slots = ReplicaSlots(
+            self.settings.slots_per_replica,
+            given=self.settings.slots_given,
+            kv_tokens=kv_tokens,
+            sizes=SampleSizes(rollout.prompt_length, rollout.response_length),
+        )
+        print(slots.describe())
+        self.settings = replace(self.settings, slots_per_replica=slots.per_replica)
+        return slots
 
     def send_loss(self) -> None:
         """Give the actor workers the loss that the config asks for; it brings the recipe's policy losses with it."""
@@ -184,17 +210,19 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 self._sync.update_weights(0)
                 self._probe("before training")
             try:
-                with observed_tracking(self._observe_step):
+                with observed_tracking(self._observe_step, after=self._after_log):
                     super().fit()
             except StopTraining:
                 self._save_before_stop()
                 raise
-            self._end_phase()
+            exhausted = self.settings.group_filter is not None and self._rollout.exhausted
+            if exhausted:
+                self._save_where_data_ended()
             if self.settings.probe_s:
                 self._probe("after training")
         self.trace.complete()
         if self.ledger is not None:
-            self.ledger.complete()
+            self.ledger.complete(exhausted=exhausted)
 
     def _probe(self, when: str) -> None:
         dataset: Any = self.train_dataset
@@ -216,6 +244,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             save_verl=super()._save_checkpoint,
             sizes=self.settings.sizes,
         )
+        self.trace.sync()
         self.ledger.checkpoint(self.global_steps)
 
     def _load_checkpoint(self) -> int | None:
@@ -228,7 +257,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         trainer.resume_mode, trainer.resume_from_path = asked
         state = self.checkpoints.take(self.resume_from)
         self.prompt_source.load_state_dict(self.checkpoints.read_source(state))
-        self._rollout.load(state.manager)
+        self._rollout.load(state.manager, self.global_steps)
         slots: Any = self.train_dataloader
         slots.start_at(self.global_steps % self.steps_per_epoch)
         return None
@@ -256,14 +285,27 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 epoch_prompts=self.steps_per_epoch * settings.batch_groups,
                 total=self.total_training_steps * settings.batch_groups,
                 offered=self._source_steps * settings.batch_groups,
+                filters=settings.group_filter is not None,
+                drains=settings.drain,
             )
         )
         if goes_on:
             ledger.resumed(resumed_step)
         return ledger
 
+    def _save_where_data_ended(self) -> None:
+        """verl saves a last step that it knows beforehand; with dynamic sampling the data may end the training sooner."""
+        step, every = self._completed_step, self.config.trainer.save_freq
+        print(
+            f"the data ends after step {step} of {self._last_step}: dynamic sampling has consumed it "
+            f"(trainer.total_epochs={self.config.trainer.total_epochs})"
+        )
+        if every > 0 and step % every and step > step_of(self.resume_from):
+            self.global_steps = step
+            self._save_checkpoint()
+
     def _save_before_stop(self) -> None:
-        """The weights are those of the last step that was completed; what was decoded since is in the manager."""
+        """Of the step whose update the weights have and the manager knows; what was decoded since is in the manager."""
         if self._completed_step and self.config.trainer.save_freq > 0:
             self.global_steps = self._completed_step
             self._save_checkpoint()
@@ -275,36 +317,54 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Adds the round's figures to what verl logs of a step, prints the step in one line, warns of drift."""
-        ours = {f"partial_rollout/{k}": v for k, v in {**self._rollout.take_step_metrics(), **self._gap}.items()}
-        self._gap = {}
+        ours = {f"partial_rollout/{k}": v for k, v in {**self._rollout.take_step_metrics(), **self._measured}.items()}
+        self._measured = {}
         data = {**self.proximal.metrics(data, step), **ours}
         self.step_line.show(data, step)
         if self.settings.enable and (warning := self.drift.observe(data, step)):
             tqdm.write(warning)
-        if "training/global_step" in data:
-            self._completed_step = step
         return data
+
+    def _after_log(self, data: dict[str, Any], step: int) -> None:
+        """The one place where verl's ``fit`` is stopped: all of a step is done and logged, and none of the next begun."""
+        self._end_phase()
+        if "training/global_step" in data:
+            # Before the critic's warm-up is over no actor update says so.
+            self._note_trained()
+        if step < self._last_step:
+            self.stop.check()
+
+    def _note_trained(self) -> None:
+        """The weights are those of this step from here on, and the manager knows: a checkpoint would be of this step."""
+        if self.settings.enable:
+            self._rollout.acknowledge()
+        self._completed_step = self.global_steps
 
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
         if self.settings.enable and not self.proximal.recomputes(self.global_steps):
             return self.proximal.stand_in(batch), 0.0
         proximal, flops = super()._compute_old_log_prob(batch)
         if self.settings.enable:
-            self._gap = kv_gap(batch.batch, proximal.batch["old_log_probs"], self.global_steps - 1)
+            self._measured = kv_gap(batch.batch, proximal.batch["old_log_probs"], self.global_steps - 1)
         return proximal, flops
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         if self.settings.enable:
             self.proximal.instruct(batch, self.global_steps)
+            if not self.proximal.interpolates:
+                self._measured |= weight_metrics(batch)
         output = super()._update_actor(batch)
-        if self.settings.enable:
-            self._rollout.acknowledge()
+        self._note_trained()
         return output
 
-    def _get_gen_batch(self, batch: DataProto) -> DataProto:
+    def _validate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """verl's, given up when the user asks for the end: the step that it belongs to is logged, and is the last."""
         self._end_phase()
-        self.stop.check()
-        return super()._get_gen_batch(batch)
+        try:
+            self.stop.check()
+            return super()._validate(*args, **kwargs)
+        except StopTraining:
+            return {"partial_rollout/validation_cut_short": 1.0}
 
     def _balance_batch(self, batch: DataProto, *args: Any, **kwargs: Any) -> None:
         self._phase_started = time.time()
@@ -312,5 +372,5 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     def _end_phase(self) -> None:
         if self._phase_started is not None:
-            self.trace.phase("train", self.global_steps - 1, self._phase_started, time.time())
+            self.trace.phase("train", self.global_steps, self._phase_started, time.time())
             self._phase_started = None

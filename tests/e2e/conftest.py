@@ -49,11 +49,8 @@ def on_engine(task):
                     model=str(task / "task" / "model"),
                     dtype="float32",
                     enforce_eager=True,
-                    max_model_len=128,
-                    max_num_seqs=8,
                     distributed_executor_backend="uni",
-                    skip_tokenizer_init=True,
-                    **options,
+                    **{"skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 128, **options},
                 )
             )
             try:

@@ -50,11 +50,18 @@ def test_algorithm_trains_two_steps(steps, name):
         assert step["critic/advantages/max"] > 0
         # The weights that reached the loss, and that samples of older versions were among those trained.
         assert 0 < step["rollout_corr/rollout_is_mean"] <= 2
+        assert 0 < step["partial_rollout/behaviour_weight/ess"] <= 1
         assert step["partial_rollout/lost_samples"] == 0
 
 
 def test_samples_of_older_versions_are_trained(steps):
     assert max(step["partial_rollout/staleness/max"] for pair in steps.values() for step in pair) >= 1
+
+
+def test_gspo_weighs_a_sequence_by_its_geometric_mean(steps):
+    for step in steps["gspo"]:
+        greatest = math.exp(-step["rollout_corr/log_ppl_diff_min"])
+        assert step["rollout_corr/rollout_is_max"] == pytest.approx(greatest, rel=1e-4)
 
 
 def test_only_losses_with_a_ratio_report_one(steps):

@@ -70,8 +70,9 @@ def test_killed_worker_that_may_not_be_restarted_ends_the_run_by_name(start, wai
     check_ends_with(run, "agent_loop_worker_0 died during the round", "worker_restarts=0")
 
 
-def test_killed_replica_comes_back_and_the_other_takes_its_samples_over(start, wait_for):
-    """Two replicas, one of them killed in mid-round: nothing is lost, and both work again after the next weight sync."""
+def test_killed_replicas_come_back_and_the_other_takes_their_samples_over(start, wait_for):
+    """Two replicas: the engine of one is killed in mid-round, and then the server of the other. Nothing is lost, and both
+    work again after the next weight sync."""
     run = start(
         "data.train_batch_size=4",
         "data.train_max_samples=16",
@@ -79,16 +80,28 @@ def test_killed_replica_comes_back_and_the_other_takes_its_samples_over(start, w
         "data.max_response_length=400",
         "actor_rollout_ref.rollout.n=4",
         "trainer.n_gpus_per_node=2",
+        "partial_rollout.failures.replica_restarts=2",
+        # The engines sleep between rounds: on a CPU that frees no memory, but takes the same calls.
+        "actor_rollout_ref.rollout.free_cache_engine=True",
+        "partial_rollout.resume_kv=recompute",
+        # Between the weight sync, which restarts them, and the next round.
+        "trainer.test_freq=1",
+        "data.val_max_samples=4",
     )
     wait_for(lambda: in_mid_round(run), "a round of training")
     time.sleep(2)
-    victims = processes(run, "VLLM::EngineCore")
-    assert len(victims) == 2
-    victims[0].kill()
+    killed, orphan = processes(run, "VLLM::EngineCore")
+    server = orphan.parent()
+    assert "RecipeVLLMServer" in " ".join(server.cmdline())
+    killed.kill()
+    metrics = run.directory / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and '"training/global_step"' in metrics.read_text(), "the first step")
+    server.kill()
     assert run.process.wait(300) == 0, run.terminal()[-3000:]
     result, _ = audit(run.directory)
     assert result.violations == [] and result.complete and len(result.trained) == 16
-    assert run.read().steps[4]["partial_rollout/failures/replicas_restarted"] == 1
+    assert run.read().steps[4]["partial_rollout/failures/replicas_restarted"] == 2
+    assert not orphan.is_running(), "it would hold the memory of its device"
 
 
 @pytest.mark.parametrize(

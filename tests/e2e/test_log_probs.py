@@ -1,6 +1,8 @@
 """An interrupted sample carries exactly the engine's log-probs: a real vLLM engine, interrupted at every token."""
 
+import asyncio
 import contextlib
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,11 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM
 from verl.workers.rollout.replica import TokenOutput
 
+from recipe.partial_rollout.clock10.tokenizer import VOCABULARY_SIZE, build_tokenizer
 from recipe.partial_rollout.kept_kv import SaltedEngine, request_id_of
 from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.llm_client import PartialRolloutLLMClient
+from recipe.partial_rollout.resumption import sampling_of_call
 
 PROMPT, RESPONSE, BLOCK = [4, 7, 8, 9, 10, 11], 48, 32
+ODD = (40, 41, 42)
+"""letters that no answer to the prompt has"""
 ROLLOUT = SimpleNamespace(response_length=RESPONSE, prompt_length=16, scheduling_policy="fcfs", name="vllm")
 
 
@@ -60,14 +66,17 @@ class Server:
         )
 
 
-async def response_of(engine, interrupt_after):
-    """(tokens, log-probs, segments, tokens read again) of one greedy response through the recipe's client."""
+async def response_of(engine, interrupt_after, **sampling):
+    """(tokens, log-probs, segments, tokens read again) of one response, greedy by default, through the recipe's client."""
     client = PartialRolloutLLMClient(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT)))
     client.use_replicas({"replica": Server(engine, interrupt_after)})
+    client.use_tokenizer(build_tokenizer())
     sample = LiveSample(f"s{interrupt_after}", Keeper(), priority=0)
     LIVE_SAMPLE.set(sample)
     output = await client.generate(
-        "r", prompt_ids=PROMPT, sampling_params={"temperature": 0.0, "logprobs": True, "ignore_eos": True}
+        "r",
+        prompt_ids=PROMPT,
+        sampling_params={"temperature": 0.0, "logprobs": True, "ignore_eos": True, **sampling},
     )
     read_again = sum(call.resumed_tokens for call in client.take_calls())
     return np.array(output.token_ids), np.array(output.log_probs), sample.segments, read_again
@@ -83,31 +92,51 @@ def responses(on_engine):
     return on_engine(body, enable_prefix_caching=False)
 
 
+async def found_by(engine, request_id, prompt):
+    """Tokens of ``prompt`` that a request finds in the cache."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    tokens = TokensPrompt(prompt_token_ids=prompt)
+    async for output in engine.generate(
+        prompt=tokens, sampling_params=SamplingParams(max_tokens=1), request_id=request_id
+    ):
+        found = output.num_cached_tokens
+    return found
+
+
 @pytest.fixture(scope="module")
 def kept(on_engine):
     """A response interrupted after every 7 tokens whose KV blocks are kept; who finds how many of them."""
 
     async def body(engine):
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-
-        salted = SaltedEngine(engine, lambda: 0)
+        version = 0
+        salted = SaltedEngine(engine, lambda: version)
         response = await response_of(salted, 7)
-        found = {}
-        for name, request_id in (("its own", request_id_of("s7")), ("another", request_id_of("s8")), ("none", "r")):
-            prompt = TokensPrompt(prompt_token_ids=[*PROMPT, *response[0].tolist()])
-            async for output in salted.generate(
-                prompt=prompt, sampling_params=SamplingParams(max_tokens=1), request_id=request_id
-            ):
-                found[name] = output.num_cached_tokens
-        return response, found
+        whole = [*PROMPT, *response[0].tolist()]
+        version = 1
+        found = {
+            "its own": await found_by(salted, request_id_of("s7", 0), whole),
+            "another group": await found_by(salted, request_id_of("s8", 0), whole),
+            "sibling of later weights": await found_by(salted, request_id_of("s7", None), whole),
+            "validation": await found_by(salted, "r", whole),
+        }
+        # A prompt of more than a block, and siblings that start one after another, at once, and under later weights.
+        prompt = PROMPT * 8
+        start = [await found_by(salted, request_id_of("0/4", None), prompt) for _ in range(2)]
+        at_once = await asyncio.gather(*[found_by(salted, request_id_of("0/5", None), prompt) for _ in range(2)])
+        version = 2
+        later = [await found_by(salted, request_id_of("0/4", None), prompt) for _ in range(2)]
+        resumed = await found_by(salted, request_id_of("0/4", 1), prompt)
+        siblings = {"start": start, "at once": sorted(at_once), "later": later, "resumed": resumed}
+        return response, found, siblings
 
     return on_engine(body, enable_prefix_caching=True, block_size=BLOCK)
 
 
 def test_kept_blocks_are_not_read_again(responses, kept):
     tokens, log_probs, _, _ = responses[None]
-    (kept_tokens, kept_log_probs, segments, read_again), _ = kept
+    (kept_tokens, kept_log_probs, segments, read_again), _, _ = kept
     np.testing.assert_array_equal(kept_tokens, tokens)
     np.testing.assert_allclose(kept_log_probs, log_probs, rtol=0, atol=1e-5)
     lengths = len(PROMPT) + np.cumsum([len(segment) for segment in segments])[:-1]
@@ -115,8 +144,12 @@ def test_kept_blocks_are_not_read_again(responses, kept):
     assert read_again == sum(length - (length - 1) // BLOCK * BLOCK for length in lengths) < responses[7][3]
 
 
-def test_kept_blocks_serve_no_other_sample(kept):
-    assert kept[1] == {"its own": BLOCK, "another": 0, "none": 0}
+def test_kept_blocks_serve_no_other_group_and_no_other_weights(kept):
+    assert kept[1] == {"its own": BLOCK, "another group": 0, "sibling of later weights": 0, "validation": 0}
+
+
+def test_siblings_read_their_prompt_once_under_the_weights_that_they_start_with(kept):
+    assert kept[2] == {"start": [0, BLOCK], "at once": [0, BLOCK], "later": [0, BLOCK], "resumed": BLOCK}
 
 
 @pytest.mark.parametrize("every", [1, 7])
@@ -146,3 +179,62 @@ def test_log_probs_are_those_of_the_models_forward_pass(responses, task):
         scores = model(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
     expected = scores[torch.arange(RESPONSE), torch.tensor(tokens)]
     np.testing.assert_allclose(log_probs, expected.numpy(), rtol=0, atol=1e-5)
+
+
+def late_string(tokens):
+    """Of the texts of three tokens in a row, the one that first occurs latest."""
+    letters = build_tokenizer().batch_decode([[token] for token in tokens], skip_special_tokens=True)
+    triples = [parts for parts in zip(letters, letters[1:], letters[2:], strict=False) if all(parts)]
+    return max(map("".join, triples), key="".join(letters).find)
+
+
+@pytest.fixture(scope="module")
+def sampled(on_engine):
+    """Segments (token lists) of responses, by the tokens after which every call is interrupted, for what each test asks."""
+
+    async def segments(engine, every, **sampling):
+        _, _, made, _ = await response_of(engine, every, **sampling)
+        return [segment.token_ids.tolist() for segment in made]
+
+    async def body(engine):
+        (plain,) = await segments(engine, RESPONSE)
+        stop = late_string(plain)
+        # Whatever the model would say ends the response.
+        ends = {"stop_token_ids": sorted({*range(VOCABULARY_SIZE)} - {*ODD})}
+        noise = {"temperature": 2.0, "seed": 5}
+        resumed_seed = sampling_of_call(noise, RESPONSE, 7)["seed"]
+        return SimpleNamespace(
+            stop=stop,
+            stopped={every: await segments(engine, every, stop=[stop]) for every in (RESPONSE, 1, 2)},
+            unasked=await segments(engine, RESPONSE, **ends),
+            least={every: await segments(engine, every, min_tokens=9, **ends) for every in (RESPONSE, 1, 4)},
+            seeded=[await segments(engine, RESPONSE, **noise) for _ in range(2)],
+            seeded_and_cut=await segments(engine, 7, **noise),
+            resumed_noise=await segments(engine, RESPONSE, **{**noise, "seed": resumed_seed}),
+        )
+
+    return on_engine(body, enable_prefix_caching=False, skip_tokenizer_init=False)
+
+
+def test_stop_string_is_found_wherever_the_response_is_cut(sampled):
+    (whole,) = sampled.stopped[RESPONSE]
+    assert build_tokenizer().decode(whole, skip_special_tokens=True).endswith(sampled.stop)
+    for every in (1, 2):
+        assert [*chain(*sampled.stopped[every])] == whole
+    # Three tokens make the string, and no call but the last made more than two: it lies across cuts.
+    assert len(sampled.stopped[1]) > 1 and len(sampled.stopped[1][-1]) < 3
+
+
+def test_least_number_of_tokens_is_that_of_the_response(sampled):
+    (whole,), (unasked,) = sampled.least[RESPONSE], sampled.unasked
+    assert len(unasked) < 9 < len(whole) < RESPONSE and {*whole[:9]} <= {*ODD}
+    for every in (1, 4):
+        assert len(sampled.least[every]) > 1 and [*chain(*sampled.least[every])] == whole
+
+
+def test_seed_fixes_a_response_and_its_noise_is_not_replayed_after_an_interruption(sampled):
+    ((whole,), (again,)), cut, (resumed,) = sampled.seeded, sampled.seeded_and_cut, sampled.resumed_noise
+    assert whole == again
+    assert len(cut) > 1 and cut[0] == whole[: len(cut[0])]
+    # The same prompt with the noise of the call that goes on after 7 tokens.
+    assert resumed != whole

@@ -1,15 +1,35 @@
 """The other ways to fill a round and to order the training, through hydra overrides, with weights that change."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
+
+from recipe.partial_rollout.audit import audit
+from recipe.partial_rollout.ledger import NAME, read_ledger
+
+DULL_REWARD = Path(__file__).with_name("dull_reward.py")
+SMALL = (
+    "data.train_batch_size=4",
+    "data.train_max_samples=16",
+    "trainer.total_training_steps=null",
+    "data.max_response_length=300",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.max_num_seqs=16",
+    "data.val_max_samples=8",
+    "trainer.test_freq=2",
+)
 
 
 @pytest.mark.parametrize(
     "mode",
     [
-        ("partial_rollout.mode=ssim", "partial_rollout.scheduling.policy=seed"),
-        ("partial_rollout.mode=april", "partial_rollout.over_sampling_batch_size=7"),
+        (
+            "partial_rollout.mode=ssim",
+            "partial_rollout.scheduling.policy=seed",
+            # 2,560 tokens: eleven samples of 64 + 300 / 2, and 16 are in flight
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=80",
+        ),
         (
             "partial_rollout.mode=window",
             "partial_rollout.scheduling.policy=in_order",
@@ -17,20 +37,10 @@ import pytest
             "partial_rollout.overlap=auto",
         ),
     ],
-    ids=["ssim", "april", "in_order"],
+    ids=["ssim", "in_order"],
 )
 def test_mode_trains_the_epoch_once_within_the_bound(train, mode):
-    run = train(
-        "data.train_batch_size=4",
-        "data.train_max_samples=16",
-        "trainer.total_training_steps=null",
-        "data.max_response_length=300",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.rollout.max_num_seqs=16",
-        "data.val_max_samples=8",
-        "trainer.test_freq=2",
-        *mode,
-    )
+    run = train(*SMALL, *mode)
     prompts = Counter((group["epoch"], group["prompt"]) for event in run.rounds for group in event["trained"])
     assert len(prompts) == 16 and set(prompts.values()) == {1}
     if "partial_rollout.scheduling.policy=in_order" in mode:
@@ -38,7 +48,43 @@ def test_mode_trains_the_epoch_once_within_the_bound(train, mode):
         assert all("partial_rollout/overlap_auto/target" in step for step in run.steps.values())
         # Decided in the background, from what the rounds before it measured.
         assert any("partial_rollout/overlap_auto/gain_up" in step for step in run.steps.values())
+    if "partial_rollout.mode=ssim" in mode:
+        assert run.run["slots_per_replica"] == 11
+        # Slots follow what samples held; at the rule's size the engine seldom has to preempt one.
+        assert run.steps[1]["partial_rollout/rollout/slots_per_replica"] == 11
+        assert sum(step["partial_rollout/rollout/preemptions"] for step in run.steps.values()) < 16
     assert run.run["mode"] == mode[0].split("=")[1]
     assert all(step["partial_rollout/staleness/max"] <= 4 for step in run.steps.values())
     assert [n for n, step in run.steps.items() if any(key.startswith("val-core") for key in step)] == [2, 4]
     assert all(step["partial_rollout/lost_samples"] == 0 for step in run.steps.values())
+
+
+def test_dapo_replaces_the_groups_that_score_alike_until_the_data_ends(start):
+    """Every third prompt scores 0 in all its samples: some are filtered, and the epoch ends before its fourth batch."""
+    started = start(
+        *SMALL,
+        "partial_rollout.mode=april",
+        "partial_rollout.over_sampling_batch_size=7",
+        "algorithm=dapo",
+        f"reward.custom_reward_function.path={DULL_REWARD}",
+        "trainer.save_freq=5",
+    )
+    assert started.process.wait(540) == 0, started.terminal()[-3000:]
+    run = started.read()
+    events, _ = read_ledger(run.directory / NAME)
+    filtered = [group for event in events if event["event"] == "filtered" for group in event["groups"]]
+    trained = [group["uid"] for event in events if event["event"] == "trained" for group in event["groups"]]
+    assert filtered and {group["value"] for group in filtered} == {0.0}
+    assert all(len(group["lengths"]) == 4 for group in filtered)
+    steps = len(run.steps)
+    assert 0 < steps < 4 and len(trained) == 4 * steps and run.run["complete"]
+    assert 16 - 4 < len(filtered) + len(trained) <= 16
+    result, _ = audit(run.directory)
+    assert result.violations == [] and result.exhausted and result.lost == 0
+    assert sum(step["partial_rollout/filter/groups"] for step in run.steps.values()) == len(filtered)
+    last = run.steps[steps]
+    assert last["partial_rollout/filter/groups_total"] == len(filtered) and last["partial_rollout/lost_samples"] == 0
+    assert last["partial_rollout/filter/tokens_total"] == sum(sum(group["lengths"]) for group in filtered)
+    assert all(step["critic/advantages/max"] > 0 for step in run.steps.values())
+    assert (run.directory / f"global_step_{steps}" / "partial_rollout").is_dir()
+    assert f"the data ends after step {steps} of 4" in started.terminal()

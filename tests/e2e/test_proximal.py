@@ -21,6 +21,7 @@ def test_interpolation_skips_the_pass_and_measures_its_error_on_request(train):
         assert ("partial_rollout/proximal/error" in step) is checked
         assert ("actor/entropy" in step) is ("rollout_corr/kl" in step) is checked
         assert 0 < step["partial_rollout/behaviour_weight/mean"] <= 2
+        assert 0 < step["partial_rollout/behaviour_weight/ess"] <= 1
         assert math.isfinite(step["actor/pg_loss"]) and step["actor/grad_norm"] > 0
         assert math.isfinite(step.get("partial_rollout/proximal/error", 0.0))
     assert 0 < run.steps[6]["partial_rollout/proximal/error"] < 0.1

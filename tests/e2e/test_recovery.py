@@ -36,11 +36,13 @@ def test_stopped_training_goes_on_and_survives_the_death_of_its_worker(start, wa
     """The second process ends before its data does, and without draining; the third has more steps and goes on with it."""
     run_dir = tmp_path / "kept"
     ours = (*SMALL, f"trainer.default_local_dir={run_dir}", "trainer.save_freq=2", "trainer.resume_mode=auto")
-    first = start(*ours, name="first")
+    # The manifest is sealed before the weight sync and the validation of its step: the signal comes in that step.
+    first = start(*ours, "trainer.test_freq=1", "data.val_max_samples=4", name="first")
     wait_for(lambda: (run_dir / "global_step_2" / "partial_rollout" / "manifest.json").exists(), "a checkpoint")
     first.process.send_signal(signal.SIGTERM)
     assert first.process.wait(60) == 128 + signal.SIGTERM, first.terminal()[-3000:]
     assert "training stopped by SIGTERM" in first.terminal()
+    assert audit(run_dir)[0].violations == []
     time.sleep(2)
     assert processes_of_session(first.process.pid) == [], "nothing of the run is left"
 

@@ -118,7 +118,7 @@ def test_report_compares_the_arms_at_equal_work(arms, tmp_path):
 
 
 def test_tool_conversation_survives_interruptions(module_train, tmp_path, monkeypatch):
-    """Every sample has three turns with a tool call between them; interruptions repeat none."""
+    """Every sample has three turns with a tool call between them; interruptions repeat none; one that hangs is repeated."""
     calls = tmp_path / "calls"
     monkeypatch.setenv("TOOL_CALLS", str(calls))
     run = module_train(
@@ -126,6 +126,7 @@ def test_tool_conversation_survives_interruptions(module_train, tmp_path, monkey
         "data.train_max_samples=16",
         "partial_rollout.max_staleness=3",
         "partial_rollout.reward_in_worker=False",
+        "partial_rollout.failures.tool_timeout_s=2",
         "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
         "actor_rollout_ref.rollout.multi_turn.enable=True",
         "actor_rollout_ref.rollout.multi_turn.format=scripted",
@@ -139,5 +140,6 @@ def test_tool_conversation_survives_interruptions(module_train, tmp_path, monkey
     answers = sum(step["num_turns/mean"] * 16 / 2 for step in run.steps.values())
     assert len(segments) == 64 and sum(segments) > answers
     assert max(by_sample.values()) == 2
+    assert run.steps[max(run.steps)]["partial_rollout/failures/retried"] == 1
     assert max(step["num_turns/max"] for step in run.steps.values()) == 6
     assert all(step["training/rollout_probs_diff_max"] < 1e-3 for step in run.steps.values())

@@ -23,7 +23,7 @@ def build_segment(length=3, *, version=0):
     return Segment(np.arange(length, dtype=np.int32), np.full(length, -0.5, np.float32), version)
 
 
-def build_output(length=5, *, version=0, reward=1.0, prompt_length=4):
+def build_output(length=5, *, version=0, reward=1.0, prompt_length=4, info=None):
     return SampleOutput(
         prompt_ids=np.arange(1, prompt_length + 1, dtype=np.int32),
         response_ids=np.arange(10, 10 + length, dtype=np.int32),
@@ -32,7 +32,7 @@ def build_output(length=5, *, version=0, reward=1.0, prompt_length=4):
         versions=np.full(length, version, np.int32),
         segments=1,
         reward_score=reward,
-        reward_extra_info={"acc": reward},
+        reward_extra_info={"acc": reward} if info is None else info,
         num_turns=2,
         metrics={"generate_sequences": 0.1, "tool_calls": 0.0, "compute_score": 0.0},
         extra_fields={"turn_scores": []},
@@ -54,6 +54,8 @@ def build_manager(
     capacity=64,
     failures=None,
     ramp=0,
+    group_filter=None,
+    train_groups=None,
 ):
     admission = Admission(
         mode=mode,
@@ -64,9 +66,10 @@ def build_manager(
         in_flight_samples=in_flight or batch * n,
         max_staleness=max_staleness,
         ramp_rounds=ramp,
+        train_groups=train_groups,
     )
     clock = itertools.count()
-    manager = PromptsManager(admission, policy, lambda: float(next(clock)), failures or FailurePolicy())
+    manager = PromptsManager(admission, policy, lambda: float(next(clock)), failures or FailurePolicy(), group_filter)
     manager.offer(build_prompts(prompts))
     for i in range(workers):
         manager.register_worker(f"w{i}", capacity)

@@ -1,28 +1,39 @@
 """Every algorithm of ``conf/algorithm`` composes, passes verl's checks and the recipe's, and is what its paper says."""
 
+import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from verl import DataProto
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout import main_ppo, plain_codec
 from recipe.partial_rollout.config import PartialRolloutConfig
 from recipe.partial_rollout.correction_check import check_correction
+from recipe.partial_rollout.group_filter import GroupFilter
+from recipe.partial_rollout.live_sample import LiveSample
+from recipe.partial_rollout.turn_alignment import sample_output
+from recipe.partial_rollout.types import Segment
 
 # name: (estimator, policy loss under partial rollout, behaviour weights, lower clip, upper clip, aggregation)
 ALGORITHMS = {
     "grpo": ("grpo", "decoupled_ppo", "token", 0.2, 0.2, "token-mean"),
+    "dapo": ("grpo", "decoupled_ppo", "token", 0.2, 0.28, "token-mean"),
     "grpo_passk": ("grpo_passk", "decoupled_ppo", "token", 0.2, 0.2, "token-mean"),
     "reinforce_plus_plus": ("reinforce_plus_plus", "decoupled_ppo", "token", 0.2, 0.2, "token-mean"),
     "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", "decoupled_ppo", "token", 0.2, 0.2, "token-mean"),
     "rloo": ("rloo", "decoupled_ppo", "token", 0.2, 0.2, "token-mean"),
     "opo": ("opo", "decoupled_ppo", "token", 0.2, 0.2, "token-mean"),
     "gpg": ("gpg", "gpg", "token", 0.2, 0.2, "token-mean"),
-    "gspo": ("grpo", "gspo", "sequence", 3e-4, 4e-4, "seq-mean-token-mean"),
+    "gspo": ("grpo", "gspo", "geometric", 3e-4, 4e-4, "seq-mean-token-mean"),
     "sapo": ("grpo", "sapo", "token", 0.2, 0.2, "seq-mean-token-mean"),
 }
 
@@ -81,3 +92,75 @@ def test_single_key_still_overrides_the_named_algorithm():
 
 def test_conf_dir_is_the_one_of_this_checkout():
     assert Path(__file__).resolve().parents[2] / "conf" == main_ppo.CONF_DIR
+
+
+# -- DAPO --------------------------------------------------------------------------------------------------------------
+
+
+def test_dapo_samples_dynamically_under_partial_rollout_alone():
+    on, off = (
+        build("quickstart_cpu", "algorithm=dapo"),
+        build("quickstart_cpu", "algorithm=dapo", "partial_rollout.enable=False"),
+    )
+    assert PartialRolloutConfig.from_config(on).group_filter == GroupFilter("acc", max_num_gen_batches=10)
+    assert PartialRolloutConfig.from_config(off).group_filter is None
+
+
+class Words:
+    """A tokenizer whose text is always the same wrong answer."""
+
+    def decode(self, ids, skip_special_tokens):
+        return "!"
+
+
+def scored(config, length):
+    """``length`` response tokens as verl's reward manager of ``config`` scores them: what the manager actor gets."""
+
+    async def score():
+        data = DataProto.from_dict(
+            {
+                "responses": torch.ones(1, length, dtype=torch.int64),
+                "attention_mask": torch.ones(1, 2 + length, dtype=torch.int64),
+            },
+            {
+                "data_source": np.array(["clock10"]),
+                "reward_model": np.array([{"ground_truth": "3?4=_?2=_-8=0"}], dtype=object),
+            },
+        )
+        return await load_reward_manager(config, Words()).run_single(data)
+
+    result = asyncio.run(score())
+    sample = LiveSample("0/0#0", keeper=None, priority=0)
+    tokens = np.ones(length, np.int32)
+    sample.start_turn(2)
+    sample.add(Segment(tokens, np.zeros(length, np.float32), 0, "completed"))
+    return sample_output(
+        sample,
+        AgentLoopOutput(
+            prompt_ids=[1, 1],
+            response_ids=tokens.tolist(),
+            response_mask=[1] * length,
+            response_logprobs=[0.0] * length,
+            reward_score=result["reward_score"],
+            num_turns=2,
+            metrics=AgentLoopMetrics(),
+            extra_fields={"reward_extra_info": result["reward_extra_info"]},
+        ),
+    )
+
+
+def test_dapo_penalises_the_last_fifth_of_the_budget_and_filters_by_the_reward_before_it():
+    config = build("quickstart_cpu", "algorithm=dapo", "data.max_response_length=100")
+    main_ppo.wire(config)
+    outputs = [scored(config, length) for length in (80, 90, 100)]
+    assert [output.reward_score for output in outputs] == [0.0, -0.5, -1.0]
+    assert PartialRolloutConfig.from_config(config).group_filter.common_value(outputs) == 0.0
+
+
+def test_what_dapos_reward_manager_says_is_plain_and_can_be_checkpointed():
+    config = build("quickstart_cpu", "algorithm=dapo", "data.max_response_length=100")
+    main_ppo.wire(config)
+    output = scored(config, 90)
+    assert output.reward_extra_info == {"acc": 0.0, "overlong_reward": -0.5, "overlong": True}
+    assert {type(value) for value in output.reward_extra_info.values()} == {float, bool}
+    assert b"".join(plain_codec.pack({"info": output.reward_extra_info, "score": output.reward_score}))

@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo, manifest
-from recipe.partial_rollout.config import ConfigError
+from recipe.partial_rollout.config import FLAGS, ConfigError, settle_flags
 from recipe.partial_rollout.preflight import check_config, check_prompts
 
 SIZES = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
@@ -55,6 +55,13 @@ def test_quickstart_config_passes(configure):
     assert settings.enable and settings.batch_samples == 8
 
 
+def test_slots_are_seats_at_most_unless_they_are_given(configure):
+    free = check_config(configure("actor_rollout_ref.rollout.max_num_seqs=32"))
+    given = check_config(configure("partial_rollout.slots_per_replica=48"))
+    assert (free.slots_per_replica, free.slots_given) == (32, False)
+    assert (given.slots_per_replica, given.slots_given) == (48, True)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -94,8 +101,24 @@ def test_quickstart_config_passes(configure):
         ("partial_rollout.failures.on_sample_error=drop", "partial_rollout.failures.on_sample_error=drop: one of"),
         ("partial_rollout.failures.sample_retries=-1", "partial_rollout.failures.sample_retries=-1: an integer"),
         ("partial_rollout.failures.max_masked_fraction=2", "partial_rollout.failures.max_masked_fraction=2"),
+        ("partial_rollout.failures.tool_timeout_s=0", "failures.tool_timeout_s=0: seconds above 0, or null"),
+        ("partial_rollout.failures.sample_timeout_s=soon", "sample_timeout_s=soon: seconds above 0, or null"),
         ("reward.reward_model.enable=True", "partial_rollout.reward_in_worker=True: False with"),
         ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax: any other"),
+        (
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+            "enable_rollout_routing_replay=True: False with partial_rollout.enable=True",
+        ),
+        (
+            "actor_rollout_ref.rollout.disaggregation.enabled=True",
+            "disaggregation.enabled=True: False with partial_rollout.enable=True",
+        ),
+        (
+            "actor_rollout_ref.rollout.full_determinism=True",
+            "full_determinism=True: False with partial_rollout.enable=True: it seeds every request alike",
+        ),
+        ("+actor_rollout_ref.actor.megatron.router_replay.mode=R3", "megatron.router_replay.mode=R3: disabled with"),
+        ("+actor_rollout_ref.actor.veomni.router_replay.mode=R2", "veomni.router_replay.mode=R2: disabled with"),
         ("model_engine=megatron", "model_engine=megatron: dp"),
         ("engine=megatron", "engine=megatron: fsdp2 with trainer.device=cpu"),
         ("partial_rollout.correction=tis", "partial_rollout.correction=tis: one of decoupled, none"),
@@ -106,7 +129,10 @@ def test_quickstart_config_passes(configure):
         ),
         ("algorithm.rollout_correction=null", "algorithm.rollout_correction=None: verl's node"),
         ("algorithm.rollout_correction.bypass_mode=True", "bypass_mode=True: False with partial_rollout.correction"),
-        ("algorithm.rollout_correction.rollout_is=row", "rollout_is=row: token or sequence, or null for token"),
+        (
+            "algorithm.rollout_correction.rollout_is=row",
+            "rollout_is=row: token or geometric or sequence, or null for token",
+        ),
         ("algorithm.rollout_correction.rollout_is_threshold=null", "rollout_is_threshold=None: a number above 0"),
         (
             "algorithm.rollout_correction.rollout_is_threshold='2.0_5.0'",
@@ -133,11 +159,11 @@ def test_mistake_is_refused_in_one_line(configure, override, message):
     [
         (
             ("algorithm=gspo", "algorithm.rollout_correction.rollout_is=token"),
-            "rollout_is=token: sequence, or null for sequence, with loss_mode=gspo",
+            "rollout_is=token: geometric or sequence, or null for geometric, with loss_mode=gspo",
         ),
         (
             ("actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean", "algorithm.rollout_correction.rollout_is=token"),
-            "rollout_is=token: sequence, or null for sequence, with loss_mode=geo_mean",
+            "rollout_is=token: geometric or sequence, or null for geometric, with loss_mode=geo_mean",
         ),
         (
             ("partial_rollout.correction=none", "algorithm.rollout_correction.rollout_is=token"),
@@ -247,6 +273,104 @@ def test_without_partial_rollout_verls_own_choices_are_allowed(configure, overri
     assert not check_config(configure("partial_rollout.enable=False", override)).enable
 
 
+@pytest.mark.parametrize(
+    ("word", "value"), [("no", False), ("Off", False), ("false", False), ("yes", True), ("ON", True), ("True", True)]
+)
+def test_flag_is_what_yaml_says_for_whoever_reads_it(configure, word, value):
+    # Hydra's command line hands "no" over as a string; a config file says False.
+    config = configure(*[f"partial_rollout.{key}={word}" for key in FLAGS])
+    assert check_config(config).enable is value
+    assert {key: OmegaConf.select(config.partial_rollout, key) for key in FLAGS} == dict.fromkeys(FLAGS, value)
+
+
+@pytest.mark.parametrize("key", FLAGS)
+@pytest.mark.parametrize("value", [0, "nope", None])
+def test_flag_that_is_neither_true_nor_false_is_refused(key, value):
+    ours = dict.fromkeys(FLAGS[:-1], True) | {"checkpoint": {"checksum_all": False}}
+    config = OmegaConf.create({"partial_rollout": ours})
+    OmegaConf.update(config, f"partial_rollout.{key}", value)
+    with pytest.raises(ConfigError, match=rf"^partial_rollout\.{key}={value}: true or false$"):
+        settle_flags(config)
+
+
+def test_every_yes_or_no_key_is_a_checked_flag(configure):
+    def flags(node, at):
+        for key, value in node.items():
+            if isinstance(value, dict):
+                yield from flags(value, f"{at}{key}.")
+            elif isinstance(value, bool):
+                yield at + key
+
+    ours = OmegaConf.to_container(configure().partial_rollout)
+    assert sorted(flags(ours, "")) == sorted(FLAGS)
+
+
+def test_partial_rollout_that_is_switched_off_by_no_runs_the_baseline(configure):
+    config = configure("partial_rollout.enable=no")
+    assert not check_config(config).enable
+    main_ppo.wire(config)
+    assert "Observed" in config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
+
+
+def test_deadlines_of_tools_and_agent_loops_may_be_left_out(configure):
+    keys = ("tool_timeout_s", "sample_timeout_s")
+    defaults = check_config(configure()).failures
+    none = check_config(configure(*[f"partial_rollout.failures.{key}=null" for key in keys])).failures
+    assert [getattr(defaults, key) for key in keys] == [600.0, 1200.0]
+    assert [getattr(none, key) for key in keys] == [None, None]
+
+
+FILTER = "algorithm.filter_groups.enable=True"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["partial_rollout.enable=False"], "enable=True: False with partial_rollout.enable=False: verl's v0 trainer"),
+        (["actor_rollout_ref.rollout.n=1"], "enable=True: False with actor_rollout_ref.rollout.n=1"),
+        (["algorithm.filter_groups.metric=null"], "metric=None: reward, or a name of the reward's extra information"),
+        (["algorithm.filter_groups.max_num_gen_batches=1"], "max_num_gen_batches=1: 0 for no limit, or at least 2"),
+        (["algorithm.filter_groups.max_num_gen_batches=1.5"], "max_num_gen_batches=1.5: 0 for no limit"),
+        (["algorithm.filter_groups.max_inflight_gen_batches=2"], "max_inflight_gen_batches=2: 1: partial_rollout.over"),
+        (
+            ["algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=True"],
+            "metric=seq_final_reward: reward with use_kl_in_reward=True",
+        ),
+        (
+            ["reward.reward_model.enable=True", "partial_rollout.reward_in_worker=False"],
+            "enable=True: False, or reward.reward_model.enable_resource_pool=True",
+        ),
+    ],
+)
+def test_dynamic_sampling_that_cannot_work_is_refused(configure, overrides, message):
+    with pytest.raises(ConfigError) as error:
+        check_config(configure(FILTER, *overrides))
+    assert str(error.value).startswith(f"algorithm.filter_groups.{message}") and "\n" not in str(error.value)
+
+
+def test_dapo_passes_on_the_embedded_task(configure):
+    settings = check_config(configure("algorithm=dapo"))
+    assert settings.group_filter.metric == "acc" and settings.group_filter.max_num_gen_batches == 10
+
+
+def test_dynamic_sampling_is_verls_default_off(configure):
+    assert check_config(configure()).group_filter is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("reward.reward_kwargs.overlong_buffer_cfg.len=2000", "len=2000: 1 to reward.reward_kwargs.max_resp_len=1536"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.len=0", "len=0: 1 to reward.reward_kwargs.max_resp_len=1536"),
+        ("reward.reward_kwargs.max_resp_len=null", "max_resp_len=None: tokens: ${data.max_response_length}"),
+    ],
+)
+def test_penalty_that_verls_reward_manager_would_refuse_is_refused(configure, override, message):
+    with pytest.raises(ConfigError) as error:
+        check_config(configure("algorithm=dapo", override))
+    assert message in str(error.value)
+
+
 def rows_of_model(task, rows):
     (task / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": rows}))
 
@@ -271,6 +395,7 @@ def test_tokenizer_that_differs_from_the_model_is_refused(configure, task):
         ({}, "partial_rollout.scheduling.policy=in_order", "policy=in_order: another, as in"),
         ({"max_staleness": 9}, "partial_rollout.max_staleness=8", "max_staleness=8: at least 9, as in"),
         ({"batch_groups": 8}, "trainer.resume_mode=auto", "data.train_batch_size=4: 8, as in"),
+        ({"filter_groups": True}, "trainer.resume_mode=auto", "filter_groups.enable=False: True, as in"),
     ],
 )
 def test_checkpoint_that_the_settings_cannot_go_on_from_is_refused(configure, tmp_path, saved, override, message):
@@ -280,6 +405,21 @@ def test_checkpoint_that_the_settings_cannot_go_on_from_is_refused(configure, tm
     manifest.seal(step_dir, 3, {"sizes": sizes})
     with pytest.raises(ConfigError, match=message):
         check_config(configure(f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto", override))
+
+
+def test_run_whose_checkpoints_are_all_torn_does_not_start_over_in_silence(configure, tmp_path):
+    manifest.begin(tmp_path / "global_step_3")
+    ours = f"trainer.default_local_dir={tmp_path}"
+    with pytest.raises(ConfigError, match=r"resume_mode=auto: .*global_step_3 is torn.*resume_mode=disable") as caught:
+        check_config(configure(ours, "trainer.resume_mode=auto"))
+    assert "\n" not in str(caught.value)
+    check_config(configure(ours, "trainer.resume_mode=disable"))
+
+
+@pytest.mark.parametrize("part", ["actor_rollout_ref.actor", "critic"])
+def test_checkpoint_that_is_written_behind_the_trainers_back_is_refused(configure, part):
+    with pytest.raises(ConfigError, match=f"{part}.checkpoint.async_save=True: False"):
+        check_config(configure(f"{part}.checkpoint.async_save=True"))
 
 
 class Tokenizer:

@@ -11,6 +11,7 @@ PURE = (
     "admission",
     "scheduling",
     "failure_policy",
+    "group_filter",
     "length_ledger",
     "ready_groups",
     "manager_state",
@@ -24,12 +25,14 @@ PURE = (
     "manifest",
     "ledger",
     "audit",
+    "trace_audit",
 )
 RAY = {
     "agent_loop_manager",
     "checkpoint_manager",
     "failures",
     "observed_manager",
+    "output_store",
     "worker_pool",
     "replica",
     "task_runner",

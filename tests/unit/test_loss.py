@@ -238,7 +238,7 @@ def test_loss_of_the_worker_is_verls_where_the_proximal_policy_is_recomputed():
 
 
 @pytest.mark.parametrize("loss_mode", ["decoupled_ppo", "gspo", "sapo", "gpg"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
 def test_loss_of_the_worker_trains_on_the_interpolated_policy(loss_mode, level):
     seed, version = 5, 4
     batch, data, output = build_micro_batch(seed, **interpolated(version, level=level))

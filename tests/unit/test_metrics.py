@@ -2,6 +2,7 @@
 
 import pytest
 
+from recipe.partial_rollout.definitions import bubble_fraction
 from recipe.partial_rollout.llm_client import EngineCall
 from recipe.partial_rollout.metrics import RolloutPhase, batch_metrics, phase_metrics, trained_records
 from recipe.partial_rollout.types import TakenGroup
@@ -17,12 +18,12 @@ def group(output, *versions, order=0):
 
 def test_straggler_leaves_half_of_two_slots_idle_for_half_of_the_phase():
     phase = RolloutPhase(0.0, 10.0, (call(0.0, 5.0), call(0.0, 10.0)))
-    assert phase.bubble_fraction(full=2) == pytest.approx(0.25)
+    assert bubble_fraction([phase], full=2) == pytest.approx(0.25)
 
 
 def test_samples_beyond_the_full_count_hide_no_bubble():
     phase = RolloutPhase(0.0, 10.0, (call(0.0, 5.0), call(0.0, 5.0), call(0.0, 5.0)))
-    assert phase.bubble_fraction(full=2) == pytest.approx(0.5)
+    assert bubble_fraction([phase], full=2) == pytest.approx(0.5)
 
 
 def test_efficiency_is_the_rate_over_that_of_the_engine_kept_full():

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -97,6 +97,9 @@ def test_curve_is_recovered_from_the_calls_of_an_engine_that_follows_it(curve):
     found = fit(calls)
     assert found.step_s == pytest.approx(curve.step_s, rel=0.01, abs=1e-6)
     assert found.sample_s == pytest.approx(curve.sample_s, rel=0.01, abs=1e-7)
+    # Had the calls waited in the engine's queue before, it would have run no sample more.
+    queued = [replace(each, start=each.start - 3.0, queued_s=3.0) for each in calls]
+    assert fit(queued).step_s == pytest.approx(found.step_s, rel=1e-6)
 
 
 def test_delay_beside_next_to_nothing_read_is_no_cost_of_reading():

@@ -64,8 +64,14 @@ def test_figures_of_the_stand_in_are_left_out_and_the_losses_own_renamed():
     assert "actor/entropy" in build(Proximal.RECOMPUTE).metrics(logged, 1)
 
 
-def test_sequence_level_losses_get_sequence_level_weights():
-    assert {mode: weight_level(mode) for mode in ("gspo", "geo_mean")} == dict.fromkeys(
-        ("gspo", "geo_mean"), WeightLevel.SEQUENCE
-    )
+def test_effective_sample_size_is_made_of_what_the_loss_sums():
+    logged = {"actor/partial_rollout/behaviour_weight/mean": 0.5, "actor/partial_rollout/behaviour_weight/square": 1.0}
+    assert build().metrics(logged, 1) == {
+        "partial_rollout/behaviour_weight/mean": 0.5,
+        "partial_rollout/behaviour_weight/ess": 0.25,
+    }
+
+
+def test_losses_with_one_ratio_a_sequence_get_one_weight_a_sequence():
+    assert weight_level("gspo") is weight_level("geo_mean") is WeightLevel.GEOMETRIC
     assert weight_level("vanilla") is weight_level("sapo") is weight_level("gpg") is WeightLevel.TOKEN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 from recipe.partial_rollout.audit import audit
 from recipe.partial_rollout.chaos.survival import survival
 from recipe.partial_rollout.chaos.victim import Victim
+from recipe.partial_rollout.checkpoint import RunCheckpoints
+from recipe.partial_rollout.snapshot import TornCheckpointError
 
 _STARTED = "Training Progress"
 
@@ -45,17 +48,29 @@ def _kill_once(
     overrides: list[str], log: Path, dice: random.Random, args: argparse.Namespace, life: int
 ) -> float | None:
     victim = Victim(overrides, log)
+    run_dir = Path(overrides[1].split("=", 1)[1])
     try:
         victim.wait_for(_STARTED, args.deadline_s)
         delay_s = dice.uniform(*args.between_s)
         if victim.wait(delay_s) is not None:
             print(f"life {life + 1} ended by itself (exit code {victim.exit_code}) before its kill", flush=True)
             return None
-        steps = len(list((Path(overrides[1].split("=", 1)[1])).glob("global_step_*")))
+        steps = len(list(run_dir.glob("global_step_*")))
         print(f"life {life + 1}: kill -9 {delay_s:.1f} s into training; {steps} checkpoints", flush=True)
     finally:
         moment = victim.kill()
+    _forget_unfinished(run_dir)
     return moment
+
+
+def _forget_unfinished(run_dir: Path) -> None:
+    """A kill in the first save leaves nothing to go on from, and a training does not start over by itself."""
+    try:
+        RunCheckpoints(run_dir, checksum_all=False).to_resume("auto", None)
+    except TornCheckpointError as error:
+        print(f"starting over: {error}", flush=True)
+        for step_dir in run_dir.glob("global_step_*"):
+            shutil.rmtree(step_dir)
 
 
 def _judge(run_dir: Path, out: Path, kills: list[float]) -> int:

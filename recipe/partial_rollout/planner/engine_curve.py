@@ -10,6 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
+from recipe.partial_rollout.definitions import busy_from
+
 _PASSES = 8
 """of the fit, and as many with contexts; where the steps of a call lie in time follows from the curve that is looked for"""
 _HUBER = 4.0
@@ -100,6 +102,11 @@ class CallSpan(Protocol):
         """prompt and response that it went on from; None: not noted"""
         ...
 
+    @property
+    def queued_s(self) -> float:
+        """seconds before it was first scheduled"""
+        ...
+
 
 def fit(calls: Iterable[CallSpan]) -> EngineCurve:
     """The curve under which these calls take as long as they did: all but ``kv_tokens``.
@@ -117,7 +124,7 @@ def fit(calls: Iterable[CallSpan]) -> EngineCurve:
     """
     by_replica: dict[Hashable, list[CallSpan]] = {}
     for call in calls:
-        if call.tokens > 0 and call.end > call.start:
+        if call.tokens > 0 and call.end > busy_from(call):
             by_replica.setdefault(call.replica, []).append(call)
     spans = [_Spans(found) for found in by_replica.values()]
     if sum(span.tokens.size for span in spans) < 2:
@@ -166,7 +173,7 @@ class _Spans:
     """Calls of one replica, how many ran at each moment, and how long their contexts were."""
 
     def __init__(self, calls: Sequence[CallSpan]) -> None:
-        starts, ends = np.array([c.start for c in calls]), np.array([c.end for c in calls])
+        starts, ends = np.array([busy_from(c) for c in calls]), np.array([c.end for c in calls])
         self.tokens = np.array([c.tokens for c in calls], dtype=float)
         self.seconds = ends - starts
         self.contexts_known = all(c.context_tokens is not None or not c.resumed_tokens for c in calls)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from recipe.partial_rollout.admission import Admission
+from recipe.partial_rollout.definitions import p95
 from recipe.partial_rollout.planner.lengths import LengthTrace
 from recipe.partial_rollout.planner.simulation import Cluster, SimulatedRound, Simulation
 from recipe.partial_rollout.scheduling import Policy
@@ -69,7 +70,7 @@ def _summarize(
         trained_tokens_per_s=tokens / seconds,
         efficiency=tokens / seconds / full_tokens_per_s,
         staleness_mean=float(ages.mean()),
-        staleness_p95=float(np.percentile(ages, 95)),
+        staleness_p95=p95(ages),
         staleness_max=max(int(r.staleness.max()) for r in played),
         off_policy_fraction=1 - sum(r.on_policy_tokens for r in steady) / tokens,
         first_length=first_length,

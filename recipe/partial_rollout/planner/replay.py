@@ -62,6 +62,8 @@ def replay(run: RunRecord) -> Replay:
         raise ValueError(
             f"{path}: partial_rollout.overlap=auto changes from round to round; a run with a fixed one is needed"
         )
+    elif settings.group_filter is not None:
+        raise ValueError(f"{path}: algorithm.filter_groups.enable=True: the trace lacks the groups it filtered")
     curve = fit(call for round_ in run.rounds for call in round_.calls)
     cluster = Cluster(curve, replicas, settings.slots_per_replica, settings.resume_kv == "keep")
     # Past the end of a run that did not drain, its groups come again: the last rounds are as full as all others.

@@ -9,8 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from recipe.partial_rollout.definitions import bubble_fraction
+
 from .comparison import Comparison, Side
-from .concurrency import bubble_fraction
 from .findings import headline
 from .records import RunSettings, Step
 from .summary import ratio
@@ -37,7 +38,7 @@ def _mean(values: list[int]) -> float | None:
 
 
 def _bubble(settings: RunSettings, step: Step) -> float | None:
-    return bubble_fraction([step.round], settings.full_concurrency, settings.replicas)
+    return bubble_fraction([step.round], settings.full_concurrency)
 
 
 PANELS = (

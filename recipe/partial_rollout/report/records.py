@@ -60,6 +60,8 @@ class Call:
     """Tokens that it had to read again because its sample was interrupted."""
     context_tokens: int | None = None
     """Of the prompt and the response so far, at its start; None: the run did not note it."""
+    queued_s: float = 0.0
+    """Seconds for which it waited in the engine before it ran; 0 where the run did not note it."""
 
 
 @dataclass(frozen=True, slots=True)

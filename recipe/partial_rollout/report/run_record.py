@@ -103,10 +103,11 @@ def _read_call(place: str, values: object, replicas: int) -> Call:
             if end < start:
                 raise RunRecordError(f"{place}: a call ends ({end}) before it starts ({start})")
             match rest:
-                case [] | [int()] | [int(), int() | None]:
+                case [] | [int()] | [int(), int() | None] | [int(), int() | None, int() | float()]:
                     return Call(replica, float(start), float(end), tokens, version, *rest)
     raise RunRecordError(
-        f"{place}: a call should be [replica, start, end, tokens, version, resumed tokens, context tokens], "
+        f"{place}: a call should be [replica, start, end, tokens, version, resumed tokens, context tokens, "
+        f"queued seconds], "
         f"got {values!r:.60}"
     )
 

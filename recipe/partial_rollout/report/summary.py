@@ -4,9 +4,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
+from recipe.partial_rollout.definitions import Spread, bubble_fraction, spread
 
-from .concurrency import bubble_fraction
 from .records import RunRecord, Step
 
 REWARD_STEPS = 3
@@ -15,13 +14,6 @@ STEP_PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_w
 """verl's timers inside `timing_s/step`, in order."""
 OUTSIDE_PHASES = ("testing",)
 """verl's timers that run after the step's own has stopped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    mean: float
-    p95: float
-    max: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +72,6 @@ class Summary:
 def ratio(part: float | None, whole: float | None) -> float | None:
     """None where either is unknown or the whole is 0."""
     return part / whole if part is not None and whole else None
-
-
-def spread(values: Sequence[float]) -> Spread | None:
-    if not values:
-        return None
-    return Spread(statistics.fmean(values), float(np.percentile(values, 95)), max(values))
 
 
 def wait(values: Sequence[float | None]) -> Wait | None:
@@ -153,7 +139,7 @@ def summarize(run: RunRecord, full_speed: float | None) -> Summary:
         phases_s=_phases(run, step_s),
         decoded_tokens_per_s=speed,
         efficiency=ratio(speed, full_speed),
-        bubble_fraction=bubble_fraction(run.rounds, run.settings.full_concurrency, run.settings.replicas),
+        bubble_fraction=bubble_fraction(run.rounds, run.settings.full_concurrency),
         staleness=spread([age for step in run.steps for age in step.staleness]),
         off_policy_token_fraction=ratio(sum(group.off_policy_tokens for group in groups), tokens),
         mean_trained_length=statistics.fmean(lengths) if lengths else None,

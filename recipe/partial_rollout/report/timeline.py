@@ -15,9 +15,11 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from recipe.partial_rollout.definitions import RunningCurve
+
 from . import units
 from .comparison import Comparison, Side
-from .concurrency import RunningCurve, running_curve
+from .concurrency import running_curve
 from .records import RunRecord
 from .summary import engine_speed, ratio, summarize
 

@@ -1,0 +1,117 @@
+"""Behaviour weights at their three levels, against float64 references, and the effective sample that each leaves."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from verl.protocol import DataProto
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+
+from recipe.partial_rollout.behaviour_weights import effective_sample_size, weight_metrics
+
+LONG, NOISE, CAP = 16384, 0.03, 2.0
+
+
+def build(rows=5, width=12, spread=0.4, seed=0):
+    generator = np.random.default_rng(seed)
+    log_ratio = torch.tensor(generator.normal(0.0, spread, (rows, width)), dtype=torch.float32)
+    mask = torch.tensor(generator.integers(0, 2, (rows, width)), dtype=torch.int64)
+    mask[:, 0] = 1
+    return log_ratio, mask
+
+
+def reference(log_ratio, mask, level):
+    """float64 [B, R]: uncapped weights, token by token."""
+    weights = np.zeros(log_ratio.shape)
+    for row, (ratios, generated) in enumerate(zip(log_ratio.double().numpy(), mask.numpy().astype(bool), strict=True)):
+        for column in np.flatnonzero(generated):
+            weights[row, column] = {
+                "token": math.exp(ratios[column]),
+                "geometric": math.prod(math.exp(r) for r in ratios[generated]) ** (1 / generated.sum()),
+                "sequence": math.prod(math.exp(r) for r in ratios[generated]),
+            }[level]
+    return weights
+
+
+@pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
+def test_weights_are_those_of_their_level(level):
+    log_ratio, mask = build()
+    expected = reference(log_ratio, mask, level)
+    weights, metrics = compute_rollout_correction_weights(log_ratio, mask, level, 1.1)
+    np.testing.assert_allclose(weights.numpy(), np.minimum(expected, 1.1), rtol=2e-5)
+    assert metrics["rollout_is_mean"] == pytest.approx(np.minimum(expected, 1.1)[mask.bool()].mean(), rel=1e-5)
+
+
+def test_geometric_weights_mask_what_is_outside_the_bounds():
+    log_ratio, mask = build()
+    expected = reference(log_ratio, mask, "geometric")
+    weights, _ = compute_rollout_correction_weights(log_ratio, mask, "geometric", "0.9_1.1")
+    np.testing.assert_allclose(
+        weights.numpy(), np.where((expected >= 0.9) & (expected <= 1.1), expected, 0.0), rtol=2e-5
+    )
+
+
+def test_geometric_weights_are_normalised_over_sequences():
+    log_ratio, mask = build()
+    weights, metrics = compute_rollout_correction_weights(
+        log_ratio, mask, rollout_is="geometric", rollout_is_threshold=9.0, rollout_is_batch_normalize=True
+    )
+    expected = reference(log_ratio, mask, "geometric")
+    assert metrics["rollout_is_batch_norm_factor"] == pytest.approx(expected.max(1).mean(), rel=1e-5)
+    np.testing.assert_allclose(weights.numpy(), expected / expected.max(1).mean(), rtol=2e-5)
+
+
+def test_sequence_without_generated_tokens_has_no_weight():
+    log_ratio, mask = build()
+    mask[2] = 0
+    weights, _ = compute_rollout_correction_weights(log_ratio, mask, "geometric", CAP)
+    assert not weights[2].any() and weights.isfinite().all()
+
+
+def effective_sample(level, sequences):
+    """Left by ``sequences`` long sequences whose tokens' ratios are noise of mean 1."""
+    generator = torch.Generator().manual_seed(0)
+    weights = []
+    for _ in range(sequences // 100):
+        log_ratio = NOISE * torch.randn(100, LONG, generator=generator) - NOISE**2 / 2
+        weights.append(compute_rollout_correction_weights(log_ratio, torch.ones(100, LONG), level, CAP)[0][:, :8])
+    weights = torch.cat(weights)
+    batch = DataProto.from_single_dict({"rollout_is_weights": weights, "response_mask": torch.ones_like(weights)})
+    return weight_metrics(batch)["behaviour_weight/ess"]
+
+
+def test_noise_of_long_sequences_leaves_a_geometric_sample_whole_and_a_sequence_level_one_in_ruins():
+    assert effective_sample("sequence", 2000) == pytest.approx(0.06, abs=0.02)
+    assert effective_sample("geometric", 200) > 0.999
+    assert effective_sample("token", 100) > 0.99
+
+
+def test_effective_sample_size_is_kishs():
+    weights = torch.tensor([[0.5, 1.0, 7.0], [2.0, 0.0, 9.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
+    batch = DataProto.from_single_dict({"rollout_is_weights": weights, "response_mask": mask})
+    made = weight_metrics(batch)
+    assert made["behaviour_weight/mean"] == pytest.approx(3.5 / 4)
+    assert made["behaviour_weight/ess"] == pytest.approx(3.5**2 / (4 * (0.25 + 1 + 4)))
+
+
+def test_effective_sample_size_is_verls_at_every_level():
+    log_ratio, mask = build()
+    for level in ("token", "geometric", "sequence"):
+        weights, metrics = compute_rollout_correction_weights(log_ratio, mask, level, CAP)
+        batch = DataProto.from_single_dict({"rollout_is_weights": weights, "response_mask": mask})
+        ours = weight_metrics(batch)["behaviour_weight/ess"]
+        assert ours == pytest.approx(metrics["rollout_is_eff_sample_size"], rel=1e-5)
+
+
+def test_batch_without_weights_has_no_figures():
+    assert weight_metrics(DataProto.from_single_dict({"response_mask": torch.ones(1, 2)})) == {}
+    nothing = DataProto.from_single_dict({"rollout_is_weights": torch.ones(1, 2), "response_mask": torch.zeros(1, 2)})
+    assert weight_metrics(nothing) == {}
+    assert effective_sample_size(0.0, 0.0) == 0.0
+
+
+def test_verl_still_refuses_the_geometric_mean_by_itself():
+    with pytest.raises(ValueError, match="Invalid rollout_is: geometric"):
+        compute_rollout_correction_weights.__wrapped__(*build(), "geometric")

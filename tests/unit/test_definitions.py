@@ -1,0 +1,162 @@
+"""One definition each: dashboard and report give the same figure for the same calls and samples."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from recipe.partial_rollout.definitions import bubble_fraction, p95, running_curve, spread
+from recipe.partial_rollout.llm_client import EngineCall, ObservedLLMClient
+from recipe.partial_rollout.metrics import RolloutPhase, batch_metrics, phase_metrics, trained_records
+from recipe.partial_rollout.report.run_record import load_run
+from recipe.partial_rollout.report.summary import summarize
+from recipe.partial_rollout.run_trace import RunTrace
+from recipe.partial_rollout.types import TakenGroup
+
+FACTS = {
+    "arm": "PR",
+    "experiment": "tiny",
+    "batch_groups": 2,
+    "samples_per_group": 2,
+    "replicas": 2,
+    "slots_per_replica": 2,
+    "max_staleness": 4,
+    "mode": "window",
+    "policy": "bounded",
+    "verl": "0",
+    "vllm": "0",
+}
+FULL = 4
+
+
+def call(start, end, *, replica="a", queued_s=0.0, tokens=10):
+    return EngineCall(replica, start, end, tokens, 0, queued_s=queued_s)
+
+
+def reported(directory, phases, groups=()):
+    """The report's summary of a run with ``phases``, each of which trains ``groups`` at version 9."""
+    trace = RunTrace(directory, ["a", "b"], FACTS)
+    with (directory / "metrics.jsonl").open("w") as metrics:
+        for step, phase in enumerate(phases, start=1):
+            trace.round(
+                calls=phase.calls,
+                step=step,
+                version=step - 1,
+                start=phase.start,
+                end=phase.end,
+                interrupt_s=None,
+                resume_s=None,
+                trained=trained_records(groups, 9),
+                carried_groups=0,
+                lost_samples=0,
+            )
+            data = {"timing_s/step": phase.seconds, "timing_s/gen": phase.seconds}
+            metrics.write(json.dumps({"step": step, "data": data}) + "\n")
+    return summarize(load_run(directory), None)
+
+
+def random_phase(seed, *, start=1000.0):
+    generator = np.random.default_rng(seed)
+    calls = []
+    for _ in range(8):
+        begin, length = start + generator.uniform(-1, 9), generator.exponential(3.0)
+        queued = generator.choice([0.0, generator.uniform(0, 5)])
+        calls.append(call(begin, begin + length, replica=str(generator.choice(["a", "b"])), queued_s=float(queued)))
+    return RolloutPhase(start, start + 10.0, tuple(calls))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_dashboard_and_report_give_the_same_bubble(tmp_path, seed):
+    phase = random_phase(seed)
+    shown = phase_metrics(phase, FULL, None)["rollout/bubble_fraction"]
+    assert 0 < shown < 1
+    assert reported(tmp_path, [phase]).bubble_fraction == pytest.approx(shown, abs=1e-12)
+
+
+def test_bubble_is_what_a_fine_clock_counts():
+    phase = random_phase(1)
+    clock = np.arange(phase.start, phase.end, 1e-3) + 5e-4
+    running = sum(((clock >= c.start + c.queued_s) & (clock < c.end)).astype(int) for c in phase.calls)
+    assert bubble_fraction([phase], FULL) == pytest.approx(1 - np.minimum(running, FULL).mean() / FULL, abs=1e-3)
+
+
+def test_request_that_the_engine_queues_takes_no_slot():
+    # Two slots, 10 s: one call runs for 10 s, one waits for 6 s and runs for 4 s.
+    phase = RolloutPhase(0.0, 10.0, (call(0, 10), call(0, 10, queued_s=6.0)))
+    assert bubble_fraction([phase], 2) == pytest.approx(6 / 20)
+    assert call(0, 10, queued_s=6.0).tokens_within(0.0, 8.0) == 5.0
+
+
+def test_request_that_never_ran_takes_no_slot_and_has_no_tokens():
+    aborted = call(0, 4, queued_s=9.0, tokens=0)
+    assert bubble_fraction([RolloutPhase(0.0, 10.0, (aborted,))], 1) == 1.0
+    assert aborted.tokens_within(0.0, 10.0) == 0.0
+
+
+def test_bubble_of_several_phases_weighs_them_by_time():
+    full, empty = RolloutPhase(0.0, 30.0, (call(0, 30),)), RolloutPhase(40.0, 50.0, ())
+    assert bubble_fraction([full, empty], 1) == pytest.approx(10 / 40)
+    assert bubble_fraction([RolloutPhase(1.0, 1.0, ())], 1) is None
+    assert phase_metrics(RolloutPhase(1.0, 1.0, ()), 1, None)["rollout/bubble_fraction"] == 0.0
+
+
+def test_curve_has_a_row_for_each_replica():
+    phase = RolloutPhase(0.0, 10.0, (call(-5, 4), call(0, 99, replica="b", queued_s=2.0), call(3, 3, replica="b")))
+    curve = running_curve(phase, [0, 1, 1], 2)
+    assert curve.times.tolist() == [0, 2, 3, 4, 10]
+    assert curve.running.tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 0]]
+
+
+def test_dashboard_and_report_give_the_same_staleness(tmp_path, output):
+    groups = [
+        TakenGroup(f"0/{i}", i, 0, {}, tuple(output(3, version=9 - age) for age in ages))
+        for i, ages in enumerate([(0, 0), (1, 0), (0, 2), (5, 7)])
+    ]
+    shown = batch_metrics(groups, 9)
+    summary = reported(tmp_path, [RolloutPhase(0.0, 1.0, ())], groups)
+    assert summary.staleness is not None
+    assert (summary.staleness.mean, summary.staleness.p95, summary.staleness.max) == (
+        pytest.approx(shown["staleness/mean"]),
+        shown["staleness/p95"],
+        shown["staleness/max"],
+    )
+
+
+def test_p95_is_a_value_that_occurs():
+    assert p95([0] * 19 + [7]) == 0 and p95([0] * 18 + [3, 7]) == 3
+    assert p95([4]) == 4
+    assert spread([]) is None and spread([1, 2]).p95 == 2
+
+
+def test_queued_seconds_reach_the_trace_and_traces_without_them_read_as_none(tmp_path):
+    reported(tmp_path, [RolloutPhase(0.0, 10.0, (call(0, 10, queued_s=2.5),))])
+    (read,) = load_run(tmp_path).rounds[0].calls
+    assert read.queued_s == 2.5
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(trace.read_text().replace(", 2.5]]", "]]"))
+    (read,) = load_run(tmp_path).rounds[0].calls
+    assert read.queued_s == 0.0
+
+
+def test_call_keeps_what_its_replica_says_of_the_queue(monkeypatch):
+    async def generate(self, request_id, **_):
+        await self._acquire_server(request_id)
+        return TokenOutput(token_ids=[5], extra_fields={"global_steps": 1, "queued_s": 0.25})
+
+    async def acquire(self, request_id, **_):
+        return "a", None
+
+    monkeypatch.setattr(LLMServerClient, "generate", generate)
+    monkeypatch.setattr(LLMServerClient, "_acquire_server", acquire)
+
+    async def run():
+        client = ObservedLLMClient(SimpleNamespace())
+        output = await client.generate("r", prompt_ids=[1], sampling_params={})
+        return output, client.take_calls()
+
+    output, (noted,) = asyncio.run(run())
+    assert noted.queued_s == 0.25 and "queued_s" not in output.extra_fields, "no agent loop carries it on"
