@@ -16,7 +16,7 @@ source "${PARTIAL_ROLLOUT_VENV:-.venv}/bin/activate"
 export SWANLAB_MODE="${SWANLAB_MODE:-local}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore
 
 out=${OUT:-outputs/accept_cuda}
-python -m recipe.partial_rollout.trace_task.prepare --out "$out/task" --shape "${SHAPE:-0.6b}"
+python -m recipe.partial_rollout.tasks.trace_task.prepare --out "$out/task" --shape "${SHAPE:-0.6b}"
 for arm in noPR PR; do
   enable=True
   [[ $arm == PR ]] || enable=False
@@ -24,8 +24,8 @@ for arm in noPR PR; do
   python -m recipe.partial_rollout.main_ppo --config-name accept_cuda accept.dir="$out" \
     trainer.experiment_name="$arm" partial_rollout.enable="$enable" "$@"
 done
-python -m recipe.partial_rollout.report "$out/noPR" "$out/PR" --out "$out"
+python -m recipe.partial_rollout.tools report "$out/noPR" "$out/PR" --out "$out"
 if [[ -n "${SPECULATIVE:-}" ]]; then
-  python -m recipe.partial_rollout.bench distribution --method "$SPECULATIVE" --dtype bfloat16 \
+  python -m recipe.partial_rollout.tools bench distribution --method "$SPECULATIVE" --dtype bfloat16 \
     --model "$out/task/model" --data "$out/task/data/val.parquet"
 fi

@@ -9,7 +9,7 @@
 #     actor_rollout_ref.actor.optim.lr=3e-4 partial_rollout.drain=True
 #   bash run_scripts/convergence_cpu.sh --report-only
 #
-# Arguments are those of recipe.partial_rollout.convergence. OUT=dir (default outputs/convergence) chooses where the runs go.
+# Arguments are those of recipe.partial_rollout.tools.convergence. OUT=dir (default outputs/convergence) chooses where the runs go.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,5 +18,5 @@ source run_scripts/env_cpu.sh
 export PYTHONWARNINGS=ignore
 
 out=${OUT:-outputs/convergence}
-python -m recipe.partial_rollout.clock10.prepare --out "$out/task"
-exec python -m recipe.partial_rollout.convergence --out "$out" "$@"
+python -m recipe.partial_rollout.tasks.clock10.prepare --out "$out/task"
+exec python -m recipe.partial_rollout.tools convergence --out "$out" "$@"

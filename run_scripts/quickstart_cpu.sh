@@ -27,12 +27,12 @@ train() { # arm, hydra overrides...
 }
 
 say "warm start of the embedded task (cached in $out/task)"
-python -m recipe.partial_rollout.clock10.prepare --out "$out/task"
+python -m recipe.partial_rollout.tasks.clock10.prepare --out "$out/task"
 say "noPR: every round waits for its slowest sample"
 train noPR partial_rollout.enable=False "$@"
 say "PR: rounds are interrupted, what is unfinished goes on in the next"
 train PR partial_rollout.enable=True "$@"
 say "comparison"
-python -m recipe.partial_rollout.report "$out/noPR" "$out/PR" --out "$out"
+python -m recipe.partial_rollout.tools report "$out/noPR" "$out/PR" --out "$out"
 printf '\nquick start done in %d s; pictures and tables are in %s; SwanLab: swanlab watch %s/swanlog\n' \
   $((SECONDS - started)) "$out" "$out"

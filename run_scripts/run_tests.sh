@@ -17,6 +17,7 @@ fi
 python -m ruff check .
 python -m ruff format --check .
 python -m pyright
+lint-imports --no-cache
 python -m pytest tests/unit tests/integration
 # Two trainings at once: starting one keeps a single core busy for most of its time. A file's trainings stay together.
 # Their OpenMP threads sleep where they wait for each other: spinning, as they do by default, on cores that another training

@@ -12,12 +12,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.admission import Admission, Mode
-from recipe.partial_rollout.correction import Correction, Proximal
-from recipe.partial_rollout.failure_policy import FailurePolicy, OnSampleError
-from recipe.partial_rollout.group_filter import GroupFilter
-from recipe.partial_rollout.kept_kv import ResumeKV
-from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.engine.kept_kv import ResumeKV
+from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy, OnSampleError
+from recipe.partial_rollout.manager.group_filter import GroupFilter
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.training.correction import Correction, Proximal
 
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 """verl's key for the penalty of its dapo reward manager"""
@@ -128,7 +128,7 @@ class PartialRolloutConfig:
 
     enable: bool
     mode: Mode
-    policy: Policy
+    policy: SchedulingPolicy
     overlap: float
     """in force from the first round on"""
     overlap_control: OverlapSettings | None
@@ -202,7 +202,7 @@ class PartialRolloutConfig:
         settings = cls(
             enable=_flag("partial_rollout.enable", ours.enable),
             mode=_member("partial_rollout.mode", ours.mode, Mode),
-            policy=_member("partial_rollout.scheduling.policy", ours.scheduling.policy, Policy),
+            policy=_member("partial_rollout.scheduling.policy", ours.scheduling.policy, SchedulingPolicy),
             overlap=_number("partial_rollout.overlap", ours.overlap, AUTO) if control is None else control.start,
             overlap_control=control,
             max_staleness=_at_least("partial_rollout.max_staleness", ours.max_staleness, 0),
@@ -286,7 +286,7 @@ def _seconds_or_none(key: str, value: Any) -> float | None:
     return float(value)
 
 
-def settle_flags(config: DictConfig) -> None:
+def read_flags(config: DictConfig) -> None:
     """Make every flag of ``config.partial_rollout`` a bool in place, for those who read the config itself.
 
     Raises:

@@ -15,8 +15,8 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config import OVERLONG, ConfigError
-from recipe.partial_rollout.failures import one_line
-from recipe.partial_rollout.stop import StopTraining
+from recipe.partial_rollout.rollout.stop import StopTraining
+from recipe.partial_rollout.waits import one_line
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 _HERE = "recipe.partial_rollout"
@@ -27,15 +27,15 @@ def wire(config: DictConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     arm = "PartialRollout" if config.partial_rollout.enable else "Observed"
     OmegaConf.set_struct(config, False)
-    rollout.agent.agent_loop_manager_class = f"{_HERE}.agent_loop_manager.{arm}AgentLoopManager"
-    rollout.checkpoint_manager_class = f"{_HERE}.checkpoint_manager.RecipeCheckpointManager"
+    rollout.agent.agent_loop_manager_class = f"{_HERE}.rollout.agent_loop_manager.{arm}AgentLoopManager"
+    rollout.checkpoint_manager_class = f"{_HERE}.rollout.weight_sync.RecipeCheckpointManager"
     # The choice of conf/engine has done its work in the defaults list; what it leaves at the root nobody reads.
     config.pop("engine", None)
     overlong = OmegaConf.select(config, OVERLONG)
     if overlong and overlong.enable and overlong.len is None:
         overlong.len = max(1, config.reward.reward_kwargs.max_resp_len // 5)
     if config.partial_rollout.enable:
-        from recipe.partial_rollout.correction_check import wire_correction
+        from recipe.partial_rollout.training.correction_check import wire_correction
 
         wire_correction(config)
         ours = config.partial_rollout
@@ -56,8 +56,8 @@ def run(config: DictConfig) -> None:
     Raises:
         ConfigError: before Ray starts, in one line.
     """
-    from recipe.partial_rollout.attention import choose_attention
     from recipe.partial_rollout.preflight import check_config, check_prompts
+    from recipe.partial_rollout.training.attention import choose_attention
 
     choose_attention(config)
     # verl instantiates parts of the config away from their root, where interpolations would dangle.

@@ -10,17 +10,17 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.checkpoint import RunCheckpoints
-from recipe.partial_rollout.config import OVERLONG, PartialRolloutConfig, fail, settle_flags
-from recipe.partial_rollout.correction_check import check_correction
-from recipe.partial_rollout.kept_kv import ResumeKV
-from recipe.partial_rollout.manifest import ForeignCheckpointError, TornCheckpointError, verify
-from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, TornCheckpointError, verify
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
+from recipe.partial_rollout.config import OVERLONG, PartialRolloutConfig, fail, read_flags
+from recipe.partial_rollout.engine.kept_kv import ResumeKV
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.training.correction_check import check_correction
 
 
 def check_config(config: DictConfig) -> PartialRolloutConfig:
     """Raise ``ConfigError`` for the first mistake found; returns the checked settings. Flags in ``config`` become bools."""
-    settle_flags(config)
+    read_flags(config)
     settings = PartialRolloutConfig.from_config(config)
     _check_trainer(config, settings)
     _check_speculation(config)
@@ -108,7 +108,7 @@ def _check_speculation(config: DictConfig) -> None:
             key,
             speculative,
             "null with trainer.device=cpu: vLLM's proposers change there what is sampled "
-            "(python -m recipe.partial_rollout.bench distribution shows it)",
+            "(python -m recipe.partial_rollout.tools bench distribution shows it)",
         )
 
 
@@ -236,7 +236,7 @@ def _check_sizes(checkpoint: Path, settings: PartialRolloutConfig) -> None:
         raise fail(
             "algorithm.filter_groups.enable", False, f"True, as in {checkpoint}: it consumed more than it trained"
         )
-    if settings.policy is Policy.IN_ORDER and saved.get("policy") != Policy.IN_ORDER:
+    if settings.policy is SchedulingPolicy.IN_ORDER and saved.get("policy") != SchedulingPolicy.IN_ORDER:
         raise fail(
             "partial_rollout.scheduling.policy",
             settings.policy,

@@ -12,8 +12,8 @@ from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler, need_cr
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import collate_fn
 
-from recipe.partial_rollout.ray_trainer import PartialRolloutRayPPOTrainer
-from recipe.partial_rollout.worker_group import with_master_ports
+from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.training.worker_group import with_master_ports
 
 
 def start_ray(config: DictConfig) -> None:

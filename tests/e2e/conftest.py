@@ -24,7 +24,7 @@ def task(tmp_path_factory, worker_id):
     command = [
         sys.executable,
         "-m",
-        "recipe.partial_rollout.clock10.prepare",
+        "recipe.partial_rollout.tasks.clock10.prepare",
         "--out",
         str(directory / "task"),
         "--tiny",

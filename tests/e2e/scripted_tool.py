@@ -11,7 +11,7 @@ from pathlib import Path
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.function_tool import function_tool
 
-from recipe.partial_rollout.live_sample import LIVE_SAMPLE
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 
 
 @function_tool

@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipe.partial_rollout.audit import audit
-from recipe.partial_rollout.chaos.victim import processes_of_session
+from recipe.partial_rollout.tools.audit import audit
+from recipe.partial_rollout.tools.chaos.victim import processes_of_session
 
 HERE = Path(__file__).parent
 
@@ -100,7 +100,7 @@ def test_killed_replicas_come_back_and_the_other_takes_their_samples_over(start,
     assert run.process.wait(300) == 0, run.terminal()[-3000:]
     result, _ = audit(run.directory)
     assert result.violations == [] and result.complete and len(result.trained) == 16
-    assert run.read().steps[4]["partial_rollout/failures/replicas_restarted"] == 2
+    assert run.read().steps[4]["partial_rollout/failures/replicas_restarted_total"] == 2
     assert not orphan.is_running(), "it would hold the memory of its device"
 
 

@@ -110,7 +110,7 @@ def interruptions(on_engine):
     async def body(engine):
         from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-        from recipe.partial_rollout.replica import RecipeVLLMServer
+        from recipe.partial_rollout.engine.replica import RecipeVLLMServer
 
         await engine.get_supported_tasks()
         verls, ours = serve(engine, vLLMHttpServer), serve(engine, RecipeVLLMServer)
@@ -201,7 +201,7 @@ def kv_scarce(on_engine):
     """Interruption once KV blocks, not seats, have run out and samples were preempted; then every sample goes on."""
 
     async def body(engine):
-        from recipe.partial_rollout.replica import RecipeVLLMServer
+        from recipe.partial_rollout.engine.replica import RecipeVLLMServer
         from verl_ext.vllm_preemptions import preemptions_of
 
         await engine.get_supported_tasks()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.partial_rollout.kv_slots import ReplicaSlots, SampleSizes
+from recipe.partial_rollout.rollout.kv_slots import ReplicaSlots, SampleSizes
 from verl_ext.vllm_preemptions import preemptions_of
 
 PROMPT, RESPONSE, BLOCK = [4, 7, 8, 9, 10, 11], 100, 32
@@ -56,7 +56,7 @@ def scarce(on_engine):
     """One engine with more seats than KV blocks: run with all seats as slots, then with as many as the rule says."""
 
     async def body(engine):
-        from recipe.partial_rollout.replica import kv_tokens_of
+        from recipe.partial_rollout.engine.replica import kv_tokens_of
 
         found = SimpleNamespace(tokens=kv_tokens_of(engine.vllm_config))
         found.slots = ReplicaSlots(SEATS, given=False, kv_tokens=found.tokens, sizes=SampleSizes(len(PROMPT), LONGEST))

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.clock10.tokenizer import VOCABULARY_SIZE, build_tokenizer
-from recipe.partial_rollout.kept_kv import SaltedEngine, request_id_of
-from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.llm_client import PartialRolloutLLMClient
-from recipe.partial_rollout.resumption import sampling_of_call
+from recipe.partial_rollout.engine.kept_kv import SaltedEngine, request_id_of
+from recipe.partial_rollout.tasks.clock10.tokenizer import VOCABULARY_SIZE, build_tokenizer
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
+from recipe.partial_rollout.worker.resumption import sampling_of_call
 
 PROMPT, RESPONSE, BLOCK = [4, 7, 8, 9, 10, 11], 48, 32
 ODD = (40, 41, 42)

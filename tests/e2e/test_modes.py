@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe.partial_rollout.audit import audit
-from recipe.partial_rollout.ledger import NAME, read_ledger
+from recipe.partial_rollout.records.ledger import NAME, read_ledger
+from recipe.partial_rollout.tools.audit import audit
 
 DULL_REWARD = Path(__file__).with_name("dull_reward.py")
 SMALL = (

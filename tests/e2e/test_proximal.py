@@ -9,7 +9,7 @@ def test_interpolation_skips_the_pass_and_measures_its_error_on_request(train):
         "data.max_response_length=300",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.rollout.max_num_seqs=32",
-        "reward.custom_reward_function.path=pkg://recipe.partial_rollout.trace_task.reward",
+        "reward.custom_reward_function.path=pkg://recipe.partial_rollout.tasks.trace_task.reward",
         "partial_rollout.overlap=1.0",
         "partial_rollout.max_staleness=2",
         "partial_rollout.proximal=interpolate",

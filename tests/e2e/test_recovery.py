@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from recipe.partial_rollout.audit import audit
-from recipe.partial_rollout.chaos.__main__ import main as chaos
-from recipe.partial_rollout.chaos.victim import processes_of_session
+from recipe.partial_rollout.tools.audit import audit
+from recipe.partial_rollout.tools.chaos.command import main as chaos
+from recipe.partial_rollout.tools.chaos.victim import processes_of_session
 
 # Up to three trainings, one after the other.
 pytestmark = pytest.mark.timeout(1800)

@@ -25,8 +25,8 @@ def reward_model(tmp_path_factory):
     import torch
     from transformers import Qwen3ForSequenceClassification
 
-    from recipe.partial_rollout.clock10.model import build_config
-    from recipe.partial_rollout.clock10.tokenizer import build_tokenizer
+    from recipe.partial_rollout.tasks.clock10.model import build_config
+    from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 
     directory = tmp_path_factory.mktemp("reward_model")
     config = build_config()

@@ -79,8 +79,12 @@ def test_nothing_is_lost_and_the_last_round_drains(arms):
     run = arms["PR"]
     assert all(step["partial_rollout/lost_samples"] == 0 for step in run.steps.values())
     assert run.steps[6]["partial_rollout/inflight/samples"] == 0
-    assert any(step["partial_rollout/cache/carried_groups"] > 0 for step in run.steps.values())
-    assert run.steps[6]["partial_rollout/cache/resumed"] == run.steps[6]["partial_rollout/cache/interrupted"] > 0
+    assert any(step["partial_rollout/buffer/carried_groups"] > 0 for step in run.steps.values())
+    assert (
+        run.steps[6]["partial_rollout/buffer/resumed_total"]
+        == run.steps[6]["partial_rollout/buffer/interrupted_total"]
+        > 0
+    )
 
 
 def test_no_response_is_over_its_budget(arms):
@@ -103,7 +107,7 @@ def test_probe_measures_the_engine_kept_full(arms):
 
 
 def test_report_compares_the_arms_at_equal_work(arms, tmp_path):
-    command = [sys.executable, "-m", "recipe.partial_rollout.report"]
+    command = [sys.executable, "-m", "recipe.partial_rollout.tools", "report"]
     directories = [str(arms[arm].directory) for arm in ("noPR", "PR")]
     done = subprocess.run(
         [*command, *directories, "--out", str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=120
@@ -140,6 +144,6 @@ def test_tool_conversation_survives_interruptions(module_train, tmp_path, monkey
     answers = sum(step["num_turns/mean"] * 16 / 2 for step in run.steps.values())
     assert len(segments) == 64 and sum(segments) > answers
     assert max(by_sample.values()) == 2
-    assert run.steps[max(run.steps)]["partial_rollout/failures/retried"] == 1
+    assert run.steps[max(run.steps)]["partial_rollout/failures/retried_total"] == 1
     assert max(step["num_turns/max"] for step in run.steps.values()) == 6
     assert all(step["training/rollout_probs_diff_max"] < 1e-3 for step in run.steps.values())

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import ray
 
-from recipe.partial_rollout.admission import Admission, Mode
-from recipe.partial_rollout.failure_policy import FailurePolicy, OnSampleError
-from recipe.partial_rollout.manager_actor import ManagerActor
-from recipe.partial_rollout.manager_messages import Report, RolloutFailedError
-from recipe.partial_rollout.scheduling import Policy
-from recipe.partial_rollout.types import Progress, Prompt, SampleOutput, Segment
+from recipe.partial_rollout.manager.actor import ManagerActor
+from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy, OnSampleError
+from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.manager.types import Progress, Prompt, SampleOutput, Segment
 
 
 def output_of(length=3, version=0):
@@ -40,7 +40,9 @@ def start():
 
     def build(*, batch=2, n=2, overlap=1.0, stall_s=30.0, workers=(("w0", 64),), mode=Mode.WINDOW, failures=None):
         admission = Admission(mode, batch, n, overlap, 2 * batch, batch * n, 4)
-        actor = ray.remote(ManagerActor).remote(admission, Policy.BOUNDED, stall_s, failures or FailurePolicy())
+        actor = ray.remote(ManagerActor).remote(
+            admission, SchedulingPolicy.BOUNDED, stall_s, failures or FailurePolicy()
+        )
         actors.append(actor)
         for name, capacity in workers:
             ray.get(actor.register_worker.remote(name, capacity))
@@ -82,7 +84,7 @@ def test_round_ends_at_its_last_needed_sample_and_carries_the_rest(start):
     ray.get(
         actor.report.remote(Report("w0", progress=(Progress(b.sample_id, (segment,)),), interrupted=(b.sample_id,)))
     )
-    ray.get(actor.settled.remote("w0"))
+    ray.get(actor.flushed.remote("w0"))
     (taken,) = ray.get(actor.take_batch.remote())
     assert taken.uid == "0/0" and taken.outputs[0].response_length == 3
     ray.get(actor.acknowledge.remote([taken.uid]))
@@ -180,7 +182,7 @@ def test_a_scripted_engine_trains_every_prompt_once(start):
             while any(held.values()):
                 await asyncio.sleep(0.001)
             for name in held:
-                await actor.settled.remote(name)
+                await actor.flushed.remote(name)
             batch = await actor.take_batch.remote()
             trained += [group.uid for group in batch]
             await actor.acknowledge.remote([group.uid for group in batch])

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import ray
 
-from recipe.partial_rollout.admission import Admission, Mode
-from recipe.partial_rollout.failure_policy import FailurePolicy, OnSampleError
-from recipe.partial_rollout.manager_actor import ManagerActor
-from recipe.partial_rollout.manager_messages import Report, RolloutFailedError
-from recipe.partial_rollout.output_store import RayObjects, _Bundle, fetch_groups
-from recipe.partial_rollout.scheduling import Policy
-from recipe.partial_rollout.types import Prompt, SampleOutput, StoredOutput
+from recipe.partial_rollout.manager.actor import ManagerActor
+from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy, OnSampleError
+from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
+from recipe.partial_rollout.manager.output_store import RayObjects, _Bundle, fetch_groups
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.manager.types import Prompt, SampleOutput, StoredOutput
 
 # Ray's workers cannot import a test module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -58,7 +58,7 @@ def start():
     def build(*, groups=1, n=2, store=STORE, failures=None, version=0, offer=True):
         admission = Admission(Mode.WINDOW, groups, n, 0.0, groups, groups * n, 4)
         actor = ray.remote(ManagerActor).remote(
-            admission, Policy.BOUNDED, 30.0, failures or FailurePolicy(), store=store
+            admission, SchedulingPolicy.BOUNDED, 30.0, failures or FailurePolicy(), store=store
         )
         actors.append(actor)
         ray.get(actor.register_worker.remote("w0", 64))
@@ -83,7 +83,7 @@ def finish_all(actor, length):
 def take(actor):
     """The batch as the manager answers."""
     ray.get(actor.wait_round.remote(), timeout=10)
-    ray.get(actor.settled.remote("w0"))
+    ray.get(actor.flushed.remote("w0"))
     return ray.get(actor.take_batch.remote())
 
 

@@ -5,11 +5,11 @@ import itertools
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.admission import Admission, Mode
-from recipe.partial_rollout.failure_policy import FailurePolicy
-from recipe.partial_rollout.prompts_manager import PromptsManager
-from recipe.partial_rollout.scheduling import Policy
-from recipe.partial_rollout.types import Prompt, SampleOutput, Segment
+from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy
+from recipe.partial_rollout.manager.prompts_manager import PromptsManager
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 
 
 def build_prompts(count, *, start=0, epoch=0):
@@ -46,7 +46,7 @@ def build_manager(
     overlap=1.0,
     max_staleness=4,
     mode=Mode.WINDOW,
-    policy=Policy.BOUNDED,
+    policy=SchedulingPolicy.BOUNDED,
     over_sampling=None,
     in_flight=None,
     prompts=100,

@@ -9,8 +9,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from recipe.partial_rollout.admitting_engine import AdmittingEngine
-from recipe.partial_rollout.replica import RecipeVLLMServer
+from recipe.partial_rollout.engine.admitting_engine import AdmittingEngine
+from recipe.partial_rollout.engine.replica import RecipeVLLMServer
 
 PARAMS = SamplingParams(max_tokens=5)
 

@@ -15,13 +15,14 @@ from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from recipe.partial_rollout import main_ppo, plain_codec
+from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout.checkpoint import plain_codec
 from recipe.partial_rollout.config import PartialRolloutConfig
-from recipe.partial_rollout.correction_check import check_correction
-from recipe.partial_rollout.group_filter import GroupFilter
-from recipe.partial_rollout.live_sample import LiveSample
-from recipe.partial_rollout.turn_alignment import sample_output
-from recipe.partial_rollout.types import Segment
+from recipe.partial_rollout.manager.group_filter import GroupFilter
+from recipe.partial_rollout.manager.types import Segment
+from recipe.partial_rollout.training.correction_check import check_correction
+from recipe.partial_rollout.worker.live_sample import LiveSample
+from recipe.partial_rollout.worker.turn_alignment import sample_output
 
 # name: (estimator, policy loss under partial rollout, behaviour weights, lower clip, upper clip, aggregation)
 ALGORITHMS = {

@@ -8,8 +8,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.attention import choose_attention
 from recipe.partial_rollout.config import ConfigError
+from recipe.partial_rollout.training.attention import choose_attention
 from verl_ext import attention, check
 
 KEY = "actor_rollout_ref.model.override_config.attn_implementation"
@@ -143,7 +143,7 @@ def test_module_of_that_name_from_another_distribution_is_not_it(monkeypatch):
 
 
 def test_packed_rows_would_be_right_with_torchs_attention():
-    """What is given up by not packing is speed; why it is given up is in ``recipe/partial_rollout/attention.py``."""
+    """Not packing costs speed; ``training/attention.py`` says why it is done all the same."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     shape = {

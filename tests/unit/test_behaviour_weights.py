@@ -8,7 +8,7 @@ import torch
 from verl.protocol import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
-from recipe.partial_rollout.behaviour_weights import effective_sample_size, weight_metrics
+from recipe.partial_rollout.training.behaviour_weights import effective_sample_size, weight_metrics
 
 LONG, NOISE, CAP = 16384, 0.03, 2.0
 

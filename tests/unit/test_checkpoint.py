@@ -11,11 +11,11 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
-from recipe.partial_rollout import checkpoint
-from recipe.partial_rollout.checkpoint import RunCheckpoints, claim_retention
-from recipe.partial_rollout.prompt_source import SlotLoader
-from recipe.partial_rollout.ray_trainer import PartialRolloutRayPPOTrainer
-from recipe.partial_rollout.snapshot import TornCheckpointError, write_snapshot
+from recipe.partial_rollout.checkpoint import run_checkpoints as checkpoint
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
+from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError, write_snapshot
+from recipe.partial_rollout.rollout.prompt_source import SlotLoader
+from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 
 SIZES = {"batch_groups": 2, "samples_per_group": 2, "max_staleness": 4}
 

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from ray.exceptions import RayActorError
 
-from recipe.partial_rollout.checkpoint_manager import RecipeCheckpointManager, WeightSyncError
-from recipe.partial_rollout.failures import ReplicaError
-from recipe.partial_rollout.server_control import ServerControl
+from recipe.partial_rollout.rollout.server_control import ServerControl
+from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager, WeightSyncError
+from recipe.partial_rollout.waits import ReplicaError
 
 SERVER_DIED = RayActorError()
 ENGINE_DIED = RuntimeError("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue")

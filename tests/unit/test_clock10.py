@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe.partial_rollout.clock10 import prepare
-from recipe.partial_rollout.clock10.dataset import draw_training, draw_validation, write_dataset
-from recipe.partial_rollout.clock10.demonstration import Mixture, search_line
-from recipe.partial_rollout.clock10.expression import (
+from recipe.partial_rollout.tasks.clock10 import prepare
+from recipe.partial_rollout.tasks.clock10.dataset import draw_training, draw_validation, write_dataset
+from recipe.partial_rollout.tasks.clock10.demonstration import Mixture, search_line
+from recipe.partial_rollout.tasks.clock10.expression import (
     OPERATORS,
     Problem,
     draw_problem,
@@ -25,10 +25,10 @@ from recipe.partial_rollout.clock10.expression import (
     partial_results,
     reachable_targets,
 )
-from recipe.partial_rollout.clock10.model import build_model
-from recipe.partial_rollout.clock10.reward import compute_score
-from recipe.partial_rollout.clock10.tokenizer import CHARACTERS, build_tokenizer
-from recipe.partial_rollout.clock10.warm_start import IGNORED, WarmStart, draw_batches, train
+from recipe.partial_rollout.tasks.clock10.model import build_model
+from recipe.partial_rollout.tasks.clock10.reward import compute_score
+from recipe.partial_rollout.tasks.clock10.tokenizer import CHARACTERS, build_tokenizer
+from recipe.partial_rollout.tasks.clock10.warm_start import IGNORED, WarmStart, draw_batches, train
 
 EXAMPLE = Problem((3, 4, 2, 9), 8)
 digits_of_a_problem = st.lists(st.integers(1, 9), min_size=3, max_size=5).map(tuple)
@@ -345,7 +345,7 @@ def test_a_second_call_does_nothing_and_never_imports_torch(tiny_task):
     before = {path: path.stat().st_mtime_ns for path in tiny_task.rglob("*")}
     arguments = ["--out", str(tiny_task), "--tiny", "--steps", "4"]
     script = (
-        f"import sys; from recipe.partial_rollout.clock10 import prepare; prepare.main({arguments!r}); "
+        f"import sys; from recipe.partial_rollout.tasks.clock10 import prepare; prepare.main({arguments!r}); "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     result = run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

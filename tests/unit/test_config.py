@@ -8,8 +8,9 @@ import ray
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from recipe.partial_rollout import main_ppo, manifest
-from recipe.partial_rollout.config import FLAGS, ConfigError, settle_flags
+from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout.checkpoint import manifest
+from recipe.partial_rollout.config import FLAGS, ConfigError, read_flags
 from recipe.partial_rollout.preflight import check_config, check_prompts
 
 SIZES = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
@@ -290,7 +291,7 @@ def test_flag_that_is_neither_true_nor_false_is_refused(key, value):
     config = OmegaConf.create({"partial_rollout": ours})
     OmegaConf.update(config, f"partial_rollout.{key}", value)
     with pytest.raises(ConfigError, match=rf"^partial_rollout\.{key}={value}: true or false$"):
-        settle_flags(config)
+        read_flags(config)
 
 
 def test_every_yes_or_no_key_is_a_checked_flag(configure):

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.convergence.__main__ import main
-from recipe.partial_rollout.convergence.arms import Bound, arms, bound_of
-from recipe.partial_rollout.convergence.curves import ArmCurve, curve_of, gap
-from recipe.partial_rollout.convergence.document import label, table
-from recipe.partial_rollout.report.run_record import load_run
-from recipe.partial_rollout.study import Study, StudyError
+from recipe.partial_rollout.records.run_record import load_run
+from recipe.partial_rollout.tools.convergence.arms import Bound, arms, bound_of
+from recipe.partial_rollout.tools.convergence.command import main
+from recipe.partial_rollout.tools.convergence.curves import ArmCurve, curve_of, gap
+from recipe.partial_rollout.tools.convergence.document import label, table
+from recipe.partial_rollout.tools.study import Study, StudyError
 
 STEPS = 4
 
@@ -90,7 +90,7 @@ def test_every_arm_composes_and_passes_the_recipes_checks(tmp_path):
 
     from recipe.partial_rollout import main_ppo
     from recipe.partial_rollout.config import PartialRolloutConfig
-    from recipe.partial_rollout.correction_check import check_correction
+    from recipe.partial_rollout.training.correction_check import check_correction
 
     study = Study(
         tmp_path, tuple(arms([Bound(1, 1), Bound(8, 2)], behaviour_clipping=True)), (1,), STEPS, "convergence_cpu"

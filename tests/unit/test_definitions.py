@@ -9,13 +9,14 @@ import pytest
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.definitions import bubble_fraction, p95, running_curve, spread
-from recipe.partial_rollout.llm_client import EngineCall, ObservedLLMClient
-from recipe.partial_rollout.metrics import RolloutPhase, batch_metrics, phase_metrics, trained_records
-from recipe.partial_rollout.report.run_record import load_run
-from recipe.partial_rollout.report.summary import summarize
-from recipe.partial_rollout.run_trace import RunTrace
-from recipe.partial_rollout.types import TakenGroup
+from recipe.partial_rollout.manager.types import TakenGroup
+from recipe.partial_rollout.records.definitions import bubble_fraction, p95, running_curve, spread
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.run_record import load_run
+from recipe.partial_rollout.records.run_trace import RunTrace
+from recipe.partial_rollout.rollout.metrics import RolloutPhase, batch_metrics, phase_metrics, trained_records
+from recipe.partial_rollout.tools.report.summary import summarize
+from recipe.partial_rollout.worker.llm_client import ObservedLLMClient
 
 FACTS = {
     "arm": "PR",

@@ -6,16 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.partial_rollout import group_filter, length_ledger, plain_codec
-from recipe.partial_rollout.admission import Admission, Mode
-from recipe.partial_rollout.agent_loop_manager import PartialRolloutAgentLoopManager
-from recipe.partial_rollout.failure_policy import FailurePolicy, OnSampleError
-from recipe.partial_rollout.group_filter import GroupFilter, MissingMetricError
-from recipe.partial_rollout.ledger import NAME, Ledger, read_ledger
-from recipe.partial_rollout.manager_actor import ManagerActor
-from recipe.partial_rollout.manager_messages import PromptsWanted, Report, RolloutFailedError, Settled
-from recipe.partial_rollout.scheduling import Policy
-from recipe.partial_rollout.stop import StopSignals
+from recipe.partial_rollout.checkpoint import plain_codec
+from recipe.partial_rollout.manager import group_filter, length_ledger
+from recipe.partial_rollout.manager.actor import ManagerActor
+from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy, OnSampleError
+from recipe.partial_rollout.manager.group_filter import GroupFilter, MissingMetricError
+from recipe.partial_rollout.manager.messages import Flushed, PromptsWanted, Report, RolloutFailedError
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.records.ledger import NAME, Ledger, read_ledger
+from recipe.partial_rollout.rollout.agent_loop_manager import PartialRolloutAgentLoopManager
+from recipe.partial_rollout.rollout.stop import StopSignals
 
 ACC = GroupFilter("acc")
 
@@ -116,7 +117,7 @@ def test_equal_group_is_no_part_of_the_batch(filtering, output):
 
 
 def test_in_order_the_next_group_takes_the_place_of_a_filtered_one(filtering, output):
-    m = filtering(batch=2, policy=Policy.IN_ORDER)
+    m = filtering(batch=2, policy=SchedulingPolicy.IN_ORDER)
     end_groups(m, output, "0/0")
     end_groups(m, output, "0/3", "0/2", equal=False)
     assert not m.round_complete()
@@ -280,7 +281,7 @@ def test_checkpoint_of_before_there_was_a_filter_still_loads(manager, output):
 
 def actor(group_filter=ACC):
     return ManagerActor(
-        Admission(Mode.WINDOW, 1, 2, 0.0, 2, 2, 4), Policy.BOUNDED, stall_s=30.0, group_filter=group_filter
+        Admission(Mode.WINDOW, 1, 2, 0.0, 2, 2, 4), SchedulingPolicy.BOUNDED, stall_s=30.0, group_filter=group_filter
     )
 
 
@@ -310,7 +311,7 @@ def test_round_that_uses_its_prompts_up_goes_on_with_more(prompts, output):
 def test_round_is_not_opened_where_the_data_cannot_fill_it(prompts):
     async def life():
         manager = ManagerActor(
-            Admission(Mode.WINDOW, 2, 2, 0.0, 4, 4, 4), Policy.BOUNDED, stall_s=30.0, group_filter=ACC
+            Admission(Mode.WINDOW, 2, 2, 0.0, 4, 4, 4), SchedulingPolicy.BOUNDED, stall_s=30.0, group_filter=ACC
         )
         await manager.register_worker("w0", 2)
         return await manager.prepare_round(0, [], 0)
@@ -351,7 +352,7 @@ class Rounds(PartialRolloutAgentLoopManager):
             group_filter=ACC, batch_groups=1, deadlines=SimpleNamespace(interrupt_s=5.0, stall_s=60.0), drain=True
         )
         self._manager, self._settings = Here(actor), settings
-        self._site = SimpleNamespace(
+        self._context = SimpleNamespace(
             source=source,
             stop=StopSignals(),
             ledger=Ledger(directory),
@@ -400,7 +401,7 @@ def test_trainer_offers_prompts_for_as_long_as_a_round_filters(prompts, output, 
         working = asyncio.ensure_future(run_worker(manager, output, dull=9))
         await asyncio.wait_for(rounds._until_complete(), 10)
         working.cancel()
-        figures = rounds._note_filtered(1, 0, await manager.take_filtered(), Settled(0.0, await manager.metrics()))
+        figures = rounds._note_filtered(1, 0, await manager.take_filtered(), Flushed(0.0, await manager.metrics()))
         return numbers(await manager.take_batch()), figures, source.left
 
     trained, figures, left = asyncio.run(life())
@@ -412,7 +413,7 @@ def test_trainer_offers_prompts_for_as_long_as_a_round_filters(prompts, output, 
 def test_trainer_is_told_that_the_data_is_exhausted_before_the_next_slot(prompts, tmp_path):
     async def life():
         manager = ManagerActor(
-            Admission(Mode.WINDOW, 2, 2, 0.0, 4, 4, 4), Policy.BOUNDED, stall_s=30.0, group_filter=ACC
+            Admission(Mode.WINDOW, 2, 2, 0.0, 4, 4, 4), SchedulingPolicy.BOUNDED, stall_s=30.0, group_filter=ACC
         )
         rounds = Rounds(manager, Prompts(prompts, 1), tmp_path)
         rounds._prepare(0, await manager.wanted())
@@ -425,7 +426,7 @@ def test_trainer_is_told_that_the_data_is_exhausted_before_the_next_slot(prompts
 def test_equal_groups_that_are_trained_all_the_same_are_warned_of(prompts, tmp_path, capsys):
     rounds = Rounds(None, None, tmp_path)
     for total in (2, 2, 3):
-        rounds._note_filtered(1, 0, (), Settled(0.0, {"filter/spared_total": total}))
+        rounds._note_filtered(1, 0, (), Flushed(0.0, {"filter/spared_total": total}))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" (")[0] for line in lines] == [
         f"step 1: groups of equal acc that are trained all the same: {count}" for count in (2, 1)

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.partial_rollout.admission import Admission, Mode
-from recipe.partial_rollout.agent_loop_manager import PartialRolloutAgentLoopManager
-from recipe.partial_rollout.engine_watch import watch_engines
-from recipe.partial_rollout.manager_actor import ManagerActor
-from recipe.partial_rollout.manager_messages import Report, RolloutFailedError
-from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.manager.actor import ManagerActor
+from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.rollout.agent_loop_manager import PartialRolloutAgentLoopManager
+from recipe.partial_rollout.rollout.engine_watch import watch_engines
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ class Engines:
 
 async def round_of_one_sample(prompts, engines):
     """The driver's wait for a round whose one sample reports nothing; the manager, the wait, the sample."""
-    actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 0.0, 2, 1, 4), Policy.BOUNDED, stall_s=0.4)
+    actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 0.0, 2, 1, 4), SchedulingPolicy.BOUNDED, stall_s=0.4)
     await actor.register_worker("w0", 4)
     await actor.prepare_round(0, prompts(1), False)
     (grant,) = await actor.claim("w0")
     driver = PartialRolloutAgentLoopManager.__new__(PartialRolloutAgentLoopManager)
     driver._settings = SimpleNamespace(deadlines=SimpleNamespace(stall_s=0.4))
-    driver._site, driver._manager = SimpleNamespace(control=engines), Remote(actor)
+    driver._context, driver._manager = SimpleNamespace(control=engines), Remote(actor)
     return actor, asyncio.ensure_future(driver._wait_round()), grant.sample_id
 
 

@@ -5,13 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.admission import Admission, Mode
-from recipe.partial_rollout.failure_policy import FailurePolicy, FailureVerdict, OnSampleError
-from recipe.partial_rollout.manager_actor import ManagerActor
-from recipe.partial_rollout.manager_messages import Report, RolloutFailedError
-from recipe.partial_rollout.scheduling import Policy
-from recipe.partial_rollout.snapshot import TornCheckpointError
-from recipe.partial_rollout.types import Progress
+from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError
+from recipe.partial_rollout.manager.actor import ManagerActor
+from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict, OnSampleError
+from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.manager.types import Progress
 
 RETRY_ONCE = FailurePolicy(OnSampleError.RETRY, sample_retries=1, retry_backoff_s=0.02)
 
@@ -55,7 +55,7 @@ def test_sample_that_used_up_its_retries_is_masked_and_its_group_trains(manager,
     assert output.versions.tolist() == [-1] * 5
     assert output.reward_score is None and len(output.prompt_ids) == 0
     figures = m.metrics()
-    assert [figures[f"failures/{key}"] for key in ("failed", "retried", "masked")] == [2, 1, 1]
+    assert [figures[f"failures/{key}_total"] for key in ("failed", "retried", "masked")] == [2, 1, 1]
 
 
 def test_masked_sample_without_tokens_has_one(manager):
@@ -220,7 +220,7 @@ def test_uids_admitted_in_a_suspended_round_are_told_after_the_restore(manager, 
 
 
 def actor_of(failures=RETRY_ONCE, stall_s=30.0):
-    return ManagerActor(Admission(Mode.WINDOW, 1, 1, 0.0, 2, 1, 4), Policy.BOUNDED, stall_s, failures)
+    return ManagerActor(Admission(Mode.WINDOW, 1, 1, 0.0, 2, 1, 4), SchedulingPolicy.BOUNDED, stall_s, failures)
 
 
 async def one_claimed(actor, prompts):
@@ -346,7 +346,7 @@ def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, monkeypa
             asyncio.run_coroutine_threadsafe(release.wait(), loop).result(10)
             raise TornCheckpointError("written at last")
 
-        monkeypatch.setattr("recipe.partial_rollout.manager_actor.write_snapshot", slow)
+        monkeypatch.setattr("recipe.partial_rollout.manager.actor.write_snapshot", slow)
         saving = asyncio.ensure_future(actor.save(str(tmp_path / "s")))
         await asyncio.sleep(0.05)
         figures = await asyncio.wait_for(actor.metrics(), 1)

@@ -13,12 +13,12 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.admission import Admission, Mode
-from recipe.partial_rollout.failure_policy import FailurePolicy, FailureVerdict, OnSampleError
-from recipe.partial_rollout.prompts_manager import PromptsManager
-from recipe.partial_rollout.scheduling import Policy
-from recipe.partial_rollout.snapshot import read_snapshot, write_snapshot
-from recipe.partial_rollout.types import Prompt, SampleOutput, Segment
+from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
+from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict, OnSampleError
+from recipe.partial_rollout.manager.prompts_manager import PromptsManager
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 
 CHUNK = 3
 """tokens of one engine call"""
@@ -68,7 +68,7 @@ class ScriptedRun:
         admission = Admission(Mode.WINDOW, self.batch, self.n, 1.0, 0, 0, self.max_staleness)
         self.clock = itertools.count()
         policy = FailurePolicy(OnSampleError.RETRY, sample_retries=2)
-        self.manager = PromptsManager(admission, Policy.BOUNDED, lambda: float(next(self.clock)), policy)
+        self.manager = PromptsManager(admission, SchedulingPolicy.BOUNDED, lambda: float(next(self.clock)), policy)
         self.held = {}
         self.running = deque()
         self.failed = deque()

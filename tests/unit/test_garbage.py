@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from recipe.partial_rollout import garbage
+from recipe.partial_rollout.manager import garbage
 
 
 class Cycle:

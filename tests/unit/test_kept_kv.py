@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from recipe.partial_rollout.kept_kv import SaltedEngine, kv_gap, request_id_of, salt_of
+from recipe.partial_rollout.engine.kept_kv import SaltedEngine, kv_gap, request_id_of, salt_of
 
 
 class Engine:
@@ -84,13 +84,13 @@ def test_gap_is_of_the_newest_tokens_of_older_samples():
         behaviour=[[-1.0, -2.0, -3.0, 0.0], [-9.0, -9.0, -9.0, -9.0]],
         proximal=[[-7.0, -2.5, -3.1, -5.0], [-1.0, -1.0, -1.0, -1.0]],
     )
-    assert figures["resume/kv_gap_tokens"] == 2
-    assert figures["resume/kv_gap_mean"] == pytest.approx(0.3)
-    assert figures["resume/kv_gap_max"] == pytest.approx(0.5)
+    assert figures["mismatch/kv_gap_tokens"] == 2
+    assert figures["mismatch/kv_gap_mean"] == pytest.approx(0.3)
+    assert figures["mismatch/kv_gap_max"] == pytest.approx(0.5)
 
 
 def test_batch_without_resumed_samples_has_no_gap():
-    assert gap([[2, 2]], [[-1.0, -1.0]], [[-2.0, -2.0]]) == {"resume/kv_gap_tokens": 0}
+    assert gap([[2, 2]], [[-1.0, -1.0]], [[-2.0, -2.0]]) == {"mismatch/kv_gap_tokens": 0}
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def server(monkeypatch):
     """A ``RecipeVLLMServer`` without an engine process; notes what verl's methods are asked."""
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-    from recipe.partial_rollout.replica import RecipeVLLMServer
+    from recipe.partial_rollout.engine.replica import RecipeVLLMServer
 
     def build(resume_kv):
         server = object.__new__(RecipeVLLMServer)

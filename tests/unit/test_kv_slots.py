@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.partial_rollout.agent_loop_manager import PartialRolloutAgentLoopManager
-from recipe.partial_rollout.kv_slots import KV_SHARE, ReplicaSlots, SampleSizes
-from recipe.partial_rollout.llm_client import EngineCall
-from recipe.partial_rollout.observed_manager import ObservedAgentLoopManager
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.rollout.agent_loop_manager import PartialRolloutAgentLoopManager
+from recipe.partial_rollout.rollout.kv_slots import KV_SHARE, ReplicaSlots, SampleSizes
+from recipe.partial_rollout.rollout.observed_manager import ObservedAgentLoopManager
 
 
 def slots(most=128, *, given=False, kv=21_504, prompt=64, response=1024):
@@ -95,7 +95,7 @@ def manager_with(chosen, manager_class=PartialRolloutAgentLoopManager):
         sent.append(capacity)
 
     manager = object.__new__(manager_class)
-    manager._site = SimpleNamespace(slots=chosen, control=Control())
+    manager._context = SimpleNamespace(slots=chosen, control=Control())
     manager._settings = SimpleNamespace(batch_samples=96)
     manager.agent_loop_workers = [None] * 3
     manager._manager = SimpleNamespace(resize_workers=SimpleNamespace(remote=resize))
@@ -118,5 +118,5 @@ def test_slots_and_preemptions_are_figures_of_a_step(manager_class):
     manager, _ = manager_with(slots(), manager_class)
     expected = {"rollout/slots_per_replica": 37, "rollout/preemptions": 4}
     assert asyncio.run(manager._engine_metrics()) == expected
-    manager._site.control.preemptions = None
+    manager._context.control.preemptions = None
     assert asyncio.run(manager._engine_metrics()) == {"rollout/slots_per_replica": 37}

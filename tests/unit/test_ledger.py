@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from recipe.partial_rollout.audit import audit, main
-from recipe.partial_rollout.ledger import NAME, Ledger, LedgerError, RunSizes, read_ledger
-from recipe.partial_rollout.types import TakenGroup
+from recipe.partial_rollout.manager.types import TakenGroup
+from recipe.partial_rollout.records.ledger import NAME, Ledger, LedgerError, RunSizes, read_ledger
+from recipe.partial_rollout.tools.audit import audit, main
 
 RUN = {
     "event": "run",

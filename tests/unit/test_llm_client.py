@@ -11,12 +11,13 @@ from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.clock10.tokenizer import build_tokenizer
-from recipe.partial_rollout.failures import ReplicaError
-from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.llm_client import EngineCall, ObservedLLMClient, PartialRolloutLLMClient
-from recipe.partial_rollout.resumption import SamplingError
-from recipe.partial_rollout.types import Segment
+from recipe.partial_rollout.manager.types import Segment
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
+from recipe.partial_rollout.waits import ReplicaError
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.llm_client import ObservedLLMClient, PartialRolloutLLMClient
+from recipe.partial_rollout.worker.resumption import SamplingError
 
 ROLLOUT = SimpleNamespace(response_length=10, prompt_length=4, scheduling_policy="fcfs", name="vllm")
 CONFIG = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT))

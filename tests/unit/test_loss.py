@@ -17,8 +17,8 @@ from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from recipe.partial_rollout import loss
-from recipe.partial_rollout.loss import corrected_ppo_loss, decoupled_ppo, interpolate_proximal
+from recipe.partial_rollout.training import loss
+from recipe.partial_rollout.training.loss import corrected_ppo_loss, decoupled_ppo, interpolate_proximal
 
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 ROWS, WIDTH = 6, 9

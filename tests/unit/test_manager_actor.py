@@ -3,15 +3,15 @@
 import asyncio
 import gc
 
-from recipe.partial_rollout.admission import Admission, Mode
-from recipe.partial_rollout.manager_actor import ManagerActor
-from recipe.partial_rollout.manager_messages import Report
-from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.manager.actor import ManagerActor
+from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.messages import Report
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 
 
 async def played(prompts, output):
     """An actor after a round of w0 and w1: w0 has finished its sample, w1 still holds one; one group is left over."""
-    actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 1.0, 2, 1, 4), Policy.BOUNDED, stall_s=30.0)
+    actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 1.0, 2, 1, 4), SchedulingPolicy.BOUNDED, stall_s=30.0)
     for worker in ("w0", "w1"):
         await actor.register_worker(worker, 1)
     await actor.prepare_round(0, prompts(2), True)
@@ -29,11 +29,11 @@ def test_next_round_is_prepared_once_all_workers_have_settled(prompts, output):
     async def life():
         actor, left = await played(prompts, output)
         preparing = asyncio.ensure_future(actor.prepare_round(1, later(prompts), True))
-        await actor.settled("w0")
+        await actor.flushed("w0")
         await asyncio.sleep(0.01)
         waited = not preparing.done()
         await actor.report(Report("w1", interrupted=(left,)))
-        await actor.settled("w1")
+        await actor.flushed("w1")
         return waited, await asyncio.wait_for(preparing, 5)
 
     waited, start = asyncio.run(life())
@@ -45,23 +45,23 @@ def test_figures_of_a_round_are_those_before_the_next_one_is_admitted(prompts, o
     async def life():
         actor, _ = await played(prompts, output)
         await actor.take_batch()
-        settling = asyncio.ensure_future(actor.settle())
+        warmup = asyncio.ensure_future(actor.flush())
         preparing = asyncio.ensure_future(actor.prepare_round(1, later(prompts), True))
-        await actor.settled("w0")
-        await actor.settled("w1")
-        return await asyncio.wait_for(settling, 5), await preparing, await actor.metrics()
+        await actor.flushed("w0")
+        await actor.flushed("w1")
+        return await asyncio.wait_for(warmup, 5), await preparing, await actor.metrics()
 
-    settled, start, now = asyncio.run(life())
+    flushed, start, now = asyncio.run(life())
     assert start.admitted == 1
-    assert settled.metrics["inflight/groups"] == 1 and now["inflight/groups"] == 2
+    assert flushed.metrics["inflight/groups"] == 1 and now["inflight/groups"] == 2
 
 
 def test_garbage_is_collected_between_rounds(prompts, output):
     async def life():
         actor, _ = await played(prompts, output)
-        await actor.settled("w0")
+        await actor.flushed("w0")
         held = gc.get_freeze_count() > 0
-        await actor.settled("w1")
+        await actor.flushed("w1")
         return held, gc.get_freeze_count()
 
     assert asyncio.run(life()) == (True, 0)
@@ -70,10 +70,10 @@ def test_garbage_is_collected_between_rounds(prompts, output):
 def test_dead_worker_holds_nobody_up(prompts, output):
     async def life():
         actor, left = await played(prompts, output)
-        await actor.settled("w0")
-        settling = asyncio.ensure_future(actor.settle())
+        await actor.flushed("w0")
+        warmup = asyncio.ensure_future(actor.flush())
         assert await actor.release_worker("w1") == 1
-        await asyncio.wait_for(settling, 5)
+        await asyncio.wait_for(warmup, 5)
         await actor.prepare_round(1, [], True)
         return left, await actor.claim("w0")
 
@@ -83,29 +83,29 @@ def test_dead_worker_holds_nobody_up(prompts, output):
 
 def test_batch_that_is_complete_after_the_round_was_suspended_stays_where_it_is(prompts, output):
     async def life():
-        actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 1.0, 2, 1, 4), Policy.BOUNDED, stall_s=30.0)
+        actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 1.0, 2, 1, 4), SchedulingPolicy.BOUNDED, stall_s=30.0)
         await actor.register_worker("w0", 1)
         await actor.prepare_round(0, prompts(1), True)
         (grant,) = await actor.claim("w0")
         waiting = asyncio.ensure_future(actor.wait_round())
         await asyncio.sleep(0.01)
         await actor.suspend_round()
-        await actor.settled("w0")
+        await actor.flushed("w0")
         await actor.report(Report("w0", finished=((grant.sample_id, output()),)))
         ended = await asyncio.wait_for(waiting, 5)
-        settled = await asyncio.wait_for(actor.settle(), 5)
-        return ended, settled, actor._manager._state.admitted
+        flushed = await asyncio.wait_for(actor.flush(), 5)
+        return ended, flushed, actor._manager._state.admitted
 
-    ended, settled, admitted = asyncio.run(life())
+    ended, flushed, admitted = asyncio.run(life())
     assert ended.admitted == () and admitted == ["0/0"]
-    assert settled.metrics["inflight/groups"] == 1
+    assert flushed.metrics["inflight/groups"] == 1
 
 
 def test_worker_that_joins_between_rounds_has_nothing_to_settle(prompts, output):
     async def life():
         actor, _ = await played(prompts, output)
         for worker in ("w0", "w1"):
-            await actor.settled(worker)
+            await actor.flushed(worker)
         await actor.register_worker("w2", 4)
         return await asyncio.wait_for(actor.prepare_round(1, later(prompts), True), 5)
 
@@ -114,7 +114,7 @@ def test_worker_that_joins_between_rounds_has_nothing_to_settle(prompts, output)
 
 def test_share_of_a_worker_that_never_asks_is_run_by_the_others(prompts):
     async def life():
-        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Policy.BOUNDED, stall_s=30.0)
+        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), SchedulingPolicy.BOUNDED, stall_s=30.0)
         actor.SHARE_WAIT_S = 0.05
         for worker in ("w0", "w1"):
             await actor.register_worker(worker, 8)
@@ -129,7 +129,7 @@ def test_share_of_a_worker_that_never_asks_is_run_by_the_others(prompts):
 
 def test_workers_that_wait_together_share_a_round(prompts):
     async def life():
-        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Policy.BOUNDED, stall_s=30.0)
+        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), SchedulingPolicy.BOUNDED, stall_s=30.0)
         for worker in ("w0", "w1", "w2", "w3"):
             await actor.register_worker(worker, 8)
         claims = [asyncio.ensure_future(actor.claim(f"w{i}")) for i in range(4)]
@@ -142,7 +142,7 @@ def test_workers_that_wait_together_share_a_round(prompts):
 
 def test_waiting_claim_is_answered_when_its_worker_gets_more_slots(prompts):
     async def life():
-        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Policy.BOUNDED, stall_s=30.0)
+        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), SchedulingPolicy.BOUNDED, stall_s=30.0)
         await actor.register_worker("w0", 2)
         await actor.prepare_round(0, prompts(4), True)
         first = await actor.claim("w0")

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from recipe.partial_rollout import plain_codec
-from recipe.partial_rollout.admission import Admission, Mode
-from recipe.partial_rollout.failure_policy import FailurePolicy, FailureVerdict, OnSampleError
-from recipe.partial_rollout.group_filter import GroupFilter
-from recipe.partial_rollout.prompts_manager import PromptsManager
-from recipe.partial_rollout.scheduling import Policy
-from recipe.partial_rollout.types import Prompt, SampleOutput, Segment
+from recipe.partial_rollout.checkpoint import plain_codec
+from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict, OnSampleError
+from recipe.partial_rollout.manager.group_filter import GroupFilter
+from recipe.partial_rollout.manager.prompts_manager import PromptsManager
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 
 SEQUENCES = int(os.environ.get("PARTIAL_ROLLOUT_SEQUENCES", "2000"))
 
@@ -148,7 +148,7 @@ class ManagerLife(RuleBasedStateMachine):
     @precondition(lambda self: self.manager is None)
     @rule(
         mode=st.sampled_from(Mode),
-        policy=st.sampled_from(Policy),
+        policy=st.sampled_from(SchedulingPolicy),
         batch=st.integers(1, 3),
         n=st.integers(1, 3),
         overlap=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
@@ -181,7 +181,7 @@ class ManagerLife(RuleBasedStateMachine):
         limited,
         gen_batches,
     ):
-        self.batch, self.n, self.in_order = batch, n, policy is Policy.IN_ORDER
+        self.batch, self.n, self.in_order = batch, n, policy is SchedulingPolicy.IN_ORDER
         self.max_staleness = max(int(np.ceil(overlap)), 1) + slack
         self.total = self.supply = steps * batch
         # Every so many prompts score alike in all samples; 0: no dynamic sampling.

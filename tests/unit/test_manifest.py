@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from recipe.partial_rollout import manifest
-from recipe.partial_rollout.snapshot import ForeignCheckpointError, TornCheckpointError, write_snapshot
+from recipe.partial_rollout.checkpoint import manifest
+from recipe.partial_rollout.checkpoint.snapshot import ForeignCheckpointError, TornCheckpointError, write_snapshot
 
 REFUSED = (TornCheckpointError, ForeignCheckpointError)
 

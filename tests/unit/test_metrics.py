@@ -2,10 +2,10 @@
 
 import pytest
 
-from recipe.partial_rollout.definitions import bubble_fraction
-from recipe.partial_rollout.llm_client import EngineCall
-from recipe.partial_rollout.metrics import RolloutPhase, batch_metrics, phase_metrics, trained_records
-from recipe.partial_rollout.types import TakenGroup
+from recipe.partial_rollout.manager.types import TakenGroup
+from recipe.partial_rollout.records.definitions import bubble_fraction
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.rollout.metrics import RolloutPhase, batch_metrics, phase_metrics, trained_records
 
 
 def call(start, end, tokens=10):

@@ -5,14 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.admission import Admission, Mode
-from recipe.partial_rollout.llm_client import EngineCall
-from recipe.partial_rollout.overlap_control import OverlapControl, OverlapDecision
+from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.planner.forecast import forecast
 from recipe.partial_rollout.planner.lengths import lognormal
 from recipe.partial_rollout.planner.simulation import Cluster
-from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.rollout.overlap_control import OverlapControl, OverlapDecision
 
 LENGTHS = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
 STEPPED = EngineCurve(step_s=1e-2, sample_s=1e-5)
@@ -35,11 +35,11 @@ def calls_of(curve):
 def build_control(*, overlap=1.0, max_staleness=4, min_gain=0.03):
     admission = Admission(Mode.WINDOW, 16, 4, overlap, 32, 64, max_staleness)
     return OverlapControl(
-        admission, Policy.BOUNDED, lambda curve: Cluster(curve, 1, 256), notch=0.25, min_gain=min_gain
+        admission, SchedulingPolicy.BOUNDED, lambda curve: Cluster(curve, 1, 256), notch=0.25, min_gain=min_gain
     )
 
 
-def settle(control, curve, rounds=10):
+def flush(control, curve, rounds=10):
     """Overlaps in force after each of ``rounds`` rounds."""
     rng, seen = np.random.default_rng(0), []
     for _ in range(rounds):
@@ -51,35 +51,35 @@ def settle(control, curve, rounds=10):
 
 
 def test_window_grows_where_company_is_free_and_shrinks_where_it_buys_nothing():
-    assert settle(build_control(overlap=0.5), STEPPED)[-1] >= 1.25
-    assert settle(build_control(overlap=1.5), LINEAR)[-1] == 0.0
+    assert flush(build_control(overlap=0.5), STEPPED)[-1] >= 1.25
+    assert flush(build_control(overlap=1.5), LINEAR)[-1] == 0.0
 
 
 @pytest.mark.parametrize("curve", [STEPPED, LINEAR])
 def test_no_round_changes_it_by_more_than_a_notch_or_leaves_its_limits(curve):
-    overlaps = [1.0, *settle(build_control(max_staleness=2), curve)]
+    overlaps = [1.0, *flush(build_control(max_staleness=2), curve)]
     assert all(abs(after - before) <= 0.25 for before, after in itertools.pairwise(overlaps))
     assert min(overlaps) >= 0 and max(overlaps) <= 2
 
 
 def test_what_it_settles_on_has_most_of_the_speed_at_a_fraction_of_the_staleness():
-    settled = float(np.median(settle(build_control(overlap=0.5, max_staleness=8), STEPPED, rounds=12)[-4:]))
+    flushed = float(np.median(flush(build_control(overlap=0.5, max_staleness=8), STEPPED, rounds=12)[-4:]))
     at, beyond = (
         forecast(
             Admission(Mode.WINDOW, 16, 4, overlap, 32, 64, 8),
-            Policy.BOUNDED,
+            SchedulingPolicy.BOUNDED,
             Cluster(STEPPED, 1, 256),
             LENGTHS,
             rounds=60,
         )
-        for overlap in (settled, 6.0)
+        for overlap in (flushed, 6.0)
     )
     assert at.trained_tokens_per_s > 0.75 * beyond.trained_tokens_per_s
     assert at.staleness_mean < 0.5 * beyond.staleness_mean
 
 
 def test_greedier_threshold_keeps_less_in_flight():
-    assert settle(build_control(min_gain=0.15), STEPPED)[-1] < settle(build_control(min_gain=0.02), STEPPED)[-1]
+    assert flush(build_control(min_gain=0.15), STEPPED)[-1] < flush(build_control(min_gain=0.02), STEPPED)[-1]
 
 
 def test_calls_that_show_no_curve_change_nothing():
@@ -113,7 +113,9 @@ def test_it_turns_back_only_when_two_measurements_in_a_row_say_so(asked, in_forc
 
 def test_notch_is_a_group_at_least():
     admission = Admission(Mode.WINDOW, 2, 4, 1.0, 4, 8, 4)
-    control = OverlapControl(admission, Policy.BOUNDED, lambda curve: Cluster(curve, 1, 256), notch=0.1, min_gain=0.01)
+    control = OverlapControl(
+        admission, SchedulingPolicy.BOUNDED, lambda curve: Cluster(curve, 1, 256), notch=0.1, min_gain=0.01
+    )
     control.observe(calls_of(STEPPED), LENGTHS.groups[:64])
     control._pending.result(timeout=60)
     assert control.poll().overlap == 1.5

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.bench.__main__ import main as bench
-from recipe.partial_rollout.bench.peer_arms import ARMS
-from recipe.partial_rollout.bench.peer_runs import PeerRun, read_run
-from recipe.partial_rollout.bench.peers import compare, table_of
-from recipe.partial_rollout.study import Study, stolen_cpu
+from recipe.partial_rollout.tools.bench.command import main as bench
+from recipe.partial_rollout.tools.bench.peer_arms import ARMS
+from recipe.partial_rollout.tools.bench.peer_runs import PeerRun, read_run
+from recipe.partial_rollout.tools.bench.peers import compare, table_of
+from recipe.partial_rollout.tools.study import Study, stolen_cpu
 
 STEPS = 8
 
@@ -54,7 +54,7 @@ def write_run(directory, *, rollout_s, staleness=None, ours=True):
             own = {
                 f"{name}/p95": staleness,
                 "partial_rollout/off_policy_token_fraction": 0.25,
-                "partial_rollout/rollout/interrupt_s": 0.0625 * step,
+                "partial_rollout/timing/interrupt_s": 0.0625 * step,
             }
             data |= own if ours else {"training/off_policy/evicted_samples": 1, "peer/sample_s": 0.5 * rollout_s}
         if step == STEPS:

@@ -7,15 +7,15 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.admission import Admission, Mode
-from recipe.partial_rollout.bench.__main__ import main as bench
-from recipe.partial_rollout.llm_client import EngineCall
+from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.planner.engine_curve import PRESETS, CurveError, EngineCurve, fit
 from recipe.partial_rollout.planner.forecast import baseline, forecast, smallest_worthwhile
 from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal
 from recipe.partial_rollout.planner.replica_model import Decoding, ReplicaModel
 from recipe.partial_rollout.planner.simulation import Cluster, Simulation
-from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.tools.plan import main as plan
 
 
 def call(replica, start, end, tokens, resumed_tokens=0, context_tokens=0):
@@ -188,7 +188,7 @@ def test_lognormal_lengths_have_the_median_and_mean_that_were_asked_for():
         lognormal(median=400, mean=300, cap=500, samples_per_group=2)
 
 
-@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("policy", SchedulingPolicy)
 def test_simulation_trains_every_group_once_within_the_bound(policy):
     lengths = lognormal(median=60, mean=100, cap=900, samples_per_group=2, groups=40)
     cluster = Cluster(EngineCurve(1e-2, 1e-4, kv_tokens=2_000), replicas=2, slots_per_replica=4)
@@ -203,13 +203,13 @@ def test_simulation_trains_every_group_once_within_the_bound(policy):
 def test_without_overlap_a_round_takes_as_long_as_its_slowest_sample():
     lengths = LengthTrace(np.array([[3, 9], [1, 2]]))
     cluster = Cluster(EngineCurve(1.0, 0.0), replicas=1, slots_per_replica=8)
-    simulation = Simulation(baseline(build_admission(batch=2)), Policy.BOUNDED, cluster, lengths, seed=None)
+    simulation = Simulation(baseline(build_admission(batch=2)), SchedulingPolicy.BOUNDED, cluster, lengths, seed=None)
     (first, second) = simulation.rounds(2)
     assert first.seconds == second.seconds == 9.0
     assert first.decoded_tokens == first.on_policy_tokens == 15 and not first.staleness.any()
 
 
-@pytest.mark.parametrize("policy", [Policy.BOUNDED, Policy.SEED])
+@pytest.mark.parametrize("policy", [SchedulingPolicy.BOUNDED, SchedulingPolicy.SEED])
 def test_mean_staleness_is_the_overlap_while_every_sample_has_a_slot(policy):
     # Little's law. Under in_order rounds can be complete at once, and what they admit has not started yet.
     lengths = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
@@ -222,7 +222,9 @@ def test_mean_staleness_is_the_overlap_while_every_sample_has_a_slot(policy):
 
 def test_without_overlap_nothing_is_stale():
     lengths = lognormal(median=100, mean=160, cap=1600, samples_per_group=2)
-    made = forecast(baseline(build_admission()), Policy.BOUNDED, Cluster(EngineCurve(3e-3, 1e-4), 1, 64), lengths)
+    made = forecast(
+        baseline(build_admission()), SchedulingPolicy.BOUNDED, Cluster(EngineCurve(3e-3, 1e-4), 1, 64), lengths
+    )
     assert made.staleness_max == made.off_policy_fraction == 0
 
 
@@ -232,7 +234,7 @@ def test_overlap_pays_and_kept_blocks_pay_more():
     cluster, kept = (Cluster(curve, 1, 256, keeps_kv=keeps) for keeps in (False, True))
     admission = build_admission(batch=16, n=4)
     speeds = [
-        forecast(a, Policy.BOUNDED, c, lengths).trained_tokens_per_s
+        forecast(a, SchedulingPolicy.BOUNDED, c, lengths).trained_tokens_per_s
         for a, c in ((baseline(admission), cluster), (admission, cluster), (admission, kept))
     ]
     assert speeds[0] * 1.3 < speeds[1] < speeds[2]
@@ -243,16 +245,18 @@ def test_in_order_trains_without_length_bias():
     cluster = Cluster(EngineCurve(3e-3, 1e-4), 1, 128)
     first = {
         policy: forecast(build_admission(batch=16, n=4), policy, cluster, lengths).first_length
-        for policy in (Policy.BOUNDED, Policy.IN_ORDER)
+        for policy in (SchedulingPolicy.BOUNDED, SchedulingPolicy.IN_ORDER)
     }
-    assert first[Policy.BOUNDED] < 0.95 and first[Policy.IN_ORDER] == 1.0
+    assert first[SchedulingPolicy.BOUNDED] < 0.95 and first[SchedulingPolicy.IN_ORDER] == 1.0
 
 
 def test_last_token_of_an_interrupted_step_ends_its_sample():
     # Both replicas end a sample in the same step; the first to be looked at completes the round.
     lengths = LengthTrace(np.array([[4], [4], [9], [9]]))
     cluster = Cluster(EngineCurve(1.0, 0.0), replicas=2, slots_per_replica=4)
-    simulation = Simulation(build_admission(batch=1, n=1, overlap=1.0), Policy.BOUNDED, cluster, lengths, seed=None)
+    simulation = Simulation(
+        build_admission(batch=1, n=1, overlap=1.0), SchedulingPolicy.BOUNDED, cluster, lengths, seed=None
+    )
     first, second = simulation.rounds(2)
     assert first.seconds == 4.0 and first.decoded_tokens == 8
     assert second.seconds == 0.0 and second.on_policy_tokens == 0 and second.lengths.tolist() == [[4]]
@@ -262,15 +266,17 @@ def test_efficiency_is_one_while_every_slot_decodes():
     cluster = Cluster(EngineCurve(1.0, 0.5), replicas=2, slots_per_replica=2)
     even, ragged = LengthTrace(np.full((4, 2), 5)), LengthTrace(np.tile([[5, 10]], (4, 1)))
     admission = baseline(build_admission(batch=2, n=2))
-    assert forecast(admission, Policy.BOUNDED, cluster, even).efficiency == pytest.approx(1.0)
+    assert forecast(admission, SchedulingPolicy.BOUNDED, cluster, even).efficiency == pytest.approx(1.0)
     # One replica has both short samples and stands still while the other makes its last 5 steps of 2 s.
-    assert forecast(admission, Policy.BOUNDED, cluster, ragged).efficiency == pytest.approx(15 / 20)
+    assert forecast(admission, SchedulingPolicy.BOUNDED, cluster, ragged).efficiency == pytest.approx(15 / 20)
 
 
 def test_rounds_end_with_the_data_however_often_they_are_asked_for():
     lengths = LengthTrace(np.array([[4], [9]]))
     cluster = Cluster(EngineCurve(1.0, 0.0), replicas=1, slots_per_replica=4)
-    simulation = Simulation(build_admission(batch=1, n=1), Policy.BOUNDED, cluster, lengths, seed=None, groups=2)
+    simulation = Simulation(
+        build_admission(batch=1, n=1), SchedulingPolicy.BOUNDED, cluster, lengths, seed=None, groups=2
+    )
     assert len(list(simulation.rounds(5))) == 2 and list(simulation.rounds(5)) == []
 
 
@@ -289,45 +295,48 @@ def test_smallest_overlap_whose_next_step_does_not_pay():
 def test_group_size_of_lengths_must_be_the_runs():
     with pytest.raises(ValueError, match=r"groups of 4, rollout\.n is 2"):
         Simulation(
-            build_admission(), Policy.BOUNDED, Cluster(EngineCurve(1, 1), 1, 1), LengthTrace(np.ones((3, 4), int))
+            build_admission(),
+            SchedulingPolicy.BOUNDED,
+            Cluster(EngineCurve(1, 1), 1, 1),
+            LengthTrace(np.ones((3, 4), int)),
         )
 
 
-PLAN = ["plan", "--lognormal", "300", "400", "3000", "--batch", "8", "--group", "4", "--replicas", "2", "--slots", "32"]
+PLAN = ["--lognormal", "300", "400", "3000", "--batch", "8", "--group", "4", "--replicas", "2", "--slots", "32"]
 
 
 def test_plan_recommends_from_a_distribution_and_a_preset(capsys, tmp_path):
     arguments = [*PLAN, "--curve", "h100-qwen3-4b", "--overlaps", "0.5", "1", "--policies", "bounded"]
-    assert bench([*arguments, "--json", str(tmp_path / "plan.json"), "--save-curve", str(tmp_path / "curve.json")]) == 0
+    assert plan([*arguments, "--json", str(tmp_path / "plan.json"), "--save-curve", str(tmp_path / "curve.json")]) == 0
     out = capsys.readouterr().out
     assert "recommended: partial_rollout.overlap=" in out and "noPR" in out
     plans = json.loads((tmp_path / "plan.json").read_text())["plans"]
     assert [(plan["policy"], plan["overlap"]) for plan in plans] == [("noPR", 0.0), ("bounded", 0.5), ("bounded", 1.0)]
     assert json.loads((tmp_path / "curve.json").read_text()) == asdict(PRESETS["h100-qwen3-4b"])
     again = [*arguments, "--curve", str(tmp_path / "curve.json"), "--json", str(tmp_path / "again.json")]
-    assert bench(again) == 0
+    assert plan(again) == 0
     assert json.loads((tmp_path / "again.json").read_text())["plans"] == plans
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan"], "error: --group is missing: give it, or --run"),
-        (["plan", "--group", "4"], "error: no lengths: give --run or --lognormal"),
+        ([], "error: --group is missing: give it, or --run"),
+        (["--group", "4"], "error: no lengths: give --run or --lognormal"),
         (PLAN, "error: no engine curve: give --run or --curve"),
-        (["plan", "--run", "/nowhere"], "error: /nowhere: no such directory"),
-        (["plan", "--validate", "/nowhere"], "error: /nowhere: no such directory"),
+        (["--run", "/nowhere"], "error: /nowhere: no such directory"),
+        (["--validate", "/nowhere"], "error: /nowhere: no such directory"),
     ],
 )
 def test_plan_without_its_input_ends_in_one_line(capsys, arguments, message):
-    assert bench(arguments) == 2
+    assert plan(arguments) == 2
     assert capsys.readouterr().out.startswith(message)
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", '{"step": 1}', "no json"])
 def test_file_that_is_no_curve_ends_in_one_line(capsys, tmp_path, text):
     (tmp_path / "curve.json").write_text(text)
-    assert bench([*PLAN, "--curve", str(tmp_path / "curve.json")]) == 2
+    assert plan([*PLAN, "--curve", str(tmp_path / "curve.json")]) == 2
     assert capsys.readouterr().out.startswith(f"error: {tmp_path / 'curve.json'} is no engine curve: ")
 
 
@@ -341,7 +350,7 @@ def test_file_that_is_no_curve_ends_in_one_line(capsys, tmp_path, text):
     ],
 )
 def test_advice_says_what_it_rests_on(capsys, options, advice):
-    assert bench([*PLAN, "--curve", "h100-qwen3-4b", "--policies", "bounded", "--rounds", "8", *options]) == 0
+    assert plan([*PLAN, "--curve", "h100-qwen3-4b", "--policies", "bounded", "--rounds", "8", *options]) == 0
     assert advice in capsys.readouterr().out
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from recipe.partial_rollout.failure_policy import masked_output
-from recipe.partial_rollout.llm_client import EngineCall
-from recipe.partial_rollout.manager_messages import RolloutFailedError, RoundEnd, RoundStart, Settled
-from recipe.partial_rollout.played_round import PlayedRound, check_batch
-from recipe.partial_rollout.types import TakenGroup
+from recipe.partial_rollout.manager.failure_policy import masked_output
+from recipe.partial_rollout.manager.messages import Flushed, RolloutFailedError, RoundEnd, RoundStart
+from recipe.partial_rollout.manager.types import TakenGroup
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.rollout.played_round import PlayedRound, check_batch
 
 
 def build_round():
@@ -18,8 +18,8 @@ def build_round():
         opened_at=10.0,
         quiet_at=20.5,
         groups=[],
-        quiescing=[],
-        settled=0,
+        flushing=[],
+        flushed=0,
     )
 
 
@@ -29,11 +29,11 @@ def groups_of(outputs):
 
 def test_waits_are_from_opening_to_the_first_call_and_from_the_decision_to_the_last_report():
     calls = [EngineCall("r", 12.0, 19.0, 5, 0), EngineCall("r", 10.25, 20.5, 5, 0)]
-    assert build_round().waits(Settled(23.0, {}), calls) == {"resume_s": 0.25, "interrupt_s": 0.5, "collect_s": 2.5}
+    assert build_round().waits(Flushed(23.0, {}), calls) == {"resume_s": 0.25, "interrupt_s": 0.5, "collect_s": 2.5}
 
 
 def test_round_without_calls_waited_for_none():
-    waits = build_round().waits(Settled(20.0, {}), [])
+    waits = build_round().waits(Flushed(20.0, {}), [])
     assert waits["resume_s"] == waits["collect_s"] == 0.0
 
 

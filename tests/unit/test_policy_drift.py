@@ -2,7 +2,8 @@
 
 import json
 
-from recipe.partial_rollout.policy_drift import KL, PolicyDrift, main
+from recipe.partial_rollout.tools.drift import main
+from recipe.partial_rollout.training.policy_drift import KL, PolicyDrift
 
 
 def steps_of_warnings(values):

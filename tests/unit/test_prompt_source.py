@@ -8,8 +8,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer.ppo.utils import create_rl_sampler
 from verl.utils.dataset.rl_dataset import collate_fn
 
-from recipe.partial_rollout.prompt_source import PromptSource, SlotLoader
-from recipe.partial_rollout.snapshot import read_snapshot, write_snapshot
+from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
+from recipe.partial_rollout.rollout.prompt_source import PromptSource, SlotLoader
 
 
 class Rows(torch.utils.data.Dataset):

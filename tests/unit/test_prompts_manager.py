@@ -2,8 +2,8 @@
 
 import pytest
 
-from recipe.partial_rollout.admission import Mode
-from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.manager.admission import Mode
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 
 
 def groups_of(grants):
@@ -250,7 +250,7 @@ def test_round_waits_for_a_group_at_the_staleness_bound(manager, output):
 
 
 def test_in_order_waits_for_the_first_dispatched_and_trains_them_first(manager, output):
-    m = manager(batch=2, n=1, overlap=1.0, policy=Policy.IN_ORDER)
+    m = manager(batch=2, n=1, overlap=1.0, policy=SchedulingPolicy.IN_ORDER)
     m.open_round()
     grants = {grant.group_uid: grant.sample_id for grant in m.claim("w0")}
     for uid in ("0/3", "0/2", "0/1"):
@@ -264,11 +264,11 @@ def test_in_order_waits_for_the_first_dispatched_and_trains_them_first(manager, 
 
 
 def test_in_order_survives_a_restore(manager, output):
-    m = manager(batch=1, n=1, overlap=2.0, policy=Policy.IN_ORDER)
+    m = manager(batch=1, n=1, overlap=2.0, policy=SchedulingPolicy.IN_ORDER)
     m.open_round()
     for grant in reversed(m.claim("w0")):
         m.finish(grant.sample_id, output())
-    fresh = manager(batch=1, n=1, overlap=2.0, policy=Policy.IN_ORDER, prompts=0)
+    fresh = manager(batch=1, n=1, overlap=2.0, policy=SchedulingPolicy.IN_ORDER, prompts=0)
     fresh.load_state_dict(m.state_dict())
     trained = []
     while fresh._state.ready.size and fresh.round_complete():
@@ -300,7 +300,7 @@ def test_spare_groups_grow_over_the_first_rounds(manager, mode, admitted):
 
 
 def test_overdue_group_runs_first_under_the_published_key(manager, output):
-    m = manager(batch=1, n=2, overlap=1.0, max_staleness=1, policy=Policy.SEED, capacity=64)
+    m = manager(batch=1, n=2, overlap=1.0, max_staleness=1, policy=SchedulingPolicy.SEED, capacity=64)
     m.open_round()
     grants = m.claim("w0")
     finish_group(m, grants, "0/1", output)
@@ -310,7 +310,7 @@ def test_overdue_group_runs_first_under_the_published_key(manager, output):
 
 
 def test_published_key_puts_a_new_prompt_before_a_carried_group_with_nothing_finished(manager, output):
-    m = manager(batch=1, n=2, overlap=1.0, max_staleness=4, policy=Policy.SEED)
+    m = manager(batch=1, n=2, overlap=1.0, max_staleness=4, policy=SchedulingPolicy.SEED)
     m.open_round()
     grants = m.claim("w0")
     finish_group(m, grants, "0/1", output)

@@ -7,8 +7,8 @@ from dataclasses import fields
 import psutil
 import pytest
 
-from recipe.partial_rollout import replica
-from recipe.partial_rollout.replica import _end_processes, leave_headroom
+from recipe.partial_rollout.engine import replica
+from recipe.partial_rollout.engine.replica import _end_processes, leave_headroom
 
 
 @pytest.mark.parametrize(

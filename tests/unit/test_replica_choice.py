@@ -2,8 +2,8 @@
 
 import random
 
-from recipe.partial_rollout.live_sample import LiveSample
-from recipe.partial_rollout.replica_choice import ReplicaChoice
+from recipe.partial_rollout.worker.live_sample import LiveSample
+from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 
 
 def sample(replica=None, *, resumes=False):

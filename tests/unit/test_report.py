@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from recipe.partial_rollout.report.__main__ import main
-from recipe.partial_rollout.report.comparison import compare
-from recipe.partial_rollout.report.concurrency import running_curve
-from recipe.partial_rollout.report.fields import RunRecordError
-from recipe.partial_rollout.report.findings import findings
-from recipe.partial_rollout.report.run_record import load_run
-from recipe.partial_rollout.report.timeline import CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS, close_up
+from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.records.run_record import load_run
+from recipe.partial_rollout.tools.report.command import main
+from recipe.partial_rollout.tools.report.comparison import compare
+from recipe.partial_rollout.tools.report.concurrency import running_curve
+from recipe.partial_rollout.tools.report.findings import findings
+from recipe.partial_rollout.tools.report.timeline import CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS, close_up
 
 pytestmark = pytest.mark.filterwarnings("error:constrained_layout not applied")
 

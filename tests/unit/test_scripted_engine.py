@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from recipe.partial_rollout.bench.scripted_engine import ScriptedReplica
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
+from recipe.partial_rollout.tools.bench.scripted_engine import ScriptedReplica
 
 CURVE = EngineCurve(step_s=0.01, sample_s=0.0)
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayActorError
 
-from recipe.partial_rollout.failures import ReplicaError
-from recipe.partial_rollout.server_control import ServerControl
+from recipe.partial_rollout.rollout.server_control import ServerControl
+from recipe.partial_rollout.waits import ReplicaError
 
 
 class FakeReplica:

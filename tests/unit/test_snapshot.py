@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from recipe.partial_rollout import plain_codec
-from recipe.partial_rollout.snapshot import (
+from recipe.partial_rollout.checkpoint import plain_codec
+from recipe.partial_rollout.checkpoint.snapshot import (
     MAGIC,
     VERSION,
     ForeignCheckpointError,

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from recipe.partial_rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

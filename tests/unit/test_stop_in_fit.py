@@ -19,16 +19,16 @@ from verl.trainer.ppo import ray_trainer as verl_trainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.batch import assemble_batch
-from recipe.partial_rollout.checkpoint import RunCheckpoints
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
+from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
 from recipe.partial_rollout.config import PartialRolloutConfig
-from recipe.partial_rollout.policy_drift import PolicyDrift
-from recipe.partial_rollout.prompt_source import SlotLoader
-from recipe.partial_rollout.proximal import ProximalPolicy
-from recipe.partial_rollout.ray_trainer import PartialRolloutRayPPOTrainer, step_of
-from recipe.partial_rollout.snapshot import read_snapshot, write_snapshot
-from recipe.partial_rollout.step_line import StepLine
-from recipe.partial_rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.rollout.batch import assemble_batch
+from recipe.partial_rollout.rollout.prompt_source import SlotLoader
+from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.training.policy_drift import PolicyDrift
+from recipe.partial_rollout.training.proximal import ProximalPolicy
+from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer, step_of
+from recipe.partial_rollout.training.step_line import StepLine
 
 STEPS = 4
 OVERRIDES = (

@@ -6,15 +6,15 @@ from dataclasses import fields
 
 import numpy as np
 
-from recipe.partial_rollout.admission import Admission, Mode
-from recipe.partial_rollout.group_filter import GroupFilter
-from recipe.partial_rollout.manager_actor import ManagerActor
-from recipe.partial_rollout.manager_codec import encode
-from recipe.partial_rollout.manager_messages import Report
-from recipe.partial_rollout.output_store import InProcess, _Columns, fetch_groups
-from recipe.partial_rollout.plain_codec import pack
-from recipe.partial_rollout.scheduling import Policy
-from recipe.partial_rollout.types import SampleOutput, StoredOutput
+from recipe.partial_rollout.checkpoint.plain_codec import pack
+from recipe.partial_rollout.manager.actor import ManagerActor
+from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.codec import encode
+from recipe.partial_rollout.manager.group_filter import GroupFilter
+from recipe.partial_rollout.manager.messages import Report
+from recipe.partial_rollout.manager.output_store import InProcess, _Columns, fetch_groups
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.manager.types import SampleOutput, StoredOutput
 
 
 class Shelf:
@@ -103,7 +103,7 @@ def test_stored_outputs_are_let_go_as_their_group_is_trained(manager, output):
 def test_outputs_of_a_report_are_stored_before_it_is_booked(prompts, output):
     async def life():
         admission = Admission(Mode.WINDOW, 1, 2, 0.0, 2, 2, 4)
-        actor = ManagerActor(admission, Policy.BOUNDED, stall_s=30.0, store=shelf)
+        actor = ManagerActor(admission, SchedulingPolicy.BOUNDED, stall_s=30.0, store=shelf)
         await actor.register_worker("w0", 2)
         await actor.prepare_round(0, prompts(1), False)
         first, second = await actor.claim("w0")

@@ -12,8 +12,8 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
-from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.tool_journal import ToolError, ToolTimeoutError, journaled, repeatable
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.tool_journal import ToolError, ToolTimeoutError, journaled, repeatable
 
 SCHEMA = OpenAIFunctionToolSchema.model_validate(
     {

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.audit import audit, main
-from recipe.partial_rollout.ledger import Ledger, LedgerError, RunSizes
-from recipe.partial_rollout.llm_client import EngineCall
-from recipe.partial_rollout.metrics import trained_records
-from recipe.partial_rollout.run_trace import RunTrace
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.ledger import Ledger, LedgerError, RunSizes
+from recipe.partial_rollout.records.run_trace import RunTrace
+from recipe.partial_rollout.rollout.metrics import trained_records
+from recipe.partial_rollout.tools.audit import audit, main
 
 STEPS = 3
 SIZES = RunSizes("PR", 2, 2, 4, epoch_prompts=6, total=2 * STEPS, offered=2 * STEPS)

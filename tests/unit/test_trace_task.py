@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.preflight import check_config
-from recipe.partial_rollout.trace_task.prepare import main, response_budgets
+from recipe.partial_rollout.tasks.trace_task.prepare import main, response_budgets
 
 
 def test_budgets_are_long_tailed_and_capped():

@@ -14,10 +14,10 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.llm_client import PartialRolloutLLMClient
-from recipe.partial_rollout.turn_alignment import sample_output
-from recipe.partial_rollout.types import Segment
+from recipe.partial_rollout.manager.types import Segment
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
+from recipe.partial_rollout.worker.turn_alignment import sample_output
 
 USER, ASSISTANT, OBSERVATION = 1, 2, 3
 ROLES = {"user": USER, "system": USER, "assistant": ASSISTANT, "tool": OBSERVATION}

@@ -11,18 +11,18 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import ToolResponse
 
-from recipe.partial_rollout import agent_loop_worker
-from recipe.partial_rollout.admission import Admission, Mode
-from recipe.partial_rollout.bench.scripted_engine import ScriptedWorker
-from recipe.partial_rollout.failure_policy import FailurePolicy, OnSampleError
-from recipe.partial_rollout.failures import ReplicaError
-from recipe.partial_rollout.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.manager_actor import ManagerActor
-from recipe.partial_rollout.manager_messages import RolloutFailedError
+from recipe.partial_rollout.manager.actor import ManagerActor
+from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy, OnSampleError
+from recipe.partial_rollout.manager.messages import RolloutFailedError
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.manager.types import Grant, Prompt, Segment
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
-from recipe.partial_rollout.scheduling import Policy
-from recipe.partial_rollout.tool_journal import journaled
-from recipe.partial_rollout.types import Grant, Prompt, Segment
+from recipe.partial_rollout.tools.bench.scripted_engine import ScriptedWorker
+from recipe.partial_rollout.waits import ReplicaError
+from recipe.partial_rollout.worker import agent_loop_worker
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.tool_journal import journaled
 
 CURVE = EngineCurve(step_s=0.002, sample_s=0.0)
 
@@ -81,7 +81,7 @@ async def start(lengths, *, batch=1, grant_s=60.0, sample_s=None, failures=RETRY
     """A manager with a prompt for each list of ``lengths``, and the worker that serves it, in an open first round."""
     n = len(lengths[0])
     admission = Admission(Mode.WINDOW, batch, n, len(lengths) / batch - 1, batch, batch * n, max_staleness=4)
-    manager = Local(ManagerActor(admission, Policy.BOUNDED, stall_s=30.0, failures=failures))
+    manager = Local(ManagerActor(admission, SchedulingPolicy.BOUNDED, stall_s=30.0, failures=failures))
     worker = kind(CURVE, 1)
     worker.config.partial_rollout.deadlines.grant_s = grant_s
     worker.config.partial_rollout.failures.sample_timeout_s = sample_s
@@ -98,7 +98,7 @@ async def finish_round(manager, worker):
     await asyncio.wait_for(manager.actor.wait_round(), 20)
     worker.close_round()
     worker.interrupt()
-    await asyncio.wait_for(worker.quiesce(), 20)
+    await asyncio.wait_for(worker.flush(), 20)
     groups = await manager.actor.take_batch()
     await manager.actor.acknowledge([group.uid for group in groups])
     return groups
@@ -120,9 +120,9 @@ def test_garbage_is_collected_once_everything_is_reported():
         held = gc.get_freeze_count() > 0
         await asyncio.wait_for(manager.actor.wait_round(), 20)
         # The manager, here in the same process, would release it too.
-        manager.broken["settled"] = RuntimeError("not heard")
+        manager.broken["flushed"] = RuntimeError("not heard")
         with pytest.raises(RuntimeError, match="not heard"):
-            await asyncio.wait_for(worker.quiesce(), 20)
+            await asyncio.wait_for(worker.flush(), 20)
         serving.cancel()
         return held, gc.get_freeze_count()
 
@@ -253,12 +253,12 @@ async def play(kind, failures, **settings):
 def test_request_that_a_living_replica_refuses_once_is_made_again():
     outputs, figures = asyncio.run(play(refusing(1, dead=False), RETRY))
     assert [output.response_length for output in outputs] == [5, 5]
-    assert (figures["failures/retried"], figures["failures/masked"]) == (1, 0)
+    assert (figures["failures/retried_total"], figures["failures/masked_total"]) == (1, 0)
 
 
 def test_request_that_a_living_replica_always_refuses_is_masked():
     outputs, figures = asyncio.run(play(refusing(99, dead=False), RETRY))
-    assert [output.masked for output in outputs] == [True, False] and figures["failures/masked"] == 1
+    assert [output.masked for output in outputs] == [True, False] and figures["failures/masked_total"] == 1
     assert "no such token" in outputs[0].extra_fields["sample_error"]
 
 
@@ -289,7 +289,7 @@ def hanging(times):
 
 def test_sample_whose_agent_loop_hangs_is_retried_and_then_masked():
     outputs, figures = asyncio.run(play(hanging(1), RETRY, sample_s=0.1))
-    assert [output.response_length for output in outputs] == [5, 5] and figures["failures/retried"] == 1
+    assert [output.response_length for output in outputs] == [5, 5] and figures["failures/retried_total"] == 1
     outputs, figures = asyncio.run(play(hanging(99), RETRY, sample_s=0.1))
     assert [output.masked for output in outputs] == [True, False]
     assert "SampleTimeoutError: the agent loop of sample 0/0#0" in outputs[0].extra_fields["sample_error"]
@@ -307,7 +307,7 @@ def test_sample_may_wait_for_its_round_and_decode_for_longer_than_its_timeout():
         return second.outputs[0], manager.actor._manager.metrics()
 
     output, figures = asyncio.run(body())
-    assert output.response_length == 120 and not output.masked and figures["failures/failed"] == 0
+    assert output.response_length == 120 and not output.masked and figures["failures/failed_total"] == 0
 
 
 @pytest.mark.parametrize("noted_after_s", [60.0, 0.0], ids=["at the end of the round", "before it"])

@@ -1,6 +1,6 @@
 """The trainers' rendezvous port is one that the kernel does not hand out."""
 
-from recipe.partial_rollout import worker_group
+from recipe.partial_rollout.training import worker_group
 
 
 def test_range_lies_below_the_kernels(tmp_path):

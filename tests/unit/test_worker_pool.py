@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from ray.exceptions import RayActorError
 
-from recipe.partial_rollout.worker_pool import WorkerLostError, WorkerPool
+from recipe.partial_rollout.rollout.worker_pool import WorkerLostError, WorkerPool
 
 
 class Method:

@@ -80,7 +80,7 @@ CONTRACT = (
     Uses("verl.single_controller.ray.base:RayWorkerGroup", "worker_group", calls={"__init__": "*, master_port_range"}),
     Uses(
         "verl.workers.engine_workers:ActorRolloutRefWorker",
-        "ray_trainer checkpoint_manager",
+        "ray_trainer weight_sync",
         calls={"set_loss_fn": "loss_fn", "update_weights": "*, global_steps, mode"},
     ),
     Uses(
@@ -149,7 +149,7 @@ CONTRACT = (
         "observed_worker",
         calls={"rollout_trace_attr": "*, step, sample_index, rollout_n, validate, name, trace"},
     ),
-    Uses("verl.utils.ray_utils", "checkpoint_manager observed_manager ray_trainer", calls={"auto_await": "func"}),
+    Uses("verl.utils.ray_utils", "weight_sync observed_manager ray_trainer", calls={"auto_await": "func"}),
     Uses(
         "verl.workers.rollout.llm_server:LLMServerClient",
         "llm_client",
@@ -175,7 +175,7 @@ CONTRACT = (
     ),
     Uses(
         "verl.workers.rollout.replica:RolloutReplica",
-        "server_control checkpoint_manager",
+        "server_control weight_sync",
         has="server_address server_handle",
         calls={"abort_all_requests": "*, reject_request", "resume_generation": "", "sleep": "", "wake_up": ""},
     ),
@@ -208,7 +208,7 @@ CONTRACT = (
     ),
     Uses(
         "verl.checkpoint_engine:CheckpointEngineManager",
-        "checkpoint_manager",
+        "weight_sync",
         has="backend actor_wg replicas",
         calls={"update_weights": "global_steps", "sleep_replicas": "", "wake_up_replicas": ""},
     ),

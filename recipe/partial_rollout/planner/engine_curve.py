@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from recipe.partial_rollout.definitions import busy_from
+from recipe.partial_rollout.records.definitions import busy_from
 
 _PASSES = 8
 """of the fit, and as many with contexts; where the steps of a call lie in time follows from the curve that is looked for"""

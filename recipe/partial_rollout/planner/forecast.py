@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recipe.partial_rollout.admission import Admission
-from recipe.partial_rollout.definitions import p95
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.planner.lengths import LengthTrace
 from recipe.partial_rollout.planner.simulation import Cluster, SimulatedRound, Simulation
-from recipe.partial_rollout.scheduling import Policy
+from recipe.partial_rollout.records.definitions import p95
 
 _FIRST = 5
 """rounds whose length bias a forecast tells: it is a deficit of the first ones only"""
@@ -41,28 +41,28 @@ class Forecast:
 
 def forecast(
     admission: Admission,
-    policy: Policy,
+    policy: SchedulingPolicy,
     cluster: Cluster,
     lengths: LengthTrace,
     *,
     rounds: int = 24,
-    settling: int | None = None,
+    warmup: int | None = None,
 ) -> Forecast:
-    """Of ``rounds`` rounds after ``settling`` ones, by default as many as the window takes to fill."""
-    settling = settling_rounds(admission.overlap) if settling is None else settling
+    """Of ``rounds`` rounds after ``warmup`` ones, by default as many as the window takes to fill."""
+    warmup = warmup_rounds(admission.overlap) if warmup is None else warmup
     simulation = Simulation(admission, policy, cluster, lengths)
-    played = list(simulation.rounds(settling + max(rounds, _FIRST)))
+    played = list(simulation.rounds(warmup + max(rounds, _FIRST)))
     first = np.concatenate([round_.lengths for round_ in played[:_FIRST]])
     dispatched = np.array(simulation.dispatched[: len(first)])
     full = cluster.full_tokens_per_s(admission.batch_groups * admission.samples_per_group, lengths.mean_context)
-    return _summarize(played, settling, float(first.mean() / dispatched.mean()), full)
+    return _summarize(played, warmup, float(first.mean() / dispatched.mean()), full)
 
 
 def _summarize(
-    played: Sequence[SimulatedRound], settling: int, first_length: float, full_tokens_per_s: float
+    played: Sequence[SimulatedRound], warmup: int, first_length: float, full_tokens_per_s: float
 ) -> Forecast:
-    """The first ``settling`` rounds count for the largest staleness only."""
-    steady = played[settling:]
+    """The first ``warmup`` rounds count for the largest staleness only."""
+    steady = played[warmup:]
     seconds, tokens = sum(r.seconds for r in steady), sum(r.trained_tokens for r in steady)
     ages = np.concatenate([r.staleness.ravel() for r in steady])
     return Forecast(
@@ -77,7 +77,7 @@ def _summarize(
     )
 
 
-def settling_rounds(overlap: float) -> int:
+def warmup_rounds(overlap: float) -> int:
     """First rounds that are unlike those to come."""
     return 2 + math.ceil(2 * overlap)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipe.partial_rollout.report.records import RunRecord
+from recipe.partial_rollout.records.parts import RunRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipe.partial_rollout.admission import Admission
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.prompts_manager import PromptsManager
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.manager.types import Grant, Prompt, SampleOutput, Segment
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.planner.lengths import LengthTrace
 from recipe.partial_rollout.planner.replica_model import Decoding, ReplicaModel
-from recipe.partial_rollout.prompts_manager import PromptsManager
-from recipe.partial_rollout.scheduling import Policy
-from recipe.partial_rollout.types import Grant, Prompt, SampleOutput, Segment
 
 _WORKER = "simulation"
 
@@ -84,7 +84,7 @@ class Simulation:
     def __init__(
         self,
         admission: Admission,
-        policy: Policy,
+        policy: SchedulingPolicy,
         cluster: Cluster,
         lengths: LengthTrace,
         *,

@@ -1,1 +1,0 @@
-"""``python -m recipe.partial_rollout.chaos``: kill a real training again and again, resume and audit it."""

@@ -1,0 +1,1 @@
+"""Checkpoints that are whole or refused: snapshot, manifest, durable files."""

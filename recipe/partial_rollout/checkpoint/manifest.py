@@ -1,0 +1,177 @@
+"""The manifest of a checkpoint, written last: a step directory with a valid one is whole.
+
+``begin`` marks a directory before anything is written to it, ``seal`` ends it::
+
+    begin(step_dir) -> verl's files, snapshots -> seal(step_dir)
+
+A directory that was begun and not sealed is torn; one that was never begun is foreign: a run without partial rollout,
+or verl's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from recipe.partial_rollout.checkpoint.durable_file import PART, checksum, sync, write_atomically
+from recipe.partial_rollout.checkpoint.snapshot import ForeignCheckpointError, TornCheckpointError, foreign, torn
+
+DIRECTORY = "partial_rollout"
+"""of the recipe's own files within a step directory"""
+NAME = "manifest.json"
+FORMAT = 1
+
+_STEP = re.compile(r"global_step_([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFile:
+    """A file of the checkpoint."""
+
+    size: int
+    """bytes"""
+    blake2b: str | None
+    """256 bits, hex; None: only its size is checked"""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a whole checkpoint consists of."""
+
+    step: int
+    facts: dict[str, Any]
+    """whatever the trainer notes; JSON-able"""
+    files: dict[str, ListedFile]
+    """by path relative to the step directory"""
+
+
+def begin(step_dir: Path) -> Path:
+    """Mark ``step_dir`` as a checkpoint of partial rollout under way; returns the directory of the recipe's own files.
+
+    Comes before anything else is written to it. A checkpoint of the same step that was there is no longer whole.
+    """
+    ours = step_dir / DIRECTORY
+    ours.mkdir(parents=True, exist_ok=True)
+    (ours / NAME).unlink(missing_ok=True)
+    for directory in (ours, step_dir, step_dir.parent):
+        sync(directory)
+    return ours
+
+
+def seal(
+    step_dir: Path,
+    step: int,
+    facts: dict[str, Any],
+    *,
+    checksum_all: bool = False,
+    leave_out: frozenset[str] = frozenset(),
+) -> Manifest:
+    """Make the checkpoint of ``step`` whole: every file of it reaches the disk, then the manifest that lists it.
+
+    Args:
+        checksum_all: of every file, not only the recipe's own; reads the model's weights back.
+        leave_out: files (relative to ``step_dir``) that an older manifest names and that are about to be removed.
+    """
+    files: dict[str, ListedFile] = {}
+    directories = {step_dir, step_dir.parent}
+    for path in sorted(step_dir.rglob("*")):
+        name = path.relative_to(step_dir).as_posix()
+        if path.is_dir():
+            directories.add(path)
+        elif name != f"{DIRECTORY}/{NAME}" and name not in leave_out and not name.endswith(PART):
+            sync(path)
+            wanted = checksum_all or name.startswith(f"{DIRECTORY}/")
+            files[name] = ListedFile(path.stat().st_size, checksum(path) if wanted else None)
+    for directory in directories:
+        sync(directory)
+    manifest = Manifest(step, facts, files)
+    fields = {"format": FORMAT, **asdict(manifest)}
+    text = json.dumps({"blake2b": _digest(fields), **fields}, indent=1)
+    write_atomically(step_dir / DIRECTORY / NAME, [text.encode()])
+    return manifest
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=32).hexdigest()
+
+
+def verify(step_dir: Path) -> Manifest:
+    """The manifest of a whole checkpoint; every file that it lists is as it was.
+
+    Raises:
+        TornCheckpointError: it was begun and not sealed, or a file is missing or changed.
+        ForeignCheckpointError: it is none of this version of the recipe.
+    """
+    manifest = _read(step_dir)
+    named = _STEP.fullmatch(step_dir.name)
+    if named and int(named[1]) != manifest.step:
+        raise foreign(step_dir, f"its content is of step {manifest.step}")
+    for name, listed in manifest.files.items():
+        path = step_dir / name
+        if not path.is_file():
+            raise torn(step_dir, f"{name} is missing")
+        if path.stat().st_size != listed.size:
+            raise torn(step_dir, f"{name} has {path.stat().st_size} bytes of {listed.size}")
+        if listed.blake2b is not None and checksum(path) != listed.blake2b:
+            raise torn(step_dir, f"the checksum of {name} does not agree with its content")
+    return manifest
+
+
+def _read(step_dir: Path) -> Manifest:
+    if not (step_dir / DIRECTORY).is_dir():
+        raise foreign(step_dir, f"it has no {DIRECTORY}/: another trainer made it")
+    path = step_dir / DIRECTORY / NAME
+    try:
+        fields = json.loads(path.read_bytes())
+        whole = isinstance(fields, dict) and fields.pop("blake2b", None) == _digest(fields)
+    except FileNotFoundError:
+        raise torn(step_dir, "it has no manifest: the checkpoint was not finished") from None
+    except (ValueError, RecursionError):
+        whole = False
+    if not whole:
+        raise torn(step_dir, f"{DIRECTORY}/{NAME} is cut off or changed")
+    if fields.pop("format", None) != FORMAT:
+        raise foreign(step_dir, f"its manifest is not of format {FORMAT}")
+    if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in fields["files"]):
+        raise foreign(step_dir, "its manifest names files outside of it")
+    files = {name: ListedFile(**listed) for name, listed in fields["files"].items()}
+    return Manifest(fields["step"], fields["facts"], files)
+
+
+def newest_whole(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """The newest ``global_step_N`` below ``run_dir`` that is whole, and a line for each newer one that is torn.
+
+    Raises:
+        ForeignCheckpointError: a newer one was made by something else; the message says what to do.
+    """
+    refused: list[str] = []
+    for _, step_dir in sorted(_steps(run_dir), reverse=True):
+        try:
+            verify(step_dir)
+        except TornCheckpointError as error:
+            refused.append(str(error))
+        else:
+            return step_dir, refused
+    return None, refused
+
+
+def _steps(run_dir: Path) -> list[tuple[int, Path]]:
+    found = ((_STEP.fullmatch(path.name), path) for path in run_dir.glob("global_step_*"))
+    return [(int(match[1]), path) for match, path in found if match and path.is_dir()]
+
+
+__all__ = [
+    "DIRECTORY",
+    "ForeignCheckpointError",
+    "ListedFile",
+    "Manifest",
+    "TornCheckpointError",
+    "begin",
+    "newest_whole",
+    "seal",
+    "verify",
+]

@@ -1,0 +1,149 @@
+"""Checkpoints of a partial-rollout run: verl's own, and beside it everything that is in flight.
+
+``global_step_K/`` holds verl's files and ``partial_rollout/``: the manager's state, the prompt source's and, written last,
+the manifest. A checkpoint counts once its manifest names every file of it; saving never touches what an older manifest
+names, and old checkpoints are removed once the next one is sealed, so that a crash at any moment leaves the newest whole
+checkpoint whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from recipe.partial_rollout.checkpoint.manifest import DIRECTORY, TornCheckpointError, begin, newest_whole, seal, verify
+from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """Where the state files of one checkpoint are."""
+
+    manager: Path
+    source: Path
+
+
+def claim_retention(trainer: Any, *, critic: bool) -> int | None:
+    """Checkpoints to keep by verl's keys of ``config.trainer``, which are cleared; None: all of them.
+
+    verl removes the old actor at the end of its own save, when the new checkpoint is not sealed yet: the recipe does it
+    afterwards. A checkpoint goes or stays as a whole: where there is a critic, the more generous of both keys counts.
+    """
+    limits = [trainer.get(f"max_{part}_ckpt_to_keep") for part in ("actor", "critic")[: 1 + critic]]
+    if trainer.get("remove_previous_ckpt_in_save"):
+        limits = [1]
+        trainer.remove_previous_ckpt_in_save = False
+    trainer.max_actor_ckpt_to_keep = trainer.max_critic_ckpt_to_keep = None
+    limited = all(isinstance(limit, int) and limit > 0 for limit in limits)
+    return max(limits) if limited else None
+
+
+class RunCheckpoints:
+    """The checkpoints of one run directory.
+
+    Args:
+        run_dir: ``trainer.default_local_dir``.
+        checksum_all: whether verl's files are summed too; otherwise a manifest has their sizes alone.
+        keep: whole checkpoints to keep of those that are saved under this limit, the newest included; None: all.
+    """
+
+    def __init__(self, run_dir: Path, *, checksum_all: bool, keep: int | None = None) -> None:
+        self._run_dir = run_dir
+        self._checksum_all = checksum_all
+        self._keep = keep
+        self._on_disk: int | None = None
+        self._kept: list[int] = []
+        """steps whose checkpoints ``keep`` applies to, oldest first; a manifest has them for the process that resumes"""
+
+    def step_dir(self, step: int) -> Path:
+        """verl's directory of the checkpoint of ``step``."""
+        return self._run_dir / f"global_step_{step}"
+
+    def save(
+        self,
+        step: int,
+        save_manager: Callable[[Path], object],
+        source: dict[str, Any],
+        save_verl: Callable[[], object],
+        sizes: dict[str, int],
+    ) -> None:
+        """Write and seal the checkpoint of ``step``.
+
+        Args:
+            save_manager: writes the manager's state to the path it is given.
+            source: ``PromptSource.state_dict``.
+            save_verl: writes verl's part; not called for the step that this process saved or loaded last, whose weights
+                are on the disk already: only what is in flight has changed since.
+            sizes: what a run that goes on from it must agree with (``PartialRolloutConfig.sizes``).
+        """
+        step_dir = self.step_dir(step)
+        ours = step_dir / DIRECTORY if step == self._on_disk else begin(step_dir)
+        old = frozenset(f"{DIRECTORY}/{path.name}" for path in ours.glob("*.state"))
+        name = uuid4().hex[:8]
+        save_manager(ours / f"manager-{name}.state")
+        write_snapshot(ours / f"source-{name}.state", source)
+        if step != self._on_disk:
+            save_verl()
+        kept = [*(other for other in self._kept if other != step), step] if self._keep else []
+        facts = {"state": name, "sizes": sizes, "kept": kept}
+        seal(step_dir, step, facts, checksum_all=self._checksum_all, leave_out=old)
+        self._on_disk, self._kept = step, kept
+        self._tidy(step_dir, name)
+
+    def _tidy(self, step_dir: Path, name: str) -> None:
+        """Remove old checkpoints, replaced states, and checkpoints that were begun and got no model."""
+        if self._keep:
+            for step in self._kept[: -self._keep]:
+                shutil.rmtree(self.step_dir(step), ignore_errors=True)
+            self._kept = self._kept[-self._keep :]
+        for path in (step_dir / DIRECTORY).glob("*.state"):
+            if not path.stem.endswith(name):
+                path.unlink()
+        for other in self._run_dir.glob("global_step_*"):
+            if (other / DIRECTORY).is_dir() and not (other / "actor").is_dir():
+                shutil.rmtree(other)
+
+    def to_resume(self, mode: str, path: str | None) -> Path | None:
+        """The checkpoint that ``trainer.resume_mode`` and ``resume_from_path`` ask for; None to start from scratch.
+
+        Raises:
+            TornCheckpointError: the one asked for by path is not whole, or none of those that are there.
+            ForeignCheckpointError: a run without partial rollout made it.
+        """
+        if mode == "disable":
+            return None
+        if mode == "resume_path":
+            chosen = Path(str(path))
+            verify(chosen)
+            return chosen
+        found, torn = newest_whole(self._run_dir)
+        if torn and found is None:
+            raise TornCheckpointError(
+                f"no checkpoint is whole: {', '.join(line.partition(';')[0] for line in torn)}; "
+                f"trainer.resume_mode=disable starts the training over"
+            )
+        for line in torn:
+            logger.warning("%s", line)
+        return found
+
+    def take(self, step_dir: Path) -> SavedState:
+        """The state files of the checkpoint that this process goes on from."""
+        manifest = verify(step_dir)
+        if step_dir.resolve() == self.step_dir(manifest.step).resolve():
+            self._on_disk = manifest.step
+            self._kept = [*manifest.facts.get("kept", ())]
+        name = manifest.facts["state"]
+        ours = step_dir / DIRECTORY
+        return SavedState(ours / f"manager-{name}.state", ours / f"source-{name}.state")
+
+    @staticmethod
+    def read_source(state: SavedState) -> dict[str, Any]:
+        """``PromptSource.load_state_dict``'s argument."""
+        return read_snapshot(state.source)

@@ -1,0 +1,121 @@
+"""The snapshot file: a dictionary of plain values, whole or refused.
+
+Layout: magic (8 bytes), format version (uint32), payload length (uint64), blake2b-256 of version, length and payload,
+then the payload (``plain_codec``); integers are big-endian. Nothing is allocated before the length agrees with the
+file's, and nothing is decoded before the checksum agrees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from recipe.partial_rollout.checkpoint import plain_codec
+from recipe.partial_rollout.checkpoint.durable_file import Buffer, write_atomically
+
+MAGIC = b"VERL-PR\n"
+VERSION = 1
+
+_HEADER = struct.Struct(">8sIQ32s")
+_LENGTHS = struct.Struct(">IQ")
+
+
+class TornCheckpointError(RuntimeError):
+    """A checkpoint of partial rollout that is not whole."""
+
+
+class ForeignCheckpointError(RuntimeError):
+    """A checkpoint that this version of the recipe did not make."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A snapshot that is on the disk."""
+
+    bytes: int
+    seconds: float
+    """to encode and write it"""
+    checksum: str
+    """blake2b-256 of its payload and lengths, hex"""
+    blocked_s: float = 0.0
+    """seconds of these in which its owner could not answer"""
+
+
+def write_snapshot(path: Path, state: dict[str, Any]) -> Written:
+    """Write ``state``, atomically.
+
+    Raises:
+        UnsaveableError: a value of it is neither plain nor numpy; the message names its path.
+    """
+    start = time.perf_counter()
+    chunks = plain_codec.pack(state)
+    length = sum(len(chunk) for chunk in chunks)
+    digest = _digest(VERSION, length, chunks)
+    size = write_atomically(path, [_HEADER.pack(MAGIC, VERSION, length, digest), *chunks])
+    return Written(size, time.perf_counter() - start, digest.hex())
+
+
+def read_snapshot(path: Path) -> dict[str, Any]:
+    """The dictionary that was written.
+
+    Raises:
+        TornCheckpointError: the file is missing, cut off or changed.
+        ForeignCheckpointError: it is no snapshot, or one of another format.
+    """
+    try:
+        with path.open("rb") as file:
+            payload = _payload(path, file)
+    except FileNotFoundError:
+        raise torn(path, "it is missing") from None
+    try:
+        state = plain_codec.unpack(payload)
+    except ValueError as error:
+        raise foreign(path, f"its payload is {error}") from None
+    if not isinstance(state, dict):
+        raise foreign(path, f"it holds a {type(state).__name__}, not a dictionary")
+    return state
+
+
+def _payload(path: Path, file: BinaryIO) -> bytes:
+    header = file.read(_HEADER.size)
+    if not MAGIC.startswith(header[: len(MAGIC)]):
+        raise foreign(path, "it is not a snapshot")
+    if len(header) < _HEADER.size:
+        raise torn(path, f"it has {len(header)} bytes, fewer than a header")
+    _, version, length, digest = _HEADER.unpack(header)
+    if version != VERSION:
+        raise foreign(path, f"its format is {version}, this version of the recipe reads {VERSION}")
+    actual = path.stat().st_size - _HEADER.size
+    if actual != length:
+        raise torn(path, f"its payload has {actual} bytes of {length}")
+    payload = file.read(length)
+    if _digest(version, length, [payload]) != digest:
+        raise torn(path, "its checksum does not agree with its content")
+    return payload
+
+
+def _digest(version: int, length: int, chunks: Iterable[Buffer]) -> bytes:
+    digest = hashlib.blake2b(_LENGTHS.pack(version, length), digest_size=32)
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.digest()
+
+
+def torn(path: Path, reason: str) -> TornCheckpointError:
+    """The one-line error for a checkpoint that is not whole."""
+    return TornCheckpointError(
+        f"{path} is torn: {reason}; resume from an earlier step (trainer.resume_mode=auto finds the newest whole one)"
+    )
+
+
+def foreign(path: Path, reason: str) -> ForeignCheckpointError:
+    """The one-line error for a checkpoint that this recipe did not make."""
+    return ForeignCheckpointError(
+        f"{path} cannot be resumed by partial rollout: {reason}; "
+        f"set another trainer.default_local_dir, or trainer.resume_mode=disable to start over"
+    )

@@ -1,0 +1,1 @@
+"""Inside the vLLM server process: interruption, slots, KV that is kept."""

@@ -1,0 +1,227 @@
+"""verl's vLLM replica whose server can be interrupted at once, answers for its weight syncs, and may keep KV blocks.
+
+It also says what its KV cache holds, and how often the engine has preempted a request for want of it.
+
+Interruption does not wait for requests that the engine still queues: see ``admitting_engine``.
+
+verl's sender waits for the receiver's answer without looking at the receiver's error, so a sync that fails in the engine
+hangs the trainer. The server notes the error here and ``RecipeCheckpointManager`` asks for it while it waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import ray
+from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from recipe.partial_rollout.engine.admitting_engine import AdmittingEngine
+from recipe.partial_rollout.engine.kept_kv import ResumeKV, SaltedEngine
+from recipe.partial_rollout.waits import one_line
+from verl_ext.vllm_preemptions import preemptions_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+_SYNC_METHODS = ("update_weights_from_ipc", "update_verl_delta_weights")
+_END_S = 10.0
+"""for a killed process to be gone"""
+
+ProcessId = tuple[int, float]
+"""process id and the time at which the process was created (unix seconds): ids are used again"""
+
+
+class RecipeVLLMServer(vLLMHttpServer):
+    """``vLLMHttpServer`` that aborts what it queues, answers for its weight syncs, and has ``rollout.custom.resume_kv``."""
+
+    _weight_sync_error: str | None = None
+
+    @property
+    def _keeps_kv(self) -> bool:
+        return (self.config.custom or {}).get("resume_kv") == ResumeKV.KEEP
+
+    async def run_server(self, args: argparse.Namespace) -> None:
+        """As verl's."""
+        leave_headroom(args, (self.config.custom or {}).get("kv_headroom", 0.0))
+        await super().run_server(args)
+        self.front_engine()
+
+    def front_engine(self) -> None:
+        """Put what the recipe adds to vLLM's engine before it."""
+        self.engine = AdmittingEngine(self.engine)
+        if self._keeps_kv:
+            self.engine = SaltedEngine(self.engine, lambda: self.global_steps)
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **options: Any
+    ) -> TokenOutput:
+        """As verl's; ``extra_fields["queued_s"]`` has the seconds that the engine queued the request."""
+        try:
+            output = await super().generate(prompt_ids, sampling_params, request_id, **options)
+        finally:
+            queued_s = self.engine.take_queued_s(request_id)
+        output.extra_fields["queued_s"] = queued_s
+        return output
+
+    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+        """As verl's; kept blocks outlive it."""
+        return await super().abort_all_requests(reset_prefix_cache and not self._keeps_kv, reject_request)
+
+    async def clear_kv_cache(self) -> None:
+        """As verl's, which calls it after a weight sync; kept blocks outlive it."""
+        if not self._keeps_kv:
+            await super().clear_kv_cache()
+        elif self.node_rank == 0:
+            await self.engine.reset_mm_cache()
+            await self.engine.reset_encoder_cache()
+
+    async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> None:
+        """As verl's; the error of a weight sync is also kept."""
+        try:
+            await super().collective_rpc(method, *args, **kwargs)
+        except Exception as error:
+            if method in _SYNC_METHODS:
+                self._weight_sync_error = one_line(error)
+            raise
+
+    async def weight_sync_error(self) -> str | None:
+        """Why the last weight sync failed in this server's engine, or None."""
+        return self._weight_sync_error
+
+    async def check_alive(self) -> None:
+        """Raises ``EngineDeadError`` if this server's engine has died."""
+        if self.node_rank == 0:
+            await self.engine.check_health()
+
+    async def running_tokens(self) -> int:
+        """Tokens that the requests in this server's engine have made so far: another number once a token is made.
+
+        Counted when asked, from what the engine's output processor holds of every request, however seldom it is sent on.
+        """
+        if self.node_rank != 0:
+            return 0
+        states = self.engine.output_processor.request_states.values()
+        return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+
+    async def child_processes(self) -> list[ProcessId]:
+        """The engine's processes, which outlive a server that is killed."""
+        return [(child.pid, child.create_time()) for child in psutil.Process().children(recursive=True)]
+
+    async def kv_tokens(self) -> int | None:
+        """Tokens of context that the KV caches of this server's engines hold together; None: the engine does not say."""
+        return kv_tokens_of(self.engine.vllm_config)
+
+    async def preemptions(self) -> int | None:
+        """Requests that the engine has preempted since its start; None: the vLLM is not one that counts them."""
+        return await preemptions_of(self.engine)
+
+
+def kv_tokens_of(vllm_config: VllmConfig) -> int | None:
+    """Tokens that fit; vLLM's own figure, which knows of layers that hold less than the whole context."""
+    cache, engines = vllm_config.cache_config, vllm_config.parallel_config.data_parallel_size
+    if cache.kv_cache_size_tokens:
+        return cache.kv_cache_size_tokens * engines
+    # The blocks of all engines.
+    return cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else None
+
+
+def leave_headroom(args: argparse.Namespace, share: float) -> None:
+    """Have the engine keep ``share`` of its KV blocks free when it starts a sample, unless the user has said how much.
+
+    A vLLM that lacks the option (``watermark``) goes without, and says so.
+    """
+    if not share:
+        return
+    if not hasattr(args, "watermark"):
+        logger.warning("partial_rollout.kv_headroom=%g has no effect: this vLLM has no watermark option", share)
+    elif not args.watermark:
+        args.watermark = share
+
+
+class RecipeVLLMReplica(vLLMReplica):
+    """``vLLMReplica`` with that server, which can be started again."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(RecipeVLLMServer)
+        self._engine_processes: list[list[ProcessId]] = []
+        """by node"""
+
+    async def launch_servers(self) -> None:
+        """As verl's."""
+        await super().launch_servers()
+        self._engine_processes = await asyncio.gather(*[server.child_processes.remote() for server in self.servers])
+
+    async def check_alive(self) -> None:
+        """Raises ``RayActorError`` or ``EngineDeadError`` (as Ray wraps it) if a server or its engine has died."""
+        await asyncio.gather(*[server.check_alive.remote() for server in self.servers])
+
+    async def running_tokens(self) -> int:
+        """Tokens that the requests which it runs have made so far."""
+        return sum(await asyncio.gather(*[server.running_tokens.remote() for server in self.servers]))
+
+    async def relaunch(self) -> None:
+        """Replace servers that have died by new ones, asleep, which have the weights that the model was loaded with."""
+        for server in self.servers:
+            # Ray may have forgotten one that is dead.
+            with contextlib.suppress(ValueError):
+                ray.kill(server)
+        self.servers = []
+        await self._end_engines()
+        # Ray frees an actor's name a moment after its death.
+        for pause_s in (0.5, 1.0, 2.0, 4.0, 8.0):
+            await asyncio.sleep(pause_s)
+            try:
+                await self.launch_servers()
+                break
+            except ValueError as error:
+                if "already" not in str(error):
+                    raise
+                self.servers = []
+        await asyncio.gather(*[worker.__ray_call__.remote(_forget_server) for worker in self.workers])
+        # As verl starts them: the trainer has the devices until the weight sync wakes its replicas up.
+        await self.sleep()
+
+    async def _end_engines(self) -> None:
+        """End what a killed server has left behind: its engine would hold its memory for ever."""
+        step = self.gpus_per_replica_node
+        await asyncio.gather(
+            *[
+                self.workers[node * step].__ray_call__.remote(_end_processes, processes)
+                for node, processes in enumerate(self._engine_processes)
+            ]
+        )
+
+
+def _end_processes(_worker: Any, processes: list[ProcessId]) -> None:
+    """In a trainer's worker, on the node of ``processes``: kill those that are still alive, and wait for their end."""
+    alive = []
+    for pid, created in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.create_time() == created:
+                process.kill()
+                alive.append(process)
+    psutil.wait_procs(alive, timeout=_END_S)
+
+
+def _forget_server(worker: Any) -> None:
+    """In a trainer's worker: look the server up again, as verl's ``ServerAdapter`` does the first time."""
+    parts = [worker, *getattr(worker, "worker_dict", {}).values(), *getattr(worker, "fused_worker_dict", {}).values()]
+    for part in parts:
+        adapter = getattr(part, "rollout", None)
+        if adapter is not None and hasattr(adapter, "server_handle"):
+            adapter.server_handle = None
+
+
+def register() -> None:
+    """Make ``rollout.name=vllm`` mean this replica."""
+    RolloutReplicaRegistry.register("vllm", lambda: RecipeVLLMReplica)

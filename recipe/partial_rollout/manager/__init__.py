@@ -1,0 +1,1 @@
+"""The manager's process: a pure state machine, and the actor that waits for it (``actor``)."""

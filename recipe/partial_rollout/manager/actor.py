@@ -1,0 +1,370 @@
+"""``PromptsManager`` behind Ray: adds waiting, deadlines and the propagation of failures, and decides nothing.
+
+One condition guards the state. ``claim`` waits on it for work, ``wait_round`` for the end of the round; every change
+notifies it. Whoever waits gets the first failure that anyone reported, as an exception that names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from recipe.partial_rollout.checkpoint.snapshot import Written, read_snapshot, write_snapshot
+from recipe.partial_rollout.manager import garbage
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.codec import encode
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict
+from recipe.partial_rollout.manager.group_filter import GroupFilter, MissingMetricError
+from recipe.partial_rollout.manager.messages import (
+    Flushed,
+    PromptsWanted,
+    Report,
+    Restored,
+    RolloutFailedError,
+    RoundEnd,
+    RoundStart,
+)
+from recipe.partial_rollout.manager.output_store import InProcess, OutputStore
+from recipe.partial_rollout.manager.prompts_manager import PromptsManager
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.manager.types import FilteredGroup, FinishedOutput, Grant, Progress, Prompt, TakenGroup
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Progress:
+    changed_at: float = field(default_factory=time.monotonic)
+
+    def touch(self) -> None:
+        self.changed_at = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        return time.monotonic() - self.changed_at
+
+
+class ManagerActor:
+    """Ray actor (``ray.remote(ManagerActor)``) around one ``PromptsManager``.
+
+    Args:
+        stall_s: seconds without any sample reporting or any engine making a token, in an open round, after which the run
+            ends.
+        failures: what becomes of a sample whose agent loop raised.
+        group_filter: which finished groups are replaced; None: none.
+        store: where the outputs of finished samples lie; ``InProcess``, where there is no Ray.
+    """
+
+    CLAIM_WAIT_S = 20.0
+    """a claim answers empty after this long, so that a worker notices when the manager is gone"""
+    CLAIM_SAMPLES = 512
+    """that one answer grants at most: a round with 100,000 samples starts with the first of them, not with the last"""
+    SHARE_WAIT_S = 1.0
+    """a worker that has its share waits this long for the others to claim theirs, then runs some of what they left"""
+
+    def __init__(
+        self,
+        admission: Admission,
+        policy: SchedulingPolicy,
+        stall_s: float,
+        failures: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
+        group_filter: GroupFilter | None = None,
+        store: OutputStore = InProcess(),  # noqa: B008 - stateless
+    ) -> None:
+        self._store = store
+        self._manager = PromptsManager(admission, policy, time.monotonic, failures, group_filter)
+        self._retries: set[asyncio.Task[None]] = set()
+        self._unflushed: set[str] = set()
+        """workers that may have something to report of the round that is over"""
+        self._suspended = False
+        self._flushed = Flushed(time.time(), self._manager.metrics())
+        self._changed = asyncio.Condition()
+        self._failure: str | None = None
+        self._progress = _Progress()
+        self._stall_s = stall_s
+
+    # -- trainer ---------------------------------------------------------------------------------------------------
+
+    async def wanted(self) -> int:
+        """Prompts that the next round may need and the reserve lacks."""
+        return self._manager.wanted
+
+    async def set_overlap(self, overlap: float) -> None:
+        """``PromptsManager.set_overlap``; between rounds."""
+        self._manager.set_overlap(overlap)
+
+    async def prepare_round(self, version: int, prompts: list[Prompt], source_left: int) -> RoundStart:
+        """Once the last round is flushed: take new prompts, admit what the mode starts a round with, let workers claim.
+
+        ``source_left``: prompts that the source has besides.
+
+        The trainer may still update: what workers claim waits at their gates until the engines hold ``version``.
+        """
+        async with self._changed:
+            await self._until_flushed()
+            self._take_prompts(prompts, source_left)
+            self._manager.advance_version(version)
+            carried = self._manager.carried_groups
+            if self._manager.exhausted:
+                return RoundStart(0, carried, exhausted=True)
+            admitted = self._manager.open_round()
+            self._suspended = False
+            self._changed.notify_all()
+        return RoundStart(admitted, carried)
+
+    async def offer(self, prompts: list[Prompt], source_left: int) -> None:
+        """The answer to ``PromptsWanted``: in the open round they replace what was filtered."""
+
+        def book() -> None:
+            self._take_prompts(prompts, source_left)
+            if self._manager.round_open and not self._manager.round_complete():
+                self._manager.admit()
+
+        await self._change(book)
+
+    def _take_prompts(self, prompts: list[Prompt], source_left: int) -> None:
+        self._manager.offer(prompts)
+        self._manager.note_source(source_left)
+
+    async def wait_round(self) -> RoundEnd | PromptsWanted:
+        """Wait until the batch is complete; no sample can be claimed from then on. The engines run from this call on.
+
+        Returns early with ``PromptsWanted``, the round still open, where dynamic sampling uses the reserve up.
+        """
+        garbage.hold()
+        self._progress.touch()
+        async with self._changed:
+            while not self._suspended and not self._manager.round_complete():
+                self._raise_failure()
+                if self._manager.short_of_prompts:
+                    return PromptsWanted(self._manager.wanted)
+                await self._wait(max(0.1, self._stall_s - self._progress.idle_s))
+                stalled = self._progress.idle_s >= self._stall_s and not self._retries
+                if stalled and not self._manager.round_complete():
+                    raise RolloutFailedError(
+                        f"no sample reported and no engine made a token for {self._progress.idle_s:.0f} s "
+                        f"(partial_rollout.deadlines.stall_s={self._stall_s:g}); "
+                        f"{self._manager.unfinished_report()}"
+                    )
+            if self._suspended:
+                # Nobody waits any more: a batch that the last reports complete belongs to the checkpoint.
+                return RoundEnd(decided_at=time.time())
+            self._unflushed = set(self._manager.workers)
+            return RoundEnd(time.time(), self._manager.close_round(), self._manager.wanted)
+
+    async def note_decoding(self) -> None:
+        """An engine has made tokens, of which no worker has reported yet."""
+        self._progress.touch()
+
+    async def suspend_round(self) -> None:
+        """End the round before its batch is complete, to checkpoint and stop: no sample can be claimed from here on."""
+        self._suspended, self._unflushed = True, set(self._manager.workers)
+        await self._change(self._manager.suspend_round)
+
+    async def flush(self) -> Flushed:
+        """Wait until every worker has reported everything of the round that is over."""
+        async with self._changed:
+            await self._until_flushed()
+            return self._flushed
+
+    async def _until_flushed(self) -> None:
+        while self._unflushed:
+            self._raise_failure()
+            await self._wait(self.CLAIM_WAIT_S)
+
+    async def take_batch(self) -> list[TakenGroup[FinishedOutput]]:
+        """The groups of the finished round; their outputs are to be fetched from the store."""
+        self._raise_failure()
+        self._store.seal()
+        return self._manager.take_batch()
+
+    async def take_filtered(self) -> tuple[FilteredGroup, ...]:
+        """``PromptsManager.take_filtered``: whoever asks notes them in the ledger before the next checkpoint."""
+        return self._manager.take_filtered()
+
+    async def acknowledge(self, uids: list[str]) -> None:
+        """The trainer has updated on these groups."""
+        self._manager.acknowledge(uids)
+
+    async def metrics(self) -> dict[str, float]:
+        """``PromptsManager.metrics``."""
+        return self._manager.metrics()
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    async def save(self, path: str) -> Written:
+        """Write what the manager knows of this moment to ``path``; it answers others while the file is written.
+
+        Raises:
+            UnsaveableError: a dataset row or an output holds what no snapshot can; the message names it.
+            RolloutFailedError, TimeoutError: outputs are lost, or do not arrive.
+        """
+        start = time.perf_counter()
+        async with self._changed:
+            self._store.seal()
+            captured = self._manager.capture()
+            blocked_s = time.perf_counter() - start
+        written = await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured, self._store.fetch)))
+        return replace(written, seconds=time.perf_counter() - start, blocked_s=blocked_s)
+
+    async def load(self, path: str) -> Restored:
+        """Go on from the snapshot at ``path``; before the first round.
+
+        Raises:
+            TornCheckpointError, ForeignCheckpointError: see ``read_snapshot``.
+            ValueError: it was made with sizes that this run cannot go on from.
+        """
+        state = await asyncio.to_thread(read_snapshot, Path(path))
+        return await self._change(lambda: self._restore(state))
+
+    def _restore(self, state: dict[str, Any]) -> Restored:
+        self._manager.load_state_dict(state)
+        self._manager.store_outputs(self._store.put)
+        gauges = self._manager.metrics()
+        return Restored(
+            version=self._manager.version,
+            groups=int(gauges["inflight/groups"]),
+            ready_groups=int(gauges["buffer/ready_groups"]),
+            unfinished_samples=int(gauges["inflight/samples"]),
+            cached_tokens=self._manager.cached_tokens,
+        )
+
+    # -- failures --------------------------------------------------------------------------------------------------
+
+    async def abandon(self, reason: str) -> None:
+        """Fail everyone who waits: something outside has died."""
+        async with self._changed:
+            self._failure = self._failure or reason
+            self._changed.notify_all()
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    async def register_worker(self, worker: str, capacity: int) -> None:
+        """A worker with ``capacity`` slots joins."""
+        self._manager.register_worker(worker, capacity)
+
+    async def resize_workers(self, capacity: int) -> None:
+        """Every worker has ``capacity`` slots from here on."""
+
+        def resize() -> None:
+            for worker in self._manager.workers:
+                self._manager.resize_worker(worker, capacity)
+
+        await self._change(resize)
+
+    async def release_worker(self, worker: str) -> int:
+        """A worker is gone; its samples are requeued."""
+        requeued = await self._change(lambda: self._manager.release_worker(worker))
+        await self.flushed(worker)
+        return requeued
+
+    async def flushed(self, worker: str) -> None:
+        """``worker`` has reported everything of the round that is over, or will never."""
+
+        def book() -> None:
+            self._unflushed.discard(worker)
+            if not self._unflushed:
+                garbage.release()
+                self._flushed = Flushed(time.time(), self._manager.metrics())
+
+        if worker in self._unflushed:
+            await self._change(book)
+
+    async def claim(self, worker: str) -> list[Grant]:
+        """Wait for samples to run; empty after ``CLAIM_WAIT_S`` without any."""
+        began = time.monotonic()
+        claimant = self._manager.incarnation(worker)
+        left_since: float | None = None
+        async with self._changed:
+            while True:
+                self._raise_failure()
+                # The caller of a waiting claim may have died, and another worker have taken its name.
+                if self._manager.incarnation(worker) is not claimant:
+                    return []
+                now = time.monotonic()
+                patient = left_since is None or now < left_since + self.SHARE_WAIT_S
+                if grants := self._manager.claim(worker, self.CLAIM_SAMPLES, beyond_share=not patient):
+                    return grants
+                if now >= began + self.CLAIM_WAIT_S:
+                    return []
+                until = began + self.CLAIM_WAIT_S
+                if self._manager.leaves_samples_to_others(worker):
+                    left_since = now if left_since is None else left_since
+                    until = min(until, left_since + self.SHARE_WAIT_S)
+                else:
+                    left_since = None
+                await self._wait(until - now)
+
+    async def report(self, report: Report) -> list[Grant]:
+        """Book what happened to a worker's samples; answers with new ones for the slots that came free."""
+
+        def book() -> list[Grant]:
+            # A worker that was released may still be heard: its samples are somebody else's by then.
+            self._manager.incarnation(report.worker)
+            for progress in report.progress:
+                self._book_progress(progress)
+            for sample_id in report.interrupted:
+                self._manager.interrupt(sample_id)
+            try:
+                self._book_ends(report)
+            except MissingMetricError as error:
+                self._failure = self._failure or str(error)
+            if self._manager.round_open and not self._manager.round_complete():
+                self._manager.admit()
+                return self._manager.claim(report.worker, self.CLAIM_SAMPLES)
+            return []
+
+        self._progress.touch()
+        return await self._change(book)
+
+    def _book_progress(self, progress: Progress) -> None:
+        for segment in progress.segments:
+            self._manager.add_segment(progress.sample_id, segment)
+        for result in progress.tool_results:
+            self._manager.add_tool_result(progress.sample_id, result)
+
+    def _book_ends(self, report: Report) -> None:
+        for (sample_id, _), output in zip(report.finished, self._store.put(report.finished), strict=True):
+            self._manager.finish(sample_id, output)
+        for sample_id, error in report.failed:
+            self._book_failure(sample_id, report.worker, error)
+
+    def _book_failure(self, sample_id: str, worker: str, error: str) -> None:
+        verdict = self._manager.fail(sample_id, error)
+        logger.warning("sample %s on %s failed: %s (verdict: %s)", sample_id, worker, error, verdict)
+        if verdict is FailureVerdict.RETRY:
+            retry = asyncio.create_task(self._retry(sample_id, self._manager.retry_delay_s(sample_id)))
+            self._retries.add(retry)
+            retry.add_done_callback(self._retries.discard)
+        elif verdict is FailureVerdict.RAISE:
+            self._failure = self._failure or f"sample {sample_id} on {worker} failed: {error}"
+
+    async def _retry(self, sample_id: str, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        self._progress.touch()
+        await self._change(lambda: self._manager.retry(sample_id))
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+
+    async def _change(self, verb: Callable[[], T]) -> T:
+        async with self._changed:
+            result = verb()
+            self._changed.notify_all()
+        return result
+
+    async def _wait(self, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise RolloutFailedError(self._failure)

@@ -1,0 +1,83 @@
+"""What becomes of a sample whose agent loop raised: it is retried, masked, or ends the run. It is never dropped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from recipe.partial_rollout.manager.types import SampleOutput, Segment
+
+
+class OnSampleError(StrEnum):
+    RETRY = "retry"
+    """again from its journal, ``sample_retries`` times; then masked"""
+    MASK = "mask"
+    RAISE = "raise"
+    """the run ends"""
+
+
+class FailureVerdict(StrEnum):
+    RETRY = "retry"
+    """the sample waits, FAILED, for ``PromptsManager.retry``"""
+    MASK = "mask"
+    """the sample has FINISHED with a masked output"""
+    RAISE = "raise"
+    """whoever waits for the round is to fail"""
+
+
+@dataclass(frozen=True, slots=True)
+class FailurePolicy:
+    """``partial_rollout.failures``, checked."""
+
+    on_sample_error: OnSampleError = OnSampleError.RETRY
+    sample_retries: int = 2
+    retry_backoff_s: float = 1.0
+    """seconds before the first retry; doubles with each further one of the same sample"""
+
+    def __post_init__(self) -> None:
+        if self.sample_retries < 0:
+            raise ValueError(f"partial_rollout.failures.sample_retries={self.sample_retries}: at least 0")
+        if not (math.isfinite(self.retry_backoff_s) and self.retry_backoff_s >= 0):
+            raise ValueError(
+                f"partial_rollout.failures.retry_backoff_s={self.retry_backoff_s}: finite seconds of at least 0"
+            )
+
+    def verdict(self, failures: int) -> FailureVerdict:
+        """On a sample that has failed ``failures`` times, the last time included."""
+        if self.on_sample_error is OnSampleError.RAISE:
+            return FailureVerdict.RAISE
+        if self.on_sample_error is OnSampleError.RETRY and failures <= self.sample_retries:
+            return FailureVerdict.RETRY
+        return FailureVerdict.MASK
+
+    def delay_s(self, failures: int) -> float:
+        """Seconds from failure number ``failures`` of a sample to its retry."""
+        return self.retry_backoff_s * 2 ** (failures - 1)
+
+
+def masked_output(segments: Sequence[Segment], error: str | None) -> SampleOutput:
+    """Stands in for a sample that failed for good, so that its group trains: no token of it enters the loss.
+
+    ``prompt_ids`` is empty: whoever assembles the batch takes those of a sibling.
+    """
+    # A row without any token would have no last token to carry a score.
+    response = np.concatenate([segment.token_ids for segment in segments]) if segments else np.zeros(1, np.int32)
+    length = len(response)
+    return SampleOutput(
+        prompt_ids=np.empty(0, np.int32),
+        response_ids=response,
+        response_mask=np.zeros(length, np.int8),
+        log_probs=np.zeros(length, np.float32),
+        versions=np.full(length, -1, np.int32),
+        segments=len(segments),
+        reward_score=None,
+        reward_extra_info={},
+        num_turns=0,
+        metrics={},
+        extra_fields={"sample_error": error},
+        masked=True,
+    )

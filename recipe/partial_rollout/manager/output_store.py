@@ -1,0 +1,206 @@
+"""Where the outputs of finished samples lie between the manager, which needs no token of them, and the trainer.
+
+The manager stores outputs as they come, some 2 MB of them as one object, and keeps a reference and the metadata of each;
+the trainer gets the references and reads the arrays in place. An object that a process puts into Ray's store dies with
+that process, and a worker may die before its samples are trained: so the manager's process puts, never the worker's. An
+object is freed once the last of its samples has been trained.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError, ObjectLostError
+
+from recipe.partial_rollout.manager.codec import Fetch, outputs_here
+from recipe.partial_rollout.manager.messages import RolloutFailedError
+from recipe.partial_rollout.manager.types import FinishedOutput, SampleOutput, StoredOutput, TakenGroup
+from recipe.partial_rollout.waits import one_line
+
+
+class OutputStore(Protocol):
+    """Keeps outputs for the manager."""
+
+    def put(self, finished: Sequence[tuple[str, SampleOutput]]) -> Sequence[FinishedOutput]:
+        """Keep the outputs of these samples; returns what the manager holds of each, in order."""
+        ...
+
+    def seal(self) -> None:
+        """What was put may be told to others, or fetched, from here on."""
+        ...
+
+    def fetch(self, outputs: Sequence[FinishedOutput]) -> Sequence[SampleOutput]:
+        """The outputs themselves, in order."""
+        ...
+
+
+class InProcess:
+    """No store: outputs stay with the manager."""
+
+    def put(self, finished: Sequence[tuple[str, SampleOutput]]) -> list[SampleOutput]:
+        """As they are."""
+        return [output for _, output in finished]
+
+    def seal(self) -> None:
+        """They are with the manager."""
+
+    def fetch(self, outputs: Sequence[FinishedOutput]) -> list[SampleOutput]:
+        """As they are."""
+        return outputs_here(outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Outputs as one object holds them: the arrays of all, end to end, so that 40 outputs are read as fast as one."""
+
+    lengths: list[tuple[int, int]]
+    """tokens of prompt and response of each output"""
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    response_mask: np.ndarray
+    log_probs: np.ndarray
+    versions: np.ndarray
+    plain: list[tuple[Any, ...]]
+    """the other fields of ``SampleOutput``, in its order"""
+
+    @classmethod
+    def of(cls, outputs: Sequence[SampleOutput]) -> _Columns:
+        """Copies the arrays."""
+        arrays = {name: np.concatenate([getattr(output, name) for output in outputs]) for name in _ARRAYS}
+        lengths = [(len(output.prompt_ids), len(output.response_ids)) for output in outputs]
+        return cls(lengths, **arrays, plain=[tuple(getattr(output, name) for name in _PLAIN) for output in outputs])
+
+    def outputs(self) -> list[SampleOutput]:
+        """Views, in the order in which they were put."""
+        result, p, r = [], 0, 0
+        for (prompt, response), plain in zip(self.lengths, self.plain, strict=True):
+            of = slice(r, r + response)
+            prompt_ids = self.prompt_ids[p : p + prompt]
+            arrays = self.response_ids[of], self.response_mask[of], self.log_probs[of], self.versions[of]
+            result.append(SampleOutput(prompt_ids, *arrays, *plain))
+            p, r = p + prompt, r + response
+        return result
+
+
+_ARRAYS = ("prompt_ids", "response_ids", "response_mask", "log_probs", "versions")
+_PLAIN = tuple(f.name for f in fields(SampleOutput) if f.name not in _ARRAYS)
+
+
+@dataclass(slots=True, eq=False)
+class _Bundle:
+    """Outputs that become one object: here until it is sealed, then a reference."""
+
+    outputs: list[SampleOutput] = field(default_factory=list)
+    size: int = 0
+    """bytes of their arrays"""
+    reference: Any = None
+    """to ``_Columns``"""
+
+
+class RayObjects:
+    """Ray's object store: ``put`` and ``seal`` are the manager's alone, ``fetch`` anyone's whom the manager told.
+
+    A handle is a ``_Bundle`` and the output's index in it.
+
+    Args:
+        deadline_s: seconds for all the outputs of one ``fetch``.
+    """
+
+    OBJECT_BYTES = 2 * 2**20
+    """that an object holds at least, unless what comes next is waited for; each costs its reader about .1 ms"""
+    OBJECTS = 256
+    """that one ``ray.get`` asks for: what else the process does need not wait for all of them"""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._open = _Bundle()
+
+    def put(self, finished: Sequence[tuple[str, SampleOutput]]) -> list[StoredOutput]:
+        """Add to the object that is being filled."""
+        stored = []
+        for sample_id, output in finished:
+            bundle = self._open
+            handle = bundle, len(bundle.outputs)
+            metadata = output.response_length, output.reward_score, output.reward_extra_info, output.masked
+            stored.append(StoredOutput(sample_id, handle, *metadata))
+            bundle.outputs.append(output)
+            bundle.size += sum(getattr(output, name).nbytes for name in _ARRAYS)
+            if bundle.size >= self.OBJECT_BYTES:
+                self.seal()
+        return stored
+
+    def seal(self) -> None:
+        """Put what there is as one object; Ray keeps it inside the manager's process while it is under 100 KB."""
+        if not self._open.outputs:
+            return
+        bundle, self._open = self._open, _Bundle()
+        bundle.reference = ray.put(_Columns.of(bundle.outputs))
+        bundle.outputs = []
+
+    def fetch(self, outputs: Sequence[FinishedOutput]) -> list[SampleOutput]:
+        """Blocks; arrays from objects above 100 KB are read-only views of the store.
+
+        Raises:
+            RolloutFailedError: outputs are gone, with the node that stored them or with the manager.
+            TimeoutError: they did not arrive within the deadline.
+        """
+        until = time.monotonic() + self._deadline_s
+        references = list(dict.fromkeys(_reference(output) for output in outputs if isinstance(output, StoredOutput)))
+        found: dict[Any, list[SampleOutput]] = {}
+        for start in range(0, len(references), self.OBJECTS):
+            chunk = references[start : start + self.OBJECTS]
+            try:
+                columns = ray.get(chunk, timeout=max(0.0, until - time.monotonic()))
+            except GetTimeoutError:
+                late = _samples_of(outputs, ray.wait(references, num_returns=len(references), timeout=0)[1] or chunk)
+                raise TimeoutError(
+                    f"fetching the outputs of finished samples took more than {self._deadline_s:g} s "
+                    f"(partial_rollout.deadlines.interrupt_s); awaited: {late}"
+                ) from None
+            except ObjectLostError as error:
+                gone = _samples_of(outputs, [ref for ref in chunk if ref.hex() == error.object_ref_hex] or chunk)
+                raise RolloutFailedError(
+                    f"outputs of finished samples are lost: {gone}; resume from the last checkpoint "
+                    f"(trainer.resume_mode=auto): {one_line(error)}"
+                ) from error
+            found.update((reference, c.outputs()) for reference, c in zip(chunk, columns, strict=True))
+        return [
+            found[_reference(output)][output.handle[1]] if isinstance(output, StoredOutput) else output
+            for output in outputs
+        ]
+
+
+def _reference(output: StoredOutput) -> Any:
+    bundle, _ = output.handle
+    assert bundle.reference is not None
+    return bundle.reference
+
+
+def _samples_of(outputs: Sequence[FinishedOutput], references: Sequence[Any], limit: int = 8) -> str:
+    """Names of the samples whose outputs lie in ``references``, the first ``limit``."""
+    among = set(references)
+    names = [output.sample_id for output in outputs if isinstance(output, StoredOutput) and _reference(output) in among]
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{', '.join(names[:limit])}{more}"
+
+
+def fetch_groups(groups: Sequence[TakenGroup[FinishedOutput]], fetch: Fetch) -> list[TakenGroup]:
+    """``groups`` with their outputs in place of what the manager held."""
+    outputs = iter(fetch([output for group in groups for output in group.outputs]))
+    return [
+        TakenGroup(
+            group.uid,
+            group.order,
+            group.epoch,
+            group.row,
+            tuple(itertools.islice(outputs, len(group.outputs))),
+            group.birth,
+        )
+        for group in groups
+    ]

@@ -1,0 +1,169 @@
+"""Which sample runs next.
+
+A policy is a key of a group (smaller first) with three parts: is it born, how old, and how near to its end. Overdue
+groups, those at ``max_staleness``, come before any key: they must finish in this round.
+
+``ClaimQueue`` keeps the groups that have a sample to give. Buckets by (owner, birth) hold lazily cleaned heaps: a claim
+looks at one top per bucket, and bounded staleness bounds the buckets, so it costs O(log n).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from recipe.partial_rollout.manager.types import PromptGroup, Sample
+
+Key = tuple[float, ...]
+
+
+class SchedulingPolicy(StrEnum):
+    BOUNDED = "bounded"
+    """oldest first, carried groups before new prompts, then fewest unfinished, then shortest mean length"""
+    SEED = "seed"
+    """the published order: fewest unfinished, shortest mean length, least stale"""
+    IN_ORDER = "in_order"
+    """dispatch order, also of training: no length bias, more staleness"""
+
+
+def _birth(group: PromptGroup) -> float:
+    return float("inf") if group.birth is None else group.birth
+
+
+def _bounded(group: PromptGroup) -> Key:
+    return (_birth(group), group.unfinished, group.mean_finished_length)
+
+
+def _seed(group: PromptGroup) -> Key:
+    # Ascending staleness is descending birth: the order does not change as the version advances.
+    return (group.unfinished, group.mean_finished_length, -_birth(group))
+
+
+def _in_order(group: PromptGroup) -> Key:
+    return ()
+
+
+_KEYS: dict[SchedulingPolicy, Callable[[PromptGroup], Key]] = {
+    SchedulingPolicy.BOUNDED: _bounded,
+    SchedulingPolicy.SEED: _seed,
+    SchedulingPolicy.IN_ORDER: _in_order,
+}
+
+
+def get_scheduling_priority(group: PromptGroup, policy: SchedulingPolicy = SchedulingPolicy.BOUNDED) -> Key:
+    """Sort key of ``group``: of two groups with a sample to give, the smaller key runs first.
+
+    Keyed on unfinished samples, mean length of the finished ones in tokens (1e9 when none has finished) and staleness,
+    the latter through the birth version; ties go to dispatch order.
+    """
+    return (*_KEYS[policy](group), group.order)
+
+
+@dataclass(slots=True)
+class _Claimable:
+    """The samples that one group has to give to one owner."""
+
+    samples: deque[Sample] = field(default_factory=deque)
+    stamp: int = 0
+    """of the group's one live heap entry; others are stale"""
+
+
+_Entry = tuple[Key, int, PromptGroup]
+
+
+class ClaimQueue:
+    """Samples that can be claimed: by any worker (owner None), or by the worker that holds their conversation."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._policy = policy
+        self._buckets: dict[str | None, dict[int | None, list[_Entry]]] = {}
+        self._claimable: dict[str | None, dict[str, _Claimable]] = {}
+        self._owners: dict[str, set[str | None]] = {}
+        self._stamp = 0
+        self._sizes: Counter[str | None] = Counter()
+
+    def size(self, owner: str | None) -> int:
+        """Samples that only ``owner`` can claim; None: those that any worker can."""
+        return self._sizes[owner]
+
+    def push(self, sample: Sample) -> None:
+        """Offer ``sample`` to its worker, or to all when it has none."""
+        owner, group = sample.worker, sample.group
+        self._claimable.setdefault(owner, {}).setdefault(group.uid, _Claimable()).samples.append(sample)
+        self._owners.setdefault(group.uid, set()).add(owner)
+        self._sizes[owner] += 1
+        self._enter(owner, group)
+
+    def refresh(self, group: PromptGroup) -> None:
+        """Re-file ``group`` after its key has changed."""
+        for owner in self._owners.get(group.uid, ()):
+            self._enter(owner, group)
+
+    def pop(self, worker: str, overdue_birth: float, *, own_only: bool = False) -> Sample | None:
+        """The next sample for ``worker``; groups born at or before ``overdue_birth`` come first, oldest first.
+
+        ``own_only``: of the samples that any worker could claim, overdue ones only.
+        """
+        best: tuple[Key, str | None, int | None] | None = None
+        for owner in (worker, None):
+            buckets = self._buckets.get(owner, {})
+            for birth in list(buckets):
+                top = self._top(owner, birth)
+                if top is None:
+                    del buckets[birth]
+                    continue
+                overdue = birth is not None and birth <= overdue_birth
+                if own_only and owner is None and not overdue:
+                    continue
+                key = (0.0, float(birth), *top[0]) if birth is not None and overdue else (1.0, 0.0, *top[0])
+                if best is None or key < best[0]:
+                    best = (key, owner, birth)
+        if best is None:
+            return None
+        _, owner, birth = best
+        _, _, group = self._buckets[owner][birth][0]
+        return self._take(owner, group)
+
+    def drain(self, owner: str) -> list[Sample]:
+        """Withdraw every sample that only ``owner`` could claim."""
+        held = self._claimable.pop(owner, {})
+        samples = [sample for claimable in held.values() for sample in claimable.samples]
+        for uid in held:
+            self._forget(owner, uid)
+        self._buckets.pop(owner, None)
+        del self._sizes[owner]
+        return samples
+
+    def _enter(self, owner: str | None, group: PromptGroup) -> None:
+        self._stamp += 1
+        self._claimable[owner][group.uid].stamp = self._stamp
+        bucket = self._buckets.setdefault(owner, {}).setdefault(group.birth, [])
+        heapq.heappush(bucket, (get_scheduling_priority(group, self._policy), self._stamp, group))
+
+    def _top(self, owner: str | None, birth: int | None) -> _Entry | None:
+        bucket = self._buckets[owner][birth]
+        while bucket:
+            _, stamp, group = bucket[0]
+            claimable = self._claimable.get(owner, {}).get(group.uid)
+            if claimable is not None and claimable.stamp == stamp:
+                return bucket[0]
+            heapq.heappop(bucket)
+        return None
+
+    def _take(self, owner: str | None, group: PromptGroup) -> Sample:
+        claimable = self._claimable[owner][group.uid]
+        sample = claimable.samples.popleft()
+        self._sizes[owner] -= 1
+        if not claimable.samples:
+            del self._claimable[owner][group.uid]
+            self._forget(owner, group.uid)
+        return sample
+
+    def _forget(self, owner: str | None, uid: str) -> None:
+        owners = self._owners[uid]
+        owners.discard(owner)
+        if not owners:
+            del self._owners[uid]

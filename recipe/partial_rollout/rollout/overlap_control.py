@@ -1,0 +1,172 @@
+"""``partial_rollout.overlap=auto``: as many spare groups in flight as are worth their staleness, found by measuring.
+
+After each round an engine curve is fitted to the calls of the last rounds, and the lengths they had are played through the
+planner's simulation with one notch more and one notch less in flight. One notch a round at most, by what
+it would gain; a change of direction needs two measurements in a row, so that noise does not swing the window to and fro.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from threading import Thread
+
+import numpy as np
+
+from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.engine.kept_kv import ResumeKV
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.planner.engine_curve import CallSpan, CurveError, EngineCurve, fit
+from recipe.partial_rollout.planner.forecast import forecast, warmup_rounds
+from recipe.partial_rollout.planner.lengths import LengthTrace
+from recipe.partial_rollout.planner.simulation import Cluster
+
+logger = logging.getLogger(__name__)
+
+_Round = tuple[list[CallSpan], list[list[int]]]
+"""engine calls, and the lengths of each trained group"""
+_ROUNDS = 8
+"""that a decision looks back on"""
+_GROUPS = 512
+"""that a simulation trains: with fewer, a few long responses decide"""
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapDecision:
+    """What was chosen after a round, and why."""
+
+    overlap: float
+    """for the rounds to come"""
+    gain_up: float
+    """predicted share of speed that one notch more would add; 0 at the ceiling"""
+    gain_down: float
+    """predicted share of speed that the last notch adds; 0 at no overlap"""
+    reason: str
+
+
+class OverlapControl:
+    """Decides between rounds, in a thread of its own: a round never waits for it.
+
+    Args:
+        admission: sizes of the run; its overlap is where the control starts.
+        notch: most that overlap changes in a round.
+        min_gain: share of speed that a notch must add to be worth its staleness.
+        cluster: of ``curve``, its one engine's, to the engines of the run.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        policy: SchedulingPolicy,
+        cluster: Callable[[EngineCurve], Cluster],
+        *,
+        notch: float,
+        min_gain: float,
+    ) -> None:
+        self._admission = admission
+        self._policy = policy
+        self._cluster = cluster
+        # Less than a group is no change.
+        self._notch = max(notch, 1 / admission.batch_groups)
+        self._min_gain = min_gain
+        self._rounds: deque[_Round] = deque(maxlen=_ROUNDS)
+        self._pending: Future[OverlapDecision | None] | None = None
+        self._last: OverlapDecision | None = None
+        self._heading = 0.0
+        self._turn_asked = False
+
+    @classmethod
+    def of(cls, settings: PartialRolloutConfig, replicas: int, slots: Callable[[], int]) -> OverlapControl | None:
+        """As the settings ask for it, with ``slots`` a replica; None where ``overlap`` is fixed."""
+        auto = settings.overlap_control
+        if auto is None:
+            return None
+
+        def cluster(curve: EngineCurve) -> Cluster:
+            return Cluster(curve, replicas, slots(), settings.resume_kv is ResumeKV.KEEP)
+
+        return cls(settings.admission(replicas), settings.policy, cluster, notch=auto.notch, min_gain=auto.min_gain)
+
+    @property
+    def overlap(self) -> float:
+        """In force."""
+        return self._admission.overlap
+
+    def metrics(self) -> dict[str, float]:
+        """What is in force, and what the last decision went by (shares of speed)."""
+        figures = {"overlap_auto/target": self.overlap}
+        if self._last is not None:
+            figures |= {"overlap_auto/gain_up": self._last.gain_up, "overlap_auto/gain_down": self._last.gain_down}
+        return figures
+
+    def observe(self, calls: Sequence[CallSpan], lengths: Sequence[Sequence[int]]) -> None:
+        """A round has ended: its engine calls, and the lengths of each group it trains; starts to decide."""
+        self._rounds.append((list(calls), [list(group) for group in lengths]))
+        if self._pending is None:
+            self._pending = Future()
+            # A daemon: a training that ends does not wait for what nobody will ask for.
+            Thread(target=self._answer, args=(self._pending, list(self._rounds)), daemon=True).start()
+
+    def _answer(self, answer: Future[OverlapDecision | None], rounds: Sequence[_Round]) -> None:
+        try:
+            answer.set_result(self.decide(rounds))
+        except Exception as error:
+            # What is in flight stays as it is: a forecast that fails is no reason to end a training.
+            logger.exception("overlap=auto decided nothing: %s", error)
+            answer.set_result(None)
+
+    def poll(self) -> OverlapDecision | None:
+        """A change that has been decided since the last call, now in force; None: none, or not yet."""
+        if self._pending is None or not self._pending.done():
+            return None
+        decision, self._pending = self._pending.result(), None
+        if decision is None:
+            return None
+        before = self.overlap
+        self._last = decision = self._steadied(decision)
+        self._admission = replace(self._admission, overlap=decision.overlap)
+        return decision if decision.overlap != before else None
+
+    def _steadied(self, decision: OverlapDecision) -> OverlapDecision:
+        """The decision, or to stay where it is the first in a row to turn back."""
+        change = float(np.sign(decision.overlap - self.overlap))
+        turns = change != 0 and change == -self._heading
+        if turns and not self._turn_asked:
+            self._turn_asked = True
+            return replace(decision, overlap=self.overlap, reason=f"{decision.reason}: once more, and it turns back")
+        self._turn_asked = False
+        self._heading = change or self._heading
+        return decision
+
+    def decide(self, rounds: Sequence[_Round]) -> OverlapDecision | None:
+        """The next overlap after these rounds; None when they do not show how the engine's speed depends on its load."""
+        try:
+            curve = fit([call for calls, _ in rounds for call in calls])
+        except CurveError:
+            return None
+        lengths = LengthTrace(np.maximum(1, np.array([group for _, groups in rounds for group in groups])))
+        cluster, now = self._cluster(curve), self.overlap
+        more = min(now + self._notch, float(self._admission.max_staleness))
+        less = max(now - self._notch, 0.0)
+        # One stretch of rounds for all three: two that train alike must not differ by where they are cut.
+        warmup = warmup_rounds(more)
+        speeds = {overlap: self._speed(overlap, cluster, lengths, warmup) for overlap in {less, now, more}}
+        up, down = speeds[more] / speeds[now] - 1, speeds[now] / speeds[less] - 1
+        if more > now and up >= self._min_gain:
+            return OverlapDecision(more, up, down, f"a notch more gains {up:.1%}, at least {self._min_gain:.1%}")
+        # Half of what it takes to go up: a gain near the threshold must not swing the window to and fro.
+        if less < now and down < self._min_gain / 2:
+            return OverlapDecision(
+                less, up, down, f"the last notch gains {down:.1%}, under half of {self._min_gain:.1%}"
+            )
+        return OverlapDecision(now, up, down, f"the last notch gains {down:.1%}, a notch more {up:.1%}")
+
+    def _speed(self, overlap: float, cluster: Cluster, lengths: LengthTrace, warmup: int) -> float:
+        admission = replace(self._admission, overlap=overlap, ramp_rounds=0)
+        rounds = min(32, max(8, _GROUPS // admission.batch_groups))
+        made = forecast(admission, self._policy, cluster, lengths, rounds=rounds, warmup=warmup)
+        return made.trained_tokens_per_s

@@ -1,0 +1,60 @@
+"""A round whose batch the trainer has, while workers still report of what it left unfinished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recipe.partial_rollout.manager.messages import Flushed, RolloutFailedError, RoundEnd, RoundStart
+from recipe.partial_rollout.manager.types import TakenGroup
+from recipe.partial_rollout.records.engine_call import EngineCall
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedRound:
+    """Moments are in unix seconds."""
+
+    step: int
+    start: RoundStart
+    end: RoundEnd
+    began: float
+    opened_at: float
+    """engine calls were allowed"""
+    quiet_at: float
+    """no engine ran any more"""
+    groups: list[TakenGroup]
+    flushing: list[Any]
+    """references: each worker has reported everything"""
+    flushed: Any
+    """reference: ``Flushed``"""
+
+    def waits(self, flushed: Flushed, calls: Sequence[EngineCall]) -> dict[str, float]:
+        """Seconds: from opening to the first call, from the decision to quiet engines, from those to the last report.
+
+        The last one passes while the trainer updates.
+        """
+        first_call = min((call.start for call in calls), default=self.opened_at)
+        return {
+            "resume_s": max(0.0, first_call - self.opened_at),
+            "interrupt_s": self.quiet_at - self.end.decided_at,
+            "collect_s": max(0.0, flushed.at - self.quiet_at),
+        }
+
+
+def check_batch(groups: Sequence[TakenGroup], size: int, max_masked_fraction: float) -> None:
+    """Refuse a batch that cannot be trained.
+
+    Raises:
+        RolloutFailedError: fewer than ``size`` groups, or too many samples that failed for good.
+    """
+    if len(groups) != size:
+        raise RolloutFailedError(f"the data ran out with {len(groups)} groups ready; a batch needs {size}")
+    outputs = [output for group in groups for output in group.outputs]
+    masked = sum(output.masked for output in outputs)
+    if masked > max_masked_fraction * len(outputs):
+        error = next(output.extra_fields["sample_error"] for output in outputs if output.masked)
+        raise RolloutFailedError(
+            f"{masked} of the {len(outputs)} samples of a batch failed for good, more than "
+            f"partial_rollout.failures.max_masked_fraction={max_masked_fraction:g}; one of them: {error}"
+        )

@@ -1,0 +1,176 @@
+"""The training data as a stream of prompts, in the order and the epochs of verl's own dataloader.
+
+Rows come from the same ``StatefulDataLoader`` that noPR iterates, so both arms see the same prompts in the same order;
+like there, the rows that do not fill a last batch of an epoch are left out of that epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sized
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from recipe.partial_rollout.manager.types import Prompt
+
+
+class BatchLoader(Sized, Protocol):
+    """verl's training dataloader."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class PromptSource:
+    """Hands out prompts one by one until the training needs no more.
+
+    Args:
+        loader: yields batches as verl's ``collate_fn`` makes them.
+        total: prompts that the training will use: steps times batch.
+    """
+
+    def __init__(self, loader: BatchLoader, total: int) -> None:
+        self._loader = loader
+        self._total = total
+        self._taken = 0
+        self._epoch = 0
+        self._position = 0
+        self._rows: deque[dict[str, Any]] = deque()
+        self._batches: Iterator[dict[str, Any]] | None = None
+
+    @property
+    def left(self) -> int:
+        """Prompts that are yet to come."""
+        return max(0, self._total - self._taken)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts; fewer when the training needs no more."""
+        # A run that did not drain may have taken more than one that goes on with it, and drains, still needs.
+        count = min(count, self.left)
+        prompts = [self._next() for _ in range(count)]
+        self._taken += count
+        return prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the data: epoch, rows handed out, rows read ahead, and the loader's own state.
+
+        A loader that has not been started has none worth keeping: an exhausted one would end the next epoch at once.
+        """
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "taken": self._taken,
+            "rows": list(self._rows),
+            "loader": None if self._batches is None else without_tensors(self._loader.state_dict()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict``, over the same data with the same seed; before the first ``take``."""
+        self._epoch, self._position, self._taken = state["epoch"], state["position"], state["taken"]
+        self._rows = deque(state["rows"])
+        if state["loader"] is not None:
+            self._loader.load_state_dict(with_tensors(state["loader"]))
+            self._batches = iter(self._loader)
+
+    def _next(self) -> Prompt:
+        while not self._rows:
+            self._refill()
+        prompt = Prompt(f"{self._epoch}/{self._position}", self._epoch, self._rows.popleft())
+        self._position += 1
+        return prompt
+
+    def _refill(self) -> None:
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        batch = next(self._batches, None)
+        if batch is None:
+            if self._position == 0:
+                raise ValueError("data.train_files gives no batch: it has fewer rows than data.train_batch_size")
+            self._batches = None
+            self._epoch += 1
+            self._position = 0
+            return
+        self._rows.extend(rows_of(batch))
+
+
+_TENSOR = "tensor of"
+
+
+def without_tensors(state: Any) -> Any:
+    """``state`` with its tensors as arrays: a checkpoint holds nothing that only torch can read."""
+    if isinstance(state, torch.Tensor):
+        return {_TENSOR: state.numpy()}
+    if isinstance(state, dict):
+        return {key: without_tensors(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(without_tensors(value) for value in state)
+    return state
+
+
+def with_tensors(state: Any) -> Any:
+    """The inverse of ``without_tensors``."""
+    if isinstance(state, dict):
+        if set(state) == {_TENSOR}:
+            return torch.from_numpy(state[_TENSOR].copy())
+        return {key: with_tensors(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(with_tensors(value) for value in state)
+    return state
+
+
+def rows_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """The non-tensor fields of each row of a collated batch."""
+    fields = {key: value for key, value in batch.items() if isinstance(value, np.ndarray)}
+    size = len(next(iter(fields.values())))
+    return [{key: value[i] for key, value in fields.items()} for i in range(size)]
+
+
+def prompt_identity(row: dict[str, Any]) -> str:
+    """Names a dataset row by what it asks and its index in the file, alike in every run and arm."""
+    digest = hashlib.sha1(repr(list(row.get("raw_prompt", []))).encode()).hexdigest()[:12]
+    return f"{row.get('index', 0)}-{digest}"
+
+
+class SlotLoader:
+    """Stands in for the dataloader in verl's ``fit`` under PR: N empty slots a step.
+
+    The prompts of a step are known only when its round is over; the agent-loop manager fills the slots with them.
+
+    Args:
+        steps_per_epoch: batches in an epoch of the real loader.
+        batch_groups: N.
+        exhausted: whether the data ended before another step could be filled.
+    """
+
+    def __init__(self, steps_per_epoch: int, batch_groups: int, exhausted: Callable[[], bool] = lambda: False) -> None:
+        self._steps = steps_per_epoch
+        self._batch_groups = batch_groups
+        self._exhausted = exhausted
+        self._start = 0
+
+    def start_at(self, step: int) -> None:
+        """Leave out the first ``step`` steps of the next epoch: they were trained before the run was resumed."""
+        self._start = step
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        start, self._start = self._start, 0
+        for _ in range(start, self._steps):
+            if self._exhausted():
+                return
+            yield {"slot": torch.arange(self._batch_groups).unsqueeze(1)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Slots carry no state: the position in the data is the prompt source's."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See ``state_dict``."""

@@ -1,0 +1,180 @@
+"""Interrupting, resuming and restarting the vLLM replicas around a weight sync.
+
+Interruption is ``abort_all_requests`` on all replicas at once: each closes its gate, aborts what runs (the partial
+tokens come back to the callers), waits until the engine is quiet and drops the caches of the old weights. Requests that
+still arrive are refused, not parked, so nothing of a round is queued at a replica between rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from recipe.partial_rollout.waits import ReplicaError, means_death, one_line, within
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.replica import RolloutReplica
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class ServerControl:
+    """Interrupts, resumes and restarts a set of replicas.
+
+    A replica that dies is left out from its first failure on; the others take its samples over. ``restart_dead`` brings
+    it back before the next weight sync, which gives it the weights that it lacks. So whatever is asked of all replicas
+    goes through here, what verl's ``fit`` asks included.
+
+    Args:
+        replicas: verl's rollout replicas.
+        deadline_s: seconds to ask anything of all of them.
+        restarts: of a replica that the whole run may make.
+        start_deadline_s: seconds for a replica to start.
+    """
+
+    def __init__(
+        self, replicas: Sequence[RolloutReplica], deadline_s: float, restarts: int = 0, start_deadline_s: float = 600.0
+    ) -> None:
+        self._replicas = list(replicas)
+        self._dead: list[RolloutReplica] = []
+        self._deadline_s = deadline_s
+        self._restarts = restarts
+        self._start_deadline_s = start_deadline_s
+        self._preemptions: dict[str, int] = {}
+        self.restarted = 0
+        """replicas restarted since the start of the run"""
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    @property
+    def addresses(self) -> list[str]:
+        """Server ids as the load balancer knows them, in replica order."""
+        return [replica.server_address for replica in self._replicas]
+
+    @property
+    def servers(self) -> dict[str, Any]:
+        """Address to server handle of the replicas that live."""
+        return {replica.server_address: replica.server_handle for replica in self._living}
+
+    @property
+    def _living(self) -> list[RolloutReplica]:
+        return [replica for replica in self._replicas if replica not in self._dead]
+
+    async def interrupt(self) -> float:
+        """Abort every running request; returns the seconds until all replicas were quiet.
+
+        Raises:
+            ReplicaError: no replica is alive.
+        """
+        return await self._all("interrupting", lambda replica: replica.abort_all_requests(reject_request=True))
+
+    async def resume(self) -> float:
+        """Let the replicas take requests again; returns the seconds it took."""
+        return await self._all("resuming", lambda replica: replica.resume_generation())
+
+    async def sleep(self) -> float:
+        """Let the replicas give the memory of their devices back, where they are configured to; returns the seconds."""
+        return await self._all("putting to sleep", lambda replica: replica.sleep())
+
+    async def wake_up(self) -> float:
+        """Let the replicas take their memory again; returns the seconds."""
+        return await self._all("waking up", lambda replica: replica.wake_up())
+
+    async def running_tokens(self) -> dict[str, int]:
+        """Address to the tokens that the requests at a replica have made so far; of the replicas that answer."""
+
+        async def ask(replica: RolloutReplica) -> tuple[str, int] | None:
+            try:
+                return replica.server_address, await asyncio.wait_for(replica.running_tokens(), self._deadline_s)  # type: ignore[attr-defined]
+            except Exception as error:
+                # Whoever waits for its answer to a request, or interrupts it, sees to it.
+                logger.warning(
+                    "vLLM replica %s does not say what it decodes: %s", replica.server_address, one_line(error)
+                )
+                return None
+
+        answers = await asyncio.gather(*[ask(replica) for replica in self._living])
+        return dict(answer for answer in answers if answer is not None)
+
+    async def kv_tokens(self) -> int | None:
+        """Tokens that the smallest KV cache of all replicas holds; None where a replica does not say."""
+        answers = await self._asked("kv_tokens")
+        known = [answer for answer in answers.values() if answer is not None]
+        return min(known) if len(known) == len(answers) else None
+
+    async def new_preemptions(self) -> int | None:
+        """Requests that the replicas preempted for want of KV blocks since this was last asked; None: not counted."""
+        answers = await self._asked("preemptions")
+        if not answers or None in answers.values():
+            return None
+        new = sum(count - self._preemptions.get(address, 0) for address, count in answers.items())
+        self._preemptions |= answers
+        return new
+
+    async def _asked(self, verb: str) -> dict[str, Any]:
+        """Address to answer of the replicas that live; None of one that does not know ``verb``."""
+
+        async def ask(address: str, server: Any) -> tuple[str, Any]:
+            method = getattr(server, verb, None)
+            return address, None if method is None else await method.remote()
+
+        living = self.servers.items()
+        answers = await within(
+            asyncio.gather(*[ask(*item) for item in living], return_exceptions=True),
+            self._deadline_s,
+            f"asking the vLLM replicas {', '.join(self.servers)} for their {verb}",
+            "interrupt_s",
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException) and not means_death(answer):
+                raise answer
+        # Whoever has died is noticed, and named, at the next interruption.
+        return dict(answer for answer in answers if not isinstance(answer, BaseException))
+
+    async def restart_dead(self) -> bool:
+        """Start the dead replicas anew, under new addresses and without the trainer's weights; whether there were any.
+
+        A replica may have died since anything was asked of it, so all are asked first.
+
+        Raises:
+            ReplicaError: one died once too often, or none is alive.
+        """
+        await self._all("looking after", lambda replica: replica.check_alive())  # type: ignore[attr-defined]
+        dead, self._dead = self._dead, []
+        for replica in dead:
+            address = replica.server_address
+            if self.restarted >= self._restarts:
+                raise ReplicaError(
+                    f"vLLM replica {address} is dead and is not restarted again "
+                    f"(partial_rollout.failures.replica_restarts={self._restarts})",
+                    dead=True,
+                )
+            self.restarted += 1
+            await within(replica.relaunch(), self._start_deadline_s, f"restarting {address}", "replica_start_s")  # type: ignore[attr-defined]
+            logger.warning("vLLM replica %s is back as %s", address, replica.server_address)
+        return bool(dead)
+
+    async def _all(self, what: str, verb: Callable[[RolloutReplica], Awaitable[object]]) -> float:
+        start = time.monotonic()
+        living = self._living
+        answers = await within(
+            asyncio.gather(*[verb(replica) for replica in living], return_exceptions=True),
+            self._deadline_s,
+            f"{what} the vLLM replicas {', '.join(self.addresses)}",
+            "interrupt_s",
+        )
+        for replica, answer in zip(living, answers, strict=True):
+            if isinstance(answer, BaseException):
+                if not means_death(answer):
+                    raise answer
+                self._dead.append(replica)
+                logger.warning("vLLM replica %s died: %s", replica.server_address, one_line(answer))
+        if not self._living:
+            raise ReplicaError(f"no vLLM replica is alive ({', '.join(self.addresses)})", dead=True)
+        return time.monotonic() - start

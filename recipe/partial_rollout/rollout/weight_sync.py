@@ -1,0 +1,104 @@
+"""Weight sync with a deadline, and with the failure of a replica in it noticed.
+
+A replica that is dead before the sync is restarted for it (PR); one that dies in it ends the run.
+
+Under PR the replicas are quiet from the interruption of a round to the end of this sync, which resumes them: training
+samples wait in their workers for the next round, so validation can run in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.utils.ray_utils import auto_await
+
+from recipe.partial_rollout.rollout.server_control import ServerControl
+from recipe.partial_rollout.waits import one_line
+
+_LOOK_EVERY_S = 1.0
+"""how often the replicas are asked whether their side of the sync has failed; a sync that succeeds never waits for it"""
+
+
+class WeightSyncError(RuntimeError):
+    """New weights did not reach the replicas."""
+
+
+class RecipeCheckpointManager(CheckpointEngineManager):
+    """verl's manager; ``bind`` tells it its deadline and, under PR, what to resume."""
+
+    _deadline_s = 600.0
+    _resume: ServerControl | None = None
+
+    def bind(self, deadline_s: float, resume: ServerControl | None) -> None:
+        """Set the deadline of one sync in seconds, and the replicas to resume after it (None under noPR)."""
+        self._deadline_s = deadline_s
+        self._resume = resume
+
+    @auto_await
+    async def sleep_replicas(self) -> None:
+        """As verl's, which calls it when a round is over; a dead replica is left out (PR)."""
+        await (super().sleep_replicas() if self._resume is None else self._resume.sleep())
+
+    @auto_await
+    async def wake_up_replicas(self) -> None:
+        """As verl's; a dead replica is left out (PR)."""
+        await (super().wake_up_replicas() if self._resume is None else self._resume.wake_up())
+
+    @auto_await
+    async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
+        """Send the trainer's weights to every replica as policy version ``global_steps``.
+
+        Raises:
+            WeightSyncError: a replica or the trainer failed, or the deadline passed; the message names it.
+        """
+        if self.backend != "naive":
+            return await super().update_weights(global_steps)  # type: ignore[arg-type]
+        if self._resume is not None:
+            await self._resume.restart_dead()
+        trainer: Any = self.actor_wg
+        refs = trainer.update_weights(global_steps=global_steps, mode=self.backend)
+        syncing = asyncio.ensure_future(_all(refs))
+        started = time.monotonic()
+        try:
+            while not (await asyncio.wait({syncing}, timeout=_LOOK_EVERY_S))[0]:
+                await self._look(time.monotonic() - started, global_steps)
+            syncing.result()
+        except RayError as error:
+            raise WeightSyncError(
+                f"weight sync of version {global_steps} failed in the trainer: {one_line(error)}"
+            ) from error
+        finally:
+            syncing.cancel()
+        if self._resume is not None:
+            await self._resume.resume()
+        return {}
+
+    async def _look(self, waited_s: float, version: int | None) -> None:
+        for replica in self.replicas:
+            name = replica.server_address
+            try:
+                error = await asyncio.wait_for(_one(replica.server_handle.weight_sync_error.remote()), 10.0)
+            except TimeoutError:
+                error = None
+            except RayActorError as died:
+                error = f"the server died: {one_line(died)}"
+            if error is not None:
+                raise WeightSyncError(f"weight sync of version {version} failed in vLLM replica {name}: {error}")
+        if waited_s > self._deadline_s:
+            names = ", ".join(replica.server_address for replica in self.replicas)
+            raise WeightSyncError(
+                f"weight sync of version {version} to vLLM replicas {names} took more than {self._deadline_s:g} s "
+                f"(partial_rollout.deadlines.weight_sync_s)"
+            )
+
+
+async def _one(ref: Any) -> Any:
+    return await ref
+
+
+async def _all(refs: list[Any]) -> list[Any]:
+    return await asyncio.gather(*refs)

@@ -1,0 +1,1 @@
+"""Tasks that need no download: for tests, quick start and benchmarks."""

@@ -1,0 +1,1 @@
+"""Command-line tools: ``python -m recipe.partial_rollout.tools NAME``. No training imports them."""

@@ -1,0 +1,328 @@
+"""``python -m recipe.partial_rollout.tools audit RUN_DIR``: was every prompt trained, or filtered, once, in time and whole?
+
+Reads ``ledger.jsonl``, and ``trace.jsonl`` where there is one (``trace_audit`` says what must agree). Exit code 0: no
+violation; 1: violations, one line each; 2: unreadable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipe.partial_rollout.records.ledger import NAME, Event, LedgerError, RunSizes, read_ledger
+from recipe.partial_rollout.tools import trace_audit
+
+_SHOWN = 20
+_PARTS = ("tokens", "log-probs", "versions", "mask entries")
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """A group that counts: no resume has undone it."""
+
+    step: int
+    version: int
+    max_staleness: int
+    """in force when it was trained"""
+    samples_per_group: int
+    group: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Audit:
+    """What the ledger says, after its resumes have undone what they undo."""
+
+    sizes: RunSizes | None = None
+    offered: int = 0
+    """prompts that any process of the training might admit"""
+    admitted: list[tuple[int, str]] = field(default_factory=list)
+    """step and uid"""
+    trained: list[_Trained] = field(default_factory=list)
+    filtered: list[tuple[int, str]] = field(default_factory=list)
+    """step and uid of the groups that dynamic sampling consumed"""
+    complete: bool = False
+    exhausted: bool = False
+    """complete because the data could not fill another batch"""
+    drains: bool = True
+    """as every process so far"""
+    ended_on_purpose: bool = True
+    resumes: int = 0
+    kills: int = 0
+    undone: int = 0
+    """trained groups that a resume has undone"""
+    violations: list[str] = field(default_factory=list)
+    lost: int = 0
+    repeated: int = 0
+    rounds_compared: int | None = None
+    """of the trace; None: there is none"""
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def book(self, event: dict[str, Any]) -> None:
+        """Take the next event of the ledger."""
+        kind = event["event"]
+        if self.sizes is None and kind != Event.RUN:
+            raise LedgerError(f"the first event is {kind}: a ledger begins with {Event.RUN}")
+        if kind == Event.RUN:
+            self._book_run(event)
+        elif kind == Event.RESUMED:
+            self._book_resumed(event["step"])
+        elif kind == Event.ADMITTED:
+            self.admitted += [(event["step"], uid) for uid in event["uids"]]
+        elif kind == Event.TRAINED:
+            self._book_trained(event)
+        elif kind == Event.FILTERED:
+            self.filtered += [(event["step"], group["uid"]) for group in event["groups"]]
+        elif kind in (Event.STOPPED, Event.COMPLETE):
+            self.ended_on_purpose = True
+            self.complete = kind == Event.COMPLETE
+            self.exhausted = event.get("exhausted", False)
+
+    def _book_run(self, event: dict[str, Any]) -> None:
+        sizes = RunSizes.of(event)
+        before = self.sizes
+        if before is not None:
+            self.kills += not self.ended_on_purpose
+            for key in ("arm", "samples_per_group", "batch_groups", "epoch_prompts"):
+                if getattr(sizes, key) != getattr(before, key):
+                    change = f"{getattr(before, key)} to {getattr(sizes, key)}"
+                    self.violations.append(f"a resumed run changed {key} from {change}")
+        self.sizes, self.ended_on_purpose = sizes, False
+        self.drains &= sizes.drains
+        self.offered = max(self.offered, sizes.offered, sizes.total)
+
+    def _book_resumed(self, step: int) -> None:
+        self.resumes += 1
+        self.complete = False
+        self.admitted = [row for row in self.admitted if row[0] <= step]
+        self.filtered = [row for row in self.filtered if row[0] <= step]
+        kept = [row for row in self.trained if row.step <= step]
+        self.undone += len(self.trained) - len(kept)
+        self.trained = kept
+
+    def _book_trained(self, event: dict[str, Any]) -> None:
+        assert self.sizes is not None
+        sizes = self.sizes
+        self.trained += [
+            _Trained(event["step"], event["version"], sizes.max_staleness, sizes.samples_per_group, group)
+            for group in event["groups"]
+        ]
+
+    # -- judging ---------------------------------------------------------------------------------------------------
+
+    def judge(self) -> None:
+        """Fill in the violations."""
+        self._judge_prompts()
+        self._judge_filtered()
+        for row in self.trained:
+            self._judge_group(row)
+
+    def compare(self, rounds: list[dict[str, Any]]) -> None:
+        """Add to the violations where the trace's rounds tell another story."""
+        steps: dict[int, trace_audit.TrainedStep] = {}
+        for row in self.trained:
+            steps.setdefault(row.step, trace_audit.TrainedStep(row.step, row.version, [])).groups.append(row.group)
+        self.violations += trace_audit.disagreements(steps.values(), rounds, complete=self.complete)
+        self.rounds_compared = len(rounds)
+
+    def _judge_prompts(self) -> None:
+        assert self.sizes is not None
+        times = Counter(row.group["uid"] for row in self.trained)
+        admitted = Counter(uid for _, uid in self.admitted)
+        due = [self.uid(i) for i in range(self.offered)]
+        known = set(due)
+        for uid in sorted((uid for uid in times if times[uid] > 1), key=_position):
+            steps = ", ".join(str(row.step) for row in self.trained if row.group["uid"] == uid)
+            self.violations.append(f"prompt {uid} was trained {times[uid]} times: in steps {steps}")
+            self.repeated += 1
+        for uid in sorted(times, key=_position):
+            if uid not in known:
+                self.violations.append(f"prompt {uid} was trained: the training has no such prompt")
+            elif not admitted[uid]:
+                self.violations.append(f"prompt {uid} was trained and never admitted")
+        filtered = {uid for _, uid in self.filtered}
+        self._judge_holes(set(admitted) | set(times) | filtered)
+        by_data = self.drained and not self.sizes.filters
+        expected = due[: self.sizes.total] if by_data else due if self.complete and self.exhausted else admitted
+        self._judge_lost([uid for uid in expected if not times[uid] and uid not in filtered])
+        if self.complete and not self.exhausted and not by_data and len(times) < self.sizes.total:
+            self.violations.append(f"the training is complete with {len(times)} prompts trained of {self.sizes.total}")
+
+    def _judge_filtered(self) -> None:
+        """A filtered prompt is consumed, as a trained one: once, after its admission, and not both."""
+        trained = {row.group["uid"]: row.step for row in self.trained}
+        admitted = {uid for _, uid in self.admitted}
+        times = Counter(uid for _, uid in self.filtered)
+        for uid in sorted(times, key=_position):
+            steps = ", ".join(str(step) for step, other in self.filtered if other == uid)
+            if uid in trained:
+                self.violations.append(f"prompt {uid} was filtered in step {steps} and trained in step {trained[uid]}")
+            elif times[uid] > 1:
+                self.violations.append(f"prompt {uid} was filtered {times[uid]} times: in steps {steps}")
+            elif uid not in admitted:
+                self.violations.append(f"prompt {uid} was filtered and never admitted")
+            else:
+                continue
+            self.repeated += uid in admitted
+
+    def _judge_holes(self, seen: set[str]) -> None:
+        """Prompts are admitted in order: one that was passed over is not coming."""
+        assert self.sizes is not None
+        if self.drained and not self.sizes.filters:
+            return
+        last = max((i for i in range(self.offered) if self.uid(i) in seen), default=-1)
+        for uid in (self.uid(i) for i in range(last)):
+            if uid not in seen:
+                self.violations.append(f"prompt {uid} was lost: later ones were admitted, it was not")
+                self.lost += 1
+
+    def _judge_lost(self, untrained: list[str]) -> None:
+        """While a training goes on, or where it does not drain, prompts may be in flight: as many as admission allows."""
+        assert self.sizes is not None
+        in_flight = (1 + self.sizes.max_staleness) * self.sizes.batch_groups
+        if self.drained:
+            in_flight = 0
+        elif self.complete and self.exhausted:
+            # What the end of the data leaves does not fill a batch.
+            in_flight = self.sizes.batch_groups - 1
+        if len(untrained) <= in_flight:
+            return
+        self.lost += len(untrained) - in_flight
+        if self.drained:
+            self.violations += [f"prompt {uid} was lost: never trained" for uid in sorted(untrained, key=_position)]
+        else:
+            self.violations.append(
+                f"{len(untrained)} prompts are admitted and not trained, admission allows {in_flight}: "
+                f"{len(untrained) - in_flight} were lost, the first maybe {min(untrained, key=_position)}"
+            )
+
+    def _judge_group(self, row: _Trained) -> None:
+        group = row.group
+        for index, staleness in enumerate(group["staleness"]):
+            if staleness > row.max_staleness:
+                self.violations.append(
+                    f"sample {group['uid']}#{index} was trained in step {row.step} with staleness {staleness}: "
+                    f"at most {row.max_staleness}"
+                )
+        for index, lengths in enumerate(group["lengths"]):
+            if len(set(lengths)) != 1:
+                parts = ", ".join(f"{count} {part}" for count, part in zip(lengths, _PARTS, strict=True))
+                self.violations.append(f"sample {group['uid']}#{index} of step {row.step} has {parts}: must be equal")
+        if len(group["lengths"]) != row.samples_per_group:
+            self.violations.append(
+                f"prompt {group['uid']} was trained in step {row.step} with {len(group['lengths'])} samples of "
+                f"{row.samples_per_group}"
+            )
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing may be in flight any more."""
+        assert self.sizes is not None
+        kept = len({uid for _, uid in self.admitted} - {uid for _, uid in self.filtered})
+        ends = self.drains if self.sizes.filters else self.offered <= self.sizes.total
+        return self.complete and not self.exhausted and (ends or kept <= self.sizes.total)
+
+    # -- telling ---------------------------------------------------------------------------------------------------
+
+    def uid(self, index: int) -> str:
+        """Of the prompt that is ``index``-th over the whole training."""
+        assert self.sizes is not None
+        return f"{index // self.sizes.epoch_prompts}/{index % self.sizes.epoch_prompts}"
+
+    @property
+    def complete_epochs(self) -> int:
+        """Epochs of which every prompt is trained or filtered."""
+        assert self.sizes is not None
+        size = self.sizes.epoch_prompts
+        consumed = {row.group["uid"] for row in self.trained} | {uid for _, uid in self.filtered}
+        epochs = (self.offered if self.sizes.filters else self.sizes.total) // size
+        return sum(all(f"{epoch}/{i}" in consumed for i in range(size)) for epoch in range(epochs))
+
+    @property
+    def end(self) -> str:
+        """How far the training is."""
+        if not self.complete:
+            return "not complete"
+        return "complete: the data could not fill another batch" if self.exhausted else "complete"
+
+    def table(self) -> str:
+        """The figures, one a line."""
+        assert self.sizes is not None
+        trained = {row.group["uid"] for row in self.trained}
+        filtered = {uid for _, uid in self.filtered}
+        waiting = [step for step, uid in self.admitted if uid not in trained and uid not in filtered]
+        staleness = [age for row in self.trained for age in row.group["staleness"]]
+        rows = {
+            "arm": self.sizes.arm,
+            "training": self.end,
+            "steps": max((row.step for row in self.trained), default=0),
+            "epochs complete": f"{self.complete_epochs} of {self.sizes.total / self.sizes.epoch_prompts:g}",
+            "prompts trained": f"{len(trained)} of {self.sizes.total}",
+            "prompts filtered": len(filtered),
+            "prompts in flight": f"{len(waiting)}" + (f", the oldest since step {min(waiting)}" if waiting else ""),
+            "prompts lost": self.lost,
+            "prompts repeated": self.repeated,
+            "samples masked": sum(sum(row.group["masked"]) for row in self.trained),
+            "max staleness": f"{max(staleness, default=0)} (bound {self.sizes.max_staleness})",
+            "kills survived": self.kills,
+            "resumes": self.resumes,
+            "trained groups undone by resumes": self.undone,
+            "trace": "none: not compared"
+            if self.rounds_compared is None
+            else f"{self.rounds_compared} rounds compared",
+        }
+        width = max(map(len, rows))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def _position(uid: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdigit() else -1 for part in uid.split("/"))
+
+
+def audit(run_dir: Path) -> tuple[Audit, int]:
+    """The judged ledger and trace of ``run_dir``, and how many lines of the ledger were cut off by a dying process.
+
+    Raises:
+        LedgerError: one of them cannot be read.
+    """
+    events, cut_off = read_ledger(run_dir / NAME)
+    if not events:
+        raise LedgerError(f"{run_dir / NAME} has no event")
+    result = Audit()
+    try:
+        for event in events:
+            result.book(event)
+        result.judge()
+    except (KeyError, TypeError, AttributeError) as error:
+        raise LedgerError(f"{run_dir / NAME} has an event that lacks a field: {error!r}") from error
+    trace = run_dir / trace_audit.NAME
+    if trace.exists():
+        try:
+            result.compare(trace_audit.read_rounds(trace))
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise LedgerError(f"{trace} has an event that lacks a field: {error!r}") from error
+    return result, cut_off
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table and the violations; the exit code of the module docstring."""
+    parser = argparse.ArgumentParser(prog="python -m recipe.partial_rollout.tools audit", description=__doc__)
+    parser.add_argument("run_dir", type=Path, help="trainer.default_local_dir of the run")
+    options = parser.parse_args(arguments)
+    try:
+        result, cut_off = audit(options.run_dir)
+    except LedgerError as error:
+        print(f"unreadable: {error}", file=sys.stderr)
+        return 2
+    print(result.table())
+    if cut_off:
+        print(f"{cut_off} lines were cut off by a dying process")
+    for line in result.violations[:_SHOWN]:
+        print(f"violation: {line}")
+    if len(result.violations) > _SHOWN:
+        print(f"and {len(result.violations) - _SHOWN} more violations")
+    return 1 if result.violations else 0

@@ -1,0 +1,115 @@
+"""Figures of one training run, whoever's trainer made it: from verl's own metrics alone, so that all are read alike."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from recipe.partial_rollout.records.fields import read_lines
+from recipe.partial_rollout.tools.study import MACHINE, STOLEN, held_out_rewards
+
+_STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
+"""the recipe's and verl's name for the same: versions from a sample's first token to the update that trains it"""
+_DROPPED = "/off_policy/evicted_samples"
+_PROBE = "probe"
+_INTERRUPT = "partial_rollout/timing/interrupt_s"
+_SAMPLE = "peer/sample_s"
+"""``peer_sampler.SAMPLE_S``, which cannot be imported without verl's v1 trainers"""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRun:
+    """One run; arrays are by step."""
+
+    arm: str
+    repeat: int
+    rollout_s: np.ndarray
+    step_s: np.ndarray
+    tokens: np.ndarray
+    """trained response tokens"""
+    staleness: np.ndarray
+    """mean over the step's samples"""
+    staleness_max: np.ndarray
+    staleness_p95: np.ndarray | None
+    """None: this trainer does not log it"""
+    off_policy: np.ndarray | None
+    """share of the trained tokens that older weights have made; None: not logged"""
+    dropped: int
+    """samples, in all steps, that were decoded and not trained for their age"""
+    reward: np.ndarray
+    """mean over the step's samples, whatever weights have made them"""
+    held_out: float | None
+    """reward of the last validation: of the weights at its end; None: there was none"""
+    full_tokens_per_s: float | None
+    """of the engine kept full, where the run measured it"""
+    interrupt_s: np.ndarray | None
+    """from the decision to interrupt a round until every engine is quiet; None: not logged, or never interrupted"""
+    stolen_cpu: float | None
+    """share of the run's processor time that the host gave to others (``study.stolen_cpu``); None: not noted"""
+
+    def ms_per_1000(self, seconds: np.ndarray, steps: slice) -> float:
+        """``seconds`` (rollout or whole step) for 1,000 trained tokens, over ``steps``."""
+        return float(1e6 * seconds[steps].sum() / self.tokens[steps].sum())
+
+
+def read_run(directory: Path, arm: str, repeat: int, samples_per_step: int) -> PeerRun:
+    """From ``metrics.jsonl`` and, where there is one, ``trace.jsonl``.
+
+    Raises:
+        ValueError: a step lacks a figure; the message names both.
+    """
+    lines, _ = read_lines(directory / "metrics.jsonl")
+    steps = [line.values["data"] for line in lines if "training/global_step" in line.values["data"]]
+
+    def column(key: str) -> np.ndarray:
+        missing = [i for i, step in enumerate(steps, 1) if key not in step]
+        if missing:
+            raise ValueError(f"{directory}: step {missing[0]} has no {key}")
+        return np.array([float(step[key]) for step in steps])
+
+    def staleness(figure: str) -> np.ndarray:
+        name = next((name for name in _STALENESS if steps and f"{name}/{figure}" in steps[0]), None)
+        return np.zeros(len(steps)) if name is None else column(f"{name}/{figure}")
+
+    validations = held_out_rewards(steps)
+
+    def if_logged(key: str) -> np.ndarray | None:
+        return column(key) if steps and key in steps[0] else None
+
+    def interruptions() -> np.ndarray | None:
+        """verl's trainer interrupts at the end of its ``gen`` timer, after sampling, and does nothing else there."""
+        sampled = if_logged(_SAMPLE)
+        return if_logged(_INTERRUPT) if sampled is None else column("timing_s/gen") - sampled
+
+    return PeerRun(
+        arm=arm,
+        repeat=repeat,
+        rollout_s=column("timing_s/gen"),
+        step_s=column("timing_s/step"),
+        tokens=column("response_length/mean") * samples_per_step,
+        staleness=staleness("mean"),
+        staleness_max=staleness("max"),
+        staleness_p95=if_logged(f"{_STALENESS[0]}/p95"),
+        off_policy=if_logged("partial_rollout/off_policy_token_fraction"),
+        dropped=int(sum(value for step in steps for key, value in step.items() if key.endswith(_DROPPED))),
+        reward=column("critic/score/mean"),
+        held_out=validations[-1] if validations else None,
+        full_tokens_per_s=_probed(directory / "trace.jsonl"),
+        interrupt_s=interruptions(),
+        stolen_cpu=_stolen(directory / MACHINE),
+    )
+
+
+def _stolen(path: Path) -> float | None:
+    return json.loads(path.read_text())[STOLEN] if path.exists() else None
+
+
+def _probed(trace: Path) -> float | None:
+    if not trace.exists():
+        return None
+    events, _ = read_lines(trace)
+    rates = [event.number("tokens_per_s") for event in events if event.text("event") == _PROBE]
+    return float(np.median(rates)) if rates else None

@@ -1,0 +1,299 @@
+"""What scheduling costs at scale: the real manager actor and workers against replicas that follow an engine curve.
+
+Overhead is the share of a round's slot time that is lost to scheduling: what slots wait from its opening until they
+decode, and all of them from the decision to interrupt until the engines are quiet. (A round's length says little: what a
+late round leaves undone, the next one has decoded already.) Not counted: moving the batch to the trainer, which any rollout
+must; collecting what was interrupted and preparing the next round, which take place while the trainer updates (their
+seconds are what the update may not be shorter than). All actors share this machine, so what workers cost on nodes of
+their own is counted against it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import GetTimeoutError
+from tqdm import tqdm
+
+from recipe.partial_rollout.manager.actor import ManagerActor
+from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.output_store import RayObjects, fetch_groups
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.manager.types import Prompt
+from recipe.partial_rollout.planner.engine_curve import PRESETS, EngineCurve
+from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal
+from recipe.partial_rollout.planner.simulation import Cluster, Simulation
+from recipe.partial_rollout.tools.bench.scripted_engine import ScriptedWorker
+from recipe.partial_rollout.tools.report.table import Table
+
+BOUND = 0.01
+"""overhead, as a share of the round"""
+_DEADLINE_S = 1800.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.description = __doc__
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 8, 64, 256, 1024])
+    parser.add_argument("--samples-per-replica", type=int, default=98, help="in flight (default: %(default)s)")
+    parser.add_argument("--group", type=int, default=8, help="samples of a prompt (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="agent-loop workers (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="measured, after one that fills (default: %(default)s)")
+    parser.add_argument("--curve", default="h100-qwen3-4b", help=f"one of {', '.join(PRESETS)}, or a JSON file")
+    parser.add_argument(
+        "--lognormal", type=float, nargs=3, default=[3000, 3600, 18384], metavar=("MEDIAN", "MEAN", "CAP")
+    )
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRow:
+    """One size; means over the measured rounds."""
+
+    replicas: int
+    samples: int
+    """in flight at the start of a round"""
+    round_s: float
+    simulated_s: float
+    """of a round in the simulation, where scheduling costs nothing"""
+    decoded_tokens: float
+    open_s: float
+    """from the round's opening until every slot decodes"""
+    open_lost_s: float
+    """of that: what the mean slot waited"""
+    interrupt_s: float
+    """from the decision to interrupt until no engine runs"""
+    take_s: float
+    """until the trainer has the arrays of the batch's outputs, as with any rollout: no overhead"""
+    collect_s: float
+    """from then until the manager knows of every token"""
+    prepare_s: float
+    """from then until every sample of the next round waits for its opening"""
+    trained_samples: int
+    """in all rounds, the one that fills included"""
+    manager_cpu_s: float
+    manager_rss_mb: float
+    """at the end"""
+
+    @property
+    def overhead(self) -> float:
+        """Share of the round."""
+        return (self.open_lost_s + self.interrupt_s) / self.round_s
+
+    @property
+    def manager_us_per_token(self) -> float:
+        return 1e6 * self.manager_cpu_s / self.decoded_tokens
+
+    @property
+    def manager_ms_per_sample(self) -> float:
+        return 1e3 * self.manager_cpu_s / self.samples
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print a row a size; exit code 1 when one is over the bound."""
+    curve = PRESETS.get(options.curve) or EngineCurve.load(Path(options.curve))
+    median, mean, cap = options.lognormal
+    lengths = lognormal(median=median, mean=mean, cap=int(cap), samples_per_group=options.group)
+    rows = []
+    for replicas in tqdm(options.replicas, desc="sizes"):
+        # A Ray of its own for each size, unless the caller has one: what the last size left must not slow the next.
+        own = not ray.is_initialized()
+        if own:
+            ray.init(num_cpus=options.workers + 2, include_dashboard=False, log_to_driver=False)
+        try:
+            rows.append(measure(replicas, curve, lengths, options))
+        finally:
+            if own:
+                ray.shutdown()
+        print(_table(rows).console(), flush=True)
+    if options.json:
+        figures = [{**asdict(row), "overhead": row.overhead} for row in rows]
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    over = [row.replicas for row in rows if row.overhead > BOUND]
+    print(f"overhead {'OVER' if over else 'under'} {BOUND:.0%} of the round" + (f" at {over} replicas" if over else ""))
+    return 1 if over else 0
+
+
+def measure(replicas: int, curve: EngineCurve, lengths: LengthTrace, options: argparse.Namespace) -> ScaleRow:
+    """Rounds with ``replicas`` replicas."""
+    groups = max(2, replicas * options.samples_per_replica // options.group)
+    batch = groups // 2
+    admission = Admission(Mode.WINDOW, batch, options.group, 1.0, groups, batch * options.group, max_staleness=4)
+    slots = -(-groups * options.group // replicas)
+    drive = _Drive(admission, curve, lengths, replicas, slots, min(options.workers, replicas))
+    simulation = Simulation(
+        admission, SchedulingPolicy.BOUNDED, Cluster(curve, replicas, slots, keeps_kv=False), lengths, seed=None
+    )
+    played = [drive.round(version) for version in range(1 + options.rounds)]
+    measured, simulated = played[1:], list(simulation.rounds(1 + options.rounds))[1:]
+
+    def mean(name: str) -> float:
+        return sum(figures[name] for figures in measured) / len(measured)
+
+    return ScaleRow(
+        replicas=replicas,
+        samples=2 * batch * options.group,
+        round_s=mean("round_s"),
+        simulated_s=sum(round_.seconds for round_ in simulated) / len(simulated),
+        decoded_tokens=mean("decoded_tokens"),
+        open_s=mean("open_s"),
+        open_lost_s=mean("open_lost_s"),
+        interrupt_s=mean("interrupt_s"),
+        take_s=mean("take_s"),
+        collect_s=mean("collect_s"),
+        prepare_s=mean("prepare_s"),
+        trained_samples=int(sum(figures["trained_samples"] for figures in played)),
+        manager_cpu_s=mean("manager_cpu_s"),
+        manager_rss_mb=drive.manager_process.memory_info().rss / 2**20,
+    )
+
+
+class _Drive:
+    """Plays the trainer: rounds as ``PartialRolloutAgentLoopManager`` runs them, without batches or weights."""
+
+    def __init__(
+        self, admission: Admission, curve: EngineCurve, lengths: LengthTrace, replicas: int, slots: int, workers: int
+    ) -> None:
+        self._slots = slots * replicas
+        self._prompts = self._prompts_of(lengths)
+        self._store = RayObjects(_DEADLINE_S)
+        actor_class: Any = ray.remote(ManagerActor).options(num_cpus=0)
+        self._manager: Any = actor_class.remote(admission, SchedulingPolicy.BOUNDED, _DEADLINE_S, store=self._store)
+        self.manager_process = psutil.Process(_get(self._manager.__ray_call__.remote(_pid), "the manager to start"))
+        worker_class: Any = ray.remote(ScriptedWorker).options(num_cpus=0)
+        shares = [replicas // workers + (i < replicas % workers) for i in range(workers)]
+        self._workers = [worker_class.remote(curve, share) for share in shares]
+        for i, (worker, share) in enumerate(zip(self._workers, shares, strict=True)):
+            _get(worker.setup.remote(f"w{i}", self._manager, slots * share, {}), f"worker w{i} to start")
+        self._serving = [worker.serve.remote() for worker in self._workers]
+
+    @staticmethod
+    def _prompts_of(lengths: LengthTrace) -> Iterator[Prompt]:
+        for i, group in zip(count(), lengths.replay(), strict=False):
+            yield Prompt(f"0/{i}", 0, {"lengths": group.tolist()})
+
+    def round(self, version: int) -> dict[str, float]:
+        """One round, from its preparation to its last report; seconds, tokens and the manager's CPU seconds."""
+        decoded, cpu = self._total("decoded"), self._cpu_s()
+        prepare_s, expected = self._prepare(version)
+        began = time.monotonic()
+        self._all("begin", version, began)
+        ended = self._unless_a_worker_ends(self._manager.wait_round.remote())
+        _get([*self._ask("close_round"), *self._ask("interrupt")], "workers and replicas to stop")
+        quiet, quiet_at = time.monotonic(), time.time()
+        groups = fetch_groups(_get(self._manager.take_batch.remote(), "the batch"), self._store.fetch)
+        take_s = time.monotonic() - quiet
+        waits = self._all("waited")
+        if (started := sum(slots for _, _, slots in waits)) < expected:
+            raise RuntimeError(f"{started} samples of round {version} decoded; {expected} had been granted")
+        flushing = self._ask("flush")
+        flushed = _get(self._manager.flush.remote(), "the manager to hear from all workers")
+        _get(flushing, "all workers to report")
+        _get(self._manager.acknowledge.remote([group.uid for group in groups]), "the manager to forget the batch")
+        return {
+            "round_s": quiet - began,
+            "open_s": max(last for _, last, _ in waits),
+            "open_lost_s": sum(seconds for seconds, _, _ in waits) / started,
+            "interrupt_s": quiet_at - ended.decided_at,
+            "take_s": take_s,
+            "collect_s": max(0.0, flushed.at - quiet_at),
+            "prepare_s": prepare_s,
+            "decoded_tokens": self._total("decoded") - decoded,
+            "manager_cpu_s": self._cpu_s() - cpu,
+            "trained_samples": sum(len(group.outputs) for group in groups),
+        }
+
+    def _prepare(self, version: int) -> tuple[float, int]:
+        """Seconds until every sample that has a slot waits for the round to open, and how many they are."""
+        began = time.monotonic()
+        prompts = list(islice(self._prompts, _get(self._manager.wanted.remote(), "what the manager wants")))
+        _get(self._manager.prepare_round.remote(version, prompts, True), "the manager to prepare a round")
+        figures = _get(self._manager.metrics.remote(), "the manager's figures")
+        expected = min(self._slots, int(figures["inflight/samples"]))
+        while self._total("ready") < expected:
+            if time.monotonic() - began > _DEADLINE_S:
+                raise TimeoutError(f"waited {_DEADLINE_S:g} s for {expected} samples to be ready for a round")
+            time.sleep(0.05)
+        return time.monotonic() - began, expected
+
+    def _unless_a_worker_ends(self, reference: Any) -> Any:
+        done, _ = ray.wait([reference, *self._serving], num_returns=1, timeout=_DEADLINE_S)
+        if not done:
+            raise TimeoutError(f"waited {_DEADLINE_S:g} s for the end of the round")
+        return ray.get(done[0])
+
+    def _total(self, figure: str) -> int:
+        return sum(self._all(figure))
+
+    def _all(self, verb: str, *args: Any) -> list[Any]:
+        return _get(self._ask(verb, *args), f"{verb} of all workers")
+
+    def _ask(self, verb: str, *args: Any) -> list[Any]:
+        return [getattr(worker, verb).remote(*args) for worker in self._workers]
+
+    def _cpu_s(self) -> float:
+        times = self.manager_process.cpu_times()
+        return times.user + times.system
+
+
+def _get(reference: Any, what: str) -> Any:
+    try:
+        return ray.get(reference, timeout=_DEADLINE_S)
+    except GetTimeoutError:
+        raise TimeoutError(f"waited {_DEADLINE_S:g} s for {what}") from None
+
+
+def _pid(actor: Any) -> int:
+    return os.getpid()
+
+
+def _table(rows: list[ScaleRow]) -> Table:
+    header = [
+        "replicas",
+        "samples",
+        "round s",
+        "simulated s",
+        "overhead",
+        "last slot s",
+        "mean slot s",
+        "interrupt s",
+        "take s",
+        "collect s",
+        "prepare s",
+        "manager CPU s",
+        "ms / sample",
+        "us / token",
+        "MB",
+    ]
+    cells = [
+        [
+            str(row.replicas),
+            f"{row.samples:,}",
+            f"{row.round_s:.2f}",
+            f"{row.simulated_s:.2f}",
+            f"{row.overhead:.2%}",
+            f"{row.open_s:.2f}",
+            f"{row.open_lost_s:.2f}",
+            f"{row.interrupt_s:.2f}",
+            f"{row.take_s:.2f}",
+            f"{row.collect_s:.2f}",
+            f"{row.prepare_s:.2f}",
+            f"{row.manager_cpu_s:.2f}",
+            f"{row.manager_ms_per_sample:.2f}",
+            f"{row.manager_us_per_token:.3f}",
+            f"{row.manager_rss_mb:.0f}",
+        ]
+        for row in rows
+    ]
+    return Table("Scheduling at scale", header, cells)

@@ -1,0 +1,190 @@
+"""Replicas that follow an engine curve in real time, under the recipe's own worker: what is left is scheduling."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from recipe.partial_rollout.manager.types import SampleOutput, Segment
+from recipe.partial_rollout.planner.engine_curve import EngineCurve
+from recipe.partial_rollout.planner.replica_model import Decoding, ReplicaModel
+from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
+from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+
+
+class ScriptedReplica:
+    """One replica in real time: ``ReplicaModel``, woken at its events."""
+
+    def __init__(self, curve: EngineCurve) -> None:
+        self._curve = curve
+        self._model = ReplicaModel(curve)
+        self._began = time.monotonic()
+        self._waiting: dict[str, tuple[Decoding, int, asyncio.Future[int]]] = {}
+        """by sample: the call, the tokens it is to make, and who awaits them"""
+        self._arrived: list[Decoding] = []
+        """calls that the model does not have yet"""
+        self._timer: asyncio.TimerHandle | None = None
+        self._arming = False
+        self.decoded = 0
+        """tokens"""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def start(self) -> None:
+        """A round begins: the clock starts again."""
+        self._model, self._began = ReplicaModel(self._curve), time.monotonic()
+
+    async def decode(self, sample_id: str, context: int, left: int) -> int:
+        """Tokens made of ``left``: all, or as many as there were when the replica was interrupted."""
+        decoding = Decoding(sample_id, context, left)
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting[sample_id] = decoding, left, future
+        self._arrived.append(decoding)
+        if not self._arming:
+            # Once for all that arrive together: what the model of an engine costs must not delay the next call.
+            self._arming = True
+            asyncio.get_running_loop().call_soon(self._start_arrived)
+        return await future
+
+    def interrupt(self) -> None:
+        """The engine is quiet; the answers, with what each call has, are on their way."""
+        given_back = [*self._model.interrupt(self._now), *self._arrived]
+        self._arrived.clear()
+        asyncio.get_running_loop().call_soon(self._end_all, [decoding.id for decoding in given_back])
+        self._cancel_timer()
+
+    @property
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _start_arrived(self) -> None:
+        self._arming = False
+        self._model.advance(self._now)
+        for decoding in self._arrived:
+            self._model.add(decoding)
+        self._arrived.clear()
+        self._wake_at_next_end()
+
+    def _wake_at_next_end(self) -> None:
+        self._cancel_timer()
+        if len(self._model):
+            delay = max(0.0, self._model.next_end() - self._now)
+            self._timer = asyncio.get_running_loop().call_later(delay, self._run_to_end)
+
+    def _run_to_end(self) -> None:
+        while len(self._model) and self._model.next_end() <= self._now:
+            self._end_all(self._model.run_to_event())
+        self._wake_at_next_end()
+
+    def _end_all(self, sample_ids: list[str]) -> None:
+        for sample_id in sample_ids:
+            decoding, asked, future = self._waiting.pop(sample_id)
+            made = asked - decoding.left
+            self.decoded += made
+            if not future.done():
+                future.set_result(made)
+
+
+class ScriptedWorker(PartialRolloutAgentLoopWorker):
+    """The recipe's worker; its agent loop is one turn of known length on scripted replicas.
+
+    Args:
+        curve: of each replica.
+        replicas: that are this worker's.
+    """
+
+    def __init__(self, curve: EngineCurve, replicas: int) -> None:
+        # verl's own set-up is left out: no tokenizer, no rewards, no configuration.
+        self.config = SimpleNamespace(  # type: ignore[assignment]
+            partial_rollout=SimpleNamespace(
+                deadlines=SimpleNamespace(grant_s=3600.0),
+                failures=SimpleNamespace(tool_timeout_s=None, sample_timeout_s=None),
+            )
+        )
+        self.tools = {}  # type: ignore[assignment]
+        self._scripted = [ScriptedReplica(curve) for _ in range(replicas)]
+        self._choice = ReplicaChoice({f"r{i}": replica for i, replica in enumerate(self._scripted)})
+        self._version = 0
+        self._at_gate: set[str] = set()
+        self._idle_since = 0.0
+        self._waited: list[float] = []
+
+    def use_replicas(self, servers: dict[str, Any]) -> None:
+        """They are its own."""
+
+    def begin(self, version: int, at: float) -> None:
+        """The replicas hold the weights of ``version``; they idle since ``at`` (monotonic seconds)."""
+        self._version, self._idle_since, self._waited = version, at, []
+        for replica in self._scripted:
+            replica.start()
+        self.open_round()
+
+    def interrupt(self) -> None:
+        """All replicas abort."""
+        for replica in self._scripted:
+            replica.interrupt()
+
+    def decoded(self) -> int:
+        """Tokens of all its replicas, all rounds."""
+        return sum(replica.decoded for replica in self._scripted)
+
+    def ready(self) -> int:
+        """Samples that hold a slot and wait for the round to open."""
+        return sum(map(self._gate.granted, self._at_gate))
+
+    def waited(self) -> tuple[float, float, int]:
+        """What the slots waited before they decoded in this round: seconds in all, those of the last one, and slots."""
+        return sum(self._waited), max(self._waited, default=0.0), len(self._waited)
+
+    def _sampling_params(self) -> dict[str, Any]:
+        return {}
+
+    def _kwargs(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"agent_name": "scripted", "length": row["lengths"]}
+
+    async def _run_agent_loop(
+        self,
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        *,
+        agent_name: str,
+        trace: bool = True,
+        **kwargs,
+    ) -> SampleOutput:
+        sample = LIVE_SAMPLE.get()
+        assert sample is not None
+        length = kwargs["length"][int(sample.id.rpartition("#")[2])]
+        done = sum(map(len, sample.start_turn(0)))
+        while done < length:
+            self._at_gate.add(sample.id)
+            async with self.engine_call(sample):
+                self._at_gate.discard(sample.id)
+                address, replica = self._choice.take(sample)
+                # What comes later takes a slot that has decoded already.
+                if len(self._waited) < self._capacity:
+                    self._waited.append(time.monotonic() - self._idle_since)
+                made = await replica.decode(sample.id, done, length - done)
+                self._choice.release(address)
+            done += made
+            ended = done == length
+            if made:
+                zeros = np.zeros(made, np.float32)
+                sample.add(Segment(zeros.astype(np.int32), zeros, self._version, "completed" if ended else None))
+            if not ended:
+                self.hand_in(sample)
+        return _output(length, self._version)
+
+
+def _output(length: int, version: int) -> SampleOutput:
+    ids, probs = np.zeros(length, np.int32), np.zeros(length, np.float32)
+    return SampleOutput(ids[:0], ids, np.ones(length, np.int8), probs, ids + version, 1, 0.0, {}, 2, {})

@@ -1,0 +1,49 @@
+"""Which steps of finished runs the drift warning would have warned of: ``tools drift RUN...``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+
+from recipe.partial_rollout.records.fields import RunRecordError, read_lines
+from recipe.partial_rollout.tools.report.table import Table
+from recipe.partial_rollout.tools.study import held_out_rewards
+from recipe.partial_rollout.training.policy_drift import KL, PolicyDrift
+
+
+def row_of(run: Path) -> list[str]:
+    """Of a finished run: its directory, steps, the steps of its warnings, and its reward at the end.
+
+    The reward is that of the last validation, or where there is none the mean of the last three batches.
+
+    Raises:
+        RunRecordError: ``metrics.jsonl`` cannot be read, or no step of it has ``KL``.
+    """
+    lines, _ = read_lines(run / "metrics.jsonl")
+    data = [line.values["data"] for line in lines if "training/global_step" in line.values["data"]]
+    if not any(KL in step for step in data):
+        raise RunRecordError(f"{run}: no step has {KL}, which algorithm.rollout_correction makes verl log")
+    drift = PolicyDrift()
+    warned = [str(i) for i, step in enumerate(data, 1) if drift.observe(step, i)]
+    validated = held_out_rewards(data)
+    reward = validated[-1] if validated else mean(step["critic/score/mean"] for step in data[-3:])
+    return [str(run), str(len(data)), " ".join(warned) or "-", f"{reward:.3f}"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; exit code 2 for a directory that holds no such run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe.partial_rollout.tools drift",
+        description="The steps of finished runs at which the drift warning sets in.",
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run directory: metrics.jsonl")
+    try:
+        rows = [row_of(run) for run in parser.parse_args(arguments).runs]
+    except RunRecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(Table("Policy drift", ["run", "steps", "warned at", "reward at the end"], rows).console())
+    return 0

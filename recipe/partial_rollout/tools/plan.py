@@ -1,0 +1,267 @@
+"""Which policy and overlap, before anything is run: forecasts from response lengths and an engine curve.
+
+Lengths and curve come from a run's own files (``--run``; a noPR run shows the engine under every load), or lengths from a
+distribution and the curve from a preset. ``--validate`` plays finished runs again, with their own lengths, and
+compares what the simulation says with what they took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from tqdm import tqdm
+
+from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.planner.engine_curve import PRESETS, CurveError, EngineCurve, fit
+from recipe.partial_rollout.planner.forecast import Forecast, baseline, forecast, smallest_worthwhile
+from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal, of_run
+from recipe.partial_rollout.planner.simulation import Cluster
+from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.records.parts import RunRecord
+from recipe.partial_rollout.records.run_record import load_run
+from recipe.partial_rollout.tools.replay import Replay, replay
+from recipe.partial_rollout.tools.report.table import Table
+
+TOLERANCE = 0.15
+"""of a validated forecast"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m recipe.partial_rollout.tools plan", description=__doc__)
+    parser.add_argument(
+        "--run",
+        dest="run_directory",
+        type=Path,
+        help="a run's directory: lengths, curve and sizes unless given otherwise",
+    )
+    parser.add_argument("--lognormal", type=float, nargs=3, metavar=("MEDIAN", "MEAN", "CAP"), help="lengths, tokens")
+    parser.add_argument(
+        "--correlation", type=float, default=0.5, help="of log lengths in a group (default: %(default)s)"
+    )
+    parser.add_argument("--prompt-tokens", type=int, help="of each prompt (default: the run's, else 0)")
+    parser.add_argument(
+        "--curve", help=f"one of {', '.join(PRESETS)} (not measured), or a JSON file of EngineCurve's fields"
+    )
+    parser.add_argument("--save-curve", type=Path, help="write the curve here")
+    parser.add_argument("--batch", type=int, help="groups a step trains")
+    parser.add_argument("--group", type=int, help="samples of a group")
+    parser.add_argument("--replicas", type=int)
+    parser.add_argument("--slots", type=int, help="samples that a replica runs at once")
+    parser.add_argument("--max-staleness", type=int, help="(default: the run's, else 4)")
+    parser.add_argument("--overlaps", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0])
+    parser.add_argument(
+        "--policies", type=SchedulingPolicy, nargs="+", default=list(SchedulingPolicy), help="(default: all)"
+    )
+    parser.add_argument("--keep-kv", action="store_true", help="partial_rollout.resume_kv=keep")
+    parser.add_argument("--min-gain", type=float, default=0.05, help="of speed, that the next overlap must bring")
+    parser.add_argument("--rounds", type=int, default=24, help="of each forecast (default: %(default)s)")
+    parser.add_argument("--validate", type=Path, nargs="+", metavar="RUN", help="play these runs again instead")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    return parser
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One row of a plan."""
+
+    policy: str
+    overlap: float
+    forecast: Forecast
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the plan, or the validation; exit code 1 where a validated forecast is off, 2 where input is missing."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _validate(options) if options.validate else _plan(options)
+    except (RunRecordError, CurveError, ValueError, OSError) as error:
+        print(f"error: {error}")
+        return 2
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+
+def _plan(options: argparse.Namespace) -> int:
+    run_record = load_run(options.run_directory) if options.run_directory else None
+    lengths, cluster, admission = _inputs(options, run_record)
+    if options.save_curve:
+        options.save_curve.write_text(json.dumps(asdict(cluster.curve), indent=2) + "\n")
+    no_pr = Option(
+        "noPR", 0.0, forecast(baseline(admission), SchedulingPolicy.BOUNDED, cluster, lengths, rounds=options.rounds)
+    )
+    plans = [no_pr, *_options(options, admission, cluster, lengths)]
+    print(_describe(cluster, lengths))
+    print(_table(plans).console())
+    print(f"\n{_advice(plans, options.min_gain, admission.max_staleness)}")
+    if options.json:
+        figures = {"curve": asdict(cluster.curve), "plans": [asdict(plan) for plan in plans]}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+def _inputs(options: argparse.Namespace, record: RunRecord | None) -> tuple[LengthTrace, Cluster, Admission]:
+    def size(name: str, of_record: int | None) -> int:
+        found = of_record if (given := getattr(options, name)) is None else int(given)
+        if found is None:
+            raise ValueError(f"--{name} is missing: give it, or --run")
+        return found
+
+    settings = record.settings if record else None
+    n = size("group", settings and settings.samples_per_group)
+    if options.lognormal:
+        median, mean, cap = options.lognormal
+        lengths = lognormal(
+            median=median,
+            mean=mean,
+            cap=int(cap),
+            samples_per_group=n,
+            correlation=options.correlation,
+            prompt_tokens=options.prompt_tokens or 0,
+        )
+    elif record:
+        lengths = of_run(record)
+        if options.prompt_tokens is not None:
+            lengths = replace(lengths, prompt_tokens=options.prompt_tokens)
+    else:
+        raise ValueError("no lengths: give --run or --lognormal")
+    batch = size("batch", settings and settings.batch_groups)
+    bound = options.max_staleness if options.max_staleness is not None else _bound_of(record)
+    admission = Admission(Mode.WINDOW, batch, n, 0.0, 2 * batch, batch * n, bound)
+    curve = _curve(options.curve, record)
+    replicas, slots = (
+        size("replicas", settings and settings.replicas),
+        size("slots", settings and settings.slots_per_replica),
+    )
+    return lengths, Cluster(curve, replicas, slots, keeps_kv=options.keep_kv), admission
+
+
+def _bound_of(record: RunRecord | None) -> int:
+    """A run without partial rollout has the bound in its configuration alone."""
+    path = Path(record.directory) / "config.yaml" if record else None
+    found = OmegaConf.select(OmegaConf.load(path), "partial_rollout.max_staleness") if path and path.exists() else None
+    return 4 if found is None else int(found)
+
+
+def _curve(given: str | None, record: RunRecord | None) -> EngineCurve:
+    if given in PRESETS:
+        return PRESETS[given]
+    if given is not None:
+        return EngineCurve.load(Path(given))
+    if record is None:
+        raise ValueError("no engine curve: give --run or --curve")
+    return fit(call for round_ in record.rounds for call in round_.calls)
+
+
+def _options(
+    options: argparse.Namespace, admission: Admission, cluster: Cluster, lengths: LengthTrace
+) -> Iterator[Option]:
+    overlaps = [overlap for overlap in sorted(options.overlaps) if 0 < overlap <= admission.max_staleness]
+    for policy in tqdm(options.policies, desc="forecasts", leave=False):
+        for overlap in overlaps:
+            sized = replace(admission, overlap=overlap)
+            yield Option(str(policy), overlap, forecast(sized, policy, cluster, lengths, rounds=options.rounds))
+
+
+def _advice(plans: list[Option], min_gain: float, bound: int) -> str:
+    """For the default policy, or the first one planned."""
+    base, options = plans[0].forecast.trained_tokens_per_s, plans[1:]
+    policies = [plan.policy for plan in options]
+    if not policies:
+        return f"nothing to recommend: no --overlaps between 0 and max_staleness={bound}"
+    policy = str(SchedulingPolicy.BOUNDED) if SchedulingPolicy.BOUNDED in policies else policies[0]
+    rows = {plan.overlap: plan for plan in options if plan.policy == policy}
+    speeds = [(0.0, base), *((overlap, plan.forecast.trained_tokens_per_s) for overlap, plan in rows.items())]
+    overlap = smallest_worthwhile(speeds, min_gain)
+    if overlap not in rows:
+        return f"recommended: partial_rollout.enable=False; the smallest overlap planned gains less than {min_gain:.0%}"
+    found = rows[overlap].forecast
+    why = (
+        "the largest planned, and its last step still pays: plan larger ones"
+        if overlap == max(rows)
+        else f"the next one gains less than {min_gain:.0%}"
+    )
+    return (
+        f"recommended: partial_rollout.overlap={overlap:g} with scheduling.policy={policy}, max_staleness={bound}: rollout "
+        f"{found.trained_tokens_per_s / base:.2f} x noPR at mean staleness {found.staleness_mean:.2f}; {why}"
+    )
+
+
+def _describe(cluster: Cluster, lengths: LengthTrace) -> str:
+    curve = cluster.curve
+    load = min(cluster.slots_per_replica, 128)
+    return (
+        f"lengths: {lengths.groups.size:,} samples, mean {lengths.mean:,.0f} tokens; engine: a step of "
+        f"{curve.step_s * 1e3:.2f} ms + {curve.sample_s * 1e6:.0f} us a sample + {curve.context_s * 1e9:.0f} ns a token of "
+        f"context ({curve.tokens_per_s(load):,.0f} tokens/s at {load} with short ones), "
+        f"{cluster.replicas} x {cluster.slots_per_replica} slots\n"
+    )
+
+
+def _table(plans: list[Option]) -> Table:
+    base = plans[0].forecast
+    rows = [
+        [
+            f"{plan.policy} {plan.overlap:g}" if plan is not plans[0] else plan.policy,
+            f"{plan.forecast.round_s:.1f}",
+            f"{plan.forecast.trained_tokens_per_s:,.0f}",
+            f"{plan.forecast.trained_tokens_per_s / base.trained_tokens_per_s:.2f}",
+            f"{plan.forecast.efficiency:.2f}",
+            f"{plan.forecast.staleness_mean:.2f}",
+            f"{plan.forecast.staleness_p95:.0f}",
+            f"{plan.forecast.staleness_max}",
+            f"{plan.forecast.off_policy_fraction:.2f}",
+            f"{plan.forecast.first_length:.2f}",
+        ]
+        for plan in plans
+    ]
+    header = [
+        "policy, overlap",
+        "round s",
+        "tokens/s",
+        "x noPR",
+        "efficiency",
+        "staleness",
+        "p95",
+        "max",
+        "off-policy",
+        "first 5 length",
+    ]
+    return Table("Forecast of the rollout", header, rows)
+
+
+# -- validation --------------------------------------------------------------------------------------------------------
+
+
+def _validate(options: argparse.Namespace) -> int:
+    replays = [replay(load_run(directory)) for directory in options.validate]
+    print(_validation_table(replays).console())
+    worst = max(replays, key=lambda r: abs(r.ratio - 1))
+    passed = abs(worst.ratio - 1) <= TOLERANCE
+    verdict = "within" if passed else "NOT within"
+    print(f"\nfarthest off: {worst.name}, forecast {worst.ratio:.2f} of what it took ({verdict} {TOLERANCE:.0%})")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(r) for r in replays], indent=2) + "\n")
+    return 0 if passed else 1
+
+
+def _validation_table(replays: list[Replay]) -> Table:
+    rows = [
+        [
+            r.name,
+            f"{r.measured_ms:.0f}",
+            f"{r.forecast_ms:.0f}",
+            f"{r.ratio:.2f}",
+            f"{r.measured_staleness:.2f} / {r.measured_staleness_max}",
+            f"{r.forecast_staleness:.2f} / {r.forecast_staleness_max}",
+        ]
+        for r in replays
+    ]
+    header = ["run", "ms per 1,000 tokens", "forecast", "ratio", "staleness mean / max", "forecast"]
+    return Table("Runs, and what the simulation says of them", header, rows)

@@ -1,0 +1,86 @@
+"""A finished run played again: its own lengths, in the order of its data, on a curve fitted to its own calls.
+
+What is then left of the difference is the simulation's: how rounds fill, end and carry over, and what it leaves out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.main_ppo import CONF_DIR
+from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.planner.engine_curve import fit
+from recipe.partial_rollout.planner.forecast import baseline
+from recipe.partial_rollout.planner.lengths import of_run
+from recipe.partial_rollout.planner.simulation import Cluster, Simulation
+from recipe.partial_rollout.records.parts import RunRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A run and its forecast; milliseconds of rollout per 1,000 trained tokens, staleness in versions."""
+
+    name: str
+    measured_ms: float
+    forecast_ms: float
+    measured_staleness: float
+    forecast_staleness: float
+    measured_staleness_max: int
+    forecast_staleness_max: int
+
+    @property
+    def ratio(self) -> float:
+        """Forecast over measured time."""
+        return self.forecast_ms / self.measured_ms
+
+
+def replay(run: RunRecord) -> Replay:
+    """Play all rounds of ``run``, whose overlap must be fixed; figures are without the first, in which engines compile.
+
+    Raises:
+        ValueError: its directory has no ``config.yaml`` that says how it was scheduled.
+        CurveError: its calls show no engine curve.
+    """
+    path = Path(run.directory) / "config.yaml"
+    if not path.exists():
+        raise ValueError(f"{path} is missing: it says how the run was scheduled")
+    # Keys that the run did not know yet have their defaults.
+    defaults = OmegaConf.load(CONF_DIR / "partial_rollout.yaml").partial_rollout
+    config = OmegaConf.merge({"partial_rollout": defaults}, OmegaConf.load(path))
+    assert isinstance(config, DictConfig)
+    settings = PartialRolloutConfig.from_config(config)
+    replicas = run.settings.replicas
+    admission, policy = settings.admission(replicas), settings.policy
+    if not settings.enable:
+        admission, policy = baseline(admission), SchedulingPolicy.BOUNDED
+    elif settings.overlap_control is not None:
+        raise ValueError(
+            f"{path}: partial_rollout.overlap=auto changes from round to round; a run with a fixed one is needed"
+        )
+    elif settings.group_filter is not None:
+        raise ValueError(f"{path}: algorithm.filter_groups.enable=True: the trace lacks the groups it filtered")
+    curve = fit(call for round_ in run.rounds for call in round_.calls)
+    cluster = Cluster(curve, replicas, settings.slots_per_replica, settings.resume_kv == "keep")
+    # Past the end of a run that did not drain, its groups come again: the last rounds are as full as all others.
+    groups = len(run.trained_groups) if settings.drain else None
+    simulation = Simulation(admission, policy, cluster, of_run(run), seed=None, groups=groups)
+    played = list(simulation.rounds(len(run.steps)))[1:]
+    steps = run.steps[1:]
+    ages = np.concatenate([round_.staleness.ravel() for round_ in played])
+    measured = np.array([age for step in steps for age in step.staleness])
+    tokens = sum(sum(step.lengths) for step in steps)
+    seconds = sum(step.round.end - step.round.start for step in steps)
+    return Replay(
+        name="/".join(Path(run.directory).absolute().parts[-2:]),
+        measured_ms=1e6 * seconds / tokens,
+        forecast_ms=1e6 * sum(round_.seconds for round_ in played) / sum(r.trained_tokens for r in played),
+        measured_staleness=float(measured.mean()),
+        forecast_staleness=float(ages.mean()),
+        measured_staleness_max=int(measured.max()),
+        forecast_staleness_max=int(ages.max()),
+    )

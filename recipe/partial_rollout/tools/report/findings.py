@@ -1,0 +1,66 @@
+"""What the figures say, in two to four sentences; every sentence is computed."""
+
+from recipe.partial_rollout.tools.report import units
+from recipe.partial_rollout.tools.report.comparison import Comparison, Side
+
+
+def headline(comparison: Comparison) -> str:
+    """A sentence without its full stop: how much time the other run needed for the base's work."""
+    base, other, ratios = comparison.base, comparison.other, comparison.ratios
+    if comparison.equal_work.equal:
+        return (
+            f"{other.name} trained the same {other.summary.trained_groups:,} groups in "
+            f"{_part(ratios['rollout_s'])} {base.name}'s rollout time and {_part(ratios['step_s'])} its step time"
+        )
+    return (
+        f"Not equal work: per trained token, {other.name} took {_part(ratios['rollout_s_per_trained_token'])} "
+        f"{base.name}'s rollout time and {_part(ratios['step_s_per_trained_token'])} its step time"
+    )
+
+
+def _part(value: float | None) -> str:
+    """0.48 as '0.48 of', 1.2 as '1.20 times'."""
+    if value is None:
+        return "an unknown share of"
+    return f"{value:.2f} {'times' if value > 1 else 'of'}"
+
+
+def findings(comparison: Comparison) -> list[str]:
+    base, other = comparison.sides
+    lines = [headline(comparison) + "."]
+    if not comparison.equal_work.equal:
+        lines.append("The work differs: " + "; ".join(comparison.equal_work.differences) + ".")
+    lines.append(_why(base, other))
+    lines.append(_cost(base, other))
+    return lines
+
+
+def _why(base: Side, other: Side) -> str:
+    empty = (
+        f"Of the slots that a full batch fills, {units.share(base.summary.bubble_fraction)} stood empty during "
+        f"{base.name}'s rollouts and {units.share(other.summary.bubble_fraction)} during {other.name}'s"
+    )
+    if base.summary.efficiency is None or other.summary.efficiency is None:
+        return f"{empty}."
+    return (
+        f"{empty}; the engines decoded at {units.share(base.summary.efficiency)} and "
+        f"{units.share(other.summary.efficiency)} of the speed they have when kept full."
+    )
+
+
+def _cost(base: Side, other: Side) -> str:
+    summary = other.summary
+    parts = []
+    if summary.staleness:
+        parts.append(
+            f"{other.name} trained samples at most {summary.staleness.max:.0f} versions old "
+            f"(mean {summary.staleness.mean:.2f}), "
+            f"{units.share(summary.off_policy_token_fraction)} of its tokens off-policy"
+        )
+    first, later = summary.length_bias_first["step_1"], summary.length_bias_first["steps_1_to_5"]
+    if first:
+        upto = f", {later.ratio:.2f} over the first five" if later else ""
+        parts.append(f"mean trained over dispatched length {first.ratio:.2f} in its first step{upto}")
+    if base.summary.reward_last is not None and summary.reward_last is not None:
+        parts.append(f"reward of the last three steps {summary.reward_last:.3f} against {base.summary.reward_last:.3f}")
+    return "; ".join(parts) + "." if parts else f"{other.name} trained nothing."

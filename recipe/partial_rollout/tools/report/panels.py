@@ -1,0 +1,108 @@
+"""`report.png`: small panels, one figure a step for both runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from recipe.partial_rollout.records.definitions import bubble_fraction
+from recipe.partial_rollout.records.parts import RunSettings, Step
+from recipe.partial_rollout.tools.report.comparison import Comparison, Side
+from recipe.partial_rollout.tools.report.findings import headline
+from recipe.partial_rollout.tools.report.summary import ratio
+from recipe.partial_rollout.tools.report.timeline import DPI, HUES
+
+MARKED_STEPS = 40
+"""Longer runs show a running mean, with every step's own value thin behind it."""
+SMOOTHED_SHARE = 12
+"""The running mean spans one in so many steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    title: str
+    figure: Callable[[RunSettings, Step], float | None]
+    peak: Callable[[RunSettings, Step], float | None] | None = None
+    """A second, thin line of each run."""
+    reach: float | None = 0.0
+    """The axis holds 0 and at least this; None where it follows the figures."""
+
+
+def _mean(values: list[int]) -> float | None:
+    return ratio(sum(values), len(values))
+
+
+def _bubble(settings: RunSettings, step: Step) -> float | None:
+    return bubble_fraction([step.round], settings.full_concurrency)
+
+
+PANELS = (
+    Panel("decoded tokens/s in rollout", lambda _, step: ratio(step.round.decoded_tokens, step.seconds("gen"))),
+    Panel("empty slots in rollout (bubble)", _bubble, reach=1.0),
+    Panel(
+        "staleness of trained samples: mean, and max (thin)",
+        lambda _, step: _mean(step.staleness),
+        peak=lambda _, step: max(step.staleness, default=None),
+        reach=1.0,
+    ),
+    Panel("mean reward", lambda _, step: step.metrics.get("critic/score/mean"), reach=None),
+    Panel("mean trained length, tokens", lambda _, step: _mean(step.lengths)),
+    Panel("entropy", lambda _, step: step.metrics.get("actor/entropy"), reach=None),
+)
+
+
+def draw_panels(comparison: Comparison, path: Path) -> None:
+    figure = Figure(figsize=(14, 8), dpi=DPI, layout="constrained")
+    grid = figure.subplots(2, 3, sharex=True)
+    for axes, panel in zip(grid.flat, PANELS, strict=True):
+        _draw_panel(axes, panel, comparison)
+    for axes in grid[1]:
+        axes.set_xlabel("step")
+    figure.suptitle(headline(comparison), fontsize=14, fontweight="bold")
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=11)
+    figure.savefig(path)
+
+
+def _draw_panel(axes: Axes, panel: Panel, comparison: Comparison) -> None:
+    drawn = False
+    for side, hue, mark in zip(comparison.sides, HUES, ("s", "o"), strict=True):
+        if panel.peak:
+            steps, peaks = _series(side, panel.peak)
+            axes.plot(steps, peaks, color=hue, linewidth=1, alpha=0.55, drawstyle="steps-mid")
+        steps, values = _series(side, panel.figure)
+        _draw_series(axes, steps, values, label=side.name, hue=hue, mark=mark)
+        drawn |= len(values) > 0
+    axes.set_title(panel.title, fontsize=11, loc="left")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#E6E6E6")
+    axes.set_axisbelow(True)
+    if not drawn:
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", color="#777777")
+    elif panel.reach is not None:
+        top = max(axes.get_ylim()[1], panel.reach)
+        axes.set_ylim(-0.02 * top, top)
+
+
+def _series(side: Side, figure: Callable[[RunSettings, Step], float | None]) -> tuple[np.ndarray, np.ndarray]:
+    """The steps whose figure is known, and the figures."""
+    points = [(step.number, figure(side.run.settings, step)) for step in side.run.steps]
+    known = [(number, value) for number, value in points if value is not None]
+    return np.array([number for number, _ in known]), np.array([value for _, value in known])
+
+
+def _draw_series(axes: Axes, steps: np.ndarray, values: np.ndarray, *, label: str, hue: str, mark: str) -> None:
+    if len(values) <= MARKED_STEPS:
+        axes.plot(steps, values, color=hue, label=label, linewidth=1.8, marker=mark, markersize=4)
+        return
+    half = len(values) // SMOOTHED_SHARE // 2
+    smooth = [values[max(0, at - half) : at + half + 1].mean() for at in range(len(values))]
+    axes.plot(steps, values, color=hue, linewidth=0.8, alpha=0.35)
+    axes.plot(steps, smooth, color=hue, linewidth=2, label=f"{label} (mean of {2 * half + 1} steps)")

@@ -1,0 +1,154 @@
+"""The figures of one run."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from recipe.partial_rollout.records.definitions import Spread, bubble_fraction, spread
+from recipe.partial_rollout.records.parts import RunRecord, Step
+
+REWARD_STEPS = 3
+"""The first and last reward are means over this many steps."""
+STEP_PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "save_checkpoint")
+"""verl's timers inside `timing_s/step`, in order."""
+OUTSIDE_PHASES = ("testing",)
+"""verl's timers that run after the step's own has stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Seconds."""
+
+    median: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBias:
+    """Mean length of the first groups trained over that of as many first groups dispatched."""
+
+    ratio: float
+    unfinished_groups: int
+    """Dispatched groups whose length is unknown because the run ended before they were trained; likely long ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Seconds are verl's timers, summed over the steps that count."""
+
+    steps: int
+    trained_groups: int
+    trained_samples: int
+    trained_tokens: int
+    decoded_tokens: int
+    rollout_s: float
+    train_s: float
+    """Step minus rollout."""
+    step_s: float
+    phases_s: dict[str, float]
+    """By verl's timer name; `other` is what no listed timer covers."""
+    decoded_tokens_per_s: float | None
+    efficiency: float | None
+    """Decoded tokens over what the engines decode in the same time when kept full; None when no run has a probe."""
+    bubble_fraction: float | None
+    staleness: Spread | None
+    """Per trained sample, in versions."""
+    off_policy_token_fraction: float | None
+    mean_trained_length: float | None
+    length_bias: LengthBias | None
+    length_bias_first: dict[str, LengthBias | None]
+    reward_first: float | None
+    reward_last: float | None
+    segments_per_sample: Spread | None
+    interrupt_s: Wait | None
+    resume_s: Wait | None
+    carried_groups: Spread | None
+    """Per round, as the trace counts them."""
+    lost_samples: int
+    """The most that any round counted as lost; 0 in a sound run."""
+
+
+def ratio(part: float | None, whole: float | None) -> float | None:
+    """None where either is unknown or the whole is 0."""
+    return part / whole if part is not None and whole else None
+
+
+def wait(values: Sequence[float | None]) -> Wait | None:
+    known = [value for value in values if value is not None]
+    return Wait(statistics.median(known), max(known)) if known else None
+
+
+def full_tokens_per_s(runs: Sequence[RunRecord]) -> float | None:
+    """Median of the runs' probes: what the engines decode when kept full."""
+    speeds = [probe.tokens_per_s for run in runs for probe in run.probes]
+    return statistics.median(speeds) if speeds else None
+
+
+def engine_speed(run: RunRecord, runs: Sequence[RunRecord]) -> float | None:
+    """What ``run``'s engines decode when kept full through its own path: over its own probes, else those of ``runs``.
+
+    Agent loops and batch assembly of the arms differ, and with them the speed that the same engine reaches behind them.
+    """
+    return full_tokens_per_s([run]) or full_tokens_per_s(runs)
+
+
+def length_bias(run: RunRecord, groups: int) -> LengthBias | None:
+    trained = [length for group in run.trained_groups[:groups] for length in group.lengths]
+    first = [group for group in run.trained_groups if group.index < groups]
+    dispatched = [length for group in first for length in group.lengths]
+    if not any(dispatched) or not trained:
+        return None
+    known = len({group.index for group in first})
+    return LengthBias(statistics.fmean(trained) / statistics.fmean(dispatched), groups - known)
+
+
+def _length_bias_first(run: RunRecord, steps: int) -> LengthBias | None:
+    return length_bias(run, steps * run.settings.batch_groups) if len(run.steps) >= steps else None
+
+
+def _mean_reward(steps: Sequence[Step]) -> float | None:
+    rewards = [step.metrics["critic/score/mean"] for step in steps if "critic/score/mean" in step.metrics]
+    return statistics.fmean(rewards) if rewards else None
+
+
+def _phases(run: RunRecord, step_s: float) -> dict[str, float]:
+    inside = {name: sum(step.seconds(name) for step in run.steps) for name in STEP_PHASES}
+    outside = {name: sum(step.seconds(name) for step in run.steps) for name in OUTSIDE_PHASES}
+    return {**inside, "other": step_s - sum(inside.values()), **outside}
+
+
+def summarize(run: RunRecord, full_speed: float | None) -> Summary:
+    """`full_speed` is what the engines decode when kept full, in tokens per second."""
+    groups = run.trained_groups
+    lengths = [length for step in run.steps for length in step.lengths]
+    decoded = sum(step.round.decoded_tokens for step in run.steps)
+    tokens = sum(group.tokens for group in groups)
+    step_s = sum(step.seconds("step") for step in run.steps)
+    rollout_s = sum(step.seconds("gen") for step in run.steps)
+    speed = ratio(decoded, rollout_s)
+    return Summary(
+        steps=len(run.steps),
+        trained_groups=len(groups),
+        trained_samples=len(lengths),
+        trained_tokens=tokens,
+        decoded_tokens=decoded,
+        rollout_s=rollout_s,
+        train_s=step_s - rollout_s,
+        step_s=step_s,
+        phases_s=_phases(run, step_s),
+        decoded_tokens_per_s=speed,
+        efficiency=ratio(speed, full_speed),
+        bubble_fraction=bubble_fraction(run.rounds, run.settings.full_concurrency),
+        staleness=spread([age for step in run.steps for age in step.staleness]),
+        off_policy_token_fraction=ratio(sum(group.off_policy_tokens for group in groups), tokens),
+        mean_trained_length=statistics.fmean(lengths) if lengths else None,
+        length_bias=length_bias(run, len(groups)),
+        length_bias_first={"step_1": _length_bias_first(run, 1), "steps_1_to_5": _length_bias_first(run, 5)},
+        reward_first=_mean_reward(run.steps[:REWARD_STEPS]),
+        reward_last=_mean_reward(run.steps[-REWARD_STEPS:]),
+        segments_per_sample=spread([count for group in groups for count in group.segments]),
+        interrupt_s=wait([round_.interrupt_s for round_ in run.rounds]),
+        resume_s=wait([round_.resume_s for round_ in run.rounds]),
+        carried_groups=spread([round_.carried_groups for round_ in run.rounds]),
+        lost_samples=max(round_.lost_samples for round_ in run.rounds),
+    )

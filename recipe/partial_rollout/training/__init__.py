@@ -1,0 +1,1 @@
+"""The driver around verl's ``fit``: trainer, loss, correction, what a step prints."""

@@ -1,0 +1,172 @@
+"""No silent uncorrected training: what ``partial_rollout.correction`` needs of verl's config, checked and filled in.
+
+verl leaves its rollout correction off by default and in several ways ignores it without a word; each is refused here.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import ActorConfig
+
+from recipe.partial_rollout.config import PartialRolloutConfig, fail
+from recipe.partial_rollout.training.correction import Correction, Proximal, WeightLevel, weight_level
+from recipe.partial_rollout.training.loss import DECOUPLED_PPO
+
+_NODE = "algorithm.rollout_correction"
+_LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+_PROBED_FIELDS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
+_READS_OLD_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
+
+
+def check_correction(config: DictConfig, settings: PartialRolloutConfig) -> None:
+    """Raise ``ConfigError`` for a combination that would train uncorrected without saying so."""
+    correction = config.algorithm.get("rollout_correction")
+    if correction is None:
+        raise fail(_NODE, None, "verl's node of that name; partial_rollout.correction=none switches the correction off")
+    if config.distillation.get("enabled"):
+        raise fail("distillation.enabled", True, "False with partial_rollout.enable=True: its loss has no correction")
+    if settings.correction is Correction.NONE:
+        _check_uncorrected(config, correction)
+    else:
+        _check_decoupled(config, correction)
+    if settings.proximal is Proximal.INTERPOLATE:
+        _check_interpolation(config, correction, settings)
+
+
+def _check_uncorrected(config: DictConfig, correction: Any) -> None:
+    if correction.rollout_is is not None:
+        raise fail(f"{_NODE}.rollout_is", correction.rollout_is, "null with partial_rollout.correction=none")
+    if config.actor_rollout_ref.actor.policy_loss.loss_mode == DECOUPLED_PPO:
+        raise fail(_LOSS_MODE, DECOUPLED_PPO, "any other with partial_rollout.correction=none")
+
+
+def _check_decoupled(config: DictConfig, correction: Any) -> None:
+    if correction.bypass_mode:
+        raise fail(
+            f"{_NODE}.bypass_mode",
+            True,
+            "False with partial_rollout.correction=decoupled: it clips to the behaviour policy",
+        )
+    level = weight_level(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    allowed = [each for each in WeightLevel if level is WeightLevel.TOKEN or each is not WeightLevel.TOKEN]
+    if correction.rollout_is is not None and correction.rollout_is not in allowed:
+        names = " or ".join(allowed)
+        mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+        raise fail(f"{_NODE}.rollout_is", correction.rollout_is, f"{names}, or null for {level}, with loss_mode={mode}")
+    on_policy, mask = torch.zeros(1, 1), torch.ones(1, 1)
+    try:
+        compute_rollout_correction_weights(
+            on_policy, mask, correction.rollout_is or level, rollout_is_threshold=correction.rollout_is_threshold
+        )
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise fail(
+            f"{_NODE}.rollout_is_threshold",
+            correction.rollout_is_threshold,
+            "a number above 0 (caps the weights), or lower_upper around 1 (masks tokens outside)",
+        ) from None
+    _check_loss(config.actor_rollout_ref.actor)
+
+
+def _check_loss(actor: DictConfig) -> None:
+    mode = actor.policy_loss.loss_mode
+    if mode not in POLICY_LOSS_REGISTRY:
+        raise fail(_LOSS_MODE, mode, "one of " + ", ".join(sorted(POLICY_LOSS_REGISTRY)))
+    dual_clip = actor.clip_ratio_c
+    if dual_clip is not None and not dual_clip > 1:
+        raise fail("actor_rollout_ref.actor.clip_ratio_c", dual_clip, "a number above 1, or null for no dual clip")
+    if dual_clip is None and mode not in ("vanilla", DECOUPLED_PPO):
+        raise fail("actor_rollout_ref.actor.clip_ratio_c", None, f"a number above 1 with loss_mode={mode}")
+    try:
+        weighted = uses_weights(actor)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise fail(_LOSS_MODE, mode, f"a loss that takes rollout_is_weights; it raises: {error}") from error
+    if not weighted:
+        raise fail(
+            _LOSS_MODE,
+            mode,
+            "a loss that uses rollout_is_weights; this one ignores them (partial_rollout.correction=none allows it)",
+        )
+
+
+def uses_weights(actor: DictConfig) -> bool:
+    """Whether the policy loss of verl's actor config changes when the behaviour weights of all tokens are halved."""
+    mode = DECOUPLED_PPO if actor.policy_loss.loss_mode == "vanilla" else actor.policy_loss.loss_mode
+    probed = ActorConfig(
+        strategy="none",
+        rollout_n=1,
+        use_dynamic_bsz=True,
+        policy_loss=omega_conf_to_dataclass(actor.policy_loss),
+        **{key: actor[key] for key in _PROBED_FIELDS},
+    )
+    losses = []
+    for weight in (1.0, 0.5):
+        # clip_cov draws its tokens at random: the same ones both times, and the caller's generator is left alone.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            advantages = torch.tensor([[1.0] * 8, [-1.0] * 8])
+            log_prob = -torch.rand(2, 8)
+            old_log_prob = log_prob - 0.01 * torch.rand(2, 8)
+            loss, _ = POLICY_LOSS_REGISTRY[mode](
+                old_log_prob=old_log_prob,  # type: ignore[call-arg]
+                log_prob=log_prob,
+                advantages=advantages,
+                response_mask=torch.ones(2, 8),
+                loss_agg_mode="token-mean",
+                config=probed,
+                rollout_is_weights=torch.full((2, 8), weight),
+            )
+        losses.append(float(loss))
+    return abs(losses[0] - losses[1]) > 1e-3 * abs(losses[0])
+
+
+def _check_interpolation(config: DictConfig, correction: Any, settings: PartialRolloutConfig) -> None:
+    refused = (
+        (
+            "partial_rollout.correction",
+            settings.correction,
+            Correction.DECOUPLED,
+            "decoupled: there is no other use of it",
+        ),
+        (f"{_NODE}.rollout_rs", correction.rollout_rs, None, "null: rejection reads the recomputed log-probs"),
+        (
+            f"{_NODE}.rollout_is_batch_normalize",
+            correction.rollout_is_batch_normalize,
+            False,
+            "False: the loss sees one micro-batch of the weights",
+        ),
+        (
+            "algorithm.use_kl_in_reward",
+            config.algorithm.use_kl_in_reward,
+            False,
+            "False: it reads recomputed log-probs",
+        ),
+    )
+    for key, value, wanted, why in refused:
+        if value != wanted:
+            raise fail(key, value, f"with partial_rollout.proximal=interpolate it must be {why}")
+    estimator = config.algorithm.adv_estimator
+    if estimator in _READS_OLD_LOG_PROBS:
+        raise fail("algorithm.adv_estimator", estimator, "any other with partial_rollout.proximal=interpolate")
+
+
+def wire_correction(config: DictConfig) -> None:
+    """Fill in verl's keys for the correction asked for; ``config`` has passed ``check_correction``."""
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    if config.partial_rollout.correction == Correction.NONE:
+        print(
+            "warning: partial_rollout.correction=none: samples that span policy versions train without behaviour weights",
+            file=sys.stderr,
+        )
+        return
+    if correction.rollout_is is None:
+        correction.rollout_is = str(weight_level(actor.policy_loss.loss_mode))
+    if actor.policy_loss.loss_mode == "vanilla":
+        # verl's vanilla times the weights, except that it raises where they are missing.
+        actor.policy_loss.loss_mode = DECOUPLED_PPO

@@ -1,0 +1,376 @@
+"""The trainer: verl's ``RayPPOTrainer``, whose rollout is a round of partial rollout.
+
+verl's ``fit`` runs unchanged, in both arms::
+
+    SlotLoader -> N empty slots -> PartialRolloutAgentLoopManager.generate_sequences -> full batch
+      -> log-probs, reward, advantage, update (verl) -> acknowledge -> weight sync (RecipeCheckpointManager) -> resume
+
+What waits for what: the round waits for N ready groups and for groups at ``max_staleness``; the update waits for the
+round; the interrupted samples wait in their workers for the next round. With ``partial_rollout.enable=False`` loader,
+manager and batches are verl's own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from verl.protocol import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.utils import need_critic
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.ray_utils import auto_await
+
+import recipe.partial_rollout.engine.replica as replica
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
+from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.engine.kept_kv import kv_gap
+from recipe.partial_rollout.records.ledger import NAME as LEDGER
+from recipe.partial_rollout.records.ledger import Ledger, RunSizes
+from recipe.partial_rollout.records.run_trace import RunTrace
+from recipe.partial_rollout.rollout.kv_slots import ReplicaSlots, SampleSizes
+from recipe.partial_rollout.rollout.observed_manager import RolloutContext
+from recipe.partial_rollout.rollout.prompt_source import PromptSource, SlotLoader, rows_of
+from recipe.partial_rollout.rollout.server_control import ServerControl
+from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.training.behaviour_weights import weight_metrics
+from recipe.partial_rollout.training.loss import corrected_ppo_loss
+from recipe.partial_rollout.training.policy_drift import PolicyDrift
+from recipe.partial_rollout.training.proximal import ProximalPolicy
+from recipe.partial_rollout.training.step_line import StepLine
+from verl_ext.tracking_observer import observed_tracking
+
+_PROBE_ROWS = 64
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """The step of ``global_step_K``; 0 from scratch."""
+    return 0 if checkpoint is None else int(checkpoint.name.removeprefix("global_step_"))
+
+
+class PartialRolloutRayPPOTrainer(RayPPOTrainer):
+    """``RayPPOTrainer`` over rounds; takes the same arguments and reads ``config.partial_rollout`` besides."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        self.settings = PartialRolloutConfig.from_config(config)
+        self.proximal = ProximalPolicy(
+            self.settings.proximal, self.settings.proximal_check_every, config.algorithm.rollout_correction
+        )
+        self.prompt_source: PromptSource | None = None
+        replica.register()
+        self.stop = StopSignals()
+        self.run_dir = Path(config.trainer.default_local_dir)
+        keep = claim_retention(config.trainer, critic=need_critic(config)) if self.settings.enable else None
+        self.checkpoints = RunCheckpoints(self.run_dir, checksum_all=self.settings.checksum_all, keep=keep)
+        self.resume_from = self._find_checkpoint(config)
+        super().__init__(config, *args, **kwargs)
+        self.step_line = StepLine(self.total_training_steps)
+        self.drift = PolicyDrift()
+        self._phase_started: float | None = None
+        self._measured: dict[str, float] = {}
+        self._completed_step = step_of(self.resume_from)
+
+    def _find_checkpoint(self, config: Any) -> Path | None:
+        if not self.settings.enable:
+            return None
+        trainer = config.trainer
+        return self.checkpoints.to_resume(trainer.resume_mode, trainer.get("resume_from_path"))
+
+    @property
+    def _rollout(self) -> Any:
+        """The recipe's agent-loop manager; verl types its ``auto_await`` methods as coroutines."""
+        return self.async_rollout_manager
+
+    @property
+    def _sync(self) -> Any:
+        """``RecipeCheckpointManager``."""
+        return self.checkpoint_manager
+
+    def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
+        super()._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+        self._collate: Any = self.train_dataloader.collate_fn  # type: ignore[union-attr]
+        self.steps_per_epoch = len(self.train_dataloader)
+        if not self.settings.enable:
+            return
+        size = self.settings.batch_groups
+        self.prompt_source = PromptSource(self.train_dataloader, total=self._source_steps * size)
+        self.train_dataloader = SlotLoader(self.steps_per_epoch, size, exhausted=lambda: self._rollout.exhausted)
+
+    @property
+    def _source_steps(self) -> int:
+        """Steps that prompts are admitted for: those of the training, or of its data.
+
+        With dynamic sampling a step consumes more prompts than it trains, and the manager bounds what is trained.
+        """
+        bounded = self.settings.drain and self.settings.group_filter is None
+        return self._last_step if bounded else self._data_steps
+
+    @property
+    def _data_steps(self) -> int:
+        return self.steps_per_epoch * self.config.trainer.total_epochs
+
+    @property
+    def _last_step(self) -> int:
+        return min(self.total_training_steps, self._data_steps)
+
+    def init_workers(self) -> None:
+        """verl's, then the recipe's parts are connected to the replicas and workers it made."""
+        super().init_workers()
+        if self.settings.enable:
+            self.send_loss()
+        deadlines = self.settings.deadlines
+        servers: Any = self.llm_server_manager
+        control = ServerControl(
+            servers.get_replicas(),
+            deadlines.interrupt_s,
+            restarts=self.settings.failures.replica_restarts,
+            start_deadline_s=deadlines.replica_start_s,
+        )
+        slots = self._slots_of(control)
+        self._sync.bind(deadlines.weight_sync_s, resume=control if self.settings.enable else None)
+        resumed_step = step_of(self.resume_from)
+        self._name_metrics_file(resumed_step)
+        self.trace = RunTrace(
+            self.run_dir,
+            control.addresses,
+            self._run_facts(control),
+            resumed_step,
+            append=self.config.trainer.resume_mode != "disable",
+        )
+        self.ledger = self._open_ledger(resumed_step) if self.settings.enable else None
+        self._rollout.bind(
+            RolloutContext(
+                settings=self.settings,
+                control=control,
+                slots=slots,
+                trace=self.trace,
+                source=self.prompt_source,
+                ledger=self.ledger,
+                stop=self.stop,
+                pad_id=self.tokenizer.pad_token_id,
+                steps_per_epoch=self.steps_per_epoch,
+                last_step=self._last_step,
+            )
+        )
+
+    def _slots_of(self, control: ServerControl) -> ReplicaSlots:
+        """Slots of a replica, by its KV cache where the user gives no number; the settings say so from here on."""
+        rollout = self.config.actor_rollout_ref.rollout
+        kv_tokens: Any = auto_await(control.kv_tokens)()
+        slots = ReplicaSlots(
+            self.settings.slots_per_replica,
+            given=self.settings.slots_given,
+            kv_tokens=kv_tokens,
+            sizes=SampleSizes(rollout.prompt_length, rollout.response_length),
+        )
+        print(slots.describe())
+        self.settings = replace(self.settings, slots_per_replica=slots.per_replica)
+        return slots
+
+    def send_loss(self) -> None:
+        """Give the actor workers the loss that the config asks for; it brings the recipe's policy losses with it."""
+        actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+        self.actor_rollout_wg.set_loss_fn(partial(corrected_ppo_loss, config=actor))
+
+    def _run_facts(self, control: ServerControl) -> dict[str, Any]:
+        from importlib.metadata import version
+
+        settings = self.settings
+        return {
+            "arm": "PR" if settings.enable else "noPR",
+            "experiment": self.config.trainer.experiment_name,
+            "batch_groups": settings.batch_groups,
+            "samples_per_group": settings.samples_per_group,
+            "replicas": len(control),
+            "slots_per_replica": settings.slots_per_replica,
+            "max_staleness": settings.max_staleness if settings.enable else 0,
+            "mode": str(settings.mode) if settings.enable else "sync",
+            "policy": str(settings.policy) if settings.enable else "none",
+            "verl": version("verl"),
+            "vllm": version("vllm"),
+        }
+
+    def fit(self) -> None:
+        """Probe the engines if asked to, then verl's training loop, from the checkpoint that is resumed if any.
+
+        Raises:
+            StopTraining: after Ctrl-C or SIGTERM; what was in flight is in a checkpoint if ``trainer.save_freq`` asks
+                for any.
+        """
+        with self.stop.caught():
+            if step_of(self.resume_from) >= self.total_training_steps:
+                print(f"nothing to do: {self.resume_from} is the checkpoint of the last step")
+                return
+            if self.settings.probe_s:
+                self._sync.update_weights(0)
+                self._probe("before training")
+            try:
+                with observed_tracking(self._observe_step, after=self._after_log):
+                    super().fit()
+            except StopTraining:
+                self._save_before_stop()
+                raise
+            exhausted = self.settings.group_filter is not None and self._rollout.exhausted
+            if exhausted:
+                self._save_where_data_ended()
+            if self.settings.probe_s:
+                self._probe("after training")
+        self.trace.complete()
+        if self.ledger is not None:
+            self.ledger.complete(exhausted=exhausted)
+
+    def _probe(self, when: str) -> None:
+        dataset: Any = self.train_dataset
+        rows = [dataset[i] for i in range(min(_PROBE_ROWS, len(dataset)))]
+        rate = self._rollout.probe(rows_of(self._collate(rows)), self.settings.probe_s)
+        print(f"engine kept full at {self._rollout.full_concurrency} samples {when}: {rate:,.0f} tokens/s")
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self) -> None:
+        """verl's checkpoint; under partial rollout with everything in flight, sealed."""
+        if self.prompt_source is None or self.ledger is None:
+            super()._save_checkpoint()
+            return
+        self.checkpoints.save(
+            self.global_steps,
+            save_manager=self._rollout.save,
+            source=self.prompt_source.state_dict(),
+            save_verl=super()._save_checkpoint,
+            sizes=self.settings.sizes,
+        )
+        self.trace.sync()
+        self.ledger.checkpoint(self.global_steps)
+
+    def _load_checkpoint(self) -> int | None:
+        if self.prompt_source is None or self.resume_from is None:
+            return None if self.settings.enable else super()._load_checkpoint()
+        trainer = self.config.trainer
+        asked = trainer.resume_mode, trainer.get("resume_from_path")
+        trainer.resume_mode, trainer.resume_from_path = "resume_path", str(self.resume_from)
+        super()._load_checkpoint()
+        trainer.resume_mode, trainer.resume_from_path = asked
+        state = self.checkpoints.take(self.resume_from)
+        self.prompt_source.load_state_dict(self.checkpoints.read_source(state))
+        self._rollout.load(state.manager, self.global_steps)
+        slots: Any = self.train_dataloader
+        slots.start_at(self.global_steps % self.steps_per_epoch)
+        return None
+
+    def _name_metrics_file(self, resumed_step: int) -> None:
+        """verl's file logger empties the file that it opens; a resumed run keeps what came before."""
+        if resumed_step and os.environ.get("VERL_FILE_LOGGER_PATH") == str(self.run_dir / "metrics.jsonl"):
+            name = f"metrics_from_{resumed_step + 1}.jsonl"
+            os.environ["VERL_FILE_LOGGER_PATH"] = str(self.run_dir / name)
+
+    def _open_ledger(self, resumed_step: int) -> Ledger:
+        """A training that starts over has a ledger of its own; one that may go on appends to the ledger it finds."""
+        settings = self.settings
+        path = self.run_dir / LEDGER
+        if self.config.trainer.resume_mode == "disable":
+            path.unlink(missing_ok=True)
+        goes_on = path.exists()
+        ledger = Ledger(self.run_dir)
+        ledger.run(
+            RunSizes(
+                arm="PR",
+                samples_per_group=settings.samples_per_group,
+                batch_groups=settings.batch_groups,
+                max_staleness=settings.max_staleness,
+                epoch_prompts=self.steps_per_epoch * settings.batch_groups,
+                total=self.total_training_steps * settings.batch_groups,
+                offered=self._source_steps * settings.batch_groups,
+                filters=settings.group_filter is not None,
+                drains=settings.drain,
+            )
+        )
+        if goes_on:
+            ledger.resumed(resumed_step)
+        return ledger
+
+    def _save_where_data_ended(self) -> None:
+        """verl saves a last step that it knows beforehand; with dynamic sampling the data may end the training sooner."""
+        step, every = self._completed_step, self.config.trainer.save_freq
+        print(
+            f"the data ends after step {step} of {self._last_step}: dynamic sampling has consumed it "
+            f"(trainer.total_epochs={self.config.trainer.total_epochs})"
+        )
+        if every > 0 and step % every and step > step_of(self.resume_from):
+            self.global_steps = step
+            self._save_checkpoint()
+
+    def _save_before_stop(self) -> None:
+        """Of the step whose update the weights have and the manager knows; what was decoded since is in the manager."""
+        if self._completed_step and self.config.trainer.save_freq > 0:
+            self.global_steps = self._completed_step
+            self._save_checkpoint()
+            print(f"saved {self.checkpoints.step_dir(self.global_steps)}; trainer.resume_mode=auto goes on from it")
+        if self.ledger is not None:
+            self.ledger.stopped(self._completed_step)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
+        """Adds the round's figures to what verl logs of a step, prints the step in one line, warns of drift."""
+        ours = {f"partial_rollout/{k}": v for k, v in {**self._rollout.take_step_metrics(), **self._measured}.items()}
+        self._measured = {}
+        data = {**self.proximal.metrics(data, step), **ours}
+        self.step_line.show(data, step)
+        if self.settings.enable and (warning := self.drift.observe(data, step)):
+            tqdm.write(warning)
+        return data
+
+    def _after_log(self, data: dict[str, Any], step: int) -> None:
+        """The one place where verl's ``fit`` is stopped: all of a step is done and logged, and none of the next begun."""
+        self._end_phase()
+        if "training/global_step" in data:
+            # Before the critic's warm-up is over no actor update says so.
+            self._note_trained()
+        if step < self._last_step:
+            self.stop.check()
+
+    def _note_trained(self) -> None:
+        """The weights are those of this step from here on, and the manager knows: a checkpoint would be of this step."""
+        if self.settings.enable:
+            self._rollout.acknowledge()
+        self._completed_step = self.global_steps
+
+    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
+        if self.settings.enable and not self.proximal.recomputes(self.global_steps):
+            return self.proximal.stand_in(batch), 0.0
+        proximal, flops = super()._compute_old_log_prob(batch)
+        if self.settings.enable:
+            self._measured = kv_gap(batch.batch, proximal.batch["old_log_probs"], self.global_steps - 1)
+        return proximal, flops
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        if self.settings.enable:
+            self.proximal.instruct(batch, self.global_steps)
+            if not self.proximal.interpolates:
+                self._measured |= weight_metrics(batch)
+        output = super()._update_actor(batch)
+        self._note_trained()
+        return output
+
+    def _validate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """verl's, given up when the user asks for the end: the step that it belongs to is logged, and is the last."""
+        self._end_phase()
+        try:
+            self.stop.check()
+            return super()._validate(*args, **kwargs)
+        except StopTraining:
+            return {"partial_rollout/validation_cut_short": 1.0}
+
+    def _balance_batch(self, batch: DataProto, *args: Any, **kwargs: Any) -> None:
+        self._phase_started = time.time()
+        super()._balance_batch(batch, *args, **kwargs)
+
+    def _end_phase(self) -> None:
+        if self._phase_started is not None:
+            self.trace.phase("train", self.global_steps, self._phase_started, time.time())
+            self._phase_started = None

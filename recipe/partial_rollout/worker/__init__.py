@@ -1,0 +1,1 @@
+"""The agent-loop worker process: claims samples, calls the engines, journals tools."""

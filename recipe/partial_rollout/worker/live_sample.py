@@ -1,0 +1,151 @@
+"""A training sample in its worker: what its engine calls have made, where it runs, what the manager knows of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from contextlib import AbstractAsyncContextManager
+from contextvars import ContextVar
+from dataclasses import InitVar, dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from recipe.partial_rollout.manager.types import Segment
+from recipe.partial_rollout.worker.sample_clock import SampleClock
+
+
+class SlotKeeper(Protocol):
+    """What a running sample asks of its worker."""
+
+    def engine_call(self, sample: LiveSample) -> AbstractAsyncContextManager[None]:
+        """Entered once the sample holds a slot in an open round; left when the replica has answered."""
+        ...
+
+    def hand_in(self, sample: LiveSample) -> None:
+        """Give the slot back, with whatever the manager does not know of the sample."""
+        ...
+
+    def note(self, sample: LiveSample) -> None:
+        """Tell the manager what it does not know of the sample, which keeps its slot."""
+        ...
+
+    async def tell(self, sample: LiveSample) -> None:
+        """As ``note``; returns once the manager knows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer of the engine to an agent loop, over as many calls as interruptions made of it."""
+
+    start: int
+    """tokens of the conversation before it"""
+    segments: tuple[Segment, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.segments))
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [length]"""
+        return np.concatenate([segment.token_ids for segment in self.segments] or [np.empty(0, np.int32)])
+
+    @property
+    def log_probs(self) -> np.ndarray:
+        """float32 [length]"""
+        return np.concatenate([segment.log_probs for segment in self.segments] or [np.empty(0, np.float32)])
+
+    @property
+    def versions(self) -> np.ndarray:
+        """int32 [length]"""
+        parts = [np.full(len(segment), segment.version, np.int32) for segment in self.segments]
+        return np.concatenate(parts or [np.empty(0, np.int32)])
+
+
+@dataclass(slots=True, eq=False)
+class LiveSample:
+    """A training sample in its worker."""
+
+    id: str
+    keeper: SlotKeeper
+    priority: int
+    group: str = ""
+    """uid of its group; its own id where it has none (the probe)"""
+    restored: deque[Segment] = field(default_factory=deque)
+    """journal of a life that has ended (crash, dead worker, retry): calls answer from it first"""
+    restored_tools: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """likewise, results of finished tool calls by their number, and the starts of those that did not finish"""
+    segments: list[Segment] = field(default_factory=list)
+    """every engine call so far, in order, those of the journal included"""
+    turn_starts: list[tuple[int, int]] = field(default_factory=list)
+    """for each turn: tokens of the conversation before it, segments before it"""
+    tool_calls: int = 0
+    calls: int = 0
+    replica: str | None = None
+    """where its last call ran, if its prefix is cached there"""
+    resumes: bool = False
+    """its last call was interrupted: the next one may run elsewhere"""
+    clock: SampleClock = field(init=False)
+    """how long its agent loop takes by itself"""
+    deadline_s: InitVar[float | None] = None
+    """of the clock"""
+    _unsent: list[Segment] = field(default_factory=list)
+    _unsent_tools: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self, deadline_s: float | None) -> None:
+        self.group = self.group or self.id
+        self.clock = SampleClock(self.id, deadline_s)
+
+    @property
+    def first_version(self) -> int | None:
+        """Policy version of its first token; None before there is one, or if the replica did not say."""
+        return self.segments[0].version if self.segments and self.segments[0].version >= 0 else None
+
+    def add(self, segment: Segment) -> None:
+        """Tokens that the engine has just made."""
+        self.segments.append(segment)
+        self._unsent.append(segment)
+
+    def add_tool_result(self, result: dict[str, Any]) -> None:
+        """A tool call that has just finished; the manager is told, so that it is not made twice."""
+        self._unsent_tools.append(result)
+        self.keeper.note(self)
+
+    async def start_tool_call(self, start: dict[str, Any]) -> None:
+        """A tool call that is about to be made, and not twice: returns once the manager knows of it."""
+        self._unsent_tools.append(start)
+        await self.keeper.tell(self)
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent or self._unsent_tools)
+
+    def take_unsent(self) -> tuple[tuple[Segment, ...], tuple[dict[str, Any], ...]]:
+        """Segments and tool results since the last time this was asked."""
+        unsent = tuple(self._unsent), tuple(self._unsent_tools)
+        self._unsent, self._unsent_tools = [], []
+        return unsent
+
+    @property
+    def turns(self) -> list[Turn]:
+        """What the engine answered, turn by turn."""
+        bounds = [*self.turn_starts, (0, len(self.segments))]
+        return [
+            Turn(start, tuple(self.segments[first:last])) for (start, first), (_, last) in itertools.pairwise(bounds)
+        ]
+
+    def start_turn(self, context_length: int) -> list[Segment]:
+        """A turn after ``context_length`` tokens of conversation: the journal's segments of it.
+
+        The last one has a stop reason if the turn had come to its end.
+        """
+        self.turn_starts.append((context_length, len(self.segments)))
+        turn: list[Segment] = []
+        while self.restored and (not turn or turn[-1].stop_reason is None):
+            turn.append(self.restored.popleft())
+        self.segments.extend(turn)
+        return turn
+
+
+LIVE_SAMPLE: ContextVar[LiveSample | None] = ContextVar("live_sample", default=None)

@@ -1,0 +1,234 @@
+"""Generation in segments: the client between verl's agent loops and the vLLM replicas.
+
+``ObservedLLMClient`` is verl's client that notes every engine call; noPR uses it. ``PartialRolloutLLMClient`` turns an
+aborted call into a cached segment and goes on when the manager grants the sample a slot again: the agent loop above
+never notices, so tools are not called twice and conversation state stays where it is.
+
+A training sample is found through a context variable; without one (validation, probe) a call is verl's own.
+"""
+
+from __future__ import annotations
+
+import time
+from contextvars import ContextVar
+from typing import Any, Self
+
+import numpy as np
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from recipe.partial_rollout.engine.kept_kv import ResumeKV, request_id_of
+from recipe.partial_rollout.manager.types import Segment
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.waits import ReplicaError, means_death, one_line
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from recipe.partial_rollout.worker.resumption import StopStrings, check_sampling, sampling_of_call
+
+ABORTED = ("aborted", "abort")
+
+_REPLICA: ContextVar[list[str] | None] = ContextVar("replica", default=None)
+"""where the running call notes the replica that the load balancer chose"""
+
+
+def _version(output: TokenOutput) -> int:
+    """Policy version that made ``output``; -1 when the replica did not say."""
+    version = output.extra_fields.get("global_steps")
+    return -1 if version is None else int(version)
+
+
+class ObservedLLMClient(LLMServerClient):
+    """verl's client; remembers what each engine call cost."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._calls: list[EngineCall] = []
+
+    @classmethod
+    def over(cls, client: LLMServerClient) -> Self:
+        """The same connection as ``client``."""
+        return cls(config=client.config, load_balancer_handle=client._load_balancer)
+
+    def take_calls(self) -> list[EngineCall]:
+        """The calls that ended since the last time this was asked."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    async def _acquire_server(self, request_id: str, **extra: Any):
+        server_id, handle = await self._choose_server(request_id, **extra)
+        if (replica := _REPLICA.get()) is not None:
+            replica.append(server_id)
+        return server_id, handle
+
+    async def _choose_server(self, request_id: str, **extra: Any):
+        return await super()._acquire_server(request_id, **extra)
+
+    async def generate(  # type: ignore[override]
+        self, request_id: str, *, resumed_tokens: int = 0, **kwargs: Any
+    ) -> TokenOutput:
+        """``LLMServerClient.generate``, noted.
+
+        Raises:
+            ReplicaError: the replica died or refused the request; the message names it.
+        """
+        params = kwargs.get("sampling_params", {})
+        if not params.get("stop"):
+            # Tokens in, tokens out: no one reads the text that the server would otherwise decode token by token.
+            kwargs["sampling_params"] = {"detokenize": False, **params}
+        replica: list[str] = []
+        token = _REPLICA.set(replica)
+        start = time.time()
+        try:
+            output = await super().generate(request_id=request_id, **kwargs)
+        except Exception as error:
+            name = replica[0] if replica else "(none acquired)"
+            raise ReplicaError(
+                f"vLLM replica {name} failed on request {request_id}: {one_line(error)}", dead=means_death(error)
+            ) from error
+        finally:
+            _REPLICA.reset(token)
+        tokens, version = len(output.token_ids), _version(output)
+        found = output.extra_fields.get("num_cached_tokens") or 0
+        # A call that was aborted in the engine's queue read nothing again.
+        read_again = max(0, resumed_tokens - found) if tokens else 0
+        context = len(kwargs.get("prompt_ids", ()))
+        queued_s = float(output.extra_fields.pop("queued_s", None) or 0.0)
+        self._calls.append(EngineCall(replica[0], start, time.time(), tokens, version, read_again, context, queued_s))
+        return output
+
+
+class PartialRolloutLLMClient(ObservedLLMClient):
+    """Resumes an interrupted engine call from its own tokens, under whatever weights the replicas hold by then."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._replicas: ReplicaChoice | None = None
+        self._tokenizer: Any = None
+        custom = getattr(self.config.actor_rollout_ref.rollout, "custom", None) or {}
+        self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
+
+    def use_replicas(self, servers: dict[str, Any], place: float = 0.0) -> None:
+        """Balance training samples over ``servers`` (address to server handle); ``place`` as in ``ReplicaChoice``."""
+        self._replicas = ReplicaChoice(servers, place)
+
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Find stop strings with ``tokenizer``, the model's."""
+        self._tokenizer = tokenizer
+
+    def _vllm_request_id(self, request_id: str) -> str:
+        sample = LIVE_SAMPLE.get()
+        if sample is None:
+            return super()._vllm_request_id(request_id)
+        return request_id_of(sample.group, sample.first_version)
+
+    async def _choose_server(self, request_id: str, **extra: Any):
+        sample = LIVE_SAMPLE.get()
+        if sample is None or self._replicas is None:
+            return await super()._choose_server(request_id, **extra)
+        return self._replicas.take(sample)
+
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        if LIVE_SAMPLE.get() is None or self._replicas is None:
+            super()._release_server(server_id, request_id)
+        else:
+            self._replicas.release(server_id)
+
+    async def generate(  # type: ignore[override]
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
+    ) -> TokenOutput:
+        """Tokens of one turn, over as many engine calls as interruptions make of it.
+
+        Returns:
+            verl's ``TokenOutput`` with the tokens and log-probs of all its calls, and ``min_global_steps`` and
+            ``max_global_steps`` over them. A turn that the journal holds whole makes no call.
+
+        Raises:
+            RuntimeError: the engine returned tokens without one log-prob each.
+            SamplingError: a sampling parameter would not survive an interruption (``resumption``).
+        """
+        sample = LIVE_SAMPLE.get()
+        if sample is None:
+            return await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
+        prompt_ids = [int(token) for token in prompt_ids]
+        if self.config.actor_rollout_ref.rollout.scheduling_policy == "priority":
+            kwargs["priority"] = sample.priority
+        budget = self._budget(prompt_ids, sampling_params)
+        sampling_params = {key: value for key, value in sampling_params.items() if key != "max_new_tokens"}
+        check_sampling(sample.id, sampling_params, self._tokenizer)
+        turn, last, stops = sample.start_turn(len(prompt_ids)), None, None
+        if sampling_params.get("stop"):
+            stops = StopStrings(self._tokenizer, prompt_ids, sampling_params, turn)
+        while not turn or turn[-1].stop_reason is None:
+            done = [int(token) for segment in turn for token in segment.token_ids]
+            async with sample.keeper.engine_call(sample):
+                sample.calls += 1
+                try:
+                    last = await super().generate(
+                        f"{sample.id}@{sample.calls}",
+                        resumed_tokens=len(prompt_ids) + len(done) if turn else 0,
+                        prompt_ids=prompt_ids + done,
+                        sampling_params=sampling_of_call(sampling_params, budget, len(done)),
+                        **kwargs,
+                    )
+                except ReplicaError as error:
+                    self._leave(sample, error)
+                    continue
+            segment = self._segment(sample.id, last, budget - len(done))
+            segment = stops.end(segment) if stops else segment
+            if len(segment) or segment.stop_reason is not None:
+                turn.append(segment)
+                sample.add(segment)
+            if segment.stop_reason is None:
+                sample.resumes = True
+                if not self._keeps_kv:
+                    # The replica's cache goes with its weights: nothing binds the sample to it.
+                    sample.replica = None
+                sample.keeper.hand_in(sample)
+        return self._merge(turn, last)
+
+    def _leave(self, sample: LiveSample, error: ReplicaError) -> None:
+        """Go on at another replica when the sample's own is dead; raises when that is no help."""
+        if not error.dead or self._replicas is None or not self._replicas.leave(sample):
+            raise error
+
+    def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
+        """Tokens that an uninterrupted call could generate (the rule of ``vLLMHttpServer.generate``)."""
+        for key in ("max_tokens", "max_new_tokens"):
+            if key in sampling_params:
+                return int(sampling_params[key])
+        rollout = self.config.actor_rollout_ref.rollout
+        return min(rollout.response_length, rollout.prompt_length + rollout.response_length - len(prompt_ids))
+
+    @staticmethod
+    def _segment(sample_id: str, output: TokenOutput, budget: int) -> Segment:
+        """The tokens of one call; a call that is aborted with its last token has ended all the same."""
+        log_probs = output.log_probs or []
+        if len(log_probs) != len(output.token_ids):
+            raise RuntimeError(
+                f"sample {sample_id}: the engine returned {len(output.token_ids)} tokens and {len(log_probs)} "
+                f"log-probs; partial rollout needs rollout.calculate_log_probs=True"
+            )
+        interrupted = output.stop_reason in ABORTED and len(output.token_ids) < budget
+        stop_reason = "completed" if output.stop_reason in (None, *ABORTED) else output.stop_reason
+        return Segment(
+            token_ids=np.asarray(output.token_ids, dtype=np.int32),
+            log_probs=np.asarray(log_probs, dtype=np.float32),
+            version=_version(output),
+            stop_reason=None if interrupted else stop_reason,
+        )
+
+    @staticmethod
+    def _merge(turn: list[Segment], last: TokenOutput | None) -> TokenOutput:
+        versions = [segment.version for segment in turn]
+        fields = {"global_steps": versions[-1]} if last is None else last.extra_fields
+        return TokenOutput(
+            token_ids=[int(t) for segment in turn for t in segment.token_ids],
+            log_probs=[float(p) for segment in turn for p in segment.log_probs],
+            stop_reason=turn[-1].stop_reason,
+            num_preempted=0 if last is None else last.num_preempted,
+            extra_fields={
+                **fields,
+                "min_global_steps": min(versions),
+                "max_global_steps": max(versions),
+            },
+        )
