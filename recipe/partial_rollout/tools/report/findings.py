@@ -5,15 +5,14 @@ from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 
 
 def headline(comparison: Comparison) -> str:
-    """A sentence without its full stop: how much time the other run needed for the base's work."""
+    """A sentence without its full stop: how much time the other run needed for the base's work, as the table has it."""
     base, other, ratios = comparison.base, comparison.other, comparison.ratios
     if comparison.equal_work.equal:
-        return (
-            f"{other.name} trained the same {other.summary.trained_groups:,} groups in "
-            f"{_part(ratios['rollout_s'])} {base.name}'s rollout time and {_part(ratios['step_s'])} its step time"
-        )
+        work = f"The same {other.summary.trained_groups:,} groups"
+    else:
+        work = "Not equal work"
     return (
-        f"Not equal work: per trained token, {other.name} took {_part(ratios['rollout_s_per_trained_token'])} "
+        f"{work}: per trained token, {other.name} took {_part(ratios['rollout_s_per_trained_token'])} "
         f"{base.name}'s rollout time and {_part(ratios['step_s_per_trained_token'])} its step time"
     )
 
