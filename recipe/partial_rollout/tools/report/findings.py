@@ -7,10 +7,7 @@ from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 def headline(comparison: Comparison) -> str:
     """A sentence without its full stop: how much time the other run needed for the base's work, as the table has it."""
     base, other, ratios = comparison.base, comparison.other, comparison.ratios
-    if comparison.equal_work.equal:
-        work = f"The same {other.summary.trained_groups:,} groups"
-    else:
-        work = "Not equal work"
+    work = f"The same {other.summary.trained_groups:,} groups" if comparison.equal_work.equal else "Not equal work"
     return (
         f"{work}: per trained token, {other.name} took {_part(ratios['rollout_s_per_trained_token'])} "
         f"{base.name}'s rollout time and {_part(ratios['step_s_per_trained_token'])} its step time"
