@@ -14,7 +14,8 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config import OVERLONG, ConfigError
+from recipe.partial_rollout.config.errors import ConfigError
+from recipe.partial_rollout.config.settings import OVERLONG
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.waits import one_line
 

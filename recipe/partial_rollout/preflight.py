@@ -12,9 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, TornCheckpointError, verify
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
-from recipe.partial_rollout.config import OVERLONG, PartialRolloutConfig, fail, read_flags
-from recipe.partial_rollout.engine.kept_kv import ResumeKV
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.config.choices import ResumeKV, SchedulingPolicy
+from recipe.partial_rollout.config.errors import fail
+from recipe.partial_rollout.config.settings import OVERLONG, PartialRolloutConfig, read_flags
 from recipe.partial_rollout.training.correction_check import check_correction
 
 

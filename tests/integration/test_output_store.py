@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import ray
 
+from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission, Mode
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy, OnSampleError
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
 from recipe.partial_rollout.manager.output_store import RayObjects, _Bundle, fetch_groups
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, StoredOutput
 
 # Ray's workers cannot import a test module.

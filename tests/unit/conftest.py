@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 
 

@@ -17,7 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint import plain_codec
-from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.training.correction_check import check_correction
@@ -103,7 +103,9 @@ def test_dapo_samples_dynamically_under_partial_rollout_alone():
         build("quickstart_cpu", "algorithm=dapo"),
         build("quickstart_cpu", "algorithm=dapo", "partial_rollout.enable=False"),
     )
-    assert PartialRolloutConfig.from_config(on).group_filter == GroupFilter("acc", max_num_gen_batches=10)
+    assert GroupFilter.of(PartialRolloutConfig.from_config(on).group_filter) == GroupFilter(
+        "acc", max_num_gen_batches=10
+    )
     assert PartialRolloutConfig.from_config(off).group_filter is None
 
 
@@ -155,7 +157,8 @@ def test_dapo_penalises_the_last_fifth_of_the_budget_and_filters_by_the_reward_b
     main_ppo.wire(config)
     outputs = [scored(config, length) for length in (80, 90, 100)]
     assert [output.reward_score for output in outputs] == [0.0, -0.5, -1.0]
-    assert PartialRolloutConfig.from_config(config).group_filter.common_value(outputs) == 0.0
+    group_filter = GroupFilter.of(PartialRolloutConfig.from_config(config).group_filter)
+    assert group_filter.common_value(outputs) == 0.0
 
 
 def test_what_dapos_reward_manager_says_is_plain_and_can_be_checkpointed():

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.config import ConfigError
+from recipe.partial_rollout.config.errors import ConfigError
 from recipe.partial_rollout.training.attention import choose_attention
 from verl_ext import attention, check
 

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint import manifest
-from recipe.partial_rollout.config import FLAGS, ConfigError, read_flags
+from recipe.partial_rollout.config.errors import ConfigError
+from recipe.partial_rollout.config.settings import FLAGS, read_flags
 from recipe.partial_rollout.preflight import check_config, check_prompts
 
 SIZES = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]

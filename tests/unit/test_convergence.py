@@ -89,7 +89,7 @@ def test_every_arm_composes_and_passes_the_recipes_checks(tmp_path):
     from hydra import compose, initialize_config_dir
 
     from recipe.partial_rollout import main_ppo
-    from recipe.partial_rollout.config import PartialRolloutConfig
+    from recipe.partial_rollout.config.settings import PartialRolloutConfig
     from recipe.partial_rollout.training.correction_check import check_correction
 
     study = Study(

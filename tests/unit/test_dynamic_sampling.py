@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from recipe.partial_rollout.checkpoint import plain_codec
+from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
 from recipe.partial_rollout.manager import group_filter, length_ledger
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission, Mode
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy, OnSampleError
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.group_filter import GroupFilter, MissingMetricError
 from recipe.partial_rollout.manager.messages import Flushed, PromptsWanted, Report, RolloutFailedError
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.records.ledger import NAME, Ledger, read_ledger
 from recipe.partial_rollout.rollout.agent_loop_manager import PartialRolloutAgentLoopManager
 from recipe.partial_rollout.rollout.stop import StopSignals

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.rollout.agent_loop_manager import PartialRolloutAgentLoopManager
 from recipe.partial_rollout.rollout.engine_watch import watch_engines
 

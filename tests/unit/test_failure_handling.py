@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError
+from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission, Mode
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict, OnSampleError
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict
 from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.manager.types import Progress
 
 RETRY_ONCE = FailurePolicy(OnSampleError.RETRY, sample_retries=1, retry_backoff_s=0.02)

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
-from recipe.partial_rollout.manager.admission import Admission, Mode
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict, OnSampleError
+from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 
 CHUNK = 3

@@ -3,10 +3,10 @@
 import asyncio
 import gc
 
+from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import Report
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 
 
 async def played(prompts, output):

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.manager.admission import Admission, Mode
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.planner.forecast import forecast
 from recipe.partial_rollout.planner.lengths import lognormal

@@ -2,8 +2,7 @@
 
 import pytest
 
-from recipe.partial_rollout.manager.admission import Mode
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 
 
 def groups_of(grants):

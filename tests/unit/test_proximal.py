@@ -3,8 +3,9 @@
 import torch
 from verl.protocol import DataProto
 
+from recipe.partial_rollout.config.choices import Proximal
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.correction import Proximal, WeightLevel, weight_level
+from recipe.partial_rollout.training.correction import WeightLevel, weight_level
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 
 CORRECTION = type("Correction", (), {"rollout_is": "token", "rollout_is_threshold": 2.0})

@@ -21,7 +21,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
-from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.rollout.batch import assemble_batch
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining

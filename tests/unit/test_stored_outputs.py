@@ -7,13 +7,13 @@ from dataclasses import fields
 import numpy as np
 
 from recipe.partial_rollout.checkpoint.plain_codec import pack
+from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.codec import encode
 from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.messages import Report
 from recipe.partial_rollout.manager.output_store import InProcess, _Columns, fetch_groups
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.manager.types import SampleOutput, StoredOutput
 
 

@@ -11,11 +11,11 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import ToolResponse
 
+from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission, Mode
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy, OnSampleError
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.messages import RolloutFailedError
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.manager.types import Grant, Prompt, Segment
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.tools.bench.scripted_engine import ScriptedWorker

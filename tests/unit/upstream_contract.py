@@ -214,7 +214,7 @@ CONTRACT = (
     ),
     Uses(
         "verl.workers.config:RolloutConfig",
-        "main_ppo preflight config observed_worker llm_client replica agent_loop_manager",
+        "main_ppo preflight settings observed_worker llm_client replica agent_loop_manager",
         has="name n custom agent scheduling_policy free_cache_engine enable_prefix_caching calculate_log_probs "
         "checkpoint_engine prompt_length response_length max_model_len max_num_seqs temperature top_p top_k",
     ),

@@ -19,7 +19,6 @@ log-probs are the engine's own, so the decoupled loss stays correct; ``kv_gap`` 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -28,15 +27,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 _MARK = "@"
-
-
-class ResumeKV(StrEnum):
-    """How an interrupted sample gets its keys and values back."""
-
-    RECOMPUTE = "recompute"
-    """under the new weights: prompt and tokens so far are prefilled again"""
-    KEEP = "keep"
-    """those of the weights that made them, where the engine still has the blocks"""
 
 
 def request_id_of(group: str, first_version: int | None) -> str:

@@ -21,8 +21,9 @@ import ray
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.engine.admitting_engine import AdmittingEngine
-from recipe.partial_rollout.engine.kept_kv import ResumeKV, SaltedEngine
+from recipe.partial_rollout.engine.kept_kv import SaltedEngine
 from recipe.partial_rollout.waits import one_line
 from verl_ext.vllm_preemptions import preemptions_of
 

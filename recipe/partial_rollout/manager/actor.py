@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from recipe.partial_rollout.checkpoint.snapshot import Written, read_snapshot, write_snapshot
+from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.codec import encode
@@ -31,7 +32,6 @@ from recipe.partial_rollout.manager.messages import (
 )
 from recipe.partial_rollout.manager.output_store import InProcess, OutputStore
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.manager.types import FilteredGroup, FinishedOutput, Grant, Progress, Prompt, TakenGroup
 
 T = TypeVar("T")

@@ -8,16 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class Mode(StrEnum):
-    WINDOW = "window"
-    """(1 + overlap) * N groups, unfinished or ready, at the start of a round"""
-    SSIM = "ssim"
-    """the published supplementation: an in-flight budget of samples, refilled all through the round"""
-    APRIL = "april"
-    """over_sampling_batch_size unfinished groups at the start of a round"""
+from recipe.partial_rollout.config.choices import Mode
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +46,20 @@ class Admission:
     """first rounds over which the spare groups grow to their number (window, april)"""
     train_groups: int | None = None
     """groups that the training trains in all: with dynamic sampling, no more than that are kept; None: all it is offered"""
+
+    @classmethod
+    def of(cls, settings: PartialRolloutConfig) -> Admission:
+        """The rule that ``settings`` ask for."""
+        return cls(
+            mode=settings.mode,
+            batch_groups=settings.batch_groups,
+            samples_per_group=settings.samples_per_group,
+            overlap=settings.overlap,
+            over_sampling_batch_size=settings.over_sampling_batch_size,
+            in_flight_samples=settings.in_flight_samples,
+            max_staleness=settings.max_staleness,
+            ramp_rounds=settings.ramp_rounds,
+        )
 
     @property
     def window(self) -> int:

@@ -9,15 +9,9 @@ from enum import StrEnum
 
 import numpy as np
 
+from recipe.partial_rollout.config.choices import OnSampleError
+from recipe.partial_rollout.config.settings import FailureLimits
 from recipe.partial_rollout.manager.types import SampleOutput, Segment
-
-
-class OnSampleError(StrEnum):
-    RETRY = "retry"
-    """again from its journal, ``sample_retries`` times; then masked"""
-    MASK = "mask"
-    RAISE = "raise"
-    """the run ends"""
 
 
 class FailureVerdict(StrEnum):
@@ -45,6 +39,11 @@ class FailurePolicy:
             raise ValueError(
                 f"partial_rollout.failures.retry_backoff_s={self.retry_backoff_s}: finite seconds of at least 0"
             )
+
+    @classmethod
+    def of(cls, limits: FailureLimits) -> FailurePolicy:
+        """What ``limits`` say of a sample."""
+        return cls(limits.on_sample_error, limits.sample_retries, limits.retry_backoff_s)
 
     def verdict(self, failures: int) -> FailureVerdict:
         """On a sample that has failed ``failures`` times, the last time included."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.types import FinishedOutput
 
 SCORES = ("reward", "seq_reward", "seq_final_reward")
@@ -30,6 +31,11 @@ class GroupFilter:
     metric: str
     max_num_gen_batches: int = 0
     """prompts that a round may consume, trained or filtered, in batches; 0: no limit"""
+
+    @classmethod
+    def of(cls, settings: FilterSettings | None) -> GroupFilter | None:
+        """The filter that ``settings`` ask for; None: every group is trained."""
+        return None if settings is None else cls(settings.metric, settings.max_num_gen_batches)
 
     def most_a_round(self, batch_groups: int) -> int | None:
         """Groups that one round may filter; None: no limit."""

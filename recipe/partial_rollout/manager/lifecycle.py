@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict, masked_output
 from recipe.partial_rollout.manager.group_filter import GroupFilter
-from recipe.partial_rollout.manager.scheduling import ClaimQueue, SchedulingPolicy
+from recipe.partial_rollout.manager.scheduling import ClaimQueue
 from recipe.partial_rollout.manager.state import Counters, ManagerState
 from recipe.partial_rollout.manager.types import (
     FilteredGroup,

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.manager import report as manager_report
 from recipe.partial_rollout.manager.admission import Load
 from recipe.partial_rollout.manager.codec import Captured, capture, decode, encode
 from recipe.partial_rollout.manager.lifecycle import SampleLifecycle
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.manager.types import (
     FilteredGroup,
     FinishedOutput,

@@ -13,20 +13,11 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 
+from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.manager.types import PromptGroup, Sample
 
 Key = tuple[float, ...]
-
-
-class SchedulingPolicy(StrEnum):
-    BOUNDED = "bounded"
-    """oldest first, carried groups before new prompts, then fewest unfinished, then shortest mean length"""
-    SEED = "seed"
-    """the published order: fewest unfinished, shortest mean length, least stale"""
-    IN_ORDER = "in_order"
-    """dispatch order, also of training: no length bias, more staleness"""
 
 
 def _birth(group: PromptGroup) -> float:

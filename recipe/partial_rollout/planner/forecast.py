@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.planner.lengths import LengthTrace
 from recipe.partial_rollout.planner.simulation import Cluster, SimulatedRound, Simulation
 from recipe.partial_rollout.records.definitions import p95

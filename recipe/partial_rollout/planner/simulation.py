@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.manager.types import Grant, Prompt, SampleOutput, Segment
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.planner.lengths import LengthTrace

@@ -27,6 +27,9 @@ from verl.protocol import DataProto
 from verl.utils.ray_utils import auto_await
 
 from recipe.partial_rollout.manager.actor import ManagerActor
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy
+from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.messages import Flushed, PromptsWanted, RolloutFailedError, RoundEnd, RoundStart
 from recipe.partial_rollout.manager.output_store import RayObjects, fetch_groups
 from recipe.partial_rollout.manager.types import FilteredGroup, TakenGroup
@@ -61,11 +64,11 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             ray.remote(ManagerActor)
             .options(num_cpus=0)
             .remote(
-                replace(settings.admission(len(context.control)), train_groups=self._train_groups(context)),
+                replace(Admission.of(settings), train_groups=self._train_groups(context)),
                 settings.policy,
                 settings.deadlines.stall_s,
-                settings.failures.samples,
-                settings.group_filter,
+                FailurePolicy.of(settings.failures),
+                GroupFilter.of(settings.group_filter),
                 self._store,
             )
         )

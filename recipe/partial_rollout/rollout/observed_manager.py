@@ -14,7 +14,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
 from verl.utils.ray_utils import auto_await
 
-from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.records.ledger import Ledger
 from recipe.partial_rollout.records.run_trace import RunTrace

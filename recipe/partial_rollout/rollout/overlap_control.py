@@ -16,10 +16,9 @@ from threading import Thread
 
 import numpy as np
 
-from recipe.partial_rollout.config import PartialRolloutConfig
-from recipe.partial_rollout.engine.kept_kv import ResumeKV
+from recipe.partial_rollout.config.choices import ResumeKV, SchedulingPolicy
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.planner.engine_curve import CallSpan, CurveError, EngineCurve, fit
 from recipe.partial_rollout.planner.forecast import forecast, warmup_rounds
 from recipe.partial_rollout.planner.lengths import LengthTrace
@@ -89,7 +88,7 @@ class OverlapControl:
         def cluster(curve: EngineCurve) -> Cluster:
             return Cluster(curve, replicas, slots(), settings.resume_kv is ResumeKV.KEEP)
 
-        return cls(settings.admission(replicas), settings.policy, cluster, notch=auto.notch, min_gain=auto.min_gain)
+        return cls(Admission.of(settings), settings.policy, cluster, notch=auto.notch, min_gain=auto.min_gain)
 
     @property
     def overlap(self) -> float:

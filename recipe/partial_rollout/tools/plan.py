@@ -16,8 +16,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from recipe.partial_rollout.manager.admission import Admission, Mode
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import PRESETS, CurveError, EngineCurve, fit
 from recipe.partial_rollout.planner.forecast import Forecast, baseline, forecast, smallest_worthwhile
 from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal, of_run

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.config.choices import SchedulingPolicy
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.main_ppo import CONF_DIR
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
+from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import fit
 from recipe.partial_rollout.planner.forecast import baseline
 from recipe.partial_rollout.planner.lengths import of_run
@@ -55,7 +56,7 @@ def replay(run: RunRecord) -> Replay:
     assert isinstance(config, DictConfig)
     settings = PartialRolloutConfig.from_config(config)
     replicas = run.settings.replicas
-    admission, policy = settings.admission(replicas), settings.policy
+    admission, policy = Admission.of(settings), settings.policy
     if not settings.enable:
         admission, policy = baseline(admission), SchedulingPolicy.BOUNDED
     elif settings.overlap_control is not None:

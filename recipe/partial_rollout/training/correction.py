@@ -1,26 +1,8 @@
-"""Words of the behaviour correction: which one a run has, where the proximal policy comes from, what weights fit a loss."""
+"""Which behaviour weights fit a policy loss of verl's."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-
-
-class Correction(StrEnum):
-    """How the loss treats tokens that older weights sampled."""
-
-    DECOUPLED = "decoupled"
-    """weighted by ``pi_prox / pi_behav`` (AReaL, arXiv:2505.24298, equation 5)"""
-    NONE = "none"
-    """as if the proximal policy had sampled them; for ablations"""
-
-
-class Proximal(StrEnum):
-    """Where the proximal log-probs, those of the weights before the update, come from."""
-
-    RECOMPUTE = "recompute"
-    """a forward pass over the batch"""
-    INTERPOLATE = "interpolate"
-    """between behaviour and current log-probs by version age, inside the loss (AReaL, ``prox_logp_method: loglinear``)"""
 
 
 class WeightLevel(StrEnum):

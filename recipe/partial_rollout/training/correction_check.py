@@ -15,8 +15,10 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig
 
-from recipe.partial_rollout.config import PartialRolloutConfig, fail
-from recipe.partial_rollout.training.correction import Correction, Proximal, WeightLevel, weight_level
+from recipe.partial_rollout.config.choices import Correction, Proximal
+from recipe.partial_rollout.config.errors import fail
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.training.correction import WeightLevel, weight_level
 from recipe.partial_rollout.training.loss import DECOUPLED_PPO
 
 _NODE = "algorithm.rollout_correction"

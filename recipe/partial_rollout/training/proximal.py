@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from verl.protocol import DataProto
 
+from recipe.partial_rollout.config.choices import Proximal
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.behaviour_weights import effective_sample_size
-from recipe.partial_rollout.training.correction import Proximal
 
 _DERIVED = ("actor/entropy", "perf/mfu/actor_infer")
 _DERIVED_PREFIXES = ("rollout_corr/", "training/rollout_")

@@ -28,7 +28,7 @@ from verl.utils.ray_utils import auto_await
 
 import recipe.partial_rollout.engine.replica as replica
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
-from recipe.partial_rollout.config import PartialRolloutConfig
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.engine.kept_kv import kv_gap
 from recipe.partial_rollout.records.ledger import NAME as LEDGER
 from recipe.partial_rollout.records.ledger import Ledger, RunSizes

@@ -17,7 +17,8 @@ import numpy as np
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.engine.kept_kv import ResumeKV, request_id_of
+from recipe.partial_rollout.config.choices import ResumeKV
+from recipe.partial_rollout.engine.kept_kv import request_id_of
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.waits import ReplicaError, means_death, one_line

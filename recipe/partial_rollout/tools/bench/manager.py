@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 
 P99_BOUND_MS = 1.0

@@ -25,10 +25,10 @@ import ray
 from ray.exceptions import GetTimeoutError
 from tqdm import tqdm
 
+from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.output_store import RayObjects, fetch_groups
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.planner.engine_curve import PRESETS, EngineCurve
 from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal

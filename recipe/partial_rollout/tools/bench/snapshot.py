@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
-from recipe.partial_rollout.manager.admission import Admission, Mode
+from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.codec import encode
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 
 _VOCABULARY = 150_000

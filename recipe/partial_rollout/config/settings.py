@@ -12,12 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.engine.kept_kv import ResumeKV
-from recipe.partial_rollout.manager.admission import Admission, Mode
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy, OnSampleError
-from recipe.partial_rollout.manager.group_filter import GroupFilter
-from recipe.partial_rollout.manager.scheduling import SchedulingPolicy
-from recipe.partial_rollout.training.correction import Correction, Proximal
+from recipe.partial_rollout.config.choices import Correction, Mode, OnSampleError, Proximal, ResumeKV, SchedulingPolicy
+from recipe.partial_rollout.config.errors import fail
 
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 """verl's key for the penalty of its dapo reward manager"""
@@ -29,15 +25,6 @@ FLAGS = ("enable", "drain", "padded_vocabulary", "reward_in_worker", "checkpoint
 
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 """YAML 1.1's; on the command line hydra knows the first of each only, and hands the others over as strings"""
-
-
-class ConfigError(ValueError):
-    """A user's mistake in the configuration."""
-
-
-def fail(key: str, value: object, allowed: str) -> ConfigError:
-    """The one-line error for ``key``."""
-    return ConfigError(f"{key}={value}: {allowed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +58,10 @@ class Deadlines:
 class FailureLimits:
     """``partial_rollout.failures``: how much may go wrong before the run ends."""
 
-    samples: FailurePolicy
+    on_sample_error: OnSampleError
+    sample_retries: int
+    retry_backoff_s: float
+    """seconds before the first retry; doubles with each further one of the same sample"""
     max_masked_fraction: float
     """of a batch: samples that failed for good"""
     worker_restarts: int
@@ -91,11 +81,9 @@ class FailureLimits:
         if fraction > 1:
             raise fail(f"{at}.max_masked_fraction", fraction, "at most 1")
         return cls(
-            samples=FailurePolicy(
-                on_sample_error=_member(f"{at}.on_sample_error", ours.on_sample_error, OnSampleError),
-                sample_retries=_at_least(f"{at}.sample_retries", ours.sample_retries, 0),
-                retry_backoff_s=_number(f"{at}.retry_backoff_s", ours.retry_backoff_s),
-            ),
+            on_sample_error=_member(f"{at}.on_sample_error", ours.on_sample_error, OnSampleError),
+            sample_retries=_at_least(f"{at}.sample_retries", ours.sample_retries, 0),
+            retry_backoff_s=_number(f"{at}.retry_backoff_s", ours.retry_backoff_s),
             max_masked_fraction=fraction,
             worker_restarts=_at_least(f"{at}.worker_restarts", ours.worker_restarts, 0),
             replica_restarts=_at_least(f"{at}.replica_restarts", ours.replica_restarts, 0),
@@ -120,6 +108,30 @@ class OverlapSettings:
         if not notch:
             raise fail(f"{at}.notch", auto.notch, "a number above 0")
         return cls(_number(f"{at}.start", auto.start), notch, _number(f"{at}.min_gain", auto.min_gain))
+
+
+@dataclass(frozen=True, slots=True)
+class FilterSettings:
+    """``algorithm.filter_groups``, where it is enabled."""
+
+    metric: str
+    max_num_gen_batches: int
+    """prompts that a round may consume, trained or filtered, in batches; 0: no limit"""
+
+    @classmethod
+    def from_config(cls, config: DictConfig) -> FilterSettings | None:
+        """From the whole config; verl's node may be missing. Raises ``ConfigError`` in one line."""
+        node, at = OmegaConf.select(config, "algorithm.filter_groups"), "algorithm.filter_groups"
+        if not node or not _flag(f"{at}.enable", node.enable):
+            return None
+        if not isinstance(node.metric, str) or not node.metric:
+            raise fail(f"{at}.metric", node.metric, "reward, or a name of the reward's extra information, such as acc")
+        batches = node.max_num_gen_batches
+        if isinstance(batches, bool) or not isinstance(batches, int) or batches == 1:
+            raise fail(
+                f"{at}.max_num_gen_batches", batches, "0 for no limit, or at least 2: with 1 nothing is replaced"
+            )
+        return cls(node.metric, max(0, batches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +165,7 @@ class PartialRolloutConfig:
     checksum_all: bool
     failures: FailureLimits
     deadlines: Deadlines
-    group_filter: GroupFilter | None
+    group_filter: FilterSettings | None
     """``algorithm.filter_groups``; None: every group is trained"""
     batch_groups: int
     """N: ``data.train_batch_size``"""
@@ -174,19 +186,6 @@ class PartialRolloutConfig:
             "max_staleness": self.max_staleness,
             "filter_groups": self.group_filter is not None,
         }
-
-    def admission(self, replicas: int) -> Admission:
-        """The admission rule of this run."""
-        return Admission(
-            mode=self.mode,
-            batch_groups=self.batch_groups,
-            samples_per_group=self.samples_per_group,
-            overlap=self.overlap,
-            over_sampling_batch_size=self.over_sampling_batch_size,
-            in_flight_samples=self.in_flight_samples,
-            max_staleness=self.max_staleness,
-            ramp_rounds=self.ramp_rounds,
-        )
 
     @classmethod
     def from_config(cls, config: DictConfig) -> PartialRolloutConfig:
@@ -227,7 +226,7 @@ class PartialRolloutConfig:
             checksum_all=_flag("partial_rollout.checkpoint.checksum_all", ours.checkpoint.checksum_all),
             failures=FailureLimits.from_config(ours.failures),
             deadlines=Deadlines(**OmegaConf.to_container(ours.deadlines, resolve=True)),  # type: ignore[arg-type]
-            group_filter=_group_filter(config),
+            group_filter=FilterSettings.from_config(config),
             batch_groups=batch,
             samples_per_group=n,
         )
@@ -256,19 +255,6 @@ class PartialRolloutConfig:
             raise fail("partial_rollout.ramp_rounds", self.ramp_rounds, "0 in mode ssim, which refills in mid-round")
         if self.mode is not Mode.WINDOW and self.max_staleness < 1:
             raise fail("partial_rollout.max_staleness", self.max_staleness, f"at least 1 in mode {self.mode}")
-
-
-def _group_filter(config: DictConfig) -> GroupFilter | None:
-    """verl's node, which may be missing."""
-    node, at = OmegaConf.select(config, "algorithm.filter_groups"), "algorithm.filter_groups"
-    if not node or not _flag(f"{at}.enable", node.enable):
-        return None
-    if not isinstance(node.metric, str) or not node.metric:
-        raise fail(f"{at}.metric", node.metric, "reward, or a name of the reward's extra information, such as acc")
-    batches = node.max_num_gen_batches
-    if isinstance(batches, bool) or not isinstance(batches, int) or batches == 1:
-        raise fail(f"{at}.max_num_gen_batches", batches, "0 for no limit, or at least 2: with 1 nothing is replaced")
-    return GroupFilter(node.metric, max(0, batches))
 
 
 def _number(key: str, value: Any, *others: str) -> float:
