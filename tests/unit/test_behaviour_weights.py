@@ -115,3 +115,8 @@ def test_batch_without_weights_has_no_figures():
 def test_verl_still_refuses_the_geometric_mean_by_itself():
     with pytest.raises(ValueError, match="Invalid rollout_is: geometric"):
         compute_rollout_correction_weights.__wrapped__(*build(), "geometric")
+
+
+def test_effective_sample_size_never_exceeds_one():
+    """Equal weights, whose means were rounded apart: seen in a training."""
+    assert effective_sample_size(1.000000000000128, 1.000000000000128) == 1.0

@@ -12,7 +12,8 @@ def effective_sample_size(mean: float, square: float) -> float:
     Args:
         mean, square: means of the weights and of their squares. Where every weight is 0 the answer is 0.
     """
-    return mean * mean / square if square > 0 else 0.0
+    # Means that were rounded apart, as verl's of micro-batches are, can come out a hair over 1.
+    return min(1.0, mean * mean / square) if square > 0 else 0.0
 
 
 def weight_metrics(batch: DataProto) -> dict[str, float]:
