@@ -6,7 +6,7 @@
 #   bash run_scripts/bench_peers_cpu.sh --arms noPR v1_colocate_async PR_bounded --repeats 1
 #   bash run_scripts/bench_peers_cpu.sh --report-only
 #
-# Arguments are those of recipe.partial_rollout.tools.bench peers. OUT=dir (default outputs/peers) chooses where the runs go.
+# Arguments are those of recipe.partial_rollout.tools study peers. OUT=dir (default outputs/peers) chooses where the runs go.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,4 +16,4 @@ export PYTHONWARNINGS=ignore
 
 out=${OUT:-outputs/peers}
 python -m recipe.partial_rollout.tasks.clock10.prepare --out "$out/task"
-exec python -m recipe.partial_rollout.tools bench peers --out "$out" "$@"
+exec python -m recipe.partial_rollout.tools study peers --out "$out" "$@"

@@ -9,7 +9,7 @@
 #     actor_rollout_ref.actor.optim.lr=3e-4 partial_rollout.drain=True
 #   bash run_scripts/convergence_cpu.sh --report-only
 #
-# Arguments are those of recipe.partial_rollout.tools.convergence. OUT=dir (default outputs/convergence) chooses where the runs go.
+# Arguments are those of recipe.partial_rollout.tools study convergence. OUT=dir (default outputs/convergence) chooses where the runs go.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,4 +19,4 @@ export PYTHONWARNINGS=ignore
 
 out=${OUT:-outputs/convergence}
 python -m recipe.partial_rollout.tasks.clock10.prepare --out "$out/task"
-exec python -m recipe.partial_rollout.tools convergence --out "$out" "$@"
+exec python -m recipe.partial_rollout.tools study convergence --out "$out" "$@"

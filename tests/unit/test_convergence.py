@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.records.run_record import load_run
-from recipe.partial_rollout.tools.convergence.arms import Bound, arms, bound_of
-from recipe.partial_rollout.tools.convergence.command import main
-from recipe.partial_rollout.tools.convergence.curves import ArmCurve, curve_of, gap
-from recipe.partial_rollout.tools.convergence.document import label, table
-from recipe.partial_rollout.tools.study import Study, StudyError
+from recipe.partial_rollout.tools.study.command import main
+from recipe.partial_rollout.tools.study.convergence.arms import KINDS, Bound, arms, bound_of
+from recipe.partial_rollout.tools.study.convergence.curves import ArmCurve, curve_of, gap
+from recipe.partial_rollout.tools.study.convergence.document import label, table
+from recipe.partial_rollout.tools.study.runner import Study, StudyError
 
 STEPS = 4
 
@@ -82,7 +82,7 @@ def test_arms_are_the_baseline_and_both_losses_at_each_bound():
     assert names == ["noPR", "corrected_1", "uncorrected_1", "corrected_4", "uncorrected_4"]
     uncorrected = arms([Bound(4, 4)])[2].overrides
     assert "partial_rollout.correction=none" in uncorrected and "partial_rollout.overlap=4" in uncorrected
-    assert [arm.name for arm in arms([Bound(4, 4)], behaviour_clipping=True)][-1] == "clipped_4"
+    assert [arm.name for arm in arms([Bound(4, 4)], ("corrected", "clipped"))][-1] == "clipped_4"
 
 
 def test_every_arm_composes_and_passes_the_recipes_checks(tmp_path):
@@ -92,9 +92,7 @@ def test_every_arm_composes_and_passes_the_recipes_checks(tmp_path):
     from recipe.partial_rollout.config.settings import PartialRolloutConfig
     from recipe.partial_rollout.training.correction_check import check_correction
 
-    study = Study(
-        tmp_path, tuple(arms([Bound(1, 1), Bound(8, 2)], behaviour_clipping=True)), (1,), STEPS, "convergence_cpu"
-    )
+    study = Study(tmp_path, tuple(arms([Bound(1, 1), Bound(8, 2)], KINDS)), (1,), STEPS, "convergence_cpu")
     for arm in study.arms:
         with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
             config = compose("convergence_cpu", overrides=study.command(arm, 1)[5:])
@@ -181,7 +179,7 @@ def test_document_is_written_from_complete_runs(tmp_path, capsys):
             name = "noPR" if arm.name == "noPR" else "PR"
             write_run(study.directory(arm, seed), rewards, staleness=2 * (name == "PR"), arm=name)
     options = ["--seeds", "1", "2", "--staleness", "4", "--steps", str(STEPS), "--report-only"]
-    assert main(["--out", str(tmp_path / "runs"), "--docs", str(tmp_path / "docs"), *options]) == 0
+    assert main(["convergence", "--out", str(tmp_path / "runs"), "--docs", str(tmp_path / "docs"), *options]) == 0
     text = (tmp_path / "docs" / "convergence.md").read_text()
     assert (
         "| PR, corrected, max_staleness 4, overlap 4 | 2 | 2.00 (max 2) | 0.343 ± 0.003 | +0.000 ± 0.005 | yes |"
@@ -196,8 +194,8 @@ def test_document_is_written_from_complete_runs(tmp_path, capsys):
 
 
 def test_study_without_a_baseline_is_refused_in_one_line(tmp_path, capsys):
-    assert main(["--out", str(tmp_path), "--docs", str(tmp_path), "--report-only"]) == 2
-    assert capsys.readouterr().err == "error: arm noPR has no run\n"
+    assert main(["convergence", "--out", str(tmp_path), "--docs", str(tmp_path), "--report-only"]) == 2
+    assert capsys.readouterr().err == f"error: no complete run of noPR in {tmp_path}\n"
 
 
 def test_arm_is_named_in_words():

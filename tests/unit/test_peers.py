@@ -1,18 +1,22 @@
 """The table of peers over runs whose figures can be worked out by hand."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.tools.bench.command import main as bench
-from recipe.partial_rollout.tools.bench.peer_arms import ARMS
-from recipe.partial_rollout.tools.bench.peer_runs import PeerRun, read_run
-from recipe.partial_rollout.tools.bench.peers import compare, table_of
-from recipe.partial_rollout.tools.study import Study, stolen_cpu
+from recipe.partial_rollout.tools.study.command import main as run_study
+from recipe.partial_rollout.tools.study.machine import stolen_cpu
+from recipe.partial_rollout.tools.study.peers.arms import ARMS
+from recipe.partial_rollout.tools.study.peers.document import table_of
+from recipe.partial_rollout.tools.study.peers.figures import compare, read_rows
+from recipe.partial_rollout.tools.study.peers.run import PeerRun, read_run
+from recipe.partial_rollout.tools.study.runner import Study
 
 STEPS = 8
+PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance"
 
 
 def build_run(arm, repeat, *, rollout_s=1.0, stale=0.0, full=None, tokens=1000.0):
@@ -139,7 +143,7 @@ def test_report_is_written_from_complete_runs(tmp_path, capsys):
         write_run(tmp_path / "v1_colocate_async" / f"seed_{repeat}", rollout_s=0.8, staleness=2.0, ours=False)
         write_run(tmp_path / "PR_bounded" / f"seed_{repeat}", rollout_s=0.5, staleness=1.0)
     command = ["peers", "--out", str(tmp_path), "--report-only", "--repeats", "2", "--steps", str(STEPS)]
-    assert bench(command) == 0
+    assert run_study(command) == 0
     text = (tmp_path / "peers.md").read_text()
     ratios = "0.50 (0.50 to 0.50) | 0.50 | 0.50 | 0.80 | 0.80"
     assert (
@@ -156,9 +160,34 @@ def test_report_is_written_from_complete_runs(tmp_path, capsys):
     assert (tmp_path / "peers.png").stat().st_size > 5_000 and "Peers" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("path", sorted(PERFORMANCE.glob("peers*.json")), ids=lambda path: path.stem)
+def test_figures_of_an_earlier_report_are_reported_again(tmp_path, path, capsys):
+    assert run_study(["peers", "--report-only", "--figures", str(path), "--docs", str(tmp_path)]) == 0
+    assert "PR, bounded" in capsys.readouterr().out and (tmp_path / "peers.png").exists()
+    again, before = read_rows(tmp_path / "peers.json"), read_rows(path)
+    assert [row.arm for row in again] == [row.arm for row in before]
+    assert again[0].median("rollout_ms") == before[0].median("rollout_ms")
+
+
+def test_file_that_holds_no_figures_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "other.json").write_text('{"encode_s": 1}')
+    assert run_study(["peers", "--figures", str(tmp_path / "other.json"), "--docs", str(tmp_path)]) == 2
+    assert "other.json holds no figures of peers" in capsys.readouterr().err
+
+
+def test_arms_and_repeats_are_chosen_before_overrides_for_all_of_them(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(Study, "run_missing", lambda study: seen.append(study) or 0)
+    command = ["peers", "--out", str(tmp_path), "--arms", "PR_april", "PR_ssim", "--repeats", "2"]
+    assert run_study([*command, "--steps", "3", "data.train_batch_size=16", "data.x=1"]) == 2
+    (study,) = seen
+    assert [arm.name for arm in study.arms] == ["noPR", "PR_ssim", "PR_april"] and study.seeds == (1, 2)
+    assert study.steps == 3 and study.overrides[-2:] == ("data.train_batch_size=16", "data.x=1")
+
+
 def test_without_a_baseline_there_is_no_table(tmp_path, capsys):
-    assert bench(["peers", "--out", str(tmp_path), "--report-only"]) == 2
-    assert capsys.readouterr().out.startswith("error: no complete run of noPR")
+    assert run_study(["peers", "--out", str(tmp_path), "--report-only"]) == 2
+    assert capsys.readouterr().err.startswith("error: no complete run of noPR")
 
 
 def test_every_arm_composes(tmp_path):

@@ -90,7 +90,7 @@ CONTRACT = (
         reads="update_weights_from_ipc update_verl_delta_weights",
     ),
     Uses("verl.single_controller.ray.base", "replica", reads="worker_dict fused_worker_dict"),
-    Uses("verl.trainer.main_ppo", "peers"),
+    Uses("verl.trainer.main_ppo", "arms"),
     # -- rollout --------------------------------------------------------------------------------------------------------
     Uses(
         f"{AGENT_LOOP}:AgentLoopManager",
@@ -284,7 +284,7 @@ CONTRACT = (
     Uses("verl.workers.utils.padding", "loss", calls={"no_padding_2_padding": "tensor, data"}),
     Uses(
         "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync",
-        "peer_sampler",
+        "sampler",
         calls={
             "__init__": "*, trainer_mode, trainer_config, max_off_policy_threshold, max_off_policy_strategy, "
             "sampler_kwargs, poll_interval",

@@ -23,8 +23,8 @@ TOOLS = {
     "audit": Tool("audit", "check a run's ledger and trace: every prompt trained exactly once, staleness in bounds"),
     "plan": Tool("plan", "forecast speed and staleness of policies and overlaps before anything runs"),
     "drift": Tool("drift", "the steps of finished runs at which the drift warning sets in"),
-    "bench": Tool("bench.command", "measure the recipe's parts, and whole trainings beside verl's own trainers"),
-    "convergence": Tool("convergence.command", "train every arm over seeds and compare held-out rewards"),
+    "bench": Tool("bench.command", "measure the recipe's parts"),
+    "study": Tool("study.command", "train named arms over seeds and compare them: peers (speed), convergence (reward)"),
     "chaos": Tool("chaos.command", "kill a training again and again, resume it, audit it"),
 }
 

@@ -10,7 +10,7 @@ from statistics import mean
 
 from recipe.partial_rollout.records.fields import RunRecordError, read_lines
 from recipe.partial_rollout.tools.report.table import Table
-from recipe.partial_rollout.tools.study import held_out_rewards
+from recipe.partial_rollout.tools.study.held_out import held_out_rewards
 from recipe.partial_rollout.training.policy_drift import KL, PolicyDrift
 
 

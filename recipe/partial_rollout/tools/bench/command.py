@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from recipe.partial_rollout.tools.bench import distribution, manager, outputs, peers, scale, snapshot
+from recipe.partial_rollout.tools.bench import distribution, manager, outputs, scale, snapshot
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,7 +17,6 @@ def main(arguments: list[str] | None = None) -> int:
         commands.add_parser("distribution", help="does a speculative proposer change what the engine samples?")
     )
     outputs.add_arguments(commands.add_parser("outputs", help="what the engine's outputs cost that nobody reads"))
-    peers.add_arguments(commands.add_parser("peers", help="beside verl's own trainers, by real training"))
     scale.add_arguments(commands.add_parser("scale", help="what scheduling costs with many replicas"))
     options = parser.parse_args(arguments)
     return options.run(options)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from recipe.partial_rollout.records.fields import read_lines
-from recipe.partial_rollout.tools.study import MACHINE, STOLEN, held_out_rewards
+from recipe.partial_rollout.tools.study.held_out import held_out_rewards
+from recipe.partial_rollout.tools.study.machine import read_stolen_cpu
 
 _STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
 """the recipe's and verl's name for the same: versions from a sample's first token to the update that trains it"""
@@ -17,7 +17,7 @@ _DROPPED = "/off_policy/evicted_samples"
 _PROBE = "probe"
 _INTERRUPT = "partial_rollout/timing/interrupt_s"
 _SAMPLE = "peer/sample_s"
-"""``peer_sampler.SAMPLE_S``, which cannot be imported without verl's v1 trainers"""
+"""``sampler.SAMPLE_S``, which cannot be imported without verl's v1 trainers"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class PeerRun:
     """One run; arrays are by step."""
 
     arm: str
-    repeat: int
+    seed: int
     rollout_s: np.ndarray
     step_s: np.ndarray
     tokens: np.ndarray
@@ -48,14 +48,14 @@ class PeerRun:
     interrupt_s: np.ndarray | None
     """from the decision to interrupt a round until every engine is quiet; None: not logged, or never interrupted"""
     stolen_cpu: float | None
-    """share of the run's processor time that the host gave to others (``study.stolen_cpu``); None: not noted"""
+    """share of the run's processor time that the host gave to others (``machine.stolen_cpu``); None: not noted"""
 
     def ms_per_1000(self, seconds: np.ndarray, steps: slice) -> float:
         """``seconds`` (rollout or whole step) for 1,000 trained tokens, over ``steps``."""
         return float(1e6 * seconds[steps].sum() / self.tokens[steps].sum())
 
 
-def read_run(directory: Path, arm: str, repeat: int, samples_per_step: int) -> PeerRun:
+def read_run(directory: Path, arm: str, seed: int, samples_per_step: int) -> PeerRun:
     """From ``metrics.jsonl`` and, where there is one, ``trace.jsonl``.
 
     Raises:
@@ -86,7 +86,7 @@ def read_run(directory: Path, arm: str, repeat: int, samples_per_step: int) -> P
 
     return PeerRun(
         arm=arm,
-        repeat=repeat,
+        seed=seed,
         rollout_s=column("timing_s/gen"),
         step_s=column("timing_s/step"),
         tokens=column("response_length/mean") * samples_per_step,
@@ -99,12 +99,8 @@ def read_run(directory: Path, arm: str, repeat: int, samples_per_step: int) -> P
         held_out=validations[-1] if validations else None,
         full_tokens_per_s=_probed(directory / "trace.jsonl"),
         interrupt_s=interruptions(),
-        stolen_cpu=_stolen(directory / MACHINE),
+        stolen_cpu=read_stolen_cpu(directory),
     )
-
-
-def _stolen(path: Path) -> float | None:
-    return json.loads(path.read_text())[STOLEN] if path.exists() else None
 
 
 def _probed(trace: Path) -> float | None:

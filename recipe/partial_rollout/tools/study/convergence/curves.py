@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from recipe.partial_rollout.records.parts import RunRecord
-from recipe.partial_rollout.tools.study import HELD_OUT
+from recipe.partial_rollout.tools.study.held_out import held_out_rewards
+from recipe.partial_rollout.tools.study.spread import standard_errors
 
 LAST = 3
 """validations whose mean is a run's final reward: one alone is as noisy as the differences between arms"""
@@ -47,12 +48,6 @@ class ArmCurve:
         return self.rewards.mean(axis=0), np.nan_to_num(standard_errors(self.rewards))
 
 
-def standard_errors(values: np.ndarray) -> np.ndarray:
-    """[S]: of the means of [N, S] over its N seeds; NaN with one seed."""
-    count = len(values)
-    return values.std(axis=0, ddof=1) / np.sqrt(count) if count > 1 else np.full(values.shape[1], np.nan)
-
-
 def curve_of(name: str, runs: Sequence[RunRecord]) -> ArmCurve:
     """The arm's curve over its runs, as far as all of them have come.
 
@@ -83,7 +78,7 @@ def _validations(run: RunRecord) -> list[tuple[int, float]]:
     found, trained = [], 0
     for step in run.steps:
         trained += len(step.round.trained)
-        found += [(trained, value) for key, value in step.metrics.items() if HELD_OUT.fullmatch(key)][:1]
+        found += [(trained, reward) for reward in held_out_rewards([step.metrics])[:1]]
     return found
 
 

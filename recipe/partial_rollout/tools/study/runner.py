@@ -1,54 +1,30 @@
-"""Arms by seeds: training runs, each in a directory of its own; a run that is complete is not run again."""
+"""Runs every arm with every seed, each run in a directory of its own; a complete run is not run again."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-MAIN = ("recipe.partial_rollout.main_ppo",)
-"""module and first arguments of the recipe's own training"""
-BASELINE = "noPR"
-"""name of the arm that all others are compared with"""
-HELD_OUT = re.compile(r"val-core/.*/mean@\d+")
-"""verl's mean validation reward: of the current weights, on held-out prompts"""
+from recipe.partial_rollout.tools.study.arm import BASELINE, MAIN, Arm
+from recipe.partial_rollout.tools.study.machine import MACHINE, write_machine
+
 _OVERRIDES = "overrides.json"
 """in a run's directory: what it was run with"""
-MACHINE, STOLEN = "machine.json", "stolen_cpu"
-"""in a run's directory: how undisturbed the machine was, see ``stolen_cpu``"""
-_NOT_WORKING = ("idle", "iowait", "guest", "guest_nice")
-"""processor times of psutil: guests' are in ``user`` and ``nice`` already"""
 _UNLIKE = ("quickstart.dir", "trainer.default_local_dir", "trainer.total_training_steps", "trainer.total_epochs")
 """keys that a run of the same study may differ in: where it lies, and how long it was, which ``is_complete`` sees"""
 _DEADLINE_S = 3600.0
 """for one run: twenty times what it takes on two cores"""
 
 
-def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Of the validations among ``steps`` (verl's metrics of each), in their order."""
-    return [float(value) for step in steps for key, value in step.items() if HELD_OUT.fullmatch(key)]
-
-
 class StudyError(RuntimeError):
     """A run of the study failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """One way to train."""
-
-    name: str
-    """also its directory"""
-    overrides: tuple[str, ...]
-    program: tuple[str, ...] = MAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +73,18 @@ class Study:
                     f"{asked.get(key, f'no {key}')}: choose another OUT, or remove the run"
                 )
 
+    def finished(self) -> list[tuple[Arm, int]]:
+        """Every complete run, seed by seed.
+
+        Raises:
+            StudyError: see ``is_complete``.
+            ValueError: no run of the baseline is complete, which all others are compared with.
+        """
+        runs = [(arm, seed) for seed in self.seeds for arm in self.arms if self.is_complete(arm, seed)]
+        if not any(arm.name == BASELINE.name for arm, _ in runs):
+            raise ValueError(f"no complete run of {BASELINE.name} in {self.out}")
+        return runs
+
     def missing(self) -> Iterator[tuple[Arm, int]]:
         """Seed by seed, so that a study that is cut short has every arm."""
         for seed in self.seeds:
@@ -142,7 +130,7 @@ class Study:
             print(f"== {arm.name}, seed {seed}: {self.steps} steps ==", flush=True)
             before = psutil.cpu_times()
             self._run(arm, seed)
-            (directory / MACHINE).write_text(json.dumps({STOLEN: stolen_cpu(before, psutil.cpu_times())}) + "\n")
+            write_machine(directory, before, psutil.cpu_times())
             count += 1
         return count
 
@@ -158,15 +146,3 @@ class Study:
                 raise StudyError(f"{arm.name}, seed {seed} did not end in {_DEADLINE_S:g} s: see {terminal}") from error
         if ended.returncode:
             raise StudyError(f"{arm.name}, seed {seed} ended with exit code {ended.returncode}: see {terminal}")
-
-
-def stolen_cpu(before: Any, after: Any) -> float | None:
-    """Share of the processors' working time between two ``psutil.cpu_times()`` in which the host ran something else.
-
-    None where the system does not tell. A virtual machine's only sign that its neighbours slow it down.
-    """
-    spent = {name: getattr(after, name) - getattr(before, name) for name in after._fields}
-    if "steal" not in spent:
-        return None
-    working = sum(seconds for name, seconds in spent.items() if name not in _NOT_WORKING)
-    return spent["steal"] / working if working else 0.0

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from recipe.partial_rollout.tools.convergence.arms import bound_of
-from recipe.partial_rollout.tools.convergence.curves import LAST, ArmCurve, gap
+from recipe.partial_rollout.records.parts import RunRecord
+from recipe.partial_rollout.records.run_record import load_run
 from recipe.partial_rollout.tools.report.table import Table
-from recipe.partial_rollout.tools.study import BASELINE
+from recipe.partial_rollout.tools.study.arm import BASELINE
+from recipe.partial_rollout.tools.study.convergence.arms import KINDS, Kind, bound_of
+from recipe.partial_rollout.tools.study.convergence.curves import LAST, ArmCurve, curve_of, gap
+from recipe.partial_rollout.tools.study.picture import BASELINE_HUE, DPI, plain
+from recipe.partial_rollout.tools.study.runner import Study
+from recipe.partial_rollout.tools.study.spread import with_error
 
 PICTURE, TEXT = "convergence.png", "convergence.md"
-_HUES = {BASELINE: "#555555", "corrected": "#0072B2", "uncorrected": "#D55E00", "clipped": "#CC79A7"}
-_LABELS = {"corrected": "PR, corrected", "uncorrected": "PR, correction=none", "clipped": "PR, behaviour clipping"}
+_BASELINE = Kind(BASELINE.caption, BASELINE_HUE, BASELINE.overrides)
 
 
 def label(name: str) -> str:
     """An arm's name in words."""
     bound = bound_of(name)
-    return f"{_LABELS[name.partition('_')[0]]}, {bound.label}" if bound else name
+    return f"{KINDS[name.partition('_')[0]].caption}, {bound.label}" if bound else name
 
 
 def table(curves: Sequence[ArmCurve]) -> Table:
@@ -36,18 +41,13 @@ def table(curves: Sequence[ArmCurve]) -> Table:
                 label(curve.name),
                 str(curve.seeds),
                 f"{curve.staleness_mean:.2f} (max {curve.staleness_max})",
-                _figure(curve.final, curve.final_error),
-                "" if curve is baseline else _figure(difference, error, sign=True),
+                with_error(curve.final, curve.final_error),
+                "" if curve is baseline else with_error(difference, error, sign=True),
                 within,
             ]
         )
-    header = ["arm", "seeds", "staleness of trained samples", "final reward", f"minus {BASELINE}", "within 1 s.e."]
+    header = ["arm", "seeds", "staleness of trained samples", "final reward", f"minus {BASELINE.name}", "within 1 s.e."]
     return Table("Final reward", header, rows)
-
-
-def _figure(value: float, error: float, *, sign: bool = False) -> str:
-    text = f"{value:+.3f}" if sign else f"{value:.3f}"
-    return text if math.isnan(error) else f"{text} ± {error:.3f}"
 
 
 def _verdict(difference: float, error: float) -> str:
@@ -56,11 +56,30 @@ def _verdict(difference: float, error: float) -> str:
     return "yes" if abs(difference) <= error else "no"
 
 
-def write(curves: Sequence[ArmCurve], out: Path, command: str) -> None:
-    """Table and picture into folder ``out``; ``command`` reproduces them."""
-    out.mkdir(parents=True, exist_ok=True)
-    draw(curves, out / PICTURE)
-    text = (
+def report(study: Study, options: Namespace, docs: Path) -> Table:
+    """The table, saved in ``docs`` with the picture.
+
+    Raises:
+        RunRecordError: a run cannot be read.
+        ValueError: there is no complete run of the baseline, or one without a validation.
+    """
+    curves = read_curves(study)
+    draw(curves, docs / PICTURE)
+    (docs / TEXT).write_text(_text(curves, options.command), encoding="utf-8")
+    return table(curves)
+
+
+def read_curves(study: Study) -> list[ArmCurve]:
+    """A curve for every arm with a complete run, the baseline first."""
+    runs: dict[str, list[RunRecord]] = {arm.name: [] for arm in study.arms}
+    for arm, seed in study.finished():
+        runs[arm.name].append(load_run(study.directory(arm, seed)))
+    return [curve_of(name, found) for name, found in runs.items() if found]
+
+
+def _text(curves: Sequence[ArmCurve], command: str) -> str:
+    """The document; ``command`` reproduces it."""
+    return (
         f"# Convergence on the embedded task\n\n"
         f"Reward of the current weights on held-out prompts, against trained groups; every arm starts from the same "
         f"weights and trains the same prompts. Bands are one standard error over seeds. Final reward: the mean of the "
@@ -68,7 +87,6 @@ def write(curves: Sequence[ArmCurve], out: Path, command: str) -> None:
         f"![reward against trained groups]({PICTURE})\n\n{table(curves).markdown()}\n\n"
         f"The last column compares with the standard error of the difference of two arms.\n"
     )
-    (out / TEXT).write_text(text, encoding="utf-8")
 
 
 def draw(curves: Sequence[ArmCurve], path: Path) -> None:
@@ -80,14 +98,13 @@ def draw(curves: Sequence[ArmCurve], path: Path) -> None:
     for axes, bound in zip(panels, bounds, strict=True):
         shown = [baseline, *(curve for curve in others if bound_of(curve.name) == bound)]
         for curve in shown:
-            kind = curve.name.partition("_")[0]
+            kind = KINDS.get(curve.name.partition("_")[0], _BASELINE)
             mean, error = curve.band()
-            axes.plot(curve.groups, mean, "o-", markersize=3, color=_HUES[kind], label=_LABELS.get(kind, kind))
-            axes.fill_between(curve.groups, mean - error, mean + error, color=_HUES[kind], alpha=0.2, linewidth=0)
+            axes.plot(curve.groups, mean, "o-", markersize=3, color=kind.hue, label=kind.caption)
+            axes.fill_between(curve.groups, mean - error, mean + error, color=kind.hue, alpha=0.2, linewidth=0)
         axes.set_title(bound.label if bound else "", fontsize=11, loc="left")
         axes.set_xlabel("trained groups")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#E6E6E6")
+        plain(axes)
         axes.legend(frameon=False, fontsize=9)
     panels[0].set_ylabel("mean reward on held-out prompts")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=DPI)

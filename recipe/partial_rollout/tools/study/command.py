@@ -1,0 +1,101 @@
+"""``python -m recipe.partial_rollout.tools study NAME [--arms ...] [--seeds 1 2 3] [--steps N] [overrides]``."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.tools.study.named import STUDIES, NamedStudy
+from recipe.partial_rollout.tools.study.runner import Study, StudyError
+
+BAD_INPUT = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is missing and report; exit code 1 where a run failed, 2 where nothing can be read."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(words)
+    named = STUDIES[options.study]
+    options.command = _script_command(named, words[1:], options.out)
+    study = Study(
+        out=options.out,
+        arms=named.arms(options),
+        seeds=tuple(options.seeds),
+        steps=options.steps,
+        config_name=options.config_name,
+        overrides=(*named.overrides, *options.overrides),
+    )
+    docs = options.docs or options.out
+    try:
+        if not (options.report_only or options.figures):
+            print(f"{study.run_missing()} runs were missing")
+        docs.mkdir(parents=True, exist_ok=True)
+        table = named.report(study, options, docs)
+    except StudyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (RunRecordError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    print(table.console())
+    print(f"\nsaved in {docs}")
+    return 0
+
+
+def _script_command(named: NamedStudy, words: Sequence[str], out: Path) -> str:
+    """The script's command line that ends here with ``words``; it takes the directory as ``OUT``."""
+    kept = list(words)
+    if "--out" in kept:
+        at = kept.index("--out")
+        del kept[at : at + 2]
+    where = [] if out == named.out else [f"OUT={out}"]
+    return shlex.join([*where, "bash", named.script, *kept])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe.partial_rollout.tools study", description="Train named arms over seeds and compare them."
+    )
+    commands = parser.add_subparsers(dest="study", required=True, metavar="NAME")
+    for name, named in STUDIES.items():
+        _add_options(commands.add_parser(name, help=named.question, description=named.question), named)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, named: NamedStudy) -> None:
+    """Options that all studies have, then its own."""
+    usual = "all" if named.usual == named.choices else " ".join(named.usual)
+    parser.set_defaults(figures=None)
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        choices=named.choices,
+        default=list(named.usual),
+        metavar="ARM",
+        help=f"beside the baseline: {', '.join(named.choices)} (default: {usual})",
+    )
+    seeds = parser.add_mutually_exclusive_group()
+    seeds.add_argument(
+        "--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="S", help="of every arm (default: 1 2 3)"
+    )
+    seeds.add_argument(
+        "--repeats", dest="seeds", type=_up_to, metavar="N", default=argparse.SUPPRESS, help="as --seeds 1 to N"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=named.steps, metavar="N", help="of every run (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, default=named.out, help="where the runs go (default: %(default)s)")
+    where = named.docs or "--out"
+    parser.add_argument("--docs", type=Path, default=named.docs, help=f"where the report goes (default: {where})")
+    parser.add_argument("--config-name", default=named.config_name)
+    parser.add_argument("--report-only", action="store_true", help="run nothing, read what is complete")
+    parser.add_argument("overrides", nargs="*", help="hydra overrides for every arm")
+    named.add_arguments(parser)
+
+
+def _up_to(text: str) -> list[int]:
+    return list(range(1, int(text) + 1))

@@ -1,0 +1,1 @@
+"""The recipe beside verl's own trainers: speed and staleness of equal training, as ratios within a seed."""

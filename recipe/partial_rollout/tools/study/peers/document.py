@@ -1,0 +1,132 @@
+"""``peers.md``, ``peers.json`` and ``peers.png``."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from recipe.partial_rollout.tools.report.table import Table
+from recipe.partial_rollout.tools.study.arm import BASELINE
+from recipe.partial_rollout.tools.study.peers.arms import CAPTIONS
+from recipe.partial_rollout.tools.study.peers.figures import FILLING, FIRST, Row, compare, read_rows, write_rows
+from recipe.partial_rollout.tools.study.peers.run import PeerRun, read_run
+from recipe.partial_rollout.tools.study.picture import BASELINE_HUE, DPI, OTHERS_HUE, OURS_HUE, plain
+from recipe.partial_rollout.tools.study.runner import Study
+from recipe.partial_rollout.tools.study.spread import standard_errors, with_error
+
+
+def report(study: Study, options: Namespace, docs: Path) -> Table:
+    """The table, saved in ``docs`` with its figures and the picture.
+
+    Raises:
+        ValueError: there is no complete run of the baseline, or a run lacks a figure.
+    """
+    rows = read_rows(options.figures) if options.figures else compare(read_runs(study))
+    table = table_of(rows)
+    (docs / "peers.md").write_text(table.markdown() + "\n")
+    write_rows(rows, docs / "peers.json")
+    draw(rows, docs / "peers.png")
+    return table
+
+
+def read_runs(study: Study) -> list[PeerRun]:
+    """Every complete run.
+
+    Raises:
+        ValueError: the baseline has none.
+    """
+    finished = study.finished()
+    samples = _samples_per_step(study)
+    return [read_run(study.directory(arm, seed), arm.name, seed, samples) for arm, seed in finished]
+
+
+def _samples_per_step(study: Study) -> int:
+    """From the first run of the recipe's own trainer: all arms have the same batches."""
+    for path in sorted(study.out.glob("*/seed_*/run.json")):
+        facts = json.loads(path.read_text())
+        return facts["batch_groups"] * facts["samples_per_group"]
+    raise ValueError(f"no run of the recipe's own trainer in {study.out}")
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """Medians over seeds, the spread of the main ratio, and the largest staleness."""
+
+    def cells(row: Row) -> list[str]:
+        low, high = row.spread("rollout_ratio")
+        return [
+            CAPTIONS.get(row.arm, row.arm),
+            f"{row.median('rollout_ms'):.0f}",
+            f"{row.median('tokens_per_s'):,.0f}",
+            f"{row.median('rollout_ratio'):.2f} ({low:.2f} to {high:.2f})",
+            f"{row.median('steady_rollout_ratio'):.2f}",
+            f"{row.median('step_ratio'):.2f}",
+            f"{row.median('efficiency'):.2f}",
+            f"{row.median('steady_efficiency'):.2f}",
+            f"{row.median('staleness_mean'):.2f}",
+            _or_dash(row.median("staleness_p95"), ".1f"),
+            f"{row.spread('staleness_max')[1]:.0f}",
+            _or_dash(row.median("off_policy"), ".2f"),
+            f"{row.median('dropped'):.0f}",
+            f"{row.median('first_length'):.2f}",
+            f"{row.median('reward'):.3f}",
+            _mean_and_error(row.values("held_out")),
+            _or_dash(row.median("interrupt_s"), ".2f"),
+            _or_dash(row.spread("interrupt_max_s")[1], ".2f"),
+            _or_dash(row.median("stolen_cpu"), ".0%"),
+        ]
+
+    header = [
+        "arm",
+        "rollout ms / 1,000 trained tokens",
+        "trained tokens / s",
+        f"rollout / {BASELINE.name} (spread)",
+        f"without first {FILLING} steps",
+        f"step / {BASELINE.name}",
+        "efficiency",
+        f"without first {FILLING} steps",
+        "staleness mean",
+        "p95",
+        "max",
+        "off-policy tokens",
+        "samples dropped",
+        f"length of first {FIRST} steps / {BASELINE.name}",
+        "reward, last third",
+        "held-out reward at the end, mean and standard error",
+        "interruption, s: median",
+        "max",
+        "processor time that the host gave to others",
+    ]
+    return Table("Peers, medians over repeats", header, [cells(row) for row in rows])
+
+
+def _mean_and_error(values: Sequence[float]) -> str:
+    if np.isnan(values).any():
+        return "-"
+    error = standard_errors(np.array(values)[:, None])[0]
+    return with_error(float(np.mean(values)), error)
+
+
+def _or_dash(value: float, form: str) -> str:
+    return "-" if np.isnan(value) else format(value, form)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Speed against staleness: an arm is better the lower and the further left it stands."""
+    figure = Figure(figsize=(7, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for row in rows:
+        x, y = row.median("staleness_mean"), row.median("rollout_ratio")
+        low, high = row.spread("rollout_ratio")
+        colour = OURS_HUE if row.arm.startswith("PR") else OTHERS_HUE if row.arm.startswith("v1") else BASELINE_HUE
+        axes.errorbar(x, y, [[y - low], [high - y]], fmt="o", color=colour, capsize=3)
+        axes.annotate(CAPTIONS.get(row.arm, row.arm), (x, y), xytext=(6, 4), textcoords="offset points", fontsize=9)
+    axes.set_xlabel("mean staleness of trained samples (versions)")
+    axes.set_ylabel(f"rollout time per trained token, {BASELINE.name} = 1")
+    axes.set_ylim(bottom=0)
+    plain(axes)
+    figure.savefig(path, dpi=DPI)
