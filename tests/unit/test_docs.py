@@ -1,0 +1,60 @@
+"""The pages: every link, image, command and file they name exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import recipe.partial_rollout as package
+from recipe.partial_rollout.tools.__main__ import TOOLS
+
+REPOSITORY = Path(package.__file__).parents[2]
+PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("recipe/**/*.md")])
+COMMENTED = sorted([*REPOSITORY.glob("run_scripts/*.sh"), *REPOSITORY.glob("conf/**/*.yaml")])
+
+LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
+MODULE = re.compile(r"python -m (recipe\.[\w.]+)(?: ([a-z]\w*))?")
+SCRIPT = re.compile(r"run_scripts/\w+\.sh")
+FILE = re.compile(r"`((?:tests|conf|docs|recipe|run_scripts|verl_ext)/[\w/.]+\.(?:py|md|yaml|sh|json|png))`")
+
+
+def named(path):
+    return str(path.relative_to(REPOSITORY))
+
+
+def anchors(path):
+    """Anchors of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page):
+    for target, anchor in LINK.findall(page.read_text()):
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES + COMMENTED, ids=named)
+def test_named_commands_exist(page):
+    text = page.read_text()
+    for module, tool in MODULE.findall(text):
+        path = REPOSITORY.joinpath(*module.split("."))
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+        if module.endswith(".tools") and tool:
+            assert tool in TOOLS, tool
+    for script in SCRIPT.findall(text):
+        assert (REPOSITORY / script).exists(), script
+
+
+@pytest.mark.parametrize("page", PAGES + COMMENTED, ids=named)
+def test_named_files_exist(page):
+    for file in FILE.findall(page.read_text()):
+        assert (REPOSITORY / file).exists(), file
+
+
+def test_every_page_of_docs_is_linked_from_the_readme_or_a_page_it_links():
+    linked = {(page.parent / target).resolve() for page in PAGES for target, _ in LINK.findall(page.read_text())}
+    generated = {path for path in PAGES if path.parent.name == "performance" and path.name.startswith("peers")}
+    assert {path.resolve() for path in PAGES if path.is_relative_to(REPOSITORY / "docs")} - generated <= linked
