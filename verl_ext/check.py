@@ -1,5 +1,6 @@
 """Set-up check, ``python -m verl_ext.check``: the stack imports, its versions are a tested pair, the platform in force is
-the one asked for, and a model can be built with the attention that the recipe would choose.
+the one asked for, a model can be built with the attention that the recipe would choose, and ``recipe.partial_rollout`` as
+imported from the current directory is this distribution's.
 
 Prints one line and exits 0, or one line that says what is missing and exits 1.
 """
@@ -8,7 +9,7 @@ import importlib
 import os
 import sys
 
-from verl_ext import attention
+from verl_ext import attention, which_recipe
 from verl_ext.guard import UnsupportedVersionError, require_tested_pair
 
 MODULES = (
@@ -26,6 +27,9 @@ MODULES = (
 
 def failure() -> str | None:
     """What keeps the recipe from running here, in one line, or None."""
+    foreign = which_recipe.problem()
+    if foreign is not None:
+        return foreign
     for name in MODULES:
         try:
             importlib.import_module(name)
@@ -93,7 +97,7 @@ def main() -> int:
     remedy = "" if platform == "cpu" else remedy
     print(
         f"set-up check passed: verl, vLLM, Ray and SwanLab import; platform {platform}; "
-        f"attention {implementation}{remedy}"
+        f"attention {implementation}{remedy}; {which_recipe.NAME} from {which_recipe.OURS}"
     )
     return 0
 

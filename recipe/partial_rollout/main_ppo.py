@@ -18,6 +18,7 @@ from recipe.partial_rollout.config.errors import ConfigError
 from recipe.partial_rollout.config.settings import OVERLONG
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.waits import one_line
+from verl_ext import which_recipe
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 _HERE = "recipe.partial_rollout"
@@ -57,6 +58,9 @@ def run(config: DictConfig) -> None:
     Raises:
         ConfigError: before Ray starts, in one line.
     """
+    foreign = which_recipe.problem()
+    if foreign is not None:
+        raise ConfigError(foreign)
     from recipe.partial_rollout.preflight import check_config, check_prompts
     from recipe.partial_rollout.training.attention import choose_attention
 

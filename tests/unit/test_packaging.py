@@ -1,15 +1,22 @@
-"""Pins that are written in two places agree, and the scripts that a newcomer runs are whole."""
+"""Pins that are written in two places agree, the scripts that a newcomer runs are whole, and so is a wheel."""
 
+import os
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+from omegaconf import OmegaConf
 from packaging.requirements import Requirement
 
 from verl_ext.guard import CPU_PAIR, GPU_PAIR
 
 ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("recipe/partial_rollout", "verl_ext", "conf")
+"""what the distribution installs"""
 
 
 def pins():
@@ -54,3 +61,41 @@ def test_gpu_pins_environment_has_the_versions_of_the_gpu_extra():
 def test_scripts_parse():
     for script in [*(ROOT / "run_scripts").glob("*.sh"), ROOT / ".ci" / "run"]:
         assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0, script
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A wheel of this repository, installed into a directory of its own."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
+    # setuptools leaves its build directory beside the sources.
+    for part in PARTS:
+        shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", source / "wheel", source]
+    subprocess.run(build, check=True, capture_output=True, timeout=300)
+    (wheel,) = (source / "wheel").glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", target, wheel], check=True, timeout=300)
+    return target
+
+
+def test_wheel_has_every_module_config_and_readme(installed):
+    def files(root):
+        return {
+            str(path.relative_to(root))
+            for part in PARTS
+            for path in (root / part).rglob("*")
+            if path.suffix in (".py", ".yaml", ".md")
+        }
+
+    assert files(installed) == files(ROOT)
+
+
+def test_console_script_of_a_wheel_composes_a_config_from_another_directory(installed, tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(installed)}
+    command = [installed / "bin" / "partial-rollout", "train", "--config-name", "quickstart_cpu", "--cfg", "job"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    composed = OmegaConf.create(done.stdout)
+    assert (composed.partial_rollout.overlap, composed.algorithm.adv_estimator) == (1.5, "grpo")

@@ -156,7 +156,7 @@ def _curve(given: str | None, record: RunRecord | None) -> EngineCurve:
         return EngineCurve.load(Path(given))
     if record is None:
         raise ValueError("no engine curve: give --run or --curve")
-    return fit(call for round_ in record.rounds for call in round_.phase.calls)
+    return fit(call for round_ in record.rounds for call in round_.calls)
 
 
 def _options(

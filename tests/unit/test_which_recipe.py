@@ -1,0 +1,118 @@
+"""Another recipe of the same module path never runs in place of this one without a word."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout.config.errors import ConfigError
+from verl_ext import check, which_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ROOT / "recipe" / "partial_rollout"
+SCRIPT = "import sys\nfrom verl_ext.command import main\nsys.exit(main())\n"
+"""what pip makes of an entry of [project.scripts]"""
+
+
+@pytest.fixture(params=["namespace", "regular"])
+def foreign(request, tmp_path):
+    """A checkout with a recipe of the same name; its ``recipe`` is a regular package or, as ours, a namespace."""
+    package = tmp_path / "foreign" / "recipe" / "partial_rollout"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "main_ppo.py").write_text("print('theirs')\n")
+    if request.param == "regular":
+        (package.parent / "__init__.py").touch()
+    return package.parents[1]
+
+
+@pytest.fixture
+def script(tmp_path):
+    """The installed console script; Python puts its directory on the path, not the current one."""
+    path = tmp_path / "bin" / "partial-rollout"
+    path.parent.mkdir()
+    path.write_text(SCRIPT)
+    return path
+
+
+def python(*arguments, cwd, path=(ROOT,)):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    command = [sys.executable, "-W", "ignore", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=120)
+
+
+def refusal(done):
+    """The one line that a refused start prints."""
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_module_run_in_a_foreign_checkout_is_theirs(foreign):
+    """Python's doing, and why there is a console script."""
+    done = python("-m", "recipe.partial_rollout.main_ppo", cwd=foreign)
+    assert (done.returncode, done.stdout) == (0, "theirs\n")
+
+
+def test_script_refuses_a_foreign_checkout_because_its_ray_workers_would_run_theirs(foreign, script):
+    assert refusal(python(script, "train", "--cfg", "job", cwd=foreign)) == (
+        f"partial-rollout: error: a Ray worker would import recipe.partial_rollout from {foreign}/recipe/partial_rollout, "
+        f"not from {OURS}: start from another directory"
+    )
+
+
+def test_script_refuses_a_foreign_checkout_on_pythonpath(foreign, script, tmp_path):
+    assert refusal(python(script, "tools", "audit", cwd=tmp_path, path=(foreign, ROOT))) == (
+        f"partial-rollout: error: this process would import recipe.partial_rollout from {foreign}/recipe/partial_rollout, "
+        f"not from {OURS}: take {foreign} off PYTHONPATH"
+    )
+
+
+def test_script_as_a_module_refuses_a_foreign_checkout(foreign):
+    line = refusal(python("-m", "verl_ext.command", "tools", "audit", cwd=foreign))
+    assert line.startswith("partial-rollout: error: this process would import recipe.partial_rollout from ")
+
+
+def test_script_refuses_a_package_that_hides_every_recipe_but_its_own(script, tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "__init__.py").touch()
+    line = refusal(python(script, "tools", "audit", cwd=tmp_path))
+    assert f"a Ray worker would import recipe from {tmp_path}/recipe, not from {OURS}" in line
+
+
+def test_script_runs_ours_beside_other_recipes(script, tmp_path):
+    (tmp_path / "recipe" / "dapo").mkdir(parents=True)
+    done = python(script, "tools", "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: python -m recipe.partial_rollout.tools")
+
+
+def test_ours_on_pythonpath_first_still_gives_workers_theirs(foreign, script):
+    """A Ray worker has the driver's directory before PYTHONPATH; test_which_recipe of the integration tests asks one."""
+    assert refusal(python(script, "train", cwd=foreign, path=(ROOT, foreign))).endswith("start from another directory")
+
+
+def test_our_trainer_dies_before_ray_starts_where_its_workers_would_import_theirs(foreign, monkeypatch):
+    monkeypatch.chdir(foreign)
+    with pytest.raises(ConfigError, match=f"^a Ray worker would import recipe.partial_rollout from {foreign}"):
+        main_ppo.run(OmegaConf.create())
+
+
+def test_setup_check_fails_in_a_foreign_checkout(foreign, monkeypatch):
+    monkeypatch.chdir(foreign)
+    assert f"a Ray worker would import recipe.partial_rollout from {foreign}" in check.failure()
+
+
+def test_recipe_of_this_repository_is_the_one_that_is_imported():
+    assert which_recipe.OURS == OURS
+    assert which_recipe.problem() is None
+
+
+def test_script_is_declared_by_the_distribution():
+    scripts = (ROOT / "pyproject.toml").read_text().partition("[project.scripts]")[2]
+    assert re.search(r'^partial-rollout = "verl_ext.command:main"$', scripts, re.M)
