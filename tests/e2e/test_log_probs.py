@@ -15,6 +15,7 @@ from recipe.partial_rollout.engine.kept_kv import SaltedEngine, request_id_of
 from recipe.partial_rollout.tasks.clock10.tokenizer import VOCABULARY_SIZE, build_tokenizer
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
+from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.resumption import sampling_of_call
 
 PROMPT, RESPONSE, BLOCK = [4, 7, 8, 9, 10, 11], 48, 32
@@ -69,7 +70,7 @@ class Server:
 async def response_of(engine, interrupt_after, **sampling):
     """(tokens, log-probs, segments, tokens read again) of one response, greedy by default, through the recipe's client."""
     client = PartialRolloutLLMClient(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT)))
-    client.use_replicas({"replica": Server(engine, interrupt_after)})
+    client.use_replicas(ReplicaChoice({"replica": Server(engine, interrupt_after)}))
     client.use_tokenizer(build_tokenizer())
     sample = LiveSample(f"s{interrupt_after}", Keeper(), priority=0)
     LIVE_SAMPLE.set(sample)

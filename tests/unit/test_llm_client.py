@@ -17,6 +17,7 @@ from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.waits import ReplicaError
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient, PartialRolloutLLMClient
+from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.resumption import SamplingError
 
 ROLLOUT = SimpleNamespace(response_length=10, prompt_length=4, scheduling_policy="fcfs", name="vllm")
@@ -302,7 +303,7 @@ def test_interrupted_segments_are_open_and_the_last_one_is_closed(engine):
 
 def two_replicas(dead):
     client = PartialRolloutLLMClient(CONFIG)
-    client.use_replicas({"a": "A", "b": "B"})
+    client.use_replicas(ReplicaChoice({"a": "A", "b": "B"}))
     died = RayActorError() if dead else OSError("bad request")
     return client, died
 
@@ -369,7 +370,7 @@ def test_dead_replica_is_named(engine):
 def test_training_samples_go_to_the_replica_with_the_fewest_and_stay_for_their_next_turn():
     async def run():
         client = PartialRolloutLLMClient(CONFIG)
-        client.use_replicas({"a": "A", "b": "B"})
+        client.use_replicas(ReplicaChoice({"a": "A", "b": "B"}))
         first, second = live(), live()
         chosen = []
         for sample in (first, second, first):

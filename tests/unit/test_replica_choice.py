@@ -1,5 +1,6 @@
 """Samples spread over the replicas by number, and stay where their blocks are while that is fair."""
 
+import pickle
 import random
 
 from recipe.partial_rollout.worker.live_sample import LiveSample
@@ -48,6 +49,11 @@ def test_workers_with_few_samples_each_reach_all_replicas_together():
         replicas = ReplicaChoice(servers, worker / 4)
         seen += [replicas.take(sample())[1] for _ in range(2)]
     assert sorted(seen) == list(range(8))
+
+
+def test_choice_travels_to_its_worker():
+    replicas = pickle.loads(pickle.dumps(ReplicaChoice({"a": "A", "b": "B"}, place=0.5)))
+    assert [replicas.take(sample()) for _ in range(2)] == [("b", "B"), ("a", "A")]
 
 
 def test_choice_by_number_is_that_of_a_full_search():

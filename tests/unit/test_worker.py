@@ -22,6 +22,8 @@ from recipe.partial_rollout.tools.bench.scripted_engine import ScriptedWorker
 from recipe.partial_rollout.waits import ReplicaError
 from recipe.partial_rollout.worker import agent_loop_worker
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.probe_slots import ProbeSlots
+from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.tool_journal import journaled
 
 CURVE = EngineCurve(step_s=0.002, sample_s=0.0)
@@ -85,7 +87,7 @@ async def start(lengths, *, batch=1, grant_s=60.0, sample_s=None, failures=RETRY
     worker = kind(CURVE, 1)
     worker.config.partial_rollout.deadlines.grant_s = grant_s
     worker.config.partial_rollout.failures.sample_timeout_s = sample_s
-    worker.setup("w0", manager, 16, {})
+    worker.connect("w0", manager, 16, ReplicaChoice({}))
     serving = asyncio.create_task(worker.serve())
     await asyncio.sleep(0.01)
     worker.begin(0, time.monotonic())
@@ -208,7 +210,7 @@ def test_worker_and_manager_that_disagree_on_a_conversation_end_the_run(held, me
         await asyncio.sleep(0.05)
         serving.cancel()
         with pytest.raises(RuntimeError, match=message):
-            worker._run([Grant(known, "0/1", 1, {"lengths": [5]}, (), held=held)])
+            worker._claims.run([Grant(known, "0/1", 1, {"lengths": [5]}, (), held=held)])
 
     asyncio.run(body())
 
@@ -405,9 +407,9 @@ def test_long_reward_call_of_the_probe_is_nobodys_progress(monkeypatch):
 
     async def body():
         _manager, worker, serving = await start([[60]], kind=Probed)
-        LIVE_SAMPLE.set(LiveSample("probe-0", keeper=agent_loop_worker._ProbeSlots(), priority=0))
+        LIVE_SAMPLE.set(LiveSample("probe-0", keeper=ProbeSlots(), priority=0))
         await worker._agent_loop_postprocess(seven_tokens(), False)
         serving.cancel()
-        return worker._unreported
+        worker._claims._outbox.raise_error()
 
-    assert asyncio.run(body()) is None
+    asyncio.run(body())

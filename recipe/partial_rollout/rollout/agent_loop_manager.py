@@ -45,6 +45,7 @@ from recipe.partial_rollout.rollout.worker_pool import WorkerPool
 from recipe.partial_rollout.waits import one_line, result_of, within
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
+from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 
 T = TypeVar("T")
 
@@ -109,8 +110,10 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         await self._pool.start()
 
     async def _connect(self, i: int, name: str, worker: Any) -> None:
-        place = i / len(self.agent_loop_workers)
-        await worker.setup.remote(name, self._manager, self._capacity, self._context.control.servers, place)
+        await worker.connect.remote(name, self._manager, self._capacity, self._replicas_of(i))
+
+    def _replicas_of(self, i: int) -> ReplicaChoice:
+        return ReplicaChoice(self._context.control.servers, place=i / len(self.agent_loop_workers))
 
     def _spawn(self, i: int) -> Any:
         """A new worker, as verl's ``_init_agent_loop_workers`` makes them; Ray places it on a node that is alive."""
@@ -309,7 +312,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         new = {address: server for address, server in control.servers.items() if address not in self._addresses}
         await balancer.remove_servers.remote(gone)
         await balancer.add_servers.remote(new)
-        await self._pool.ask("use_replicas", control.servers)
+        await self._pool.ask_each("use_replicas", self._replicas_of)
         self._addresses = control.addresses
         self._context.trace.use_replicas(control.addresses)
 

@@ -83,6 +83,10 @@ class WorkerPool:
         """What every living worker answers; ``while_serving`` sees to those that die meanwhile."""
         return await self.answers(self.begin(verb, *args))
 
+    async def ask_each(self, verb: str, argument: Callable[[int], Any]) -> list[Any]:
+        """As ``ask``, with ``argument(i)`` for worker ``i``."""
+        return await self.answers([getattr(w, verb).remote(argument(i)) for i, w in enumerate(self._workers)])
+
     def begin(self, verb: str, *args: Any) -> list[Any]:
         """Ask every worker, and wait for none: references for ``answers``, now or later."""
         return [getattr(worker, verb).remote(*args) for worker in self._workers]

@@ -108,9 +108,9 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         custom = getattr(self.config.actor_rollout_ref.rollout, "custom", None) or {}
         self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
 
-    def use_replicas(self, servers: dict[str, Any], place: float = 0.0) -> None:
-        """Balance training samples over ``servers`` (address to server handle); ``place`` as in ``ReplicaChoice``."""
-        self._replicas = ReplicaChoice(servers, place)
+    def use_replicas(self, replicas: ReplicaChoice) -> None:
+        """Training samples go where ``replicas`` says; without it, or without a training sample, where verl says."""
+        self._replicas = replicas
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Find stop strings with ``tokenizer``, the model's."""

@@ -38,6 +38,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         super().__init__(*args, **kwargs)
         if self.config.partial_rollout.reward_in_worker:
             self.reward_loop_worker_handles = [_LocalRewardHandle(RewardLoopWorker(self.config))]  # type: ignore[assignment]
+        self._probe_over = asyncio.Event()
 
     def take_calls(self) -> list[EngineCall]:
         """Engine calls that ended since the last time this was asked."""
@@ -98,7 +99,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
 
     async def probe(self, rows: list[dict[str, Any]], concurrency: int) -> None:
         """Keep ``concurrency`` samples running through the whole path until ``end_probe``."""
-        self._probe_over = asyncio.Event()
+        self._probe_over.clear()
 
         async def keep_one(index: int) -> None:
             while not self._probe_over.is_set():

@@ -35,6 +35,7 @@ from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal
 from recipe.partial_rollout.planner.simulation import Cluster, Simulation
 from recipe.partial_rollout.tools.bench.scripted_engine import ScriptedWorker
 from recipe.partial_rollout.tools.report.table import Table
+from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 
 BOUND = 0.01
 """overhead, as a share of the round"""
@@ -175,7 +176,9 @@ class _Drive:
         shares = [replicas // workers + (i < replicas % workers) for i in range(workers)]
         self._workers = [worker_class.remote(curve, share) for share in shares]
         for i, (worker, share) in enumerate(zip(self._workers, shares, strict=True)):
-            _get(worker.setup.remote(f"w{i}", self._manager, slots * share, {}), f"worker w{i} to start")
+            # A scripted worker chooses among replicas of its own.
+            connected = worker.connect.remote(f"w{i}", self._manager, slots * share, ReplicaChoice({}))
+            _get(connected, f"worker w{i} to start")
         self._serving = [worker.serve.remote() for worker in self._workers]
 
     @staticmethod

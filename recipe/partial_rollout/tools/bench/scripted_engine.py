@@ -108,10 +108,10 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
         self.config = SimpleNamespace(  # type: ignore[assignment]
             partial_rollout=SimpleNamespace(
                 deadlines=SimpleNamespace(grant_s=3600.0),
-                failures=SimpleNamespace(tool_timeout_s=None, sample_timeout_s=None),
+                failures=SimpleNamespace(sample_timeout_s=None),
             )
         )
-        self.tools = {}  # type: ignore[assignment]
+        self._connected = None
         self._scripted = [ScriptedReplica(curve) for _ in range(replicas)]
         self._choice = ReplicaChoice({f"r{i}": replica for i, replica in enumerate(self._scripted)})
         self._version = 0
@@ -119,7 +119,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
         self._idle_since = 0.0
         self._waited: list[float] = []
 
-    def use_replicas(self, servers: dict[str, Any]) -> None:
+    def use_replicas(self, replicas: ReplicaChoice) -> None:
         """They are its own."""
 
     def begin(self, version: int, at: float) -> None:
@@ -140,7 +140,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
 
     def ready(self) -> int:
         """Samples that hold a slot and wait for the round to open."""
-        return sum(map(self._gate.granted, self._at_gate))
+        return sum(map(self._claims.holds_slot, self._at_gate))
 
     def waited(self) -> tuple[float, float, int]:
         """What the slots waited before they decoded in this round: seconds in all, those of the last one, and slots."""
@@ -167,11 +167,11 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
         done = sum(map(len, sample.start_turn(0)))
         while done < length:
             self._at_gate.add(sample.id)
-            async with self.engine_call(sample):
+            async with sample.keeper.engine_call(sample):
                 self._at_gate.discard(sample.id)
                 address, replica = self._choice.take(sample)
                 # What comes later takes a slot that has decoded already.
-                if len(self._waited) < self._capacity:
+                if len(self._waited) < self._claims.capacity:
                     self._waited.append(time.monotonic() - self._idle_since)
                 made = await replica.decode(sample.id, done, length - done)
                 self._choice.release(address)
@@ -181,7 +181,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
                 zeros = np.zeros(made, np.float32)
                 sample.add(Segment(zeros.astype(np.int32), zeros, self._version, "completed" if ended else None))
             if not ended:
-                self.hand_in(sample)
+                sample.keeper.hand_in(sample)
         return _output(length, self._version)
 
 

@@ -1,0 +1,195 @@
+"""The loop that claims samples and keeps a worker's slots full.
+
+Its control flow::
+
+    claim (long poll) ----> start or resume samples ----> finished / interrupted ----> report
+          ^                  (they wait for the round)                                   |
+          +------------------- grants for the slots that came free ----------------------+
+
+A sample keeps its coroutine over interruptions; only its slot goes back to the manager. A turn that has ended is reported
+with what follows it: the next interruption, a tool call, the end of the sample. Where a reward call keeps that waiting it
+goes out by itself, and the end of a round leaves nothing unreported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from recipe.partial_rollout.manager import garbage
+from recipe.partial_rollout.manager.types import Grant, SampleOutput
+from recipe.partial_rollout.waits import ReplicaError, one_line, result_of
+from recipe.partial_rollout.worker.grant_gate import GrantGate, GrantTimeoutError
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.outbox import Outbox
+
+
+class ClaimLoop:
+    """Claims samples from the manager and runs each; the ``SlotKeeper`` of its samples.
+
+    Args:
+        name: of this worker, at the manager.
+        manager: handle of the manager actor.
+        capacity: samples that may hold a slot here at once.
+        run: runs the agent loop of a granted sample to its end; ``LIVE_SAMPLE`` is set.
+        grant_s: seconds that a sample may wait for its slot in an open round.
+        sample_s: seconds that an agent loop may take by itself; None: no limit.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        manager: Any,
+        capacity: int,
+        run: Callable[[Grant], Awaitable[SampleOutput]],
+        *,
+        grant_s: float,
+        sample_s: float | None,
+    ) -> None:
+        self._name = name
+        self._manager = manager
+        self._run_agent_loop = run
+        self._sample_s = sample_s
+        self.capacity = capacity
+        self._gate = GrantGate(grant_s)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._live: set[LiveSample] = set()
+        self._calling: set[str] = set()
+        self._quiet = asyncio.Event()
+        """set whenever an engine call or the sending of reports has ended: ``flush`` looks again"""
+        self._outbox = Outbox(name, manager, granted=self.run, idle=self._quiet.set)
+
+    async def serve(self) -> None:
+        """Claim and run samples for as long as the training lasts; ends only with an error.
+
+        Raises:
+            RuntimeError: the manager and this worker disagree on a sample; whatever else a report ended with.
+        """
+        await self._manager.register_worker.remote(self._name, self.capacity)
+        broken = asyncio.create_task(self._outbox.broken.wait())
+        while True:
+            claim = asyncio.ensure_future(result_of(self._manager.claim.remote(self._name)))
+            await asyncio.wait({claim, broken}, return_when=asyncio.FIRST_COMPLETED)
+            self._outbox.raise_error()
+            self.run(claim.result())
+
+    def open_round(self) -> None:
+        """Engine calls are allowed from here on."""
+        garbage.hold()
+        self._gate.open()
+
+    def close_round(self) -> None:
+        """No new engine call; those under way end when their replica aborts them."""
+        self._gate.close()
+
+    async def flush(self) -> None:
+        """Return once no engine call is under way and the manager knows of everything that happened, and that it does."""
+        self._outbox.raise_error()
+        while not self._all_reported():
+            self._quiet.clear()
+            await self._quiet.wait()
+            self._outbox.raise_error()
+        garbage.release()
+        await self._manager.flushed.remote(self._name)
+
+    def _all_reported(self) -> bool:
+        """Whether no engine call is under way and the manager knows of all that happened; sends what it does not."""
+        if self._calling:
+            return False
+        for sample in self._live:
+            # In a tool or reward call, which need not end before a checkpoint: the turn before it has ended.
+            self._outbox.note(sample)
+        return self._outbox.empty()
+
+    # -- samples ---------------------------------------------------------------------------------------------------
+
+    def run(self, grants: list[Grant]) -> None:
+        """Let each granted sample go on, or start it where it is new here.
+
+        Raises:
+            RuntimeError: the manager and this worker disagree on whether the sample is live here.
+        """
+        for grant in grants:
+            if grant.held != self._gate.holds(grant.sample_id):
+                raise RuntimeError(
+                    f"sample {grant.sample_id}: {self._name} {'has lost' if grant.held else 'still has'} the conversation "
+                    f"that the manager thinks it {'holds' if grant.held else 'does not hold'}"
+                )
+            self._gate.grant(grant.sample_id)
+            if not grant.held:
+                task = asyncio.create_task(self._run_sample(grant), name=grant.sample_id)
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _run_sample(self, grant: Grant) -> None:
+        sample = LiveSample(
+            grant.sample_id,
+            keeper=self,
+            priority=grant.order,
+            group=grant.group_uid,
+            restored=deque(grant.segments),
+            restored_tools={result["call"]: result for result in grant.tool_results},
+            deadline_s=self._sample_s,
+        )
+        LIVE_SAMPLE.set(sample)
+        self._live.add(sample)
+        try:
+            output = await sample.clock.run(self._run_agent_loop(grant))
+        except Exception as error:
+            if _ends_the_run(error):
+                await self._manager.abandon.remote(one_line(error))
+            else:
+                self._outbox.fail(sample, one_line(error))
+        else:
+            self._outbox.finish(sample, output)
+        self._live.discard(sample)
+        self._gate.forget(grant.sample_id)
+        self._outbox.send()
+
+    # -- slots (``SlotKeeper``) ------------------------------------------------------------------------------------
+
+    def holds_slot(self, sample_id: str) -> bool:
+        """Whether ``sample_id`` may call the engine once its round is open."""
+        return self._gate.granted(sample_id)
+
+    @contextlib.asynccontextmanager
+    async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
+        """Entered once the sample holds a slot in an open round."""
+        if sample.has_unsent and not self._gate.is_open:
+            # A checkpoint may come before its next call.
+            self.note(sample)
+        with sample.clock.stopped():
+            await self._gate.wait(sample.id)
+            self._calling.add(sample.id)
+            try:
+                yield
+            finally:
+                self._calling.discard(sample.id)
+                self._quiet.set()
+
+    def hand_in(self, sample: LiveSample) -> None:
+        """Give the slot back, with whatever the manager does not know of the sample."""
+        self._gate.revoke(sample.id)
+        self._outbox.interrupt(sample)
+        self._outbox.send()
+
+    def note(self, sample: LiveSample) -> None:
+        """Tell the manager what it does not know of the sample."""
+        self._outbox.note(sample)
+        self._outbox.send()
+
+    async def tell(self, sample: LiveSample) -> None:
+        """As ``note``; returns once the manager knows.
+
+        Raises:
+            RuntimeError: it does not take reports of this worker any more.
+        """
+        await self._outbox.tell(sample)
+
+
+def _ends_the_run(error: Exception) -> bool:
+    """Whether a retry could not change it: no replica is left to go on at, or no round has come."""
+    return isinstance(error, GrantTimeoutError) or (isinstance(error, ReplicaError) and error.dead)

@@ -1,0 +1,130 @@
+"""What a worker's manager has not been told yet, and its way there.
+
+Reports travel one at a time, so what happens meanwhile goes out together with the next one. A report that fails is lost
+with what it said: the outbox keeps the error, and its worker ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipe.partial_rollout.manager.messages import Report
+from recipe.partial_rollout.manager.types import Grant, Progress, SampleOutput
+from recipe.partial_rollout.worker.live_sample import LiveSample
+
+
+@dataclass(slots=True)
+class _Unsent:
+    """The next report, while it is being written."""
+
+    progress: list[Progress] = field(default_factory=list)
+    interrupted: list[str] = field(default_factory=list)
+    finished: list[tuple[str, SampleOutput]] = field(default_factory=list)
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    told: list[asyncio.Future[None]] = field(default_factory=list)
+    """resolved once the manager has this report"""
+
+    def __bool__(self) -> bool:
+        return bool(self.progress or self.interrupted or self.finished or self.failed or self.told)
+
+    def report(self, worker: str) -> Report:
+        return Report(
+            worker,
+            progress=tuple(self.progress),
+            interrupted=tuple(self.interrupted),
+            finished=tuple(self.finished),
+            failed=tuple(self.failed),
+        )
+
+
+class Outbox:
+    """Collects what happens to samples and reports it.
+
+    Args:
+        worker: name in the reports.
+        manager: handle of the manager actor.
+        granted: called with the grants that answer each report.
+        idle: called whenever a report has been answered and nothing is left to send.
+    """
+
+    def __init__(
+        self, worker: str, manager: Any, granted: Callable[[list[Grant]], None], idle: Callable[[], None]
+    ) -> None:
+        self._worker = worker
+        self._manager = manager
+        self._granted = granted
+        self._idle = idle
+        self._unsent = _Unsent()
+        self._sending: asyncio.Task[None] | None = None
+        self._error: Exception | None = None
+        self.broken = asyncio.Event()
+        """set by the first report that fails"""
+
+    def note(self, sample: LiveSample) -> None:
+        """What the manager does not know of ``sample`` is part of the next report."""
+        segments, tool_results = sample.take_unsent()
+        if segments or tool_results:
+            self._unsent.progress.append(Progress(sample.id, segments, tool_results))
+
+    def interrupt(self, sample: LiveSample) -> None:
+        """``sample`` has given its slot back."""
+        self.note(sample)
+        self._unsent.interrupted.append(sample.id)
+
+    def finish(self, sample: LiveSample, output: SampleOutput) -> None:
+        """``sample`` has ended with ``output``."""
+        self._unsent.finished.append((sample.id, output))
+
+    def fail(self, sample: LiveSample, error: str) -> None:
+        """The agent loop of ``sample`` raised ``error``."""
+        self.note(sample)
+        self._unsent.failed.append((sample.id, error))
+
+    async def tell(self, sample: LiveSample) -> None:
+        """Send what the manager does not know of ``sample``; returns once it knows.
+
+        Raises:
+            RuntimeError: the manager does not take reports of this worker any more.
+        """
+        told = asyncio.get_running_loop().create_future()
+        self.note(sample)
+        self._unsent.told.append(told)
+        self.send()
+        await told
+
+    def send(self) -> None:
+        """Report what there is, now or with the report that follows the one under way."""
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send_all())
+
+    def empty(self) -> bool:
+        """Whether the manager knows of everything; sends what it does not."""
+        if self._unsent:
+            self.send()
+        return self._sending is None or self._sending.done()
+
+    def raise_error(self) -> None:
+        """Raise what a report ended with, if one has failed."""
+        if self._error is not None:
+            raise self._error
+
+    async def _send_all(self) -> None:
+        sent = self._unsent
+        try:
+            while self._unsent:
+                sent, self._unsent = self._unsent, _Unsent()
+                self._granted(await self._manager.report.remote(sent.report(self._worker)))
+                for waiting in sent.told:
+                    # The sample that waited may have been given up.
+                    if not waiting.done():
+                        waiting.set_result(None)
+        except Exception as error:
+            # What the report said is lost: the worker must not go on as if the manager knew of it.
+            self._error = self._error or error
+            self.broken.set()
+            for waiting in [*sent.told, *self._unsent.told]:
+                waiting.cancel()
+        self._idle()

@@ -1,0 +1,29 @@
+"""Slots of the engine probe: nobody grants them, and a sample that is interrupted ends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from recipe.partial_rollout.worker.live_sample import LiveSample
+
+
+class ProbeEndedError(Exception):
+    """The replicas were paused: a sample of the probe does not go on."""
+
+
+class ProbeSlots:
+    """The ``SlotKeeper`` of probe samples: a slot is always granted and never given back."""
+
+    @contextlib.asynccontextmanager
+    async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
+        yield
+
+    def hand_in(self, sample: LiveSample) -> None:
+        raise ProbeEndedError(sample.id)
+
+    def note(self, sample: LiveSample) -> None:
+        """Nobody needs to know."""
+
+    async def tell(self, sample: LiveSample) -> None:
+        """See ``note``."""
