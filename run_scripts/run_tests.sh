@@ -10,6 +10,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash run_scripts/setup.sh
 source run_scripts/env_cpu.sh
 
+# OpenMP threads sleep where they wait for each other: spinning, as they do by default, on cores that another training wants
+# took a step of 0.3 s to 9 s.
+export OMP_WAIT_POLICY=passive
+
 if (($#)); then
   exec python -m pytest "$@"
 fi
@@ -18,9 +22,8 @@ python -m ruff check .
 python -m ruff format --check .
 python -m pyright
 lint-imports --no-cache
-python -m pytest tests/unit tests/integration
+# A file stays in one process: its tests share what they compose and import.
+python -m pytest tests/unit -n 2 --dist loadfile
+python -m pytest tests/integration
 # Two trainings at once: starting one keeps a single core busy for most of its time. A file's trainings stay together.
-# Their OpenMP threads sleep where they wait for each other: spinning, as they do by default, on cores that another training
-# wants took a step of 0.3 s to 9 s.
-export OMP_WAIT_POLICY=passive
 exec python -m pytest tests/e2e -n 2 --dist loadfile --no-loadscope-reorder

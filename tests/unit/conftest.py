@@ -4,12 +4,17 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
+
+# How long an example takes says how busy the machine is, and is no fact of the code.
+settings.register_profile("project", deadline=None)
+settings.load_profile("project")
 
 
 def build_prompts(count, *, start=0, epoch=0):

@@ -530,6 +530,5 @@ TestManagerLife = ManagerLife.TestCase
 TestManagerLife.settings = settings(
     max_examples=SEQUENCES,
     stateful_step_count=25,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )

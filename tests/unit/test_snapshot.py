@@ -90,7 +90,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(VALUES)
 def test_values_come_back_as_they_were(value):
     back = plain_codec.unpack(b"".join(plain_codec.pack({"v": value})))["v"]
@@ -143,7 +143,7 @@ def test_snapshot_with_any_byte_changed_is_refused(good):
             data[offset] ^= flip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), min_size=1, max_size=4),
     cut=st.integers(0, 200),

