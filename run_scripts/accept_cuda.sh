@@ -6,7 +6,7 @@
 #   SPECULATIVE=ngram bash run_scripts/accept_cuda.sh       also: does vLLM's proposer change what is sampled?
 #   SHAPE=4b OUT=outputs/accept_4b bash run_scripts/accept_cuda.sh actor_rollout_ref.actor.optim.lr=0.0
 #
-# NOT RUN YET: written without a GPU at hand; docs/gpu.md will hold the figures.
+# NOT RUN YET: no GPU was available; docs/gpu.md will hold the figures.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The recipe beside its peers on two cores: noPR, verl's v1 trainers and PR with each policy, real training of the embedded task,
-# arms interleaved, three repeats. Some eight minutes a run on a slow machine, four hours for all; it goes on where it was stopped.
+# arms interleaved, three repeats. About eight minutes a run on a slow machine, four hours for all. A stopped study resumes when run again.
 #
 #   bash run_scripts/bench_peers_cpu.sh
 #   bash run_scripts/bench_peers_cpu.sh --arms noPR v1_colocate_async PR_bounded --repeats 1

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# kill -9 five times at random within one small epoch of real training, resume, audit; writes outputs/chaos/chaos.json.
+# Kills a small real training five times at random with SIGKILL, resumes and audits it; writes outputs/chaos/chaos.json.
 #
 #   bash run_scripts/chaos_cpu.sh                       # five kills, seed 0
 #   bash run_scripts/chaos_cpu.sh --kills 2 --seed 7

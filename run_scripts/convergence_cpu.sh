@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Convergence on the embedded task: noPR, PR with correction and PR without it, at max_staleness 1, 4 and 8 with as much overlap as
-# they allow; three seeds each.
-# Writes docs/convergence.md and docs/convergence.png. An hour and a half on two cores; it goes on where it was stopped.
+# Convergence on the embedded task: noPR, PR with correction and PR without it, at max_staleness 1, 4 and 8 with the largest overlap
+# that each bound allows; three seeds each. Writes docs/convergence.md and docs/convergence.png. An hour and a half on two cores.
+# A stopped study resumes when run again.
 #
 #   bash run_scripts/convergence_cpu.sh
 #   bash run_scripts/convergence_cpu.sh --seeds 1 --staleness 4 8:2 --steps 40

@@ -1,4 +1,4 @@
-# Sourced by the other scripts: the environment of a run without a GPU. What can be chosen keeps the caller's value.
+# The environment of a run without a GPU, sourced by the other scripts. Variables that are set keep the caller's value.
 
 export VERL_PLATFORM=cpu
 

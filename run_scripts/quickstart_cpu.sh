@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The main job, on two cores without a GPU: GRPO on the embedded task, once with verl's synchronous rollout (noPR) and once
-# with partial rollout (PR), from the same weights, on the same prompts, for as many steps; then a table and pictures.
+# The main job, on two cores without a GPU: GRPO on the embedded task with verl's synchronous rollout (noPR), then with partial
+# rollout (PR), from the same weights on the same prompts for the same number of steps; then a table and pictures.
 #
 #   bash run_scripts/quickstart_cpu.sh
 #   bash run_scripts/quickstart_cpu.sh trainer.total_training_steps=8 partial_rollout.max_staleness=2
@@ -30,7 +30,7 @@ say "warm start of the embedded task (cached in $out/task)"
 python -m recipe.partial_rollout.tasks.clock10.prepare --out "$out/task"
 say "noPR: every round waits for its slowest sample"
 train noPR partial_rollout.enable=False "$@"
-say "PR: rounds are interrupted, what is unfinished goes on in the next"
+say "PR: rounds are interrupted, unfinished samples resume in the next"
 train PR partial_rollout.enable=True "$@"
 say "comparison"
 python -m recipe.partial_rollout.tools report "$out/noPR" "$out/PR" --out "$out"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every test on the GPU's own versions of vLLM, torch and transformers, on a CPU; then a summary for docs/compat.md. CI does not
-# run it: it takes an environment of its own (.venv-gpu-pins, 4.6 GB to download, made by the first run) and half an hour.
+# Runs every test with the GPU's versions of vLLM, torch and transformers, on a CPU, and ends with a summary for docs/compat.md. CI
+# does not run it: it needs an environment of its own (.venv-gpu-pins, 4.6 GB to download, made by the first run) and half an hour.
 #
 #   bash run_scripts/test_gpu_pins.sh                          unit, integration and e2e
 #   bash run_scripts/test_gpu_pins.sh tests/unit -k contract   only pytest with those arguments
