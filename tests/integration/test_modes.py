@@ -21,6 +21,7 @@ from recipe.partial_rollout.manager.output_store import RayObjects, fetch_groups
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.tools.bench.scripted_engine import ScriptedWorker
+from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 
 # Ray's workers cannot import a test module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -80,7 +81,11 @@ class Trainer:
         self.left = prompts
         self.manager = ray.remote(ManagerActor).remote(admission, policy, 30.0, FailurePolicy(), group_filter, STORE)
         self.workers = [ray.remote(ScoringWorker).options(num_cpus=0).remote(CURVE, 1) for _ in range(2)]
-        ray.get([w.setup.remote(f"w{i}", self.manager, SLOTS, {}) for i, w in enumerate(self.workers)], timeout=60)
+        # A scripted worker chooses among replicas of its own.
+        theirs = ReplicaChoice({})
+        ray.get(
+            [w.connect.remote(f"w{i}", self.manager, SLOTS, theirs) for i, w in enumerate(self.workers)], timeout=60
+        )
         self.serving = [worker.serve.remote() for worker in self.workers]
 
     def take(self, count):
