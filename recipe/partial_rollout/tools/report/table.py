@@ -3,6 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rich import table as rich_table
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.text import Text
+
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.findings import findings
@@ -21,6 +26,10 @@ PHASE_LABELS = {
 }
 
 
+_UNLIMITED = 10_000
+"""characters of a line: what a terminal cannot show in one it wraps itself"""
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     title: str
@@ -35,18 +44,24 @@ class Table:
         )
 
     def console(self) -> str:
-        widths = [max(len(cell) for cell in column) for column in zip(self.header, *self.rows, strict=True)]
-        rule = "  ".join("-" * width for width in widths)
-        lines = [self._aligned(cells, widths) for cells in (self.header, *self.rows)]
-        return "\n".join([self.title, rule, lines[0], rule, *lines[1:]])
+        """Aligned columns; their titles are broken where a terminal is too narrow for the table."""
+        console = Console(width=_UNLIMITED)
+        shown = self._shown()
+        if console.is_terminal and console.measure(shown).maximum > Console().width:
+            shown = self._shown(breaks_titles=True)
+        with console.capture() as captured:
+            console.print(shown)
+        return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
-    @staticmethod
-    def _aligned(cells: list[str], widths: list[int]) -> str:
-        first, *figures = (
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "  ".join([first, *figures]).rstrip()
+    def _shown(self, *, breaks_titles: bool = False) -> rich_table.Table:
+        shown = rich_table.Table(title=Text(self.title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for column, (name, *cells) in enumerate(zip(self.header, *self.rows, strict=True)):
+            width = max(map(len, [*name.split(), *cells]), default=0) if breaks_titles else None
+            # A Text is shown as it is: a string's square brackets would be markup.
+            shown.add_column(Text(name), justify="right" if column else "left", width=width)
+        for row in self.rows:
+            shown.add_row(*map(Text, row))
+        return shown
 
 
 def report_markdown(comparison: Comparison, pictures: list[str]) -> str:
