@@ -30,7 +30,6 @@ def wire(config: DictConfig) -> None:
     arm = "PartialRollout" if config.partial_rollout.enable else "Observed"
     OmegaConf.set_struct(config, False)
     rollout.agent.agent_loop_manager_class = f"{_HERE}.rollout.agent_loop_manager.{arm}AgentLoopManager"
-    rollout.checkpoint_manager_class = f"{_HERE}.rollout.weight_sync.RecipeCheckpointManager"
     # The choice of conf/engine has done its work in the defaults list; what it leaves at the root nobody reads.
     config.pop("engine", None)
     overlong = OmegaConf.select(config, OVERLONG)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from ray.exceptions import RayActorError
+from verl.checkpoint_engine import CheckpointEngineManager
 
 from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager, WeightSyncError
@@ -79,11 +80,10 @@ class Trainer:
 def build(*, restarts=1, pr=True, sync_kills=False):
     replicas = [FakeReplica("a"), FakeReplica("b")]
     control = ServerControl(replicas, 5.0, restarts=restarts)
-    manager = RecipeCheckpointManager.__new__(RecipeCheckpointManager)
-    manager.backend, manager.replicas = "naive", replicas
-    manager.actor_wg = Trainer(replicas, dies=replicas[1] if sync_kills else None)
-    manager.bind(5.0, control if pr else None)
-    return manager, control, replicas
+    verls = CheckpointEngineManager.__new__(CheckpointEngineManager)
+    verls.backend, verls.replicas = "naive", replicas
+    verls.actor_wg = Trainer(replicas, dies=replicas[1] if sync_kills else None)
+    return RecipeCheckpointManager(verls, 5.0, control if pr else None), control, replicas
 
 
 def between_two_rounds(manager, control):
@@ -101,7 +101,7 @@ def test_replica_that_dies_before_the_weight_sync_is_restarted_for_it(dies_in, d
     between_two_rounds(manager, control)
     assert dead.asked[dead.asked.index(dies_in) + 1 :] == ["relaunch", "resume"], "a dead replica is asked nothing"
     assert alive.asked == ["abort", "sleep", "check_alive", "resume"]
-    assert manager.actor_wg.got == {"a": 3, "b'": 3} and control.restarted == 1
+    assert manager._verls.actor_wg.got == {"a": 3, "b'": 3} and control.restarted == 1
     assert set(control.servers) == {"a", "b'"}
 
 

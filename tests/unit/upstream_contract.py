@@ -30,7 +30,7 @@ CONTRACT = (
         "ray_trainer main_ppo task_runner",
         has="async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader train_dataset "
         "tokenizer config global_steps total_training_steps",
-        reads="agent_loop_manager_class checkpoint_manager_class",
+        reads="agent_loop_manager_class",
         calls={
             "__init__": "*, config, tokenizer, processor, role_worker_mapping, resource_pool_manager, "
             "ray_worker_group_cls, train_dataset, val_dataset, collate_fn, train_sampler, device_name",

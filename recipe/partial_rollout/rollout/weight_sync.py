@@ -27,26 +27,29 @@ class WeightSyncError(RuntimeError):
     """New weights did not reach the replicas."""
 
 
-class RecipeCheckpointManager(CheckpointEngineManager):
-    """verl's manager; ``bind`` tells it its deadline and, under PR, what to resume."""
+class RecipeCheckpointManager:
+    """Stands in for verl's manager in its ``fit``.
 
-    _deadline_s = 600.0
-    _resume: ServerControl | None = None
+    Args:
+        verls: the manager that verl has made.
+        deadline_s: seconds that one sync may take.
+        resume: the replicas to resume after a sync; None under noPR.
+    """
 
-    def bind(self, deadline_s: float, resume: ServerControl | None) -> None:
-        """Set the deadline of one sync in seconds, and the replicas to resume after it (None under noPR)."""
+    def __init__(self, verls: CheckpointEngineManager, deadline_s: float, resume: ServerControl | None) -> None:
+        self._verls = verls
         self._deadline_s = deadline_s
         self._resume = resume
 
     @auto_await
     async def sleep_replicas(self) -> None:
         """As verl's, which calls it when a round is over; a dead replica is left out (PR)."""
-        await (super().sleep_replicas() if self._resume is None else self._resume.sleep())
+        await (self._verls.sleep_replicas() if self._resume is None else self._resume.sleep())
 
     @auto_await
     async def wake_up_replicas(self) -> None:
         """As verl's; a dead replica is left out (PR)."""
-        await (super().wake_up_replicas() if self._resume is None else self._resume.wake_up())
+        await (self._verls.wake_up_replicas() if self._resume is None else self._resume.wake_up())
 
     @auto_await
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
@@ -55,12 +58,12 @@ class RecipeCheckpointManager(CheckpointEngineManager):
         Raises:
             WeightSyncError: a replica or the trainer failed, or the deadline passed; the message names it.
         """
-        if self.backend != "naive":
-            return await super().update_weights(global_steps)  # type: ignore[arg-type]
+        if self._verls.backend != "naive":
+            return await self._verls.update_weights(global_steps)  # type: ignore[arg-type]
         if self._resume is not None:
             await self._resume.restart_dead()
-        trainer: Any = self.actor_wg
-        refs = trainer.update_weights(global_steps=global_steps, mode=self.backend)
+        trainer: Any = self._verls.actor_wg
+        refs = trainer.update_weights(global_steps=global_steps, mode=self._verls.backend)
         syncing = asyncio.ensure_future(_all(refs))
         started = time.monotonic()
         try:
@@ -78,7 +81,7 @@ class RecipeCheckpointManager(CheckpointEngineManager):
         return {}
 
     async def _look(self, waited_s: float, version: int | None) -> None:
-        for replica in self.replicas:
+        for replica in self._verls.replicas:
             name = replica.server_address
             try:
                 error = await asyncio.wait_for(_one(replica.server_handle.weight_sync_error.remote()), 10.0)
@@ -89,7 +92,7 @@ class RecipeCheckpointManager(CheckpointEngineManager):
             if error is not None:
                 raise WeightSyncError(f"weight sync of version {version} failed in vLLM replica {name}: {error}")
         if waited_s > self._deadline_s:
-            names = ", ".join(replica.server_address for replica in self.replicas)
+            names = ", ".join(replica.server_address for replica in self._verls.replicas)
             raise WeightSyncError(
                 f"weight sync of version {version} to vLLM replicas {names} took more than {self._deadline_s:g} s "
                 f"(partial_rollout.deadlines.weight_sync_s)"

@@ -38,6 +38,7 @@ from recipe.partial_rollout.rollout.observed_manager import RolloutContext
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, SlotLoader, rows_of
 from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
 from recipe.partial_rollout.training.behaviour_weights import weight_metrics
 from recipe.partial_rollout.training.loss import corrected_ppo_loss
 from recipe.partial_rollout.training.policy_drift import PolicyDrift
@@ -86,11 +87,6 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         """The recipe's agent-loop manager; verl types its ``auto_await`` methods as coroutines."""
         return self.async_rollout_manager
 
-    @property
-    def _sync(self) -> Any:
-        """``RecipeCheckpointManager``."""
-        return self.checkpoint_manager
-
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
         super()._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self._collate: Any = self.train_dataloader.collate_fn  # type: ignore[union-attr]
@@ -132,7 +128,9 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             start_deadline_s=deadlines.replica_start_s,
         )
         slots = self._slots_of(control)
-        self._sync.bind(deadlines.weight_sync_s, resume=control if self.settings.enable else None)
+        verls: Any = self.checkpoint_manager
+        resume = control if self.settings.enable else None
+        self.checkpoint_manager: Any = RecipeCheckpointManager(verls, deadlines.weight_sync_s, resume)
         resumed_step = step_of(self.resume_from)
         self._name_metrics_file(resumed_step)
         self.trace = RunTrace(
@@ -207,7 +205,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 print(f"nothing to do: {self.resume_from} is the checkpoint of the last step")
                 return
             if self.settings.probe_s:
-                self._sync.update_weights(0)
+                self.checkpoint_manager.update_weights(0)
                 self._probe("before training")
             try:
                 with observed_tracking(self._observe_step, after=self._after_log):
