@@ -1,0 +1,117 @@
+"""``tools chaos`` kills whole process trees, resumes, and accounts for what was decoded; nightly e2e has real trainings."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from recipe.partial_rollout.tools.chaos import command, victim
+from recipe.partial_rollout.tools.chaos.survival import survival
+
+TRAINING = """#!{python}
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("Training Progress", *sys.argv[3:], flush=True)
+time.sleep(600)
+"""
+
+
+def test_kill_ends_every_process_that_the_training_started(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text(TRAINING.format(python=sys.executable))
+    script.chmod(0o755)
+    monkeypatch.setattr(victim, "sys", SimpleNamespace(executable=str(script)))
+    training = victim.Victim(["--config-name=c", "a=1"], tmp_path / "log")
+    training.wait_for("Training Progress", 60)
+    assert training.terminal.split() == ["Training", "Progress", "--config-name=c", "a=1"]
+    leader = training._process.pid
+    assert len(victim.processes_of_session(leader)) == 2 and training.exit_code is None
+    training.kill()
+    assert victim.processes_of_session(leader) == [] and training.exit_code is not None
+
+
+class Life:
+    """Stands in for ``Victim``: one process of a training that outlives its kill's delay, or ends with ``code``."""
+
+    lives, codes = (), ()
+
+    def __init__(self, overrides, log):
+        self.overrides, self.exit_code = overrides, None
+        self.ends = Life.codes[len(Life.lives)]
+        Life.lives += (self,)
+
+    def wait_for(self, text, deadline_s):
+        assert text == "Training Progress"
+
+    def wait(self, deadline_s):
+        self.exit_code = self.ends
+        return self.ends
+
+    def kill(self):
+        return 100.0 + len(Life.lives)
+
+
+@pytest.fixture
+def chaos(tmp_path, monkeypatch):
+    """``chaos(codes, violations)``: exit code, lives, and chaos.json of two kills; a life of code None is killed."""
+
+    def run(codes, violations=()):
+        Life.lives, Life.codes = (), codes
+        found = SimpleNamespace(
+            lost=len(violations), repeated=0, violations=list(violations), trained=[], sizes=None, undone=0, table=str
+        )
+        monkeypatch.setattr(command, "Victim", Life)
+        monkeypatch.setattr(command, "audit", lambda run_dir: (found, None))
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "trace.jsonl").write_text("")
+        code = command.main(["--out", str(tmp_path), "--kills", "2", "quickstart_cpu", "a=1"])
+        report = tmp_path / "chaos.json"
+        return code, Life.lives, json.loads(report.read_text()) if report.exists() else None
+
+    return run
+
+
+def test_every_life_resumes_the_same_run_and_the_last_one_ends_by_itself(chaos, tmp_path):
+    code, lives, report = chaos((None, None, 0))
+    assert code == 0 and report["kills"] == 2 and report["violations"] == []
+    assert len({tuple(life.overrides) for life in lives}) == 1
+    assert {f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.resume_mode=auto", "trainer.save_freq=1"} < {
+        *lives[0].overrides
+    }
+
+
+def test_life_that_ends_before_its_kill_is_no_kill(chaos):
+    assert chaos((None, 0, 0))[2]["kills"] == 1
+
+
+def test_loss_is_an_error(chaos):
+    code, _, report = chaos((None, None, 0), ["prompt 0/1 was lost: never trained"])
+    assert code == 1 and report["lost"] == 1
+
+
+def test_last_life_that_fails_is_an_error(chaos):
+    assert chaos((None, None, 1))[0] == 1
+
+
+def test_survival_estimates_the_round_that_a_kill_cut_off_and_counts_a_step_once(tmp_path):
+    def round_of(step, start, tokens, trained):
+        calls = [["r0", start, start + 10.0, tokens, step - 1]]
+        groups = [{"tokens": trained}]
+        return {"event": "round", "step": step, "start": start, "end": start + 10.0, "calls": calls, "trained": groups}
+
+    events = [
+        {"event": "begin", "start": 0.0},
+        round_of(1, 0.0, 100, 80),
+        {"event": "begin", "start": 20.0},
+        round_of(2, 20.0, 100, 80),
+        {"event": "begin", "start": 40.0},
+        # The kill at 45 s cuts a round of 10 tokens a second off; the next life does step 2 again.
+        {"event": "begin", "start": 60.0},
+        round_of(2, 60.0, 100, 90),
+    ]
+    lines = [*map(json.dumps, events[:5]), '{"event": "rou', *map(json.dumps, events[5:])]
+    (tmp_path / "trace.jsonl").write_text("\n".join(lines))
+    found = survival(tmp_path, [45.0])
+    assert (found.logged, found.estimated, found.trained) == (300, 50.0, 170)
+    assert found.share == pytest.approx(170 / 350)
