@@ -15,6 +15,7 @@ from typing import Any
 
 from recipe.partial_rollout.records.ledger import NAME, Event, LedgerError, RunSizes, read_ledger
 from recipe.partial_rollout.tools import trace_audit
+from recipe.partial_rollout.tools.command_line import described
 
 _SHOWN = 20
 _PARTS = ("tokens", "log-probs", "versions", "mask entries")
@@ -310,8 +311,16 @@ def audit(run_dir: Path) -> tuple[Audit, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table and the violations; the exit code of the module docstring."""
-    parser = argparse.ArgumentParser(prog="python -m recipe.partial_rollout.tools audit", description=__doc__)
-    parser.add_argument("run_dir", type=Path, help="trainer.default_local_dir of the run")
+    parser = argparse.ArgumentParser(
+        **described(
+            "audit",
+            "Check that a run trained every prompt exactly once, in time and whole.",
+            "outputs/quickstart/PR",
+            more="Reads ledger.jsonl, and trace.jsonl where there is one. A filtered prompt counts as trained. "
+            "Exit code: 0 without violations, 1 with violations (one line each), 2 if the files cannot be read.",
+        )
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's trainer.default_local_dir")
     options = parser.parse_args(arguments)
     try:
         result, cut_off = audit(options.run_dir)

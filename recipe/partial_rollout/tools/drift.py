@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean
 
 from recipe.partial_rollout.records.fields import RunRecordError, read_lines
+from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.report.table import Table
 from recipe.partial_rollout.tools.study.held_out import held_out_rewards
 from recipe.partial_rollout.training.policy_drift import KL, PolicyDrift
@@ -36,10 +37,14 @@ def row_of(run: Path) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; exit code 2 for a directory that holds no such run."""
     parser = argparse.ArgumentParser(
-        prog="python -m recipe.partial_rollout.tools drift",
-        description="The steps of finished runs at which the drift warning sets in.",
+        **described(
+            "drift",
+            "List the steps at which the drift warning would have fired in finished runs.",
+            "outputs/quickstart/PR",
+            "outputs/convergence/*/seed_1",
+        )
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run directory: metrics.jsonl")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directory of a run, with metrics.jsonl")
     try:
         rows = [row_of(run) for run in parser.parse_args(arguments).runs]
     except RunRecordError as error:

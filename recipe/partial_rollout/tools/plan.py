@@ -25,6 +25,7 @@ from recipe.partial_rollout.planner.simulation import Cluster
 from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.records.parts import RunRecord
 from recipe.partial_rollout.records.run_record import load_run
+from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.replay import Replay, replay
 from recipe.partial_rollout.tools.report.table import Table
 
@@ -33,37 +34,88 @@ TOLERANCE = 0.15
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m recipe.partial_rollout.tools plan", description=__doc__)
+    parser = argparse.ArgumentParser(
+        **described(
+            "plan",
+            "Forecast the speed and staleness of scheduling policies and overlaps before anything runs.",
+            "--run outputs/quickstart/noPR --max-staleness 8",
+            "--lognormal 3000 3600 18384 --curve h20-qwen3-4b --batch 64 --group 8 --replicas 8 --slots 64",
+            "--validate outputs/quickstart/noPR outputs/quickstart/PR",
+            more="Response lengths and engine speed come from a finished run (--run; a noPR run shows the engine under "
+            "every load), or from --lognormal and --curve. --validate replays finished runs instead and compares the "
+            "simulated rollout time with the measured one. Exit code: 1 if a replay is off by more than "
+            f"{100 * TOLERANCE:g}%, 2 if input is missing.",
+        )
+    )
+    _add_inputs(parser)
+    parser.add_argument(
+        "--overlaps",
+        type=float,
+        nargs="+",
+        default=[0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0],
+        metavar="X",
+        help="values of partial_rollout.overlap to forecast",
+    )
+    parser.add_argument(
+        "--policies",
+        type=SchedulingPolicy,
+        nargs="+",
+        default=list(SchedulingPolicy),
+        metavar="POLICY",
+        help="values of partial_rollout.scheduling.policy to forecast",
+    )
+    parser.add_argument("--keep-kv", action="store_true", help="assume partial_rollout.resume_kv=keep")
+    parser.add_argument(
+        "--min-gain",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="recommend the next larger overlap only if it adds this share of speed",
+    )
+    parser.add_argument("--rounds", type=int, default=24, metavar="N", help="rounds of each forecast")
+    parser.add_argument("--validate", type=Path, nargs="+", metavar="RUN", help="replay these runs instead")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    return parser
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    """Options that say what is forecast: lengths, engine and sizes."""
     parser.add_argument(
         "--run",
         dest="run_directory",
         type=Path,
-        help="a run's directory: lengths, curve and sizes unless given otherwise",
+        metavar="RUN",
+        help="directory of a finished run: its lengths, engine curve and sizes, unless given otherwise",
     )
-    parser.add_argument("--lognormal", type=float, nargs=3, metavar=("MEDIAN", "MEAN", "CAP"), help="lengths, tokens")
     parser.add_argument(
-        "--correlation", type=float, default=0.5, help="of log lengths in a group (default: %(default)s)"
+        "--lognormal",
+        type=float,
+        nargs=3,
+        metavar=("MEDIAN", "MEAN", "CAP"),
+        help="distribution of response lengths, in tokens",
     )
-    parser.add_argument("--prompt-tokens", type=int, help="of each prompt (default: the run's, else 0)")
     parser.add_argument(
-        "--curve", help=f"one of {', '.join(PRESETS)} (not measured), or a JSON file of EngineCurve's fields"
+        "--correlation", type=float, default=0.5, metavar="R", help="correlation of log lengths within a group"
     )
-    parser.add_argument("--save-curve", type=Path, help="write the curve here")
-    parser.add_argument("--batch", type=int, help="groups a step trains")
-    parser.add_argument("--group", type=int, help="samples of a group")
-    parser.add_argument("--replicas", type=int)
-    parser.add_argument("--slots", type=int, help="samples that a replica runs at once")
-    parser.add_argument("--max-staleness", type=int, help="(default: the run's, else 4)")
-    parser.add_argument("--overlaps", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0])
     parser.add_argument(
-        "--policies", type=SchedulingPolicy, nargs="+", default=list(SchedulingPolicy), help="(default: all)"
+        "--prompt-tokens", type=int, metavar="N", help="tokens of each prompt (default: those of --run, else 0)"
     )
-    parser.add_argument("--keep-kv", action="store_true", help="partial_rollout.resume_kv=keep")
-    parser.add_argument("--min-gain", type=float, default=0.05, help="of speed, that the next overlap must bring")
-    parser.add_argument("--rounds", type=int, default=24, help="of each forecast (default: %(default)s)")
-    parser.add_argument("--validate", type=Path, nargs="+", metavar="RUN", help="play these runs again instead")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    return parser
+    parser.add_argument(
+        "--curve",
+        metavar="CURVE",
+        help=f"engine speed: {' or '.join(PRESETS)} (assumed, not measured), or a JSON file of EngineCurve's fields",
+    )
+    parser.add_argument("--save-curve", type=Path, metavar="FILE", help="write the engine curve to this file")
+    parser.add_argument("--batch", type=int, metavar="N", help="groups that a step trains")
+    parser.add_argument("--group", type=int, metavar="N", help="samples in a group")
+    parser.add_argument("--replicas", type=int, metavar="N", help="engine replicas")
+    parser.add_argument("--slots", type=int, metavar="N", help="samples that a replica runs at once")
+    parser.add_argument(
+        "--max-staleness",
+        type=int,
+        metavar="K",
+        help="bound on staleness, in versions (default: that of --run, else 4)",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,17 +122,29 @@ def load_prompts(model: str, data: Path, count: int) -> list[list[int]]:
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of commands that start an engine of vLLM."""
+    parser.add_argument("--model", default="outputs/quickstart/task/model", metavar="DIR", help="model directory")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("outputs/quickstart/task/data/val.parquet"),
+        metavar="FILE",
+        help="prompts, in verl's parquet format",
+    )
+    parser.add_argument("--dtype", default="float32", help="of the engine's weights")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="outputs/quickstart/task/model")
-    parser.add_argument("--data", type=Path, default=Path("outputs/quickstart/task/data/val.parquet"))
-    parser.add_argument("--method", default="ngram", help="vLLM's speculative method, or none: two plain engines")
-    parser.add_argument("--speculative-tokens", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=32, help="of each prompt and engine")
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--alpha", type=float, default=1e-3, help="share of correct engines that fail")
-    parser.add_argument("--timeout-s", type=float, default=900.0, help="for each of the two engines")
+    """Options of the command."""
+    add_engine_arguments(parser)
+    parser.add_argument("--method", default="ngram", help="vLLM's speculative method, or none for two plain engines")
+    parser.add_argument("--speculative-tokens", type=int, default=4, metavar="N", help="tokens proposed at a time")
+    parser.add_argument("--prompts", type=int, default=32, metavar="N", help="prompts, from the start of the data")
+    parser.add_argument("--samples", type=int, default=32, metavar="N", help="samples of each prompt, from each engine")
+    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most tokens of a response")
+    parser.add_argument("--alpha", type=float, default=1e-3, metavar="P", help="share of correct engines that fail")
+    parser.add_argument("--timeout-s", type=float, default=900.0, metavar="S", help="seconds allowed for each engine")
     parser.set_defaults(run=run)
 
 

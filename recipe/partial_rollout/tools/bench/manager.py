@@ -30,13 +30,18 @@ _BULK = ("open_round", "release_worker", "take_batch", "acknowledge")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("--samples", type=int, default=100_000, help="samples in flight (default: %(default)s)")
-    parser.add_argument("--group", type=int, default=8, help="samples of a prompt (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=64, help="agent-loop workers (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds (default: %(default)s)")
-    parser.add_argument("--policy", choices=list(SchedulingPolicy), default=SchedulingPolicy.BOUNDED)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--samples", type=int, default=100_000, metavar="N", help="samples in flight")
+    parser.add_argument("--group", type=int, default=8, metavar="N", help="samples in a group")
+    parser.add_argument("--workers", type=int, default=64, metavar="N", help="agent-loop workers")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="rounds to play")
+    parser.add_argument(
+        "--policy",
+        choices=list(SchedulingPolicy),
+        default=SchedulingPolicy.BOUNDED,
+        help="partial_rollout.scheduling.policy",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the synthetic rounds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     parser.set_defaults(run=run)
 
 

@@ -11,21 +11,19 @@ import asyncio
 import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
-from recipe.partial_rollout.tools.bench.distribution import load_prompts
+from recipe.partial_rollout.tools.bench.distribution import add_engine_arguments, load_prompts
 
 WAYS = ("every output", "last output", "last output, statistics on")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="outputs/quickstart/task/model")
-    parser.add_argument("--data", type=Path, default=Path("outputs/quickstart/task/data/val.parquet"))
-    parser.add_argument("--running", type=int, default=128, help="requests at once")
-    parser.add_argument("--tokens", type=int, default=256, help="of each request's response")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--dtype", default="float32")
+    """Options of the command."""
+    add_engine_arguments(parser)
+    parser.add_argument("--running", type=int, default=128, metavar="N", help="requests that run at once")
+    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="tokens of each response")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="repeats of each way")
     parser.set_defaults(run=run)
 
 

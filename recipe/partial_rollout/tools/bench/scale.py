@@ -44,17 +44,29 @@ _DEADLINE_S = 1800.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.description = __doc__
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 8, 64, 256, 1024])
-    parser.add_argument("--samples-per-replica", type=int, default=98, help="in flight (default: %(default)s)")
-    parser.add_argument("--group", type=int, default=8, help="samples of a prompt (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=2, help="agent-loop workers (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="measured, after one that fills (default: %(default)s)")
-    parser.add_argument("--curve", default="h100-qwen3-4b", help=f"one of {', '.join(PRESETS)}, or a JSON file")
     parser.add_argument(
-        "--lognormal", type=float, nargs=3, default=[3000, 3600, 18384], metavar=("MEDIAN", "MEAN", "CAP")
+        "--replicas", type=int, nargs="+", default=[1, 8, 64, 256, 1024], metavar="N", help="numbers of replicas"
     )
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument(
+        "--samples-per-replica", type=int, default=98, metavar="N", help="samples in flight on each replica"
+    )
+    parser.add_argument("--group", type=int, default=8, metavar="N", help="samples in a group")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="agent-loop workers")
+    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="measured rounds, after one that is not")
+    parser.add_argument(
+        "--curve",
+        default="h100-qwen3-4b",
+        help=f"engine speed: {' or '.join(PRESETS)}, or a JSON file of EngineCurve's fields",
+    )
+    parser.add_argument(
+        "--lognormal",
+        type=float,
+        nargs=3,
+        default=[3000, 3600, 18384],
+        metavar=("MEDIAN", "MEAN", "CAP"),
+        help="distribution of response lengths, in tokens",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     parser.set_defaults(run=run)
 
 

@@ -41,13 +41,15 @@ class SnapshotTimes:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("--groups", type=int, default=512, help="groups in flight (default: %(default)s)")
-    parser.add_argument("--group", type=int, default=8, help="samples of a prompt (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sample (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="the median counts (default: %(default)s)")
-    parser.add_argument("--directory", type=Path, help="where to write (default: a temporary directory)")
-    parser.add_argument("--step-s", type=float, default=60.0, help="length of a step to compare with (default: 60)")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--groups", type=int, default=512, metavar="N", help="groups in flight")
+    parser.add_argument("--group", type=int, default=8, metavar="N", help="samples in a group")
+    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="tokens of a sample")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="repeats, of which the median counts")
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", help="where to write (default: the system's temporary directory)"
+    )
+    parser.add_argument("--step-s", type=float, default=60.0, metavar="S", help="seconds of a step to compare with")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     parser.set_defaults(run=run)
 
 

@@ -15,6 +15,7 @@ from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.chaos.survival import survival
 from recipe.partial_rollout.tools.chaos.victim import Victim
+from recipe.partial_rollout.tools.command_line import described
 
 _STARTED = "Training Progress"
 
@@ -99,14 +100,35 @@ def _judge(run_dir: Path, out: Path, kills: list[float]) -> int:
 
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m recipe.partial_rollout.tools chaos", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory for the run, its terminal and chaos.json")
-    parser.add_argument("--kills", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
-    parser.add_argument(
-        "--between-s", type=float, nargs=2, default=(1.0, 25.0), metavar=("MIN", "MAX"), help="seconds into training"
+    parser = argparse.ArgumentParser(
+        **described(
+            "chaos",
+            "Kill a training again and again, resume it each time, and audit it at the end.",
+            "--out outputs/chaos quickstart_cpu trainer.total_training_steps=8",
+            "--out outputs/chaos --kills 2 --seed 7 --between-s 5 60 quickstart_cpu",
+            more="Each kill is a kill -9 at a random moment. Exit code: 0 if nothing was lost, else 1.",
+        )
     )
-    parser.add_argument("--deadline-s", type=float, default=600.0, help="for a start, and for the last life")
-    parser.add_argument("config", help="hydra config name")
-    parser.add_argument("overrides", nargs="*", help="hydra overrides")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="where the run, its terminal and chaos.json go"
+    )
+    parser.add_argument("--kills", type=int, default=5, metavar="N", help="number of kills")
+    parser.add_argument("--seed", type=int, default=0, help="of the random moments")
+    parser.add_argument(
+        "--between-s",
+        type=float,
+        nargs=2,
+        default=(1.0, 25.0),
+        metavar=("MIN", "MAX"),
+        help="seconds from the start of training to the kill, drawn from this range",
+    )
+    parser.add_argument(
+        "--deadline-s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds allowed for each start, and for the training after the last kill",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="hydra config name")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="hydra overrides")
     return parser.parse_args(arguments)

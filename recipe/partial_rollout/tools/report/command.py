@@ -8,6 +8,7 @@ from pathlib import Path
 
 from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.records.run_record import load_run
+from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.report.comparison import Comparison, as_json, compare
 from recipe.partial_rollout.tools.report.findings import findings, headline
 from recipe.partial_rollout.tools.report.panels import draw_panels
@@ -34,12 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m recipe.partial_rollout.tools report",
-        description="Compare two finished runs. noPR is the baseline in either order; of two runs of one arm DIR_A is.",
+        **described(
+            "report",
+            "Compare two finished runs: tables, a timeline and training curves.",
+            "outputs/quickstart/noPR outputs/quickstart/PR",
+            "outputs/peers/noPR/seed_1 outputs/peers/PR_bounded/seed_1 --out outputs/peers/report",
+            more="noPR is the baseline, whichever comes first. Of two runs of one arm, it is DIR_A.",
+        )
     )
-    parser.add_argument("dir_a", type=Path, help="a run directory: run.json, metrics.jsonl, trace.jsonl")
-    parser.add_argument("dir_b", type=Path, help="the other run directory")
-    parser.add_argument("--out", type=Path, help="where to save (default: report/ inside the compared run's directory)")
+    parser.add_argument(
+        "dir_a", type=Path, metavar="DIR_A", help="directory of a run, with run.json, metrics.jsonl and trace.jsonl"
+    )
+    parser.add_argument("dir_b", type=Path, metavar="DIR_B", help="directory of the other run")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where to save (default: report/ in the directory of the compared run)"
+    )
     return parser
 
 

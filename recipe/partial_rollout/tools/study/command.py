@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.study.named import STUDIES, NamedStudy
 from recipe.partial_rollout.tools.study.runner import Study, StudyError
 
@@ -58,11 +59,19 @@ def _script_command(named: NamedStudy, words: Sequence[str], out: Path) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m recipe.partial_rollout.tools study", description="Train named arms over seeds and compare them."
+        **described(
+            "study",
+            "Train named arms over seeds and compare them.",
+            "peers --arms noPR v1_colocate_async PR_bounded --repeats 1",
+            "convergence --report-only",
+            more="A study that was stopped trains only the runs that are missing. Exit code: 1 if a run failed, 2 if "
+            "nothing can be read. The scripts in run_scripts/ prepare the task first.",
+        )
     )
-    commands = parser.add_subparsers(dest="study", required=True, metavar="NAME")
+    commands = parser.add_subparsers(dest="study", required=True, metavar="NAME", title="studies")
     for name, named in STUDIES.items():
-        _add_options(commands.add_parser(name, help=named.question, description=named.question), named)
+        texts = described(f"study {name}", named.does, *named.examples, more=f"Prepared and run by {named.script}.")
+        _add_options(commands.add_parser(name, help=named.does, **texts), named)
     return parser
 
 
@@ -76,24 +85,27 @@ def _add_options(parser: argparse.ArgumentParser, named: NamedStudy) -> None:
         choices=named.choices,
         default=list(named.usual),
         metavar="ARM",
-        help=f"beside the baseline: {', '.join(named.choices)} (default: {usual})",
+        help=f"arms to compare with the baseline: {', '.join(named.choices)} (default: {usual})",
     )
     seeds = parser.add_mutually_exclusive_group()
+    seeds.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="S", help="seeds of every arm")
     seeds.add_argument(
-        "--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="S", help="of every arm (default: 1 2 3)"
+        "--repeats",
+        dest="seeds",
+        type=_up_to,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="short for --seeds 1 2 ... N",
     )
-    seeds.add_argument(
-        "--repeats", dest="seeds", type=_up_to, metavar="N", default=argparse.SUPPRESS, help="as --seeds 1 to N"
-    )
+    parser.add_argument("--steps", type=int, default=named.steps, metavar="N", help="training steps of every run")
+    parser.add_argument("--out", type=Path, default=named.out, metavar="DIR", help="where the runs go")
+    where = named.docs or "that of --out"
     parser.add_argument(
-        "--steps", type=int, default=named.steps, metavar="N", help="of every run (default: %(default)s)"
+        "--docs", type=Path, default=named.docs, metavar="DIR", help=f"where the report goes (default: {where})"
     )
-    parser.add_argument("--out", type=Path, default=named.out, help="where the runs go (default: %(default)s)")
-    where = named.docs or "--out"
-    parser.add_argument("--docs", type=Path, default=named.docs, help=f"where the report goes (default: {where})")
-    parser.add_argument("--config-name", default=named.config_name)
-    parser.add_argument("--report-only", action="store_true", help="run nothing, read what is complete")
-    parser.add_argument("overrides", nargs="*", help="hydra overrides for every arm")
+    parser.add_argument("--config-name", default=named.config_name, metavar="NAME", help="hydra config of every run")
+    parser.add_argument("--report-only", action="store_true", help="train nothing, report the runs that are complete")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="hydra overrides for every arm")
     named.add_arguments(parser)
 
 

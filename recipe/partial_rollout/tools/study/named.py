@@ -21,7 +21,10 @@ from recipe.partial_rollout.tools.study.runner import Study
 class NamedStudy:
     """A set of arms with columns of its own."""
 
-    question: str
+    does: str
+    """one sentence"""
+    examples: tuple[str, ...]
+    """of its arguments, for ``--help``"""
     script: str
     """that prepares the embedded task and then runs the study"""
     config_name: str
@@ -49,7 +52,10 @@ def _peer_arms(options: argparse.Namespace) -> tuple[Arm, ...]:
 
 def _peer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--figures", type=Path, metavar="JSON", help="run nothing, report the figures that an earlier report has saved"
+        "--figures",
+        type=Path,
+        metavar="JSON",
+        help="train nothing, report the figures that an earlier report saved here",
     )
 
 
@@ -65,15 +71,16 @@ def _convergence_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[Bound(1, 1), Bound(4, 4), Bound(8, 8)],
         metavar="K[:OVERLAP]",
-        help="max_staleness of each arm, and the overlap with it (default: as much as it allows)",
+        help="max_staleness of each arm, and its overlap (the same number unless given)",
     )
-    parser.add_argument("--behaviour-clipping", action="store_true", help="also the arm called clipped")
+    parser.add_argument("--behaviour-clipping", action="store_true", help="add the arm clipped")
 
 
 _PEERS = tuple(arm.name for arm in ARMS)
 STUDIES = {
     "peers": NamedStudy(
-        question=str(peers.__doc__),
+        does=str(peers.__doc__),
+        examples=("--arms noPR v1_colocate_async PR_bounded --repeats 1", "--report-only"),
         script="run_scripts/bench_peers_cpu.sh",
         config_name="quickstart_cpu",
         steps=36,
@@ -87,7 +94,8 @@ STUDIES = {
         overrides=TASK,
     ),
     "convergence": NamedStudy(
-        question=str(convergence.__doc__),
+        does=str(convergence.__doc__),
+        examples=("--arms corrected --staleness 1 4:2 --seeds 1 2", "--report-only"),
         script="run_scripts/convergence_cpu.sh",
         config_name="convergence_cpu",
         steps=24,

@@ -1,1 +1,1 @@
-"""Does partial rollout learn what synchronous rollout learns? Held-out reward against trained groups, per arm."""
+"""Compare how partial and synchronous rollout learn: held-out reward against trained groups, for each arm."""

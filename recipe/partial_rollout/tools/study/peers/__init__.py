@@ -1,1 +1,1 @@
-"""The recipe beside verl's own trainers: speed and staleness of equal training, as ratios within a seed."""
+"""Compare the recipe with verl's own trainers: speed and staleness of equal training, as ratios within a seed."""

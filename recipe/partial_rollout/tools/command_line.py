@@ -1,0 +1,44 @@
+"""The layout of a tool's ``--help``: what the tool does, then how, then options with their defaults, then examples."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from typing import Any
+
+HERE = "recipe.partial_rollout.tools"
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps paragraphs, keeps lists as they are, and ends the help of an option with its default."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = text.split("\n\n")
+        # The lines of a list are indented.
+        return "\n\n".join(part if "\n  " in part else textwrap.fill(part, width) for part in parts)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if not action.option_strings or not action.help or "(default:" in action.help:
+            return action.help
+        if default is None or default is False or default is argparse.SUPPRESS:
+            return action.help
+        values = default if isinstance(default, (list, tuple)) else [default]
+        return f"{action.help} (default: {' '.join(map(str, values))})"
+
+
+def described(name: str, does: str, *examples: str, more: str = "") -> dict[str, Any]:
+    """Arguments for the parser of tool ``name``: ``argparse.ArgumentParser(**described("audit", ...))``.
+
+    Args:
+        does: one sentence.
+        examples: arguments of the tool, one line each.
+        more: a paragraph below the sentence.
+    """
+    prog = f"python -m {HERE} {name}"
+    return {
+        "prog": prog,
+        "description": f"{does}\n\n{more}".strip(),
+        "epilog": "\n".join(["examples:", *(f"  {prog} {example}" for example in examples)]),
+        "formatter_class": HelpFormatter,
+    }
