@@ -10,11 +10,15 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.manager.types import TakenGroup
-from recipe.partial_rollout.records.definitions import bubble_fraction, p95, running_curve, spread
 from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.rollout_phase import RolloutPhase
+from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.run_record import load_run
 from recipe.partial_rollout.records.run_trace import RunTrace
-from recipe.partial_rollout.rollout.metrics import RolloutPhase, batch_metrics, phase_metrics, trained_records
+from recipe.partial_rollout.records.running_curve import bubble_fraction, running_curve
+from recipe.partial_rollout.records.spread import p95, spread
+from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.rollout.metrics import batch_metrics, phase_metrics
 from recipe.partial_rollout.tools.report.summary import summarize
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient
 
@@ -43,18 +47,7 @@ def reported(directory, phases, groups=()):
     trace = RunTrace(directory, ["a", "b"], FACTS)
     with (directory / "metrics.jsonl").open("w") as metrics:
         for step, phase in enumerate(phases, start=1):
-            trace.round(
-                calls=phase.calls,
-                step=step,
-                version=step - 1,
-                start=phase.start,
-                end=phase.end,
-                interrupt_s=None,
-                resume_s=None,
-                trained=trained_records(groups, 9),
-                carried_groups=0,
-                lost_samples=0,
-            )
+            trace.round(Round(step, step - 1, phase, [TrainedGroup.of(group, 9) for group in groups]))
             data = {"timing_s/step": phase.seconds, "timing_s/gen": phase.seconds}
             metrics.write(json.dumps({"step": step, "data": data}) + "\n")
     return summarize(load_run(directory), None)
@@ -135,11 +128,11 @@ def test_p95_is_a_value_that_occurs():
 
 def test_queued_seconds_reach_the_trace_and_traces_without_them_read_as_none(tmp_path):
     reported(tmp_path, [RolloutPhase(0.0, 10.0, (call(0, 10, queued_s=2.5),))])
-    (read,) = load_run(tmp_path).rounds[0].calls
+    (read,) = load_run(tmp_path).rounds[0].phase.calls
     assert read.queued_s == 2.5
     trace = tmp_path / "trace.jsonl"
     trace.write_text(trace.read_text().replace(", 2.5]]", "]]"))
-    (read,) = load_run(tmp_path).rounds[0].calls
+    (read,) = load_run(tmp_path).rounds[0].phase.calls
     assert read.queued_s == 0.0
 
 

@@ -3,9 +3,11 @@
 import pytest
 
 from recipe.partial_rollout.manager.types import TakenGroup
-from recipe.partial_rollout.records.definitions import bubble_fraction
 from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.rollout.metrics import RolloutPhase, batch_metrics, phase_metrics, trained_records
+from recipe.partial_rollout.records.rollout_phase import RolloutPhase
+from recipe.partial_rollout.records.running_curve import bubble_fraction
+from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.rollout.metrics import batch_metrics, phase_metrics
 
 
 def call(start, end, tokens=10):
@@ -47,6 +49,6 @@ def test_sample_without_tokens_is_not_stale(output):
 
 
 def test_trained_record_names_prompt_and_epoch(output):
-    (record,) = trained_records([group(output, 5, 3, order=7)], trained_at=5)
+    record = TrainedGroup.of(group(output, 5, 3, order=7), 5).to_trace()
     assert (record["group"], record["epoch"]) == (7, 1) and record["prompt"].startswith("0-")
     assert record["staleness"] == [0, 2] and record["off_policy_tokens"] == 4 and record["lengths"] == [4, 4]

@@ -9,8 +9,10 @@ import pytest
 
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.records.ledger import Ledger, LedgerError, RunSizes
+from recipe.partial_rollout.records.rollout_phase import RolloutPhase
+from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.run_trace import RunTrace
-from recipe.partial_rollout.rollout.metrics import trained_records
+from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.audit import audit, main
 
 STEPS = 3
@@ -47,16 +49,8 @@ class Life:
             return
         self.ledger.admitted(number, version, admitted)
         call = EngineCall("r0", 1.0, 2.0, 20, version)
-        self.trace.round(
-            step=number,
-            version=version,
-            start=0.0,
-            end=3.0,
-            calls=(call,),
-            trained=trained_records(groups, version),
-            carried_groups=0,
-            lost_samples=0,
-        )
+        phase = RolloutPhase(0.0, 3.0, (call,))
+        self.trace.round(Round(number, version, phase, [TrainedGroup.of(group, version) for group in groups]))
         if dies_after == "round":
             return
         manager.acknowledge([group.uid for group in groups])

@@ -6,11 +6,10 @@ import json
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
-from recipe.partial_rollout.records.definitions import busy_from
+from recipe.partial_rollout.records.engine_call import EngineCall
 
 _PASSES = 8
 """of the fit, and as many with contexts; where the steps of a call lie in time follows from the curve that is looked for"""
@@ -75,40 +74,7 @@ PRESETS = {
 """Assumptions for Qwen3-4B in bfloat16 on one GPU; nothing of them was measured."""
 
 
-class CallSpan(Protocol):
-    """One engine call, as ``EngineCall`` and the report's ``Call`` have it."""
-
-    @property
-    def replica(self) -> Hashable: ...
-    @property
-    def start(self) -> float:
-        """seconds"""
-        ...
-
-    @property
-    def end(self) -> float: ...
-    @property
-    def tokens(self) -> int:
-        """decoded"""
-        ...
-
-    @property
-    def resumed_tokens(self) -> int:
-        """read again before the first of them"""
-        ...
-
-    @property
-    def context_tokens(self) -> int | None:
-        """prompt and response that it went on from; None: not noted"""
-        ...
-
-    @property
-    def queued_s(self) -> float:
-        """seconds before it was first scheduled"""
-        ...
-
-
-def fit(calls: Iterable[CallSpan]) -> EngineCurve:
+def fit(calls: Iterable[EngineCall]) -> EngineCurve:
     """The curve under which these calls take as long as they did: all but ``kv_tokens``.
 
     Least squares, in which calls that are far off count less (Huber's weights): while an engine compiles, or a neighbour
@@ -122,9 +88,9 @@ def fit(calls: Iterable[CallSpan]) -> EngineCurve:
     Raises:
         CurveError: there are fewer than two calls, or all of them ran beside equally many others.
     """
-    by_replica: dict[Hashable, list[CallSpan]] = {}
+    by_replica: dict[Hashable, list[EngineCall]] = {}
     for call in calls:
-        if call.tokens > 0 and call.end > busy_from(call):
+        if call.tokens > 0 and call.end > call.busy_from:
             by_replica.setdefault(call.replica, []).append(call)
     spans = [_Spans(found) for found in by_replica.values()]
     if sum(span.tokens.size for span in spans) < 2:
@@ -172,8 +138,8 @@ def _non_negative(columns: np.ndarray, target: np.ndarray) -> list[float]:
 class _Spans:
     """Calls of one replica, how many ran at each moment, and how long their contexts were."""
 
-    def __init__(self, calls: Sequence[CallSpan]) -> None:
-        starts, ends = np.array([busy_from(c) for c in calls]), np.array([c.end for c in calls])
+    def __init__(self, calls: Sequence[EngineCall]) -> None:
+        starts, ends = np.array([c.busy_from for c in calls]), np.array([c.end for c in calls])
         self.tokens = np.array([c.tokens for c in calls], dtype=float)
         self.seconds = ends - starts
         self.contexts_known = all(c.context_tokens is not None or not c.resumed_tokens for c in calls)

@@ -13,7 +13,7 @@ from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.lengths import LengthTrace
 from recipe.partial_rollout.planner.simulation import Cluster, SimulatedRound, Simulation
-from recipe.partial_rollout.records.definitions import p95
+from recipe.partial_rollout.records.spread import spread
 
 _FIRST = 5
 """rounds whose length bias a forecast tells: it is a deficit of the first ones only"""
@@ -64,13 +64,14 @@ def _summarize(
     """The first ``warmup`` rounds count for the largest staleness only."""
     steady = played[warmup:]
     seconds, tokens = sum(r.seconds for r in steady), sum(r.trained_tokens for r in steady)
-    ages = np.concatenate([r.staleness.ravel() for r in steady])
+    staleness = spread(np.concatenate([r.staleness.ravel() for r in steady]))
+    assert staleness is not None
     return Forecast(
         round_s=seconds / len(steady),
         trained_tokens_per_s=tokens / seconds,
         efficiency=tokens / seconds / full_tokens_per_s,
-        staleness_mean=float(ages.mean()),
-        staleness_p95=p95(ages),
+        staleness_mean=staleness.mean,
+        staleness_p95=staleness.p95,
         staleness_max=max(int(r.staleness.max()) for r in played),
         off_policy_fraction=1 - sum(r.on_policy_tokens for r in steady) / tokens,
         first_length=first_length,

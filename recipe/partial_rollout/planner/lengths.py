@@ -49,8 +49,8 @@ class LengthTrace:
 
 def of_run(run: RunRecord) -> LengthTrace:
     """Of the trained groups of ``run``, in the order in which they were dispatched; prompts as long as its first ones."""
-    groups = sorted(run.trained_groups, key=lambda group: group.index)
-    prompts = [call.context_tokens or 0 for call in run.rounds[0].calls if not call.resumed_tokens]
+    groups = sorted(run.trained_groups, key=lambda group: group.order)
+    prompts = [call.context_tokens or 0 for call in run.rounds[0].phase.calls if not call.resumed_tokens]
     return LengthTrace(
         np.maximum(1, np.array([group.lengths for group in groups])), round(float(np.median(prompts))) if prompts else 0
     )

@@ -1,18 +1,24 @@
-"""One request to an engine: made by a worker's client, kept in the trace, read by the tools."""
+"""One request to an engine: noted by a worker's client, kept in the trace, read by planner and report."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Self
 
-from recipe.partial_rollout.records.definitions import busy_from
+from recipe.partial_rollout.records.fields import RunRecordError
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """One request to a replica, as its client saw it."""
+    """One request to a replica, as its client saw it.
 
-    replica: str
-    """the load balancer's server id"""
+    >>> call = EngineCall("10.0.0.1:8000", start=0.0, end=10.0, tokens=40, version=3, queued_s=2.0)
+    >>> call.busy_from, call.tokens_within(0.0, 6.0)
+    (2.0, 20.0)
+    """
+
+    replica: str | int
+    """the load balancer's server id; in a trace, the replica's index"""
     start: float
     """unix seconds"""
     end: float
@@ -23,12 +29,55 @@ class EngineCall:
     resumed_tokens: int = 0
     """prompt and response tokens that it had to read again because the sample was interrupted; not those found cached"""
     context_tokens: int | None = None
-    """prompt and response tokens that it went on from"""
+    """prompt and response tokens that it started from; None: not noted"""
     queued_s: float = 0.0
     """seconds for which it waited in the engine before it was first scheduled; 0 where the replica does not say"""
 
+    @property
+    def busy_from(self) -> float:
+        """When it took a slot of its engine: while it queues it makes no token, and its slot stands empty."""
+        return min(self.start + self.queued_s, self.end)
+
     def tokens_within(self, start: float, end: float) -> float:
         """Tokens between ``start`` and ``end`` (unix seconds), as if it had made them evenly once it ran."""
-        began = busy_from(self)
-        inside = min(self.end, end) - max(began, start)
-        return self.tokens * max(0.0, inside) / (self.end - began) if self.end > began else 0.0
+        inside = min(self.end, end) - max(self.busy_from, start)
+        return self.tokens * max(0.0, inside) / (self.end - self.busy_from) if self.end > self.busy_from else 0.0
+
+    def to_json(self) -> list[Any]:
+        """A row of the trace: the fields in their order."""
+        return [
+            self.replica,
+            self.start,
+            self.end,
+            self.tokens,
+            self.version,
+            self.resumed_tokens,
+            self.context_tokens,
+            self.queued_s,
+        ]
+
+    @classmethod
+    def from_json(cls, values: object, place: str, replicas: int) -> Self:
+        """The inverse of ``to_json``; older traces have shorter rows.
+
+        Args:
+            place: of the row, for the error. replicas: of the run.
+
+        Raises:
+            RunRecordError: ``values`` is no such row, or names a replica that the run does not have.
+        """
+        match values:
+            case [int(replica), int() | float() as start, int() | float() as end, int(tokens), int(version), *rest]:
+                if not 0 <= replica < replicas:
+                    raise RunRecordError(
+                        f"{place}: a call names replica {replica}, but run.json says {replicas} replicas"
+                    )
+                if end < start:
+                    raise RunRecordError(f"{place}: a call ends ({end}) before it starts ({start})")
+                match rest:
+                    case [] | [int()] | [int(), int() | None] | [int(), int() | None, int() | float()]:
+                        return cls(replica, float(start), float(end), tokens, version, *rest)
+        raise RunRecordError(
+            f"{place}: a call should be [replica, start, end, tokens, version, resumed tokens, context tokens, "
+            f"queued seconds], got {values!r:.60}"
+        )

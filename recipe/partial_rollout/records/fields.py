@@ -50,6 +50,31 @@ class Fields:
             raise RunRecordError(f"{self.place}: '{key}' should be a list of integers")
         return values
 
+    def integer_rows(self, key: str, width: int) -> list[list[int]]:
+        rows = self.items(key)
+        for row in rows:
+            if not isinstance(row, list) or len(row) != width or not all(type(value) is int for value in row):
+                raise RunRecordError(f"{self.place}: '{key}' should hold lists of {width} integers, got {row!r:.60}")
+        return rows
+
+    def flags(self, key: str) -> list[bool]:
+        values = self.items(key)
+        if not all(isinstance(value, bool) for value in values):
+            raise RunRecordError(f"{self.place}: '{key}' should be a list of true and false")
+        return values
+
+    def texts(self, key: str) -> list[str]:
+        values = self.items(key)
+        if not all(isinstance(value, str) for value in values):
+            raise RunRecordError(f"{self.place}: '{key}' should be a list of strings")
+        return values
+
+    def objects(self, key: str, wanted: str) -> list["Fields"]:
+        for value in (values := self.items(key)):
+            if not isinstance(value, dict):
+                raise RunRecordError(f"{self.place}: '{key}' should hold {wanted}, got {value!r:.60}")
+        return [Fields(f"{self.place}, {key}", value) for value in values]
+
     def optional_integer(self, key: str) -> int | None:
         return None if self.values.get(key) is None else self.integer(key)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe.partial_rollout.manager.types import FilteredGroup, TakenGroup
+from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 NAME = "ledger.jsonl"
 
@@ -72,34 +73,6 @@ class RunSizes:
         return cls(**{item.name: event[item.name] for item in fields(cls) if item.name not in later}, **later)
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedGroup:
-    """One group of a ``trained`` event; the lists have one entry a sample."""
-
-    uid: str
-    order: int
-    birth: int | None
-    """policy version under which its first sample started"""
-    staleness: list[int]
-    """versions from its first generated token to the update that trains it; 0 without tokens"""
-    lengths: list[list[int]]
-    """tokens, log-probs, versions, mask"""
-    masked: list[bool]
-
-    @classmethod
-    def of(cls, group: TakenGroup, version: int) -> TrainedGroup:
-        """Of a group that the update on the weights of ``version`` trains."""
-        outputs = group.outputs
-        return cls(
-            uid=group.uid,
-            order=group.order,
-            birth=group.birth,
-            staleness=[output.staleness(version) for output in outputs],
-            lengths=[[len(o.response_ids), len(o.log_probs), len(o.versions), len(o.response_mask)] for o in outputs],
-            masked=[output.masked for output in outputs],
-        )
-
-
 class Ledger:
     """Appends to the ledger of one run directory (created if missing)."""
 
@@ -126,7 +99,7 @@ class Ledger:
 
     def trained(self, step: int, version: int, groups: Iterable[TakenGroup]) -> None:
         """Groups that ``step`` has trained, on the weights of ``version``."""
-        rows = [asdict(TrainedGroup.of(group, version)) for group in groups]
+        rows = [TrainedGroup.of(group, version).to_ledger() for group in groups]
         self._add(Event.TRAINED, step=step, version=version, groups=rows)
 
     def filtered(self, step: int, version: int, groups: Iterable[FilteredGroup]) -> None:

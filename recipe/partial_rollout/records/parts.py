@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.trained_group import TrainedGroup
+
 
 class Arm(StrEnum):
     """Which trainer ran."""
@@ -44,63 +47,6 @@ class Probe:
 
     tokens_per_s: float
     concurrency: int
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One engine call."""
-
-    replica: int
-    start: float
-    end: float
-    tokens: int
-    """Tokens that it decoded."""
-    version: int
-    resumed_tokens: int = 0
-    """Tokens that it had to read again because its sample was interrupted."""
-    context_tokens: int | None = None
-    """Of the prompt and the response so far, at its start; None: the run did not note it."""
-    queued_s: float = 0.0
-    """Seconds for which it waited in the engine before it ran; 0 where the run did not note it."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedGroup:
-    """One prompt with its samples, at the moment it is trained."""
-
-    index: int
-    """Dispatch order over the whole run, from 0."""
-    prompt: str
-    epoch: int
-    lengths: list[int]
-    """[sample], in tokens."""
-    staleness: list[int]
-    """[sample], in versions."""
-    segments: list[int]
-    """[sample]"""
-    tokens: int
-    off_policy_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One rollout phase, from its start until every replica is quiet."""
-
-    step: int
-    version: int
-    start: float
-    end: float
-    calls: list[Call] = field(repr=False)
-    trained: list[TrainedGroup] = field(repr=False)
-    interrupt_s: float | None
-    resume_s: float | None
-    carried_groups: int
-    lost_samples: int
-    """A level, not an increase: how many samples are unaccounted for."""
-
-    @property
-    def decoded_tokens(self) -> int:
-        return sum(call.tokens for call in self.calls)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,9 @@ is left out.
 
 from pathlib import Path
 
-from recipe.partial_rollout.records.fields import Fields, RunRecordError, read_lines, read_object
-from recipe.partial_rollout.records.parts import (
-    Arm,
-    Call,
-    Phase,
-    Probe,
-    Round,
-    RunRecord,
-    RunSettings,
-    Step,
-    TrainedGroup,
-)
+from recipe.partial_rollout.records.fields import RunRecordError, read_lines, read_object
+from recipe.partial_rollout.records.parts import Arm, Phase, Probe, RunRecord, RunSettings, Step
+from recipe.partial_rollout.records.round import Round
 
 CLOCK_TOLERANCE = 0.05
 """verl's rollout timer and the trace may differ by this share before the report warns."""
@@ -74,7 +65,7 @@ def _read_trace(path: Path, settings: RunSettings) -> tuple[list[Round], list[Pr
             case "phase":
                 phases.append(Phase(line.integer("step"), line.text("name"), *line.span()))
             case "round":
-                round_ = _read_round(line, settings)
+                round_ = Round.from_json(line, settings.replicas)
                 superseded = {step for step in rounds if step >= round_.step}
                 repeated |= superseded
                 rounds = {step: kept for step, kept in rounds.items() if step not in superseded}
@@ -82,62 +73,6 @@ def _read_trace(path: Path, settings: RunSettings) -> tuple[list[Round], list[Pr
     if repeated:
         warnings.append(f"{path}: steps {_ranges(repeated)} were begun again (a resumed run); the last attempt counts")
     return list(rounds.values()), probes, phases, warnings
-
-
-def _read_round(line: Fields, settings: RunSettings) -> Round:
-    start, end = line.span()
-    trained = []
-    for values in line.items("trained"):
-        if not isinstance(values, dict):
-            raise RunRecordError(f"{line.place}: 'trained' should hold one object a group, got {values!r:.60}")
-        trained.append(_read_group(Fields(f"{line.place}, trained", values)))
-    return Round(
-        step=line.integer("step"),
-        version=line.integer("version"),
-        start=start,
-        end=end,
-        calls=[_read_call(line.place, values, settings.replicas) for values in line.items("calls")],
-        trained=trained,
-        interrupt_s=line.optional_number("interrupt_s"),
-        resume_s=line.optional_number("resume_s"),
-        carried_groups=line.integer("carried_groups"),
-        lost_samples=line.integer("lost_samples"),
-    )
-
-
-def _read_call(place: str, values: object, replicas: int) -> Call:
-    match values:
-        case [int(replica), int() | float() as start, int() | float() as end, int(tokens), int(version), *rest]:
-            if not 0 <= replica < replicas:
-                raise RunRecordError(f"{place}: a call names replica {replica}, but run.json says {replicas} replicas")
-            if end < start:
-                raise RunRecordError(f"{place}: a call ends ({end}) before it starts ({start})")
-            match rest:
-                case [] | [int()] | [int(), int() | None] | [int(), int() | None, int() | float()]:
-                    return Call(replica, float(start), float(end), tokens, version, *rest)
-    raise RunRecordError(
-        f"{place}: a call should be [replica, start, end, tokens, version, resumed tokens, context tokens, "
-        f"queued seconds], "
-        f"got {values!r:.60}"
-    )
-
-
-def _read_group(fields: Fields) -> TrainedGroup:
-    group = TrainedGroup(
-        index=fields.integer("group"),
-        prompt=fields.text("prompt"),
-        epoch=fields.integer("epoch"),
-        lengths=fields.integers("lengths"),
-        staleness=fields.integers("staleness"),
-        segments=fields.integers("segments"),
-        tokens=fields.integer("tokens"),
-        off_policy_tokens=fields.integer("off_policy_tokens"),
-    )
-    if not len(group.lengths) == len(group.staleness) == len(group.segments):
-        raise RunRecordError(
-            f"{fields.place}: group {group.index} has lists of different lengths, one entry a sample each"
-        )
-    return group
 
 
 def _read_metrics(paths: list[Path]) -> tuple[dict[int, dict[str, float]], list[str]]:
@@ -177,7 +112,7 @@ def _join(directory: Path, rounds: list[Round], metrics: dict[int, dict[str, flo
 
 def _clock_warnings(directory: Path, steps: list[Step]) -> list[str]:
     timer = sum(step.seconds("gen") for step in steps)
-    traced = sum(step.round.end - step.round.start for step in steps)
+    traced = sum(step.round.phase.seconds for step in steps)
     if abs(timer - traced) <= CLOCK_TOLERANCE * max(timer, traced):
         return []
     return [f"{directory}: timing_s/gen adds up to {timer:,.1f} s but the rounds of trace.jsonl to {traced:,.1f} s"]

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.round import Round
 
 
 class RunTrace:
@@ -37,7 +38,7 @@ class RunTrace:
         directory.mkdir(parents=True, exist_ok=True)
         self._run_file = directory / "run.json"
         self._run = {**run, "complete": False}
-        self._index = {address: i for i, address in enumerate(replicas)}
+        self._index: dict[str | int, int] = {address: i for i, address in enumerate(replicas)}
         self._write_run()
         path = directory / "trace.jsonl"
         goes_on = append and path.exists()
@@ -67,22 +68,10 @@ class RunTrace:
         """The rollout of ``step`` begins."""
         self._add("begin", step=step, start=time.time())
 
-    def round(self, *, calls: tuple[EngineCall, ...], **fields: Any) -> None:
-        """One rollout phase; ``fields`` as the report reads them."""
-        rows = [
-            [
-                self._index[c.replica],
-                c.start,
-                c.end,
-                c.tokens,
-                c.version,
-                c.resumed_tokens,
-                c.context_tokens,
-                c.queued_s,
-            ]
-            for c in calls
-        ]
-        self._add("round", calls=rows, **fields)
+    def round(self, round_: Round) -> None:
+        """One rollout phase and what it trains; its calls are of replicas that the trace knows."""
+        calls = tuple(replace(call, replica=self._index[call.replica]) for call in round_.phase.calls)
+        self._add("round", **replace(round_, phase=replace(round_.phase, calls=calls)).to_json())
 
     def phase(self, name: str, step: int, start: float, end: float) -> None:
         """Something else than a rollout took place: ``train`` or ``validate``."""

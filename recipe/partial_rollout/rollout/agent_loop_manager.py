@@ -34,6 +34,9 @@ from recipe.partial_rollout.manager.messages import Flushed, PromptsWanted, Roll
 from recipe.partial_rollout.manager.output_store import RayObjects, fetch_groups
 from recipe.partial_rollout.manager.types import FilteredGroup, TakenGroup
 from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.rollout_phase import RolloutPhase
+from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout import metrics
 from recipe.partial_rollout.rollout.batch import assemble_batch
 from recipe.partial_rollout.rollout.engine_watch import ASKED_IN_A_STALL, watch_engines
@@ -358,7 +361,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         step, version, groups = played.step, played.step - 1, played.groups
         assert self._context.ledger is not None
         self._context.ledger.admitted(step, version, played.end.admitted)
-        phase = metrics.RolloutPhase(played.began, played.quiet_at, calls)
+        phase = RolloutPhase(played.began, played.quiet_at, calls)
         waits = {**played.waits(flushed, calls), "flush_s": flush_s}
         if self._overlap is not None:
             self._overlap.observe(phase.calls, [[output.response_length for output in g.outputs] for g in groups])
@@ -375,16 +378,16 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             **self._note_filtered(step, version, filtered, flushed),
         }
         self._context.trace.round(
-            step=step,
-            version=version,
-            start=phase.start,
-            end=phase.end,
-            calls=phase.calls,
-            interrupt_s=waits["interrupt_s"],
-            resume_s=waits["resume_s"],
-            trained=metrics.trained_records(groups, version),
-            carried_groups=played.start.carried_groups,
-            lost_samples=int(flushed.metrics["lost_samples"]),
+            Round(
+                step=step,
+                version=version,
+                phase=phase,
+                trained=[TrainedGroup.of(group, version) for group in groups],
+                interrupt_s=waits["interrupt_s"],
+                resume_s=waits["resume_s"],
+                carried_groups=played.start.carried_groups,
+                lost_samples=int(flushed.metrics["lost_samples"]),
+            )
         )
 
     def _note_filtered(

@@ -17,10 +17,13 @@ from verl.utils.ray_utils import auto_await
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.records.ledger import Ledger
+from recipe.partial_rollout.records.rollout_phase import RolloutPhase
+from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.run_trace import RunTrace
+from recipe.partial_rollout.records.trained_group import TrainedGroup, prompt_identity
 from recipe.partial_rollout.rollout import metrics
 from recipe.partial_rollout.rollout.kv_slots import ReplicaSlots
-from recipe.partial_rollout.rollout.prompt_source import PromptSource, prompt_identity
+from recipe.partial_rollout.rollout.prompt_source import PromptSource
 from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.waits import result_of, within
@@ -104,7 +107,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         if prompts.meta_info.get("validate", False):
             generated = self._context.stop.unless_stopped(generated)
         output = await generated
-        phase = metrics.RolloutPhase(start, time.time(), await self._take_calls())
+        phase = RolloutPhase(start, time.time(), await self._take_calls())
         if not prompts.meta_info.get("validate", False):
             self._note_batch(phase, prompts, output)
             self._step_metrics |= await self._engine_metrics()
@@ -113,7 +116,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
             self._context.trace.phase("validate", prompts.meta_info.get("global_steps", 0), phase.start, phase.end)
         return output
 
-    def _note_batch(self, phase: metrics.RolloutPhase, prompts: DataProto, output: DataProto) -> None:
+    def _note_batch(self, phase: RolloutPhase, prompts: DataProto, output: DataProto) -> None:
         """noPR: every sample started and ended in this phase, under one version."""
         step = prompts.meta_info["global_steps"]
         lengths = output.batch["attention_mask"][:, output.batch["prompts"].shape[1] :].sum(dim=1).tolist()
@@ -125,16 +128,15 @@ class ObservedAgentLoopManager(AgentLoopManager):
             order = (step - 1) * size + i
             rows = slice(i * n, (i + 1) * n)
             trained.append(
-                {
-                    "group": order,
-                    "prompt": prompt_identity({key: prompts.non_tensor_batch[key][i * n] for key in _IDENTITY}),
-                    "epoch": order // epoch_groups,
-                    "lengths": lengths[rows],
-                    "staleness": [0] * n,
-                    "tokens": sum(tokens[rows]),
-                    "off_policy_tokens": 0,
-                    "segments": [1] * n,
-                }
+                TrainedGroup(
+                    order=order,
+                    epoch=order // epoch_groups,
+                    lengths=lengths[rows],
+                    staleness=[0] * n,
+                    prompt=prompt_identity({key: prompts.non_tensor_batch[key][i * n] for key in _IDENTITY}),
+                    segments=[1] * n,
+                    tokens=sum(tokens[rows]),
+                )
             )
         self._step_metrics = {
             **metrics.phase_metrics(phase, self.full_concurrency, self.full_tokens_per_s),
@@ -143,18 +145,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
             "trained/tokens": sum(tokens),
             "lost_samples": 0,
         }
-        self._context.trace.round(
-            step=step,
-            version=step - 1,
-            start=phase.start,
-            end=phase.end,
-            calls=phase.calls,
-            interrupt_s=None,
-            resume_s=None,
-            trained=trained,
-            carried_groups=0,
-            lost_samples=0,
-        )
+        self._context.trace.round(Round(step, step - 1, phase, trained))
 
     @auto_await
     async def probe(self, rows: list[dict[str, Any]], seconds: float) -> float:

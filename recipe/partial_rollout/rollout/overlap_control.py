@@ -19,14 +19,15 @@ import numpy as np
 from recipe.partial_rollout.config.choices import ResumeKV, SchedulingPolicy
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.engine_curve import CallSpan, CurveError, EngineCurve, fit
+from recipe.partial_rollout.planner.engine_curve import CurveError, EngineCurve, fit
 from recipe.partial_rollout.planner.forecast import forecast, warmup_rounds
 from recipe.partial_rollout.planner.lengths import LengthTrace
 from recipe.partial_rollout.planner.simulation import Cluster
+from recipe.partial_rollout.records.engine_call import EngineCall
 
 logger = logging.getLogger(__name__)
 
-_Round = tuple[list[CallSpan], list[list[int]]]
+_Round = tuple[list[EngineCall], list[list[int]]]
 """engine calls, and the lengths of each trained group"""
 _ROUNDS = 8
 """that a decision looks back on"""
@@ -102,7 +103,7 @@ class OverlapControl:
             figures |= {"overlap_auto/gain_up": self._last.gain_up, "overlap_auto/gain_down": self._last.gain_down}
         return figures
 
-    def observe(self, calls: Sequence[CallSpan], lengths: Sequence[Sequence[int]]) -> None:
+    def observe(self, calls: Sequence[EngineCall], lengths: Sequence[Sequence[int]]) -> None:
         """A round has ended: its engine calls, and the lengths of each group it trains; starts to decide."""
         self._rounds.append((list(calls), [list(group) for group in lengths]))
         if self._pending is None:

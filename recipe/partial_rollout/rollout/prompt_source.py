@@ -6,7 +6,6 @@ like there, the rows that do not fill a last batch of an epoch are left out of t
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, Protocol
@@ -129,12 +128,6 @@ def rows_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
     fields = {key: value for key, value in batch.items() if isinstance(value, np.ndarray)}
     size = len(next(iter(fields.values())))
     return [{key: value[i] for key, value in fields.items()} for i in range(size)]
-
-
-def prompt_identity(row: dict[str, Any]) -> str:
-    """Names a dataset row by what it asks and its index in the file, alike in every run and arm."""
-    digest = hashlib.sha1(repr(list(row.get("raw_prompt", []))).encode()).hexdigest()[:12]
-    return f"{row.get('index', 0)}-{digest}"
 
 
 class SlotLoader:

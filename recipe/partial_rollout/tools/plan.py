@@ -208,7 +208,7 @@ def _curve(given: str | None, record: RunRecord | None) -> EngineCurve:
         return EngineCurve.load(Path(given))
     if record is None:
         raise ValueError("no engine curve: give --run or --curve")
-    return fit(call for round_ in record.rounds for call in round_.calls)
+    return fit(call for round_ in record.rounds for call in round_.phase.calls)
 
 
 def _options(

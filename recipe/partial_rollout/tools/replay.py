@@ -65,7 +65,7 @@ def replay(run: RunRecord) -> Replay:
         )
     elif settings.group_filter is not None:
         raise ValueError(f"{path}: algorithm.filter_groups.enable=True: the trace lacks the groups it filtered")
-    curve = fit(call for round_ in run.rounds for call in round_.calls)
+    curve = fit(call for round_ in run.rounds for call in round_.phase.calls)
     cluster = Cluster(curve, replicas, settings.slots_per_replica, settings.resume_kv == "keep")
     # Past the end of a run that did not drain, its groups come again: the last rounds are as full as all others.
     groups = len(run.trained_groups) if settings.drain else None
@@ -75,7 +75,7 @@ def replay(run: RunRecord) -> Replay:
     ages = np.concatenate([round_.staleness.ravel() for round_ in played])
     measured = np.array([age for step in steps for age in step.staleness])
     tokens = sum(sum(step.lengths) for step in steps)
-    seconds = sum(step.round.end - step.round.start for step in steps)
+    seconds = sum(step.round.phase.seconds for step in steps)
     return Replay(
         name="/".join(Path(run.directory).absolute().parts[-2:]),
         measured_ms=1e6 * seconds / tokens,

@@ -1,10 +1,10 @@
 """How many samples ran on each replica at each moment."""
 
-from recipe.partial_rollout.records import definitions
-from recipe.partial_rollout.records.definitions import RunningCurve
-from recipe.partial_rollout.records.parts import Round
+from recipe.partial_rollout.records import running_curve as records
+from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.running_curve import RunningCurve
 
 
 def running_curve(round_: Round, replicas: int) -> RunningCurve:
     """One row a replica."""
-    return definitions.running_curve(round_, [call.replica for call in round_.calls], replicas)
+    return records.running_curve(round_.phase, [int(call.replica) for call in round_.phase.calls], replicas)

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from recipe.partial_rollout.records.definitions import bubble_fraction
 from recipe.partial_rollout.records.parts import RunSettings, Step
+from recipe.partial_rollout.records.running_curve import bubble_fraction
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.findings import headline
 from recipe.partial_rollout.tools.report.summary import ratio
@@ -37,11 +37,11 @@ def _mean(values: list[int]) -> float | None:
 
 
 def _bubble(settings: RunSettings, step: Step) -> float | None:
-    return bubble_fraction([step.round], settings.full_concurrency)
+    return bubble_fraction([step.round.phase], settings.full_concurrency)
 
 
 PANELS = (
-    Panel("decoded tokens/s in rollout", lambda _, step: ratio(step.round.decoded_tokens, step.seconds("gen"))),
+    Panel("decoded tokens/s in rollout", lambda _, step: ratio(step.round.phase.decoded_tokens, step.seconds("gen"))),
     Panel("empty slots in rollout (bubble)", _bubble, reach=1.0),
     Panel(
         "staleness of trained samples: mean, and max (thin)",

@@ -4,8 +4,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recipe.partial_rollout.records.definitions import Spread, bubble_fraction, spread
 from recipe.partial_rollout.records.parts import RunRecord, Step
+from recipe.partial_rollout.records.running_curve import bubble_fraction
+from recipe.partial_rollout.records.spread import Spread, spread
 
 REWARD_STEPS = 3
 """The first and last reward are means over this many steps."""
@@ -94,11 +95,11 @@ def engine_speed(run: RunRecord, runs: Sequence[RunRecord]) -> float | None:
 
 def length_bias(run: RunRecord, groups: int) -> LengthBias | None:
     trained = [length for group in run.trained_groups[:groups] for length in group.lengths]
-    first = [group for group in run.trained_groups if group.index < groups]
+    first = [group for group in run.trained_groups if group.order < groups]
     dispatched = [length for group in first for length in group.lengths]
     if not any(dispatched) or not trained:
         return None
-    known = len({group.index for group in first})
+    known = len({group.order for group in first})
     return LengthBias(statistics.fmean(trained) / statistics.fmean(dispatched), groups - known)
 
 
@@ -121,7 +122,7 @@ def summarize(run: RunRecord, full_speed: float | None) -> Summary:
     """`full_speed` is what the engines decode when kept full, in tokens per second."""
     groups = run.trained_groups
     lengths = [length for step in run.steps for length in step.lengths]
-    decoded = sum(step.round.decoded_tokens for step in run.steps)
+    decoded = sum(step.round.phase.decoded_tokens for step in run.steps)
     tokens = sum(group.tokens for group in groups)
     step_s = sum(step.seconds("step") for step in run.steps)
     rollout_s = sum(step.seconds("gen") for step in run.steps)
@@ -138,7 +139,7 @@ def summarize(run: RunRecord, full_speed: float | None) -> Summary:
         phases_s=_phases(run, step_s),
         decoded_tokens_per_s=speed,
         efficiency=ratio(speed, full_speed),
-        bubble_fraction=bubble_fraction(run.rounds, run.settings.full_concurrency),
+        bubble_fraction=bubble_fraction([round_.phase for round_ in run.rounds], run.settings.full_concurrency),
         staleness=spread([age for step in run.steps for age in step.staleness]),
         off_policy_token_fraction=ratio(sum(group.off_policy_tokens for group in groups), tokens),
         mean_trained_length=statistics.fmean(lengths) if lengths else None,

@@ -15,8 +15,8 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from recipe.partial_rollout.records.definitions import RunningCurve
 from recipe.partial_rollout.records.parts import RunRecord
+from recipe.partial_rollout.records.running_curve import RunningCurve
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.concurrency import running_curve
@@ -68,14 +68,14 @@ def _cut(side: Side, rounds: slice, full_speed: float | None) -> Side:
 
 
 def _draw_side(axes: Axes, side: Side, hue: str) -> None:
-    settings, origin = side.run.settings, side.run.rounds[0].start
+    settings, origin = side.run.settings, side.run.rounds[0].phase.start
     full, curve = settings.full_concurrency, _whole_curve(side.run)
     layers = np.vstack([np.zeros(len(curve.times)), np.cumsum(curve.running, axis=0)])
     training, validation = _between_rounds(side.run)
     whole_height = {"yrange": (0, 1), "transform": axes.get_xaxis_transform(), "linewidth": 0, "antialiased": False}
     axes.broken_barh(training, color=TRAIN_COLOUR, zorder=0, **whole_height)
     axes.broken_barh(validation, color=VALIDATE_COLOUR, zorder=0, **whole_height)
-    rollouts = [(round_.start - origin, round_.end - round_.start) for round_ in side.run.rounds]
+    rollouts = [(round_.phase.start - origin, round_.phase.seconds) for round_ in side.run.rounds]
     axes.broken_barh(rollouts, (0, full), color=EMPTY_COLOUR, linewidth=0, antialiased=False, zorder=0)
     style = {"step": "post", "linewidth": 0, "antialiased": False, "zorder": 2}
     for below, above, shade in zip(layers, layers[1:], _shades(hue, settings.replicas), strict=False):
@@ -108,20 +108,21 @@ def _run_end(run: RunRecord) -> float:
     """Where training of the last step ends."""
     last = run.steps[-1]
     ends = [phase.end for phase in run.phases if phase.step == last.number]
-    return max([*ends, last.round.end + last.seconds("step") - last.seconds("gen")])
+    return max([*ends, last.round.phase.end + last.seconds("step") - last.seconds("gen")])
 
 
 def _duration(run: RunRecord) -> float:
     """Seconds from the first round's start to the end of training."""
-    return _run_end(run) - run.rounds[0].start
+    return _run_end(run) - run.rounds[0].phase.start
 
 
 def _between_rounds(run: RunRecord) -> tuple[list[Span], list[Span]]:
     """Training: what lies between rounds. Validation: the part of it that the run traced as such."""
-    origin, end = run.rounds[0].start, _run_end(run)
-    next_starts = [*(round_.start for round_ in run.rounds[1:]), end]
+    origin, end = run.rounds[0].phase.start, _run_end(run)
+    next_starts = [*(round_.phase.start for round_ in run.rounds[1:]), end]
     training = [
-        (round_.end - origin, start - round_.end) for round_, start in zip(run.rounds, next_starts, strict=True)
+        (round_.phase.end - origin, start - round_.phase.end)
+        for round_, start in zip(run.rounds, next_starts, strict=True)
     ]
     validation = [
         (phase.start - origin, phase.end - phase.start)
@@ -140,11 +141,11 @@ def _shades(hue: str, count: int) -> list[tuple[float, float, float]]:
 
 def _label_rounds(axes: Axes, run: RunRecord, longest: float) -> None:
     """The number of every round above its middle, or of as many as fit."""
-    origin = run.rounds[0].start
+    origin = run.rounds[0].phase.start
     places: list[float] = []
     labels: list[str] = []
     for round_ in run.rounds:
-        middle = (round_.start + round_.end) / 2 - origin
+        middle = (round_.phase.start + round_.phase.end) / 2 - origin
         if not places or middle - places[-1] >= longest / MAX_ROUND_LABELS:
             places.append(middle)
             labels.append(str(round_.step))

@@ -1,0 +1,66 @@
+"""One round of a run: a line of ``trace.jsonl``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.fields import Fields
+from recipe.partial_rollout.records.rollout_phase import RolloutPhase
+from recipe.partial_rollout.records.trained_group import TrainedGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A rollout phase and the groups that it trains."""
+
+    step: int
+    version: int
+    """policy version that the engines held"""
+    phase: RolloutPhase
+    trained: list[TrainedGroup] = field(repr=False)
+    interrupt_s: float | None = None
+    """seconds from the decision to interrupt until every engine was quiet; None: the arm does not interrupt"""
+    resume_s: float | None = None
+    """seconds from the opening of the round to its first engine call; None, likewise"""
+    carried_groups: int = 0
+    """unfinished groups that it started with"""
+    lost_samples: int = 0
+    """samples that are unaccounted for: a level, not an increase"""
+
+    def to_json(self) -> dict[str, Any]:
+        """Its line, without the event's name."""
+        return {
+            "calls": [call.to_json() for call in self.phase.calls],
+            "step": self.step,
+            "version": self.version,
+            "start": self.phase.start,
+            "end": self.phase.end,
+            "interrupt_s": self.interrupt_s,
+            "resume_s": self.resume_s,
+            "trained": [group.to_trace() for group in self.trained],
+            "carried_groups": self.carried_groups,
+            "lost_samples": self.lost_samples,
+        }
+
+    @classmethod
+    def from_json(cls, line: Fields, replicas: int) -> Self:
+        """The inverse of ``to_json``; ``replicas`` are those of the run.
+
+        Raises:
+            RunRecordError: a field is missing, mistyped or impossible; names the line.
+        """
+        start, end = line.span()
+        trained = [TrainedGroup.from_trace(group) for group in line.objects("trained", "one object a group")]
+        calls = tuple(EngineCall.from_json(values, line.place, replicas) for values in line.items("calls"))
+        return cls(
+            step=line.integer("step"),
+            version=line.integer("version"),
+            phase=RolloutPhase(start, end, calls),
+            trained=trained,
+            interrupt_s=line.optional_number("interrupt_s"),
+            resume_s=line.optional_number("resume_s"),
+            carried_groups=line.integer("carried_groups"),
+            lost_samples=line.integer("lost_samples"),
+        )

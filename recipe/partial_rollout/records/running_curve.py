@@ -1,0 +1,50 @@
+"""How many engine calls ran at each moment of a rollout phase, and how many slots stood empty."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from recipe.partial_rollout.records.rollout_phase import RolloutPhase
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCurve:
+    """How many calls ran: ``running[:, i]`` from ``times[i]`` to ``times[i + 1]``, exactly; it ends at 0."""
+
+    times: np.ndarray
+    """[point], unix seconds, ascending; the first and last are the phase's start and end"""
+    running: np.ndarray
+    """[row, point]"""
+
+    def slot_seconds(self, full: int) -> float:
+        """Integral over time of the running calls of all rows, counted up to ``full``."""
+        total = np.minimum(self.running.sum(axis=0), full)
+        return float(np.sum(total[:-1] * np.diff(self.times)))
+
+
+def running_curve(phase: RolloutPhase, rows: Sequence[int] | None = None, count: int = 1) -> RunningCurve:
+    """The busy time of the phase's calls, cut at its start and end.
+
+    Args:
+        rows: for each call, which of ``count`` rows (replicas) it counts in; None: all in one.
+    """
+    starts = np.clip([call.busy_from for call in phase.calls], phase.start, phase.end)
+    ends = np.clip([call.end for call in phase.calls], phase.start, phase.end)
+    owners = np.zeros(len(phase.calls), dtype=int) if rows is None else np.array(rows, dtype=int)
+    times, where = np.unique(np.concatenate([[phase.start, phase.end], starts, ends]), return_inverse=True)
+    changes = np.zeros((count, len(times)), dtype=int)
+    calls = len(phase.calls)
+    np.add.at(changes, (owners, where[2 : 2 + calls]), 1)
+    np.add.at(changes, (owners, where[2 + calls :]), -1)
+    return RunningCurve(times, np.cumsum(changes, axis=1))
+
+
+def bubble_fraction(phases: Sequence[RolloutPhase], full: int) -> float | None:
+    """Share of ``full`` slots that stood empty over the time of the phases, 0 to 1; None where they took no time."""
+    seconds = sum(phase.seconds for phase in phases)
+    if seconds <= 0:
+        return None
+    return 1 - sum(running_curve(phase).slot_seconds(full) for phase in phases) / (full * seconds)
