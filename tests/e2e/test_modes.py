@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from recipe.partial_rollout.records.ledger import NAME, read_ledger
+from recipe.partial_rollout.records.ledger_events import Filtered, Trained
 from recipe.partial_rollout.tools.audit import audit
 
 DULL_REWARD = Path(__file__).with_name("dull_reward.py")
@@ -72,10 +73,10 @@ def test_dapo_replaces_the_groups_that_score_alike_until_the_data_ends(start):
     assert started.process.wait(540) == 0, started.terminal()[-3000:]
     run = started.read()
     events, _ = read_ledger(run.directory / NAME)
-    filtered = [group for event in events if event["event"] == "filtered" for group in event["groups"]]
-    trained = [group["uid"] for event in events if event["event"] == "trained" for group in event["groups"]]
-    assert filtered and {group["value"] for group in filtered} == {0.0}
-    assert all(len(group["lengths"]) == 4 for group in filtered)
+    filtered = [group for event in events if isinstance(event, Filtered) for group in event.groups]
+    trained = [group.uid for event in events if isinstance(event, Trained) for group in event.groups]
+    assert filtered and {group.value for group in filtered} == {0.0}
+    assert all(len(group.lengths) == 4 for group in filtered)
     steps = len(run.steps)
     assert 0 < steps < 4 and len(trained) == 4 * steps and run.run["complete"]
     assert 16 - 4 < len(filtered) + len(trained) <= 16
@@ -84,7 +85,7 @@ def test_dapo_replaces_the_groups_that_score_alike_until_the_data_ends(start):
     assert sum(step["partial_rollout/filter/groups"] for step in run.steps.values()) == len(filtered)
     last = run.steps[steps]
     assert last["partial_rollout/filter/groups_total"] == len(filtered) and last["partial_rollout/lost_samples"] == 0
-    assert last["partial_rollout/filter/tokens_total"] == sum(sum(group["lengths"]) for group in filtered)
+    assert last["partial_rollout/filter/tokens_total"] == sum(sum(group.lengths) for group in filtered)
     assert all(step["critic/advantages/max"] > 0 for step in run.steps.values())
     assert (run.directory / f"global_step_{steps}" / "partial_rollout").is_dir()
     assert f"the data ends after step {steps} of 4" in started.terminal()

@@ -14,6 +14,7 @@ from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.run_record import load_run
+from recipe.partial_rollout.records.run_settings import Arm, RunSettings
 from recipe.partial_rollout.records.run_trace import RunTrace
 from recipe.partial_rollout.records.running_curve import bubble_fraction, running_curve
 from recipe.partial_rollout.records.spread import p95, spread
@@ -22,19 +23,7 @@ from recipe.partial_rollout.rollout.metrics import batch_metrics, phase_metrics
 from recipe.partial_rollout.tools.report.summary import summarize
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient
 
-FACTS = {
-    "arm": "PR",
-    "experiment": "tiny",
-    "batch_groups": 2,
-    "samples_per_group": 2,
-    "replicas": 2,
-    "slots_per_replica": 2,
-    "max_staleness": 4,
-    "mode": "window",
-    "policy": "bounded",
-    "verl": "0",
-    "vllm": "0",
-}
+FACTS = RunSettings(Arm.PR, "tiny", 2, 2, 2, 2, 4, "window", "bounded", "0", "0")
 FULL = 4
 
 

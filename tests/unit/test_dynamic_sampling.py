@@ -15,6 +15,7 @@ from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.group_filter import GroupFilter, MissingMetricError
 from recipe.partial_rollout.manager.messages import Flushed, PromptsWanted, Report, RolloutFailedError
 from recipe.partial_rollout.records.ledger import NAME, Ledger, read_ledger
+from recipe.partial_rollout.records.ledger_events import Filtered
 from recipe.partial_rollout.rollout.agent_loop_manager import PartialRolloutAgentLoopManager
 from recipe.partial_rollout.rollout.stop import StopSignals
 
@@ -407,7 +408,8 @@ def test_trainer_offers_prompts_for_as_long_as_a_round_filters(prompts, output, 
     trained, figures, left = asyncio.run(life())
     assert trained == ["0/9"] and figures == {"filter/groups": 9, "filter/consumed": 10} and left <= 2
     (event,), _ = read_ledger(tmp_path / NAME)
-    assert [group["uid"] for group in event["groups"]] == [f"0/{i}" for i in range(9)]
+    assert isinstance(event, Filtered)
+    assert [group.uid for group in event.groups] == [f"0/{i}" for i in range(9)]
 
 
 def test_trainer_is_told_that_the_data_is_exhausted_before_the_next_slot(prompts, tmp_path):

@@ -5,7 +5,10 @@ import json
 import pytest
 
 from recipe.partial_rollout.manager.types import TakenGroup
-from recipe.partial_rollout.records.ledger import NAME, Ledger, LedgerError, RunSizes, read_ledger
+from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.records.ledger import NAME, Ledger, read_ledger
+from recipe.partial_rollout.records.ledger_events import RunSizes
+from recipe.partial_rollout.records.resumed import Resumed
 from recipe.partial_rollout.tools.audit import audit, main
 
 RUN = {
@@ -264,21 +267,29 @@ def test_line_cut_off_by_a_kill_is_tolerated_before_a_resume_and_at_the_end(writ
     assert "2 lines were cut off by a dying process" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("garbage", ['{"event":"trai', "[]", '{"event":"dropped"}', "\x00\x00"])
-def test_garbage_elsewhere_is_unreadable(write, garbage, capsys):
+@pytest.mark.parametrize(
+    ("garbage", "message"),
+    [
+        ('{"event":"trai', "not a JSON object"),
+        ("[]", "not a JSON object"),
+        ('{"event":"dropped"}', "'dropped' is no event"),
+        ("\x00\x00", "not a JSON object"),
+    ],
+)
+def test_garbage_elsewhere_is_unreadable(write, garbage, message, capsys):
     run_dir = write(*GOOD[:3], garbage, *GOOD[3:])
     assert main([str(run_dir)]) == 2
-    assert f"{NAME}:4 is not an event" in capsys.readouterr().err
+    assert f"{NAME} line 4: {message}" in capsys.readouterr().err
 
 
 def test_two_cut_off_lines_in_a_row_are_unreadable(write):
-    with pytest.raises(LedgerError, match=r":11 is not an event"):
+    with pytest.raises(RunRecordError, match=r" line 11: not a JSON object"):
         audit(write(*GOOD, "{", "{"))
 
 
 def test_event_without_its_fields_is_unreadable(write, capsys):
     assert main([str(write(RUN, {"event": "trained", "step": 1}))]) == 2
-    assert "lacks a field: KeyError('" in capsys.readouterr().err
+    assert f"{NAME} line 2: 'groups' is missing; it should be a list" in capsys.readouterr().err
 
 
 def test_missing_or_headless_ledger_is_unreadable(write, tmp_path, capsys):
@@ -306,8 +317,8 @@ def test_ledger_writes_what_the_audit_reads(tmp_path, output):
     ledger.complete()
     result, cut_off = audit(tmp_path)
     assert result.violations == [] and cut_off == 0 and result.complete
-    assert [row.group["staleness"] for row in result.trained] == [[0, 0], [1, 0]]
-    assert result.trained[1].group["lengths"] == [[3] * 4, [4] * 4]
+    assert [row.group.staleness for row in result.trained] == [[0, 0], [1, 0]]
+    assert result.trained[1].group.parts == [[3] * 4, [4] * 4]
 
 
 def test_ledger_goes_on_behind_a_line_that_was_cut_off(tmp_path):
@@ -318,7 +329,7 @@ def test_ledger_goes_on_behind_a_line_that_was_cut_off(tmp_path):
     ledger.run(RunSizes("PR", 2, 1, 1, 2, 2, 2))
     ledger.resumed(0)
     events, cut_off = read_ledger(tmp_path / NAME)
-    assert [event["event"] for event in events] == ["run", "run", "resumed"] and cut_off == 1
+    assert [type(event) for event in events] == [RunSizes, RunSizes, Resumed] and cut_off == 1
 
 
 def test_every_line_is_in_the_file_as_soon_as_it_is_added(tmp_path):

@@ -325,6 +325,15 @@ def test_torn_line_elsewhere_is_an_error_that_names_it(tmp_path):
         load_run(path.parent)
 
 
+def test_torn_line_of_a_killed_run_is_left_out_where_it_resumes(tmp_path):
+    path = build_run(tmp_path / "a") / "trace.jsonl"
+    first, rest = path.read_text().split("\n", 1)
+    path.write_text(f'{first}\n{{"event": "rou\n{{"event": "resumed", "step": 0}}\n{rest}')
+    run = load_run(path.parent)
+    assert [step.number for step in run.steps] == [1, 2]
+    assert len(run.warnings) == 1 and "line 2: torn" in run.warnings[0]
+
+
 def test_validation_only_lines_and_null_values_are_tolerated(tmp_path):
     path = build_run(tmp_path / "a", metrics={0: {"val-core/acc": 0.5, "val-aux/x": None}})
     assert [step.number for step in load_run(path).steps] == [1, 2]

@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.records.ledger import Ledger, LedgerError, RunSizes
+from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.records.ledger import Ledger
+from recipe.partial_rollout.records.ledger_events import RunSizes
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.run_settings import Arm, RunSettings
 from recipe.partial_rollout.records.run_trace import RunTrace
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.audit import audit, main
 
 STEPS = 3
 SIZES = RunSizes("PR", 2, 2, 4, epoch_prompts=6, total=2 * STEPS, offered=2 * STEPS)
+RUN = RunSettings(Arm.PR, "tiny", 2, 2, 1, 8, 4, "window", "bounded", "0", "0")
 
 
 class Life:
@@ -26,7 +30,7 @@ class Life:
         self.manager, self.output = manager, output
         if state is not None:
             manager.load_state_dict(state)
-        self.trace = RunTrace(run_dir, ["r0"], {"arm": "PR"}, resumed or 0, append=True)
+        self.trace = RunTrace(run_dir, ["r0"], RUN, resumed or 0, append=True)
         self.ledger = Ledger(run_dir)
         self.ledger.run(SIZES)
         if resumed is not None:
@@ -175,7 +179,7 @@ def test_lines_that_a_dying_process_left_are_passed_over_and_others_are_not(star
     second.step(2)
     assert audit(tmp_path)[0].violations == []
     path.write_text('{"event": "round", "st\n' + path.read_text())
-    with pytest.raises(LedgerError, match=r"trace.jsonl:1 is not an event"):
+    with pytest.raises(RunRecordError, match=r"trace.jsonl line 1: not a JSON object"):
         audit(tmp_path)
 
 
@@ -190,4 +194,4 @@ def test_power_cut_may_take_the_last_rounds_until_the_run_is_resumed(start, tmp_
 def test_trace_of_another_kind_is_unreadable(whole, capsys):
     (whole / "trace.jsonl").write_text('{"event": "round", "step": 1}\n')
     assert main([str(whole)]) == 2
-    assert "lacks a field" in capsys.readouterr().err
+    assert "trace.jsonl line 1: 'start' is missing; it should be a number" in capsys.readouterr().err

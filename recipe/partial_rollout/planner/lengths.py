@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipe.partial_rollout.records.parts import RunRecord
+from recipe.partial_rollout.records.run_record import RunRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,18 +57,18 @@ class EngineCall:
         ]
 
     @classmethod
-    def from_json(cls, values: object, place: str, replicas: int) -> Self:
+    def from_json(cls, values: object, place: str, replicas: int | None) -> Self:
         """The inverse of ``to_json``; older traces have shorter rows.
 
         Args:
-            place: of the row, for the error. replicas: of the run.
+            place: of the row, for the error. replicas: of the run; None: any.
 
         Raises:
             RunRecordError: ``values`` is no such row, or names a replica that the run does not have.
         """
         match values:
             case [int(replica), int() | float() as start, int() | float() as end, int(tokens), int(version), *rest]:
-                if not 0 <= replica < replicas:
+                if replica < 0 or (replicas is not None and replica >= replicas):
                     raise RunRecordError(
                         f"{place}: a call names replica {replica}, but run.json says {replicas} replicas"
                     )

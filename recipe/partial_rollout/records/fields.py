@@ -38,7 +38,10 @@ class Fields:
     def text(self, key: str) -> str:
         return self._get(key, (str,), "a string")
 
-    def flag(self, key: str) -> bool:
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """``default`` where it is missing; None: it must not be."""
+        if default is not None and key not in self.values:
+            return default
         return self._get(key, (bool,), "true or false")
 
     def items(self, key: str) -> list[Any]:
@@ -69,7 +72,7 @@ class Fields:
             raise RunRecordError(f"{self.place}: '{key}' should be a list of strings")
         return values
 
-    def objects(self, key: str, wanted: str) -> list["Fields"]:
+    def objects(self, key: str, wanted: str = "objects") -> list["Fields"]:
         for value in (values := self.items(key)):
             if not isinstance(value, dict):
                 raise RunRecordError(f"{self.place}: '{key}' should hold {wanted}, got {value!r:.60}")
@@ -89,7 +92,8 @@ class Fields:
         return start, end
 
 
-def _parse_object(raw: bytes) -> dict[str, Any]:
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Of one JSON object; ValueError for anything else."""
     values = json.loads(raw)
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
@@ -102,31 +106,14 @@ def read_bytes(path: Path) -> bytes:
     except OSError as error:
         raise RunRecordError(
             f"{path}: cannot be read ({error.strerror}); give the directory of a run, "
-            "which holds run.json, metrics.jsonl and trace.jsonl"
+            "which holds run.json, metrics.jsonl, trace.jsonl and, of PR, ledger.jsonl"
         ) from error
 
 
 def read_object(path: Path) -> Fields:
     try:
-        return Fields(str(path), _parse_object(read_bytes(path)))
+        return Fields(str(path), parse_object(read_bytes(path)))
     except RunRecordError:
         raise
     except ValueError as error:
         raise RunRecordError(f"{path}: not a JSON object ({error}); rerun, or repair the file") from error
-
-
-def read_lines(path: Path) -> tuple[list[Fields], list[str]]:
-    """The objects of a JSON lines file, and warnings. Only a last line may be torn, as a crash leaves it."""
-    numbered = [(number, raw) for number, raw in enumerate(read_bytes(path).split(b"\n"), start=1) if raw.strip()]
-    lines: list[Fields] = []
-    for number, raw in numbered:
-        place = f"{path} line {number}"
-        try:
-            lines.append(Fields(place, _parse_object(raw)))
-        except ValueError as error:
-            if number == numbered[-1][0]:
-                return lines, [f"{place}: torn, as a crash leaves it; the line is left out"]
-            raise RunRecordError(
-                f"{place}: not a JSON object ({error}); only a last line may be torn: remove this one, or rerun"
-            ) from error
-    return lines, []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.records.fields import Fields
@@ -15,6 +15,7 @@ from recipe.partial_rollout.records.trained_group import TrainedGroup
 class Round:
     """A rollout phase and the groups that it trains."""
 
+    EVENT: ClassVar[str] = "round"
     step: int
     version: int
     """policy version that the engines held"""
@@ -45,8 +46,8 @@ class Round:
         }
 
     @classmethod
-    def from_json(cls, line: Fields, replicas: int) -> Self:
-        """The inverse of ``to_json``; ``replicas`` are those of the run.
+    def from_json(cls, line: Fields, replicas: int | None) -> Self:
+        """The inverse of ``to_json``; ``replicas`` are those of the run (None: any).
 
         Raises:
             RunRecordError: a field is missing, mistyped or impossible; names the line.

@@ -1,95 +1,129 @@
-"""Loads one run directory.
+"""One run, read back from its directory.
 
-A step counts when it has both its round (`trace.jsonl`) and its timers (`metrics.jsonl`): a run that crashed between
+A step counts when it has both its round (``trace.jsonl``) and its timers (``metrics.jsonl``): a run that crashed between
 the two has not trained that step. Where a resumed run repeats steps, the last attempt counts. A warning names whatever
 is left out.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from recipe.partial_rollout.records.fields import RunRecordError, read_lines, read_object
-from recipe.partial_rollout.records.parts import Arm, Phase, Probe, RunRecord, RunSettings, Step
+from recipe.partial_rollout.records import run_settings, run_trace, step_metrics
+from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.run_settings import RunSettings
+from recipe.partial_rollout.records.trace_events import Phase, Probe
+from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 CLOCK_TOLERANCE = 0.05
 """verl's rollout timer and the trace may differ by this share before the report warns."""
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step: its round and what verl logged for it."""
+
+    round: Round
+    metrics: dict[str, float] = field(repr=False)
+
+    @property
+    def number(self) -> int:
+        return self.round.step
+
+    def seconds(self, phase: str) -> float:
+        """verl's timer of that name; 0 where the step has no such phase."""
+        return self.metrics.get(f"timing_s/{phase}", 0.0)
+
+    @property
+    def lengths(self) -> list[int]:
+        """[trained sample]"""
+        return [length for group in self.round.trained for length in group.lengths]
+
+    @property
+    def staleness(self) -> list[int]:
+        """[trained sample]"""
+        return [age for group in self.round.trained for age in group.staleness]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One run. ``steps`` are ascending, at least one, each number once."""
+
+    directory: str
+    settings: RunSettings
+    steps: list[Step]
+    probes: list[Probe]
+    phases: list[Phase]
+    warnings: list[str]
+
+    @property
+    def rounds(self) -> list[Round]:
+        return [step.round for step in self.steps]
+
+    @property
+    def trained_groups(self) -> list[TrainedGroup]:
+        """In the order of training."""
+        return [group for step in self.steps for group in step.round.trained]
+
+
 def load_run(directory: Path) -> RunRecord:
+    """The run in ``directory``.
+
+    Raises:
+        RunRecordError: a file is missing or cannot be read, or no step is whole; names the file and line.
+    """
     if not directory.is_dir():
         raise RunRecordError(
             f"{directory}: no such directory; give the directory that a run wrote (trainer.default_local_dir)"
         )
-    settings = _read_settings(directory / "run.json")
-    rounds, probes, phases, warnings = _read_trace(directory / "trace.jsonl", settings)
+    settings = RunSettings.read(directory)
+    trace = directory / run_trace.NAME
+    events, warnings = run_trace.read_trace(trace, settings.replicas)
+    rounds, repeated = last_attempts(event for event in events if isinstance(event, Round))
+    if repeated:
+        warnings.append(f"{trace}: steps {_ranges(repeated)} were begun again (a resumed run); the last attempt counts")
     resumed = sorted(directory.glob("metrics_from_*.jsonl"), key=lambda path: path.stat().st_mtime)
-    metrics, metric_warnings = _read_metrics([directory / "metrics.jsonl", *resumed])
+    metrics, metric_warnings = _read_metrics([directory / step_metrics.NAME, *resumed])
     steps, join_warnings = _join(directory, rounds, metrics)
     warnings += metric_warnings + join_warnings + _clock_warnings(directory, steps)
     if not settings.complete:
-        warnings.insert(0, f"{directory}: the run did not finish (run.json says complete: false)")
-    return RunRecord(str(directory), settings, steps, probes, phases, warnings)
-
-
-def _read_settings(path: Path) -> RunSettings:
-    fields = read_object(path)
-    arm = fields.text("arm")
-    if arm not in list(Arm):
-        raise RunRecordError(f"{path}: 'arm' is {arm!r}; it should be one of {', '.join(Arm)}")
-    return RunSettings(
-        arm=Arm(arm),
-        experiment=fields.text("experiment"),
-        batch_groups=fields.integer("batch_groups", least=1),
-        samples_per_group=fields.integer("samples_per_group", least=1),
-        replicas=fields.integer("replicas", least=1),
-        slots_per_replica=fields.integer("slots_per_replica", least=1),
-        max_staleness=fields.optional_integer("max_staleness"),
-        mode=fields.text("mode"),
-        policy=fields.text("policy"),
-        verl=fields.text("verl"),
-        vllm=fields.text("vllm"),
-        complete=fields.flag("complete"),
+        warnings.insert(0, f"{directory}: the run did not finish ({run_settings.NAME} says complete: false)")
+    return RunRecord(
+        str(directory),
+        settings,
+        steps,
+        [event for event in events if isinstance(event, Probe)],
+        [event for event in events if isinstance(event, Phase)],
+        warnings,
     )
 
 
-def _read_trace(path: Path, settings: RunSettings) -> tuple[list[Round], list[Probe], list[Phase], list[str]]:
-    lines, warnings = read_lines(path)
-    rounds: dict[int, Round] = {}
-    probes: list[Probe] = []
-    phases: list[Phase] = []
+def last_attempts(rounds: Iterable[Round]) -> tuple[list[Round], set[int]]:
+    """The rounds that count of all that a run's lives have played, and the steps that were begun again.
+
+    A round undoes those of its own step and of later ones: its life continued from a checkpoint before them.
+    """
+    kept: dict[int, Round] = {}
     repeated: set[int] = set()
-    for line in lines:
-        match line.text("event"):
-            case "probe":
-                probes.append(Probe(line.number("tokens_per_s"), line.integer("concurrency")))
-            case "phase":
-                phases.append(Phase(line.integer("step"), line.text("name"), *line.span()))
-            case "round":
-                round_ = Round.from_json(line, settings.replicas)
-                superseded = {step for step in rounds if step >= round_.step}
-                repeated |= superseded
-                rounds = {step: kept for step, kept in rounds.items() if step not in superseded}
-                rounds[round_.step] = round_
-    if repeated:
-        warnings.append(f"{path}: steps {_ranges(repeated)} were begun again (a resumed run); the last attempt counts")
-    return list(rounds.values()), probes, phases, warnings
+    for round_ in rounds:
+        undone = {step for step in kept if step >= round_.step}
+        repeated |= undone
+        kept = {step: other for step, other in kept.items() if step not in undone} | {round_.step: round_}
+    return list(kept.values()), repeated
 
 
 def _read_metrics(paths: list[Path]) -> tuple[dict[int, dict[str, float]], list[str]]:
-    """Metrics by step; later files, of resumed runs, override earlier ones. verl logs NaN as null: left out."""
+    """Metrics by step; later files, of resumed runs, override earlier ones."""
     metrics: dict[int, dict[str, float]] = {}
     warnings: list[str] = []
     for path in paths:
-        lines, cut = read_lines(path)
-        warnings += cut
+        lines, torn = step_metrics.read_metrics(path)
+        warnings += torn
         for line in lines:
-            data = line.values.get("data")
-            if not isinstance(data, dict):
-                raise RunRecordError(
-                    f"{line.place}: 'data' is missing; it should hold the metrics that verl's file logger writes"
-                )
-            numbers = {key: float(value) for key, value in data.items() if isinstance(value, int | float)}
-            metrics.setdefault(line.integer("step"), {}).update(numbers)
+            metrics.setdefault(line.step, {}).update(line.values)
     return metrics, warnings
 
 

@@ -7,6 +7,7 @@ The two are written at different times, and the audit compares what they say.
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -124,6 +125,8 @@ class TrainedGroup:
         """
         parts = fields.integer_rows("lengths", width=4)
         uid = fields.text("uid")
+        if not re.fullmatch(r"\d+/\d+", uid):
+            raise RunRecordError(f"{fields.place}: 'uid' is {uid!r:.60}; it should be epoch/position")
         return cls(
             order=fields.integer("order"),
             epoch=position_of(uid)[0],

@@ -11,9 +11,22 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from recipe.partial_rollout.records.ledger import NAME, Event, LedgerError, RunSizes, read_ledger
+from recipe.partial_rollout.records import run_trace
+from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.records.ledger import NAME, read_ledger
+from recipe.partial_rollout.records.ledger_events import (
+    Admitted,
+    Complete,
+    Filtered,
+    LedgerEvent,
+    RunSizes,
+    Stopped,
+    Trained,
+)
+from recipe.partial_rollout.records.resumed import Resumed
+from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools import trace_audit
 from recipe.partial_rollout.tools.command_line import described
 
@@ -30,7 +43,7 @@ class _Trained:
     max_staleness: int
     """in force when it was trained"""
     samples_per_group: int
-    group: dict[str, Any]
+    group: TrainedGroup
 
 
 @dataclass(slots=True)
@@ -63,28 +76,27 @@ class Audit:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def book(self, event: dict[str, Any]) -> None:
+    def book(self, event: LedgerEvent) -> None:
         """Take the next event of the ledger."""
-        kind = event["event"]
-        if self.sizes is None and kind != Event.RUN:
-            raise LedgerError(f"the first event is {kind}: a ledger begins with {Event.RUN}")
-        if kind == Event.RUN:
-            self._book_run(event)
-        elif kind == Event.RESUMED:
-            self._book_resumed(event["step"])
-        elif kind == Event.ADMITTED:
-            self.admitted += [(event["step"], uid) for uid in event["uids"]]
-        elif kind == Event.TRAINED:
-            self._book_trained(event)
-        elif kind == Event.FILTERED:
-            self.filtered += [(event["step"], group["uid"]) for group in event["groups"]]
-        elif kind in (Event.STOPPED, Event.COMPLETE):
-            self.ended_on_purpose = True
-            self.complete = kind == Event.COMPLETE
-            self.exhausted = event.get("exhausted", False)
+        if self.sizes is None and not isinstance(event, RunSizes):
+            raise RunRecordError(f"the first event is {event.EVENT}: a ledger begins with {RunSizes.EVENT}")
+        match event:
+            case RunSizes():
+                self._book_run(event)
+            case Resumed(step):
+                self._book_resumed(step)
+            case Admitted(step, _, uids):
+                self.admitted += [(step, uid) for uid in uids]
+            case Trained():
+                self._book_trained(event)
+            case Filtered(step, _, groups):
+                self.filtered += [(step, group.uid) for group in groups]
+            case Stopped():
+                self.ended_on_purpose, self.complete, self.exhausted = True, False, False
+            case Complete(exhausted):
+                self.ended_on_purpose, self.complete, self.exhausted = True, True, exhausted
 
-    def _book_run(self, event: dict[str, Any]) -> None:
-        sizes = RunSizes.of(event)
+    def _book_run(self, sizes: RunSizes) -> None:
         before = self.sizes
         if before is not None:
             self.kills += not self.ended_on_purpose
@@ -105,12 +117,12 @@ class Audit:
         self.undone += len(self.trained) - len(kept)
         self.trained = kept
 
-    def _book_trained(self, event: dict[str, Any]) -> None:
+    def _book_trained(self, event: Trained) -> None:
         assert self.sizes is not None
         sizes = self.sizes
         self.trained += [
-            _Trained(event["step"], event["version"], sizes.max_staleness, sizes.samples_per_group, group)
-            for group in event["groups"]
+            _Trained(event.step, event.version, sizes.max_staleness, sizes.samples_per_group, group)
+            for group in event.groups
         ]
 
     # -- judging ---------------------------------------------------------------------------------------------------
@@ -122,22 +134,22 @@ class Audit:
         for row in self.trained:
             self._judge_group(row)
 
-    def compare(self, rounds: list[dict[str, Any]]) -> None:
+    def compare(self, rounds: list[Round]) -> None:
         """Add to the violations where the trace's rounds tell another story."""
-        steps: dict[int, trace_audit.TrainedStep] = {}
+        steps: dict[int, Trained] = {}
         for row in self.trained:
-            steps.setdefault(row.step, trace_audit.TrainedStep(row.step, row.version, [])).groups.append(row.group)
+            steps.setdefault(row.step, Trained(row.step, row.version, [])).groups.append(row.group)
         self.violations += trace_audit.disagreements(steps.values(), rounds, complete=self.complete)
         self.rounds_compared = len(rounds)
 
     def _judge_prompts(self) -> None:
         assert self.sizes is not None
-        times = Counter(row.group["uid"] for row in self.trained)
+        times = Counter(row.group.uid for row in self.trained)
         admitted = Counter(uid for _, uid in self.admitted)
         due = [self.uid(i) for i in range(self.offered)]
         known = set(due)
         for uid in sorted((uid for uid in times if times[uid] > 1), key=_position):
-            steps = ", ".join(str(row.step) for row in self.trained if row.group["uid"] == uid)
+            steps = ", ".join(str(row.step) for row in self.trained if row.group.uid == uid)
             self.violations.append(f"prompt {uid} was trained {times[uid]} times: in steps {steps}")
             self.repeated += 1
         for uid in sorted(times, key=_position):
@@ -155,7 +167,7 @@ class Audit:
 
     def _judge_filtered(self) -> None:
         """A filtered prompt is consumed, as a trained one: once, after its admission, and not both."""
-        trained = {row.group["uid"]: row.step for row in self.trained}
+        trained = {row.group.uid: row.step for row in self.trained}
         admitted = {uid for _, uid in self.admitted}
         times = Counter(uid for _, uid in self.filtered)
         for uid in sorted(times, key=_position):
@@ -203,19 +215,19 @@ class Audit:
 
     def _judge_group(self, row: _Trained) -> None:
         group = row.group
-        for index, staleness in enumerate(group["staleness"]):
+        for index, staleness in enumerate(group.staleness):
             if staleness > row.max_staleness:
                 self.violations.append(
-                    f"sample {group['uid']}#{index} was trained in step {row.step} with staleness {staleness}: "
+                    f"sample {group.uid}#{index} was trained in step {row.step} with staleness {staleness}: "
                     f"at most {row.max_staleness}"
                 )
-        for index, lengths in enumerate(group["lengths"]):
+        for index, lengths in enumerate(group.parts):
             if len(set(lengths)) != 1:
                 parts = ", ".join(f"{count} {part}" for count, part in zip(lengths, _PARTS, strict=True))
-                self.violations.append(f"sample {group['uid']}#{index} of step {row.step} has {parts}: must be equal")
-        if len(group["lengths"]) != row.samples_per_group:
+                self.violations.append(f"sample {group.uid}#{index} of step {row.step} has {parts}: must be equal")
+        if len(group.parts) != row.samples_per_group:
             self.violations.append(
-                f"prompt {group['uid']} was trained in step {row.step} with {len(group['lengths'])} samples of "
+                f"prompt {group.uid} was trained in step {row.step} with {len(group.parts)} samples of "
                 f"{row.samples_per_group}"
             )
 
@@ -239,7 +251,7 @@ class Audit:
         """Epochs of which every prompt is trained or filtered."""
         assert self.sizes is not None
         size = self.sizes.epoch_prompts
-        consumed = {row.group["uid"] for row in self.trained} | {uid for _, uid in self.filtered}
+        consumed = {row.group.uid for row in self.trained} | {uid for _, uid in self.filtered}
         epochs = (self.offered if self.sizes.filters else self.sizes.total) // size
         return sum(all(f"{epoch}/{i}" in consumed for i in range(size)) for epoch in range(epochs))
 
@@ -253,10 +265,10 @@ class Audit:
     def table(self) -> str:
         """The figures, one a line."""
         assert self.sizes is not None
-        trained = {row.group["uid"] for row in self.trained}
+        trained = {row.group.uid for row in self.trained}
         filtered = {uid for _, uid in self.filtered}
         waiting = [step for step, uid in self.admitted if uid not in trained and uid not in filtered]
-        staleness = [age for row in self.trained for age in row.group["staleness"]]
+        staleness = [age for row in self.trained for age in row.group.staleness]
         rows = {
             "arm": self.sizes.arm,
             "training": self.end,
@@ -267,7 +279,7 @@ class Audit:
             "prompts in flight": f"{len(waiting)}" + (f", the oldest since step {min(waiting)}" if waiting else ""),
             "prompts lost": self.lost,
             "prompts repeated": self.repeated,
-            "samples masked": sum(sum(row.group["masked"]) for row in self.trained),
+            "samples masked": sum(sum(row.group.masked) for row in self.trained),
             "max staleness": f"{max(staleness, default=0)} (bound {self.sizes.max_staleness})",
             "kills survived": self.kills,
             "resumes": self.resumes,
@@ -288,24 +300,18 @@ def audit(run_dir: Path) -> tuple[Audit, int]:
     """The judged ledger and trace of ``run_dir``, and how many lines of the ledger were cut off by a dying process.
 
     Raises:
-        LedgerError: one of them cannot be read.
+        RunRecordError: one of them cannot be read; names the file and line.
     """
     events, cut_off = read_ledger(run_dir / NAME)
     if not events:
-        raise LedgerError(f"{run_dir / NAME} has no event")
+        raise RunRecordError(f"{run_dir / NAME} has no event")
     result = Audit()
-    try:
-        for event in events:
-            result.book(event)
-        result.judge()
-    except (KeyError, TypeError, AttributeError) as error:
-        raise LedgerError(f"{run_dir / NAME} has an event that lacks a field: {error!r}") from error
-    trace = run_dir / trace_audit.NAME
+    for event in events:
+        result.book(event)
+    result.judge()
+    trace = run_dir / run_trace.NAME
     if trace.exists():
-        try:
-            result.compare(trace_audit.read_rounds(trace))
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise LedgerError(f"{trace} has an event that lacks a field: {error!r}") from error
+        result.compare(trace_audit.standing_rounds(run_trace.read_trace(trace)[0]))
     return result, cut_off
 
 
@@ -324,7 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         result, cut_off = audit(options.run_dir)
-    except LedgerError as error:
+    except RunRecordError as error:
         print(f"unreadable: {error}", file=sys.stderr)
         return 2
     print(result.table())

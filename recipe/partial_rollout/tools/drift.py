@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
-from recipe.partial_rollout.records.fields import RunRecordError, read_lines
+from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.records.step_metrics import NAME, read_metrics
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.report.table import Table
 from recipe.partial_rollout.tools.study.held_out import held_out_rewards
@@ -23,8 +24,8 @@ def row_of(run: Path) -> list[str]:
     Raises:
         RunRecordError: ``metrics.jsonl`` cannot be read, or no step of it has ``KL``.
     """
-    lines, _ = read_lines(run / "metrics.jsonl")
-    data = [line.values["data"] for line in lines if "training/global_step" in line.values["data"]]
+    lines, _ = read_metrics(run / NAME)
+    data = [line.values for line in lines if line.trained]
     if not any(KL in step for step in data):
         raise RunRecordError(f"{run}: no step has {KL}, which algorithm.rollout_correction makes verl log")
     drift = PolicyDrift()

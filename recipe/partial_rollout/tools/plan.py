@@ -23,8 +23,7 @@ from recipe.partial_rollout.planner.forecast import Forecast, baseline, forecast
 from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal, of_run
 from recipe.partial_rollout.planner.simulation import Cluster
 from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.parts import RunRecord
-from recipe.partial_rollout.records.run_record import load_run
+from recipe.partial_rollout.records.run_record import RunRecord, load_run
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.replay import Replay, replay
 from recipe.partial_rollout.tools.report.table import Table

@@ -19,7 +19,7 @@ from recipe.partial_rollout.planner.engine_curve import fit
 from recipe.partial_rollout.planner.forecast import baseline
 from recipe.partial_rollout.planner.lengths import of_run
 from recipe.partial_rollout.planner.simulation import Cluster, Simulation
-from recipe.partial_rollout.records.parts import RunRecord
+from recipe.partial_rollout.records.run_record import RunRecord
 
 
 @dataclass(frozen=True, slots=True)

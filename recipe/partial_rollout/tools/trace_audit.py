@@ -14,78 +14,47 @@ does a round that SIGTERM interrupts, while their tokens live on.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from recipe.partial_rollout.records.ledger import LedgerError
-
-NAME = "trace.jsonl"
-_VERSION = 4
-"""column of an engine call"""
+from recipe.partial_rollout.records.ledger_events import Trained
+from recipe.partial_rollout.records.resumed import Resumed
+from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.trace_events import TraceEvent
+from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedStep:
-    """A ``trained`` event of the ledger that no resume has undone."""
+def standing_rounds(events: Iterable[TraceEvent]) -> list[Round]:
+    """The rounds that count: a resume undoes those after its checkpoint, once its life has added something.
 
-    step: int
-    version: int
-    groups: list[dict[str, Any]]
-
-
-def read_rounds(path: Path) -> list[dict[str, Any]]:
-    """The ``round`` events that count: a resume undoes those after its checkpoint, once its life has added something.
-
-    Raises:
-        LedgerError: a line is no event, and no dying process can have left it.
+    Other than ``last_attempts`` it keeps a step's second round where no resume undid the first: that is an error to find.
     """
-    rounds: list[dict[str, Any]] = []
+    rounds: list[Round] = []
     resumed: int | None = None
-    broken: int | None = None
-    with path.open(errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            event = _parse(line)
-            if event is None or (broken is not None and event["event"] != "resumed"):
-                if broken is not None:
-                    raise LedgerError(f"{path}:{broken} is not an event, and the run did not end or resume there")
-                broken = number
-                continue
-            broken = None
-            if event["event"] == "resumed":
-                resumed = event["step"] if resumed is None else min(resumed, event["step"])
-                continue
-            if resumed is not None:
-                rounds = [row for row in rounds if row["step"] <= resumed]
-                resumed = None
-            if event["event"] == "round":
-                rounds.append(event)
+    for event in events:
+        if isinstance(event, Resumed):
+            resumed = event.step if resumed is None else min(resumed, event.step)
+            continue
+        if resumed is not None:
+            rounds = [round_ for round_ in rounds if round_.step <= resumed]
+            resumed = None
+        if isinstance(event, Round):
+            rounds.append(event)
     return rounds
 
 
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return event if isinstance(event, dict) and "event" in event else None
-
-
-def disagreements(steps: Iterable[TrainedStep], rounds: list[dict[str, Any]], *, complete: bool) -> list[str]:
+def disagreements(steps: Iterable[Trained], rounds: list[Round], *, complete: bool) -> list[str]:
     """A line for each way in which the trace's ``rounds`` and the trained ``steps`` of the ledger differ.
 
     Args:
         complete: the training is over. Until then the trace may lack the last steps: a power cut takes lines of it.
     """
-    by_step: dict[int, dict[str, Any]] = {}
+    by_step: dict[int, Round] = {}
     found: list[str] = []
-    for row in rounds:
-        if row["step"] in by_step:
-            found.append(f"step {row['step']} has two rounds in the trace")
-        by_step[row["step"]] = row
-        found += _of_round(row)
+    for round_ in rounds:
+        if round_.step in by_step:
+            found.append(f"step {round_.step} has two rounds in the trace")
+        by_step[round_.step] = round_
+        found += _of_round(round_)
     last = max(by_step, default=0)
     trained = list(steps)
     for step in trained:
@@ -102,26 +71,27 @@ def disagreements(steps: Iterable[TrainedStep], rounds: list[dict[str, Any]], *,
     return found
 
 
-def _of_round(row: dict[str, Any]) -> list[str]:
-    step, late = row["step"], [call[_VERSION] for call in row["calls"] if call[_VERSION] > row["version"]]
+def _of_round(round_: Round) -> list[str]:
+    step, version = round_.step, round_.version
+    late = [call.version for call in round_.phase.calls if call.version > version]
     found = []
     if late:
-        found.append(f"the round of step {step} under version {row['version']} has engine calls of version {max(late)}")
-    if row["lost_samples"]:
-        found.append(f"{row['lost_samples']} samples were unaccounted for after the round of step {step}")
+        found.append(f"the round of step {step} under version {version} has engine calls of version {max(late)}")
+    if round_.lost_samples:
+        found.append(f"{round_.lost_samples} samples were unaccounted for after the round of step {step}")
     return found
 
 
-def _of_step(step: TrainedStep, row: dict[str, Any]) -> list[str]:
+def _of_step(step: Trained, round_: Round) -> list[str]:
     at = f"in step {step.step}"
-    if step.version != row["version"]:
-        return [f"{at} the ledger has version {step.version}, the trace {row['version']}"]
-    ours = {group["order"]: group for group in step.groups}
-    theirs = {group["group"]: group for group in row["trained"]}
-    if len(theirs) < len(row["trained"]):
+    if step.version != round_.version:
+        return [f"{at} the ledger has version {step.version}, the trace {round_.version}"]
+    ours = {group.order: group for group in step.groups}
+    theirs = {group.order: group for group in round_.trained}
+    if len(theirs) < len(round_.trained):
         return [f"{at} the trace has a group twice"]
     found = [
-        f"prompt {ours[order]['uid']} is trained {at} and not in its round in the trace"
+        f"prompt {ours[order].uid} is trained {at} and not in its round in the trace"
         for order in ours
         if order not in theirs
     ]
@@ -131,21 +101,21 @@ def _of_step(step: TrainedStep, row: dict[str, Any]) -> list[str]:
         if order not in ours
     ]
     for order in sorted(ours.keys() & theirs.keys()):
-        found += [f"prompt {ours[order]['uid']} {at}: {line}" for line in _of_group(ours[order], theirs[order])]
+        found += [f"prompt {ours[order].uid} {at}: {line}" for line in _of_group(ours[order], theirs[order])]
     return found
 
 
-def _of_group(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    lengths = [row[0] for row in ours["lengths"]]
+def _of_group(ours: TrainedGroup, theirs: TrainedGroup) -> list[str]:
+    """``ours`` as the ledger has the group, ``theirs`` as the trace has it."""
     pairs = (
-        ("epoch", int(ours["uid"].partition("/")[0]), theirs["epoch"]),
-        ("lengths", lengths, theirs["lengths"]),
-        ("staleness", ours["staleness"], theirs["staleness"]),
+        ("epoch", ours.epoch, theirs.epoch),
+        ("lengths", ours.lengths, theirs.lengths),
+        ("staleness", ours.staleness, theirs.staleness),
     )
     found = [f"the ledger has {what} {mine}, the trace {other}" for what, mine, other in pairs if mine != other]
-    tokens, off_policy = theirs["tokens"], theirs["off_policy_tokens"]
-    if not 0 <= off_policy <= tokens <= sum(lengths):
-        found.append(f"{off_policy} off-policy tokens of {tokens} generated ones in {sum(lengths)} are impossible")
-    elif bool(off_policy) != any(ours["staleness"]):
-        found.append(f"{off_policy} off-policy tokens do not agree with staleness {ours['staleness']}")
+    tokens, off_policy = theirs.tokens, theirs.off_policy_tokens
+    if not 0 <= off_policy <= tokens <= sum(ours.lengths):
+        found.append(f"{off_policy} off-policy tokens of {tokens} generated ones in {sum(ours.lengths)} are impossible")
+    elif bool(off_policy) != any(ours.staleness):
+        found.append(f"{off_policy} off-policy tokens do not agree with staleness {ours.staleness}")
     return found

@@ -31,7 +31,9 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, cl
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.engine.kept_kv import kv_gap
 from recipe.partial_rollout.records.ledger import NAME as LEDGER
-from recipe.partial_rollout.records.ledger import Ledger, RunSizes
+from recipe.partial_rollout.records.ledger import Ledger
+from recipe.partial_rollout.records.ledger_events import RunSizes
+from recipe.partial_rollout.records.run_settings import Arm, RunSettings
 from recipe.partial_rollout.records.run_trace import RunTrace
 from recipe.partial_rollout.rollout.kv_slots import ReplicaSlots, SampleSizes
 from recipe.partial_rollout.rollout.observed_manager import RolloutContext
@@ -175,23 +177,23 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
         self.actor_rollout_wg.set_loss_fn(partial(corrected_ppo_loss, config=actor))
 
-    def _run_facts(self, control: ServerControl) -> dict[str, Any]:
+    def _run_facts(self, control: ServerControl) -> RunSettings:
         from importlib.metadata import version
 
         settings = self.settings
-        return {
-            "arm": "PR" if settings.enable else "noPR",
-            "experiment": self.config.trainer.experiment_name,
-            "batch_groups": settings.batch_groups,
-            "samples_per_group": settings.samples_per_group,
-            "replicas": len(control),
-            "slots_per_replica": settings.slots_per_replica,
-            "max_staleness": settings.max_staleness if settings.enable else 0,
-            "mode": str(settings.mode) if settings.enable else "sync",
-            "policy": str(settings.policy) if settings.enable else "none",
-            "verl": version("verl"),
-            "vllm": version("vllm"),
-        }
+        return RunSettings(
+            arm=Arm.PR if settings.enable else Arm.NOPR,
+            experiment=self.config.trainer.experiment_name,
+            batch_groups=settings.batch_groups,
+            samples_per_group=settings.samples_per_group,
+            replicas=len(control),
+            slots_per_replica=settings.slots_per_replica,
+            max_staleness=settings.max_staleness if settings.enable else 0,
+            mode=str(settings.mode) if settings.enable else "sync",
+            policy=str(settings.policy) if settings.enable else "none",
+            verl=version("verl"),
+            vllm=version("vllm"),
+        )
 
     def fit(self) -> None:
         """Probe the engines if asked to, then verl's training loop, from the checkpoint that is resumed if any.
@@ -276,7 +278,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         ledger = Ledger(self.run_dir)
         ledger.run(
             RunSizes(
-                arm="PR",
+                arm=Arm.PR,
                 samples_per_group=settings.samples_per_group,
                 batch_groups=settings.batch_groups,
                 max_staleness=settings.max_staleness,

@@ -83,7 +83,7 @@ def _judge(run_dir: Path, out: Path, kills: list[float]) -> int:
         "lost": audited.lost,
         "repeated": audited.repeated,
         "violations": audited.violations,
-        "max_staleness": max((s for row in audited.trained for s in row.group["staleness"]), default=0),
+        "max_staleness": max((s for row in audited.trained for s in row.group.staleness), default=0),
         "max_staleness_allowed": audited.sizes.max_staleness if audited.sizes else None,
         "trained_groups": len(audited.trained),
         "undone_groups": audited.undone,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.run_record import last_attempts
+from recipe.partial_rollout.records.run_trace import NAME, read_trace
+from recipe.partial_rollout.records.trace_events import Begin, TraceEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,35 +32,27 @@ class Survival:
 
 
 def survival(run_dir: Path, kills: list[float]) -> Survival:
-    """Of the finished run in ``run_dir``, killed at ``kills`` (unix seconds)."""
-    events = _events(run_dir / "trace.jsonl")
-    rounds = [event for event in events if event["event"] == "round"]
-    logged = sum(call[3] for event in rounds for call in event["calls"])
-    seconds = sum(event["end"] - event["start"] for event in rounds)
+    """Of the finished run in ``run_dir``, killed at ``kills`` (unix seconds).
+
+    Raises:
+        RunRecordError: its trace cannot be read.
+    """
+    events, _ = read_trace(run_dir / NAME)
+    rounds = [event for event in events if isinstance(event, Round)]
+    logged = sum(round_.phase.decoded_tokens for round_ in rounds)
+    seconds = sum(round_.phase.seconds for round_ in rounds)
     rate = logged / seconds if seconds else 0.0
-    counted: dict[int, int] = {}
-    for event in rounds:
-        counted = {step: tokens for step, tokens in counted.items() if step < event["step"]}
-        counted[event["step"]] = sum(group["tokens"] for group in event["trained"])
-    return Survival(logged, rate * sum(_cut_off_s(events, kill) for kill in kills), sum(counted.values()))
+    counted, _ = last_attempts(rounds)
+    trained = sum(group.tokens for round_ in counted for group in round_.trained)
+    return Survival(logged, rate * sum(_cut_off_s(events, kill) for kill in kills), trained)
 
 
-def _cut_off_s(events: list[dict[str, Any]], kill: float) -> float:
+def _cut_off_s(events: list[TraceEvent], kill: float) -> float:
     """Seconds from the start of the round that was open at ``kill``; 0 when none was."""
-    begun = [event for event in events if event["event"] == "begin" and event["start"] <= kill]
+    begun = [event.start for event in events if isinstance(event, Begin) and event.start <= kill]
     if not begun:
         return 0.0
     last = begun[-1]
-    ended = any(e["event"] == "round" and e["start"] >= last["start"] - 1.0 and e["end"] <= kill for e in events)
-    return 0.0 if ended else kill - last["start"]
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    events = []
-    for line in path.read_text().splitlines():
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            # A kill cuts the last line of a life off.
-            continue
-    return events
+    phases = [event.phase for event in events if isinstance(event, Round)]
+    ended = any(phase.start >= last - 1.0 and phase.end <= kill for phase in phases)
+    return 0.0 if ended else kill - last

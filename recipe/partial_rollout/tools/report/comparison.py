@@ -4,7 +4,8 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 
-from recipe.partial_rollout.records.parts import Arm, RunRecord
+from recipe.partial_rollout.records.run_record import RunRecord
+from recipe.partial_rollout.records.run_settings import Arm
 from recipe.partial_rollout.tools.report.summary import Summary, engine_speed, full_tokens_per_s, ratio, summarize
 
 SPEED_TOLERANCE = 0.10

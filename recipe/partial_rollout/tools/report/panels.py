@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from recipe.partial_rollout.records.parts import RunSettings, Step
+from recipe.partial_rollout.records.run_record import Step
+from recipe.partial_rollout.records.run_settings import RunSettings
 from recipe.partial_rollout.records.running_curve import bubble_fraction
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.findings import headline

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recipe.partial_rollout.records.parts import RunRecord, Step
+from recipe.partial_rollout.records.run_record import RunRecord, Step
 from recipe.partial_rollout.records.running_curve import bubble_fraction
 from recipe.partial_rollout.records.spread import Spread, spread
 

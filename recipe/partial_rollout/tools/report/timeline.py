@@ -15,7 +15,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from recipe.partial_rollout.records.parts import RunRecord
+from recipe.partial_rollout.records.run_record import RunRecord
 from recipe.partial_rollout.records.running_curve import RunningCurve
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side

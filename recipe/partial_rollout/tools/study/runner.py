@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from recipe.partial_rollout.records.fields import RunRecordError, read_object
+from recipe.partial_rollout.records.step_metrics import read_metrics
 from recipe.partial_rollout.tools.study.arm import BASELINE, MAIN, Arm
 from recipe.partial_rollout.tools.study.machine import MACHINE, write_machine
 
@@ -51,12 +53,12 @@ class Study:
         """
         directory = self.directory(arm, seed)
         try:
-            lines = (directory / "metrics.jsonl").read_text().splitlines()
-            ended = arm.program != MAIN or json.loads((directory / "run.json").read_text())["complete"]
-            steps = [line["step"] for line in map(json.loads, lines) if "training/global_step" in line["data"]]
-        except (OSError, ValueError, KeyError):
+            lines, _ = read_metrics(directory / "metrics.jsonl")
+            ended = arm.program != MAIN or read_object(directory / "run.json").flag("complete")
+            steps = [line.step for line in lines if line.trained]
+        except RunRecordError:
             return False
-        complete = bool(ended) and max(steps, default=0) == self.steps
+        complete = ended and max(steps, default=0) == self.steps
         if complete:
             self._check_alike(directory / _OVERRIDES, self._overrides(arm, seed))
         return complete

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from recipe.partial_rollout.records.parts import RunRecord
-from recipe.partial_rollout.records.run_record import load_run
+from recipe.partial_rollout.records.run_record import RunRecord, load_run
 from recipe.partial_rollout.tools.report.table import Table
 from recipe.partial_rollout.tools.study.arm import BASELINE
 from recipe.partial_rollout.tools.study.convergence.arms import KINDS, Kind, bound_of

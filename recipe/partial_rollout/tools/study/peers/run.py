@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.partial_rollout.records.fields import read_lines
+from recipe.partial_rollout.records.jsonl import read_lines
+from recipe.partial_rollout.records.step_metrics import read_metrics
 from recipe.partial_rollout.tools.study.held_out import held_out_rewards
 from recipe.partial_rollout.tools.study.machine import read_stolen_cpu
 
@@ -61,8 +62,8 @@ def read_run(directory: Path, arm: str, seed: int, samples_per_step: int) -> Pee
     Raises:
         ValueError: a step lacks a figure; the message names both.
     """
-    lines, _ = read_lines(directory / "metrics.jsonl")
-    steps = [line.values["data"] for line in lines if "training/global_step" in line.values["data"]]
+    lines, _ = read_metrics(directory / "metrics.jsonl")
+    steps = [line.values for line in lines if line.trained]
 
     def column(key: str) -> np.ndarray:
         missing = [i for i, step in enumerate(steps, 1) if key not in step]

@@ -1,0 +1,87 @@
+"""JSON lines that a run appends to while it may be killed at any moment, and how they are read back.
+
+The writer ends every line before it begins the next, so at most one line of each life of a run is torn: its last. A torn
+line is therefore passed over at the end of a file and where another life begins; anywhere else it is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+from recipe.partial_rollout.records.fields import Fields, RunRecordError, parse_object, read_bytes
+
+
+class JsonLines:
+    """Writes one JSON object a line; each is in the file as soon as it is added.
+
+    Args:
+        append: to what an earlier life of the run has written, instead of starting the file over.
+    """
+
+    def __init__(self, path: Path, *, append: bool = True) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.continues = append and path.exists()
+        """whether there was a file to append to"""
+        torn = self.continues and not _ends_a_line(path)
+        self._file = path.open("a" if append else "w", buffering=1)
+        if torn:
+            # What a killed process left of its last line must not swallow the next one.
+            self._file.write("\n")
+
+    def add(self, values: dict[str, Any]) -> None:
+        """One more line."""
+        self._file.write(json.dumps(values) + "\n")
+
+    def sync(self) -> None:
+        """Return once every line is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+def read_lines(path: Path, restarts: Container[str] = ()) -> tuple[list[Fields], list[str]]:
+    """The objects of a JSON lines file, and a warning for each torn line that was passed over.
+
+    Args:
+        restarts: values of ``event`` with which another life of the run begins.
+
+    Raises:
+        RunRecordError: the file cannot be read, or a line is torn that no dying process can have left.
+    """
+    lines: list[Fields] = []
+    warnings: list[str] = []
+    torn: RunRecordError | None = None
+    for number, raw in enumerate(read_bytes(path).split(b"\n"), start=1):
+        if not raw.strip():
+            continue
+        place = f"{path} line {number}"
+        try:
+            values = parse_object(raw)
+        except (ValueError, RecursionError) as error:
+            if torn is not None:
+                raise torn from None
+            torn = _torn(place, error)
+            warnings.append(f"{place}: torn, as a crash leaves it; the line is left out")
+            continue
+        if torn is not None and str(values.get("event")) not in restarts:
+            raise torn
+        torn = None
+        lines.append(Fields(place, values))
+    return lines, warnings
+
+
+def _torn(place: str, error: Exception) -> RunRecordError:
+    return RunRecordError(
+        f"{place}: not a JSON object ({error}), and the run did not end or resume there: remove the line, or rerun"
+    )
