@@ -130,7 +130,7 @@ def test_manager_keeps_the_metadata_of_a_finished_sample_and_no_array(start):
 
     def kept(actor):
         actor._store.seal()
-        return [sample.output for group in actor._manager._state.groups.values() for sample in group.samples]
+        return [sample.output for group in actor._manager._state.groups.by_order.values() for sample in group.samples]
 
     first, second = ray.get(actor.__ray_call__.remote(kept))
     assert first.handle[0].reference == second.handle[0].reference, "one object"

@@ -175,7 +175,7 @@ class ScriptedRun:
         script = SampleScript(sample_id)
         segments, results = self.held[dict(self.running)[sample_id]][sample_id]
         done = sum(map(len, segments))
-        failures = self.manager._state.samples[sample_id].failures
+        failures = self.manager._samples.unfinished[sample_id].failures
         if done >= min(CHUNK, script.length) and failures < script.raises:
             self.step("fail", lambda: self.fail(sample_id), sample_id)
         elif script.tool_after is not None and done >= script.tool_after and not results:
@@ -342,7 +342,7 @@ def test_three_hundred_rounds_do_not_grow_the_manager(tmp_path):
     def fault(run, transition, side, sample_id):
         done = len(run.trained) // run.batch
         if transition == "take" and side == "before" and done in (100, 300):
-            sizes[done] = footprint([run.manager._state, run.manager._queue, run.manager._workers])
+            sizes[done] = footprint([run.manager._state, run.manager._samples, run.manager._slots])
         if transition == "interrupt" and side == "after":
             count = next(occasions)
             if count % 300 == 0:

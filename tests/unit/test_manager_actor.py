@@ -94,7 +94,7 @@ def test_batch_that_is_complete_after_the_round_was_suspended_stays_where_it_is(
         await actor.report(Report("w0", finished=((grant.sample_id, output()),)))
         ended = await asyncio.wait_for(waiting, 5)
         flushed = await asyncio.wait_for(actor.flush(), 5)
-        return ended, flushed, actor._manager._state.admitted
+        return ended, flushed, actor._manager._state.groups.admitted
 
     ended, flushed, admitted = asyncio.run(life())
     assert ended.admitted == () and admitted == ["0/0"]

@@ -7,6 +7,7 @@ for a night's worth.
 import itertools
 import math
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -21,7 +22,7 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict
 from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
+from recipe.partial_rollout.manager.types import GroupState, Prompt, SampleOutput, SampleState, Segment
 
 SEQUENCES = int(os.environ.get("PARTIAL_ROLLOUT_SEQUENCES", "2000"))
 
@@ -77,6 +78,7 @@ def masked_output_of(segments):
     )
 
 
+IN_THE_MANAGER = (GroupState.WAITING, GroupState.ACTIVE, GroupState.READY, GroupState.TAKEN)
 ARRAYS = ("prompt_ids", "response_ids", "response_mask", "log_probs", "versions")
 
 
@@ -487,6 +489,30 @@ class ManagerLife(RuleBasedStateMachine):
         assert len(set(self.model.trained)) == len(self.model.trained) == self.manager.counters.trained_groups
         assert len(set(self.model.filtered)) == len(self.model.filtered) == self.manager.counters.filtered_groups
         assert not set(self.model.filtered) & set(self.model.trained + self.model.taken)
+
+    @invariant()
+    def states_agree_with_the_indexes(self):
+        if self.manager is None:
+            return
+        groups = self.manager._state.groups
+        by_state = {state: list(groups.in_state(state)) for state in GroupState}
+        waiting, active, ready, taken = (by_state[state] for state in IN_THE_MANAGER)
+        assert sum(map(len, by_state.values())) == len(waiting + active + ready + taken) == len(groups.by_order)
+        assert [g.order for g in groups.by_order.values()] == sorted(groups.by_order) == list(groups.by_order)
+        assert set(groups.queue) == set(ready) and len(groups.queue) == len(ready)
+        assert set(groups.taken.values()) == set(taken) and set(groups.taken) == set(self.model.taken)
+        births = Counter(group.birth for group in waiting + active)
+        assert {birth: count for birth, count in groups.unfinished.items() if count} == births
+        assert all(group.birth is None for group in waiting)
+        assert all(group.birth is not None and group.unfinished for group in active)
+        assert not any(group.unfinished for group in ready + taken)
+        assert groups.in_flight == len(waiting + active + ready) and groups.carried == len(active + ready)
+        unfinished = [s for g in waiting + active for s in g.samples if s.state is not SampleState.FINISHED]
+        assert len(unfinished) == len(self.manager._samples) == sum(g.unfinished for g in waiting + active)
+        for sample in unfinished:
+            assert self.manager._samples.unfinished[sample.id] is sample
+            assert (sample.state is SampleState.RUNNING) == (sample.id in self.model.running)
+            assert (sample.state is SampleState.FAILED) == (sample.id in self.model.failed)
 
     @invariant()
     def slots_are_respected(self):

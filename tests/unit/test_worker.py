@@ -135,7 +135,7 @@ def test_interrupted_sample_goes_on_in_its_worker_from_where_it_was():
     async def body():
         manager, worker, serving = await start([[5], [60]])
         (first,) = await finish_round(manager, worker)
-        (waiting,) = manager.actor._manager._state.samples.values()
+        (waiting,) = manager.actor._manager._samples.unfinished.values()
         cached = waiting.cached_tokens
         worker.begin(1, time.monotonic())
         await manager.actor.prepare_round(1, [], False)

@@ -28,11 +28,13 @@ from typing import Any
 import numpy as np
 
 from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.groups import Counters
 from recipe.partial_rollout.manager.length_ledger import LengthLedger
-from recipe.partial_rollout.manager.state import Counters, ManagerState
+from recipe.partial_rollout.manager.state import ManagerState
 from recipe.partial_rollout.manager.types import (
     FilteredGroup,
     FinishedOutput,
+    GroupState,
     Prompt,
     PromptGroup,
     Sample,
@@ -67,29 +69,29 @@ class Captured:
 
 def capture(state: ManagerState, admission: Admission) -> Captured:
     """``state`` as it is now; milliseconds, since no token is copied."""
-    unfinished = [group for group in state.groups.values() if group.unfinished]
-    ended = state.lengths.ended
+    groups, lengths = state.groups, state.groups.lengths
     head = {
         "layout": LAYOUT,
         "made_with": _sizes(admission),
         "version": state.version,
-        "source_open": state.source_open,
-        "last_offered": state.last_offered,
-        "admitted": list(state.admitted),
-        "filtered": [asdict(group) for group in state.filtered],
+        "source_open": state.reserve.source_open,
+        "last_offered": state.reserve.last_offered,
+        "admitted": list(groups.admitted),
+        "filtered": [asdict(group) for group in groups.filtered],
         "paced": state.paced,
-        "counters": asdict(state.counters),
+        "counters": asdict(groups.counters),
         "lengths": {
-            "opened": state.lengths.opened,
-            "prefix": state.lengths.prefix,
-            "prefix_groups": state.lengths.prefix_groups,
-            "passed": state.lengths.passed,
-            "left_out": sorted(state.lengths.left_out),
-            "ended": np.array(list(ended.items()), np.int64).reshape(-1, 2),
+            "opened": lengths.opened,
+            "prefix": lengths.prefix,
+            "prefix_groups": lengths.prefix_groups,
+            "passed": lengths.passed,
+            "left_out": sorted(lengths.left_out),
+            "ended": np.array(list(lengths.ended.items()), np.int64).reshape(-1, 2),
         },
     }
-    groups = tuple(_copy(group) for group in [*state.taken.values(), *state.ready, *unfinished])
-    return Captured(head, tuple(state.reserve), groups)
+    unfinished = groups.in_state(GroupState.WAITING, GroupState.ACTIVE)
+    captured = tuple(_copy(group) for group in [*groups.taken.values(), *groups.queue, *unfinished])
+    return Captured(head, tuple(state.reserve), captured)
 
 
 def _copy(group: PromptGroup) -> PromptGroup:
@@ -167,35 +169,32 @@ def _runs(values: np.ndarray) -> dict[str, np.ndarray]:
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
-def decode(state: dict[str, Any], admission: Admission) -> ManagerState:
-    """The state that was encoded, with nobody owning anything and every unfinished sample WAITING.
+def decode(state: dict[str, Any], admission: Admission, into: ManagerState) -> None:
+    """Fill ``into``, which is empty, with the state that was encoded; nobody owns anything.
+
+    The source is open again: a training that is resumed may have more steps than the one that drained.
 
     Raises:
         ValueError: another layout; made with sizes that this run cannot go on from; columns that do not fit together.
     """
     _check_sizes(state, admission)
-    result = ManagerState(
-        source_open=state["source_open"],
-        last_offered=state["last_offered"],
-        version=state["version"],
-        admitted=list(state["admitted"]),
-        filtered=[FilteredGroup(**row) for row in state.get("filtered", ())],
-        paced=state["paced"],
-        counters=Counters(**state["counters"]),
-        lengths=_length_ledger(state["lengths"]),
-    )
-    result.reserve.extend(Prompt(**row) for row in state["reserve"])
+    into.version, into.paced = state["version"], state["paced"]
+    into.reserve.prompts.extend(Prompt(**row) for row in state["reserve"])
+    into.reserve.last_offered = state["last_offered"]
+    groups = into.groups
+    groups.counters, groups.lengths = Counters(**state["counters"]), _length_ledger(state["lengths"])
+    groups.admitted = list(state["admitted"])
+    groups.filtered = [FilteredGroup(**row) for row in state.get("filtered", ())]
+    groups.restore(_groups(state, admission.samples_per_group))
+
+
+def _groups(state: dict[str, Any], size: int) -> Iterator[PromptGroup]:
     records = _samples(state)
     for row in state["groups"]:
         group = PromptGroup(Prompt(**row["prompt"]), row["order"], birth=row["birth"])
-        for index in range(admission.samples_per_group):
+        for index in range(size):
             group.samples.append(replace(next(records), id=f"{group.uid}#{index}", group=group))
-        outputs = [sample.output for sample in group.samples if sample.output is not None]
-        group.unfinished = len(group.samples) - len(outputs)
-        group.finished_length = sum(output.response_length for output in outputs)
-        result.enter(group)
-    result.groups = dict(sorted(result.groups.items(), key=lambda item: item[1].order))
-    return result
+        yield group
 
 
 def _length_ledger(fields: dict[str, Any]) -> LengthLedger:

@@ -1,7 +1,7 @@
 """Dynamic sampling (DAPO, arXiv:2503.14476): groups whose samples all score alike teach nothing and are replaced.
 
 Such a group has no advantage to learn from. It is consumed without being trained, and another prompt takes its place in
-the same round. ``GroupFilter`` only judges a group; ``SampleLifecycle`` counts and ``Admission`` replaces.
+the same round. ``GroupFilter`` only judges a group; ``Round`` counts and ``Admission`` replaces.
 """
 
 from __future__ import annotations

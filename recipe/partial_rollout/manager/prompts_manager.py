@@ -7,104 +7,195 @@ A pure state machine, driven by verbs: no Ray, no asyncio, no torch, no clock of
   while stopping would leave more groups than the coming rounds can train in time;
 * a sample has one owner: it is claimable, or one worker has a slot for it, or it awaits its retry, or it has ended.
 
-All of it holds across ``state_dict`` and ``load_state_dict``.
+All of it holds across ``state_dict`` and ``load_state_dict``. ``PromptsManager`` passes each verb to the owner of what it
+changes: ``Reserve`` (prompts that wait), ``Groups``, ``Samples``, ``Slots`` (workers and their claims), ``Round``.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.manager import report as manager_report
-from recipe.partial_rollout.manager.admission import Load
+from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.codec import Captured, capture, decode, encode
-from recipe.partial_rollout.manager.lifecycle import SampleLifecycle
-from recipe.partial_rollout.manager.types import (
-    FilteredGroup,
-    FinishedOutput,
-    GroupState,
-    Prompt,
-    PromptGroup,
-    Sample,
-    SampleOutput,
-    TakenGroup,
-    position_of,
-)
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict
+from recipe.partial_rollout.manager.group_filter import GroupFilter
+from recipe.partial_rollout.manager.groups import Counters, Put
+from recipe.partial_rollout.manager.round import Round
+from recipe.partial_rollout.manager.samples import Samples
+from recipe.partial_rollout.manager.slots import Slots
+from recipe.partial_rollout.manager.state import ManagerState
+from recipe.partial_rollout.manager.types import FilteredGroup, FinishedOutput, Grant, Prompt, Segment, TakenGroup
 
 
-class PromptsManager(SampleLifecycle):
-    """Owner of all prompts between the data source and the trainer."""
+class PromptsManager:
+    """Owner of all prompts between the data source and the trainer.
 
-    # -- prompts ---------------------------------------------------------------------------------------------------
+    A batch of one group of two samples, one spare group in flight, three slots. At the end of the first round::
+
+        reserve        in flight                                trainer
+        0/2     ---->  0/1#0 interrupted, 0/1#1 waiting  ---->  0/0
+
+    >>> import numpy as np
+    >>> from recipe.partial_rollout.config.choices import Mode
+    >>> from recipe.partial_rollout.manager.types import SampleOutput
+    >>> admission = Admission(Mode.WINDOW, 1, 2, 1.0, 2, 2, max_staleness=4)
+    >>> manager = PromptsManager(admission, SchedulingPolicy.BOUNDED, clock=lambda: 0.0)
+    >>> manager.offer(Prompt(f"0/{i}", 0, {}) for i in range(3))
+    >>> manager.register_worker("w0", capacity=3)
+    >>> manager.open_round(), [grant.sample_id for grant in manager.claim("w0")]
+    (2, ['0/0#0', '0/0#1', '0/1#0'])
+    >>> token = np.ones(1, np.int32)
+    >>> output = SampleOutput(token, token, token, -token, 0 * token, 1, 1.0, {}, 2, {})
+    >>> for sample_id in ("0/0#0", "0/0#1"):
+    ...     manager.finish(sample_id, output)
+    >>> manager.round_complete(), manager.close_round()
+    (True, ('0/0', '0/1'))
+    >>> manager.interrupt("0/1#0")
+    >>> [group.uid for group in manager.take_batch()]
+    ['0/0']
+
+    Args:
+        admission: mode and sizes.
+        policy: order in which samples are claimed.
+        clock: seconds; stamped on state changes for stall reports.
+        failures: what becomes of a sample whose agent loop raised.
+        group_filter: which finished groups are replaced; None: none.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        policy: SchedulingPolicy,
+        clock: Callable[[], float],
+        failures: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
+        group_filter: GroupFilter | None = None,
+    ) -> None:
+        self._clock = clock
+        self._state = ManagerState()
+        self._slots = Slots(policy)
+        self._samples = Samples(self._state.groups, self._slots, failures, clock)
+        self._round = Round(self._state, self._samples, admission, policy, group_filter)
+
+    @property
+    def version(self) -> int:
+        """Of the weights that decode what is claimed."""
+        return self._state.version
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since the start of the run."""
+        return self._state.groups.counters
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    def register_worker(self, worker: str, capacity: int) -> None:
+        """Declare a worker that can run ``capacity`` samples at once."""
+        self._slots.register(worker, capacity)
+
+    def resize_worker(self, worker: str, capacity: int) -> None:
+        """``worker`` can run ``capacity`` samples at once from here on; what it runs goes on."""
+        self._slots.resize(worker, capacity)
+
+    def release_worker(self, worker: str) -> int:
+        """Forget a dead worker; others go on from the journals of the samples that it held; returns how many."""
+        return self._samples.release(worker)
+
+    @property
+    def workers(self) -> Iterable[str]:
+        """Those that have joined and were not released."""
+        return self._slots.workers
+
+    def incarnation(self, worker: str) -> object:
+        """See ``Slots.incarnation``: tells a call of a worker that is gone from one of its successor."""
+        return self._slots.incarnation(worker)
+
+    # -- samples ---------------------------------------------------------------------------------------------------
+
+    def claim(self, worker: str, limit: int | None = None, *, beyond_share: bool = False) -> list[Grant]:
+        """Run up to ``limit`` samples (default: all its free slots) on ``worker``, by priority; see ``Slots.claim``."""
+        self.incarnation(worker)
+        if not self.round_open:
+            return []
+        overdue = self.version - self._round.admission.max_staleness
+        return self._samples.claim(worker, limit, version=self.version, overdue=overdue, beyond_share=beyond_share)
+
+    def leaves_samples_to_others(self, worker: str) -> bool:
+        """Whether ``worker`` has free slots for samples that it did not get because it has its share."""
+        return self.round_open and self._slots.leaves_samples_to_others(worker)
+
+    def add_segment(self, sample_id: str, segment: Segment) -> None:
+        """Cache tokens of a running sample, so that they survive its worker."""
+        self._samples.add_segment(sample_id, segment)
+
+    def add_tool_result(self, sample_id: str, result: dict[str, Any]) -> None:
+        """Cache the JSON-able result of a running sample's finished tool call: it is not made again."""
+        self._samples.add_tool_result(sample_id, result)
+
+    def interrupt(self, sample_id: str) -> None:
+        """RUNNING -> INTERRUPTED: the slot is free, the worker keeps the conversation until it is granted again."""
+        self._samples.interrupt(sample_id)
+
+    def finish(self, sample_id: str, output: FinishedOutput) -> None:
+        """RUNNING -> FINISHED with its output; after the last of its group see ``Round.sample_ended``."""
+        self._round.sample_ended(self._samples.finish(sample_id, output))
+
+    def fail(self, sample_id: str, error: str) -> FailureVerdict:
+        """RUNNING -> FAILED: its agent loop raised ``error`` (one line); the verdict tells what follows.
+
+        RETRY: call ``retry`` after ``retry_delay_s``. MASK: the sample has FINISHED, masked. RAISE: the run is to end.
+        """
+        verdict = self._samples.fail(sample_id, error)
+        if verdict is FailureVerdict.MASK:
+            self._round.sample_ended(self._samples.mask(sample_id))
+        return verdict
+
+    def retry_delay_s(self, sample_id: str) -> float:
+        """Seconds that a failed sample waits for its ``retry``."""
+        return self._samples.retry_delay_s(sample_id)
+
+    def retry(self, sample_id: str) -> None:
+        """FAILED -> INTERRUPTED with its journal (WAITING without one); any worker may claim it."""
+        self._samples.retry(sample_id)
+
+    # -- prompts, rounds and batches -------------------------------------------------------------------------------
 
     def offer(self, prompts: Iterable[Prompt]) -> None:
-        """Put prompts in reserve, in training order; they start when admission allows.
-
-        Raises:
-            RuntimeError: one does not come after the last: a source that resumed elsewhere than the manager did.
-        """
-        state = self._state
-        for prompt in prompts:
-            if state.last_offered is not None and prompt.position <= position_of(state.last_offered):
-                last = state.last_offered
-                raise RuntimeError(f"prompt {prompt.uid} was offered twice, or out of order: the last one was {last}")
-            state.reserve.append(prompt)
-            state.last_offered = prompt.uid
+        """Put prompts in reserve, in training order; they start when admission allows."""
+        self._state.reserve.offer(prompts)
 
     def note_source(self, left: int) -> None:
         """The source has ``left`` prompts yet to offer; with none it is closed."""
-        self._source_left = left
-        if not left:
-            self.close_source()
+        self._state.reserve.note_source(left)
 
     def close_source(self) -> None:
         """No more prompts will be offered: what is in flight drains."""
-        self._state.source_open = False
+        self._state.reserve.close_source()
 
     @property
     def wanted(self) -> int:
-        """Prompts to offer so that the next round never runs short of them, but for those that replace filtered ones."""
-        state, admission = self._state, self._admission
-        spare = admission.batch_groups if self._group_filter is not None else 0
-        return max(0, admission.most_per_round() + spare - len(state.reserve)) if state.source_open else 0
+        """See ``Round.wanted``."""
+        return self._round.wanted
 
     @property
     def short_of_prompts(self) -> bool:
-        """Whether the round may soon filter more groups than the reserve can replace."""
-        state = self._state
-        filters = self._group_filter is not None and state.source_open
-        return self.round_open and filters and len(state.reserve) < self._admission.batch_groups
+        """See ``Round.short_of_prompts``."""
+        return self._round.short_of_prompts
+
+    @property
+    def exhausted(self) -> bool:
+        """See ``Round.exhausted``."""
+        return self._round.exhausted
 
     def admit(self, *, round_start: bool = False) -> int:
         """Move prompts from the reserve into flight as far as the mode allows; returns how many."""
-        state, admitted = self._state, 0
-        while state.reserve and self._admission.allows(self._load(), round_start=round_start, version=self.version):
-            self._start(state.reserve.popleft())
-            self._to_replace = max(0, self._to_replace - 1)
-            admitted += 1
-        return admitted
+        return self._round.admit(round_start=round_start)
 
-    def _load(self) -> Load:
-        state, counters = self._state, self.counters
-        kept = counters.admitted_groups - counters.filtered_groups
-        return Load(len(state.groups), state.unfinished_groups, len(state.samples), kept, self._to_replace)
-
-    def _start(self, prompt: Prompt) -> None:
-        state, n = self._state, self._admission.samples_per_group
-        group = PromptGroup(prompt, order=state.counters.admitted_groups, unfinished=n)
-        group.samples = [Sample(f"{prompt.uid}#{i}", group, since=self._clock()) for i in range(n)]
-        state.enter(group)
-        state.lengths.open()
-        state.counters.admitted_groups += 1
-        state.admitted.append(group.uid)
-        for sample in group.samples:
-            self._queue.push(sample)
-
-    # -- rounds ----------------------------------------------------------------------------------------------------
+    def set_overlap(self, overlap: float) -> None:
+        """See ``Round.set_overlap``; what is in flight already stays."""
+        self._round.set_overlap(overlap)
 
     def advance_version(self, version: int) -> None:
         """What is claimed from here on is decoded by the weights of ``version``."""
@@ -112,144 +203,52 @@ class PromptsManager(SampleLifecycle):
             raise RuntimeError(f"policy version went from {self.version} back to {version}")
         self._state.version = version
 
+    @property
+    def round_open(self) -> bool:
+        """Whether workers may claim."""
+        return self._round.is_open
+
     def open_round(self) -> int:
         """Admit what the mode starts a round with, and let workers claim; returns the groups admitted."""
-        if self.round_open:
-            raise RuntimeError("the round is open already")
-        self._filtered_this_round = self._to_replace = 0
-        most = min(self._admission.most_per_round(), len(self._state.reserve))
-        admitted = self.admit(round_start=True)
-        self._state.paced = max(0, most - admitted)
-        self.round_open = True
-        return admitted
-
-    def set_overlap(self, overlap: float) -> None:
-        """Spare groups in flight from here on, as a share of N; what is in flight already stays.
-
-        Raises:
-            ValueError: more than ``max_staleness``: they could not all be trained in time.
-        """
-        if not 0 <= overlap <= self._admission.max_staleness:
-            raise ValueError(f"overlap {overlap:g}: 0 to max_staleness={self._admission.max_staleness}")
-        self._admission = replace(self._admission, overlap=overlap)
+        return self._round.open()
 
     def close_round(self) -> tuple[str, ...]:
         """No more claims: running samples are about to be interrupted; returns the uids admitted since the last batch."""
-        self.round_open = False
-        return tuple(self._state.admitted)
+        self._round.close()
+        return tuple(self._state.groups.admitted)
 
     def suspend_round(self) -> None:
         """No more claims, before the batch is complete: the run is to be checkpointed and to end."""
-        self.round_open = False
+        self._round.close()
 
     def round_complete(self) -> bool:
         """Whether N groups are ready and stopping now leaves every other group trainable in time."""
-        size = self._admission.batch_groups
-        if len(self._state.ready) < size:
-            return self._drained()
-        if self._policy is SchedulingPolicy.IN_ORDER:
-            # No group is dispatched more than ``max_staleness`` batches ahead of its turn, so each is trained in time.
-            return not any(group.unfinished for group in self._next_in_order())
-        return self._feasible_after(size)
-
-    def _next_in_order(self) -> Iterator[PromptGroup]:
-        """The first N groups in flight by dispatch order; fewer only when there are no more."""
-        return itertools.islice(self._state.groups.values(), self._admission.batch_groups)
-
-    def _drained(self) -> bool:
-        state = self._state
-        return not state.source_open and not state.reserve and not state.unfinished_groups
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether the data has ended with fewer prompts left than a batch needs: no other round can be completed.
-
-        Only dynamic sampling leaves such a rest, as it consumes more prompts than it trains.
-        """
-        state = self._state
-        ended = self._group_filter is not None and not state.source_open
-        return ended and len(state.groups) + len(state.reserve) < self._admission.batch_groups
-
-    def _feasible_after(self, size: int) -> bool:
-        """Earliest-deadline check: of the groups left, at most j * N may be due within j more rounds."""
-        left = Counter({birth: len(groups) for birth, groups in self._state.ready.by_birth.items()})
-        to_take = size
-        for birth in sorted(left):
-            taken = min(to_take, left[birth])
-            left[birth] -= taken
-            to_take -= taken
-        for birth, count in self._state.unfinished.items():
-            if birth is not None:
-                left[birth] += count
-        due = 0
-        for birth in sorted(left):
-            due += left[birth]
-            rounds_left = birth + self._admission.max_staleness - self.version
-            if due > max(0, rounds_left) * size:
-                return False
-        return True
-
-    # -- batches ---------------------------------------------------------------------------------------------------
+        return self._round.complete()
 
     def take_batch(self) -> list[TakenGroup[FinishedOutput]]:
-        """The N oldest ready groups (in_order: the first N dispatched), READY -> TAKEN; fewer only once the data ran out.
-
-        Raises:
-            RuntimeError: the round is not complete.
-        """
-        state, size = self._state, self._admission.batch_groups
-        if len(state.ready) < size and not self._drained():
-            raise RuntimeError(f"take_batch: {len(state.ready)} groups are ready, {size} are needed")
-        if self._policy is SchedulingPolicy.IN_ORDER:
-            batch = list(self._next_in_order())
-            for group in batch:
-                state.ready.remove(group)
-        else:
-            batch = state.ready.take(size)
-        state.admitted = []
-        for group in batch:
-            group.handed_over = GroupState.TAKEN
-            state.taken[group.uid] = state.groups.pop(group.uid)
-        return [self._view(group) for group in batch]
-
-    @staticmethod
-    def _view(group: PromptGroup) -> TakenGroup[FinishedOutput]:
-        outputs = tuple(sample.output for sample in group.samples if sample.output is not None)
-        return TakenGroup(group.uid, group.order, group.prompt.epoch, group.prompt.row, outputs, group.birth)
+        """READY -> TAKEN: the N oldest ready groups (in_order: the first N dispatched); see ``Round.batch``."""
+        return self._state.groups.take(self._round.batch())
 
     def acknowledge(self, uids: Iterable[str]) -> None:
         """TAKEN -> TRAINED: the trainer has updated on these groups, and they are forgotten."""
-        state = self._state
-        for uid in uids:
-            group = state.taken.pop(uid, None)
-            if group is None:
-                raise RuntimeError(f"acknowledge: group {uid} was not taken")
-            group.handed_over = GroupState.TRAINED
-            del state.by_order[group.order]
-            state.counters.trained_groups += 1
-            state.counters.trained_tokens += group.finished_length
-            group.drop_outputs()
-        state.lengths.fold(state.counters.trained_groups)
+        self._state.groups.train(uids)
 
     def take_filtered(self) -> tuple[FilteredGroup, ...]:
         """The groups filtered since this was last asked, for the ledger."""
-        filtered, self._state.filtered = tuple(self._state.filtered), []
-        return filtered
+        return self._state.groups.take_filtered()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def capture(self) -> Captured:
         """What ``state_dict`` says of this moment, cheap: ``encode`` makes the rest of it, anywhere and later."""
-        return capture(self._state, self._admission)
+        return capture(self._state, self._round.admission)
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the workers, in plain Python and numpy; layout in ``manager_codec``."""
+        """All but the workers, in plain Python and numpy; layout in ``codec``."""
         return encode(self.capture())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``: unfinished samples are claimable, groups with the trainer are ready again.
-
-        The source is open: a training that is resumed may have more steps than the one that drained.
 
         Raises:
             ValueError: made with another batch or group size, or a larger ``max_staleness`` than this run allows.
@@ -257,45 +256,42 @@ class PromptsManager(SampleLifecycle):
         """
         if self._state.reserve or self.counters.admitted_groups:
             raise RuntimeError("load_state_dict: the manager has prompts already; load before the first offer")
-        self._state = decode(state, self._admission)
-        self._state.source_open = True
-        for sample in self._state.samples.values():
-            self._requeue(sample)
+        decode(state, self._round.admission, self._state)
+        for group in self._state.groups.by_order.values():
+            self._samples.enter(group)
 
-    def store_outputs(self, put: Callable[[Sequence[tuple[str, SampleOutput]]], Sequence[FinishedOutput]]) -> None:
+    def store_outputs(self, put: Put) -> None:
         """Have ``put`` keep every output that is here, a group at a time: those that a checkpoint brought back."""
-        for group in self._state.by_order.values():
-            here = [sample for sample in group.samples if isinstance(sample.output, SampleOutput)]
-            stored = put([(sample.id, sample.output) for sample in here if isinstance(sample.output, SampleOutput)])
-            for sample, output in zip(here, stored, strict=True):
-                sample.output = output
+        self._state.groups.store_outputs(put)
 
     # -- observation -----------------------------------------------------------------------------------------------
 
     @property
     def lost_groups(self) -> int:
         """Groups admitted that nobody has and that were not trained: always 0."""
-        return self._state.lost_groups
+        return self._state.groups.lost
 
     @property
     def cached_tokens(self) -> int:
         """Response tokens of every sample in flight or with the trainer."""
-        return self._state.cached_tokens
+        return self._state.groups.cached_tokens
 
     @property
     def carried_groups(self) -> int:
         """Groups in flight that have started."""
-        return self._state.carried_groups
+        return self._state.groups.carried
 
     def length_bias(self) -> tuple[float, float]:
-        """See ``manager_report.length_bias``."""
-        return manager_report.length_bias(self._state, self._admission.samples_per_group)
+        """See ``report.length_bias``."""
+        return manager_report.length_bias(self._state.groups, self._round.admission.samples_per_group)
 
     def metrics(self) -> dict[str, float]:
-        """See ``manager_report.gauges``; with dynamic sampling those of ``manager_report.filter_gauges`` too."""
-        gauges = manager_report.gauges(self._state, self._admission.samples_per_group)
-        return gauges if self._group_filter is None else {**gauges, **manager_report.filter_gauges(self._state)}
+        """See ``report.gauges``; with dynamic sampling those of ``report.filter_gauges`` too."""
+        samples_per_group = self._round.admission.samples_per_group
+        gauges = manager_report.gauges(self._state, len(self._samples), samples_per_group)
+        filters = self._round.group_filter is not None
+        return gauges | manager_report.filter_gauges(self.counters) if filters else gauges
 
     def unfinished_report(self, limit: int = 8) -> str:
-        """See ``manager_report.unfinished_report``."""
-        return manager_report.unfinished_report(self._state, self._clock(), limit)
+        """See ``report.unfinished_report``."""
+        return manager_report.unfinished_report(self._samples.unfinished.values(), self._clock(), limit)

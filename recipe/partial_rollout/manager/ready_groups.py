@@ -20,7 +20,7 @@ class ReadyGroups:
         return self.size
 
     def __iter__(self) -> Iterator[PromptGroup]:
-        """In the order in which ``take`` hands them out."""
+        """Oldest birth first."""
         for birth in sorted(self.by_birth):
             yield from self.by_birth[birth]
 
@@ -31,22 +31,10 @@ class ReadyGroups:
         self.size += 1
 
     def remove(self, group: PromptGroup) -> None:
-        """Take out ``group`` alone."""
+        """Take out ``group``; at once where it is the first of its queue."""
         assert group.birth is not None
         groups = self.by_birth[group.birth]
         groups.remove(group)
         if not groups:
             del self.by_birth[group.birth]
         self.size -= 1
-
-    def take(self, count: int) -> list[PromptGroup]:
-        """Remove the ``count`` oldest, or as many as there are."""
-        taken: list[PromptGroup] = []
-        for birth in sorted(self.by_birth):
-            groups = self.by_birth[birth]
-            while groups and len(taken) < count:
-                taken.append(groups.popleft())
-            if not groups:
-                del self.by_birth[birth]
-        self.size -= len(taken)
-        return taken

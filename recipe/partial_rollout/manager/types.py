@@ -1,6 +1,6 @@
 """Records of the recipe: prompt, group, sample, segment.
 
-Lifecycle is one enum field of a sample, written by ``PromptsManager`` alone; the state of a group follows from it.
+Lifecycle is one enum field: that of a sample is written by ``Samples`` alone, that of a group by ``Groups`` alone.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class GroupState(StrEnum):
     WAITING = "waiting"
     """No sample has started."""
     ACTIVE = "active"
+    """Some sample has started, and some has not finished."""
     READY = "ready"
     """Every sample has finished."""
     TAKEN = "taken"
@@ -195,25 +196,22 @@ class PromptGroup:
     order: int
     """dispatch order over the whole run, from 0"""
     samples: list[Sample] = field(default_factory=list)
+    state: GroupState = GroupState.WAITING
     birth: int | None = None
-    """policy version under which its first sample started; None before"""
+    """policy version under which its first sample started; None while WAITING"""
     unfinished: int = 0
+    """samples that have not finished"""
     finished_length: int = 0
     """sum of the finished samples' response lengths, tokens"""
-    handed_over: GroupState | None = None
-    """TAKEN or TRAINED once the trainer has it; FILTERED once it is known to teach nothing"""
 
     @property
     def uid(self) -> str:
         return self.prompt.uid
 
     @property
-    def state(self) -> GroupState:
-        if self.handed_over is not None:
-            return self.handed_over
-        if self.unfinished == 0:
-            return GroupState.READY
-        return GroupState.WAITING if self.birth is None else GroupState.ACTIVE
+    def outputs(self) -> tuple[FinishedOutput, ...]:
+        """Those of the samples that have finished."""
+        return tuple(sample.output for sample in self.samples if sample.output is not None)
 
     @property
     def mean_finished_length(self) -> float:

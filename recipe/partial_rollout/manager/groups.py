@@ -1,0 +1,271 @@
+"""Groups from admission to training: the state of each, and the indexes and totals that follow from it.
+
+::
+
+    enter           start           ready          take          train
+    ----> WAITING  ----->  ACTIVE  ----->  READY  ---->  TAKEN  ----->  TRAINED
+                              |
+                              |   filter
+                              +-------->  FILTERED
+
+``Groups`` alone writes ``PromptGroup.state``. A verb checks the state that the group leaves before it changes anything,
+so the indexes always agree with the states. Trained and filtered groups are counted and forgotten.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from recipe.partial_rollout.manager.length_ledger import LengthLedger
+from recipe.partial_rollout.manager.ready_groups import ReadyGroups
+from recipe.partial_rollout.manager.types import (
+    FilteredGroup,
+    FinishedOutput,
+    GroupState,
+    Prompt,
+    PromptGroup,
+    Sample,
+    SampleOutput,
+    TakenGroup,
+)
+
+Put = Callable[[Sequence[tuple[str, SampleOutput]]], Sequence[FinishedOutput]]
+"""keeps outputs, each with the id of its sample; returns what stands for them"""
+
+_FOLLOWS = {
+    GroupState.ACTIVE: GroupState.WAITING,
+    GroupState.READY: GroupState.ACTIVE,
+    GroupState.FILTERED: GroupState.ACTIVE,
+    GroupState.TAKEN: GroupState.READY,
+    GroupState.TRAINED: GroupState.TAKEN,
+}
+"""the one state that each state follows; WAITING follows none"""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start of the run; they only grow."""
+
+    admitted_groups: int = 0
+    trained_groups: int = 0
+    trained_tokens: int = 0
+    interrupted: int = 0
+    resumed: int = 0
+    failed: int = 0
+    """errors of agent loops"""
+    retried: int = 0
+    """of these, answered by a retry"""
+    masked: int = 0
+    """samples that failed for good"""
+    filtered_groups: int = 0
+    """consumed without being trained: their samples score alike"""
+    filtered_tokens: int = 0
+    spared_groups: int = 0
+    """trained although their samples score alike: past the limit of a round, or for want of data"""
+
+
+@dataclass(slots=True)
+class Groups:
+    """Every group that is neither trained nor filtered, and what was counted of the others.
+
+    >>> groups = Groups()
+    >>> first, second = (groups.enter(Prompt(f"0/{i}", 0, {}), samples=1) for i in range(2))
+    >>> groups.start(first, version=3)
+    >>> print(first.state, second.state, dict(groups.unfinished))
+    active waiting {None: 1, 3: 1}
+    >>> groups.end_sample(first, tokens=100)
+    >>> groups.ready(first)
+    >>> (taken,) = groups.take(groups.oldest_ready(1))
+    >>> print(first.state, second.state, groups.in_flight)
+    taken waiting 1
+    >>> groups.start(first, version=4)
+    Traceback (most recent call last):
+    RuntimeError: group 0/0 is taken: active follows waiting
+    """
+
+    counters: Counters = field(default_factory=Counters)
+    lengths: LengthLedger = field(default_factory=LengthLedger)
+    by_order: dict[int, PromptGroup] = field(default_factory=dict)
+    """all, by dispatch order, ascending"""
+    unfinished: Counter[int | None] = field(default_factory=Counter)
+    """how many are ACTIVE, by birth version; None: how many are WAITING"""
+    queue: ReadyGroups = field(default_factory=ReadyGroups)
+    """READY"""
+    taken: dict[str, PromptGroup] = field(default_factory=dict)
+    """TAKEN, by uid"""
+    admitted: list[str] = field(default_factory=list)
+    """uids of those entered since the last batch was taken"""
+    filtered: list[FilteredGroup] = field(default_factory=list)
+    """FILTERED ones that the ledger does not know yet"""
+
+    # -- verbs -----------------------------------------------------------------------------------------------------
+
+    def enter(self, prompt: Prompt, samples: int) -> PromptGroup:
+        """A new group, WAITING, with as many samples."""
+        group = PromptGroup(prompt, order=self.counters.admitted_groups, unfinished=samples)
+        group.samples = [Sample(f"{prompt.uid}#{i}", group) for i in range(samples)]
+        self.by_order[group.order] = group
+        self.unfinished[None] += 1
+        self.lengths.open()
+        self.counters.admitted_groups += 1
+        self.admitted.append(group.uid)
+        return group
+
+    def restore(self, groups: Iterable[PromptGroup]) -> None:
+        """Index ``groups`` of a checkpoint: WAITING, ACTIVE, or READY in this order; the trainer has none of them."""
+        for group in groups:
+            outputs = group.outputs
+            group.unfinished = len(group.samples) - len(outputs)
+            group.finished_length = sum(output.response_length for output in outputs)
+            if group.unfinished:
+                group.state = GroupState.WAITING if group.birth is None else GroupState.ACTIVE
+                self.unfinished[group.birth] += 1
+            else:
+                group.state = GroupState.READY
+                self.queue.add(group)
+            self.by_order[group.order] = group
+        self.by_order = dict(sorted(self.by_order.items()))
+
+    def start(self, group: PromptGroup, version: int) -> None:
+        """WAITING -> ACTIVE: its first sample starts, under the weights of ``version``."""
+        self._move(group, GroupState.ACTIVE)
+        group.birth = version
+        self.unfinished[None] -= 1
+        self.unfinished[version] += 1
+
+    def end_sample(self, group: PromptGroup, tokens: int) -> None:
+        """One sample of an ACTIVE group has ended with ``tokens``; after the last, ``ready`` or ``filter`` is due."""
+        if group.state is not GroupState.ACTIVE or not group.unfinished:
+            raise RuntimeError(f"group {group.uid} is {group.state}: it has no sample that could end")
+        group.unfinished -= 1
+        group.finished_length += tokens
+
+    def ready(self, group: PromptGroup) -> None:
+        """ACTIVE -> READY: every sample has ended."""
+        self._end(group, GroupState.READY)
+        self.queue.add(group)
+        self.lengths.close(group.order, group.finished_length)
+
+    def filter(self, group: PromptGroup, value: float) -> None:
+        """ACTIVE -> FILTERED: every sample has ended, and all score ``value``."""
+        self._end(group, GroupState.FILTERED)
+        del self.by_order[group.order]
+        self.lengths.leave_out(group.order)
+        lengths = [sample.length for sample in group.samples]
+        self.filtered.append(FilteredGroup(group.uid, group.order, group.birth, value, lengths))
+        self.counters.filtered_groups += 1
+        self.counters.filtered_tokens += group.finished_length
+        group.drop_outputs()
+
+    def take(self, batch: Sequence[PromptGroup]) -> list[TakenGroup[FinishedOutput]]:
+        """READY -> TAKEN: the trainer gets them."""
+        for group in batch:
+            self._move(group, GroupState.TAKEN)
+            self.queue.remove(group)
+            self.taken[group.uid] = group
+        self.admitted = []
+        return [TakenGroup(g.uid, g.order, g.prompt.epoch, g.prompt.row, g.outputs, g.birth) for g in batch]
+
+    def train(self, uids: Iterable[str]) -> None:
+        """TAKEN -> TRAINED: the trainer has updated on them."""
+        for uid in uids:
+            group = self.taken.get(uid)
+            if group is None:
+                raise RuntimeError(f"acknowledge: group {uid} was not taken")
+            self._move(group, GroupState.TRAINED)
+            del self.taken[uid], self.by_order[group.order]
+            self.counters.trained_groups += 1
+            self.counters.trained_tokens += group.finished_length
+            group.drop_outputs()
+        self.lengths.fold(self.counters.trained_groups)
+
+    def take_filtered(self) -> tuple[FilteredGroup, ...]:
+        """Those filtered since this was last asked."""
+        filtered, self.filtered = tuple(self.filtered), []
+        return filtered
+
+    def _move(self, group: PromptGroup, state: GroupState) -> None:
+        if group.state is not _FOLLOWS[state]:
+            raise RuntimeError(f"group {group.uid} is {group.state}: {state} follows {_FOLLOWS[state]}")
+        group.state = state
+
+    def _end(self, group: PromptGroup, state: GroupState) -> None:
+        if group.unfinished:
+            raise RuntimeError(f"group {group.uid} has {group.unfinished} unfinished samples: it is not {state}")
+        self._move(group, state)
+        self.unfinished[group.birth] -= 1
+        if not self.unfinished[group.birth]:
+            del self.unfinished[group.birth]
+
+    def store_outputs(self, put: Put) -> None:
+        """Have ``put`` keep every output that is here, a group at a time."""
+        for group in self.by_order.values():
+            here = [(sample, output) for sample in group.samples if isinstance(output := sample.output, SampleOutput)]
+            stored = put([(sample.id, output) for sample, output in here])
+            for (sample, _), output in zip(here, stored, strict=True):
+                sample.output = output
+
+    # -- readers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Groups that are WAITING, ACTIVE or READY."""
+        return len(self.by_order) - len(self.taken)
+
+    @property
+    def waiting_or_active(self) -> int:
+        return self.in_flight - len(self.queue)
+
+    @property
+    def carried(self) -> int:
+        """Groups that are ACTIVE or READY: in flight, and started."""
+        return self.in_flight - self.unfinished[None]
+
+    @property
+    def lost(self) -> int:
+        """Groups admitted that are neither here nor trained nor filtered: always 0."""
+        counters = self.counters
+        return counters.admitted_groups - counters.trained_groups - counters.filtered_groups - len(self.by_order)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Response tokens of every sample."""
+        return sum(sample.length for group in self.by_order.values() for sample in group.samples)
+
+    def in_state(self, *states: GroupState) -> Iterator[PromptGroup]:
+        """By dispatch order."""
+        return (group for group in self.by_order.values() if group.state in states)
+
+    def next_in_order(self, count: int) -> list[PromptGroup]:
+        """The first ``count`` in flight by dispatch order; fewer only when there are no more."""
+        in_flight = self.in_state(GroupState.WAITING, GroupState.ACTIVE, GroupState.READY)
+        return list(itertools.islice(in_flight, count))
+
+    def oldest_ready(self, count: int) -> list[PromptGroup]:
+        """``count`` READY groups, oldest birth first; fewer only when there are no more."""
+        return list(itertools.islice(self.queue, count))
+
+    def in_time_after(self, batch: int, version: int, max_staleness: int) -> bool:
+        """Whether the rest, once the ``batch`` oldest ready groups are taken, can be trained in time, ``batch`` a round.
+
+        Earliest-deadline check: at most j * ``batch`` may be due within j more rounds.
+        """
+        left = Counter({birth: len(groups) for birth, groups in self.queue.by_birth.items()})
+        to_take = batch
+        for birth in sorted(left):
+            taken = min(to_take, left[birth])
+            left[birth] -= taken
+            to_take -= taken
+        for birth, count in self.unfinished.items():
+            if birth is not None:
+                left[birth] += count
+        due = 0
+        for birth in sorted(left):
+            due += left[birth]
+            rounds_left = birth + max_staleness - version
+            if due > max(0, rounds_left) * batch:
+                return False
+        return True

@@ -1,0 +1,164 @@
+"""One rollout phase: which prompts start in it, which ended groups it filters, and when its batch is complete."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from recipe.partial_rollout.config.choices import SchedulingPolicy
+from recipe.partial_rollout.manager.admission import Admission, Load
+from recipe.partial_rollout.manager.group_filter import GroupFilter
+from recipe.partial_rollout.manager.samples import Samples
+from recipe.partial_rollout.manager.state import ManagerState
+from recipe.partial_rollout.manager.types import GroupState, PromptGroup
+
+
+class Round:
+    """The decisions of every round; ``ManagerState`` has what they are made on.
+
+    Args:
+        admission: mode and sizes.
+        policy: order in which samples are claimed.
+        group_filter: which finished groups are replaced; None: none.
+    """
+
+    def __init__(
+        self,
+        state: ManagerState,
+        samples: Samples,
+        admission: Admission,
+        policy: SchedulingPolicy,
+        group_filter: GroupFilter | None,
+    ) -> None:
+        self._state = state
+        self._samples = samples
+        self.admission = admission
+        self._policy = policy
+        self.group_filter = group_filter
+        self.is_open = False
+        """whether workers may claim"""
+        self._filtered = 0
+        """groups filtered in this round"""
+        self._to_replace = 0
+        """of these, those for which no other was admitted"""
+
+    # -- begin and end ---------------------------------------------------------------------------------------------
+
+    def open(self) -> int:
+        """Admit what the mode starts a round with; returns the groups admitted."""
+        if self.is_open:
+            raise RuntimeError("the round is open already")
+        self._filtered = self._to_replace = 0
+        most = min(self.admission.most_per_round(), len(self._state.reserve))
+        admitted = self.admit(round_start=True)
+        self._state.paced = max(0, most - admitted)
+        self.is_open = True
+        return admitted
+
+    def close(self) -> None:
+        """No more claims."""
+        self.is_open = False
+
+    def complete(self) -> bool:
+        """Whether N groups are ready and stopping now leaves every other group trainable in time."""
+        groups, size = self._state.groups, self.admission.batch_groups
+        if len(groups.queue) < size:
+            return self._drained()
+        if self._policy is SchedulingPolicy.IN_ORDER:
+            # No group is dispatched more than ``max_staleness`` batches ahead of its turn, so each is trained in time.
+            return all(group.state is GroupState.READY for group in groups.next_in_order(size))
+        return groups.in_time_after(size, self._state.version, self.admission.max_staleness)
+
+    def _drained(self) -> bool:
+        reserve = self._state.reserve
+        return not (reserve.source_open or reserve or self._state.groups.waiting_or_active)
+
+    def batch(self) -> list[PromptGroup]:
+        """The N oldest ready groups (in_order: the first N dispatched); fewer only once the data ran out.
+
+        Raises:
+            RuntimeError: the round is not complete.
+        """
+        groups, size = self._state.groups, self.admission.batch_groups
+        if len(groups.queue) < size and not self._drained():
+            raise RuntimeError(f"take_batch: {len(groups.queue)} groups are ready, {size} are needed")
+        in_order = self._policy is SchedulingPolicy.IN_ORDER
+        return groups.next_in_order(size) if in_order else groups.oldest_ready(size)
+
+    # -- prompts that start ----------------------------------------------------------------------------------------
+
+    def set_overlap(self, overlap: float) -> None:
+        """Spare groups in flight from here on, as a share of N.
+
+        Raises:
+            ValueError: more than ``max_staleness``: they could not all be trained in time.
+        """
+        if not 0 <= overlap <= self.admission.max_staleness:
+            raise ValueError(f"overlap {overlap:g}: 0 to max_staleness={self.admission.max_staleness}")
+        self.admission = replace(self.admission, overlap=overlap)
+
+    def admit(self, *, round_start: bool = False) -> int:
+        """Move prompts from the reserve into flight as far as the mode allows; returns how many."""
+        state, admitted = self._state, 0
+        while state.reserve and self.admission.allows(self._load(), round_start=round_start, version=state.version):
+            self._samples.enter(state.groups.enter(state.reserve.pop(), self.admission.samples_per_group))
+            self._to_replace = max(0, self._to_replace - 1)
+            admitted += 1
+        return admitted
+
+    def _load(self) -> Load:
+        groups = self._state.groups
+        kept = groups.counters.admitted_groups - groups.counters.filtered_groups
+        return Load(groups.in_flight, groups.waiting_or_active, len(self._samples), kept, self._to_replace)
+
+    @property
+    def wanted(self) -> int:
+        """Prompts to offer so that the next round never runs short of them, but for those that replace filtered ones."""
+        reserve, admission = self._state.reserve, self.admission
+        spare = admission.batch_groups if self.group_filter is not None else 0
+        return max(0, admission.most_per_round() + spare - len(reserve)) if reserve.source_open else 0
+
+    # -- groups that end -------------------------------------------------------------------------------------------
+
+    def sample_ended(self, group: PromptGroup) -> None:
+        """After the last sample of ``group``: it is READY, or FILTERED where all score alike, and is to be replaced.
+
+        Raises:
+            MissingMetricError: the group cannot be judged by ``algorithm.filter_groups``.
+        """
+        if group.unfinished:
+            return
+        groups = self._state.groups
+        value = self.group_filter.common_value(group.outputs) if self.group_filter is not None else None
+        if value is not None and self._may_filter():
+            groups.filter(group, value)
+            self._filtered += 1
+            self._to_replace += self.is_open
+        else:
+            groups.counters.spared_groups += value is not None
+            groups.ready(group)
+
+    def _may_filter(self) -> bool:
+        """Whether the round's limit allows one more, and the data a batch without it."""
+        assert self.group_filter is not None
+        reserve, size = self._state.reserve, self.admission.batch_groups
+        most = self.group_filter.most_a_round(size)
+        if most is not None and self._filtered >= most:
+            return False
+        return self._state.groups.in_flight - 1 + len(reserve) + reserve.source_left >= size
+
+    @property
+    def short_of_prompts(self) -> bool:
+        """Whether the round may soon filter more groups than the reserve can replace."""
+        reserve = self._state.reserve
+        filters = self.group_filter is not None and reserve.source_open
+        return self.is_open and filters and len(reserve) < self.admission.batch_groups
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the data has ended with fewer prompts left than a batch needs: no other round can be completed.
+
+        Only dynamic sampling leaves such a rest, as it consumes more prompts than it trains.
+        """
+        state = self._state
+        ended = self.group_filter is not None and not state.reserve.source_open
+        return ended and state.groups.in_flight + len(state.reserve) < self.admission.batch_groups

@@ -1,0 +1,179 @@
+"""Unfinished samples: the state of each, its journal, and who has it.
+
+========= ============================ ===============================================
+verb      leaves                       enters
+========= ============================ ===============================================
+enter                                  INTERRUPTED where it has a journal, else WAITING
+claim     WAITING, INTERRUPTED         RUNNING
+interrupt RUNNING                      INTERRUPTED
+finish    RUNNING                      FINISHED
+fail      RUNNING                      FAILED
+retry     FAILED                       as ``enter``
+mask      FAILED                       FINISHED
+release   RUNNING, INTERRUPTED         as ``enter``
+========= ============================ ===============================================
+
+A sample has one owner: it is claimable, or one worker has a slot for it, or it awaits its retry, or it has ended.
+``Samples`` alone writes ``Sample.state``, and every verb checks the state that it leaves: a message that comes twice or
+late is an error and not a second copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict, masked_output
+from recipe.partial_rollout.manager.groups import Groups
+from recipe.partial_rollout.manager.slots import Slots
+from recipe.partial_rollout.manager.types import (
+    FinishedOutput,
+    Grant,
+    GroupState,
+    PromptGroup,
+    Sample,
+    SampleState,
+    Segment,
+)
+
+
+class Samples:
+    """The unfinished samples of ``groups``, in the ``slots`` of the workers or in their queue.
+
+    Args:
+        failures: what becomes of a sample whose agent loop raised.
+        clock: seconds; stamped on state changes for stall reports.
+    """
+
+    def __init__(self, groups: Groups, slots: Slots, failures: FailurePolicy, clock: Callable[[], float]) -> None:
+        self._groups = groups
+        self._slots = slots
+        self._failures = failures
+        self._clock = clock
+        self.unfinished: dict[str, Sample] = {}
+        """by id"""
+
+    def __len__(self) -> int:
+        return len(self.unfinished)
+
+    def enter(self, group: PromptGroup) -> None:
+        """Those of ``group``, new or restored, that have not finished: any worker may claim them."""
+        for sample in group.samples:
+            if sample.output is None:
+                self.unfinished[sample.id] = sample
+                self._requeue(sample)
+
+    def claim(self, worker: str, limit: int | None, *, version: int, overdue: int, beyond_share: bool) -> list[Grant]:
+        """Slots of ``worker`` for up to ``limit`` samples, which run under the weights of ``version``.
+
+        Args:
+            overdue: groups of this birth version and older ones come first. For the rest see ``Slots.claim``.
+        """
+        claimed = self._slots.claim(worker, limit, len(self), overdue, beyond_share=beyond_share)
+        return [self._grant(sample, worker, version) for sample in claimed]
+
+    def _grant(self, sample: Sample, worker: str, version: int) -> Grant:
+        assert sample.state in (SampleState.WAITING, SampleState.INTERRUPTED)
+        group = sample.group
+        if group.state is GroupState.WAITING:
+            self._groups.start(group, version)
+            self._slots.refresh(group)
+        self._groups.counters.resumed += sample.state is SampleState.INTERRUPTED
+        # Its own worker still holds the conversation: thousands of journals need not travel to it at every resumption.
+        held = sample.worker == worker
+        journals = ((), ()) if held else (tuple(sample.segments), tuple(sample.tool_results))
+        sample.worker = worker
+        self._move(sample, SampleState.RUNNING)
+        return Grant(sample.id, group.uid, group.order, group.prompt.row, *journals, held=held)
+
+    def add_segment(self, sample_id: str, segment: Segment) -> None:
+        """Append to the journal of a RUNNING sample."""
+        sample = self.in_state(sample_id, SampleState.RUNNING, "add_segment")
+        if len(segment):
+            sample.segments.append(segment)
+
+    def add_tool_result(self, sample_id: str, result: dict[str, Any]) -> None:
+        """Append to the journal of a RUNNING sample."""
+        self.in_state(sample_id, SampleState.RUNNING, "add_tool_result").tool_results.append(result)
+
+    def interrupt(self, sample_id: str) -> None:
+        """The slot is free; the worker keeps the conversation."""
+        sample = self._leave_slot(sample_id, "interrupt")
+        self._move(sample, SampleState.INTERRUPTED)
+        self._groups.counters.interrupted += 1
+        self._slots.offer(sample)
+
+    def finish(self, sample_id: str, output: FinishedOutput) -> PromptGroup:
+        """The slot is free; ``output`` replaces the journal. Returns its group, which may have no other left."""
+        return self._end(self._leave_slot(sample_id, "finish"), output)
+
+    def fail(self, sample_id: str, error: str) -> FailureVerdict:
+        """The slot is free; nobody has the sample until ``retry`` or ``mask``, as the verdict says."""
+        sample = self._leave_slot(sample_id, "fail")
+        sample.worker = None
+        sample.failures += 1
+        sample.error = error
+        self._move(sample, SampleState.FAILED)
+        verdict = self._failures.verdict(sample.failures)
+        self._groups.counters.failed += 1
+        self._groups.counters.retried += verdict is FailureVerdict.RETRY
+        return verdict
+
+    def mask(self, sample_id: str) -> PromptGroup:
+        """A masked output replaces the journal; returns its group."""
+        sample = self.in_state(sample_id, SampleState.FAILED, "mask")
+        self._groups.counters.masked += 1
+        return self._end(sample, masked_output(sample.segments, sample.error))
+
+    def retry_delay_s(self, sample_id: str) -> float:
+        """Seconds that a FAILED sample waits for its ``retry``."""
+        return self._failures.delay_s(self.in_state(sample_id, SampleState.FAILED, "retry_delay_s").failures)
+
+    def retry(self, sample_id: str) -> None:
+        """Any worker may go on from the journal."""
+        self._requeue(self.in_state(sample_id, SampleState.FAILED, "retry"))
+
+    def release(self, worker: str) -> int:
+        """``worker`` is dead: any other may go on from the journals of the samples that it had; returns how many."""
+        held = self._slots.release(worker)
+        for sample in held:
+            assert sample.state in (SampleState.RUNNING, SampleState.INTERRUPTED)
+            self._requeue(sample)
+        return len(held)
+
+    def in_state(self, sample_id: str, state: SampleState, verb: str) -> Sample:
+        """The sample, which must be in ``state`` for ``verb``.
+
+        Raises:
+            RuntimeError: it is not.
+        """
+        sample = self.unfinished.get(sample_id)
+        if sample is None or sample.state is not state:
+            actual = "unknown or finished" if sample is None else sample.state
+            raise RuntimeError(f"{verb}: sample {sample_id} is {actual}, not {state}")
+        return sample
+
+    def _leave_slot(self, sample_id: str, verb: str) -> Sample:
+        sample = self.in_state(sample_id, SampleState.RUNNING, verb)
+        self._slots.free(sample)
+        return sample
+
+    def _end(self, sample: Sample, output: FinishedOutput) -> PromptGroup:
+        group = sample.group
+        self._move(sample, SampleState.FINISHED)
+        sample.output = output
+        sample.segments, sample.tool_results = [], []
+        del self.unfinished[sample.id]
+        self._groups.end_sample(group, output.response_length)
+        self._slots.refresh(group)
+        return group
+
+    def _requeue(self, sample: Sample) -> None:
+        """Nobody owns ``sample``."""
+        sample.worker = None
+        self._move(sample, SampleState.INTERRUPTED if sample.has_journal else SampleState.WAITING)
+        self._slots.offer(sample)
+
+    def _move(self, sample: Sample, state: SampleState) -> None:
+        sample.state = state
+        sample.since = self._clock()

@@ -1,0 +1,144 @@
+"""Capacity of the workers, and the samples that they can claim.
+
+Workers share the samples by their slots: of those that any worker could run, a worker claims no more than leaves it with
+its fair share of all. While such a sample is left, some worker is below its share and has a free slot, or all slots are
+taken; so when every worker has claimed, no slot is free that could be filled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from recipe.partial_rollout.config.choices import SchedulingPolicy
+from recipe.partial_rollout.manager.scheduling import ClaimQueue
+from recipe.partial_rollout.manager.types import PromptGroup, Sample
+
+
+@dataclass(slots=True)
+class WorkerSlots:
+    """Capacity of one worker; apart from the life of the samples in it."""
+
+    capacity: int
+    running: dict[str, Sample] = field(default_factory=dict)
+    """by id"""
+
+    @property
+    def free(self) -> int:
+        return self.capacity - len(self.running)
+
+
+class Slots:
+    """The slots of all workers, and the queue of samples that wait for one.
+
+    >>> from recipe.partial_rollout.manager.types import Prompt
+    >>> group = PromptGroup(Prompt("0/0", 0, {}), order=0, unfinished=4)
+    >>> group.samples = [Sample(f"0/0#{i}", group) for i in range(4)]
+    >>> slots = Slots(SchedulingPolicy.BOUNDED)
+    >>> slots.register("fast", 6)
+    >>> slots.register("slow", 2)
+    >>> for sample in group.samples:
+    ...     slots.offer(sample)
+    >>> [sample.id for sample in slots.claim("fast", None, unfinished=4, overdue=-1)]
+    ['0/0#0', '0/0#1', '0/0#2']
+    >>> [sample.id for sample in slots.claim("slow", None, unfinished=4, overdue=-1)]
+    ['0/0#3']
+    """
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._queue = ClaimQueue(policy)
+        self._workers: dict[str, WorkerSlots] = {}
+        self._capacity = 0
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    def register(self, worker: str, capacity: int) -> None:
+        """A worker joins that can run ``capacity`` samples at once."""
+        _check(worker, capacity)
+        if worker in self._workers:
+            raise RuntimeError(f"worker {worker} is registered already")
+        self._workers[worker] = WorkerSlots(capacity)
+        self._capacity += capacity
+
+    def resize(self, worker: str, capacity: int) -> None:
+        """``worker`` can run ``capacity`` samples at once from here on; what it runs goes on."""
+        _check(worker, capacity)
+        slots = self.incarnation(worker)
+        self._capacity += capacity - slots.capacity
+        slots.capacity = capacity
+
+    def release(self, worker: str) -> list[Sample]:
+        """Forget a dead worker; returns the samples that it ran or held the conversation of, which nobody owns now."""
+        slots = self._workers.pop(worker, None)
+        if slots is None:
+            return []
+        self._capacity -= slots.capacity
+        return [*slots.running.values(), *self._queue.drain(worker)]
+
+    @property
+    def workers(self) -> Iterable[str]:
+        """Those that have joined and were not released."""
+        return self._workers
+
+    def incarnation(self, worker: str) -> WorkerSlots:
+        """The slots of ``worker``: the same object for as long as it is not released.
+
+        Raises:
+            RuntimeError: it is not registered, or was released.
+        """
+        slots = self._workers.get(worker)
+        if slots is None:
+            raise RuntimeError(f"worker {worker} is not registered: it was released, or never joined")
+        return slots
+
+    # -- samples ---------------------------------------------------------------------------------------------------
+
+    def offer(self, sample: Sample) -> None:
+        """Its worker can claim ``sample``, or any worker where it has none."""
+        self._queue.push(sample)
+
+    def refresh(self, group: PromptGroup) -> None:
+        """What priority depends on has changed in ``group``."""
+        self._queue.refresh(group)
+
+    def free(self, sample: Sample) -> None:
+        """``sample`` gives its slot back."""
+        assert sample.worker is not None
+        del self._workers[sample.worker].running[sample.id]
+
+    def claim(
+        self, worker: str, limit: int | None, unfinished: int, overdue: float, *, beyond_share: bool = False
+    ) -> Iterator[Sample]:
+        """Up to ``limit`` samples, in priority order, each with a slot of ``worker``.
+
+        Of the samples that any worker could run it gets those up to its share, and those that are overdue. Each is chosen
+        when it is asked for: the one before may have changed the priority of its group as it started.
+
+        Args:
+            limit: None: as many as it has free slots.
+            unfinished: samples that have not finished, over all workers.
+            overdue: groups born at this version, or before, are overdue.
+            beyond_share: also a part of those that are left for the other workers, because they do not claim them.
+        """
+        slots = self.incarnation(worker)
+        shared = math.ceil(unfinished * slots.capacity / self._capacity)
+        shared -= len(slots.running) + self._queue.size(worker)
+        if beyond_share:
+            shared = max(shared, math.ceil(self._queue.size(None) / len(self._workers)))
+        for _ in range(slots.free if limit is None else min(limit, slots.free)):
+            sample = self._queue.pop(worker, overdue, own_only=shared <= 0)
+            if sample is None:
+                return
+            shared -= sample.worker != worker
+            slots.running[sample.id] = sample
+            yield sample
+
+    def leaves_samples_to_others(self, worker: str) -> bool:
+        """Whether ``worker`` has free slots for samples that it did not get because it has its share."""
+        return self._workers[worker].free > 0 and self._queue.size(None) > 0
+
+
+def _check(worker: str, capacity: int) -> None:
+    if capacity < 1:
+        raise ValueError(f"capacity of {worker} is {capacity}; it must be at least 1")
