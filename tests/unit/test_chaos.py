@@ -6,6 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.resumed import Resumed
+from recipe.partial_rollout.records.rollout_phase import RolloutPhase
+from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.trace_events import Begin, to_json
+from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.chaos import command, victim
 from recipe.partial_rollout.tools.chaos.survival import survival
 
@@ -96,22 +102,23 @@ def test_last_life_that_fails_is_an_error(chaos):
 
 def test_survival_estimates_the_round_that_a_kill_cut_off_and_counts_a_step_once(tmp_path):
     def round_of(step, start, tokens, trained):
-        calls = [["r0", start, start + 10.0, tokens, step - 1]]
-        groups = [{"tokens": trained}]
-        return {"event": "round", "step": step, "start": start, "end": start + 10.0, "calls": calls, "trained": groups}
+        phase = RolloutPhase(start, start + 10.0, (EngineCall(0, start, start + 10.0, tokens, step - 1),))
+        group = TrainedGroup(order=step, epoch=0, lengths=[trained], staleness=[0], segments=[1], tokens=trained)
+        return Round(step, step - 1, phase, [group])
 
     events = [
-        {"event": "begin", "start": 0.0},
+        Begin(1, 0.0),
         round_of(1, 0.0, 100, 80),
-        {"event": "begin", "start": 20.0},
+        Begin(2, 20.0),
         round_of(2, 20.0, 100, 80),
-        {"event": "begin", "start": 40.0},
+        Begin(3, 40.0),
         # The kill at 45 s cuts a round of 10 tokens a second off; the next life does step 2 again.
-        {"event": "begin", "start": 60.0},
+        Resumed(1),
+        Begin(2, 60.0),
         round_of(2, 60.0, 100, 90),
     ]
-    lines = [*map(json.dumps, events[:5]), '{"event": "rou', *map(json.dumps, events[5:])]
-    (tmp_path / "trace.jsonl").write_text("\n".join(lines))
+    lines = [json.dumps(to_json(event)) for event in events]
+    (tmp_path / "trace.jsonl").write_text("\n".join([*lines[:5], '{"event": "rou', *lines[5:]]))
     found = survival(tmp_path, [45.0])
     assert (found.logged, found.estimated, found.trained) == (300, 50.0, 170)
     assert found.share == pytest.approx(170 / 350)
