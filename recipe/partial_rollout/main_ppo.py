@@ -7,21 +7,29 @@ Ctrl-C are the terminal's own.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.errors import ConfigError
-from recipe.partial_rollout.config.settings import OVERLONG
+from recipe.partial_rollout.config.keys import defaults_of, refuse_unknown
+from recipe.partial_rollout.config.settings import OVERLONG, ROOT, PartialRolloutConfig
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.waits import one_line
 from verl_ext import which_recipe
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 _HERE = "recipe.partial_rollout"
+
+# conf/partial_rollout.yaml takes the keys and their defaults from here.
+ConfigStore.instance().store("partial_rollout_keys", defaults_of(PartialRolloutConfig), package=ROOT)
 
 
 def wire(config: DictConfig) -> None:
@@ -88,8 +96,27 @@ def run(config: DictConfig) -> None:
         ray.shutdown()
 
 
-@hydra.main(config_path=str(CONF_DIR), config_name="ppo_partial_rollout", version_base=None)
-def main(config: DictConfig) -> None:
+def check_overrides(arguments: Sequence[str]) -> None:
+    """Refuse overrides of ``partial_rollout`` keys that do not exist; hydra would, in three lines and with exit code 1.
+
+    Raises:
+        ConfigError: in one line that names the nearest key.
+    """
+    for argument in arguments:
+        if found := re.fullmatch(rf"{ROOT}\.([\w.]+)=(.*)", argument, re.DOTALL):
+            *parents, name = found[1].split(".")
+            node: dict[str, object] = {name: found[2]}
+            for parent in reversed(parents):
+                node = {parent: node}
+            refuse_unknown(PartialRolloutConfig, node, ROOT)
+
+
+def _refuse(error: ConfigError) -> NoReturn:
+    print(f"config error: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main() -> None:
     """Run, and end in one line on the terminal: exit code 2 for a user's mistake, 1 for a training that failed, 128 and
     the signal's number for one that was stopped.
 
@@ -97,10 +124,18 @@ def main(config: DictConfig) -> None:
     run directory.
     """
     try:
+        check_overrides(sys.argv[1:])
+    except ConfigError as error:
+        _refuse(error)
+    _composed_main()
+
+
+@hydra.main(config_path=str(CONF_DIR), config_name="ppo_partial_rollout", version_base=None)
+def _composed_main(config: DictConfig) -> None:
+    try:
         run(config)
     except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(error)
     except StopTraining as stop:
         print(f"training stopped by {stop}", file=sys.stderr)
         sys.exit(stop.exit_code)

@@ -14,13 +14,14 @@ from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, T
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.choices import ResumeKV, SchedulingPolicy
 from recipe.partial_rollout.config.errors import fail
-from recipe.partial_rollout.config.settings import OVERLONG, PartialRolloutConfig, read_flags
+from recipe.partial_rollout.config.resume_sizes import ResumeSizes
+from recipe.partial_rollout.config.settings import OVERLONG, PartialRolloutConfig, check_keys
 from recipe.partial_rollout.training.correction_check import check_correction
 
 
 def check_config(config: DictConfig) -> PartialRolloutConfig:
     """Raise ``ConfigError`` for the first mistake found; returns the checked settings. Flags in ``config`` become bools."""
-    read_flags(config)
+    check_keys(config)
     settings = PartialRolloutConfig.from_config(config)
     _check_trainer(config, settings)
     _check_speculation(config)
@@ -229,9 +230,9 @@ def _check_checkpoints(config: DictConfig) -> None:
 
 def _check_sizes(checkpoint: Path, settings: PartialRolloutConfig) -> None:
     saved = verify(checkpoint).facts["sizes"]
-    for key, name in (("data.train_batch_size", "batch_groups"), ("actor_rollout_ref.rollout.n", "samples_per_group")):
-        if settings.sizes[name] != saved[name]:
-            raise fail(key, settings.sizes[name], f"{saved[name]}, as in {checkpoint}")
+    theirs = ResumeSizes(saved["batch_groups"], saved["samples_per_group"], saved["max_staleness"])
+    if other := settings.resume_sizes.mismatch(theirs):
+        raise fail(other.key, other.here, other.allowed_by(f"as in {checkpoint}"))
     if saved.get("filter_groups") and settings.group_filter is None:
         raise fail(
             "algorithm.filter_groups.enable", False, f"True, as in {checkpoint}: it consumed more than it trained"
@@ -242,12 +243,6 @@ def _check_sizes(checkpoint: Path, settings: PartialRolloutConfig) -> None:
             settings.policy,
             f"{saved.get('policy', 'another')}, as in {checkpoint}: "
             "what it has in flight was not dispatched to be trained in order",
-        )
-    if settings.max_staleness < saved["max_staleness"]:
-        raise fail(
-            "partial_rollout.max_staleness",
-            settings.max_staleness,
-            f"at least {saved['max_staleness']}, as in {checkpoint}: groups in flight could not be trained in time",
         )
 
 

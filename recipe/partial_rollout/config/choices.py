@@ -1,65 +1,81 @@
-"""The values of the keys that take one word of a few."""
+"""The values of the keys that take one word of a few, each with its meaning for the README's table."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
 
-class Mode(StrEnum):
-    """``partial_rollout.mode``: which prompts a round starts with, and when it takes new ones."""
+class Choice(StrEnum):
+    """A word of the configuration. Members are declared as ``NAME = value, words``."""
 
-    WINDOW = "window"
-    """(1 + overlap) * N groups, unfinished or ready, at the start of a round"""
-    SSIM = "ssim"
-    """the published supplementation: an in-flight budget of samples, refilled all through the round"""
-    APRIL = "april"
-    """over_sampling_batch_size unfinished groups at the start of a round"""
+    words: str
+    """its meaning"""
 
-
-class SchedulingPolicy(StrEnum):
-    """``partial_rollout.scheduling.policy``: which sample runs next."""
-
-    BOUNDED = "bounded"
-    """oldest first, carried groups before new prompts, then fewest unfinished, then shortest mean length"""
-    SEED = "seed"
-    """the published order: fewest unfinished, shortest mean length, least stale"""
-    IN_ORDER = "in_order"
-    """dispatch order, also of training: no length bias, more staleness"""
+    def __new__(cls, value: str, words: str) -> Choice:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.words = words
+        return member
 
 
-class OnSampleError(StrEnum):
-    """``partial_rollout.failures.on_sample_error``: what becomes of a sample that failed."""
+class Mode(Choice):
+    """``partial_rollout.mode``."""
 
-    RETRY = "retry"
-    """again from its journal, ``sample_retries`` times; then masked"""
-    MASK = "mask"
-    """its group trains without its tokens"""
-    RAISE = "raise"
-    """the run ends"""
-
-
-class ResumeKV(StrEnum):
-    """``partial_rollout.resume_kv``: how an interrupted sample gets its keys and values back."""
-
-    RECOMPUTE = "recompute"
-    """under the new weights: prompt and tokens so far are prefilled again"""
-    KEEP = "keep"
-    """those of the weights that made them, where the engine still has the blocks"""
+    WINDOW = "window", "at the start of a round, up to `(1 + overlap) * N` groups are unfinished or ready"
+    SSIM = (
+        "ssim",
+        "the published supplementation: all through the round, up to `in_flight_samples` samples are unfinished",
+    )
+    APRIL = "april", "at the start of a round, up to `over_sampling_batch_size` groups are unfinished"
 
 
-class Correction(StrEnum):
-    """``partial_rollout.correction``: how the loss treats tokens that older weights sampled."""
+class SchedulingPolicy(Choice):
+    """``partial_rollout.scheduling.policy``."""
 
-    DECOUPLED = "decoupled"
-    """weighted by ``pi_prox / pi_behav`` (AReaL, arXiv:2505.24298, equation 5)"""
-    NONE = "none"
-    """as if the proximal policy had sampled them; for ablations"""
+    BOUNDED = (
+        "bounded",
+        "oldest first; carried groups before new prompts, then fewest unfinished samples, then shortest mean length",
+    )
+    SEED = "seed", "the published order: fewest unfinished samples, then shortest mean length, then least stale"
+    IN_ORDER = (
+        "in_order",
+        "prompts train in the order of the data, so batches have no length bias. A round waits for its next N prompts, "
+        "whatever else is ready, and mean staleness is the whole overlap",
+    )
 
 
-class Proximal(StrEnum):
-    """``partial_rollout.proximal``: where the log-probs of the weights before the update come from."""
+class OnSampleError(Choice):
+    """``partial_rollout.failures.on_sample_error``."""
 
-    RECOMPUTE = "recompute"
-    """a forward pass over the batch"""
-    INTERPOLATE = "interpolate"
-    """between behaviour and current log-probs by version age, inside the loss (AReaL, ``prox_logp_method: loglinear``)"""
+    RETRY = "retry", "it runs again from its journal, `sample_retries` times; then it is masked"
+    MASK = "mask", "its group trains without its tokens"
+    RAISE = "raise", "the run ends"
+
+
+class ResumeKV(Choice):
+    """``partial_rollout.resume_kv``."""
+
+    RECOMPUTE = "recompute", "prompt and tokens so far are prefilled again under the new weights"
+    KEEP = (
+        "keep",
+        "the keys and values of the old weights, where vLLM's prefix cache still has them; see "
+        "[Keeping the KV cache](#keeping-the-kv-cache)",
+    )
+
+
+class Correction(Choice):
+    """``partial_rollout.correction``."""
+
+    DECOUPLED = "decoupled", "the loss weighs them by `pi_prox / pi_behav` (AReaL, arXiv:2505.24298, equation 5)"
+    NONE = "none", "they train as if the weights before the update had made them; for ablations, prints a warning"
+
+
+class Proximal(Choice):
+    """``partial_rollout.proximal``."""
+
+    RECOMPUTE = "recompute", "from a forward pass over the batch"
+    INTERPOLATE = (
+        "interpolate",
+        "from the loss, which interpolates between behaviour and current log-probs by each token's version age "
+        "(AReaL's `prox_logp_method: loglinear`), so the pass is skipped",
+    )

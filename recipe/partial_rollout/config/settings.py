@@ -1,113 +1,30 @@
-"""``partial_rollout.*`` and its cross-checks with verl's config: bad input dies here, before Ray starts.
+"""``partial_rollout.*``: its keys, and the settings that a run makes of them and of verl's config.
 
-Every error is one line: the key, its value, what is allowed.
+Bad input dies in ``PartialRolloutConfig.from_config``, before Ray starts, in one line: the key, its value, what is
+allowed.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
-from enum import StrEnum
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.choices import Correction, Mode, OnSampleError, Proximal, ResumeKV, SchedulingPolicy
+from recipe.partial_rollout.config.choices import Correction, Mode, Proximal, ResumeKV, SchedulingPolicy
 from recipe.partial_rollout.config.errors import fail
+from recipe.partial_rollout.config.keys import Key, checked, declarations, flag, key, read, refuse_unknown, section
+from recipe.partial_rollout.config.resume_sizes import ResumeSizes
+from recipe.partial_rollout.config.sections import Checkpointing, Deadlines, FailureLimits, OverlapAuto, Scheduling
 
+ROOT = "partial_rollout"
+"""the node of the config that the keys are under"""
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 """verl's key for the penalty of its dapo reward manager"""
 AUTO = "auto"
 """of ``partial_rollout.overlap``"""
-
-FLAGS = ("enable", "drain", "padded_vocabulary", "reward_in_worker", "checkpoint.checksum_all")
-"""keys of ``partial_rollout`` that are true or false"""
-
-_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-"""YAML 1.1's; on the command line hydra knows the first of each only, and hands the others over as strings"""
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Seconds after which a wait ends the run with an error."""
-
-    stall_s: float = 1800.0
-    """without any sample reporting, or any engine making a token, in an open round"""
-    grant_s: float = 7200.0
-    """for a sample to be granted a slot, or to be granted one again, in an open round: longer than the longest step"""
-    reward_s: float = 300.0
-    """for one call of the reward function"""
-    interrupt_s: float = 60.0
-    """for all replicas to become quiet, or to resume; for samples to be collected, or granted, once that is waited for;
-    for the outputs of a batch to arrive"""
-    weight_sync_s: float = 600.0
-    """for one weight sync"""
-    worker_start_s: float = 300.0
-    """for an agent-loop worker that replaces a dead one to be ready"""
-    replica_start_s: float = 1200.0
-    """for a vLLM replica that died to be back"""
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if not value > 0:
-                raise fail(f"partial_rollout.deadlines.{item.name}", value, "seconds above 0")
-
-
-@dataclass(frozen=True, slots=True)
-class FailureLimits:
-    """``partial_rollout.failures``: how much may go wrong before the run ends."""
-
-    on_sample_error: OnSampleError
-    sample_retries: int
-    retry_backoff_s: float
-    """seconds before the first retry; doubles with each further one of the same sample"""
-    max_masked_fraction: float
-    """of a batch: samples that failed for good"""
-    worker_restarts: int
-    """of agent-loop workers, over the whole run"""
-    replica_restarts: int
-    """of vLLM replicas, over the whole run, while others are alive"""
-    tool_timeout_s: float | None
-    """seconds for one tool call; None: no deadline"""
-    sample_timeout_s: float | None
-    """seconds that an agent loop may spend between two engine calls; None: no deadline"""
-
-    @classmethod
-    def from_config(cls, ours: DictConfig) -> FailureLimits:
-        """Raises ``ConfigError`` in one line."""
-        at = "partial_rollout.failures"
-        fraction = _number(f"{at}.max_masked_fraction", ours.max_masked_fraction)
-        if fraction > 1:
-            raise fail(f"{at}.max_masked_fraction", fraction, "at most 1")
-        return cls(
-            on_sample_error=_member(f"{at}.on_sample_error", ours.on_sample_error, OnSampleError),
-            sample_retries=_at_least(f"{at}.sample_retries", ours.sample_retries, 0),
-            retry_backoff_s=_number(f"{at}.retry_backoff_s", ours.retry_backoff_s),
-            max_masked_fraction=fraction,
-            worker_restarts=_at_least(f"{at}.worker_restarts", ours.worker_restarts, 0),
-            replica_restarts=_at_least(f"{at}.replica_restarts", ours.replica_restarts, 0),
-            tool_timeout_s=_seconds_or_none(f"{at}.tool_timeout_s", ours.tool_timeout_s),
-            sample_timeout_s=_seconds_or_none(f"{at}.sample_timeout_s", ours.sample_timeout_s),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class OverlapSettings:
-    """Of ``partial_rollout.overlap=auto``."""
-
-    start: float
-    notch: float
-    min_gain: float
-
-    @classmethod
-    def from_config(cls, ours: DictConfig) -> OverlapSettings:
-        """Raises ``ConfigError`` in one line."""
-        at, auto = "partial_rollout.overlap_auto", ours.overlap_auto
-        notch = _number(f"{at}.notch", auto.notch)
-        if not notch:
-            raise fail(f"{at}.notch", auto.notch, "a number above 0")
-        return cls(_number(f"{at}.start", auto.start), notch, _number(f"{at}.min_gain", auto.min_gain))
+_FILTER = "algorithm.filter_groups"
+_COUNT = Key(words="", at_least=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,69 +38,139 @@ class FilterSettings:
     @classmethod
     def from_config(cls, config: DictConfig) -> FilterSettings | None:
         """From the whole config; verl's node may be missing. Raises ``ConfigError`` in one line."""
-        node, at = OmegaConf.select(config, "algorithm.filter_groups"), "algorithm.filter_groups"
-        if not node or not _flag(f"{at}.enable", node.enable):
+        node = OmegaConf.select(config, _FILTER)
+        if not node or not flag(f"{_FILTER}.enable", node.enable):
             return None
         if not isinstance(node.metric, str) or not node.metric:
-            raise fail(f"{at}.metric", node.metric, "reward, or a name of the reward's extra information, such as acc")
+            words = "reward, or a name of the reward's extra information, such as acc"
+            raise fail(f"{_FILTER}.metric", node.metric, words)
         batches = node.max_num_gen_batches
         if isinstance(batches, bool) or not isinstance(batches, int) or batches == 1:
-            raise fail(
-                f"{at}.max_num_gen_batches", batches, "0 for no limit, or at least 2: with 1 nothing is replaced"
-            )
+            words = "0 for no limit, or at least 2: with 1 nothing is replaced"
+            raise fail(f"{_FILTER}.max_num_gen_batches", batches, words)
         return cls(node.metric, max(0, batches))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartialRolloutConfig:
-    """The recipe's settings, checked; sizes that follow from verl's config are filled in by ``from_config``."""
+    """The recipe's settings, checked. Sizes that a key leaves to verl's config are filled in by ``from_config``."""
 
-    enable: bool
-    mode: Mode
-    policy: SchedulingPolicy
-    overlap: float
-    """in force from the first round on"""
-    overlap_control: OverlapSettings | None
-    """None: ``overlap`` is fixed"""
-    max_staleness: int
-    over_sampling_batch_size: int
-    in_flight_samples: int
-    slots_per_replica: int
-    """until the KV caches are known, at most ``rollout.max_num_seqs``: see ``ReplicaSlots``"""
-    slots_given: bool
-    """whether ``slots_per_replica`` was set"""
-    ramp_rounds: int
-    drain: bool
-    """whether the last rounds admit only what is still trained"""
-    correction: Correction
-    proximal: Proximal
-    proximal_check_every: int
-    resume_kv: ResumeKV
-    kv_headroom: float
-    """share of a replica's KV blocks"""
-    probe_s: float
-    checksum_all: bool
-    failures: FailureLimits
-    deadlines: Deadlines
-    group_filter: FilterSettings | None
-    """``algorithm.filter_groups``; None: every group is trained"""
+    enable: bool = key(True, "`false` is noPR: verl's own synchronous rollout, batch for batch.")
+    mode: Mode = key(Mode.WINDOW, "How many prompts a round takes on.")
+    overlap: float = key(
+        1.0,
+        "Spare groups in flight as a share of N = `data.train_batch_size` (window): more speed for more staleness, whose "
+        "mean is about the overlap. `auto` (window): as many as are worth their staleness, found by measuring "
+        "([docs/scheduling.md](../../docs/scheduling.md)).",
+        at_least=0,
+        word=AUTO,
+    )
+    overlap_auto: OverlapAuto = section(OverlapAuto)
+    ramp_rounds: int = key(
+        0,
+        "First rounds over which the spare groups grow to their number (window, april). Without it the first batches are "
+        "mostly short responses.",
+        at_least=0,
+    )
+    drain: bool = key(
+        True,
+        "What to do with in-flight prompts when `trainer.total_training_steps` ends training before the data runs out. "
+        "`true`: the last rounds admit only what is still trained. `false`: all rounds are alike, the last checkpoint "
+        "holds what is in flight, and a training resumed with more steps goes on with it.",
+    )
+    max_staleness: int = key(
+        4,
+        "Most versions between a sample's first token and the update that trains it. A round waits for a group that has "
+        "reached it.",
+        at_least=0,
+    )
+    over_sampling_batch_size: int = key(
+        None, "Unfinished groups at the start of a round (april).", at_least=1, null="2 N"
+    )
+    in_flight_samples: int = key(None, "Unfinished samples at any time (ssim).", at_least=1, null="N * rollout.n")
+    slots_per_replica: int = key(
+        None,
+        "Samples that run at once on a replica. `null`: at most `rollout.max_num_seqs`, and no more than its KV cache "
+        "holds; a line at start says how many and why ([docs/scheduling.md](../../docs/scheduling.md)).",
+        at_least=1,
+        null="by KV",
+    )
+    scheduling: Scheduling = section(Scheduling)
+    correction: Correction = key(
+        Correction.DECOUPLED,
+        "How tokens that older weights sampled are trained "
+        "([Algorithms, correction, engines](#algorithms-correction-engines)).",
+    )
+    proximal: Proximal = key(Proximal.RECOMPUTE, "Where the log-probs of the weights before the update come from.")
+    proximal_check_every: int = key(
+        0,
+        "With `proximal=interpolate`, steps between two forward passes that measure its error, logged as "
+        "`partial_rollout/proximal/error`: the mean of \\|interpolated - recomputed\\| over tokens. 0: never.",
+        at_least=0,
+    )
+    resume_kv: ResumeKV = key(ResumeKV.RECOMPUTE, "What an interrupted sample goes on with.")
+    kv_headroom: float = key(
+        0.05,
+        "Share of a replica's KV blocks that must be free for one more sample to start there (vLLM's `watermark`); "
+        "without it samples start only to be preempted as others grow. 0: none. Where blocks run out all the same, the "
+        "prompts that were dispatched last make room (`rollout.scheduling_policy=priority`, always on under PR).",
+        at_least=0,
+        below=1,
+        share_of="the KV blocks",
+    )
+    reward_in_worker: bool = key(
+        False,
+        "Score in the agent-loop workers instead of verl's reward workers, which saves a round trip a sample. For cheap "
+        "functions without a reward model; holds for noPR too.",
+    )
+    padded_vocabulary: bool = key(
+        False, "Allow a model with more embedding rows than its tokenizer has tokens (Qwen's checkpoints)."
+    )
+    probe_s: float = key(
+        0,
+        "Seconds over which the speed of full engines is measured, before and after training, after as many seconds to "
+        "fill them. Efficiency is measured against it. 0: not measured.",
+        at_least=0,
+        unit="seconds",
+    )
+    failures: FailureLimits = section(FailureLimits)
+    deadlines: Deadlines = section(Deadlines)
+    checkpoint: Checkpointing = section(Checkpointing)
+
     batch_groups: int
     """N: ``data.train_batch_size``"""
     samples_per_group: int
     """``actor_rollout_ref.rollout.n``"""
+    slots_given: bool
+    """whether ``slots_per_replica`` was set; otherwise it is ``rollout.max_num_seqs`` until the KV caches are known"""
+    adapts_overlap: bool
+    """whether ``overlap`` is auto: it is then that of the first round"""
+    group_filter: FilterSettings | None
+    """``algorithm.filter_groups``; None: every group is trained"""
+
+    @property
+    def policy(self) -> SchedulingPolicy:
+        return self.scheduling.policy
+
+    @property
+    def overlap_control(self) -> OverlapAuto | None:
+        """None: ``overlap`` is fixed."""
+        return self.overlap_auto if self.adapts_overlap else None
 
     @property
     def batch_samples(self) -> int:
         return self.batch_groups * self.samples_per_group
 
     @property
+    def resume_sizes(self) -> ResumeSizes:
+        return ResumeSizes(self.batch_groups, self.samples_per_group, self.max_staleness)
+
+    @property
     def sizes(self) -> dict[str, Any]:
-        """What a checkpoint of this run can be gone on from with."""
+        """What a checkpoint's manifest says of the run that made it."""
         return {
             "policy": str(self.policy),
-            "batch_groups": self.batch_groups,
-            "samples_per_group": self.samples_per_group,
-            "max_staleness": self.max_staleness,
+            **asdict(self.resume_sizes),
             "filter_groups": self.group_filter is not None,
         }
 
@@ -194,82 +181,62 @@ class PartialRolloutConfig:
         Raises:
             ConfigError: in one line.
         """
-        ours = config.partial_rollout
-        batch = _at_least("data.train_batch_size", config.data.train_batch_size, 1)
-        n = _at_least("actor_rollout_ref.rollout.n", config.actor_rollout_ref.rollout.n, 1)
-        control = OverlapSettings.from_config(ours) if ours.overlap == AUTO else None
-        settings = cls(
-            enable=_flag("partial_rollout.enable", ours.enable),
-            mode=_member("partial_rollout.mode", ours.mode, Mode),
-            policy=_member("partial_rollout.scheduling.policy", ours.scheduling.policy, SchedulingPolicy),
-            overlap=_number("partial_rollout.overlap", ours.overlap, AUTO) if control is None else control.start,
-            overlap_control=control,
-            max_staleness=_at_least("partial_rollout.max_staleness", ours.max_staleness, 0),
-            over_sampling_batch_size=_default(
-                "partial_rollout.over_sampling_batch_size", ours.over_sampling_batch_size, 2 * batch
-            ),
-            in_flight_samples=_default("partial_rollout.in_flight_samples", ours.in_flight_samples, batch * n),
-            slots_per_replica=_default(
-                "partial_rollout.slots_per_replica",
-                ours.slots_per_replica,
-                config.actor_rollout_ref.rollout.max_num_seqs,
-            ),
-            slots_given=ours.slots_per_replica is not None,
-            ramp_rounds=_at_least("partial_rollout.ramp_rounds", ours.ramp_rounds, 0),
-            drain=_flag("partial_rollout.drain", ours.drain),
-            correction=_member("partial_rollout.correction", ours.correction, Correction),
-            proximal=_member("partial_rollout.proximal", ours.proximal, Proximal),
-            proximal_check_every=_at_least("partial_rollout.proximal_check_every", ours.proximal_check_every, 0),
-            resume_kv=_member("partial_rollout.resume_kv", ours.resume_kv, ResumeKV),
-            kv_headroom=_number("partial_rollout.kv_headroom", ours.kv_headroom),
-            probe_s=_number("partial_rollout.probe_s", ours.probe_s),
-            checksum_all=_flag("partial_rollout.checkpoint.checksum_all", ours.checkpoint.checksum_all),
-            failures=FailureLimits.from_config(ours.failures),
-            deadlines=Deadlines(**OmegaConf.to_container(ours.deadlines, resolve=True)),  # type: ignore[arg-type]
-            group_filter=FilterSettings.from_config(config),
+        rollout = config.actor_rollout_ref.rollout
+        batch = checked("data.train_batch_size", config.data.train_batch_size, int, _COUNT)
+        n = checked("actor_rollout_ref.rollout.n", rollout.n, int, _COUNT)
+        values = read(cls, config[ROOT], ROOT)
+        adapts, given = values["overlap"] == AUTO, values["slots_per_replica"] is not None
+        if adapts:
+            values["overlap"] = values["overlap_auto"].start
+        sizes = {
+            "over_sampling_batch_size": 2 * batch,
+            "in_flight_samples": batch * n,
+            "slots_per_replica": rollout.max_num_seqs,
+        }
+        values |= {name: size for name, size in sizes.items() if values[name] is None}
+        return cls(
+            **values,
             batch_groups=batch,
             samples_per_group=n,
+            slots_given=given,
+            adapts_overlap=adapts,
+            group_filter=FilterSettings.from_config(config),
         )
-        settings._check()
-        return settings
 
-    def _check(self) -> None:
-        if self.kv_headroom >= 1:
-            raise fail("partial_rollout.kv_headroom", self.kv_headroom, "less than 1: a share of the KV blocks")
-        if self.overlap_control is not None and self.mode is not Mode.WINDOW:
-            raise fail("partial_rollout.overlap", AUTO, f"a number in mode {self.mode}")
+    def __post_init__(self) -> None:
+        """Check the keys against each other."""
+        if self.adapts_overlap and self.mode is not Mode.WINDOW:
+            raise fail(f"{ROOT}.overlap", AUTO, f"a number in mode {self.mode}")
         if self.overlap > self.max_staleness:
             raise fail(
-                "partial_rollout.overlap" if self.overlap_control is None else "partial_rollout.overlap_auto.start",
+                f"{ROOT}.overlap_auto.start" if self.adapts_overlap else f"{ROOT}.overlap",
                 self.overlap,
-                f"at most partial_rollout.max_staleness={self.max_staleness}: more groups in flight cannot all be "
-                f"trained in time",
+                f"at most {ROOT}.max_staleness={self.max_staleness}: more groups in flight cannot all be trained in time",
             )
         if self.over_sampling_batch_size < self.batch_groups:
             raise fail(
-                "partial_rollout.over_sampling_batch_size",
+                f"{ROOT}.over_sampling_batch_size",
                 self.over_sampling_batch_size,
                 f"at least data.train_batch_size={self.batch_groups}",
             )
         if self.mode is Mode.SSIM and self.ramp_rounds:
-            raise fail("partial_rollout.ramp_rounds", self.ramp_rounds, "0 in mode ssim, which refills in mid-round")
+            raise fail(f"{ROOT}.ramp_rounds", self.ramp_rounds, "0 in mode ssim, which refills in mid-round")
         if self.mode is not Mode.WINDOW and self.max_staleness < 1:
-            raise fail("partial_rollout.max_staleness", self.max_staleness, f"at least 1 in mode {self.mode}")
+            raise fail(f"{ROOT}.max_staleness", self.max_staleness, f"at least 1 in mode {self.mode}")
 
 
-def _number(key: str, value: Any, *others: str) -> float:
-    """``others``: words that the caller takes instead, for the message."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise fail(key, value, ", or ".join(["a number of at least 0", *others]))
-    return float(value)
+FLAGS = tuple(each.name for each in declarations(PartialRolloutConfig) if each.kind is bool)
+"""keys that are true or false"""
 
 
-def _seconds_or_none(key: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise fail(key, value, "seconds above 0, or null")
-    return float(value)
+def check_keys(config: DictConfig) -> None:
+    """Refuse keys of ``config.partial_rollout`` that do not exist, and make its flags bools in place.
+
+    Raises:
+        ConfigError: a key is unknown, or a flag is neither true nor false.
+    """
+    refuse_unknown(PartialRolloutConfig, config[ROOT], ROOT)
+    read_flags(config)
 
 
 def read_flags(config: DictConfig) -> None:
@@ -279,29 +246,10 @@ def read_flags(config: DictConfig) -> None:
         ConfigError: one is neither true nor false.
     """
     for name in FLAGS:
-        key = f"partial_rollout.{name}"
-        OmegaConf.update(config, key, _flag(key, OmegaConf.select(config, key)))
+        path = f"{ROOT}.{name}"
+        OmegaConf.update(config, path, flag(path, OmegaConf.select(config, path)))
 
 
-def _flag(key: str, value: Any) -> bool:
-    found = value if isinstance(value, bool) else _WORDS.get(str(value).lower())
-    if found is None:
-        raise fail(key, value, "true or false")
-    return found
-
-
-def _at_least(key: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise fail(key, value, f"an integer of at least {least}")
-    return value
-
-
-def _default(key: str, value: Any, default: int) -> int:
-    return default if value is None else _at_least(key, value, 1)
-
-
-def _member(key: str, value: Any, kind: type[StrEnum]) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        raise fail(key, value, "one of " + ", ".join(kind)) from None
+def default_of(name: str) -> Any:
+    """The default of key ``partial_rollout.NAME``; ``name`` is dotted."""
+    return next(each.default for each in declarations(PartialRolloutConfig) if each.name == name)

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.groups import Counters
 from recipe.partial_rollout.manager.length_ledger import LengthLedger
@@ -72,7 +73,7 @@ def capture(state: ManagerState, admission: Admission) -> Captured:
     groups, lengths = state.groups, state.groups.lengths
     head = {
         "layout": LAYOUT,
-        "made_with": _sizes(admission),
+        "made_with": _sizes(admission).by_key(),
         "version": state.version,
         "source_open": state.reserve.source_open,
         "last_offered": state.reserve.last_offered,
@@ -99,12 +100,8 @@ def _copy(group: PromptGroup) -> PromptGroup:
     return replace(group, samples=samples)
 
 
-def _sizes(admission: Admission) -> dict[str, int]:
-    return {
-        "data.train_batch_size": admission.batch_groups,
-        "actor_rollout_ref.rollout.n": admission.samples_per_group,
-        "partial_rollout.max_staleness": admission.max_staleness,
-    }
+def _sizes(admission: Admission) -> ResumeSizes:
+    return ResumeSizes(admission.batch_groups, admission.samples_per_group, admission.max_staleness)
 
 
 # -- encoding ----------------------------------------------------------------------------------------------------------
@@ -212,14 +209,9 @@ def _length_ledger(fields: dict[str, Any]) -> LengthLedger:
 def _check_sizes(state: dict[str, Any], admission: Admission) -> None:
     if state.get("layout") != LAYOUT:
         raise ValueError(f"manager state has layout={state.get('layout')}: this version of the recipe reads {LAYOUT}")
-    for key, here in _sizes(admission).items():
-        made_with = state["made_with"][key]
-        # Groups that waited under a larger bound could be past this one before they can be trained.
-        if key == "partial_rollout.max_staleness":
-            if made_with > here:
-                raise ValueError(f"{key}={here}: at least {made_with}, which the checkpoint was made with")
-        elif made_with != here:
-            raise ValueError(f"{key}={here}: {made_with}, which the checkpoint was made with")
+    if other := _sizes(admission).mismatch(ResumeSizes.of_keys(state["made_with"])):
+        allowed = other.allowed_by("which the checkpoint was made with")
+        raise ValueError(f"{other.key}={other.here}: {allowed}")
 
 
 def _samples(state: dict[str, Any]) -> Iterator[Sample]:

@@ -69,7 +69,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         self.stop = StopSignals()
         self.run_dir = Path(config.trainer.default_local_dir)
         keep = claim_retention(config.trainer, critic=need_critic(config)) if self.settings.enable else None
-        self.checkpoints = RunCheckpoints(self.run_dir, checksum_all=self.settings.checksum_all, keep=keep)
+        self.checkpoints = RunCheckpoints(self.run_dir, checksum_all=self.settings.checkpoint.checksum_all, keep=keep)
         self.resume_from = self._find_checkpoint(config)
         super().__init__(config, *args, **kwargs)
         self.step_line = StepLine(self.total_training_steps)

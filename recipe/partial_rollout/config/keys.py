@@ -1,0 +1,215 @@
+"""How a key is declared, checked and listed.
+
+A section is a frozen dataclass whose fields are made with ``key``, or with ``section`` for the sections inside it. The
+declaration is the only place that knows a key: hydra gets its default from it (``defaults_of``), a user's value is
+checked against it (``read``), and the README's table is made from it (``declarations``).
+
+OmegaConf could check types itself, but it takes 0 for a flag, ``"3"`` for an integer and an enum's Python name for its
+value, and explains a mistake in three lines. So hydra gets plain values, and ``read`` does the checking.
+
+>>> @dataclass(frozen=True)
+... class Tea:
+...     minutes: float = key(3.5, "How long it brews.", above=0)
+>>> defaults_of(Tea), read(Tea, {"minutes": 4}, "tea")
+({'minutes': 3.5}, {'minutes': 4.0})
+>>> read(Tea, {"minutes": -1}, "tea")
+Traceback (most recent call last):
+recipe.partial_rollout.config.errors.ConfigError: tea.minutes=-1: a number above 0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from difflib import get_close_matches
+from enum import StrEnum
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from recipe.partial_rollout.config.errors import ConfigError, fail
+
+_KEY, _SECTION = "key", "section"
+
+_FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+"""YAML 1.1's words; hydra's command line knows true and false only, and hands the others over as strings"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """What a declaration says of a key besides its type and default."""
+
+    words: str
+    """its meaning, for the README's table"""
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    unit: str = "a number"
+    """of a float"""
+    share_of: str = ""
+    """what a share is a share of"""
+    word: str | None = None
+    """a word that the key takes beside numbers"""
+    null: str | None = None
+    """what null stands for, where the settings fill it in"""
+
+    @property
+    def _lower(self) -> str:
+        return f"above {self.above:g}" if self.above is not None else f"of at least {self.at_least:g}"
+
+    def number(self, path: str, value: Any, kind: type[int] | type[float], *, nullable: bool) -> Any:
+        """``value``, checked; ``path`` is for the error."""
+        others = [*([self.word] if self.word else []), *(["null"] if nullable else [])]
+        noun = "an integer" if kind is int else self.unit
+        allowed = ", or ".join([f"{noun} {self._lower}", *others])
+        if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+            raise fail(path, value, allowed)
+        if not math.isfinite(value) or (self.above is not None and value <= self.above):
+            raise fail(path, value, allowed)
+        if self.at_least is not None and value < self.at_least:
+            raise fail(path, value, allowed)
+        share = f": a share of {self.share_of}" if self.share_of else ""
+        if self.at_most is not None and value > self.at_most:
+            raise fail(path, kind(value), f"at most {self.at_most:g}{share}")
+        if self.below is not None and value >= self.below:
+            raise fail(path, kind(value), f"less than {self.below:g}{share}")
+        return kind(value)
+
+
+def key(default: Any, words: str, **limits: Any) -> Any:
+    """A field of a section: a key with its default and meaning; ``limits`` are ``Key``'s."""
+    return field(default=default, metadata={_KEY: Key(words=words, **limits)})
+
+
+def section(kind: type) -> Any:
+    """A field of a section: the keys of section ``kind``, under the field's name."""
+    return field(default_factory=kind, metadata={_SECTION: kind})
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """One key of a section, or of a section inside it."""
+
+    name: str
+    """dotted, as ``deadlines.stall_s``"""
+    kind: Any
+    """type, as annotated"""
+    default: Any
+    key: Key
+
+
+def _parts(kind: type) -> Iterator[tuple[Field[Any], Any]]:
+    """Keys and sections of ``kind``, each with its type; fields of other makes are not keys."""
+    hints = get_type_hints(kind)
+    for item in fields(kind):
+        if _KEY in item.metadata or _SECTION in item.metadata:
+            yield item, hints[item.name]
+
+
+def declarations(kind: type, at: str = "") -> Iterator[Declaration]:
+    """Every key of section ``kind``, in the order of declaration."""
+    for item, hint in _parts(kind):
+        if _KEY in item.metadata:
+            yield Declaration(at + item.name, hint, item.default, item.metadata[_KEY])
+        else:
+            yield from declarations(item.metadata[_SECTION], f"{at}{item.name}.")
+
+
+def defaults_of(kind: type) -> dict[str, Any]:
+    """The defaults of section ``kind`` as plain values, for hydra."""
+    found: dict[str, Any] = {}
+    for item, _ in _parts(kind):
+        if _SECTION in item.metadata:
+            found[item.name] = defaults_of(item.metadata[_SECTION])
+        else:
+            found[item.name] = item.default.value if isinstance(item.default, StrEnum) else item.default
+    return found
+
+
+# -- a user's values ---------------------------------------------------------------------------------------------------
+
+
+def read(kind: type, node: Any, at: str) -> dict[str, Any]:
+    """The values of section ``kind`` in ``node``, checked; a key that ``node`` lacks has its default.
+
+    Args:
+        at: path of the section, for errors.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    if not isinstance(node, Mapping):
+        raise fail(at, node, "its keys: " + ", ".join(item.name for item, _ in _parts(kind)))
+    values = {}
+    for item, hint in _parts(kind):
+        path = f"{at}.{item.name}"
+        if _SECTION in item.metadata:
+            inner = item.metadata[_SECTION]
+            values[item.name] = inner(**read(inner, node.get(item.name, {}), path))
+        else:
+            values[item.name] = checked(path, node.get(item.name, item.default), hint, item.metadata[_KEY])
+    return values
+
+
+def checked(path: str, value: Any, kind: Any, declared: Key) -> Any:
+    """``value`` as a ``kind``, within the limits that ``declared`` sets.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    kinds = get_args(kind) or (kind,)
+    nullable = NoneType in kinds or declared.null is not None
+    (plain,) = (each for each in kinds if each is not NoneType)
+    if value is None and nullable:
+        return None
+    if declared.word is not None and value == declared.word:
+        return value
+    if plain is bool:
+        return flag(path, value)
+    if issubclass(plain, StrEnum):
+        return _member(path, value, plain)
+    return declared.number(path, value, plain, nullable=nullable)
+
+
+def flag(path: str, value: Any) -> bool:
+    """``value`` as YAML 1.1 reads it.
+
+    Raises:
+        ConfigError: it is neither true nor false.
+    """
+    found = value if isinstance(value, bool) else _FLAGS.get(str(value).lower())
+    if found is None:
+        raise fail(path, value, "true or false")
+    return found
+
+
+def _member(path: str, value: Any, kind: type[StrEnum]) -> StrEnum:
+    try:
+        return kind(value)
+    except ValueError:
+        raise fail(path, value, "one of " + ", ".join(kind)) from None
+
+
+# -- keys that do not exist --------------------------------------------------------------------------------------------
+
+
+def refuse_unknown(kind: type, node: Mapping[Any, Any], at: str) -> None:
+    """Raise ``ConfigError`` for the first key of ``node`` that section ``kind``, at path ``at``, does not declare."""
+    known = {item.name: item for item, _ in _parts(kind)}
+    for name in node:
+        if name not in known:
+            raise unknown(kind, f"{at}.{name}", node[name])
+        inner = known[name].metadata.get(_SECTION)
+        if inner is not None and isinstance(node[name], Mapping):
+            refuse_unknown(inner, node[name], f"{at}.{name}")
+
+
+def unknown(kind: type, path: str, value: object) -> ConfigError:
+    """The one-line error for ``path``, which no section in ``kind`` declares; names the nearest key."""
+    root, _, name = path.partition(".")
+    names = [declared.name for declared in declarations(kind)]
+    last = name.rpartition(".")[2]
+    near = [each for each in names if each.rpartition(".")[2] == last] or get_close_matches(name, names, 1, cutoff=0.5)
+    hint = f"did you mean {root}.{near[0]}?" if near else "python -m recipe.partial_rollout.tools keys lists all"
+    return fail(path, value, f"no such key; {hint}")

@@ -1,0 +1,111 @@
+"""The sections of ``partial_rollout``: declared keys, each with its default, its limits and its meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recipe.partial_rollout.config.choices import OnSampleError, SchedulingPolicy
+from recipe.partial_rollout.config.keys import key
+
+
+def seconds(default: float, words: str) -> float:
+    """A key in seconds, above 0."""
+    return key(default, words, above=0, unit="seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapAuto:
+    """``partial_rollout.overlap_auto``: how ``overlap=auto`` moves."""
+
+    start: float = key(1.0, "Overlap that `auto` begins with, also after a resume.", at_least=0)
+    notch: float = key(0.25, "Most that `auto` changes the overlap in one round.", above=0)
+    min_gain: float = key(0.03, "Share of speed that a notch must add to be kept.", at_least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """``partial_rollout.scheduling``."""
+
+    policy: SchedulingPolicy = key(SchedulingPolicy.BOUNDED, "Which sample runs next.")
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """``partial_rollout.deadlines``: seconds after which a wait ends the run with an error."""
+
+    stall_s: float = seconds(
+        1800,
+        "Seconds of an open round in which no sample reports and no engine makes a token, after which the run ends.",
+    )
+    grant_s: float = seconds(
+        7200,
+        "Seconds that a sample may wait for its slot, or to get one again, in an open round. Must be longer than the "
+        "longest step.",
+    )
+    reward_s: float = seconds(300, "Seconds for one call of the reward function.")
+    interrupt_s: float = seconds(
+        60,
+        "Seconds for all replicas to become quiet, or to resume; for all samples to be collected, or granted, once the "
+        "trainer waits for it; for the outputs of a batch to be fetched.",
+    )
+    weight_sync_s: float = seconds(600, "Seconds for one weight sync.")
+    worker_start_s: float = seconds(300, "Seconds for an agent-loop worker that replaces a dead one to be ready.")
+    replica_start_s: float = seconds(1200, "Seconds for a vLLM replica that died to be back.")
+
+
+@dataclass(frozen=True, slots=True)
+class FailureLimits:
+    """``partial_rollout.failures``: how much may go wrong before the run ends."""
+
+    on_sample_error: OnSampleError = key(
+        OnSampleError.RETRY,
+        "What becomes of a sample whose agent loop or reward function raises, whose request vLLM refuses, or that takes "
+        "too long.",
+    )
+    sample_retries: int = key(2, "Retries of one sample.", at_least=0)
+    retry_backoff_s: float = key(
+        1.0,
+        "Seconds before a sample's first retry; doubles with each further one.",
+        at_least=0,
+        unit="seconds",
+    )
+    tool_timeout_s: float | None = key(
+        600,
+        "Seconds for one tool call, after which the sample fails, whatever its agent loop makes of tool errors. A retry "
+        "calls the tool again if the tool is `repeatable` ([Checkpoints](#checkpoints)). Keep it shorter than "
+        "`deadlines.stall_s`. `null`: no limit.",
+        above=0,
+        unit="seconds",
+    )
+    sample_timeout_s: float | None = key(
+        1200,
+        "Seconds that a sample may spend between two engine calls: in tools, environments and its agent loop. Waits for a "
+        "slot, the next round, the engine and the reward have deadlines of their own and do not count. Keep it shorter "
+        "than `deadlines.stall_s`. `null`: no limit.",
+        above=0,
+        unit="seconds",
+    )
+    max_masked_fraction: float = key(
+        0.25,
+        "Share of a batch's samples that may be masked; above it the run ends.",
+        at_least=0,
+        at_most=1,
+        share_of="the batch",
+    )
+    worker_restarts: int = key(
+        3,
+        "Agent-loop workers that may be replaced over the whole run; their samples go on from their journals.",
+        at_least=0,
+    )
+    replica_restarts: int = key(
+        1,
+        "vLLM replicas that may be restarted over the whole run, while others are alive (not run on a GPU).",
+        at_least=0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointing:
+    """``partial_rollout.checkpoint``."""
+
+    checksum_all: bool = key(False, "Checksum verl's files too, not only their sizes.")
