@@ -1,6 +1,8 @@
 """Keyword builders for the pure parts: a prompt, an output, a manager with small sizes."""
 
 import itertools
+from copy import deepcopy
+from functools import cache
 
 import numpy as np
 import pytest
@@ -79,6 +81,38 @@ def build_manager(
     for i in range(workers):
         manager.register_worker(f"w{i}", capacity)
     return manager
+
+
+@cache
+def composed(name, groups):
+    from hydra import compose, initialize_config_dir
+
+    from recipe.partial_rollout.main_ppo import CONF_DIR
+
+    with initialize_config_dir(str(CONF_DIR), version_base=None):
+        return compose(name, overrides=list(groups))
+
+
+def build_config(name, *overrides):
+    """A copy of config ``name`` with ``overrides``, as hydra's command line would compose it.
+
+    Composing takes longer than anything that a test does with the result. Choices of whole files are composed, once a
+    session; single keys are set on the copy.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    single = [each for each in parsed if "." in each.key_or_group and not each.is_delete()]
+    config = deepcopy(composed(name, tuple(each.input_line for each in parsed if each not in single)))
+    for each in single:
+        OmegaConf.update(config, each.key_or_group, each.value(), force_add=each.is_add())
+    return config
+
+
+@pytest.fixture(scope="session")
+def composed_config():
+    return build_config
 
 
 @pytest.fixture

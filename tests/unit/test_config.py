@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import ray
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo
@@ -37,15 +36,14 @@ def task(tmp_path_factory):
 
 
 @pytest.fixture
-def configure(task):
+def configure(task, composed_config):
     def build(*overrides):
         files = [
             f"actor_rollout_ref.model.path={task}",
             f"data.train_files={task}/data.parquet",
             f"data.val_files={task}/data.parquet",
         ]
-        with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
-            config = compose("quickstart_cpu", overrides=[*SIZES, *files, *overrides])
+        config = composed_config("quickstart_cpu", *SIZES, *files, *overrides)
         OmegaConf.resolve(config)
         return config
 

@@ -27,7 +27,7 @@ from enum import StrEnum
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from recipe.partial_rollout.config.errors import ConfigError, fail
+from recipe.partial_rollout.config.errors import fail
 
 _KEY, _SECTION = "key", "section"
 
@@ -196,20 +196,26 @@ def _member(path: str, value: Any, kind: type[StrEnum]) -> StrEnum:
 
 def refuse_unknown(kind: type, node: Mapping[Any, Any], at: str) -> None:
     """Raise ``ConfigError`` for the first key of ``node`` that section ``kind``, at path ``at``, does not declare."""
-    known = {item.name: item for item, _ in _parts(kind)}
-    for name in node:
-        if name not in known:
-            raise unknown(kind, f"{at}.{name}", node[name])
-        inner = known[name].metadata.get(_SECTION)
-        if inner is not None and isinstance(node[name], Mapping):
-            refuse_unknown(inner, node[name], f"{at}.{name}")
-
-
-def unknown(kind: type, path: str, value: object) -> ConfigError:
-    """The one-line error for ``path``, which no section in ``kind`` declares; names the nearest key."""
-    root, _, name = path.partition(".")
     names = [declared.name for declared in declarations(kind)]
+    sections = {name.rpartition(".")[0] for name in names}
+    for name, value in _leaves(node):
+        # A section that is no mapping is for ``read`` to refuse.
+        if name not in names and name not in sections:
+            near = _nearest(name, names)
+            hint = f"did you mean {at}.{near}?" if near else "python -m recipe.partial_rollout.tools keys lists all"
+            raise fail(f"{at}.{name}", value, f"no such key; {hint}")
+
+
+def _leaves(node: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{at}{name}.")
+        else:
+            yield f"{at}{name}", value
+
+
+def _nearest(name: str, names: list[str]) -> str | None:
+    """In another section, or spelt much the same."""
     last = name.rpartition(".")[2]
-    near = [each for each in names if each.rpartition(".")[2] == last] or get_close_matches(name, names, 1, cutoff=0.5)
-    hint = f"did you mean {root}.{near[0]}?" if near else "python -m recipe.partial_rollout.tools keys lists all"
-    return fail(path, value, f"no such key; {hint}")
+    found = [each for each in names if each.rpartition(".")[2] == last] or get_close_matches(name, names, 1, cutoff=0.5)
+    return found[0] if found else None

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.settings import default_of
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import PRESETS, CurveError, EngineCurve, fit
 from recipe.partial_rollout.planner.forecast import Forecast, baseline, forecast, smallest_worthwhile
@@ -113,7 +114,7 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
         "--max-staleness",
         type=int,
         metavar="K",
-        help="bound on staleness, in versions (default: that of --run, else 4)",
+        help=f"bound on staleness, in versions (default: that of --run, else {default_of('max_staleness')})",
     )
 
 
@@ -197,7 +198,7 @@ def _bound_of(record: RunRecord | None) -> int:
     """A run without partial rollout has the bound in its configuration alone."""
     path = Path(record.directory) / "config.yaml" if record else None
     found = OmegaConf.select(OmegaConf.load(path), "partial_rollout.max_staleness") if path and path.exists() else None
-    return 4 if found is None else int(found)
+    return default_of("max_staleness") if found is None else int(found)
 
 
 def _curve(given: str | None, record: RunRecord | None) -> EngineCurve:

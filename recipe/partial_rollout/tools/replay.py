@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.main_ppo import CONF_DIR
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import fit
 from recipe.partial_rollout.planner.forecast import baseline
@@ -50,10 +49,9 @@ def replay(run: RunRecord) -> Replay:
     path = Path(run.directory) / "config.yaml"
     if not path.exists():
         raise ValueError(f"{path} is missing: it says how the run was scheduled")
-    # Keys that the run did not know yet have their defaults.
-    defaults = OmegaConf.load(CONF_DIR / "partial_rollout.yaml").partial_rollout
-    config = OmegaConf.merge({"partial_rollout": defaults}, OmegaConf.load(path))
+    config = OmegaConf.load(path)
     assert isinstance(config, DictConfig)
+    # Keys that the run did not know yet have their defaults.
     settings = PartialRolloutConfig.from_config(config)
     replicas = run.settings.replicas
     admission, policy = Admission.of(settings), settings.policy
