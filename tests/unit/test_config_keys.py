@@ -58,7 +58,7 @@ def test_table_needs_its_marks(tmp_path, capsys):
         with_table("# Keys\n")
     (tmp_path / "page.md").write_text("# Keys\n")
     assert keys_tool(["--write", str(tmp_path / "page.md")]) == 2
-    assert capsys.readouterr().out.startswith("error: no table of keys: it goes between")
+    assert capsys.readouterr().err.startswith("error: no table of keys: it goes between")
 
 
 def test_tool_lists_every_key(capsys):

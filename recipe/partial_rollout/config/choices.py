@@ -59,7 +59,7 @@ class ResumeKV(Choice):
     KEEP = (
         "keep",
         "the keys and values of the old weights, where vLLM's prefix cache still has them; see "
-        "[Keeping the KV cache](#keeping-the-kv-cache)",
+        "[docs/scheduling.md](../../docs/scheduling.md#keeping-the-kv-cache)",
     )
 
 

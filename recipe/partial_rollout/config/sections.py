@@ -72,8 +72,8 @@ class FailureLimits:
     tool_timeout_s: float | None = key(
         600,
         "Seconds for one tool call, after which the sample fails, whatever its agent loop makes of tool errors. A retry "
-        "calls the tool again if the tool is `repeatable` ([Checkpoints](#checkpoints)). Keep it shorter than "
-        "`deadlines.stall_s`. `null`: no limit.",
+        "calls the tool again if it is `repeatable` ([docs/reliability.md](../../docs/reliability.md#checkpoints)). Keep "
+        "it shorter than `deadlines.stall_s`. `null`: no limit.",
         above=0,
         unit="seconds",
     )

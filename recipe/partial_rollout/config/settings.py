@@ -99,7 +99,7 @@ class PartialRolloutConfig:
     correction: Correction = key(
         Correction.DECOUPLED,
         "How tokens that older weights sampled are trained "
-        "([Algorithms, correction, engines](#algorithms-correction-engines)).",
+        "([docs/algorithms.md](../../docs/algorithms.md#correction)).",
     )
     proximal: Proximal = key(Proximal.RECOMPUTE, "Where the log-probs of the weights before the update come from.")
     proximal_check_every: int = key(
