@@ -35,9 +35,9 @@ ConfigStore.instance().store("partial_rollout_keys", defaults_of(PartialRolloutC
 def wire(config: DictConfig) -> None:
     """Point verl's class-path options at the recipe's classes, for the arm that ``config`` asks for."""
     rollout = config.actor_rollout_ref.rollout
-    arm = "PartialRollout" if config.partial_rollout.enable else "Observed"
+    arm = "agent_loop_manager.PartialRollout" if config.partial_rollout.enable else "observed_manager.Observed"
     OmegaConf.set_struct(config, False)
-    rollout.agent.agent_loop_manager_class = f"{_HERE}.rollout.agent_loop_manager.{arm}AgentLoopManager"
+    rollout.agent.agent_loop_manager_class = f"{_HERE}.rollout.{arm}AgentLoopManager"
     # The choice of conf/engine has done its work in the defaults list; what it leaves at the root nobody reads.
     config.pop("engine", None)
     overlong = OmegaConf.select(config, OVERLONG)

@@ -16,7 +16,8 @@ from recipe.partial_rollout.manager.group_filter import GroupFilter, MissingMetr
 from recipe.partial_rollout.manager.messages import Flushed, PromptsWanted, Report, RolloutFailedError
 from recipe.partial_rollout.records.ledger import NAME, Ledger, read_ledger
 from recipe.partial_rollout.records.ledger_events import Filtered
-from recipe.partial_rollout.rollout.agent_loop_manager import PartialRolloutAgentLoopManager
+from recipe.partial_rollout.rollout.round_book import RoundBook
+from recipe.partial_rollout.rollout.rounds import Rounds
 from recipe.partial_rollout.rollout.stop import StopSignals
 
 ACC = GroupFilter("acc")
@@ -345,25 +346,32 @@ class Here:
         return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(getattr(self._actor, name)(*args)))
 
 
-class Rounds(PartialRolloutAgentLoopManager):
-    """The recipe's agent-loop manager around ``actor``, without workers, engines and Ray."""
+class NoWorkers:
+    """A ``WorkerPool`` in which nobody dies."""
 
-    def __init__(self, actor, source, directory):
-        settings = SimpleNamespace(
-            group_filter=ACC, batch_groups=1, deadlines=SimpleNamespace(interrupt_s=5.0, stall_s=60.0), drain=True
-        )
-        self._manager, self._settings = Here(actor), settings
-        self._context = SimpleNamespace(
-            source=source,
-            stop=StopSignals(),
-            ledger=Ledger(directory),
-            settings=settings,
-            control=SimpleNamespace(running_tokens=None),
-        )
-        self._prepared, self._exhausted, self._spared = None, False, 0
-
-    async def _supervised(self, awaitable, what):
+    async def while_serving(self, awaitable, what, release):
         return await awaitable
+
+
+def context_of(source, directory):
+    """What the trainer lends, without engines."""
+    settings = SimpleNamespace(
+        group_filter=ACC, batch_groups=1, deadlines=SimpleNamespace(interrupt_s=5.0, stall_s=60.0), drain=True
+    )
+    return SimpleNamespace(
+        source=source,
+        stop=StopSignals(),
+        ledger=Ledger(directory),
+        settings=settings,
+        control=SimpleNamespace(running_tokens=None),
+    )
+
+
+def rounds_of(actor, source, directory):
+    """The recipe's rounds around ``actor``, without workers, engines and Ray; and their book."""
+    context = context_of(source, directory)
+    book = RoundBook(context, probe=None, overlap=None)
+    return Rounds(context, Here(actor), None, NoWorkers(), None, None, None, book), book
 
 
 class Prompts:
@@ -395,14 +403,14 @@ async def run_worker(manager, output, dull):
 def test_trainer_offers_prompts_for_as_long_as_a_round_filters(prompts, output, tmp_path):
     async def life():
         manager, source = actor(), Prompts(prompts, 12)
-        rounds = Rounds(manager, source, tmp_path)
+        rounds, book = rounds_of(manager, source, tmp_path)
         await manager.register_worker("w0", 2)
-        rounds._prepare(0, await manager.wanted())
+        rounds._prepare(1, await manager.wanted())
         await rounds._readied()
         working = asyncio.ensure_future(run_worker(manager, output, dull=9))
         await asyncio.wait_for(rounds._until_complete(), 10)
         working.cancel()
-        figures = rounds._note_filtered(1, 0, await manager.take_filtered(), Flushed(0.0, await manager.metrics()))
+        figures = book.note_filtered(1, await manager.take_filtered(), Flushed(0.0, await manager.metrics()))
         return numbers(await manager.take_batch()), figures, source.left
 
     trained, figures, left = asyncio.run(life())
@@ -417,8 +425,8 @@ def test_trainer_is_told_that_the_data_is_exhausted_before_the_next_slot(prompts
         manager = ManagerActor(
             Admission(Mode.WINDOW, 2, 2, 0.0, 4, 4, 4), SchedulingPolicy.BOUNDED, stall_s=30.0, group_filter=ACC
         )
-        rounds = Rounds(manager, Prompts(prompts, 1), tmp_path)
-        rounds._prepare(0, await manager.wanted())
+        rounds, _ = rounds_of(manager, Prompts(prompts, 1), tmp_path)
+        rounds._prepare(1, await manager.wanted())
         await rounds._readied()
         return rounds.exhausted
 
@@ -426,9 +434,9 @@ def test_trainer_is_told_that_the_data_is_exhausted_before_the_next_slot(prompts
 
 
 def test_equal_groups_that_are_trained_all_the_same_are_warned_of(prompts, tmp_path, capsys):
-    rounds = Rounds(None, None, tmp_path)
+    book = RoundBook(context_of(None, tmp_path), probe=None, overlap=None)
     for total in (2, 2, 3):
-        rounds._note_filtered(1, 0, (), Flushed(0.0, {"filter/spared_total": total}))
+        book.note_filtered(1, (), Flushed(0.0, {"filter/spared_total": total}))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" (")[0] for line in lines] == [
         f"step 1: groups of equal acc that are trained all the same: {count}" for count in (2, 1)

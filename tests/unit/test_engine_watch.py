@@ -9,8 +9,7 @@ from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
-from recipe.partial_rollout.rollout.agent_loop_manager import PartialRolloutAgentLoopManager
-from recipe.partial_rollout.rollout.engine_watch import watch_engines
+from recipe.partial_rollout.rollout.engine_watch import wait_round, watch_engines
 
 
 @pytest.mark.parametrize(
@@ -69,10 +68,8 @@ async def round_of_one_sample(prompts, engines):
     await actor.register_worker("w0", 4)
     await actor.prepare_round(0, prompts(1), False)
     (grant,) = await actor.claim("w0")
-    driver = PartialRolloutAgentLoopManager.__new__(PartialRolloutAgentLoopManager)
-    driver._settings = SimpleNamespace(deadlines=SimpleNamespace(stall_s=0.4))
-    driver._context, driver._manager = SimpleNamespace(control=engines), Remote(actor)
-    return actor, asyncio.ensure_future(driver._wait_round()), grant.sample_id
+    waiting = wait_round(Remote(actor), engines.running_tokens, stall_s=0.4)
+    return actor, asyncio.ensure_future(waiting), grant.sample_id
 
 
 def test_round_with_one_long_response_goes_on_for_as_long_as_it_is_decoded(prompts, output):

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.rollout.agent_loop_manager import PartialRolloutAgentLoopManager
 from recipe.partial_rollout.rollout.kv_slots import KV_SHARE, ReplicaSlots, SampleSizes
-from recipe.partial_rollout.rollout.observed_manager import ObservedAgentLoopManager
+from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+from recipe.partial_rollout.rollout.worker_slots import WorkerSlots
 
 
 def slots(most=128, *, given=False, kv=21_504, prompt=64, response=1024):
@@ -87,36 +87,31 @@ class Control:
         return self.preemptions
 
 
-def manager_with(chosen, manager_class=PartialRolloutAgentLoopManager):
-    """A manager of two replicas and three workers that knows only of its slots."""
+def context_with(chosen):
+    """What the trainer lends, of which only two replicas and their slots are there."""
+    settings = SimpleNamespace(batch_samples=96)
+    return RolloutContext(settings, Control(), chosen, *[None] * 5, pad_id=0, steps_per_epoch=1, last_step=1)
+
+
+def test_workers_get_their_part_of_the_slots_that_were_reckoned_anew():
     sent = []
 
     async def resize(capacity):
         sent.append(capacity)
 
-    manager = object.__new__(manager_class)
-    manager._context = SimpleNamespace(slots=chosen, control=Control())
-    manager._settings = SimpleNamespace(batch_samples=96)
-    manager.agent_loop_workers = [None] * 3
-    manager._manager = SimpleNamespace(resize_workers=SimpleNamespace(remote=resize))
-    manager._capacity = math.ceil(2 * chosen.per_replica / 3)
-    return manager, sent
-
-
-def test_workers_get_their_part_of_the_slots_that_were_reckoned_anew():
-    manager, sent = manager_with(slots())
-    assert manager.full_concurrency == 74
-    asyncio.run(manager._reckon_slots((call(100, 64), call(300, 114))))
-    assert sent == [50] == [manager._capacity], "two replicas with 75 slots, three workers"
-    assert manager.full_concurrency == 96, "a batch has no more"
-    asyncio.run(manager._reckon_slots((call(100, 64), call(300, 114))))
+    context = context_with(slots())
+    workers = WorkerSlots(context, 3, SimpleNamespace(resize_workers=SimpleNamespace(remote=resize)))
+    assert context.full_concurrency == 74 and workers.per_worker == math.ceil(74 / 3)
+    asyncio.run(workers.reckon((call(100, 64), call(300, 114))))
+    assert sent == [50] == [workers.per_worker], "two replicas with 75 slots, three workers"
+    assert context.full_concurrency == 96, "a batch has no more"
+    asyncio.run(workers.reckon((call(100, 64), call(300, 114))))
     assert sent == [50]
 
 
-@pytest.mark.parametrize("manager_class", [ObservedAgentLoopManager, PartialRolloutAgentLoopManager])
-def test_slots_and_preemptions_are_figures_of_a_step(manager_class):
-    manager, _ = manager_with(slots(), manager_class)
+def test_slots_and_preemptions_are_figures_of_a_step():
+    context = context_with(slots())
     expected = {"rollout/slots_per_replica": 37, "rollout/preemptions": 4}
-    assert asyncio.run(manager._engine_metrics()) == expected
-    manager._context.control.preemptions = None
-    assert asyncio.run(manager._engine_metrics()) == {"rollout/slots_per_replica": 37}
+    assert asyncio.run(context.engine_metrics()) == expected
+    context.control.preemptions = None
+    assert asyncio.run(context.engine_metrics()) == {"rollout/slots_per_replica": 37}

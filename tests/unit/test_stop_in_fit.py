@@ -23,6 +23,7 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.rollout.batch import assemble_batch
+from recipe.partial_rollout.rollout.live_round import LiveRound
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.training.policy_drift import PolicyDrift
@@ -53,13 +54,21 @@ class Rounds:
     def __init__(self, trainer, manager, output, moment):
         self.trainer, self.manager, self.output, self.moment = trainer, manager, output, moment
         self.unacknowledged = []
+        self.round = None
+        self.asked = []
+
+    def _require_finished(self, what):
+        self.asked.append(what)
+        if self.round is not None:
+            self.round.require_finished(what)
 
     def generate_sequences(self, slots):
         if slots.meta_info.get("validate"):
+            self._require_finished("validation")
             self.moment("validating")
             self.trainer.stop.check()
             return None
-        self.acknowledge()
+        self._require_finished("the next round")
         self.moment("round")
         self.trainer.stop.check()
         manager, step = self.manager, slots.meta_info["global_steps"]
@@ -69,6 +78,10 @@ class Rounds:
             manager.finish(grant.sample_id, self.output(version=step - 1))
         manager.close_round()
         groups = manager.take_batch()
+        self.round = LiveRound(step)
+        self.round.open()
+        self.round.interrupt()
+        self.round.flush(None)
         self.unacknowledged = [group.uid for group in groups]
         # As the manager actor does behind the update: the next round is prepared before this batch is trained.
         if step < STEPS:
@@ -77,17 +90,21 @@ class Rounds:
         batch.meta_info["timing"] = {}
         return batch
 
-    def acknowledge(self):
+    def finish_round(self):
+        self.asked.append("finish")
+        self.round.finish()
         uids, self.unacknowledged = self.unacknowledged, []
         self.manager.acknowledge(uids)
 
     def save(self, path):
+        self._require_finished("a checkpoint")
         write_snapshot(Path(path), self.manager.state_dict())
 
     def load(self, path, step):
         self.manager.load_state_dict(read_snapshot(Path(path)))
 
     def take_step_metrics(self):
+        self._require_finished("its figures")
         return {}
 
 
@@ -272,3 +289,16 @@ def test_stop_in_the_validation_before_training_saves_what_was_resumed_and_nothi
 def test_stop_without_checkpoints_tells_the_step_it_stopped_after(life, tmp_path):
     trainer = life(*VALIDATES, "trainer.save_freq=-1", stop_at=("validating", 2))
     assert trainer.ledger.lines == [("stopped", 2)] and not list(tmp_path.glob("global_step_*"))
+
+
+def test_round_is_finished_once_a_step_after_the_update_and_before_whoever_needs_it(life):
+    trainer = life(*VALIDATES, "trainer.save_freq=1")
+    step = ["finish", "a checkpoint", "validation", "its figures"]
+    assert trainer.async_rollout_manager.asked == ["the next round", *step] * STEPS
+
+
+def test_round_of_a_step_without_an_actor_update_is_finished_before_its_validation_or_its_log(life):
+    for validates, step in ((VALIDATES, ["finish", "validation", "its figures"]), ((), ["finish", "its figures"])):
+        trainer = life(*validates, f"trainer.critic_warmup={STEPS + 1}", "trainer.test_freq=-1", *validates)
+        assert trainer.async_rollout_manager.asked == ["the next round", *step] * STEPS
+        assert trainer.async_rollout_manager.manager.counters.trained_groups == 2 * STEPS

@@ -95,8 +95,7 @@ CONTRACT = (
     Uses(
         f"{AGENT_LOOP}:AgentLoopManager",
         "observed_manager agent_loop_manager",
-        has="config rollout_config llm_client teacher_client reward_loop_worker_handles agent_loop_workers "
-        "agent_loop_workers_class",
+        has="config llm_client teacher_client reward_loop_worker_handles agent_loop_workers agent_loop_workers_class",
         calls={"__init__": "*, config, llm_client", "generate_sequences": "prompts"},
     ),
     Uses(
@@ -165,7 +164,7 @@ CONTRACT = (
     Uses("verl.workers.rollout.llm_server:LLMServerManager", "ray_trainer", calls={"get_replicas": ""}),
     Uses(
         "verl.workers.rollout.router:GlobalRequestLoadBalancer",
-        "agent_loop_manager",
+        "replica_roster",
         calls={"add_servers": "servers", "remove_servers": "server_ids"},
     ),
     Uses(
@@ -214,7 +213,7 @@ CONTRACT = (
     ),
     Uses(
         "verl.workers.config:RolloutConfig",
-        "main_ppo preflight settings observed_worker llm_client replica agent_loop_manager",
+        "main_ppo preflight settings observed_worker llm_client replica ray_trainer",
         has="name n custom agent scheduling_policy free_cache_engine enable_prefix_caching calculate_log_probs "
         "checkpoint_engine prompt_length response_length max_model_len max_num_seqs temperature top_p top_k",
     ),
@@ -232,7 +231,7 @@ CONTRACT = (
     # -- data, tools, losses --------------------------------------------------------------------------------------------
     Uses(
         "verl.protocol:DataProto",
-        "batch proximal observed_manager",
+        "batch proximal observed_phases",
         has="batch non_tensor_batch meta_info",
         calls={"__init__": "*, batch, non_tensor_batch, meta_info", "from_single_dict": "data"},
     ),

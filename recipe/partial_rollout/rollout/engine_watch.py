@@ -8,14 +8,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
+
+from recipe.partial_rollout.manager.messages import PromptsWanted, RoundEnd
+from recipe.partial_rollout.waits import result_of
+
+RunningTokens = Callable[[], Awaitable[dict[str, int]]]
+"""``ServerControl.running_tokens``"""
 
 ASKED_IN_A_STALL = 4
 """times that the engines are asked in ``stall_s``: a stall is noticed that share of it late at most"""
 
 
-async def watch_engines(
-    running_tokens: Callable[[], Awaitable[dict[str, int]]], every_s: float, note: Callable[[], Awaitable[object]]
-) -> None:
+async def wait_round(manager: Any, running_tokens: RunningTokens, stall_s: float) -> RoundEnd | PromptsWanted:
+    """``ManagerActor.wait_round`` of the actor ``manager``, which hears meanwhile that the engines make tokens."""
+    every_s = stall_s / ASKED_IN_A_STALL
+    watching = asyncio.ensure_future(watch_engines(running_tokens, every_s, manager.note_decoding.remote))
+    try:
+        return await result_of(manager.wait_round.remote())
+    finally:
+        watching.cancel()
+
+
+async def watch_engines(running_tokens: RunningTokens, every_s: float, note: Callable[[], Awaitable[object]]) -> None:
     """Call ``note`` after each ``every_s`` seconds in which an engine has made a token; for ever.
 
     Args:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError
 
+from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.waits import one_line, result_of, within
 
 T = TypeVar("T")
@@ -86,6 +87,10 @@ class WorkerPool:
     async def ask_each(self, verb: str, argument: Callable[[int], Any]) -> list[Any]:
         """As ``ask``, with ``argument(i)`` for worker ``i``."""
         return await self.answers([getattr(w, verb).remote(argument(i)) for i, w in enumerate(self._workers)])
+
+    async def take_calls(self) -> tuple[EngineCall, ...]:
+        """Engine calls that ended since the last time this was asked, of the workers that live."""
+        return tuple(call for calls in await self.ask("take_calls") for call in calls)
 
     def begin(self, verb: str, *args: Any) -> list[Any]:
         """Ask every worker, and wait for none: references for ``answers``, now or later."""

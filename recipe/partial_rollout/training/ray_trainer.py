@@ -3,7 +3,7 @@
 verl's ``fit`` runs unchanged, in both arms::
 
     SlotLoader -> N empty slots -> PartialRolloutAgentLoopManager.generate_sequences -> full batch
-      -> log-probs, reward, advantage, update (verl) -> acknowledge -> weight sync (RecipeCheckpointManager) -> resume
+      -> log-probs, reward, advantage, update (verl) -> finish the round -> weight sync (RecipeCheckpointManager) -> resume
 
 What waits for what: the round waits for N ready groups and for groups at ``max_staleness``; the update waits for the
 round; the interrupted samples wait in their workers for the next round. With ``partial_rollout.enable=False`` loader,
@@ -36,8 +36,8 @@ from recipe.partial_rollout.records.ledger_events import RunSizes
 from recipe.partial_rollout.records.run_settings import Arm, RunSettings
 from recipe.partial_rollout.records.run_trace import RunTrace
 from recipe.partial_rollout.rollout.kv_slots import ReplicaSlots, SampleSizes
-from recipe.partial_rollout.rollout.observed_manager import RolloutContext
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, SlotLoader, rows_of
+from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
@@ -129,7 +129,9 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             restarts=self.settings.failures.replica_restarts,
             start_deadline_s=deadlines.replica_start_s,
         )
-        slots = self._slots_of(control)
+        rollout = self.config.actor_rollout_ref.rollout
+        sizes = SampleSizes(rollout.prompt_length, rollout.response_length)
+        slots = self._slots_of(control, sizes)
         verls: Any = self.checkpoint_manager
         resume = control if self.settings.enable else None
         self.checkpoint_manager: Any = RecipeCheckpointManager(verls, deadlines.weight_sync_s, resume)
@@ -143,11 +145,12 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             append=self.config.trainer.resume_mode != "disable",
         )
         self.ledger = self._open_ledger(resumed_step) if self.settings.enable else None
-        self._rollout.bind(
+        self._rollout.connect(
             RolloutContext(
                 settings=self.settings,
                 control=control,
                 slots=slots,
+                sizes=sizes,
                 trace=self.trace,
                 source=self.prompt_source,
                 ledger=self.ledger,
@@ -158,15 +161,14 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             )
         )
 
-    def _slots_of(self, control: ServerControl) -> ReplicaSlots:
+    def _slots_of(self, control: ServerControl, sizes: SampleSizes) -> ReplicaSlots:
         """Slots of a replica, by its KV cache where the user gives no number; the settings say so from here on."""
-        rollout = self.config.actor_rollout_ref.rollout
         kv_tokens: Any = auto_await(control.kv_tokens)()
         slots = ReplicaSlots(
             self.settings.slots_per_replica,
             given=self.settings.slots_given,
             kv_tokens=kv_tokens,
-            sizes=SampleSizes(rollout.prompt_length, rollout.response_length),
+            sizes=sizes,
         )
         print(slots.describe())
         self.settings = replace(self.settings, slots_per_replica=slots.per_replica)
@@ -317,6 +319,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Adds the round's figures to what verl logs of a step, prints the step in one line, warns of drift."""
+        if "training/global_step" in data:
+            self._complete_step()
         ours = {f"partial_rollout/{k}": v for k, v in {**self._rollout.take_step_metrics(), **self._measured}.items()}
         self._measured = {}
         data = {**self.proximal.metrics(data, step), **ours}
@@ -328,16 +332,19 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def _after_log(self, data: dict[str, Any], step: int) -> None:
         """The one place where verl's ``fit`` is stopped: all of a step is done and logged, and none of the next begun."""
         self._end_phase()
-        if "training/global_step" in data:
-            # Before the critic's warm-up is over no actor update says so.
-            self._note_trained()
         if step < self._last_step:
             self.stop.check()
 
-    def _note_trained(self) -> None:
-        """The weights are those of this step from here on, and the manager knows: a checkpoint would be of this step."""
+    def _complete_step(self) -> None:
+        """The batch is trained: its round ends, here and nowhere else, and a checkpoint would be of this step.
+
+        As late as verl's ``fit`` allows, so that the workers report while the trainer updates: after the actor's update.
+        The critic's warm-up has none; there it is called before the validation and before the log, whichever comes first.
+        """
+        if self._completed_step == self.global_steps:
+            return
         if self.settings.enable:
-            self._rollout.acknowledge()
+            self._rollout.finish_round()
         self._completed_step = self.global_steps
 
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
@@ -354,12 +361,14 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             if not self.proximal.interpolates:
                 self._measured |= weight_metrics(batch)
         output = super()._update_actor(batch)
-        self._note_trained()
+        self._complete_step()
         return output
 
     def _validate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """verl's, given up when the user asks for the end: the step that it belongs to is logged, and is the last."""
         self._end_phase()
+        if self.settings.enable:
+            self._complete_step()
         try:
             self.stop.check()
             return super()._validate(*args, **kwargs)

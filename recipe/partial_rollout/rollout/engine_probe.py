@@ -1,0 +1,83 @@
+"""Measures what the engines decode when they are kept full: the yardstick of efficiency."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+from recipe.partial_rollout.waits import result_of, within
+
+TakeCalls = Callable[[], Awaitable[tuple[EngineCall, ...]]]
+"""engine calls of all workers that ended since the last time this was asked"""
+
+
+class EngineProbe:
+    """Runs samples that nobody trains, through the whole path.
+
+    Args:
+        context: lent by the trainer.
+        workers: handles of the agent-loop workers.
+        take_calls: asks them for their engine calls.
+    """
+
+    def __init__(self, context: RolloutContext, workers: Sequence[Any], take_calls: TakeCalls) -> None:
+        self._context = context
+        self._workers = workers
+        self._take_calls = take_calls
+        self.full_tokens_per_s: float | None = None
+        """what the last probe measured; None before the first"""
+
+    @property
+    def concurrency(self) -> int:
+        """Samples that keep the engines full."""
+        return self._context.full_concurrency
+
+    async def measure(self, rows: list[dict[str, Any]], seconds: float) -> float:
+        """Keep the engines full for twice ``seconds``; decoded tokens per second of the second half.
+
+        Before that they are warmed up: on a machine without caches an engine may compile for longer than the probe
+        takes. In the first half the samples are younger, so cheaper to decode, than those of a round. All are thrown
+        away: nothing of the probe is trained.
+        """
+        share = math.ceil(self.concurrency / len(self._workers))
+        await within(
+            asyncio.gather(*[result_of(w.warm_up.remote(rows, share)) for w in self._workers]),
+            self._context.settings.deadlines.stall_s,
+            "warming the engines up",
+            "stall_s",
+        )
+        calls, end = await self._keep_full(rows, share, 2 * seconds)
+        tokens = sum(call.tokens_within(end - seconds, end) for call in calls)
+        self._context.trace.probe(end - seconds, end, round(tokens), share * len(self._workers))
+        self.full_tokens_per_s = tokens / seconds
+        return self.full_tokens_per_s
+
+    async def _keep_full(
+        self, rows: list[dict[str, Any]], share: int, seconds: float
+    ) -> tuple[tuple[EngineCall, ...], float]:
+        """Run ``share`` samples on each worker for ``seconds``; their engine calls, and when the engines were quiet."""
+        workers, control = self._workers, self._context.control
+        await self._take_calls()
+        running = [asyncio.ensure_future(result_of(worker.probe.remote(rows, share))) for worker in workers]
+        done, _ = await asyncio.wait(running, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        reward_s = self._context.settings.deadlines.reward_s
+        await within(
+            asyncio.gather(*[result_of(w.end_probe.remote()) for w in workers]),
+            reward_s,
+            "ending the probe",
+            "reward_s",
+        )
+        await control.interrupt()
+        end = time.time()
+        await within(asyncio.gather(*running), reward_s, "the last samples of the probe", "reward_s")
+        await control.resume()
+        # What the probe had preempted is no round's.
+        await control.new_preemptions()
+        return await self._take_calls(), end

@@ -1,0 +1,47 @@
+"""The replicas as the agent-loop workers, verl's load balancer and the trace know them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recipe.partial_rollout.records.run_trace import RunTrace
+from recipe.partial_rollout.rollout.server_control import ServerControl
+from recipe.partial_rollout.rollout.worker_pool import WorkerPool
+from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+
+
+class ReplicaRoster:
+    """Introduces replicas that were restarted, under their new addresses.
+
+    Args:
+        control: restarts them.
+        balancer: handle of verl's load balancer, which serves validation.
+        trace: of the run.
+        workers: number of agent-loop workers.
+    """
+
+    def __init__(self, control: ServerControl, balancer: Any, trace: RunTrace, workers: int) -> None:
+        self._control = control
+        self._balancer = balancer
+        self._trace = trace
+        self._workers = workers
+        self._addresses = control.addresses
+        self._known_restarts = 0
+
+    def choice_of(self, worker: int) -> ReplicaChoice:
+        """Among the replicas that live, for worker number ``worker``."""
+        return ReplicaChoice(self._control.servers, place=worker / self._workers)
+
+    async def meet_new(self, pool: WorkerPool) -> None:
+        """Tell all of the replicas that were restarted since this was last called."""
+        control = self._control
+        if control.restarted == self._known_restarts:
+            return
+        self._known_restarts = control.restarted
+        gone = [address for address in self._addresses if address not in control.servers]
+        new = {address: server for address, server in control.servers.items() if address not in self._addresses}
+        await self._balancer.remove_servers.remote(gone)
+        await self._balancer.add_servers.remote(new)
+        await pool.ask_each("use_replicas", self.choice_of)
+        self._addresses = control.addresses
+        self._trace.use_replicas(control.addresses)

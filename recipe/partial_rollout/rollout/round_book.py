@@ -1,0 +1,103 @@
+"""What a round leaves behind once it is finished: events of the ledger and of the trace, and the figures of its step."""
+
+from __future__ import annotations
+
+from tqdm import tqdm
+
+from recipe.partial_rollout.manager.messages import Flushed
+from recipe.partial_rollout.manager.types import FilteredGroup
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.rollout_phase import RolloutPhase
+from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.rollout import metrics
+from recipe.partial_rollout.rollout.engine_probe import EngineProbe
+from recipe.partial_rollout.rollout.overlap_control import OverlapControl
+from recipe.partial_rollout.rollout.played_round import PlayedRound
+from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+
+
+class RoundBook:
+    """Books rounds.
+
+    Args:
+        context: lent by the trainer.
+        probe: what the engines decode when kept full.
+        overlap: decides by what rounds took; None where the overlap is fixed.
+    """
+
+    def __init__(self, context: RolloutContext, probe: EngineProbe, overlap: OverlapControl | None) -> None:
+        self._context = context
+        self._probe = probe
+        self._overlap = overlap
+        self._spared = 0
+        """groups of equal reward that dynamic sampling has trained all the same"""
+
+    def resume(self, spared: int) -> None:
+        """Go on from a checkpoint whose manager had counted ``spared`` groups."""
+        self._spared = spared
+
+    def note(
+        self,
+        played: PlayedRound,
+        flushed: Flushed,
+        calls: tuple[EngineCall, ...],
+        flush_s: float,
+        filtered: tuple[FilteredGroup, ...],
+    ) -> dict[str, float]:
+        """Book a round; its figures, without the ``partial_rollout/`` prefix.
+
+        Args:
+            calls: engine calls of all workers in the round.
+            flush_s: seconds that the trainer waited for the last reports.
+            filtered: groups that dynamic sampling left out.
+        """
+        context, step, version, groups = self._context, played.step, played.step - 1, played.groups
+        assert context.ledger is not None
+        context.ledger.admitted(step, version, played.end.admitted)
+        phase = RolloutPhase(played.began, played.quiet_at, calls)
+        waits = {**played.waits(flushed, calls), "flush_s": flush_s}
+        if self._overlap is not None:
+            self._overlap.observe(phase.calls, [[output.response_length for output in g.outputs] for g in groups])
+        figures = {
+            **metrics.phase_metrics(phase, context.full_concurrency, self._probe.full_tokens_per_s),
+            **metrics.batch_metrics(groups, version),
+            **flushed.metrics,
+            **{f"timing/{name}": seconds for name, seconds in waits.items()},
+            "overlap": played.start.carried_groups / context.settings.batch_groups,
+            "admission/admitted": played.start.admitted,
+            "failures/replicas_restarted_total": context.control.restarted,
+            **(self._overlap.metrics() if self._overlap is not None else {}),
+            **self.note_filtered(step, filtered, flushed),
+        }
+        context.trace.round(
+            Round(
+                step=step,
+                version=version,
+                phase=phase,
+                trained=[TrainedGroup.of(group, version) for group in groups],
+                interrupt_s=waits["interrupt_s"],
+                resume_s=waits["resume_s"],
+                carried_groups=played.start.carried_groups,
+                lost_samples=int(flushed.metrics["lost_samples"]),
+            )
+        )
+        return figures
+
+    def note_filtered(self, step: int, filtered: tuple[FilteredGroup, ...], flushed: Flushed) -> dict[str, float]:
+        """Book what dynamic sampling did in ``step``; its figures: groups filtered, and consumed with the trained ones."""
+        group_filter, ledger = self._context.settings.group_filter, self._context.ledger
+        if group_filter is None:
+            return {}
+        assert ledger is not None
+        if filtered:
+            ledger.filtered(step, step - 1, filtered)
+        spared = int(flushed.metrics["filter/spared_total"]) - self._spared
+        self._spared += spared
+        if spared > 0:
+            limit = f"algorithm.filter_groups.max_num_gen_batches={group_filter.max_num_gen_batches}"
+            tqdm.write(
+                f"step {step}: groups of equal {group_filter.metric} that are trained all the same: {spared} "
+                f"(past the round's limit, {limit}, or the data ends)"
+            )
+        return {"filter/groups": len(filtered), "filter/consumed": len(filtered) + self._context.settings.batch_groups}

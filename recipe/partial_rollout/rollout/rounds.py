@@ -1,0 +1,306 @@
+"""Rounds of partial rollout: from verl's empty batch slots to the N groups that a round completes.
+
+A round, each step awaiting the one before::
+
+    next round is prepared -> workers may call engines -> batch complete -> workers stop calling, replicas abort -> take it
+
+While the trainer updates, the workers report what the round left unfinished; then the manager admits the prompts of the
+next round and grants its samples, which wait at their workers' gates. No engine waits for any of this.
+
+A round ends once, in ``finish_round``, which the trainer calls when it has updated on the batch. Whoever needs it finished
+(validation, a checkpoint, the figures of a step, the next round) is refused before that, and never waits.
+
+Every wait is raced against the workers' own ``serve`` calls: one that dies is replaced and its samples go on elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ray.exceptions import RayActorError
+from tqdm import tqdm
+from verl.protocol import DataProto
+
+from recipe.partial_rollout.manager.messages import Flushed, PromptsWanted, RolloutFailedError, RoundEnd, RoundStart
+from recipe.partial_rollout.manager.output_store import OutputStore, fetch_groups
+from recipe.partial_rollout.manager.types import FilteredGroup, TakenGroup
+from recipe.partial_rollout.rollout import metrics
+from recipe.partial_rollout.rollout.batch import assemble_batch
+from recipe.partial_rollout.rollout.engine_watch import wait_round
+from recipe.partial_rollout.rollout.live_round import LiveRound
+from recipe.partial_rollout.rollout.overlap_control import OverlapControl
+from recipe.partial_rollout.rollout.played_round import PlayedRound, check_batch
+from recipe.partial_rollout.rollout.replica_roster import ReplicaRoster
+from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+from recipe.partial_rollout.rollout.round_book import RoundBook
+from recipe.partial_rollout.rollout.stop import StopTraining
+from recipe.partial_rollout.rollout.worker_pool import WorkerPool
+from recipe.partial_rollout.rollout.worker_slots import WorkerSlots
+from recipe.partial_rollout.waits import one_line, result_of, within
+
+T = TypeVar("T")
+
+
+class Rounds:
+    """Plays rounds, one after the other.
+
+    Args:
+        context: lent by the trainer.
+        manager: handle of the manager actor.
+        store: where the manager leaves the outputs of finished samples.
+        pool: the agent-loop workers, connected to ``manager``.
+        roster: introduces replicas that were restarted.
+        slots: of each worker.
+        overlap: None where the overlap is fixed.
+        book: of what rounds leave behind.
+    """
+
+    def __init__(
+        self,
+        context: RolloutContext,
+        manager: Any,
+        store: OutputStore,
+        pool: WorkerPool,
+        roster: ReplicaRoster,
+        slots: WorkerSlots,
+        overlap: OverlapControl | None,
+        book: RoundBook,
+    ) -> None:
+        self._context = context
+        self._deadlines = context.settings.deadlines
+        self._manager = manager
+        self._store = store
+        self._pool = pool
+        self._roster = roster
+        self._slots = slots
+        self._overlap = overlap
+        self._book = book
+        self._round: LiveRound | None = None
+        """the last that was opened; None before the first"""
+        self._next: LiveRound | None = None
+        """prepared, or about to be"""
+        self._preparing: Any = None
+        """reference: ``RoundStart`` of ``_next``"""
+        self._exhausted = False
+        self._figures: dict[str, float] = {}
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the data has ended with fewer prompts left than a batch needs; known once a round is finished."""
+        return self._exhausted
+
+    async def play(self, slots: DataProto) -> DataProto:
+        """One round; row i of the result belongs to slot i // rollout.n.
+
+        Raises:
+            RuntimeError: the round before it is not finished; the message names its state.
+            RolloutFailedError: a worker, replica, reward function or the manager failed; the message names it.
+            TimeoutError: a wait passed its deadline.
+            StopTraining: the user asked for it; the round is over, and the manager knows of everything decoded.
+        """
+        self._require_finished("the next round")
+        step = int(slots.meta_info["global_steps"])
+        began = time.time()
+        self._context.trace.begin(step)
+        opened, start = await self._supervised(self._open_round(step), "opening the round")
+        opened_at = time.time()
+        await self._supervised(self._pool.open_round(), "opening the round")
+        try:
+            ended = await self._until_complete()
+        except StopTraining:
+            await self._give_up(opened)
+            raise
+        await self._supervised(self._interrupt(opened), "interrupting the round")
+        quiet_at = time.time()
+        groups = await self._supervised(self._take_batch(), "taking the batch")
+        settings = self._context.settings
+        check_batch(groups, settings.batch_groups, settings.failures.max_masked_fraction)
+        opened.flush(PlayedRound(step, start, ended, began, opened_at, quiet_at, groups, *self._begin_collecting()))
+        if step < self._context.last_step:
+            self._prepare(step + 1, ended.wanted)
+        return self._batch_of(groups, slots)
+
+    async def finish_round(self) -> None:
+        """The trainer has updated on the batch: wait for the last reports, and book the round.
+
+        From here on the manager knows of everything that the round did and that its batch is trained, and the next round
+        is prepared.
+
+        Raises:
+            RuntimeError: no round is flushing; the message names its state.
+        """
+        if self._round is None:
+            raise RuntimeError("no round has been played: there is nothing to finish")
+        played = self._round.played()
+        waiting_since = time.time()
+        flushed = await self._supervised(
+            self._collect(played.flushing, played.flushed), "collecting the interrupted samples"
+        )
+        flush_s = time.time() - waiting_since
+        calls = await self._supervised(
+            within(
+                self._pool.take_calls(),
+                self._deadlines.interrupt_s,
+                "asking the agent-loop workers for their engine calls",
+                "interrupt_s",
+            ),
+            "collecting the engine calls",
+        )
+        filtered: tuple[FilteredGroup, ...] = ()
+        if self._context.settings.group_filter is not None:
+            filtered = await self._supervised(
+                result_of(self._manager.take_filtered.remote()), "collecting the filtered groups"
+            )
+        self._figures = {
+            **self._book.note(played, flushed, calls, flush_s, filtered),
+            "failures/workers_restarted_total": self._pool.restarted,
+            **await self._context.engine_metrics(),
+        }
+        await self._slots.reckon(calls)
+        if self._next is not None:
+            await self._supervised(self._readied(), "preparing the next round")
+        await self._manager.acknowledge.remote([group.uid for group in played.groups])
+        assert self._context.ledger is not None
+        self._context.ledger.trained(played.step, played.step - 1, played.groups)
+        self._round.finish()
+
+    def take_step_metrics(self) -> dict[str, float]:
+        """Figures of the last round, without the ``partial_rollout/`` prefix.
+
+        Raises:
+            RuntimeError: it is not finished; the message names its state.
+        """
+        self._require_finished("its figures")
+        taken, self._figures = self._figures, {}
+        return taken
+
+    async def make_way_for_validation(self) -> None:
+        """Validation may use the replicas, those included that were restarted for the weight sync.
+
+        Raises:
+            RuntimeError: the last round is not finished, and its engine calls would pass for validation's.
+        """
+        self._require_finished("validation")
+        await self._roster.meet_new(self._pool)
+
+    async def save(self, path: Path) -> Any:
+        """Write the manager's state to ``path``; returns the actor's account of it (``Written``).
+
+        Raises:
+            RuntimeError: the last round is not finished, and its samples would be missing.
+        """
+        self._require_finished("a checkpoint")
+        return await self._manager.save.remote(str(path))
+
+    async def load(self, path: Path, step: int) -> None:
+        """Take over the state at ``path``, that of ``step``'s checkpoint, before the first round."""
+        await self._manager.load.remote(str(path))
+        if self._context.settings.group_filter is not None:
+            self._book.resume(int((await self._manager.metrics.remote())["filter/spared_total"]))
+            # The data may have ended before the checkpoint: ``exhausted`` must say so before the first slot.
+            self._prepare(step + 1, await self._manager.wanted.remote())
+            await self._readied()
+
+    def _require_finished(self, what: str) -> None:
+        if self._round is not None:
+            self._round.require_finished(what)
+
+    # -- the parts of a round --------------------------------------------------------------------------------------
+
+    def _prepare(self, step: int, wanted: int) -> None:
+        """Have the manager grant the samples of ``step``'s round as soon as the last one is flushed."""
+        source = self._context.source
+        assert source is not None
+        prompts = source.take(wanted)
+        self._preparing = self._manager.prepare_round.remote(step - 1, prompts, source.left)
+        self._next = LiveRound(step)
+
+    async def _readied(self) -> RoundStart:
+        what = "preparing the round, once the workers have reported of the last one,"
+        start = await within(result_of(self._preparing), self._deadlines.interrupt_s, what, "interrupt_s")
+        self._exhausted = start.exhausted
+        return start
+
+    async def _open_round(self, step: int) -> tuple[LiveRound, RoundStart]:
+        await self._roster.meet_new(self._pool)
+        await self._steer()
+        if self._next is None:
+            self._prepare(step, await self._manager.wanted.remote())
+        start = await self._readied()
+        opened, self._next = self._next, None
+        assert opened is not None and opened.step == step
+        opened.open()
+        self._round = opened
+        return opened, start
+
+    async def _steer(self) -> None:
+        """Put into force, for rounds that are yet to be prepared, what the overlap control has decided."""
+        if self._overlap is not None and (decision := self._overlap.poll()) is not None:
+            await self._manager.set_overlap.remote(decision.overlap)
+            tqdm.write(f"partial_rollout.overlap is now {decision.overlap:g}: {decision.reason}")
+
+    async def _until_complete(self) -> RoundEnd:
+        """Wait for the batch, with prompts for as many groups as dynamic sampling replaces."""
+        while True:
+            waiting = wait_round(self._manager, self._context.control.running_tokens, self._deadlines.stall_s)
+            ended = await self._supervised(self._context.stop.unless_stopped(waiting), "the round")
+            if not isinstance(ended, PromptsWanted):
+                return ended
+            source = self._context.source
+            assert source is not None
+            prompts = source.take(ended.count)
+            await self._supervised(
+                result_of(self._manager.offer.remote(prompts, source.left)), "offering prompts in the round"
+            )
+
+    async def _interrupt(self, opened: LiveRound) -> None:
+        await asyncio.gather(self._context.control.interrupt(), self._pool.close_round())
+        opened.interrupt()
+
+    async def _give_up(self, opened: LiveRound) -> None:
+        """End the round without a batch: what it decoded is the manager's."""
+        await self._manager.suspend_round.remote()
+        await self._supervised(self._interrupt(opened), "interrupting the round")
+        opened.flush(None)
+        await self._supervised(self._collect(*self._begin_collecting()), "collecting the interrupted samples")
+        opened.finish()
+
+    async def _take_batch(self) -> list[TakenGroup]:
+        taken = await self._manager.take_batch.remote()
+        return await asyncio.to_thread(fetch_groups, taken, self._store.fetch)
+
+    def _batch_of(self, groups: list[TakenGroup], slots: DataProto) -> DataProto:
+        sizes = self._context.sizes
+        slot_uids = list(slots.non_tensor_batch["uid"][:: self._context.settings.samples_per_group])
+        batch = assemble_batch(groups, slot_uids, sizes.prompt, sizes.response, self._context.pad_id)
+        batch.meta_info["timing"] = metrics.timing_metrics(groups)
+        return batch
+
+    def _begin_collecting(self) -> tuple[list[Any], Any]:
+        """References: each worker has reported everything; the manager has heard from all of them."""
+        return self._pool.begin("flush"), self._manager.flush.remote()
+
+    async def _collect(self, flushing: list[Any], flushed: Any) -> Flushed:
+        async def both() -> Flushed:
+            await self._pool.answers(flushing)
+            return await flushed
+
+        return await within(
+            both(),
+            self._deadlines.interrupt_s,
+            "collecting the interrupted samples from the agent-loop workers",
+            "interrupt_s",
+        )
+
+    async def _supervised(self, awaitable: Awaitable[T], what: str) -> T:
+        """``awaitable``, while dead workers are replaced."""
+        try:
+            return await self._pool.while_serving(
+                awaitable, what, release=lambda name: result_of(self._manager.release_worker.remote(name))
+            )
+        except RayActorError as error:
+            raise RolloutFailedError(f"an actor died during {what}: {one_line(error)}") from error

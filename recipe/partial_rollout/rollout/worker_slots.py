@@ -1,0 +1,36 @@
+"""Slots of an agent-loop worker: its part of the replicas' slots, kept alike in the manager."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+
+
+class WorkerSlots:
+    """Follows the replicas' slots from round to round.
+
+    Args:
+        context: lent by the trainer.
+        workers: among which the replicas' slots are divided.
+        manager: handle of the manager actor.
+    """
+
+    def __init__(self, context: RolloutContext, workers: int, manager: Any) -> None:
+        self._context = context
+        self._workers = workers
+        self._manager = manager
+        self.per_worker = self._part()
+
+    def _part(self) -> int:
+        return math.ceil(self._context.slots.per_replica * len(self._context.control) / self._workers)
+
+    async def reckon(self, calls: Iterable[EngineCall]) -> None:
+        """After the round that made ``calls``; samples that the manager has granted already keep their slots."""
+        self._context.reckon_slots(calls)
+        if self.per_worker != self._part():
+            self.per_worker = self._part()
+            await self._manager.resize_workers.remote(self.per_worker)
