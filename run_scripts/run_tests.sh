@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Linters, types and every test; with arguments, only pytest with those arguments.
+# Linters, types and the tests of every commit; with arguments, only pytest with those arguments.
 #
 #   bash run_scripts/run_tests.sh
 #   bash run_scripts/run_tests.sh tests/unit -k manager
+#   bash run_scripts/run_tests.sh -m nightly       the trainings that not every commit runs
 #   bash run_scripts/run_tests.sh -m benchmarks
 set -euo pipefail
 

@@ -31,6 +31,6 @@ layer unit
 layer integration
 # As in run_tests.sh: two trainings at once, whose OpenMP threads sleep where they wait.
 export OMP_WAIT_POLICY=passive
-layer e2e -n 2 --dist loadfile --no-loadscope-reorder
+layer e2e -n 2 --dist loadfile --no-loadscope-reorder -m 'not benchmarks'
 python tests/summary.py "$out"/{unit,integration,e2e}.xml | tee "$out/summary.md"
 exit "$failed"

@@ -1,8 +1,9 @@
 """``main_ppo`` that changes its algorithm every two steps, so that all of them share one engine start-up.
 
-Arguments are those of ``main_ppo``; the run must have ``2 * len(ALGORITHMS)`` steps. What an algorithm is made of, verl's
-``algorithm`` and ``actor`` nodes, is composed for each as the command line would; the advantage estimator is read by verl's
-``fit`` at every step, the policy loss goes to the actor workers as it does at start-up.
+Arguments are those of ``main_ppo``; the run must have ``STEPS`` steps. verl's ``algorithm`` and ``actor`` nodes make an
+algorithm; they are composed for each as the command line would. verl's ``fit`` reads the advantage estimator at every step;
+the policy loss goes to the actor workers as it does at start-up. The last steps train GRPO with an interpolated proximal
+policy.
 """
 
 import sys
@@ -12,38 +13,52 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo, task_runner
 from recipe.partial_rollout.preflight import check_config
+from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 
 ALGORITHMS = tuple(sorted(path.stem for path in (main_ppo.CONF_DIR / "algorithm").glob("*.yaml")))
 STEPS_EACH = 2
+CHECK_EVERY = 3
+INTERPOLATED = (
+    "algorithm=grpo",
+    "partial_rollout.proximal=interpolate",
+    f"partial_rollout.proximal_check_every={CHECK_EVERY}",
+)
+FIRST_INTERPOLATED = STEPS_EACH * len(ALGORITHMS) + 1
+STEPS = STEPS_EACH * len(ALGORITHMS) + 2 * CHECK_EVERY
 
 
-def composed(name, overrides):
-    """The checked and wired config of algorithm ``name``."""
+def composed(*overrides):
+    """The checked and wired config of a stretch of steps, and its settings."""
     with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
-        config = compose("quickstart_cpu", overrides=[*overrides, f"algorithm={name}"])
+        config = compose("quickstart_cpu", overrides=list(overrides))
     OmegaConf.resolve(config)
-    check_config(config)
+    settings = check_config(config)
     main_ppo.wire(config)
-    return config
+    return config, settings
 
 
 class MatrixTrainer(PartialRolloutRayPPOTrainer):
-    """Takes the next algorithm before every second step."""
+    """Takes the config of a stretch of steps before the first of them."""
 
-    configs: tuple = ()
+    stretches: dict = {}  # noqa: RUF012 - set once, before there is a trainer
+    """config and settings by first step"""
 
     def _get_gen_batch(self, batch):
-        index, first = divmod(self.global_steps - 1, STEPS_EACH)
-        if first == 0:
-            self.config.algorithm = self.configs[index].algorithm
-            self.config.actor_rollout_ref.actor = self.configs[index].actor_rollout_ref.actor
+        if self.global_steps in self.stretches:
+            config, settings = self.stretches[self.global_steps]
+            self.config.algorithm = config.algorithm
+            self.config.actor_rollout_ref.actor = config.actor_rollout_ref.actor
+            self.proximal = ProximalPolicy(
+                settings.proximal, settings.proximal_check_every, config.algorithm.rollout_correction
+            )
             self.send_loss()
         return super()._get_gen_batch(batch)
 
 
 if __name__ == "__main__":
     overrides = [argument for argument in sys.argv[1:] if "=" in argument]
-    MatrixTrainer.configs = tuple(composed(name, overrides) for name in ALGORITHMS)
+    stretches = {1 + STEPS_EACH * i: composed(*overrides, f"algorithm={name}") for i, name in enumerate(ALGORITHMS)}
+    MatrixTrainer.stretches = {**stretches, FIRST_INTERPOLATED: composed(*overrides, *INTERPOLATED)}
     task_runner.PartialRolloutRayPPOTrainer = MatrixTrainer
     main_ppo.main()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,44 @@ from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = ("-m", "recipe.partial_rollout.main_ppo")
+MOST_STARTS = 12
+"""trainings of a session without the nightly tests; each keeps a core busy for most of 90 s before its first step"""
+
+
+def starts_file(config):
+    """A line for each training of this session: the test file that started it. Workers of pytest-xdist share it."""
+    base = config._tmp_path_factory.getbasetemp()
+    return (base.parent if hasattr(config, "workerinput") else base) / "training_starts"
+
+
+def is_bounded(config):
+    return "not nightly" in config.option.markexpr
+
+
+@pytest.fixture(scope="session")
+def count_start(pytestconfig):
+    """Counts a training that is about to start; fails the test whose training is one too many for every commit."""
+    path, bounded = starts_file(pytestconfig), is_bounded(pytestconfig)
+
+    def count():
+        with FileLock(f"{path}.lock", timeout=60):
+            starts = path.read_text().splitlines() if path.exists() else []
+            assert not bounded or len(starts) < MOST_STARTS, (
+                f"{MOST_STARTS} trainings have started: merge this one with another, or mark its test nightly"
+            )
+            test_file = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
+            path.write_text("".join(f"{line}\n" for line in [*starts, Path(test_file).name]))
+
+    return count
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    path = starts_file(config)
+    if path.exists():
+        starts = Counter(path.read_text().splitlines())
+        files = ", ".join(f"{name} {count}" for name, count in sorted(starts.items()))
+        bound = f" of at most {MOST_STARTS}" if is_bounded(config) else ""
+        terminalreporter.write_line(f"trainings started: {starts.total()}{bound} ({files})")
 
 
 @pytest.fixture(scope="session")
@@ -63,11 +102,12 @@ def on_engine(task):
     return call
 
 
-def launcher(task, directory_of):
+def launcher(task, count_start, directory_of):
     """A function that starts ``main_ppo`` on the task with overrides, and one that kills what it has started."""
     runs = []
 
     def build(*overrides, name="run", program=MAIN):
+        count_start()
         directory = directory_of(name)
         directory.mkdir()
         log = (directory / "terminal.log").open("w")
@@ -115,8 +155,8 @@ def finish(run, timeout_s=540):
 
 
 @pytest.fixture
-def start(task, tmp_path):
-    build, kill = launcher(task, lambda name: tmp_path / name)
+def start(task, count_start, tmp_path):
+    build, kill = launcher(task, count_start, lambda name: tmp_path / name)
     yield build
     kill()
 
@@ -127,9 +167,9 @@ def train(start):
 
 
 @pytest.fixture(scope="module")
-def module_train(task, tmp_path_factory):
+def module_train(task, count_start, tmp_path_factory):
     """As ``train``, for trainings that several tests look at."""
-    build, kill = launcher(task, lambda name: tmp_path_factory.mktemp("runs") / name)
+    build, kill = launcher(task, count_start, lambda name: tmp_path_factory.mktemp("runs") / name)
     yield lambda *overrides, name="run", program=MAIN: finish(build(*overrides, name=name, program=program))
     kill()
 

@@ -1,4 +1,4 @@
-"""Every algorithm trains two real steps under partial rollout, all in one process and one engine start-up."""
+"""Every algorithm, and an interpolated proximal policy, trains real steps under partial rollout, in one engine start-up."""
 
 import importlib.util
 import math
@@ -29,16 +29,18 @@ def matrix():
 
 
 @pytest.fixture(scope="module")
-def steps(module_train):
+def run(module_train):
+    """Two steps of each algorithm, then those with an interpolated proximal policy."""
+    last = matrix().STEPS
+    run = module_train(*SMALL, f"trainer.total_training_steps={last}", "trainer.total_epochs=9", program=(str(MATRIX),))
+    assert run.run["complete"] and sorted(run.steps) == list(range(1, last + 1))
+    return run
+
+
+@pytest.fixture(scope="module")
+def steps(run):
     """Metrics of each algorithm's steps: name to a list of two."""
     names, each = matrix().ALGORITHMS, matrix().STEPS_EACH
-    run = module_train(
-        *SMALL,
-        f"trainer.total_training_steps={each * len(names)}",
-        "trainer.total_epochs=9",
-        program=(str(MATRIX),),
-    )
-    assert run.run["complete"] and sorted(run.steps) == list(range(1, each * len(names) + 1))
     return {name: [run.steps[each * i + 1 + k] for k in range(each)] for i, name in enumerate(names)}
 
 
@@ -66,3 +68,21 @@ def test_gspo_weighs_a_sequence_by_its_geometric_mean(steps):
 
 def test_only_losses_with_a_ratio_report_one(steps):
     assert {name for name, pair in steps.items() if "actor/ppo_kl" not in pair[1]} == {"gpg"}
+
+
+def test_interpolation_skips_the_pass_and_measures_its_error_on_request(run):
+    """The pass over the batch is skipped, and measured against where asked for."""
+    steps = {number: step for number, step in run.steps.items() if number >= matrix().FIRST_INTERPOLATED}
+    checked = [number for number in steps if number % matrix().CHECK_EVERY == 0]
+    assert len(steps) == 6 and len(checked) == 2
+    for number, step in steps.items():
+        assert ("partial_rollout/proximal/error" in step) is (number in checked)
+        assert ("actor/entropy" in step) is ("rollout_corr/kl" in step) is (number in checked)
+        assert 0 < step["partial_rollout/behaviour_weight/mean"] <= 2
+        assert 0 < step["partial_rollout/behaviour_weight/ess"] <= 1
+        assert math.isfinite(step["actor/pg_loss"]) and step["actor/grad_norm"] > 0
+        assert math.isfinite(step.get("partial_rollout/proximal/error", 0.0))
+    assert 0 < steps[checked[-1]]["partial_rollout/proximal/error"] < 0.1
+    assert steps[checked[-1]]["partial_rollout/staleness/max"] >= 1
+    skipped = [step["timing_s/old_log_prob"] for number, step in steps.items() if number not in checked]
+    assert max(skipped) < min(steps[number]["timing_s/old_log_prob"] for number in checked)

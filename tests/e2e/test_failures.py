@@ -53,7 +53,7 @@ def check_ends_with(run, *words, within_s=30.0):
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("enable", [True, False], ids=["PR", "noPR"])
+@pytest.mark.parametrize("enable", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["PR", "noPR"])
 def test_killed_engine_ends_the_run_by_name(start, wait_for, enable):
     run = start(*LONG, f"partial_rollout.enable={enable}")
     wait_for(lambda: in_mid_round(run), "a round of training")
@@ -62,6 +62,7 @@ def test_killed_engine_ends_the_run_by_name(start, wait_for, enable):
     check_ends_with(run, "vLLM replica", "failed on request")
 
 
+@pytest.mark.nightly
 def test_killed_worker_that_may_not_be_restarted_ends_the_run_by_name(start, wait_for):
     run = start(*LONG, "partial_rollout.failures.worker_restarts=0")
     wait_for(lambda: in_mid_round(run), "a round of training")
@@ -106,7 +107,10 @@ def test_killed_replicas_come_back_and_the_other_takes_their_samples_over(start,
 
 @pytest.mark.parametrize(
     ("function", "words"),
-    [("raises", ("reward function failed", "no such score")), ("hangs", ("reward function gave no score", "reward_s"))],
+    [
+        pytest.param("raises", ("reward function failed", "no such score"), marks=pytest.mark.nightly),
+        ("hangs", ("reward function gave no score", "reward_s")),
+    ],
 )
 def test_reward_function_that_fails_or_hangs_ends_the_run_by_name(start, wait_for, function, words):
     run = start(

@@ -1,4 +1,8 @@
-"""The other ways to fill a round and to order the training, through hydra overrides, with weights that change."""
+"""The other ways to fill a round and to order the training, through hydra overrides, with weights that change.
+
+On every commit ``tests/integration/test_modes.py`` runs the published modes on scripted engines, and ``test_training.py``
+trains in order.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -8,6 +12,8 @@ import pytest
 from recipe.partial_rollout.records.ledger import NAME, read_ledger
 from recipe.partial_rollout.records.ledger_events import Filtered, Trained
 from recipe.partial_rollout.tools.audit import audit
+
+pytestmark = pytest.mark.nightly
 
 DULL_REWARD = Path(__file__).with_name("dull_reward.py")
 SMALL = (

@@ -1,6 +1,7 @@
 """A training that is stopped, killed and robbed of its worker trains every prompt of its epoch once."""
 
 import signal
+import subprocess
 import time
 
 import pytest
@@ -9,7 +10,7 @@ from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.chaos.command import main as chaos
 from recipe.partial_rollout.tools.chaos.victim import processes_of_session
 
-# Up to three trainings, one after the other.
+# Up to four trainings, one after the other.
 pytestmark = pytest.mark.timeout(1800)
 
 SMALL = (
@@ -23,22 +24,35 @@ SMALL = (
 )
 
 
-def test_killed_training_goes_on_from_its_checkpoint_and_loses_nothing(task, tmp_path):
+@pytest.mark.nightly
+def test_killed_training_goes_on_from_its_checkpoint_and_loses_nothing(task, count_start, tmp_path):
     arguments = ["--out", str(tmp_path), "--kills", "1", "--seed", "1", "--between-s", "6", "12", "quickstart_cpu"]
     overrides = [f"quickstart.dir={task}", "partial_rollout.probe_s=0", "trainer.logger=[file]"]
+    for _life in range(2):
+        count_start()
     assert chaos([*arguments, *SMALL, *overrides]) == 0
     result, _ = audit(tmp_path / "run")
     assert result.violations == [] and result.complete and result.kills == 1
     assert len(result.trained) == 24
 
 
-def test_stopped_training_goes_on_and_survives_the_death_of_its_worker(start, wait_for, task, tmp_path):
-    """The second process ends before its data does, and without draining; the third has more steps and goes on with it."""
+def workers_of(run):
+    found = processes_of_session(run.process.pid)
+    return [process for process in found if "ray::PartialRolloutAgentLoopWorker" in " ".join(process.cmdline())]
+
+
+def sealed(run_dir, step):
+    return (run_dir / f"global_step_{step}" / "partial_rollout" / "manifest.json").exists()
+
+
+def test_training_that_is_stopped_killed_and_robbed_of_its_worker_loses_nothing(start, wait_for, tmp_path):
+    """The first process is stopped; the second is killed with all that it started; the third loses its worker, and ends
+    before its data does and without draining; the fourth has more steps and goes on with it."""
     run_dir = tmp_path / "kept"
-    ours = (*SMALL, f"trainer.default_local_dir={run_dir}", "trainer.save_freq=2", "trainer.resume_mode=auto")
+    ours = (*SMALL, "data.train_max_samples=32", f"trainer.default_local_dir={run_dir}", "trainer.resume_mode=auto")
     # The manifest is sealed before the weight sync and the validation of its step: the signal comes in that step.
-    first = start(*ours, "trainer.test_freq=1", "data.val_max_samples=4", name="first")
-    wait_for(lambda: (run_dir / "global_step_2" / "partial_rollout" / "manifest.json").exists(), "a checkpoint")
+    first = start(*ours, "trainer.save_freq=2", "trainer.test_freq=1", "data.val_max_samples=4", name="first")
+    wait_for(lambda: sealed(run_dir, 2), "a checkpoint")
     first.process.send_signal(signal.SIGTERM)
     assert first.process.wait(60) == 128 + signal.SIGTERM, first.terminal()[-3000:]
     assert "training stopped by SIGTERM" in first.terminal()
@@ -46,22 +60,27 @@ def test_stopped_training_goes_on_and_survives_the_death_of_its_worker(start, wa
     time.sleep(2)
     assert processes_of_session(first.process.pid) == [], "nothing of the run is left"
 
-    short = ("trainer.total_training_steps=5", "partial_rollout.drain=False", "trainer.save_freq=1")
-    second = start(*ours, *short, name="second")
-    wait_for(lambda: "Training Progress" in second.terminal(), "the resumed training")
-    time.sleep(3)
-    (worker,) = [
-        p
-        for p in processes_of_session(second.process.pid)
-        if "ray::PartialRolloutAgentLoopWorker" in " ".join(p.cmdline())
-    ]
-    worker.kill()
-    assert second.process.wait(300) == 0, second.terminal()[-3000:]
-    result, _ = audit(run_dir)
-    assert result.violations == [] and result.complete and len(result.trained) == 20
-    assert len(result.admitted) > 20, "prompts are in flight"
+    second = start(*ours, "trainer.save_freq=1", name="second")
+    wait_for(lambda: sealed(run_dir, 3) or second.process.poll() is not None, "a checkpoint of the resumed training")
+    time.sleep(1)
+    assert second.process.poll() is None, second.terminal()[-3000:]
+    subprocess.run(["pkill", "-9", "-s", str(second.process.pid)], check=False)
+    second.process.wait(10)
+    wait_for(lambda: processes_of_session(second.process.pid) == [], "the end of what was killed", 30)
 
-    third = start(*ours, name="third")
+    short = ("trainer.total_training_steps=7", "partial_rollout.drain=False", "trainer.save_freq=1")
+    third = start(*ours, *short, name="third")
+    wait_for(lambda: "Training Progress" in third.terminal(), "the training that goes on after the kill")
+    time.sleep(3)
+    (worker,) = workers_of(third)
+    worker.kill()
     assert third.process.wait(300) == 0, third.terminal()[-3000:]
     result, _ = audit(run_dir)
-    assert result.violations == [] and result.complete and len(result.trained) == 24
+    assert result.violations == [] and result.complete and len(result.trained) == 28
+    assert len(result.admitted) > 28, "prompts are in flight"
+
+    fourth = start(*ours, "trainer.save_freq=2", name="fourth")
+    assert fourth.process.wait(300) == 0, fourth.terminal()[-3000:]
+    result, _ = audit(run_dir)
+    assert result.violations == [] and result.complete and result.kills == 1
+    assert len(result.trained) == 32

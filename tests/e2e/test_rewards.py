@@ -1,11 +1,11 @@
-"""Rewards under partial rollout: an asynchronous, sandboxed function in verl's reward workers, and a reward model."""
+"""Trainings with a reward model; ``test_training.py`` has an asynchronous function in verl's reward workers."""
 
 import math
-from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+pytestmark = pytest.mark.nightly
+
 SHORT = (
     "data.train_batch_size=4",
     "data.max_response_length=200",
@@ -43,12 +43,6 @@ def check(run, key="critic/score/mean"):
         assert math.isfinite(step[key]) and math.isfinite(step["actor/pg_loss"])
         assert step["partial_rollout/lost_samples"] == 0
         assert step["actor/grad_norm"] > 0
-
-
-def test_asynchronous_sandboxed_reward_function_trains(train):
-    run = train(*SHORT, f"reward.custom_reward_function.path={HERE / 'async_reward.py'}")
-    check(run)
-    assert all(0 < step["critic/score/mean"] < 1 for step in run.steps.values())
 
 
 @pytest.mark.parametrize("pool", ["pool", "colocated"])

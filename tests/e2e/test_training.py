@@ -1,6 +1,7 @@
-"""Real training: both arms on the same 24 prompts, and a tool conversation, on two cores."""
+"""Real training: both arms on the same 24 prompts, and a tool conversation whose rewards are asynchronous, on two cores."""
 
 import json
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -10,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Two trainings, one after the other.
+# Two trainings, one after the other, in a fixture.
 pytestmark = pytest.mark.timeout(1200)
 
 # 24 prompts, 4 a step: the data ends with step 6. A learning rate of 0 makes versions differ in name only, so that the
@@ -27,12 +28,16 @@ SMALL = (
 )
 
 
+VALIDATED = ("data.val_max_samples=8", "trainer.test_freq=2")
+
+
 @pytest.fixture(scope="module")
 def arms(module_train):
     return {
-        "noPR": module_train(*SMALL, "partial_rollout.enable=False", name="noPR"),
+        "noPR": module_train(*SMALL, *VALIDATED, "partial_rollout.enable=False", name="noPR"),
         "PR": module_train(
             *SMALL,
+            *VALIDATED,
             "partial_rollout.overlap=1.0",
             "partial_rollout.max_staleness=2",
             "partial_rollout.probe_s=2",
@@ -87,6 +92,11 @@ def test_nothing_is_lost_and_the_last_round_drains(arms):
     )
 
 
+def test_validation_runs_between_rounds(arms):
+    for run in arms.values():
+        assert [n for n, step in run.steps.items() if any(key.startswith("val-core") for key in step)] == [2, 4, 6]
+
+
 def test_no_response_is_over_its_budget(arms):
     for run in arms.values():
         assert max(n for event in run.rounds for group in event["trained"] for n in group["lengths"]) <= 400
@@ -121,24 +131,40 @@ def test_report_compares_the_arms_at_equal_work(arms, tmp_path):
     assert (tmp_path / "timeline.png").stat().st_size > 10_000
 
 
-def test_tool_conversation_survives_interruptions(module_train, tmp_path, monkeypatch):
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def tools(module_train, tmp_path_factory):
+    """A run, and the tool calls of each sample. It has three turns with a tool call between them, a reward that awaits,
+    prompts trained in order, a measured overlap, and a KV cache for 24 samples of 64 + 400 / 2 tokens out of 32."""
+    calls = tmp_path_factory.mktemp("tools") / "calls"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOOL_CALLS", str(calls))
+        run = module_train(
+            *SMALL,
+            "data.train_max_samples=16",
+            "partial_rollout.max_staleness=3",
+            "partial_rollout.scheduling.policy=in_order",
+            "partial_rollout.ramp_rounds=2",
+            "partial_rollout.overlap=auto",
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=200",
+            "partial_rollout.reward_in_worker=False",
+            f"reward.custom_reward_function.path={HERE / 'async_reward.py'}",
+            "partial_rollout.failures.tool_timeout_s=2",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+            "actor_rollout_ref.rollout.multi_turn.enable=True",
+            "actor_rollout_ref.rollout.multi_turn.format=scripted",
+            "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
+            f"actor_rollout_ref.rollout.multi_turn.function_tool_path={HERE / 'scripted_tool.py'}",
+            name="tools",
+        )
+    return run, Counter(calls.read_text().split())
+
+
+def test_tool_conversation_survives_interruptions(tools):
     """Every sample has three turns with a tool call between them; interruptions repeat none; one that hangs is repeated."""
-    calls = tmp_path / "calls"
-    monkeypatch.setenv("TOOL_CALLS", str(calls))
-    run = module_train(
-        *SMALL,
-        "data.train_max_samples=16",
-        "partial_rollout.max_staleness=3",
-        "partial_rollout.reward_in_worker=False",
-        "partial_rollout.failures.tool_timeout_s=2",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
-        "actor_rollout_ref.rollout.multi_turn.enable=True",
-        "actor_rollout_ref.rollout.multi_turn.format=scripted",
-        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
-        f"actor_rollout_ref.rollout.multi_turn.function_tool_path={Path(__file__).with_name('scripted_tool.py')}",
-        name="tools",
-    )
-    by_sample = Counter(calls.read_text().split())
+    run, by_sample = tools
     segments = [s for event in run.rounds for group in event["trained"] for s in group["segments"]]
     # verl counts the prompt, every answer and every tool response; answers are one more than tool responses.
     answers = sum(step["num_turns/mean"] * 16 / 2 for step in run.steps.values())
@@ -147,3 +173,34 @@ def test_tool_conversation_survives_interruptions(module_train, tmp_path, monkey
     assert run.steps[max(run.steps)]["partial_rollout/failures/retried_total"] == 1
     assert max(step["num_turns/max"] for step in run.steps.values()) == 6
     assert all(step["training/rollout_probs_diff_max"] < 1e-3 for step in run.steps.values())
+
+
+def test_asynchronous_sandboxed_reward_function_trains(tools):
+    run, _ = tools
+    assert sorted(run.steps) == [1, 2, 3, 4] and run.run["complete"]
+    for step in run.steps.values():
+        assert math.isfinite(step["actor/pg_loss"]) and step["actor/grad_norm"] > 0
+        assert 0 < step["critic/score/mean"] < 1
+        assert step["partial_rollout/lost_samples"] == 0
+
+
+def test_prompts_are_trained_in_order_within_the_bound(tools):
+    run, _ = tools
+    assert run.run["mode"] == "window" and run.run["policy"] == "in_order"
+    assert [group["group"] for event in run.rounds for group in event["trained"]] == list(range(16))
+    assert all(step["partial_rollout/staleness/max"] <= 3 for step in run.steps.values())
+
+
+def test_overlap_is_steered_by_what_the_rounds_measure(tools):
+    run, _ = tools
+    assert all("partial_rollout/overlap_auto/target" in step for step in run.steps.values())
+    # Decided in the background, from what the rounds before it measured.
+    assert any("partial_rollout/overlap_auto/gain_up" in step for step in run.steps.values())
+
+
+def test_slots_follow_the_kv_cache_where_it_is_scarce(tools):
+    run, _ = tools
+    assert run.run["slots_per_replica"] == 24
+    # Slots follow what samples held; at the rule's size the engine seldom has to preempt one.
+    assert run.steps[1]["partial_rollout/rollout/slots_per_replica"] == 24
+    assert sum(step["partial_rollout/rollout/preemptions"] for step in run.steps.values()) < 16
