@@ -103,7 +103,11 @@ def build_config(name, *overrides):
     from omegaconf import OmegaConf
 
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    single = [each for each in parsed if "." in each.key_or_group and not each.is_delete()]
+    single = [
+        each
+        for each in parsed
+        if "." in each.key_or_group and not each.key_or_group.startswith("hydra.") and not each.is_delete()
+    ]
     config = deepcopy(composed(name, tuple(each.input_line for each in parsed if each not in single)))
     for each in single:
         OmegaConf.update(config, each.key_or_group, each.value(), force_add=each.is_add())

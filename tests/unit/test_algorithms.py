@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
@@ -39,11 +38,14 @@ ALGORITHMS = {
 }
 
 
-def build(name, *overrides):
-    with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
-        config = compose(name, overrides=list(overrides))
-    OmegaConf.resolve(config)
-    return config
+@pytest.fixture
+def build(composed_config):
+    def resolved(name, *overrides):
+        config = composed_config(name, *overrides)
+        OmegaConf.resolve(config)
+        return config
+
+    return resolved
 
 
 def test_there_is_a_test_for_each_file():
@@ -51,7 +53,7 @@ def test_there_is_a_test_for_each_file():
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_algorithm_trains_corrected_under_partial_rollout(name, capsys):
+def test_algorithm_trains_corrected_under_partial_rollout(build, name, capsys):
     config = build("quickstart_cpu", f"algorithm={name}")
     check_correction(config, PartialRolloutConfig.from_config(config))
     main_ppo.wire(config)
@@ -71,7 +73,7 @@ def test_algorithm_trains_corrected_under_partial_rollout(name, capsys):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_algorithm_is_verls_own_without_partial_rollout(name):
+def test_algorithm_is_verls_own_without_partial_rollout(build, name):
     config = build("quickstart_cpu", f"algorithm={name}", "partial_rollout.enable=False")
     main_ppo.wire(config)
     assert config.algorithm.rollout_correction.rollout_is is None
@@ -81,11 +83,11 @@ def test_algorithm_is_verls_own_without_partial_rollout(name):
 @pytest.mark.parametrize(
     "config_name", [path.stem for path in main_ppo.CONF_DIR.glob("*.yaml") if "hydra:" in path.read_text()]
 )
-def test_plain_run_is_grpo(config_name):
+def test_plain_run_is_grpo(build, config_name):
     assert build(config_name) == build(config_name, "algorithm=grpo", "engine=fsdp2")
 
 
-def test_single_key_still_overrides_the_named_algorithm():
+def test_single_key_still_overrides_the_named_algorithm(build):
     config = build("quickstart_cpu", "algorithm=gspo", "algorithm.adv_estimator=rloo")
     assert config.algorithm.adv_estimator == "rloo"
     assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "gspo"
@@ -98,7 +100,7 @@ def test_conf_dir_is_the_one_of_this_checkout():
 # -- DAPO --------------------------------------------------------------------------------------------------------------
 
 
-def test_dapo_samples_dynamically_under_partial_rollout_alone():
+def test_dapo_samples_dynamically_under_partial_rollout_alone(build):
     on, off = (
         build("quickstart_cpu", "algorithm=dapo"),
         build("quickstart_cpu", "algorithm=dapo", "partial_rollout.enable=False"),
@@ -152,7 +154,7 @@ def scored(config, length):
     )
 
 
-def test_dapo_penalises_the_last_fifth_of_the_budget_and_filters_by_the_reward_before_it():
+def test_dapo_penalises_the_last_fifth_of_the_budget_and_filters_by_the_reward_before_it(build):
     config = build("quickstart_cpu", "algorithm=dapo", "data.max_response_length=100")
     main_ppo.wire(config)
     outputs = [scored(config, length) for length in (80, 90, 100)]
@@ -161,7 +163,7 @@ def test_dapo_penalises_the_last_fifth_of_the_budget_and_filters_by_the_reward_b
     assert group_filter.common_value(outputs) == 0.0
 
 
-def test_what_dapos_reward_manager_says_is_plain_and_can_be_checkpointed():
+def test_what_dapos_reward_manager_says_is_plain_and_can_be_checkpointed(build):
     config = build("quickstart_cpu", "algorithm=dapo", "data.max_response_length=100")
     main_ppo.wire(config)
     output = scored(config, 90)

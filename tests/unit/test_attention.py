@@ -4,10 +4,8 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.errors import ConfigError
 from recipe.partial_rollout.training.attention import choose_attention
 from verl_ext import attention, check
@@ -17,13 +15,12 @@ MISSING = "flash-attn is not installed: pip install flash-attn --no-build-isolat
 
 
 @pytest.fixture
-def choose(monkeypatch):
+def choose(monkeypatch, composed_config):
     """The resolved config of a GPU run after the choice, with flash-attn there or not."""
 
     def build(*overrides, problem="flash-attn is not installed", name="ppo_partial_rollout"):
         monkeypatch.setattr(attention, "flash_attn_problem", lambda: problem)
-        with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
-            config = compose(name, overrides=["actor_rollout_ref.actor.strategy=fsdp2", *overrides])
+        config = composed_config(name, "actor_rollout_ref.actor.strategy=fsdp2", *overrides)
         choose_attention(config)
         OmegaConf.resolve(config)
         return config

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 from verl.trainer.main_ppo_v0 import BaseTaskRunner
 from verl.trainer.ppo.ray_trainer import Role
@@ -63,11 +62,10 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def build(model):
+def build(model, composed_config):
     def compose_config(*overrides):
-        with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
-            paths = (f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}")
-            config = compose("ppo_partial_rollout", overrides=[*SHAPE, *paths, *overrides])
+        paths = (f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}")
+        config = composed_config("ppo_partial_rollout", *SHAPE, *paths, *overrides)
         OmegaConf.resolve(config)
         main_ppo.wire(config)
         with open_dict(config):

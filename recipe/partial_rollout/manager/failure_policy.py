@@ -13,6 +13,8 @@ from recipe.partial_rollout.config.choices import OnSampleError
 from recipe.partial_rollout.config.settings import FailureLimits
 from recipe.partial_rollout.manager.types import SampleOutput, Segment
 
+_DEFAULTS = FailureLimits()
+
 
 class FailureVerdict(StrEnum):
     RETRY = "retry"
@@ -27,9 +29,9 @@ class FailureVerdict(StrEnum):
 class FailurePolicy:
     """``partial_rollout.failures``, checked."""
 
-    on_sample_error: OnSampleError = OnSampleError.RETRY
-    sample_retries: int = 2
-    retry_backoff_s: float = 1.0
+    on_sample_error: OnSampleError = _DEFAULTS.on_sample_error
+    sample_retries: int = _DEFAULTS.sample_retries
+    retry_backoff_s: float = _DEFAULTS.retry_backoff_s
     """seconds before the first retry; doubles with each further one of the same sample"""
 
     def __post_init__(self) -> None:
