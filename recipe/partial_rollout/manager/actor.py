@@ -7,20 +7,19 @@ notifies it. Whoever waits gets the first failure that anyone reported, as an ex
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from recipe.partial_rollout.checkpoint.snapshot import Written, read_snapshot, write_snapshot
 from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.codec import encode
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict
-from recipe.partial_rollout.manager.group_filter import GroupFilter, MissingMetricError
+from recipe.partial_rollout.manager.condition import ManagerCondition
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy
+from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.messages import (
     Flushed,
     PromptsWanted,
@@ -32,23 +31,9 @@ from recipe.partial_rollout.manager.messages import (
 )
 from recipe.partial_rollout.manager.output_store import InProcess, OutputStore
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.types import FilteredGroup, FinishedOutput, Grant, Progress, Prompt, TakenGroup
-
-T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Progress:
-    changed_at: float = field(default_factory=time.monotonic)
-
-    def touch(self) -> None:
-        self.changed_at = time.monotonic()
-
-    @property
-    def idle_s(self) -> float:
-        return time.monotonic() - self.changed_at
+from recipe.partial_rollout.manager.report_book import ReportBook
+from recipe.partial_rollout.manager.stall_clock import StallClock
+from recipe.partial_rollout.manager.types import FilteredGroup, FinishedOutput, Grant, Prompt, TakenGroup
 
 
 class ManagerActor:
@@ -78,17 +63,16 @@ class ManagerActor:
         group_filter: GroupFilter | None = None,
         store: OutputStore = InProcess(),  # noqa: B008 - stateless
     ) -> None:
+        self._changed = ManagerCondition()
+        self._progress = StallClock(stall_s)
         self._store = store
         self._manager = PromptsManager(admission, policy, time.monotonic, failures, group_filter)
+        self._book = ReportBook(self._manager, store, self._changed.fail, self._retry_later)
         self._retries: set[asyncio.Task[None]] = set()
         self._unflushed: set[str] = set()
         """workers that may have something to report of the round that is over"""
         self._suspended = False
         self._flushed = Flushed(time.time(), self._manager.metrics())
-        self._changed = asyncio.Condition()
-        self._failure: str | None = None
-        self._progress = _Progress()
-        self._stall_s = stall_s
 
     # -- trainer ---------------------------------------------------------------------------------------------------
 
@@ -103,35 +87,32 @@ class ManagerActor:
     async def prepare_round(self, version: int, prompts: list[Prompt], source_left: int) -> RoundStart:
         """Once the last round is flushed: take new prompts, admit what the mode starts a round with, let workers claim.
 
-        ``source_left``: prompts that the source has besides.
-
         The trainer may still update: what workers claim waits at their gates until the engines hold ``version``.
+        ``source_left``: prompts that the source has besides.
         """
         async with self._changed:
             await self._until_flushed()
-            self._take_prompts(prompts, source_left)
+            self._manager.offer(prompts)
+            self._manager.note_source(source_left)
             self._manager.advance_version(version)
             carried = self._manager.carried_groups
             if self._manager.exhausted:
                 return RoundStart(0, carried, exhausted=True)
             admitted = self._manager.open_round()
             self._suspended = False
-            self._changed.notify_all()
+            self._changed.notify()
         return RoundStart(admitted, carried)
 
     async def offer(self, prompts: list[Prompt], source_left: int) -> None:
         """The answer to ``PromptsWanted``: in the open round they replace what was filtered."""
 
         def book() -> None:
-            self._take_prompts(prompts, source_left)
+            self._manager.offer(prompts)
+            self._manager.note_source(source_left)
             if self._manager.round_open and not self._manager.round_complete():
                 self._manager.admit()
 
-        await self._change(book)
-
-    def _take_prompts(self, prompts: list[Prompt], source_left: int) -> None:
-        self._manager.offer(prompts)
-        self._manager.note_source(source_left)
+        await self._changed.change(book)
 
     async def wait_round(self) -> RoundEnd | PromptsWanted:
         """Wait until the batch is complete; no sample can be claimed from then on. The engines run from this call on.
@@ -142,17 +123,12 @@ class ManagerActor:
         self._progress.touch()
         async with self._changed:
             while not self._suspended and not self._manager.round_complete():
-                self._raise_failure()
+                self._changed.raise_failure()
                 if self._manager.short_of_prompts:
                     return PromptsWanted(self._manager.wanted)
-                await self._wait(max(0.1, self._stall_s - self._progress.idle_s))
-                stalled = self._progress.idle_s >= self._stall_s and not self._retries
-                if stalled and not self._manager.round_complete():
-                    raise RolloutFailedError(
-                        f"no sample reported and no engine made a token for {self._progress.idle_s:.0f} s "
-                        f"(partial_rollout.deadlines.stall_s={self._stall_s:g}); "
-                        f"{self._manager.unfinished_report()}"
-                    )
+                await self._changed.wait(self._progress.left_s)
+                if self._progress.stalled and not self._retries and not self._manager.round_complete():
+                    raise RolloutFailedError(f"{self._progress.words}; {self._manager.unfinished_report()}")
             if self._suspended:
                 # Nobody waits any more: a batch that the last reports complete belongs to the checkpoint.
                 return RoundEnd(decided_at=time.time())
@@ -166,7 +142,7 @@ class ManagerActor:
     async def suspend_round(self) -> None:
         """End the round before its batch is complete, to checkpoint and stop: no sample can be claimed from here on."""
         self._suspended, self._unflushed = True, set(self._manager.workers)
-        await self._change(self._manager.suspend_round)
+        await self._changed.change(self._manager.suspend_round)
 
     async def flush(self) -> Flushed:
         """Wait until every worker has reported everything of the round that is over."""
@@ -176,12 +152,12 @@ class ManagerActor:
 
     async def _until_flushed(self) -> None:
         while self._unflushed:
-            self._raise_failure()
-            await self._wait(self.CLAIM_WAIT_S)
+            self._changed.raise_failure()
+            await self._changed.wait(self.CLAIM_WAIT_S)
 
     async def take_batch(self) -> list[TakenGroup[FinishedOutput]]:
         """The groups of the finished round; their outputs are to be fetched from the store."""
-        self._raise_failure()
+        self._changed.raise_failure()
         self._store.seal()
         return self._manager.take_batch()
 
@@ -222,7 +198,7 @@ class ManagerActor:
             ValueError: it was made with sizes that this run cannot go on from.
         """
         state = await asyncio.to_thread(read_snapshot, Path(path))
-        return await self._change(lambda: self._restore(state))
+        return await self._changed.change(lambda: self._restore(state))
 
     def _restore(self, state: dict[str, Any]) -> Restored:
         self._manager.load_state_dict(state)
@@ -236,13 +212,11 @@ class ManagerActor:
             cached_tokens=self._manager.cached_tokens,
         )
 
-    # -- failures --------------------------------------------------------------------------------------------------
-
     async def abandon(self, reason: str) -> None:
-        """Fail everyone who waits: something outside has died."""
+        """Fail everyone who waits: something outside the manager has died."""
         async with self._changed:
-            self._failure = self._failure or reason
-            self._changed.notify_all()
+            self._changed.fail(reason)
+            self._changed.notify()
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -257,11 +231,11 @@ class ManagerActor:
             for worker in self._manager.workers:
                 self._manager.resize_worker(worker, capacity)
 
-        await self._change(resize)
+        await self._changed.change(resize)
 
     async def release_worker(self, worker: str) -> int:
         """A worker is gone; its samples are requeued."""
-        requeued = await self._change(lambda: self._manager.release_worker(worker))
+        requeued = await self._changed.change(lambda: self._manager.release_worker(worker))
         await self.flushed(worker)
         return requeued
 
@@ -275,7 +249,7 @@ class ManagerActor:
                 self._flushed = Flushed(time.time(), self._manager.metrics())
 
         if worker in self._unflushed:
-            await self._change(book)
+            await self._changed.change(book)
 
     async def claim(self, worker: str) -> list[Grant]:
         """Wait for samples to run; empty after ``CLAIM_WAIT_S`` without any."""
@@ -284,7 +258,7 @@ class ManagerActor:
         left_since: float | None = None
         async with self._changed:
             while True:
-                self._raise_failure()
+                self._changed.raise_failure()
                 # The caller of a waiting claim may have died, and another worker have taken its name.
                 if self._manager.incarnation(worker) is not claimant:
                     return []
@@ -300,71 +274,27 @@ class ManagerActor:
                     until = min(until, left_since + self.SHARE_WAIT_S)
                 else:
                     left_since = None
-                await self._wait(until - now)
+                await self._changed.wait(until - now)
 
     async def report(self, report: Report) -> list[Grant]:
         """Book what happened to a worker's samples; answers with new ones for the slots that came free."""
 
         def book() -> list[Grant]:
-            # A worker that was released may still be heard: its samples are somebody else's by then.
-            self._manager.incarnation(report.worker)
-            for progress in report.progress:
-                self._book_progress(progress)
-            for sample_id in report.interrupted:
-                self._manager.interrupt(sample_id)
-            try:
-                self._book_ends(report)
-            except MissingMetricError as error:
-                self._failure = self._failure or str(error)
+            self._book.book(report)
             if self._manager.round_open and not self._manager.round_complete():
                 self._manager.admit()
                 return self._manager.claim(report.worker, self.CLAIM_SAMPLES)
             return []
 
         self._progress.touch()
-        return await self._change(book)
+        return await self._changed.change(book)
 
-    def _book_progress(self, progress: Progress) -> None:
-        for segment in progress.segments:
-            self._manager.add_segment(progress.sample_id, segment)
-        for result in progress.tool_results:
-            self._manager.add_tool_result(progress.sample_id, result)
+    def _retry_later(self, sample_id: str, delay_s: float) -> None:
+        async def retry() -> None:
+            await asyncio.sleep(delay_s)
+            self._progress.touch()
+            await self._changed.change(lambda: self._manager.retry(sample_id))
 
-    def _book_ends(self, report: Report) -> None:
-        for (sample_id, _), output in zip(report.finished, self._store.put(report.finished), strict=True):
-            self._manager.finish(sample_id, output)
-        for sample_id, error in report.failed:
-            self._book_failure(sample_id, report.worker, error)
-
-    def _book_failure(self, sample_id: str, worker: str, error: str) -> None:
-        verdict = self._manager.fail(sample_id, error)
-        logger.warning("sample %s on %s failed: %s (verdict: %s)", sample_id, worker, error, verdict)
-        if verdict is FailureVerdict.RETRY:
-            retry = asyncio.create_task(self._retry(sample_id, self._manager.retry_delay_s(sample_id)))
-            self._retries.add(retry)
-            retry.add_done_callback(self._retries.discard)
-        elif verdict is FailureVerdict.RAISE:
-            self._failure = self._failure or f"sample {sample_id} on {worker} failed: {error}"
-
-    async def _retry(self, sample_id: str, delay_s: float) -> None:
-        await asyncio.sleep(delay_s)
-        self._progress.touch()
-        await self._change(lambda: self._manager.retry(sample_id))
-
-    # -- waiting ---------------------------------------------------------------------------------------------------
-
-    async def _change(self, verb: Callable[[], T]) -> T:
-        async with self._changed:
-            result = verb()
-            self._changed.notify_all()
-        return result
-
-    async def _wait(self, timeout_s: float) -> None:
-        try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
-        except TimeoutError:
-            return
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise RolloutFailedError(self._failure)
+        task = asyncio.create_task(retry())
+        self._retries.add(task)
+        task.add_done_callback(self._retries.discard)
