@@ -29,7 +29,27 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Decides whether one more prompt may be admitted."""
+    """Decides whether one more prompt may be admitted.
+
+    Mode ``window``, 4 groups trained a step and an overlap of 0.5::
+
+        start of a round    4 * (1 + 0.5) = 6 groups, unfinished or ready
+        in the round        none, but for those that replace filtered groups
+        at any time         at most (1 + max_staleness) * 4 = 12
+
+    >>> window = Admission(Mode.WINDOW, 4, 8, 0.5, 8, 32, max_staleness=2)
+    >>> five, six = (Load(groups, unfinished_groups=3, unfinished_samples=20) for groups in (5, 6))
+    >>> window.allows(five, round_start=True, version=0), window.allows(six, round_start=True, version=0)
+    (True, False)
+    >>> window.allows(five, round_start=False, version=0)
+    False
+
+    Mode ``ssim`` counts samples, and refills all through the round: 20 + 8 fit into 32.
+
+    >>> ssim = Admission(Mode.SSIM, 4, 8, 0.5, 8, in_flight_samples=32, max_staleness=2)
+    >>> ssim.allows(five, round_start=False, version=0)
+    True
+    """
 
     mode: Mode
     batch_groups: int

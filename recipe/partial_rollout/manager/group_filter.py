@@ -24,7 +24,19 @@ class MissingMetricError(ValueError):
 class GroupFilter:
     """``algorithm.filter_groups``, checked.
 
-    >>> GroupFilter("acc", max_num_gen_batches=3).most_a_round(batch_groups=8)
+    ::
+
+        rewards 1, 1, 1, 1   filtered: its value is 1
+        rewards 1, 0, 1, 1   trained
+        rewards 1            not judged: the other samples failed
+
+    >>> from recipe.partial_rollout.manager.types import StoredOutput
+    >>> def outputs(*rewards):
+    ...     return [StoredOutput(f"0/0#{i}", None, 9, reward, {}, False) for i, reward in enumerate(rewards)]
+    >>> equal = GroupFilter("reward", max_num_gen_batches=3)
+    >>> equal.common_value(outputs(1, 1, 1, 1)), equal.common_value(outputs(1, 0, 1, 1)), equal.common_value(outputs(1))
+    (1.0, None, None)
+    >>> equal.most_a_round(batch_groups=8)
     16
     """
 

@@ -66,7 +66,24 @@ _Entry = tuple[Key, int, PromptGroup]
 
 
 class ClaimQueue:
-    """Samples that can be claimed: by any worker (owner None), or by the worker that holds their conversation."""
+    """Samples that can be claimed: by any worker (owner None), or by the worker that holds their conversation.
+
+    Three groups with policy ``bounded``; "w0" holds the conversation of the interrupted sample of 0/0::
+
+        owner "w0"   birth 3: 0/0   (3, 1, 1e9, 0)      oldest first
+        owner None   birth 4: 0/1   (4, 1, 1e9, 1)
+                     not born: 0/2  (inf, 1, 1e9, 2)
+
+    >>> from recipe.partial_rollout.manager.types import Prompt
+    >>> queue = ClaimQueue(SchedulingPolicy.BOUNDED)
+    >>> for order, (birth, owner) in enumerate([(3, "w0"), (4, None), (None, None)]):
+    ...     group = PromptGroup(Prompt(f"0/{order}", 0, {}), order, birth=birth, unfinished=1)
+    ...     queue.push(Sample(f"0/{order}#0", group, worker=owner))
+    >>> [queue.pop("w1", overdue_birth=0).id, queue.pop("w0", overdue_birth=0).id]
+    ['0/1#0', '0/0#0']
+    >>> queue.pop("w1", overdue_birth=0, own_only=True) is None, queue.size(None)
+    (True, 1)
+    """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
