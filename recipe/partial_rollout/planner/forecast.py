@@ -13,6 +13,7 @@ from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.lengths import LengthTrace
 from recipe.partial_rollout.planner.simulation import Cluster, SimulatedRound, Simulation
+from recipe.partial_rollout.records.length_bias import length_bias
 from recipe.partial_rollout.records.spread import spread
 
 _FIRST = 5
@@ -55,7 +56,9 @@ def forecast(
     first = np.concatenate([round_.lengths for round_ in played[:_FIRST]])
     dispatched = np.array(simulation.dispatched[: len(first)])
     full = cluster.full_tokens_per_s(admission.batch_groups * admission.samples_per_group, lengths.mean_context)
-    return _summarize(played, warmup, float(first.mean() / dispatched.mean()), full)
+    bias = length_bias(trained=first, dispatched=dispatched)
+    assert bias is not None
+    return _summarize(played, warmup, bias, full)
 
 
 def _summarize(

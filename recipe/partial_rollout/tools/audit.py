@@ -12,50 +12,29 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recipe.partial_rollout.records import ledger_events as ledger
 from recipe.partial_rollout.records import run_trace
 from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.records.ledger import NAME, read_ledger
-from recipe.partial_rollout.records.ledger_events import (
-    Admitted,
-    Complete,
-    Filtered,
-    LedgerEvent,
-    RunSizes,
-    Stopped,
-    Trained,
-)
 from recipe.partial_rollout.records.resumed import Resumed
 from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools import trace_audit
+from recipe.partial_rollout.tools.audited_group import AuditedGroup
 from recipe.partial_rollout.tools.command_line import described
 
 _SHOWN = 20
-_PARTS = ("tokens", "log-probs", "versions", "mask entries")
-
-
-@dataclass(frozen=True, slots=True)
-class _Trained:
-    """A group that counts: no resume has undone it."""
-
-    step: int
-    version: int
-    max_staleness: int
-    """in force when it was trained"""
-    samples_per_group: int
-    group: TrainedGroup
 
 
 @dataclass(slots=True)
 class Audit:
     """What the ledger says, after its resumes have undone what they undo."""
 
-    sizes: RunSizes | None = None
+    sizes: ledger.RunSizes | None = None
     offered: int = 0
     """prompts that any process of the training might admit"""
     admitted: list[tuple[int, str]] = field(default_factory=list)
     """step and uid"""
-    trained: list[_Trained] = field(default_factory=list)
+    trained: list[AuditedGroup] = field(default_factory=list)
     filtered: list[tuple[int, str]] = field(default_factory=list)
     """step and uid of the groups that dynamic sampling consumed"""
     complete: bool = False
@@ -74,29 +53,27 @@ class Audit:
     rounds_compared: int | None = None
     """of the trace; None: there is none"""
 
-    # -- reading ---------------------------------------------------------------------------------------------------
-
-    def book(self, event: LedgerEvent) -> None:
+    def book(self, event: ledger.LedgerEvent) -> None:
         """Take the next event of the ledger."""
-        if self.sizes is None and not isinstance(event, RunSizes):
-            raise RunRecordError(f"the first event is {event.EVENT}: a ledger begins with {RunSizes.EVENT}")
+        if self.sizes is None and not isinstance(event, ledger.RunSizes):
+            raise RunRecordError(f"the first event is {event.EVENT}: a ledger begins with {ledger.RunSizes.EVENT}")
         match event:
-            case RunSizes():
+            case ledger.RunSizes():
                 self._book_run(event)
             case Resumed(step):
                 self._book_resumed(step)
-            case Admitted(step, _, uids):
+            case ledger.Admitted(step, _, uids):
                 self.admitted += [(step, uid) for uid in uids]
-            case Trained():
+            case ledger.Trained():
                 self._book_trained(event)
-            case Filtered(step, _, groups):
+            case ledger.Filtered(step, _, groups):
                 self.filtered += [(step, group.uid) for group in groups]
-            case Stopped():
+            case ledger.Stopped():
                 self.ended_on_purpose, self.complete, self.exhausted = True, False, False
-            case Complete(exhausted):
+            case ledger.Complete(exhausted):
                 self.ended_on_purpose, self.complete, self.exhausted = True, True, exhausted
 
-    def _book_run(self, sizes: RunSizes) -> None:
+    def _book_run(self, sizes: ledger.RunSizes) -> None:
         before = self.sizes
         if before is not None:
             self.kills += not self.ended_on_purpose
@@ -117,28 +94,26 @@ class Audit:
         self.undone += len(self.trained) - len(kept)
         self.trained = kept
 
-    def _book_trained(self, event: Trained) -> None:
-        assert self.sizes is not None
+    def _book_trained(self, event: ledger.Trained) -> None:
         sizes = self.sizes
+        assert sizes is not None
         self.trained += [
-            _Trained(event.step, event.version, sizes.max_staleness, sizes.samples_per_group, group)
+            AuditedGroup(event.step, event.version, sizes.max_staleness, sizes.samples_per_group, group)
             for group in event.groups
         ]
-
-    # -- judging ---------------------------------------------------------------------------------------------------
 
     def judge(self) -> None:
         """Fill in the violations."""
         self._judge_prompts()
         self._judge_filtered()
         for row in self.trained:
-            self._judge_group(row)
+            self.violations += row.violations()
 
     def compare(self, rounds: list[Round]) -> None:
         """Add to the violations where the trace's rounds tell another story."""
-        steps: dict[int, Trained] = {}
+        steps: dict[int, ledger.Trained] = {}
         for row in self.trained:
-            steps.setdefault(row.step, Trained(row.step, row.version, [])).groups.append(row.group)
+            steps.setdefault(row.step, ledger.Trained(row.step, row.version, [])).groups.append(row.group)
         self.violations += trace_audit.disagreements(steps.values(), rounds, complete=self.complete)
         self.rounds_compared = len(rounds)
 
@@ -213,24 +188,6 @@ class Audit:
                 f"{len(untrained) - in_flight} were lost, the first maybe {min(untrained, key=_position)}"
             )
 
-    def _judge_group(self, row: _Trained) -> None:
-        group = row.group
-        for index, staleness in enumerate(group.staleness):
-            if staleness > row.max_staleness:
-                self.violations.append(
-                    f"sample {group.uid}#{index} was trained in step {row.step} with staleness {staleness}: "
-                    f"at most {row.max_staleness}"
-                )
-        for index, lengths in enumerate(group.parts):
-            if len(set(lengths)) != 1:
-                parts = ", ".join(f"{count} {part}" for count, part in zip(lengths, _PARTS, strict=True))
-                self.violations.append(f"sample {group.uid}#{index} of step {row.step} has {parts}: must be equal")
-        if len(group.parts) != row.samples_per_group:
-            self.violations.append(
-                f"prompt {group.uid} was trained in step {row.step} with {len(group.parts)} samples of "
-                f"{row.samples_per_group}"
-            )
-
     @property
     def drained(self) -> bool:
         """Whether nothing may be in flight any more."""
@@ -238,8 +195,6 @@ class Audit:
         kept = len({uid for _, uid in self.admitted} - {uid for _, uid in self.filtered})
         ends = self.drains if self.sizes.filters else self.offered <= self.sizes.total
         return self.complete and not self.exhausted and (ends or kept <= self.sizes.total)
-
-    # -- telling ---------------------------------------------------------------------------------------------------
 
     def uid(self, index: int) -> str:
         """Of the prompt that is ``index``-th over the whole training."""
@@ -264,23 +219,24 @@ class Audit:
 
     def table(self) -> str:
         """The figures, one a line."""
-        assert self.sizes is not None
+        sizes = self.sizes
+        assert sizes is not None
         trained = {row.group.uid for row in self.trained}
         filtered = {uid for _, uid in self.filtered}
         waiting = [step for step, uid in self.admitted if uid not in trained and uid not in filtered]
         staleness = [age for row in self.trained for age in row.group.staleness]
         rows = {
-            "arm": self.sizes.arm,
+            "arm": sizes.arm,
             "training": self.end,
             "steps": max((row.step for row in self.trained), default=0),
-            "epochs complete": f"{self.complete_epochs} of {self.sizes.total / self.sizes.epoch_prompts:g}",
-            "prompts trained": f"{len(trained)} of {self.sizes.total}",
+            "epochs complete": f"{self.complete_epochs} of {sizes.total / sizes.epoch_prompts:g}",
+            "prompts trained": f"{len(trained)} of {sizes.total}",
             "prompts filtered": len(filtered),
             "prompts in flight": f"{len(waiting)}" + (f", the oldest since step {min(waiting)}" if waiting else ""),
             "prompts lost": self.lost,
             "prompts repeated": self.repeated,
             "samples masked": sum(sum(row.group.masked) for row in self.trained),
-            "max staleness": f"{max(staleness, default=0)} (bound {self.sizes.max_staleness})",
+            "max staleness": f"{max(staleness, default=0)} (bound {sizes.max_staleness})",
             "kills survived": self.kills,
             "resumes": self.resumes,
             "trained groups undone by resumes": self.undone,

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from recipe.partial_rollout.records import length_bias as records
 from recipe.partial_rollout.records.run_record import RunRecord, Step
 from recipe.partial_rollout.records.running_curve import bubble_fraction
 from recipe.partial_rollout.records.spread import Spread, spread
@@ -94,13 +95,12 @@ def engine_speed(run: RunRecord, runs: Sequence[RunRecord]) -> float | None:
 
 
 def length_bias(run: RunRecord, groups: int) -> LengthBias | None:
-    trained = [length for group in run.trained_groups[:groups] for length in group.lengths]
     first = [group for group in run.trained_groups if group.order < groups]
-    dispatched = [length for group in first for length in group.lengths]
-    if not any(dispatched) or not trained:
-        return None
-    known = len({group.order for group in first})
-    return LengthBias(statistics.fmean(trained) / statistics.fmean(dispatched), groups - known)
+    bias = records.length_bias(
+        trained=[length for group in run.trained_groups[:groups] for length in group.lengths],
+        dispatched=[length for group in first for length in group.lengths],
+    )
+    return None if bias is None else LengthBias(bias, groups - len({group.order for group in first}))
 
 
 def _length_bias_first(run: RunRecord, steps: int) -> LengthBias | None:
