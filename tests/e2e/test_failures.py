@@ -105,12 +105,30 @@ def test_killed_replicas_come_back_and_the_other_takes_their_samples_over(start,
     assert not orphan.is_running(), "it would hold the memory of its device"
 
 
+def test_reward_function_that_raises_is_asked_again_and_one_that_hangs_ends_the_run_by_name(start, wait_for):
+    """The first step trains a sample whose first score raised; in the second no score comes, at either try."""
+    run = start(
+        *SHORT,
+        f"reward.custom_reward_function.path={HERE / 'bad_reward.py'}",
+        "reward.custom_reward_function.name=raises_then_hangs",
+        "partial_rollout.deadlines.reward_s=5",
+        "partial_rollout.failures.sample_retries=1",
+        "partial_rollout.failures.retry_backoff_s=0.1",
+        "partial_rollout.reward_in_worker=False",
+        # No sample of the second step is scored in the first.
+        "partial_rollout.overlap=0",
+    )
+    wait_for(lambda: "Training Progress" in run.terminal() or run.process.poll() is not None, "training")
+    check_ends_with(run, "16 of the 16 samples", "reward function gave no score", "reward_s", within_s=60.0)
+    (step,) = run.read().steps.values()
+    assert step["partial_rollout/failures/retried_total"] == 1
+    assert step["partial_rollout/failures/masked_total"] == step["partial_rollout/lost_samples"] == 0
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("function", "words"),
-    [
-        pytest.param("raises", ("reward function failed", "no such score"), marks=pytest.mark.nightly),
-        ("hangs", ("reward function gave no score", "reward_s")),
-    ],
+    [("raises", ("reward function failed", "no such score")), ("hangs", ("reward function gave no score", "reward_s"))],
 )
 def test_reward_function_that_fails_or_hangs_ends_the_run_by_name(start, wait_for, function, words):
     run = start(
