@@ -40,7 +40,7 @@ SAMPLE_VERBS = {
 def picture(groups):
     """Everything that a verb could change, in plain values."""
     live = [(g.uid, g.state, g.birth, g.unfinished, g.finished_length) for g in groups.by_order.values()]
-    queue, taken = [g.uid for g in groups.queue], list(groups.taken)
+    queue, taken = [g.uid for g in groups.ready_queue], list(groups.taken)
     return (
         live,
         queue,
@@ -102,7 +102,7 @@ def test_restored_group_is_in_the_state_that_its_samples_tell():
             sample.output = OUTPUT
     groups.restore(restored)
     assert [group.state for group in restored] == [GroupState.READY, GroupState.WAITING, GroupState.ACTIVE]
-    assert list(groups.queue) == restored[:1] and dict(groups.unfinished) == {None: 1, 3: 1}
+    assert list(groups.ready_queue) == restored[:1] and dict(groups.unfinished) == {None: 1, 3: 1}
 
 
 @given(verbs=st.lists(st.sampled_from(["claim", "claim", *SAMPLE_VERBS]), max_size=30))

@@ -499,7 +499,7 @@ class ManagerLife(RuleBasedStateMachine):
         waiting, active, ready, taken = (by_state[state] for state in IN_THE_MANAGER)
         assert sum(map(len, by_state.values())) == len(waiting + active + ready + taken) == len(groups.by_order)
         assert [g.order for g in groups.by_order.values()] == sorted(groups.by_order) == list(groups.by_order)
-        assert set(groups.queue) == set(ready) and len(groups.queue) == len(ready)
+        assert set(groups.ready_queue) == set(ready) and len(groups.ready_queue) == len(ready)
         assert set(groups.taken.values()) == set(taken) and set(groups.taken) == set(self.model.taken)
         births = Counter(group.birth for group in waiting + active)
         assert {birth: count for birth, count in groups.unfinished.items() if count} == births

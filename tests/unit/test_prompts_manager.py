@@ -270,7 +270,7 @@ def test_in_order_survives_a_restore(manager, output):
     fresh = manager(batch=1, n=1, overlap=2.0, policy=SchedulingPolicy.IN_ORDER, prompts=0)
     fresh.load_state_dict(m.state_dict())
     trained = []
-    while fresh._state.groups.queue.size and fresh.round_complete():
+    while fresh._state.groups.ready_queue.size and fresh.round_complete():
         trained += [group.uid for group in fresh.take_batch()]
     assert trained == ["0/0", "0/1", "0/2"]
 

@@ -91,7 +91,7 @@ def capture(state: ManagerState, admission: Admission) -> Captured:
         },
     }
     unfinished = groups.in_state(GroupState.WAITING, GroupState.ACTIVE)
-    captured = tuple(_copy(group) for group in [*groups.taken.values(), *groups.queue, *unfinished])
+    captured = tuple(_copy(group) for group in [*groups.taken.values(), *groups.ready_queue, *unfinished])
     return Captured(head, tuple(state.reserve), captured)
 
 

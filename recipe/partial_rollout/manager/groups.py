@@ -92,10 +92,10 @@ class Groups:
     """all, by dispatch order, ascending"""
     unfinished: Counter[int | None] = field(default_factory=Counter)
     """how many are ACTIVE, by birth version; None: how many are WAITING"""
-    queue: ReadyGroups = field(default_factory=ReadyGroups)
-    """READY"""
+    ready_queue: ReadyGroups = field(default_factory=ReadyGroups)
+    """the READY ones, in the order in which they are trained"""
     taken: dict[str, PromptGroup] = field(default_factory=dict)
-    """TAKEN, by uid"""
+    """the TAKEN ones, by uid"""
     admitted: list[str] = field(default_factory=list)
     """uids of those entered since the last batch was taken"""
     filtered: list[FilteredGroup] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Groups:
                 self.unfinished[group.birth] += 1
             else:
                 group.state = GroupState.READY
-                self.queue.add(group)
+                self.ready_queue.add(group)
             self.by_order[group.order] = group
         self.by_order = dict(sorted(self.by_order.items()))
 
@@ -146,7 +146,7 @@ class Groups:
     def ready(self, group: PromptGroup) -> None:
         """ACTIVE -> READY: every sample has ended."""
         self._end(group, GroupState.READY)
-        self.queue.add(group)
+        self.ready_queue.add(group)
         self.lengths.close(group.order, group.finished_length)
 
     def filter(self, group: PromptGroup, value: float) -> None:
@@ -164,7 +164,7 @@ class Groups:
         """READY -> TAKEN: the trainer gets them."""
         for group in batch:
             self._move(group, GroupState.TAKEN)
-            self.queue.remove(group)
+            self.ready_queue.remove(group)
             self.taken[group.uid] = group
         self.admitted = []
         return [TakenGroup(g.uid, g.order, g.prompt.epoch, g.prompt.row, g.outputs, g.birth) for g in batch]
@@ -217,7 +217,8 @@ class Groups:
 
     @property
     def waiting_or_active(self) -> int:
-        return self.in_flight - len(self.queue)
+        """Groups with a sample that has not finished."""
+        return self.in_flight - len(self.ready_queue)
 
     @property
     def carried(self) -> int:
@@ -236,7 +237,7 @@ class Groups:
         return sum(sample.length for group in self.by_order.values() for sample in group.samples)
 
     def in_state(self, *states: GroupState) -> Iterator[PromptGroup]:
-        """By dispatch order."""
+        """Groups in one of ``states``, by dispatch order."""
         return (group for group in self.by_order.values() if group.state in states)
 
     def next_in_order(self, count: int) -> list[PromptGroup]:
@@ -246,14 +247,14 @@ class Groups:
 
     def oldest_ready(self, count: int) -> list[PromptGroup]:
         """``count`` READY groups, oldest birth first; fewer only when there are no more."""
-        return list(itertools.islice(self.queue, count))
+        return list(itertools.islice(self.ready_queue, count))
 
     def in_time_after(self, batch: int, version: int, max_staleness: int) -> bool:
         """Whether the rest, once the ``batch`` oldest ready groups are taken, can be trained in time, ``batch`` a round.
 
         Earliest-deadline check: at most j * ``batch`` may be due within j more rounds.
         """
-        left = Counter({birth: len(groups) for birth, groups in self.queue.by_birth.items()})
+        left = Counter({birth: len(groups) for birth, groups in self.ready_queue.by_birth.items()})
         to_take = batch
         for birth in sorted(left):
             taken = min(to_take, left[birth])

@@ -35,7 +35,7 @@ def gauges(state: ManagerState, unfinished_samples: int, samples_per_group: int)
         "inflight/groups": groups.in_flight,
         "inflight/samples": unfinished_samples,
         "buffer/carried_groups": groups.carried,
-        "buffer/ready_groups": len(groups.queue),
+        "buffer/ready_groups": len(groups.ready_queue),
         "buffer/interrupted_total": counters.interrupted,
         "buffer/resumed_total": counters.resumed,
         "admission/admitted_total": counters.admitted_groups,

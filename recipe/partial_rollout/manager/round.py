@@ -13,7 +13,7 @@ from recipe.partial_rollout.manager.types import GroupState, PromptGroup
 
 
 class Round:
-    """The decisions of every round; ``ManagerState`` has what they are made on.
+    """Decides what starts, what is filtered and when to stop, in each round anew; changes state through its owners.
 
     Args:
         admission: mode and sizes.
@@ -61,7 +61,7 @@ class Round:
     def complete(self) -> bool:
         """Whether N groups are ready and stopping now leaves every other group trainable in time."""
         groups, size = self._state.groups, self.admission.batch_groups
-        if len(groups.queue) < size:
+        if len(groups.ready_queue) < size:
             return self._drained()
         if self._policy is SchedulingPolicy.IN_ORDER:
             # No group is dispatched more than ``max_staleness`` batches ahead of its turn, so each is trained in time.
@@ -79,8 +79,8 @@ class Round:
             RuntimeError: the round is not complete.
         """
         groups, size = self._state.groups, self.admission.batch_groups
-        if len(groups.queue) < size and not self._drained():
-            raise RuntimeError(f"take_batch: {len(groups.queue)} groups are ready, {size} are needed")
+        if len(groups.ready_queue) < size and not self._drained():
+            raise RuntimeError(f"take_batch: {len(groups.ready_queue)} groups are ready, {size} are needed")
         in_order = self._policy is SchedulingPolicy.IN_ORDER
         return groups.next_in_order(size) if in_order else groups.oldest_ready(size)
 

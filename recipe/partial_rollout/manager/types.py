@@ -160,6 +160,7 @@ class Sample:
     """``group uid # index``"""
     group: PromptGroup
     state: SampleState = SampleState.WAITING
+    """written by ``Samples`` alone"""
     worker: str | None = None
     """worker that runs it or holds its live conversation"""
     segments: list[Segment] = field(default_factory=list)
@@ -197,6 +198,7 @@ class PromptGroup:
     """dispatch order over the whole run, from 0"""
     samples: list[Sample] = field(default_factory=list)
     state: GroupState = GroupState.WAITING
+    """written by ``Groups`` alone, as are the three below"""
     birth: int | None = None
     """policy version under which its first sample started; None while WAITING"""
     unfinished: int = 0
