@@ -27,7 +27,7 @@ from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.records.run_record import RunRecord, load_run
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.replay import Replay, replay
-from recipe.partial_rollout.tools.report.table import Table
+from recipe.partial_rollout.tools.table import Table
 
 TOLERANCE = 0.15
 """of a validated forecast"""

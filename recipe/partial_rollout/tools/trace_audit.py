@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from recipe.partial_rollout.records.ledger_events import Trained
 from recipe.partial_rollout.records.resumed import Resumed
 from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.records.trace_events import TraceEvent
+from recipe.partial_rollout.records.run_trace import TraceEvent
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 

@@ -34,7 +34,7 @@ from recipe.partial_rollout.planner.engine_curve import PRESETS, EngineCurve
 from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal
 from recipe.partial_rollout.planner.simulation import Cluster, Simulation
 from recipe.partial_rollout.tools.bench.scripted_engine import ScriptedWorker
-from recipe.partial_rollout.tools.report.table import Table
+from recipe.partial_rollout.tools.table import Table
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 
 BOUND = 0.01

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.run_record import last_attempts
-from recipe.partial_rollout.records.run_trace import NAME, read_trace
-from recipe.partial_rollout.records.trace_events import Begin, TraceEvent
+from recipe.partial_rollout.records.run_trace import NAME, TraceEvent, read_trace
+from recipe.partial_rollout.records.trace_events import Begin
 
 
 @dataclass(frozen=True, slots=True)

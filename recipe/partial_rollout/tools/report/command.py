@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunRecordError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    print(report_console(comparison))
+    print(report_console(comparison, findings(comparison)))
     print(f"\nsaved in {out}: {', '.join(saved)}")
     return 0
 
@@ -58,7 +58,7 @@ def _save(comparison: Comparison, out: Path) -> list[str]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         pictures = _draw(comparison, out)
-        (out / "report.md").write_text(report_markdown(comparison, pictures), encoding="utf-8")
+        (out / "report.md").write_text(report_markdown(comparison, findings(comparison), pictures), encoding="utf-8")
         content = {"findings": findings(comparison), **as_json(comparison)}
         (out / "report.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
@@ -68,7 +68,7 @@ def _save(comparison: Comparison, out: Path) -> list[str]:
 
 def _draw(comparison: Comparison, out: Path) -> list[str]:
     draw_timeline(comparison, headline(comparison), out / "timeline.png")
-    draw_panels(comparison, out / "report.png")
+    draw_panels(comparison, headline(comparison), out / "report.png")
     if (close := close_up(comparison)) is None:
         return ["timeline.png", "report.png"]
     rounds = close.base.run.rounds

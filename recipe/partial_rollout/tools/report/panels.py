@@ -13,9 +13,8 @@ from recipe.partial_rollout.records.run_record import Step
 from recipe.partial_rollout.records.run_settings import RunSettings
 from recipe.partial_rollout.records.running_curve import bubble_fraction
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
-from recipe.partial_rollout.tools.report.findings import headline
+from recipe.partial_rollout.tools.report.picture import DPI, HUES
 from recipe.partial_rollout.tools.report.summary import ratio
-from recipe.partial_rollout.tools.report.timeline import DPI, HUES
 
 MARKED_STEPS = 40
 """Longer runs show a running mean, with every step's own value thin behind it."""
@@ -56,14 +55,14 @@ PANELS = (
 )
 
 
-def draw_panels(comparison: Comparison, path: Path) -> None:
+def draw_panels(comparison: Comparison, title: str, path: Path) -> None:
     figure = Figure(figsize=(14, 8), dpi=DPI, layout="constrained")
     grid = figure.subplots(2, 3, sharex=True)
     for axes, panel in zip(grid.flat, PANELS, strict=True):
         _draw_panel(axes, panel, comparison)
     for axes in grid[1]:
         axes.set_xlabel("step")
-    figure.suptitle(headline(comparison), fontsize=14, fontweight="bold")
+    figure.suptitle(title, fontsize=14, fontweight="bold")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=11)
     figure.savefig(path)

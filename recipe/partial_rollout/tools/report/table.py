@@ -1,17 +1,11 @@
 """The report as text: markdown for the file, aligned columns for the console."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from rich import table as rich_table
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.text import Text
+from collections.abc import Callable, Sequence
 
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
-from recipe.partial_rollout.tools.report.findings import findings
 from recipe.partial_rollout.tools.report.summary import LengthBias, Spread, Summary, Wait, full_tokens_per_s, ratio
+from recipe.partial_rollout.tools.table import Table
 
 PHASE_LABELS = {
     "gen": "rollout",
@@ -26,47 +20,9 @@ PHASE_LABELS = {
 }
 
 
-_UNLIMITED = 10_000
-"""characters of a line: what a terminal cannot show in one it wraps itself"""
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    """The first column is text, the others are figures."""
-
-    def markdown(self) -> str:
-        return f"## {self.title}\n\n" + "\n".join(
-            "| " + " | ".join(cells) + " |"
-            for cells in (self.header, ["---"] + ["---:"] * (len(self.header) - 1), *self.rows)
-        )
-
-    def console(self) -> str:
-        """Aligned columns; their titles are broken where a terminal is too narrow for the table."""
-        console = Console(width=_UNLIMITED)
-        shown = self._shown()
-        if console.is_terminal and console.measure(shown).maximum > Console().width:
-            shown = self._shown(breaks_titles=True)
-        with console.capture() as captured:
-            console.print(shown)
-        return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
-
-    def _shown(self, *, breaks_titles: bool = False) -> rich_table.Table:
-        shown = rich_table.Table(title=Text(self.title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        for column, (name, *cells) in enumerate(zip(self.header, *self.rows, strict=True)):
-            width = max(map(len, [*name.split(), *cells]), default=0) if breaks_titles else None
-            # A Text is shown as it is: a string's square brackets would be markup.
-            shown.add_column(Text(name), justify="right" if column else "left", width=width)
-        for row in self.rows:
-            shown.add_row(*map(Text, row))
-        return shown
-
-
-def report_markdown(comparison: Comparison, pictures: list[str]) -> str:
-    """`pictures` are file names beside the report; the first stands above the tables."""
-    parts = ["# Partial rollout: two runs compared", *findings(comparison), _picture(pictures[0])]
+def report_markdown(comparison: Comparison, findings: Sequence[str], pictures: Sequence[str]) -> str:
+    """`findings` are sentences; `pictures` are file names beside the report, the first stands above the tables."""
+    parts = ["# Partial rollout: two runs compared", *findings, _picture(pictures[0])]
     parts += [table.markdown() for table in tables(comparison)]
     if comparison.warnings:
         parts.append("## Warnings\n\n" + "\n".join(f"- {warning}" for warning in comparison.warnings))
@@ -78,8 +34,8 @@ def _picture(name: str) -> str:
     return f"![{name.removesuffix('.png')}]({name})"
 
 
-def report_console(comparison: Comparison) -> str:
-    parts = ["\n".join(findings(comparison)), *(table.console() for table in tables(comparison))]
+def report_console(comparison: Comparison, findings: Sequence[str]) -> str:
+    parts = ["\n".join(findings), *(table.console() for table in tables(comparison))]
     if comparison.warnings:
         parts.append("\n".join(f"warning: {warning}" for warning in comparison.warnings))
     return "\n\n".join(parts)

@@ -20,15 +20,13 @@ from recipe.partial_rollout.records.running_curve import RunningCurve
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.concurrency import running_curve
+from recipe.partial_rollout.tools.report.picture import DPI, HUES
 from recipe.partial_rollout.tools.report.summary import engine_speed, ratio, summarize
 
-HUES = ("#D55E00", "#0072B2")
-"""Base, other: told apart by every common kind of colour vision."""
 EMPTY_COLOUR, TRAIN_COLOUR, VALIDATE_COLOUR = "#FBF3D0", "#DCDCDC", "#C9B8D8"
 MAX_ROUND_LABELS = 26
 CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS = 30, 10
 """Runs of more rounds than the first get a close-up of as many as the second."""
-DPI = 100
 
 Span = tuple[float, float]
 """Start and length, in seconds from the first round's start."""

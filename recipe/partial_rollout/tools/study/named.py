@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.partial_rollout.tools.report.table import Table
 from recipe.partial_rollout.tools.study import convergence, peers
 from recipe.partial_rollout.tools.study.arm import BASELINE, Arm
 from recipe.partial_rollout.tools.study.convergence.arms import KINDS, USUAL, Bound, arms
@@ -15,6 +14,7 @@ from recipe.partial_rollout.tools.study.convergence.document import report as re
 from recipe.partial_rollout.tools.study.peers.arms import ARMS, TASK
 from recipe.partial_rollout.tools.study.peers.document import report as report_peers
 from recipe.partial_rollout.tools.study.runner import Study
+from recipe.partial_rollout.tools.table import Table
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from recipe.partial_rollout.records.run_record import RunRecord, load_run
-from recipe.partial_rollout.tools.report.table import Table
 from recipe.partial_rollout.tools.study.arm import BASELINE
 from recipe.partial_rollout.tools.study.convergence.arms import KINDS, Kind, bound_of
 from recipe.partial_rollout.tools.study.convergence.curves import LAST, ArmCurve, curve_of, gap
 from recipe.partial_rollout.tools.study.picture import BASELINE_HUE, DPI, plain
 from recipe.partial_rollout.tools.study.runner import Study
 from recipe.partial_rollout.tools.study.spread import with_error
+from recipe.partial_rollout.tools.table import Table
 
 PICTURE, TEXT = "convergence.png", "convergence.md"
 _BASELINE = Kind(BASELINE.caption, BASELINE_HUE, BASELINE.overrides)

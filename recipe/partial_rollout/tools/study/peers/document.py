@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from recipe.partial_rollout.tools.report.table import Table
 from recipe.partial_rollout.tools.study.arm import BASELINE
 from recipe.partial_rollout.tools.study.peers.arms import CAPTIONS
 from recipe.partial_rollout.tools.study.peers.figures import FILLING, FIRST, Row, compare, read_rows, write_rows
@@ -18,6 +17,7 @@ from recipe.partial_rollout.tools.study.peers.run import PeerRun, read_run
 from recipe.partial_rollout.tools.study.picture import BASELINE_HUE, DPI, OTHERS_HUE, OURS_HUE, plain
 from recipe.partial_rollout.tools.study.runner import Study
 from recipe.partial_rollout.tools.study.spread import standard_errors, with_error
+from recipe.partial_rollout.tools.table import Table
 
 
 def report(study: Study, options: Namespace, docs: Path) -> Table:

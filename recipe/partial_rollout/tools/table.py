@@ -1,0 +1,45 @@
+"""A table of figures as text: markdown for a file, aligned columns for the console."""
+
+from dataclasses import dataclass
+
+from rich import table as rich_table
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.text import Text
+
+_UNLIMITED = 10_000
+"""characters of a line: what a terminal cannot show in one it wraps itself"""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    """The first column is text, the others are figures."""
+
+    def markdown(self) -> str:
+        return f"## {self.title}\n\n" + "\n".join(
+            "| " + " | ".join(cells) + " |"
+            for cells in (self.header, ["---"] + ["---:"] * (len(self.header) - 1), *self.rows)
+        )
+
+    def console(self) -> str:
+        """Aligned columns; their titles are broken where a terminal is too narrow for the table."""
+        console = Console(width=_UNLIMITED)
+        shown = self._shown()
+        if console.is_terminal and console.measure(shown).maximum > Console().width:
+            shown = self._shown(breaks_titles=True)
+        with console.capture() as captured:
+            console.print(shown)
+        return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+
+    def _shown(self, *, breaks_titles: bool = False) -> rich_table.Table:
+        shown = rich_table.Table(title=Text(self.title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for column, (name, *cells) in enumerate(zip(self.header, *self.rows, strict=True)):
+            width = max(map(len, [*name.split(), *cells]), default=0) if breaks_titles else None
+            # A Text is shown as it is: a string's square brackets would be markup.
+            shown.add_column(Text(name), justify="right" if column else "left", width=width)
+        for row in self.rows:
+            shown.add_row(*map(Text, row))
+        return shown
