@@ -20,12 +20,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.errors import ConfigError
 from recipe.partial_rollout.config.keys import defaults_of, refuse_unknown
+from recipe.partial_rollout.config.location import CONF_DIR
 from recipe.partial_rollout.config.settings import OVERLONG, ROOT, PartialRolloutConfig
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.waits import one_line
 from verl_ext import which_recipe
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 _HERE = "recipe.partial_rollout"
 
 # conf/partial_rollout.yaml takes the keys and their defaults from here.

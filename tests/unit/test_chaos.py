@@ -10,7 +10,8 @@ from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.records.resumed import Resumed
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.records.trace_events import Begin, to_json
+from recipe.partial_rollout.records.run_trace import to_json
+from recipe.partial_rollout.records.trace_events import Begin
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.chaos import command, victim
 from recipe.partial_rollout.tools.chaos.survival import survival

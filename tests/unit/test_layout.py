@@ -1,10 +1,12 @@
 """The rooms: what import-linter (pyproject.toml) cannot say, and which modules know Ray."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
 
 import recipe.partial_rollout as package
@@ -63,6 +65,28 @@ def test_training_loads_no_tool():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def longest_import_chain():
+    """Modules of the longest chain in which each one imports the next when it is loaded.
+
+    Counts the modules of the recipe and of verl_ext, not the ``__init__`` of a package, and no import for types alone.
+    """
+    graph = grimp.build_graph("recipe.partial_rollout", "verl_ext", exclude_type_checking_imports=True, cache_dir=None)
+    counted = {name for name in graph.modules if not graph.find_children(name)}
+
+    @functools.cache
+    def chain_from(name):
+        below = graph.find_modules_directly_imported_by(name) & counted
+        return (name, *max(map(chain_from, sorted(below)), key=len, default=()))
+
+    return max(map(chain_from, sorted(counted)), key=len)
+
+
+def test_longest_chain_of_imports_is_short():
+    chain = longest_import_chain()
+    print(len(chain), "modules:", " -> ".join(chain))
+    assert len(chain) <= 10
 
 
 def test_patches_of_verl_and_vllm_live_in_verl_ext():

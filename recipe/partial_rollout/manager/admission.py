@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from recipe.partial_rollout.config.choices import Mode
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.config.settings import PartialRolloutConfig
 
 
 @dataclass(frozen=True, slots=True)

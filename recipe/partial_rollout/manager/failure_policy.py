@@ -10,7 +10,7 @@ from enum import StrEnum
 import numpy as np
 
 from recipe.partial_rollout.config.choices import OnSampleError
-from recipe.partial_rollout.config.settings import FailureLimits
+from recipe.partial_rollout.config.sections import FailureLimits
 from recipe.partial_rollout.manager.types import SampleOutput, Segment
 
 _DEFAULTS = FailureLimits()

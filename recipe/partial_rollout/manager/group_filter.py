@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.types import FinishedOutput
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.config.settings import FilterSettings
 
 SCORES = ("reward", "seq_reward", "seq_final_reward")
 """names of ``metric`` for the score itself; any other is a key of the reward's extra information"""

@@ -42,7 +42,7 @@ class RunTrace:
         self._lines = JsonLines(directory / NAME, append=append)
         self._run.write(directory)
         if self._lines.continues:
-            self._lines.add(_to_json(Resumed(resumed_step)))
+            self._lines.add(to_json(Resumed(resumed_step)))
 
     def use_replicas(self, replicas: list[str]) -> None:
         """The replicas are these from here on, in replica order."""
@@ -61,16 +61,16 @@ class RunTrace:
 
     def begin(self, step: int) -> None:
         """The rollout of ``step`` begins."""
-        self._lines.add(_to_json(Begin(step, time.time())))
+        self._lines.add(to_json(Begin(step, time.time())))
 
     def round(self, round_: Round) -> None:
         """One rollout phase and what it trains; its calls are of replicas that the trace knows."""
         calls = tuple(replace(call, replica=self._index[call.replica]) for call in round_.phase.calls)
-        self._lines.add(_to_json(replace(round_, phase=replace(round_.phase, calls=calls))))
+        self._lines.add(to_json(replace(round_, phase=replace(round_.phase, calls=calls))))
 
     def phase(self, name: str, step: int, start: float, end: float) -> None:
         """Something else than a rollout took place: ``train`` or ``validate``."""
-        self._lines.add(_to_json(Phase(name, step, start, end)))
+        self._lines.add(to_json(Phase(name, step, start, end)))
 
     def sync(self) -> None:
         """Return once every line is on the disk."""
@@ -87,17 +87,17 @@ def read_trace(path: Path, replicas: int | None = None) -> tuple[list[TraceEvent
         RunRecordError: the file is missing, or a line is no event; names it.
     """
     lines, warnings = read_lines(path, restarts=(Resumed.EVENT,))
-    events = [_from_json(line, replicas) for line in lines]
+    events = [from_json(line, replicas) for line in lines]
     return [event for event in events if event is not None], warnings
 
 
-def _to_json(event: Begin | Round | Phase | Resumed) -> dict[str, Any]:
+def to_json(event: Begin | Round | Phase | Resumed) -> dict[str, Any]:
     """The event's line."""
     return {"event": event.EVENT, **(event.to_json() if isinstance(event, Round) else asdict(event))}
 
 
-def _from_json(line: Fields, replicas: int | None) -> TraceEvent | None:
-    """The inverse of ``_to_json``; None for an event of another version of the recipe.
+def from_json(line: Fields, replicas: int | None) -> TraceEvent | None:
+    """The inverse of ``to_json``; None for an event of another version of the recipe.
 
     Args:
         replicas: of the run, for what its calls may name; None: any.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recipe.partial_rollout.main_ppo import CONF_DIR
+from recipe.partial_rollout.config.location import CONF_DIR
 from recipe.partial_rollout.tools.study.arm import BASELINE, Arm
 
 _V1 = ("verl.trainer.main_ppo", "--config-dir", str(CONF_DIR))

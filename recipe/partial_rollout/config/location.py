@@ -1,0 +1,7 @@
+"""Where the hydra configs lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CONF_DIR = Path(__file__).resolve().parents[3] / "conf"
