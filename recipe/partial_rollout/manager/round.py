@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.manager.admission import Admission, Load
 from recipe.partial_rollout.manager.group_filter import GroupFilter
-from recipe.partial_rollout.manager.samples import Samples
 from recipe.partial_rollout.manager.state import ManagerState
 from recipe.partial_rollout.manager.types import GroupState, PromptGroup
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.manager.samples import Samples
 
 
 class Round:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recipe.partial_rollout.records.run_record import RunRecord
+if TYPE_CHECKING:
+    from recipe.partial_rollout.records.run_record import RunRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tqdm import tqdm
 
 from recipe.partial_rollout.manager.messages import Flushed
@@ -12,9 +14,11 @@ from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout import metrics
 from recipe.partial_rollout.rollout.engine_probe import EngineProbe
-from recipe.partial_rollout.rollout.overlap_control import OverlapControl
 from recipe.partial_rollout.rollout.played_round import PlayedRound
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.rollout.overlap_control import OverlapControl
 
 
 class RoundBook:

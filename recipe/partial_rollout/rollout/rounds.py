@@ -19,7 +19,7 @@ import asyncio
 import time
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray.exceptions import RayActorError
 from tqdm import tqdm
@@ -32,15 +32,17 @@ from recipe.partial_rollout.rollout import metrics
 from recipe.partial_rollout.rollout.batch import assemble_batch
 from recipe.partial_rollout.rollout.engine_watch import wait_round
 from recipe.partial_rollout.rollout.live_round import LiveRound
-from recipe.partial_rollout.rollout.overlap_control import OverlapControl
 from recipe.partial_rollout.rollout.played_round import PlayedRound, check_batch
 from recipe.partial_rollout.rollout.replica_roster import ReplicaRoster
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
-from recipe.partial_rollout.rollout.round_book import RoundBook
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.rollout.worker_pool import WorkerPool
 from recipe.partial_rollout.rollout.worker_slots import WorkerSlots
 from recipe.partial_rollout.waits import one_line, result_of, within
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.rollout.overlap_control import OverlapControl
+    from recipe.partial_rollout.rollout.round_book import RoundBook
 
 T = TypeVar("T")
 
