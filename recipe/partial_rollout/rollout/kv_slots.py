@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Self
 
-if TYPE_CHECKING:
-    from recipe.partial_rollout.worker.llm_client import EngineCall
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.rollout.server_control import ServerControl
 
 KV_SHARE = 0.8
 """of the KV cache that samples of the measured mean context fill; the rest is for their spread"""
@@ -51,6 +52,12 @@ class ReplicaSlots:
     def __init__(self, most: int, *, given: bool, kv_tokens: int | None, sizes: SampleSizes) -> None:
         self._most, self._given, self._kv_tokens, self._sizes = most, given, kv_tokens, sizes
         self.per_replica = most if given or kv_tokens is None else self._that_fit(sizes.first_guess)
+
+    @classmethod
+    async def of(cls, settings: PartialRolloutConfig, control: ServerControl, sizes: SampleSizes) -> Self:
+        """As ``settings`` ask for it, by the KV cache where the user gives no number."""
+        kv_tokens = await control.kv_tokens()
+        return cls(settings.slots_per_replica, given=settings.slots_given, kv_tokens=kv_tokens, sizes=sizes)
 
     def _that_fit(self, tokens: float) -> int:
         assert self._kv_tokens is not None

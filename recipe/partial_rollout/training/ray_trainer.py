@@ -12,7 +12,6 @@ manager and batches are verl's own.
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -30,10 +29,7 @@ import recipe.partial_rollout.engine.replica as replica
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.engine.kept_kv import kv_gap
-from recipe.partial_rollout.records.ledger import NAME as LEDGER
 from recipe.partial_rollout.records.ledger import Ledger
-from recipe.partial_rollout.records.ledger_events import RunSizes
-from recipe.partial_rollout.records.run_settings import Arm, RunSettings
 from recipe.partial_rollout.records.run_trace import RunTrace
 from recipe.partial_rollout.rollout.kv_slots import ReplicaSlots, SampleSizes
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, SlotLoader, rows_of
@@ -45,19 +41,19 @@ from recipe.partial_rollout.training.behaviour_weights import weight_metrics
 from recipe.partial_rollout.training.loss import corrected_ppo_loss
 from recipe.partial_rollout.training.policy_drift import PolicyDrift
 from recipe.partial_rollout.training.proximal import ProximalPolicy
+from recipe.partial_rollout.training.run_files import name_metrics_file, open_ledger, run_settings
 from recipe.partial_rollout.training.step_line import StepLine
+from recipe.partial_rollout.training.training_steps import TrainingSteps, step_of
 from verl_ext.tracking_observer import observed_tracking
 
 _PROBE_ROWS = 64
 
 
-def step_of(checkpoint: Path | None) -> int:
-    """The step of ``global_step_K``; 0 from scratch."""
-    return 0 if checkpoint is None else int(checkpoint.name.removeprefix("global_step_"))
-
-
 class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     """``RayPPOTrainer`` over rounds; takes the same arguments and reads ``config.partial_rollout`` besides."""
+
+    trace: RunTrace
+    """opened with the workers, as verl's own parts are"""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.settings = PartialRolloutConfig.from_config(config)
@@ -65,6 +61,9 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             self.settings.proximal, self.settings.proximal_check_every, config.algorithm.rollout_correction
         )
         self.prompt_source: PromptSource | None = None
+        """None under noPR"""
+        self.ledger: Ledger | None = None
+        """likewise; opened with the workers"""
         replica.register()
         self.stop = StopSignals()
         self.run_dir = Path(config.trainer.default_local_dir)
@@ -92,29 +91,22 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
         super()._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self._collate: Any = self.train_dataloader.collate_fn  # type: ignore[union-attr]
-        self.steps_per_epoch = len(self.train_dataloader)
         if not self.settings.enable:
             return
-        size = self.settings.batch_groups
-        self.prompt_source = PromptSource(self.train_dataloader, total=self._source_steps * size)
-        self.train_dataloader = SlotLoader(self.steps_per_epoch, size, exhausted=lambda: self._rollout.exhausted)
+        steps, size = self.steps, self.settings.batch_groups
+        self.prompt_source = PromptSource(self.train_dataloader, total=steps.offered * size)
+        self.train_dataloader = SlotLoader(steps.per_epoch, size, exhausted=lambda: self._rollout.exhausted)
 
     @property
-    def _source_steps(self) -> int:
-        """Steps that prompts are admitted for: those of the training, or of its data.
-
-        With dynamic sampling a step consumes more prompts than it trains, and the manager bounds what is trained.
-        """
-        bounded = self.settings.drain and self.settings.group_filter is None
-        return self._last_step if bounded else self._data_steps
-
-    @property
-    def _data_steps(self) -> int:
-        return self.steps_per_epoch * self.config.trainer.total_epochs
-
-    @property
-    def _last_step(self) -> int:
-        return min(self.total_training_steps, self._data_steps)
+    def steps(self) -> TrainingSteps:
+        """Of the whole training, those before a resumed checkpoint included."""
+        return TrainingSteps(
+            per_epoch=len(self.train_dataloader),
+            epochs=self.config.trainer.total_epochs,
+            total=self.total_training_steps,
+            drains=self.settings.drain,
+            filters=self.settings.group_filter is not None,
+        )
 
     def init_workers(self) -> None:
         """verl's, then the recipe's parts are connected to the replicas and workers it made."""
@@ -131,20 +123,19 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         )
         rollout = self.config.actor_rollout_ref.rollout
         sizes = SampleSizes(rollout.prompt_length, rollout.response_length)
-        slots = self._slots_of(control, sizes)
+        slots: Any = auto_await(ReplicaSlots.of)(self.settings, control, sizes)
+        print(slots.describe())
+        self.settings = replace(self.settings, slots_per_replica=slots.per_replica)
         verls: Any = self.checkpoint_manager
         resume = control if self.settings.enable else None
         self.checkpoint_manager: Any = RecipeCheckpointManager(verls, deadlines.weight_sync_s, resume)
         resumed_step = step_of(self.resume_from)
-        self._name_metrics_file(resumed_step)
-        self.trace = RunTrace(
-            self.run_dir,
-            control.addresses,
-            self._run_facts(control),
-            resumed_step,
-            append=self.config.trainer.resume_mode != "disable",
-        )
-        self.ledger = self._open_ledger(resumed_step) if self.settings.enable else None
+        starts_over = self.config.trainer.resume_mode == "disable"
+        name_metrics_file(self.run_dir, resumed_step)
+        facts = run_settings(self.settings, self.config.trainer.experiment_name, len(control))
+        self.trace = RunTrace(self.run_dir, control.addresses, facts, resumed_step, append=not starts_over)
+        if self.settings.enable:
+            self.ledger = open_ledger(self.run_dir, self.settings, self.steps, resumed_step, start_over=starts_over)
         self._rollout.connect(
             RolloutContext(
                 settings=self.settings,
@@ -156,46 +147,15 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 ledger=self.ledger,
                 stop=self.stop,
                 pad_id=self.tokenizer.pad_token_id,
-                steps_per_epoch=self.steps_per_epoch,
-                last_step=self._last_step,
+                steps_per_epoch=self.steps.per_epoch,
+                last_step=self.steps.last,
             )
         )
-
-    def _slots_of(self, control: ServerControl, sizes: SampleSizes) -> ReplicaSlots:
-        """Slots of a replica, by its KV cache where the user gives no number; the settings say so from here on."""
-        kv_tokens: Any = auto_await(control.kv_tokens)()
-        slots = ReplicaSlots(
-            self.settings.slots_per_replica,
-            given=self.settings.slots_given,
-            kv_tokens=kv_tokens,
-            sizes=sizes,
-        )
-        print(slots.describe())
-        self.settings = replace(self.settings, slots_per_replica=slots.per_replica)
-        return slots
 
     def send_loss(self) -> None:
         """Give the actor workers the loss that the config asks for; it brings the recipe's policy losses with it."""
         actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
         self.actor_rollout_wg.set_loss_fn(partial(corrected_ppo_loss, config=actor))
-
-    def _run_facts(self, control: ServerControl) -> RunSettings:
-        from importlib.metadata import version
-
-        settings = self.settings
-        return RunSettings(
-            arm=Arm.PR if settings.enable else Arm.NOPR,
-            experiment=self.config.trainer.experiment_name,
-            batch_groups=settings.batch_groups,
-            samples_per_group=settings.samples_per_group,
-            replicas=len(control),
-            slots_per_replica=settings.slots_per_replica,
-            max_staleness=settings.max_staleness if settings.enable else 0,
-            mode=str(settings.mode) if settings.enable else "sync",
-            policy=str(settings.policy) if settings.enable else "none",
-            verl=version("verl"),
-            vllm=version("vllm"),
-        )
 
     def fit(self) -> None:
         """Probe the engines if asked to, then verl's training loop, from the checkpoint that is resumed if any.
@@ -261,45 +221,14 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         self.prompt_source.load_state_dict(self.checkpoints.read_source(state))
         self._rollout.load(state.manager, self.global_steps)
         slots: Any = self.train_dataloader
-        slots.start_at(self.global_steps % self.steps_per_epoch)
+        slots.start_at(self.global_steps % self.steps.per_epoch)
         return None
-
-    def _name_metrics_file(self, resumed_step: int) -> None:
-        """verl's file logger empties the file that it opens; a resumed run keeps what came before."""
-        if resumed_step and os.environ.get("VERL_FILE_LOGGER_PATH") == str(self.run_dir / "metrics.jsonl"):
-            name = f"metrics_from_{resumed_step + 1}.jsonl"
-            os.environ["VERL_FILE_LOGGER_PATH"] = str(self.run_dir / name)
-
-    def _open_ledger(self, resumed_step: int) -> Ledger:
-        """A training that starts over has a ledger of its own; one that may go on appends to the ledger it finds."""
-        settings = self.settings
-        path = self.run_dir / LEDGER
-        if self.config.trainer.resume_mode == "disable":
-            path.unlink(missing_ok=True)
-        goes_on = path.exists()
-        ledger = Ledger(self.run_dir)
-        ledger.run(
-            RunSizes(
-                arm=Arm.PR,
-                samples_per_group=settings.samples_per_group,
-                batch_groups=settings.batch_groups,
-                max_staleness=settings.max_staleness,
-                epoch_prompts=self.steps_per_epoch * settings.batch_groups,
-                total=self.total_training_steps * settings.batch_groups,
-                offered=self._source_steps * settings.batch_groups,
-                filters=settings.group_filter is not None,
-                drains=settings.drain,
-            )
-        )
-        if goes_on:
-            ledger.resumed(resumed_step)
-        return ledger
 
     def _save_where_data_ended(self) -> None:
         """verl saves a last step that it knows beforehand; with dynamic sampling the data may end the training sooner."""
         step, every = self._completed_step, self.config.trainer.save_freq
         print(
-            f"the data ends after step {step} of {self._last_step}: dynamic sampling has consumed it "
+            f"the data ends after step {step} of {self.steps.last}: dynamic sampling has consumed it "
             f"(trainer.total_epochs={self.config.trainer.total_epochs})"
         )
         if every > 0 and step % every and step > step_of(self.resume_from):
@@ -332,7 +261,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def _after_log(self, data: dict[str, Any], step: int) -> None:
         """The one place where verl's ``fit`` is stopped: all of a step is done and logged, and none of the next begun."""
         self._end_phase()
-        if step < self._last_step:
+        if step < self.steps.last:
             self.stop.check()
 
     def _complete_step(self) -> None:
