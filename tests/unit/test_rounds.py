@@ -1,13 +1,11 @@
 """A round goes through its states in order, and nobody who needs it finished is answered before."""
 
 import asyncio
-import doctest
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from recipe.partial_rollout.rollout import live_round
 from recipe.partial_rollout.rollout.live_round import LiveRound, RoundState
 from recipe.partial_rollout.rollout.rounds import Rounds
 
@@ -84,7 +82,3 @@ def test_round_that_is_not_flushing_cannot_be_finished(state):
 def test_nothing_is_finished_before_the_first_round():
     with pytest.raises(RuntimeError, match="no round has been played"):
         asyncio.run(rounds_in(None).finish_round())
-
-
-def test_examples_of_the_docstrings_hold():
-    assert doctest.testmod(live_round).attempted and not doctest.testmod(live_round).failed

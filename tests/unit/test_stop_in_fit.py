@@ -3,7 +3,6 @@
 Workers, engines and the metrics' consumers are stand-ins; loop, hooks, manager state, source and checkpoints are real.
 """
 
-import doctest
 import json
 import signal
 from copy import deepcopy
@@ -27,7 +26,6 @@ from recipe.partial_rollout.rollout.batch import assemble_batch
 from recipe.partial_rollout.rollout.live_round import LiveRound
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
-from recipe.partial_rollout.training import training_steps
 from recipe.partial_rollout.training.policy_drift import PolicyDrift
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
@@ -305,7 +303,3 @@ def test_round_of_a_step_without_an_actor_update_is_finished_before_its_validati
         trainer = life(*validates, f"trainer.critic_warmup={STEPS + 1}", "trainer.test_freq=-1", *validates)
         assert trainer.async_rollout_manager.asked == ["the next round", *step] * STEPS
         assert trainer.async_rollout_manager.manager.counters.trained_groups == 2 * STEPS
-
-
-def test_examples_of_the_docstrings_hold():
-    assert doctest.testmod(training_steps).attempted and not doctest.testmod(training_steps).failed
