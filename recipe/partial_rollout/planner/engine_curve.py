@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import nnls
 
 from recipe.partial_rollout.records.engine_call import EngineCall
 
@@ -115,24 +116,11 @@ def fit(calls: Iterable[EngineCall]) -> EngineCurve:
         # Steps vary by a share of what they take, each by itself.
         weight = trust / (np.sqrt(tokens) * (curve.step_s + curve.sample_s * running + curve.context_s * contexts))
         columns = np.stack([tokens, tokens * running, tokens * contexts * with_contexts, read], axis=1)
-        step_s, sample_s, context_s, prefill_s = _non_negative(columns * weight[:, None], seconds * weight)
+        step_s, sample_s, context_s, prefill_s = nnls(columns * weight[:, None], seconds * weight)[0].tolist()
         curve = EngineCurve(max(step_s, _TINY_S), sample_s, context_s, prefill_s)
         off = np.abs(seconds / (columns @ np.array([curve.step_s, sample_s, context_s, prefill_s])) - 1)
         trust = np.sqrt(np.minimum(1.0, _HUBER * np.median(off) / np.maximum(off, 1e-12)))
     return curve
-
-
-def _non_negative(columns: np.ndarray, target: np.ndarray) -> list[float]:
-    """Least squares without negative coefficients: the most negative is left out until there is none."""
-    found = np.zeros(columns.shape[1])
-    kept = [i for i in range(columns.shape[1]) if columns[:, i].any()]
-    while kept:
-        solution = np.linalg.lstsq(columns[:, kept], target, rcond=None)[0]
-        if solution.min() >= 0:
-            found[kept] = solution
-            break
-        del kept[int(solution.argmin())]
-    return found.tolist()
 
 
 class _Spans:
