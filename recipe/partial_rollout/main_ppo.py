@@ -15,21 +15,20 @@ from pathlib import Path
 from typing import NoReturn
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.errors import ConfigError
-from recipe.partial_rollout.config.keys import defaults_of, refuse_unknown
+from recipe.partial_rollout.config.keys import refuse_unknown
 from recipe.partial_rollout.config.location import CONF_DIR
 from recipe.partial_rollout.config.settings import OVERLONG, ROOT, PartialRolloutConfig
+from recipe.partial_rollout.config.store import register_keys
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.waits import one_line
 from verl_ext import which_recipe
 
 _HERE = "recipe.partial_rollout"
 
-# conf/partial_rollout.yaml takes the keys and their defaults from here.
-ConfigStore.instance().store("partial_rollout_keys", defaults_of(PartialRolloutConfig), package=ROOT)
+register_keys()
 
 
 def wire(config: DictConfig) -> None:

@@ -1,11 +1,13 @@
 """The table of peers over runs whose figures can be worked out by hand."""
 
 import json
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from recipe.partial_rollout.tools.study.command import main as run_study
 from recipe.partial_rollout.tools.study.machine import stolen_cpu
@@ -203,6 +205,16 @@ def test_every_arm_composes(tmp_path):
             config = compose("quickstart_cpu", overrides=overrides)
         assert config.trainer.use_v1 == arm.name.startswith("v1")
     assert table_of(compare([build_run(arm.name, 1) for arm in ARMS])).rows[0][0] == "noPR"
+
+
+def test_verls_own_trainer_composes_in_a_process_of_its_own(tmp_path):
+    """Whether it finds the recipe's keys shows only where nothing else has registered them."""
+    arm = next(arm for arm in ARMS if arm.name == "v1_colocate_async_quick")
+    command = Study(tmp_path, ARMS, (1,), STEPS, "quickstart_cpu").command(arm, 1)
+    done = subprocess.run([*command, "--cfg", "job"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    config = OmegaConf.create(done.stdout)
+    assert config.trainer.v1.trainer_mode == "colocate_async" and config.partial_rollout.enable
 
 
 def test_stolen_cpu_is_a_share_of_the_time_in_which_processors_were_wanted():

@@ -90,7 +90,7 @@ CONTRACT = (
         reads="update_weights_from_ipc update_verl_delta_weights",
     ),
     Uses("verl.single_controller.ray.base", "replica", reads="worker_dict fused_worker_dict"),
-    Uses("verl.trainer.main_ppo", "arms"),
+    Uses("verl.trainer.main_ppo", "verl_trainer", has="main"),
     # -- rollout --------------------------------------------------------------------------------------------------------
     Uses(
         f"{AGENT_LOOP}:AgentLoopManager",

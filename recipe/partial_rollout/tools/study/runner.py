@@ -19,8 +19,14 @@ from recipe.partial_rollout.tools.study.machine import MACHINE, write_machine
 
 _OVERRIDES = "overrides.json"
 """in a run's directory: what it was run with"""
-_UNLIKE = ("quickstart.dir", "trainer.default_local_dir", "trainer.total_training_steps", "trainer.total_epochs")
-"""keys that a run of the same study may differ in: where it lies, and how long it was, which ``is_complete`` sees"""
+_UNLIKE = (
+    "quickstart.dir",
+    "trainer.default_local_dir",
+    "trainer.total_training_steps",
+    "trainer.total_epochs",
+    "trainer.v1.sampler.custom_sampler.path",
+)
+"""keys in which runs of one study may differ: where the run and this checkout lie, and its length, which ``is_complete`` sees"""
 _DEADLINE_S = 3600.0
 """for one run: twenty times what it takes on two cores"""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from recipe.partial_rollout.config.location import CONF_DIR
 from recipe.partial_rollout.tools.study.arm import BASELINE, Arm
 
-_V1 = ("verl.trainer.main_ppo", "--config-dir", str(CONF_DIR))
+_V1 = ("recipe.partial_rollout.tools.study.peers.verl_trainer", "--config-dir", str(CONF_DIR))
 _ASYNC = (
     "trainer.use_v1=True",
     "trainer.v1.trainer_mode=colocate_async",
