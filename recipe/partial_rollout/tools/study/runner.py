@@ -26,7 +26,7 @@ _UNLIKE = (
     "trainer.total_epochs",
     "trainer.v1.sampler.custom_sampler.path",
 )
-"""keys in which runs of one study may differ: where the run and this checkout lie, and its length, which ``is_complete`` sees"""
+"""keys in which runs of one study may differ: where they and this checkout lie, and their length, which is checked apart"""
 _DEADLINE_S = 3600.0
 """for one run: twenty times what it takes on two cores"""
 
