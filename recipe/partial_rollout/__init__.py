@@ -1,1 +1,1 @@
-"""Partial rollout for verl: long-tailed generations no longer stall synchronous RL."""
+"""Partial rollout for verl: a few long responses no longer stall synchronous RL."""

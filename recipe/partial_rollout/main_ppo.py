@@ -32,12 +32,12 @@ register_keys()
 
 
 def wire(config: DictConfig) -> None:
-    """Point verl's class-path options at the recipe's classes, for the arm that ``config`` asks for."""
+    """Point verl's class-path options at the recipe's classes for the arm (PR or noPR) that ``config`` selects."""
     rollout = config.actor_rollout_ref.rollout
     arm = "agent_loop_manager.PartialRollout" if config.partial_rollout.enable else "observed_manager.Observed"
     OmegaConf.set_struct(config, False)
     rollout.agent.agent_loop_manager_class = f"{_HERE}.rollout.{arm}AgentLoopManager"
-    # The choice of conf/engine has done its work in the defaults list; what it leaves at the root nobody reads.
+    # conf/engine has already taken effect in the defaults list; nobody reads the key that it leaves at the root.
     config.pop("engine", None)
     overlong = OmegaConf.select(config, OVERLONG)
     if overlong and overlong.enable and overlong.len is None:
@@ -52,7 +52,7 @@ def wire(config: DictConfig) -> None:
             "resume_kv": ours.resume_kv,
             "kv_headroom": ours.kv_headroom,
         }
-        # Where KV blocks run out, the engine preempts what was dispatched last: not what is about to grow too stale.
+        # When KV blocks run out, the engine preempts the newest samples and spares those that are about to grow too stale.
         rollout.scheduling_policy = "priority"
     if not OmegaConf.select(config, "trainer.default_local_dir"):
         config.trainer.default_local_dir = "outputs"
@@ -71,7 +71,7 @@ def run(config: DictConfig) -> None:
     from recipe.partial_rollout.training.attention import choose_attention
 
     choose_attention(config)
-    # verl instantiates parts of the config away from their root, where interpolations would dangle.
+    # verl instantiates parts of the config detached from its root, where interpolations would not resolve.
     OmegaConf.resolve(config)
     check_config(config)
     wire(config)
@@ -96,7 +96,7 @@ def run(config: DictConfig) -> None:
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
-    """Refuse overrides of ``partial_rollout`` keys that do not exist; hydra would, in three lines and with exit code 1.
+    """Refuse overrides of unknown ``partial_rollout`` keys; hydra's own error takes three lines and exits with code 1.
 
     Raises:
         ConfigError: in one line that names the nearest key.
@@ -119,8 +119,8 @@ def main() -> None:
     """Run, and end in one line on the terminal: exit code 2 for a user's mistake, 1 for a training that failed, 128 and
     the signal's number for one that was stopped.
 
-    Hydra would print its own account of an exception; the whole traceback of a failed training is in ``error.log`` of the
-    run directory.
+    Exceptions must not reach hydra, which would print them its own way. The traceback of a failed training is in
+    ``error.log`` of the run directory.
     """
     try:
         check_overrides(sys.argv[1:])

@@ -61,7 +61,7 @@ def _check_trainer(config: DictConfig, settings: PartialRolloutConfig) -> None:
 
 
 def _check_filter(config: DictConfig, settings: PartialRolloutConfig) -> None:
-    """Dynamic sampling; verl's v0 trainer has no code for it."""
+    """Check ``algorithm.filter_groups`` (dynamic sampling), which verl's v0 trainer does not implement."""
     group_filter, at = settings.group_filter, "algorithm.filter_groups"
     if group_filter is None:
         return
@@ -88,7 +88,7 @@ def _check_filter(config: DictConfig, settings: PartialRolloutConfig) -> None:
 
 
 def _check_overlong(config: DictConfig) -> None:
-    """verl's dapo reward manager would refuse in its worker, with an assertion."""
+    """Check the overlong penalty; verl's dapo reward manager would fail with an assertion in its worker."""
     overlong = OmegaConf.select(config, OVERLONG)
     if not overlong or not overlong.enable or config.reward.reward_manager.name != "dapo":
         return
@@ -258,7 +258,7 @@ def _check_files(config: DictConfig) -> None:
 
 
 def _check_vocabulary(config: DictConfig) -> None:
-    """vLLM masks the ids past the tokenizer's, the trainer does not: log-probs then differ by ln(model/tokenizer)."""
+    """Check the model's vocabulary: vLLM masks ids beyond the tokenizer's and the trainer does not, so log-probs differ."""
     from transformers import AutoTokenizer
 
     model = config.actor_rollout_ref.model
@@ -281,7 +281,7 @@ def _check_vocabulary(config: DictConfig) -> None:
 def check_prompts(config: DictConfig, tokenizer: Any, dataset: Iterable[Any]) -> None:
     """Raise ``ConfigError`` for the first prompt longer than ``data.max_prompt_length`` tokens.
 
-    verl's agent loops cut such a prompt on the left with a warning; ``data.filter_overlong_prompts=True`` leaves it out.
+    verl's agent loops would cut such a prompt on the left, with a warning. ``data.filter_overlong_prompts=True`` drops it.
     """
     if config.data.filter_overlong_prompts:
         return

@@ -26,7 +26,7 @@ def start_ray(config: DictConfig) -> None:
 
 
 class TaskRunner(BaseTaskRunner):
-    """Datasets and tokenizer at construction, which needs no Ray; the rest in ``train``."""
+    """Loads datasets and tokenizer at construction, which needs no Ray, and builds the rest in ``train``."""
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ def write_atomically(path: Path, chunks: Iterable[Buffer]) -> int:
 
 
 def sync(path: Path) -> None:
-    """Return once file or directory ``path`` is on the disk."""
+    """Sync file or directory ``path`` to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

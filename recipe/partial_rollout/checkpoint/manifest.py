@@ -21,7 +21,7 @@ from recipe.partial_rollout.checkpoint.durable_file import PART, checksum, sync,
 from recipe.partial_rollout.checkpoint.snapshot import ForeignCheckpointError, TornCheckpointError, foreign, torn
 
 DIRECTORY = "partial_rollout"
-"""of the recipe's own files within a step directory"""
+"""directory of the recipe's own files within a step directory"""
 NAME = "manifest.json"
 FORMAT = 1
 
@@ -35,7 +35,7 @@ class ListedFile:
     size: int
     """bytes"""
     blake2b: str | None
-    """256 bits, hex; None: only its size is checked"""
+    """256 bits, hex; None if only its size is checked"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ class Manifest:
 
     step: int
     facts: dict[str, Any]
-    """whatever the trainer notes; JSON-able"""
+    """what the trainer wants to record; JSON-able"""
     files: dict[str, ListedFile]
     """by path relative to the step directory"""
 
 
 def begin(step_dir: Path) -> Path:
-    """Mark ``step_dir`` as a checkpoint of partial rollout under way; returns the directory of the recipe's own files.
+    """Mark ``step_dir`` as a partial-rollout checkpoint in progress; returns the directory of the recipe's own files.
 
-    Comes before anything else is written to it. A checkpoint of the same step that was there is no longer whole.
+    Call it before anything else is written there. An earlier checkpoint of the same step is then no longer whole.
     """
     ours = step_dir / DIRECTORY
     ours.mkdir(parents=True, exist_ok=True)
@@ -70,10 +70,10 @@ def seal(
     checksum_all: bool = False,
     leave_out: frozenset[str] = frozenset(),
 ) -> Manifest:
-    """Make the checkpoint of ``step`` whole: every file of it reaches the disk, then the manifest that lists it.
+    """Make the checkpoint of ``step`` whole: its files are synced to disk, then the manifest that lists them.
 
     Args:
-        checksum_all: of every file, not only the recipe's own; reads the model's weights back.
+        checksum_all: checksum every file, not only the recipe's own; this reads the model's weights back.
         leave_out: files (relative to ``step_dir``) that an older manifest names and that are about to be removed.
     """
     files: dict[str, ListedFile] = {}
@@ -100,11 +100,11 @@ def _digest(fields: dict[str, Any]) -> str:
 
 
 def verify(step_dir: Path) -> Manifest:
-    """The manifest of a whole checkpoint; every file that it lists is as it was.
+    """The manifest of a whole checkpoint, after checking that every file that it lists is unchanged.
 
     Raises:
         TornCheckpointError: it was begun and not sealed, or a file is missing or changed.
-        ForeignCheckpointError: it is none of this version of the recipe.
+        ForeignCheckpointError: this version of the recipe did not make it.
     """
     manifest = _read(step_dir)
     named = _STEP.fullmatch(step_dir.name)
@@ -143,7 +143,7 @@ def _read(step_dir: Path) -> Manifest:
 
 
 def newest_whole(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest ``global_step_N`` below ``run_dir`` that is whole, and a line for each newer one that is torn.
+    """The newest whole ``global_step_N`` in ``run_dir``, and a line for each newer one that is torn.
 
     Raises:
         ForeignCheckpointError: a newer one was made by something else; the message says what to do.

@@ -1,7 +1,7 @@
 """Plain Python and numpy values as msgpack: what is read back can only be data, never code.
 
-Beyond msgpack's own types, as extension types: arrays (dtype, shape, bytes), object arrays and tuples (by elements),
-numpy scalars. A value of any other type is refused with its path; nothing is pickled or turned into text silently.
+Extension types cover arrays (dtype, shape, bytes), object arrays and tuples (by elements) and numpy scalars. A value of
+any other type is refused with its path; nothing is pickled or silently turned into text.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _array(data: bytes) -> np.ndarray:
     raw = memoryview(data)[start:]
     if any(side < 0 for side in shape) or math.prod(shape) * np.dtype(dtype).itemsize != len(raw):
         raise ValueError(f"an array of {dtype} {shape} in {len(raw)} bytes")
-    # A copy, since what torch reads must be writable.
+    # A copy, because torch needs writable memory.
     return np.frombuffer(raw, dtype).reshape(shape).copy() if len(raw) else np.empty(shape, dtype)
 
 

@@ -1,9 +1,9 @@
-"""Checkpoints of a partial-rollout run: verl's own, and beside it everything that is in flight.
+"""Checkpoints of a partial-rollout run: verl's own checkpoint and, beside it, everything that is in flight.
 
-``global_step_K/`` holds verl's files and ``partial_rollout/``: the manager's state, the prompt source's and, written last,
-the manifest. A checkpoint counts once its manifest names every file of it; saving never touches what an older manifest
-names, and old checkpoints are removed once the next one is sealed, so that a crash at any moment leaves the newest whole
-checkpoint whole.
+``global_step_K/`` holds verl's files and ``partial_rollout/``: the states of the manager and the prompt source and,
+written last, the manifest. A checkpoint counts once its manifest lists all its files. Saving never touches files that an
+older manifest lists, and old checkpoints are removed only after the next one is sealed. So a crash at any moment leaves
+the newest whole checkpoint intact.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """Where the state files of one checkpoint are."""
+    """Paths of the state files of one checkpoint."""
 
     manager: Path
     source: Path
 
 
 def claim_retention(trainer: Any, *, critic: bool) -> int | None:
-    """Checkpoints to keep by verl's keys of ``config.trainer``, which are cleared; None: all of them.
+    """Number of checkpoints to keep, from verl's keys of ``config.trainer``, which it clears; None: keep all.
 
-    verl removes the old actor at the end of its own save, when the new checkpoint is not sealed yet: the recipe does it
-    afterwards. A checkpoint goes or stays as a whole: where there is a critic, the more generous of both keys counts.
+    verl would remove the old actor at the end of its own save, before the new checkpoint is sealed; the recipe removes
+    it afterwards. A checkpoint is kept or removed as a whole: with a critic, the larger of both keys counts.
     """
     limits = [trainer.get(f"max_{part}_ckpt_to_keep") for part in ("actor", "critic")[: 1 + critic]]
     if trainer.get("remove_previous_ckpt_in_save"):
@@ -50,8 +50,8 @@ class RunCheckpoints:
 
     Args:
         run_dir: ``trainer.default_local_dir``.
-        checksum_all: whether verl's files are summed too; otherwise a manifest has their sizes alone.
-        keep: whole checkpoints to keep of those that are saved under this limit, the newest included; None: all.
+        checksum_all: whether verl's files are checksummed too; otherwise a manifest has only their sizes.
+        keep: whole checkpoints to keep, the newest included, of those saved under this limit; None: all.
     """
 
     def __init__(self, run_dir: Path, *, checksum_all: bool, keep: int | None = None) -> None:
@@ -60,7 +60,7 @@ class RunCheckpoints:
         self._keep = keep
         self._on_disk: int | None = None
         self._kept: list[int] = []
-        """steps whose checkpoints ``keep`` applies to, oldest first; a manifest has them for the process that resumes"""
+        """steps whose checkpoints ``keep`` applies to, oldest first; saved in each manifest for a process that resumes"""
 
     def step_dir(self, step: int) -> Path:
         """verl's directory of the checkpoint of ``step``."""
@@ -79,9 +79,9 @@ class RunCheckpoints:
         Args:
             save_manager: writes the manager's state to the path it is given.
             source: ``PromptSource.state_dict``.
-            save_verl: writes verl's part; not called for the step that this process saved or loaded last, whose weights
-                are on the disk already: only what is in flight has changed since.
-            sizes: what a run that goes on from it must agree with (``PartialRolloutConfig.sizes``).
+            save_verl: writes verl's part; not called for the step that this process last saved or loaded: its weights
+                are already on disk, and only what is in flight has changed since.
+            sizes: what a run that resumes from it must match (``PartialRolloutConfig.sizes``).
         """
         step_dir = self.step_dir(step)
         ours = step_dir / DIRECTORY if step == self._on_disk else begin(step_dir)
@@ -98,7 +98,7 @@ class RunCheckpoints:
         self._tidy(step_dir, name)
 
     def _tidy(self, step_dir: Path, name: str) -> None:
-        """Remove old checkpoints, replaced states, and checkpoints that were begun and got no model."""
+        """Remove old checkpoints, replaced states, and unfinished checkpoints without a model."""
         if self._keep:
             for step in self._kept[: -self._keep]:
                 shutil.rmtree(self.step_dir(step), ignore_errors=True)
@@ -114,7 +114,7 @@ class RunCheckpoints:
         """The checkpoint that ``trainer.resume_mode`` and ``resume_from_path`` ask for; None to start from scratch.
 
         Raises:
-            TornCheckpointError: the one asked for by path is not whole, or none of those that are there.
+            TornCheckpointError: the checkpoint given by path is not whole, or checkpoints exist and none is whole.
             ForeignCheckpointError: a run without partial rollout made it.
         """
         if mode == "disable":
@@ -134,7 +134,7 @@ class RunCheckpoints:
         return found
 
     def take(self, step_dir: Path) -> SavedState:
-        """The state files of the checkpoint that this process goes on from."""
+        """The state files of the checkpoint that this process resumes from."""
         manifest = verify(step_dir)
         if step_dir.resolve() == self.step_dir(manifest.step).resolve():
             self._on_disk = manifest.step
@@ -145,5 +145,5 @@ class RunCheckpoints:
 
     @staticmethod
     def read_source(state: SavedState) -> dict[str, Any]:
-        """``PromptSource.load_state_dict``'s argument."""
+        """The prompt source's state, for ``PromptSource.load_state_dict``."""
         return read_snapshot(state.source)

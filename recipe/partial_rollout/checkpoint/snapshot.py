@@ -1,8 +1,8 @@
 """The snapshot file: a dictionary of plain values, whole or refused.
 
 Layout: magic (8 bytes), format version (uint32), payload length (uint64), blake2b-256 of version, length and payload,
-then the payload (``plain_codec``); integers are big-endian. Nothing is allocated before the length agrees with the
-file's, and nothing is decoded before the checksum agrees.
+then the payload (``plain_codec``); integers are big-endian. Nothing is allocated before the length matches the file's,
+and nothing is decoded before the checksum matches.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class ForeignCheckpointError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A snapshot that is on the disk."""
+    """A snapshot on disk."""
 
     bytes: int
     seconds: float
-    """to encode and write it"""
+    """seconds to encode and write it"""
     checksum: str
     """blake2b-256 of its payload and lengths, hex"""
     blocked_s: float = 0.0
-    """seconds of these in which its owner could not answer"""
+    """part of these seconds in which its owner could not answer"""
 
 
 def write_snapshot(path: Path, state: dict[str, Any]) -> Written:
     """Write ``state``, atomically.
 
     Raises:
-        UnsaveableError: a value of it is neither plain nor numpy; the message names its path.
+        UnsaveableError: it holds a value that is neither plain nor numpy; the message names its path.
     """
     start = time.perf_counter()
     chunks = plain_codec.pack(state)
@@ -65,7 +65,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
 
     Raises:
         TornCheckpointError: the file is missing, cut off or changed.
-        ForeignCheckpointError: it is no snapshot, or one of another format.
+        ForeignCheckpointError: it is not a snapshot, or has another format.
     """
     try:
         with path.open("rb") as file:

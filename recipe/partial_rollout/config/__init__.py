@@ -1,1 +1,1 @@
-"""The keys of ``partial_rollout``: their choices, the checked settings, and a user's mistakes in one line."""
+"""The keys of ``partial_rollout``: their choices, the checked settings, and one-line errors for users' mistakes."""

@@ -1,4 +1,4 @@
-"""The values of the keys that take one word of a few, each with its meaning for the README's table."""
+"""Enums for the keys that take one of a few words; each word has its meaning for the README's table."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ A section is a frozen dataclass whose fields are made with ``key``, or with ``se
 declaration is the only place that knows a key: hydra gets its default from it (``defaults_of``), a user's value is
 checked against it (``read``), and the README's table is made from it (``declarations``).
 
-OmegaConf could check types itself, but it takes 0 for a flag, ``"3"`` for an integer and an enum's Python name for its
-value, and explains a mistake in three lines. So hydra gets plain values, and ``read`` does the checking.
+OmegaConf could check types itself, but it accepts 0 as a flag, ``"3"`` as an integer and an enum's Python name as its
+value, and its errors take three lines. So hydra gets plain values, and ``read`` does the checking.
 
 >>> @dataclass(frozen=True)
 ... class Tea:
@@ -37,7 +37,7 @@ _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """What a declaration says of a key besides its type and default."""
+    """A key's declaration, apart from its type and default."""
 
     words: str
     """its meaning, for the README's table"""
@@ -46,13 +46,13 @@ class Key:
     at_most: float | None = None
     below: float | None = None
     unit: str = "a number"
-    """of a float"""
+    """what a float counts, as the error names it"""
     share_of: str = ""
     """what a share is a share of"""
     word: str | None = None
-    """a word that the key takes beside numbers"""
+    """a word that the key accepts besides numbers"""
     null: str | None = None
-    """what null stands for, where the settings fill it in"""
+    """what null stands for, if the settings fill it in; for the README's table"""
 
     @property
     def _lower(self) -> str:
@@ -92,7 +92,7 @@ class Declaration:
     """One key of a section, or of a section inside it."""
 
     name: str
-    """dotted, as ``deadlines.stall_s``"""
+    """dotted, such as ``deadlines.stall_s``"""
     kind: Any
     """type, as annotated"""
     default: Any
@@ -100,7 +100,7 @@ class Declaration:
 
 
 def _parts(kind: type) -> Iterator[tuple[Field[Any], Any]]:
-    """Keys and sections of ``kind``, each with its type; fields of other makes are not keys."""
+    """Keys and sections of ``kind``, each with its type; fields not made by ``key`` or ``section`` are left out."""
     hints = get_type_hints(kind)
     for item in fields(kind):
         if _KEY in item.metadata or _SECTION in item.metadata:
@@ -215,7 +215,7 @@ def _leaves(node: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _nearest(name: str, names: list[str]) -> str | None:
-    """In another section, or spelt much the same."""
+    """The name that the user probably meant: the same key of another section, or one spelt similarly."""
     last = name.rpartition(".")[2]
     found = [each for each in names if each.rpartition(".")[2] == last] or get_close_matches(name, names, 1, cutoff=0.5)
     return found[0] if found else None

@@ -1,4 +1,4 @@
-"""Where the hydra configs lie."""
+"""The directory of the hydra configs."""
 
 from __future__ import annotations
 

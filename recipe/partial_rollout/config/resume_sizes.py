@@ -10,7 +10,7 @@ BATCH, GROUP, BOUND = "data.train_batch_size", "actor_rollout_ref.rollout.n", "p
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """The key that keeps a run from resuming."""
+    """A key whose value keeps a run from resuming."""
 
     key: str
     here: int
@@ -43,11 +43,11 @@ class ResumeSizes:
 
     @classmethod
     def of_keys(cls, sizes: dict[str, Any]) -> ResumeSizes:
-        """What ``by_key`` made."""
+        """The sizes in a mapping that ``by_key`` made."""
         return cls(sizes[BATCH], sizes[GROUP], sizes[BOUND])
 
     def mismatch(self, saved: ResumeSizes) -> Mismatch | None:
-        """Why a run of these sizes cannot resume from a checkpoint of sizes ``saved``; None: it can."""
+        """Why a run of these sizes cannot resume from a checkpoint of sizes ``saved``; None if it can."""
         theirs = saved.by_key()
         for key, here in self.by_key().items():
             if key != BOUND and here != theirs[key]:

@@ -1,6 +1,6 @@
-"""``partial_rollout.*``: its keys, and the settings that a run makes of them and of verl's config.
+"""``partial_rollout.*``: its keys, and the settings of a run, which follow from them and from verl's config.
 
-Bad input dies in ``PartialRolloutConfig.from_config``, before Ray starts, in one line: the key, its value, what is
+``PartialRolloutConfig.from_config`` refuses bad input before Ray starts, in one line: the key, its value, what is
 allowed.
 """
 
@@ -20,16 +20,16 @@ from recipe.partial_rollout.config.sections import Checkpointing, Deadlines, Fai
 ROOT = "partial_rollout"
 """the node of the config that the keys are under"""
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
-"""verl's key for the penalty of its dapo reward manager"""
+"""verl's key for the overlong penalty of its dapo reward manager"""
 AUTO = "auto"
-"""of ``partial_rollout.overlap``"""
+"""word that ``partial_rollout.overlap`` accepts besides numbers"""
 _FILTER = "algorithm.filter_groups"
 _COUNT = Key(words="", at_least=1)
 
 
 @dataclass(frozen=True, slots=True)
 class FilterSettings:
-    """``algorithm.filter_groups``, where it is enabled."""
+    """``algorithm.filter_groups``, if enabled."""
 
     metric: str
     max_num_gen_batches: int
@@ -144,7 +144,7 @@ class PartialRolloutConfig:
     slots_given: bool
     """whether ``slots_per_replica`` was set; otherwise it is ``rollout.max_num_seqs`` until the KV caches are known"""
     adapts_overlap: bool
-    """whether ``overlap`` is auto: it is then that of the first round"""
+    """whether ``overlap=auto``; the field ``overlap`` then holds the value of the first round"""
     group_filter: FilterSettings | None
     """``algorithm.filter_groups``; None: every group is trained"""
 
@@ -154,7 +154,7 @@ class PartialRolloutConfig:
 
     @property
     def overlap_control(self) -> OverlapAuto | None:
-        """None: ``overlap`` is fixed."""
+        """Settings of ``overlap=auto``; None if the overlap is fixed."""
         return self.overlap_auto if self.adapts_overlap else None
 
     @property
@@ -167,7 +167,7 @@ class PartialRolloutConfig:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says of the run that made it."""
+        """The sizes of this run for a checkpoint's manifest."""
         return {
             "policy": str(self.policy),
             **asdict(self.resume_sizes),

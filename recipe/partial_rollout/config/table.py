@@ -1,4 +1,4 @@
-"""The table of keys, from their declarations: the README holds it between two marks."""
+"""The README's table of keys, made from their declarations; two marks in the README delimit it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TableError(ValueError):
 
 
 def default(declared: Declaration) -> str:
-    """The default as a config file has it."""
+    """The default as a config file would write it."""
     value = declared.default
     if value is None:
         return "null"

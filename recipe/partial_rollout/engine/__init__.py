@@ -1,1 +1,1 @@
-"""Inside the vLLM server process: interruption, slots, KV that is kept."""
+"""Inside the vLLM server process: interruption and kept KV blocks."""

@@ -1,14 +1,14 @@
-"""vLLM's engine as the replica's server drives it: a request counts as admitted once the engine core has it.
+"""vLLM's engine as the replica's server sees it: a request counts as admitted as soon as the engine core has it.
 
-verl's server closes its gate before it pauses the engine, and then waits for every request that has passed the gate to
-be *admitted*, so that the pause covers it. verl takes a request's first output for its admission. A request that vLLM
-still queues, for want of a seat or of KV blocks, has none: interruption would decode the whole queue first, for up to
+verl's server closes its gate before it pauses the engine, and then waits until every request that has passed the gate is
+*admitted*, so that the pause covers it. verl takes a request's first output for its admission. A request that vLLM still
+queues, for lack of a seat or of KV blocks, has no output: an interruption would decode the whole queue first, for up to
 a minute. But ``AsyncLLM.add_request`` returns once the request is in the engine core's input queue, which the core reads
-in order: a pause that is sent afterwards finds it, running or queued, and aborts it.
+in order. A pause that is sent afterwards finds the request, running or queued, and aborts it.
 
-verl's server reads the last output of a request only, yet asks for all of them, each with every token so far. Here it gets
-the last one only: what vLLM makes of every step for nobody is then not made (``python -m recipe.partial_rollout.tools bench
-outputs`` measures it). vLLM's ``stream_interval`` does not help: it holds back outputs of kind DELTA, which verl's are not.
+verl's server reads only the last output of a request, yet asks for all of them, each with every token so far. Here it
+gets only the last one, so vLLM does not make outputs that nobody reads (``python -m recipe.partial_rollout.tools bench
+outputs`` measures it). vLLM's ``stream_interval`` does not help: it holds back outputs of kind DELTA, and verl's are not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class AdmittingEngine:
-    """vLLM's ``AsyncLLM`` whose ``generate`` says when a request is admitted; everything else is the engine's own.
+    """vLLM's ``AsyncLLM`` whose ``generate`` reports when a request is admitted; everything else is the engine's own.
 
     Args:
         engine: the ``AsyncLLM``.
@@ -41,9 +41,9 @@ class AdmittingEngine:
         return getattr(self._engine, name)
 
     def take_queued_s(self, request_id: str) -> float:
-        """Seconds that the ended ``request_id`` was queued before it first ran, once.
+        """Seconds that the ended ``request_id`` was queued before it first ran; can be taken once.
 
-        0 where that is not known: with vLLM's statistics off (``disable_log_stats``), of a request that made a token.
+        0 if unknown: with vLLM's statistics off (``disable_log_stats``), for a request that made a token.
         """
         return self._queued_s.pop(request_id, 0.0)
 
@@ -52,16 +52,16 @@ class AdmittingEngine:
     ) -> AsyncGenerator[RequestOutput | None, None]:
         """``AsyncLLM.generate``, which first yields None: from then on a pause or an abort covers the request.
 
-        The last output follows, with every token; those before it only if the caller asks for DELTA. An abort ends
-        the request with an output of the tokens so far: none, if it was still queued. A caller that goes away before
-        the last output takes its request with it.
+        The last output follows, with every token; earlier outputs only if the caller asks for DELTA. An abort ends
+        the request with an output of the tokens so far: none, if it was still queued. If the caller stops before the
+        last output, its request is aborted.
 
         Args:
-            sampling_params: left as they are.
-            request_id: no other request has it.
+            sampling_params: not modified.
+            request_id: unique.
 
         Raises:
-            EngineDeadError: the engine has died. Other errors are the engine's own, as they are.
+            EngineDeadError: the engine has died. Other errors of the engine pass through unchanged.
         """
         queue, ended, began = None, False, time.monotonic()
         try:
@@ -78,14 +78,14 @@ class AdmittingEngine:
             raise
         finally:
             if not ended:
-                # By the caller's id while there is no queue: the engine may have the request all the same.
+                # By the caller's id while there is no queue: the engine may have the request nevertheless.
                 await self._engine.abort(request_id if queue is None else queue.request_id, internal=queue is not None)
             if queue is not None:
                 queue.close()
 
 
 def _last_only(params: SamplingParams) -> SamplingParams:
-    """``params``, or a copy of them where they ask for every output with all tokens before it."""
+    """``params``, or a copy that asks only for the last output if they ask for every output with all tokens so far."""
     if params.output_kind is RequestOutputKind.CUMULATIVE:
         params = copy(params)
         params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -93,7 +93,7 @@ def _last_only(params: SamplingParams) -> SamplingParams:
 
 
 def _queued_s(output: RequestOutput, began: float) -> float:
-    """Seconds that a request was queued; ``began`` is when it came (monotonic). One without a token was so to its end."""
+    """Seconds that a request was queued; it arrived at ``began`` (monotonic). Without a token, it was queued to its end."""
     stats = output.metrics
     if stats is not None and stats.scheduled_ts:
         return max(0.0, stats.scheduled_ts - stats.queued_ts)

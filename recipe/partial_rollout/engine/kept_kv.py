@@ -1,19 +1,19 @@
-"""``partial_rollout.resume_kv``: what becomes of an interrupted sample's KV blocks while the weights change.
+"""``partial_rollout.resume_kv``: what happens to an interrupted sample's KV blocks while the weights change.
 
-vLLM's prefix cache holds the blocks of an aborted request until their room is needed. Where a weight sync does not empty
-it, a resumed request finds its own blocks there and decodes on after reading at most one block of tokens again. Blocks
-of older weights must not reach anyone else, so every request of a kept engine carries a salt, which vLLM hashes into its
-blocks. A training sample's salt is its group and the version of the sample's first token:
+vLLM's prefix cache holds the blocks of an aborted request until it needs their room. If a weight sync does not empty the
+cache, a resumed request finds its own blocks there and prefills at most one block of tokens again. Other requests must
+not find blocks of older weights, so with ``keep`` every request carries a salt, which vLLM hashes into its blocks. A
+training sample's salt is its group and the version of the sample's first token:
 
-* siblings that start under the same weights read their prompt once;
-* a resumed sample finds its own blocks, and its siblings', under whatever weights it goes on;
-* a sibling that starts later has another salt: all it samples from is of the weights that its tokens are filed under.
+* siblings that start under the same weights prefill their prompt once;
+* a resumed sample finds its own blocks, and its siblings', whatever the present weights;
+* a sibling that starts later has another salt, so it finds no blocks of older weights.
 
-Everything else (validation) has the policy version for its salt. Without ``keep`` there are no salts: the cache is
+Everything else (validation) has the policy version as its salt. Without ``keep`` there are no salts: the cache is
 emptied at each interruption and each weight sync.
 
-The tokens that follow are sampled from mixed policies: new weights over keys and values of old ones. Their behaviour
-log-probs are the engine's own, so the decoupled loss stays correct; ``kv_gap`` measures the difference.
+The tokens after a resumption are sampled from mixed policies: new weights over keys and values of old ones. Their
+behaviour log-probs are the engine's own, so the decoupled loss stays correct; ``kv_gap`` measures the difference.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def request_id_of(group: str, first_version: int | None) -> str:
     """A new vLLM request id for an engine call of a sample of ``group``.
 
     Args:
-        first_version: the weights that made the sample's first token; None before there is one, or if that is unknown.
+        first_version: version of the weights that made the sample's first token; None if there is none, or if unknown.
     """
     return f"{group}{_MARK}{'' if first_version is None else first_version}{_MARK}{uuid4().hex}"
 
 
 def salt_of(request_id: str, version: int | None) -> str:
-    """Whose blocks the request may find; ``version`` is the weights' that the engine holds."""
+    """The salt of a request, which decides whose blocks it may find; ``version`` is that of the engine's weights."""
     group, mark, call = request_id.partition(_MARK)
     if not mark:
         return f"version {version}"
@@ -47,7 +47,7 @@ def salt_of(request_id: str, version: int | None) -> str:
 
 
 class SaltedEngine:
-    """vLLM's ``AsyncLLM`` whose requests find only blocks that ``salt_of`` allows; everything else is the engine's own.
+    """vLLM's ``AsyncLLM`` whose requests find only blocks of their ``salt_of``; everything else is the engine's own.
 
     Args:
         engine: the ``AsyncLLM``. version: the policy version that it holds.
@@ -61,19 +61,20 @@ class SaltedEngine:
         return getattr(self._engine, name)
 
     def generate(self, *, prompt: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
-        """``AsyncLLM.generate`` of a tokens prompt."""
+        """``AsyncLLM.generate`` for a prompt of tokens, with its salt."""
         salted = {**prompt, "cache_salt": salt_of(request_id, self._version())}
         return self._engine.generate(prompt=salted, request_id=request_id, **options)
 
 
 def kv_gap(batch: TensorDict, proximal: torch.Tensor, version: int) -> dict[str, float]:
-    """Difference that resumption makes to the log-probs of the newest tokens (nats, mean and maximum; their number).
+    """How far kept KV moves the log-probs of the newest tokens: mean and maximum (nats), and the number of tokens.
 
-    Over the tokens that weights ``version``, those of ``proximal`` [B, R], sampled in samples begun by older weights:
-    engine and trainer hold the same weights there, so what differs is the KV before them, and float rounding.
+    Compares engine and trainer on tokens that the weights ``version`` sampled in samples begun by older weights;
+    ``proximal`` [B, R] are the trainer's log-probs under the same weights. So the difference comes from the older KV,
+    and from float rounding.
 
     Args:
-        batch: with ``rollout_versions`` and ``rollout_log_probs`` [B, R]; -1 marks what was not sampled.
+        batch: with ``rollout_versions`` and ``rollout_log_probs`` [B, R]; version -1 marks tokens not sampled.
     """
     versions = batch["rollout_versions"]
     older = ((versions >= 0) & (versions < version)).any(dim=1, keepdim=True)

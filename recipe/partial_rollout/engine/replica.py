@@ -1,11 +1,11 @@
-"""verl's vLLM replica whose server can be interrupted at once, answers for its weight syncs, and may keep KV blocks.
+"""verl's vLLM replica, whose server can be interrupted at once, reports failed weight syncs, and can keep KV blocks.
 
-It also says what its KV cache holds, and how often the engine has preempted a request for want of it.
+It also reports the size of its KV cache, and how often the engine preempted a request for lack of blocks.
 
 Interruption does not wait for requests that the engine still queues: see ``admitting_engine``.
 
 verl's sender waits for the receiver's answer without looking at the receiver's error, so a sync that fails in the engine
-hangs the trainer. The server notes the error here and ``RecipeCheckpointManager`` asks for it while it waits.
+would hang the trainer. The server keeps the error, and ``RecipeCheckpointManager`` asks for it while it waits.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 _SYNC_METHODS = ("update_weights_from_ipc", "update_verl_delta_weights")
 _END_S = 10.0
-"""for a killed process to be gone"""
+"""seconds for a killed process to be gone"""
 
 ProcessId = tuple[int, float]
-"""process id and the time at which the process was created (unix seconds): ids are used again"""
+"""process id and creation time (unix seconds), because ids are reused"""
 
 
 class RecipeVLLMServer(vLLMHttpServer):
-    """``vLLMHttpServer`` that aborts what it queues, answers for its weight syncs, and has ``rollout.custom.resume_kv``."""
+    """``vLLMHttpServer`` that aborts queued requests, reports failed weight syncs, obeys ``rollout.custom.resume_kv``."""
 
     _weight_sync_error: str | None = None
 
@@ -56,7 +56,7 @@ class RecipeVLLMServer(vLLMHttpServer):
         self.front_engine()
 
     def front_engine(self) -> None:
-        """Put what the recipe adds to vLLM's engine before it."""
+        """Wrap vLLM's engine in the recipe's own engines."""
         self.engine = AdmittingEngine(self.engine)
         if self._keeps_kv:
             self.engine = SaltedEngine(self.engine, lambda: self.global_steps)
@@ -64,7 +64,7 @@ class RecipeVLLMServer(vLLMHttpServer):
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **options: Any
     ) -> TokenOutput:
-        """As verl's; ``extra_fields["queued_s"]`` has the seconds that the engine queued the request."""
+        """As verl's; ``extra_fields["queued_s"]`` also gives the seconds that the engine queued the request."""
         try:
             output = await super().generate(prompt_ids, sampling_params, request_id, **options)
         finally:
@@ -73,11 +73,11 @@ class RecipeVLLMServer(vLLMHttpServer):
         return output
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """As verl's; kept blocks outlive it."""
+        """As verl's, but with ``resume_kv=keep`` the blocks stay."""
         return await super().abort_all_requests(reset_prefix_cache and not self._keeps_kv, reject_request)
 
     async def clear_kv_cache(self) -> None:
-        """As verl's, which calls it after a weight sync; kept blocks outlive it."""
+        """As verl's, which calls it after a weight sync; with ``resume_kv=keep`` the blocks stay."""
         if not self._keeps_kv:
             await super().clear_kv_cache()
         elif self.node_rank == 0:
@@ -85,7 +85,7 @@ class RecipeVLLMServer(vLLMHttpServer):
             await self.engine.reset_encoder_cache()
 
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> None:
-        """As verl's; the error of a weight sync is also kept."""
+        """As verl's, but keeps the error of a failed weight sync."""
         try:
             await super().collective_rpc(method, *args, **kwargs)
         except Exception as error:
@@ -103,9 +103,9 @@ class RecipeVLLMServer(vLLMHttpServer):
             await self.engine.check_health()
 
     async def running_tokens(self) -> int:
-        """Tokens that the requests in this server's engine have made so far: another number once a token is made.
+        """Tokens made so far by the requests in this server's engine; the number changes with every token.
 
-        Counted when asked, from what the engine's output processor holds of every request, however seldom it is sent on.
+        Counted on request, from the engine's output processor, so that it does not depend on how often outputs are sent.
         """
         if self.node_rank != 0:
             return 0
@@ -113,31 +113,31 @@ class RecipeVLLMServer(vLLMHttpServer):
         return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
 
     async def child_processes(self) -> list[ProcessId]:
-        """The engine's processes, which outlive a server that is killed."""
+        """The engine's processes; they outlive a killed server."""
         return [(child.pid, child.create_time()) for child in psutil.Process().children(recursive=True)]
 
     async def kv_tokens(self) -> int | None:
-        """Tokens of context that the KV caches of this server's engines hold together; None: the engine does not say."""
+        """Context tokens that fit into the KV caches of this server's engines together; None if the engine does not say."""
         return kv_tokens_of(self.engine.vllm_config)
 
     async def preemptions(self) -> int | None:
-        """Requests that the engine has preempted since its start; None: the vLLM is not one that counts them."""
+        """Requests that the engine has preempted since its start; None if this vLLM does not count them."""
         return await preemptions_of(self.engine)
 
 
 def kv_tokens_of(vllm_config: VllmConfig) -> int | None:
-    """Tokens that fit; vLLM's own figure, which knows of layers that hold less than the whole context."""
+    """Tokens that fit; vLLM's own figure, which accounts for layers that hold less than the whole context."""
     cache, engines = vllm_config.cache_config, vllm_config.parallel_config.data_parallel_size
     if cache.kv_cache_size_tokens:
         return cache.kv_cache_size_tokens * engines
-    # The blocks of all engines.
+    # vLLM counts the blocks of all engines.
     return cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else None
 
 
 def leave_headroom(args: argparse.Namespace, share: float) -> None:
-    """Have the engine keep ``share`` of its KV blocks free when it starts a sample, unless the user has said how much.
+    """Have the engine keep ``share`` of its KV blocks free when it starts a sample, unless the user set a value.
 
-    A vLLM that lacks the option (``watermark``) goes without, and says so.
+    If this vLLM lacks the option (``watermark``), a warning says so.
     """
     if not share:
         return
@@ -148,13 +148,13 @@ def leave_headroom(args: argparse.Namespace, share: float) -> None:
 
 
 class RecipeVLLMReplica(vLLMReplica):
-    """``vLLMReplica`` with that server, which can be started again."""
+    """``vLLMReplica`` with a ``RecipeVLLMServer`` that can be restarted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.server_class = ray.remote(RecipeVLLMServer)
         self._engine_processes: list[list[ProcessId]] = []
-        """by node"""
+        """processes of the engine, by node"""
 
     async def launch_servers(self) -> None:
         """As verl's."""
@@ -166,13 +166,13 @@ class RecipeVLLMReplica(vLLMReplica):
         await asyncio.gather(*[server.check_alive.remote() for server in self.servers])
 
     async def running_tokens(self) -> int:
-        """Tokens that the requests which it runs have made so far."""
+        """Tokens made so far by the requests that it runs."""
         return sum(await asyncio.gather(*[server.running_tokens.remote() for server in self.servers]))
 
     async def relaunch(self) -> None:
-        """Replace servers that have died by new ones, asleep, which have the weights that the model was loaded with."""
+        """Replace dead servers by new ones, which are asleep and hold the weights that the model was first loaded with."""
         for server in self.servers:
-            # Ray may have forgotten one that is dead.
+            # Ray may no longer know a dead server.
             with contextlib.suppress(ValueError):
                 ray.kill(server)
         self.servers = []
@@ -188,11 +188,11 @@ class RecipeVLLMReplica(vLLMReplica):
                     raise
                 self.servers = []
         await asyncio.gather(*[worker.__ray_call__.remote(_forget_server) for worker in self.workers])
-        # As verl starts them: the trainer has the devices until the weight sync wakes its replicas up.
+        # As verl starts them: the trainer uses the devices until the weight sync wakes the replicas up.
         await self.sleep()
 
     async def _end_engines(self) -> None:
-        """End what a killed server has left behind: its engine would hold its memory for ever."""
+        """Kill the engines of killed servers, which would hold their memory for ever."""
         step = self.gpus_per_replica_node
         await asyncio.gather(
             *[
@@ -203,7 +203,7 @@ class RecipeVLLMReplica(vLLMReplica):
 
 
 def _end_processes(_worker: Any, processes: list[ProcessId]) -> None:
-    """In a trainer's worker, on the node of ``processes``: kill those that are still alive, and wait for their end."""
+    """Kill those of ``processes`` that are alive, and wait for their end; runs in a trainer's worker on their node."""
     alive = []
     for pid, created in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -215,7 +215,7 @@ def _end_processes(_worker: Any, processes: list[ProcessId]) -> None:
 
 
 def _forget_server(worker: Any) -> None:
-    """In a trainer's worker: look the server up again, as verl's ``ServerAdapter`` does the first time."""
+    """Look the server up again, as verl's ``ServerAdapter`` does the first time; runs in a trainer's worker."""
     parts = [worker, *getattr(worker, "worker_dict", {}).values(), *getattr(worker, "fused_worker_dict", {}).values()]
     for part in parts:
         adapter = getattr(part, "rollout", None)
@@ -224,5 +224,5 @@ def _forget_server(worker: Any) -> None:
 
 
 def register() -> None:
-    """Make ``rollout.name=vllm`` mean this replica."""
+    """Register this replica as ``rollout.name=vllm``."""
     RolloutReplicaRegistry.register("vllm", lambda: RecipeVLLMReplica)

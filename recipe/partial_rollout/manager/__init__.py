@@ -1,1 +1,1 @@
-"""The manager's process: a pure state machine, and the actor that waits for it (``actor``)."""
+"""The manager's process: a pure state machine, and the Ray actor around it (``actor``), which does the waiting."""

@@ -1,7 +1,7 @@
-"""``PromptsManager`` behind Ray: adds waiting, deadlines and the propagation of failures, and decides nothing.
+"""``PromptsManager`` behind Ray: adds waiting, deadlines and failure propagation; it makes no decisions.
 
-One condition guards the state. ``claim`` waits on it for work, ``wait_round`` for the end of the round; every change
-notifies it. Whoever waits gets the first failure that anyone reported, as an exception that names it.
+One condition guards the state, and every change notifies it. ``claim`` waits on it for work, ``wait_round`` for the end
+of the round. The first failure that anyone reports is raised to everyone who waits.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class ManagerActor:
     """Ray actor (``ray.remote(ManagerActor)``) around one ``PromptsManager``.
 
     Args:
-        stall_s: seconds without any sample reporting or any engine making a token, in an open round, after which the run
-            ends.
-        failures: what becomes of a sample whose agent loop raised.
+        stall_s: the run ends once no sample has reported and no engine has made a token for so many seconds of an open
+            round.
+        failures: what to do with a sample whose agent loop raised.
         group_filter: which finished groups are replaced; None: none.
-        store: where the outputs of finished samples lie; ``InProcess``, where there is no Ray.
+        store: keeps the outputs of finished samples; ``InProcess`` needs no Ray.
     """
 
     CLAIM_WAIT_S = 20.0
-    """a claim answers empty after this long, so that a worker notices when the manager is gone"""
+    """after this long a claim returns empty-handed, so that a worker notices when the manager is gone"""
     CLAIM_SAMPLES = 512
-    """that one answer grants at most: a round with 100,000 samples starts with the first of them, not with the last"""
+    """most samples that one answer grants: a round of 100,000 samples can start before all of them are granted"""
     SHARE_WAIT_S = 1.0
     """a worker that has its share waits this long for the others to claim theirs, then runs some of what they left"""
 
@@ -70,25 +70,25 @@ class ManagerActor:
         self._book = ReportBook(self._manager, store, self._changed.fail, self._retry_later)
         self._retries: set[asyncio.Task[None]] = set()
         self._unflushed: set[str] = set()
-        """workers that may have something to report of the round that is over"""
+        """workers that may still have something to report about the finished round"""
         self._suspended = False
         self._flushed = Flushed(time.time(), self._manager.metrics())
 
     # -- trainer ---------------------------------------------------------------------------------------------------
 
     async def wanted(self) -> int:
-        """Prompts that the next round may need and the reserve lacks."""
+        """Number of prompts that the next round may need beyond the reserve."""
         return self._manager.wanted
 
     async def set_overlap(self, overlap: float) -> None:
-        """``PromptsManager.set_overlap``; between rounds."""
+        """``PromptsManager.set_overlap``; call it between rounds."""
         self._manager.set_overlap(overlap)
 
     async def prepare_round(self, version: int, prompts: list[Prompt], source_left: int) -> RoundStart:
-        """Once the last round is flushed: take new prompts, admit what the mode starts a round with, let workers claim.
+        """Wait until the last round is flushed; then take new prompts, admit the round's first groups, let workers claim.
 
-        The trainer may still update: what workers claim waits at their gates until the engines hold ``version``.
-        ``source_left``: prompts that the source has besides.
+        The trainer may still be updating: claimed samples wait at their workers' gates until the engines hold
+        ``version``. ``source_left``: prompts that remain in the source after ``prompts``.
         """
         async with self._changed:
             await self._until_flushed()
@@ -104,7 +104,7 @@ class ManagerActor:
         return RoundStart(admitted, carried)
 
     async def offer(self, prompts: list[Prompt], source_left: int) -> None:
-        """The answer to ``PromptsWanted``: in the open round they replace what was filtered."""
+        """Answer to ``PromptsWanted``: in the open round these prompts replace filtered groups."""
 
         def book() -> None:
             self._manager.offer(prompts)
@@ -117,7 +117,7 @@ class ManagerActor:
     async def wait_round(self) -> RoundEnd | PromptsWanted:
         """Wait until the batch is complete; no sample can be claimed from then on. The engines run from this call on.
 
-        Returns early with ``PromptsWanted``, the round still open, where dynamic sampling uses the reserve up.
+        Returns early with ``PromptsWanted``, the round still open, when dynamic sampling runs low on reserve prompts.
         """
         garbage.hold()
         self._progress.touch()
@@ -130,13 +130,13 @@ class ManagerActor:
                 if self._progress.stalled and not self._retries and not self._manager.round_complete():
                     raise RolloutFailedError(f"{self._progress.words}; {self._manager.unfinished_report()}")
             if self._suspended:
-                # Nobody waits any more: a batch that the last reports complete belongs to the checkpoint.
+                # The trainer waits no longer: if the last reports complete a batch, it goes into the checkpoint.
                 return RoundEnd(decided_at=time.time())
             self._unflushed = set(self._manager.workers)
             return RoundEnd(time.time(), self._manager.close_round(), self._manager.wanted)
 
     async def note_decoding(self) -> None:
-        """An engine has made tokens, of which no worker has reported yet."""
+        """Note that an engine has made tokens that no worker has reported yet."""
         self._progress.touch()
 
     async def suspend_round(self) -> None:
@@ -145,7 +145,7 @@ class ManagerActor:
         await self._changed.change(self._manager.suspend_round)
 
     async def flush(self) -> Flushed:
-        """Wait until every worker has reported everything of the round that is over."""
+        """Wait until every worker has reported everything about the finished round."""
         async with self._changed:
             await self._until_flushed()
             return self._flushed
@@ -156,13 +156,13 @@ class ManagerActor:
             await self._changed.wait(self.CLAIM_WAIT_S)
 
     async def take_batch(self) -> list[TakenGroup[FinishedOutput]]:
-        """The groups of the finished round; their outputs are to be fetched from the store."""
+        """The groups of the finished round; the caller fetches their outputs from the store."""
         self._changed.raise_failure()
         self._store.seal()
         return self._manager.take_batch()
 
     async def take_filtered(self) -> tuple[FilteredGroup, ...]:
-        """``PromptsManager.take_filtered``: whoever asks notes them in the ledger before the next checkpoint."""
+        """``PromptsManager.take_filtered``; the caller must note them in the ledger before the next checkpoint."""
         return self._manager.take_filtered()
 
     async def acknowledge(self, uids: list[str]) -> None:
@@ -176,10 +176,10 @@ class ManagerActor:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     async def save(self, path: str) -> Written:
-        """Write what the manager knows of this moment to ``path``; it answers others while the file is written.
+        """Write the manager's present state to ``path``; it answers others while the file is written.
 
         Raises:
-            UnsaveableError: a dataset row or an output holds what no snapshot can; the message names it.
+            UnsaveableError: a dataset row or an output holds a value that cannot be saved; the message names it.
             RolloutFailedError, TimeoutError: outputs are lost, or do not arrive.
         """
         start = time.perf_counter()
@@ -191,11 +191,11 @@ class ManagerActor:
         return replace(written, seconds=time.perf_counter() - start, blocked_s=blocked_s)
 
     async def load(self, path: str) -> Restored:
-        """Go on from the snapshot at ``path``; before the first round.
+        """Restore the snapshot at ``path``; before the first round.
 
         Raises:
             TornCheckpointError, ForeignCheckpointError: see ``read_snapshot``.
-            ValueError: it was made with sizes that this run cannot go on from.
+            ValueError: it was made with sizes that this run cannot resume from.
         """
         state = await asyncio.to_thread(read_snapshot, Path(path))
         return await self._changed.change(lambda: self._restore(state))
@@ -213,7 +213,7 @@ class ManagerActor:
         )
 
     async def abandon(self, reason: str) -> None:
-        """Fail everyone who waits: something outside the manager has died."""
+        """Fail everyone who waits, because something outside the manager has died."""
         async with self._changed:
             self._changed.fail(reason)
             self._changed.notify()
@@ -234,13 +234,13 @@ class ManagerActor:
         await self._changed.change(resize)
 
     async def release_worker(self, worker: str) -> int:
-        """A worker is gone; its samples are requeued."""
+        """Requeue the samples of a worker that is gone; returns how many."""
         requeued = await self._changed.change(lambda: self._manager.release_worker(worker))
         await self.flushed(worker)
         return requeued
 
     async def flushed(self, worker: str) -> None:
-        """``worker`` has reported everything of the round that is over, or will never."""
+        """Note that ``worker`` has reported everything about the finished round, or never will."""
 
         def book() -> None:
             self._unflushed.discard(worker)
@@ -259,7 +259,7 @@ class ManagerActor:
         async with self._changed:
             while True:
                 self._changed.raise_failure()
-                # The caller of a waiting claim may have died, and another worker have taken its name.
+                # The caller may have died while its claim waited, and a new worker may have taken its name.
                 if self._manager.incarnation(worker) is not claimant:
                     return []
                 now = time.monotonic()

@@ -1,7 +1,7 @@
 """How many new prompts may start: the three modes of a round.
 
-Little's law ties mean staleness to the groups in flight, so admission is where staleness is bought. ``window`` and
-``april`` fill at the start of a round; ``ssim`` refills all through it.
+By Little's law mean staleness follows from the number of groups in flight, so admission sets the staleness. ``window``
+and ``april`` fill at the start of a round; ``ssim`` refills throughout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the manager holds."""
+    """What the manager holds when admission is asked."""
 
     groups: int
     """unfinished or ready"""
@@ -37,7 +37,7 @@ class Admission:
     Mode ``window``, 4 groups trained a step and an overlap of 0.5::
 
         start of a round    4 * (1 + 0.5) = 6 groups, unfinished or ready
-        in the round        none, but for those that replace filtered groups
+        in the round        none, except to replace filtered groups
         at any time         at most (1 + max_staleness) * 4 = 12
 
     >>> window = Admission(Mode.WINDOW, 4, 8, 0.5, 8, 32, max_staleness=2)
@@ -47,7 +47,7 @@ class Admission:
     >>> window.allows(five, round_start=False, version=0)
     False
 
-    Mode ``ssim`` counts samples, and refills all through the round: 20 + 8 fit into 32.
+    Mode ``ssim`` counts samples, and refills throughout the round: 20 + 8 fit into 32.
 
     >>> ssim = Admission(Mode.SSIM, 4, 8, 0.5, 8, in_flight_samples=32, max_staleness=2)
     >>> ssim.allows(five, round_start=False, version=0)
@@ -66,13 +66,13 @@ class Admission:
     """budget of unfinished samples (ssim)"""
     max_staleness: int
     ramp_rounds: int = 0
-    """first rounds over which the spare groups grow to their number (window, april)"""
+    """number of rounds over which the spare groups grow to their full number (window, april)"""
     train_groups: int | None = None
-    """groups that the training trains in all: with dynamic sampling, no more than that are kept; None: all it is offered"""
+    """groups that the whole training trains; with dynamic sampling no more are kept. None: as many as are offered"""
 
     @classmethod
     def of(cls, settings: PartialRolloutConfig) -> Admission:
-        """The rule that ``settings`` ask for."""
+        """The rule that ``settings`` describe."""
         return cls(
             mode=settings.mode,
             batch_groups=settings.batch_groups,
@@ -86,11 +86,11 @@ class Admission:
 
     @property
     def window(self) -> int:
-        # A sum of notches falls short of the round number it means by the last bits.
+        # A sum of notches can fall short of a whole number by a rounding error.
         return math.floor((1 + self.overlap) * self.batch_groups + 1e-6)
 
     def _ramped(self, groups: int, version: int) -> int:
-        """``groups`` at the start of a round, less the spare ones that round ``version`` does not have yet."""
+        """``groups``, less the spare ones that the ramp still withholds at the start of round ``version``."""
         if version >= self.ramp_rounds:
             return groups
         return self.batch_groups + (groups - self.batch_groups) * (version + 1) // (self.ramp_rounds + 1)
@@ -101,14 +101,14 @@ class Admission:
         return (1 + self.max_staleness) * self.batch_groups
 
     def allows(self, load: Load, *, round_start: bool, version: int) -> bool:
-        """Whether one more group may start under ``load``, at the start of round ``version`` (from 0) or in the middle."""
+        """Whether one more group may start under ``load``, at the start of round ``version`` (from 0) or during it."""
         if load.groups >= self.ceiling or (self.train_groups is not None and load.kept >= self.train_groups):
             return False
         if self.mode is Mode.SSIM:
             return load.unfinished_samples + self.samples_per_group <= self.in_flight_samples or (
                 load.groups < self.batch_groups
             )
-        # ssim's budget of samples has the place of a filtered group refilled already.
+        # ssim's budget of samples already refills the place of a filtered group.
         if load.to_replace:
             return True
         if not round_start:

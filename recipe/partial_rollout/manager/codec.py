@@ -3,7 +3,7 @@
 Layout of the dictionary (S samples, group by group; E engine calls of the unfinished ones; O outputs of the finished):
 
 ================= ==============================================================================================
-``made_with``     sizes that a run must share to go on from it
+``made_with``     sizes that a run must match to resume from it
 ``version`` ...   scalars, ``counters``, ``lengths``, ``filtered``
 ``reserve``       prompts, ``{uid, epoch, row}`` each
 ``groups``        ``{prompt, order, birth}`` each: with the trainer, then ready, then unfinished
@@ -15,8 +15,8 @@ Layout of the dictionary (S samples, group by group; E engine calls of the unfin
 ``mask``          run-length over the responses, as are ``versions``
 ================= ==============================================================================================
 
-Who runs what is left out: a sample that was running is restored as interrupted, a group that the trainer had and had
-not acknowledged as ready.
+Workers are left out: a running sample is restored as interrupted, and a group that the trainer had taken but not
+acknowledged is restored as ready.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _PLAIN_OUTPUT_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One moment of the manager; shares tokens with it, and nothing that it changes."""
+    """The manager's state at one moment; shares only data that the manager never changes, such as tokens."""
 
     head: dict[str, Any]
     reserve: tuple[Prompt, ...]
@@ -69,7 +69,7 @@ class Captured:
 
 
 def capture(state: ManagerState, admission: Admission) -> Captured:
-    """``state`` as it is now; milliseconds, since no token is copied."""
+    """Capture ``state`` as it is now; takes milliseconds, because no token is copied."""
     groups, lengths = state.groups, state.groups.lengths
     head = {
         "layout": LAYOUT,
@@ -108,7 +108,7 @@ def _sizes(admission: Admission) -> ResumeSizes:
 
 
 def outputs_here(outputs: Sequence[FinishedOutput]) -> list[SampleOutput]:
-    """The outputs of a manager that has none in a store."""
+    """``outputs`` as they are, for a manager without an output store."""
     here = [output for output in outputs if isinstance(output, SampleOutput)]
     assert len(here) == len(outputs)
     return here
@@ -167,12 +167,12 @@ def _runs(values: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def decode(state: dict[str, Any], admission: Admission, into: ManagerState) -> None:
-    """Fill ``into``, which is empty, with the state that was encoded; nobody owns anything.
+    """Fill ``into``, which is empty, with the encoded state; no sample has an owner afterwards.
 
-    The source is open again: a training that is resumed may have more steps than the one that drained.
+    The source is open again: a resumed training may have more steps than the one that drained.
 
     Raises:
-        ValueError: another layout; made with sizes that this run cannot go on from; columns that do not fit together.
+        ValueError: the layout is another, the sizes do not let this run resume, or the columns do not fit together.
     """
     _check_sizes(state, admission)
     into.version, into.paced = state["version"], state["paced"]
@@ -195,7 +195,7 @@ def _groups(state: dict[str, Any], size: int) -> Iterator[PromptGroup]:
 
 
 def _length_ledger(fields: dict[str, Any]) -> LengthLedger:
-    """One saved before groups could be filtered has passed exactly those of its prefix."""
+    """The saved ledger; one without ``passed``, from before groups could be filtered, passed exactly its prefix."""
     return LengthLedger(
         opened=fields["opened"],
         prefix=fields["prefix"],
@@ -215,7 +215,7 @@ def _check_sizes(state: dict[str, Any], admission: Admission) -> None:
 
 
 def _samples(state: dict[str, Any]) -> Iterator[Sample]:
-    """Every sample, in the order of the groups; id and group are the caller's to fill in."""
+    """Every sample, in the order of the groups; the caller fills in id and group."""
     calls, outputs = _calls_and_outputs(state)
     columns = state["samples"]
     for finished, failures, error, results, count in zip(

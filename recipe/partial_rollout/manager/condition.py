@@ -25,28 +25,28 @@ class ManagerCondition:
         self._changed.release()
 
     async def change(self, verb: Callable[[], T]) -> T:
-        """Run ``verb`` under the condition and wake everyone who waits."""
+        """Run ``verb`` under the condition, then wake everyone who waits."""
         async with self:
             result = verb()
             self.notify()
         return result
 
     def notify(self) -> None:
-        """Wake everyone who waits; the condition is held."""
+        """Wake everyone who waits; the caller holds the condition."""
         self._changed.notify_all()
 
     async def wait(self, timeout_s: float) -> None:
-        """Until something changes, or ``timeout_s`` have passed; the condition is held."""
+        """Wait until something changes or ``timeout_s`` pass; the caller holds the condition."""
         try:
             await asyncio.wait_for(self._changed.wait(), timeout_s)
         except TimeoutError:
             return
 
     def fail(self, reason: str) -> None:
-        """Everyone who waits, now or later, is to fail with ``reason``; the first one counts."""
+        """Make everyone who waits, now or later, fail with ``reason``; only the first reason counts."""
         self._failure = self._failure or reason
 
     def raise_failure(self) -> None:
-        """Raise ``RolloutFailedError`` with the first reason, where there is one."""
+        """Raise ``RolloutFailedError`` with the first reason, if there is one."""
         if self._failure is not None:
             raise RolloutFailedError(self._failure)

@@ -1,4 +1,4 @@
-"""What becomes of a sample whose agent loop raised: it is retried, masked, or ends the run. It is never dropped."""
+"""What to do with a sample whose agent loop raised: retry it, mask it, or end the run. It is never dropped."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _DEFAULTS = FailureLimits()
 
 class FailureVerdict(StrEnum):
     RETRY = "retry"
-    """the sample waits, FAILED, for ``PromptsManager.retry``"""
+    """the sample stays FAILED until ``PromptsManager.retry``"""
     MASK = "mask"
-    """the sample has FINISHED with a masked output"""
+    """the sample is FINISHED, with a masked output"""
     RAISE = "raise"
-    """whoever waits for the round is to fail"""
+    """everyone who waits for the round fails"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class FailurePolicy:
 
     @classmethod
     def of(cls, limits: FailureLimits) -> FailurePolicy:
-        """What ``limits`` say of a sample."""
+        """The policy that ``limits`` describe."""
         return cls(limits.on_sample_error, limits.sample_retries, limits.retry_backoff_s)
 
     def verdict(self, failures: int) -> FailureVerdict:
-        """On a sample that has failed ``failures`` times, the last time included."""
+        """The verdict on a sample that has failed ``failures`` times, this time included."""
         if self.on_sample_error is OnSampleError.RAISE:
             return FailureVerdict.RAISE
         if self.on_sample_error is OnSampleError.RETRY and failures <= self.sample_retries:
@@ -56,16 +56,16 @@ class FailurePolicy:
         return FailureVerdict.MASK
 
     def delay_s(self, failures: int) -> float:
-        """Seconds from failure number ``failures`` of a sample to its retry."""
+        """Seconds from a sample's failure number ``failures`` to its retry."""
         return self.retry_backoff_s * 2 ** (failures - 1)
 
 
 def masked_output(segments: Sequence[Segment], error: str | None) -> SampleOutput:
-    """Stands in for a sample that failed for good, so that its group trains: no token of it enters the loss.
+    """Output in place of a sample that failed for good: its group still trains, and none of its tokens enters the loss.
 
-    ``prompt_ids`` is empty: whoever assembles the batch takes those of a sibling.
+    ``prompt_ids`` is empty; batch assembly takes those of a sibling.
     """
-    # A row without any token would have no last token to carry a score.
+    # A row without tokens would have no last token to carry a score.
     response = np.concatenate([segment.token_ids for segment in segments]) if segments else np.zeros(1, np.int32)
     length = len(response)
     return SampleOutput(

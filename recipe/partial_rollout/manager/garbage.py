@@ -1,8 +1,8 @@
-"""Full garbage collections wait for the end of a round.
+"""Full garbage collections are postponed to the end of a round.
 
-In one, Python looks at every object that a process has. Where 50,000 samples live, that took 1 to 3 s in which no report
-was heard and no slot filled, at moments that nobody chose (``bench scale`` at 1,024 replicas). While the trainer updates,
-nobody waits for it.
+A full collection visits every object of the process. With 50,000 samples it took 1 to 3 s, at unpredictable moments, in
+which the manager handled no report and filled no slot (``bench scale`` at 1,024 replicas). While the trainer updates,
+nobody waits for the manager.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _NEVER = 2**31 - 1
 
 
 def hold() -> None:
-    """A round begins: no full collection by itself; one that is asked for, as Ray does, passes over what lives now."""
+    """A round begins: stop automatic full collections; one that Ray requests skips the objects that exist now."""
     gc.freeze()
     gc.set_threshold(*_USUAL[:2], _NEVER)
 
 
 def release() -> None:
-    """The round is over: Python collects again when it finds it worthwhile."""
+    """The round is over: Python may run full collections again."""
     gc.unfreeze()
     gc.set_threshold(*_USUAL)

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476): groups whose samples all score alike teach nothing and are replaced.
+"""Dynamic sampling (DAPO, arXiv:2503.14476): groups whose samples all have the same score are replaced.
 
 Such a group has no advantage to learn from. It is consumed without being trained, and another prompt takes its place in
 the same round. ``GroupFilter`` only judges a group; ``Round`` counts and ``Admission`` replaces.
@@ -49,7 +49,7 @@ class GroupFilter:
 
     @classmethod
     def of(cls, settings: FilterSettings | None) -> GroupFilter | None:
-        """The filter that ``settings`` ask for; None: every group is trained."""
+        """The filter that ``settings`` describe; None: every group is trained."""
         return None if settings is None else cls(settings.metric, settings.max_num_gen_batches)
 
     def most_a_round(self, batch_groups: int) -> int | None:
@@ -57,10 +57,10 @@ class GroupFilter:
         return (self.max_num_gen_batches - 1) * batch_groups if self.max_num_gen_batches else None
 
     def common_value(self, outputs: Sequence[FinishedOutput]) -> float | None:
-        """The value that all samples share; None where they differ, or fewer than two are known.
+        """The value that all samples share; None if they differ, or if fewer than two are known.
 
-        Masked samples have no value. A group that has fewer than two others is not judged: it trains, so that its
-        failures count against ``partial_rollout.failures.max_masked_fraction``.
+        Masked samples have no value. A group with fewer than two unmasked samples is not judged: it trains, so that
+        its failures count against ``partial_rollout.failures.max_masked_fraction``.
 
         Raises:
             MissingMetricError: a sample lacks the metric.

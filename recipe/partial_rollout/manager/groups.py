@@ -1,4 +1,4 @@
-"""Groups from admission to training: the state of each, and the indexes and totals that follow from it.
+"""Groups from admission to training: the state of each, and the indexes and totals derived from it.
 
 ::
 
@@ -8,8 +8,8 @@
                               |   filter
                               +-------->  FILTERED
 
-``Groups`` alone writes ``PromptGroup.state``. A verb checks the state that the group leaves before it changes anything,
-so the indexes always agree with the states. Trained and filtered groups are counted and forgotten.
+Only ``Groups`` writes ``PromptGroup.state``. Each verb checks the group's present state before it changes anything, so
+the indexes always agree with the states. Trained and filtered groups are counted and forgotten.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from recipe.partial_rollout.manager.types import (
 )
 
 Put = Callable[[Sequence[tuple[str, SampleOutput]]], Sequence[FinishedOutput]]
-"""keeps outputs, each with the id of its sample; returns what stands for them"""
+"""stores outputs, each given with its sample's id; returns what the manager keeps in their place"""
 
 _FOLLOWS = {
     GroupState.ACTIVE: GroupState.WAITING,
@@ -42,7 +42,7 @@ _FOLLOWS = {
     GroupState.TAKEN: GroupState.READY,
     GroupState.TRAINED: GroupState.TAKEN,
 }
-"""the one state that each state follows; WAITING follows none"""
+"""the only state from which each state can be entered; a group begins as WAITING"""
 
 
 @dataclass(slots=True)
@@ -57,19 +57,19 @@ class Counters:
     failed: int = 0
     """errors of agent loops"""
     retried: int = 0
-    """of these, answered by a retry"""
+    """failures of these that were answered by a retry"""
     masked: int = 0
     """samples that failed for good"""
     filtered_groups: int = 0
-    """consumed without being trained: their samples score alike"""
+    """consumed without being trained, because all samples have the same score"""
     filtered_tokens: int = 0
     spared_groups: int = 0
-    """trained although their samples score alike: past the limit of a round, or for want of data"""
+    """trained although all samples have the same score: the round's filter limit was reached, or data was short"""
 
 
 @dataclass(slots=True)
 class Groups:
-    """Every group that is neither trained nor filtered, and what was counted of the others.
+    """Every group that is neither trained nor filtered, and the totals of the others.
 
     >>> groups = Groups()
     >>> first, second = (groups.enter(Prompt(f"0/{i}", 0, {}), samples=1) for i in range(2))
@@ -89,22 +89,22 @@ class Groups:
     counters: Counters = field(default_factory=Counters)
     lengths: LengthLedger = field(default_factory=LengthLedger)
     by_order: dict[int, PromptGroup] = field(default_factory=dict)
-    """all, by dispatch order, ascending"""
+    """all groups, by dispatch order, ascending"""
     unfinished: Counter[int | None] = field(default_factory=Counter)
-    """how many are ACTIVE, by birth version; None: how many are WAITING"""
+    """number of ACTIVE groups by birth version; under None, the number of WAITING ones"""
     ready_queue: ReadyGroups = field(default_factory=ReadyGroups)
-    """the READY ones, in the order in which they are trained"""
+    """READY groups, in training order"""
     taken: dict[str, PromptGroup] = field(default_factory=dict)
-    """the TAKEN ones, by uid"""
+    """TAKEN groups, by uid"""
     admitted: list[str] = field(default_factory=list)
-    """uids of those entered since the last batch was taken"""
+    """uids of the groups entered since the last batch was taken"""
     filtered: list[FilteredGroup] = field(default_factory=list)
-    """FILTERED ones that the ledger does not know yet"""
+    """FILTERED groups that are not in the ledger yet"""
 
     # -- verbs -----------------------------------------------------------------------------------------------------
 
     def enter(self, prompt: Prompt, samples: int) -> PromptGroup:
-        """A new group, WAITING, with as many samples."""
+        """Add a new group, WAITING, with that many samples."""
         group = PromptGroup(prompt, order=self.counters.admitted_groups, unfinished=samples)
         group.samples = [Sample(f"{prompt.uid}#{i}", group) for i in range(samples)]
         self.by_order[group.order] = group
@@ -115,7 +115,7 @@ class Groups:
         return group
 
     def restore(self, groups: Iterable[PromptGroup]) -> None:
-        """Index ``groups`` of a checkpoint: WAITING, ACTIVE, or READY in this order; the trainer has none of them."""
+        """Add ``groups`` of a checkpoint; READY ones are queued in this order, and none is with the trainer."""
         for group in groups:
             outputs = group.outputs
             group.unfinished = len(group.samples) - len(outputs)
@@ -130,14 +130,14 @@ class Groups:
         self.by_order = dict(sorted(self.by_order.items()))
 
     def start(self, group: PromptGroup, version: int) -> None:
-        """WAITING -> ACTIVE: its first sample starts, under the weights of ``version``."""
+        """WAITING -> ACTIVE: its first sample starts under the weights of ``version``."""
         self._move(group, GroupState.ACTIVE)
         group.birth = version
         self.unfinished[None] -= 1
         self.unfinished[version] += 1
 
     def end_sample(self, group: PromptGroup, tokens: int) -> None:
-        """One sample of an ACTIVE group has ended with ``tokens``; after the last, ``ready`` or ``filter`` is due."""
+        """Note that a sample of an ACTIVE group ended with ``tokens``; after the last one call ``ready`` or ``filter``."""
         if group.state is not GroupState.ACTIVE or not group.unfinished:
             raise RuntimeError(f"group {group.uid} is {group.state}: it has no sample that could end")
         group.unfinished -= 1
@@ -150,7 +150,7 @@ class Groups:
         self.lengths.close(group.order, group.finished_length)
 
     def filter(self, group: PromptGroup, value: float) -> None:
-        """ACTIVE -> FILTERED: every sample has ended, and all score ``value``."""
+        """ACTIVE -> FILTERED: every sample has ended, all with the score ``value``."""
         self._end(group, GroupState.FILTERED)
         del self.by_order[group.order]
         self.lengths.leave_out(group.order)
@@ -183,7 +183,7 @@ class Groups:
         self.lengths.fold(self.counters.trained_groups)
 
     def take_filtered(self) -> tuple[FilteredGroup, ...]:
-        """Those filtered since this was last asked."""
+        """Groups filtered since the last call."""
         filtered, self.filtered = tuple(self.filtered), []
         return filtered
 
@@ -201,7 +201,7 @@ class Groups:
             del self.unfinished[group.birth]
 
     def store_outputs(self, put: Put) -> None:
-        """Have ``put`` keep every output that is here, a group at a time."""
+        """Move every output held here into a store with ``put``, a group at a time."""
         for group in self.by_order.values():
             here = [(sample, output) for sample in group.samples if isinstance(output := sample.output, SampleOutput)]
             stored = put([(sample.id, output) for sample, output in here])
@@ -227,13 +227,13 @@ class Groups:
 
     @property
     def lost(self) -> int:
-        """Groups admitted that are neither here nor trained nor filtered: always 0."""
+        """Number of admitted groups that are neither here nor trained nor filtered: always 0."""
         counters = self.counters
         return counters.admitted_groups - counters.trained_groups - counters.filtered_groups - len(self.by_order)
 
     @property
     def cached_tokens(self) -> int:
-        """Response tokens of every sample."""
+        """Response tokens of all samples."""
         return sum(sample.length for group in self.by_order.values() for sample in group.samples)
 
     def in_state(self, *states: GroupState) -> Iterator[PromptGroup]:
@@ -241,18 +241,18 @@ class Groups:
         return (group for group in self.by_order.values() if group.state in states)
 
     def next_in_order(self, count: int) -> list[PromptGroup]:
-        """The first ``count`` in flight by dispatch order; fewer only when there are no more."""
+        """The first ``count`` groups in flight by dispatch order; fewer only if there are no more."""
         in_flight = self.in_state(GroupState.WAITING, GroupState.ACTIVE, GroupState.READY)
         return list(itertools.islice(in_flight, count))
 
     def oldest_ready(self, count: int) -> list[PromptGroup]:
-        """``count`` READY groups, oldest birth first; fewer only when there are no more."""
+        """The first ``count`` READY groups, oldest birth first; fewer only if there are no more."""
         return list(itertools.islice(self.ready_queue, count))
 
     def in_time_after(self, batch: int, version: int, max_staleness: int) -> bool:
-        """Whether the rest, once the ``batch`` oldest ready groups are taken, can be trained in time, ``batch`` a round.
+        """Whether all other groups can still be trained in time after the ``batch`` oldest ready groups are taken.
 
-        Earliest-deadline check: at most j * ``batch`` may be due within j more rounds.
+        Each round trains ``batch`` groups, so at most j * ``batch`` may be due within the next j rounds.
         """
         left = Counter({birth: len(groups) for birth, groups in self.ready_queue.by_birth.items()})
         to_take = batch

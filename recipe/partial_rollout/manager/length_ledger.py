@@ -1,6 +1,6 @@
-"""Whether training sees the lengths that were dispatched: short responses finish first, so early batches are biased.
+"""Length bias: do trained responses have the lengths of the dispatched ones? Short ones finish first.
 
-Groups that dynamic sampling filters are left out on both sides: what it selects is no bias of the scheduling.
+Filtered groups count on neither side: what dynamic sampling selects is no bias of the scheduling.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class LengthLedger:
-    """Response tokens of every group by dispatch order; the first ones, once trained as many, only as a sum.
+    """Response tokens of every group by dispatch order; the first groups are kept only as a sum once as many are trained.
 
     >>> ledger = LengthLedger(opened=3)
     >>> ledger.leave_out(0)
@@ -23,29 +23,29 @@ class LengthLedger:
     opened: int = 0
     """groups dispatched"""
     prefix: int = 0
-    """tokens of the first ``prefix_groups`` dispatched that were not filtered"""
+    """tokens of the first ``prefix_groups`` unfiltered groups in dispatch order"""
     prefix_groups: int = 0
     passed: int = 0
-    """groups dispatched up to the end of the prefix, filtered ones included"""
+    """number of groups dispatched up to the end of the prefix, filtered ones included"""
     ended: dict[int, int] = field(default_factory=dict)
-    """tokens of the groups that have ended and are not in the prefix"""
+    """tokens of the ended groups after the prefix, by dispatch order"""
     left_out: set[int] = field(default_factory=set)
-    """orders of the filtered groups behind the prefix"""
+    """dispatch orders of the filtered groups after the prefix"""
 
     def open(self) -> None:
-        """One more group was dispatched."""
+        """Note that one more group was dispatched."""
         self.opened += 1
 
     def close(self, order: int, tokens: int) -> None:
-        """The group dispatched as number ``order`` ended with ``tokens``."""
+        """Note that the group dispatched as number ``order`` ended with ``tokens``."""
         self.ended[order] = tokens
 
     def leave_out(self, order: int) -> None:
-        """The group dispatched as number ``order`` was filtered."""
+        """Note that the group dispatched as number ``order`` was filtered."""
         self.left_out.add(order)
 
     def fold(self, groups: int) -> None:
-        """Sum up those of the first ``groups`` dispatched that have ended, up to the first that has not."""
+        """Fold the first ``groups`` dispatched groups into the sum, up to the first that has not ended."""
         while self.prefix_groups < groups:
             if self.passed in self.left_out:
                 self.left_out.remove(self.passed)
@@ -57,7 +57,7 @@ class LengthLedger:
             self.passed += 1
 
     def total_of_first(self, groups: int, so_far: Callable[[int], int]) -> int:
-        """Tokens of the first ``groups`` dispatched and not filtered; ``so_far(order)`` answers for one in flight."""
+        """Tokens of the first ``groups`` unfiltered groups dispatched; ``so_far(order)`` gives those of one in flight."""
         self.fold(groups)
         behind = (order for order in range(self.passed, self.opened) if order not in self.left_out)
         pending = [order for order, _ in zip(behind, range(groups - self.prefix_groups), strict=False)]

@@ -1,4 +1,4 @@
-"""What the manager actor, its workers and the trainer tell each other."""
+"""Messages between the manager actor, its workers and the trainer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from recipe.partial_rollout.manager.types import Progress, SampleOutput
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a worker has to say of its samples, in one message."""
+    """What happened to a worker's samples, in one message."""
 
     worker: str
     progress: tuple[Progress, ...] = ()
-    """booked first: it also tells what samples did that the other fields name"""
+    """booked first, because it includes the last progress of samples that the other fields name"""
     interrupted: tuple[str, ...] = ()
-    """samples that gave their slot back"""
+    """ids of samples that gave their slot back"""
     finished: tuple[tuple[str, SampleOutput], ...] = ()
     failed: tuple[tuple[str, str], ...] = ()
-    """sample and the error that its agent loop raised, in one line"""
+    """sample id and the error that its agent loop raised, in one line"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class RoundStart:
     admitted: int
     carried_groups: int
     exhausted: bool = False
-    """no round was opened: the data has ended with fewer prompts left than a batch needs"""
+    """no round was opened, because the data ended with fewer prompts left than a batch needs"""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundEnd:
-    """Decision to interrupt."""
+    """The manager's decision to interrupt the round."""
 
     decided_at: float
     """unix seconds"""
@@ -45,33 +45,33 @@ class RoundEnd:
 
 @dataclass(frozen=True, slots=True)
 class PromptsWanted:
-    """The round goes on, and filters more groups than the reserve may replace."""
+    """A request for prompts: the round continues and may filter more groups than the reserve can replace."""
 
     count: int
-    """to offer before it is waited for again"""
+    """prompts to offer before ``wait_round`` is called again"""
 
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """Every worker has reported everything of a round."""
+    """Every worker has reported everything about a round."""
 
     at: float
     """unix seconds"""
     metrics: dict[str, float]
-    """``PromptsManager.metrics`` of that moment, before the next round is prepared"""
+    """``PromptsManager.metrics`` at that moment, before the next round is prepared"""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a snapshot brought back."""
+    """What was restored from a snapshot."""
 
     version: int
     groups: int
-    """in flight: unfinished or ready"""
+    """groups in flight: unfinished or ready"""
     ready_groups: int
     unfinished_samples: int
     cached_tokens: int
-    """of unfinished and finished samples; they are not generated again"""
+    """tokens of unfinished and finished samples; they are not generated again"""
 
 
 class RolloutFailedError(RuntimeError):

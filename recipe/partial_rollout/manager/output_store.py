@@ -1,8 +1,8 @@
-"""Where the outputs of finished samples lie between the manager, which needs no token of them, and the trainer.
+"""Storage for the outputs of finished samples between the manager, which needs no tokens, and the trainer.
 
-The manager stores outputs as they come, some 2 MB of them as one object, and keeps a reference and the metadata of each;
-the trainer gets the references and reads the arrays in place. An object that a process puts into Ray's store dies with
-that process, and a worker may die before its samples are trained: so the manager's process puts, never the worker's. An
+The manager stores outputs as they arrive, in objects of about 2 MB, and keeps a reference to and the metadata of each
+output; the trainer gets the references and reads the arrays in place. An object in Ray's store dies with the process
+that put it there, and a worker may die before its samples are trained, so only the manager's process puts objects. An
 object is freed once the last of its samples has been trained.
 """
 
@@ -28,11 +28,11 @@ class OutputStore(Protocol):
     """Keeps outputs for the manager."""
 
     def put(self, finished: Sequence[tuple[str, SampleOutput]]) -> Sequence[FinishedOutput]:
-        """Keep the outputs of these samples; returns what the manager holds of each, in order."""
+        """Store the outputs of these samples; returns what the manager holds in place of each, in order."""
         ...
 
     def seal(self) -> None:
-        """What was put may be told to others, or fetched, from here on."""
+        """From here on outputs that were put may be passed to others, or fetched."""
         ...
 
     def fetch(self, outputs: Sequence[FinishedOutput]) -> Sequence[SampleOutput]:
@@ -44,23 +44,23 @@ class InProcess:
     """No store: outputs stay with the manager."""
 
     def put(self, finished: Sequence[tuple[str, SampleOutput]]) -> list[SampleOutput]:
-        """As they are."""
+        """The outputs, unchanged."""
         return [output for _, output in finished]
 
     def seal(self) -> None:
-        """They are with the manager."""
+        """Do nothing: the manager has the outputs."""
 
     def fetch(self, outputs: Sequence[FinishedOutput]) -> list[SampleOutput]:
-        """As they are."""
+        """The outputs, unchanged."""
         return outputs_here(outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Outputs as one object holds them: the arrays of all, end to end, so that 40 outputs are read as fast as one."""
+    """Outputs as stored in one object: their arrays end to end, so that 40 outputs are read as fast as one."""
 
     lengths: list[tuple[int, int]]
-    """tokens of prompt and response of each output"""
+    """prompt and response tokens of each output"""
     prompt_ids: np.ndarray
     response_ids: np.ndarray
     response_mask: np.ndarray
@@ -71,13 +71,13 @@ class _Columns:
 
     @classmethod
     def of(cls, outputs: Sequence[SampleOutput]) -> _Columns:
-        """Copies the arrays."""
+        """Columns of ``outputs``; copies their arrays."""
         arrays = {name: np.concatenate([getattr(output, name) for output in outputs]) for name in _ARRAYS}
         lengths = [(len(output.prompt_ids), len(output.response_ids)) for output in outputs]
         return cls(lengths, **arrays, plain=[tuple(getattr(output, name) for name in _PLAIN) for output in outputs])
 
     def outputs(self) -> list[SampleOutput]:
-        """Views, in the order in which they were put."""
+        """The outputs in the order in which they were put; their arrays are views."""
         result, p, r = [], 0, 0
         for (prompt, response), plain in zip(self.lengths, self.plain, strict=True):
             of = slice(r, r + response)
@@ -94,17 +94,17 @@ _PLAIN = tuple(f.name for f in fields(SampleOutput) if f.name not in _ARRAYS)
 
 @dataclass(slots=True, eq=False)
 class _Bundle:
-    """Outputs that become one object: here until it is sealed, then a reference."""
+    """Outputs that become one object: held here until it is sealed, then only a reference."""
 
     outputs: list[SampleOutput] = field(default_factory=list)
     size: int = 0
-    """bytes of their arrays"""
+    """bytes of the outputs' arrays"""
     reference: Any = None
-    """to ``_Columns``"""
+    """Ray reference to the ``_Columns``"""
 
 
 class RayObjects:
-    """Ray's object store: ``put`` and ``seal`` are the manager's alone, ``fetch`` anyone's whom the manager told.
+    """Ray's object store: only the manager calls ``put`` and ``seal``; whoever has the references may call ``fetch``.
 
     A handle is a ``_Bundle`` and the output's index in it.
 
@@ -113,16 +113,16 @@ class RayObjects:
     """
 
     OBJECT_BYTES = 2 * 2**20
-    """that an object holds at least, unless what comes next is waited for; each costs its reader about .1 ms"""
+    """smallest size of an object, unless it is sealed early; each object costs its reader about 0.1 ms"""
     OBJECTS = 256
-    """that one ``ray.get`` asks for: what else the process does need not wait for all of them"""
+    """objects that one ``ray.get`` fetches: other work of the process need not wait for all of them"""
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         self._open = _Bundle()
 
     def put(self, finished: Sequence[tuple[str, SampleOutput]]) -> list[StoredOutput]:
-        """Add to the object that is being filled."""
+        """Add outputs to the object that is being filled."""
         stored = []
         for sample_id, output in finished:
             bundle = self._open
@@ -136,7 +136,7 @@ class RayObjects:
         return stored
 
     def seal(self) -> None:
-        """Put what there is as one object; Ray keeps it inside the manager's process while it is under 100 KB."""
+        """Put the outputs collected so far as one object; Ray keeps objects under 100 KB inside the manager's process."""
         if not self._open.outputs:
             return
         bundle, self._open = self._open, _Bundle()
@@ -144,10 +144,10 @@ class RayObjects:
         bundle.outputs = []
 
     def fetch(self, outputs: Sequence[FinishedOutput]) -> list[SampleOutput]:
-        """Blocks; arrays from objects above 100 KB are read-only views of the store.
+        """Fetch outputs, and block meanwhile; arrays from objects above 100 KB are read-only views of the store.
 
         Raises:
-            RolloutFailedError: outputs are gone, with the node that stored them or with the manager.
+            RolloutFailedError: outputs were lost with the node that stored them, or with the manager.
             TimeoutError: they did not arrive within the deadline.
         """
         until = time.monotonic() + self._deadline_s
@@ -183,7 +183,7 @@ def _reference(output: StoredOutput) -> Any:
 
 
 def _samples_of(outputs: Sequence[FinishedOutput], references: Sequence[Any], limit: int = 8) -> str:
-    """Names of the samples whose outputs lie in ``references``, the first ``limit``."""
+    """Ids of the samples whose outputs are in ``references``, at most ``limit``."""
     among = set(references)
     names = [output.sample_id for output in outputs if isinstance(output, StoredOutput) and _reference(output) in among]
     more = f" and {len(names) - limit} more" if len(names) > limit else ""

@@ -1,14 +1,16 @@
-"""The state of partial rollout: which prompts are in flight, and where each sample of them stands.
+"""The state of partial rollout: which prompts are in flight, and the state of each of their samples.
 
 A pure state machine, driven by verbs: no Ray, no asyncio, no torch, no clock of its own. It guarantees that
 
-* every prompt offered is consumed exactly once: a group leaves by ``acknowledge``, or FILTERED, as its last sample ends;
-* no group is trained later than ``max_staleness`` versions after its first sample started: ``round_complete`` says no
-  while stopping would leave more groups than the coming rounds can train in time;
+* every prompt offered is consumed exactly once: its group is acknowledged as trained, or FILTERED when its last sample
+  ends;
+* no group is trained later than ``max_staleness`` versions after its first sample started: ``round_complete`` stays False
+  while stopping would leave more groups than the next rounds can train in time;
 * a sample has one owner: it is claimable, or one worker has a slot for it, or it awaits its retry, or it has ended.
 
-All of it holds across ``state_dict`` and ``load_state_dict``. ``PromptsManager`` passes each verb to the owner of what it
-changes: ``Reserve`` (prompts that wait), ``Groups``, ``Samples``, ``Slots`` (workers and their claims), ``Round``.
+These guarantees hold across ``state_dict`` and ``load_state_dict``. ``PromptsManager`` passes each verb to the owner of
+the state that it changes: ``Reserve`` (prompts that wait), ``Groups``, ``Samples``, ``Slots`` (workers and their claims),
+``Round``.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class PromptsManager:
         admission: mode and sizes.
         policy: order in which samples are claimed.
         clock: seconds; stamped on state changes for stall reports.
-        failures: what becomes of a sample whose agent loop raised.
+        failures: what to do with a sample whose agent loop raised.
         group_filter: which finished groups are replaced; None: none.
     """
 
@@ -81,7 +83,7 @@ class PromptsManager:
 
     @property
     def version(self) -> int:
-        """Of the weights that decode what is claimed."""
+        """Policy version that decodes the claimed samples."""
         return self._state.version
 
     @property
@@ -96,20 +98,20 @@ class PromptsManager:
         self._slots.register(worker, capacity)
 
     def resize_worker(self, worker: str, capacity: int) -> None:
-        """``worker`` can run ``capacity`` samples at once from here on; what it runs goes on."""
+        """From here on ``worker`` can run ``capacity`` samples at once; running samples are not stopped."""
         self._slots.resize(worker, capacity)
 
     def release_worker(self, worker: str) -> int:
-        """Forget a dead worker; others go on from the journals of the samples that it held; returns how many."""
+        """Forget a dead worker and requeue its samples with their journals; returns how many."""
         return self._samples.release(worker)
 
     @property
     def workers(self) -> Iterable[str]:
-        """Those that have joined and were not released."""
+        """Workers that have joined and were not released."""
         return self._slots.workers
 
     def incarnation(self, worker: str) -> object:
-        """See ``Slots.incarnation``: tells a call of a worker that is gone from one of its successor."""
+        """See ``Slots.incarnation``: distinguishes a call by a dead worker from one by its successor of the same name."""
         return self._slots.incarnation(worker)
 
     # -- samples ---------------------------------------------------------------------------------------------------
@@ -123,7 +125,7 @@ class PromptsManager:
         return self._samples.claim(worker, limit, version=self.version, overdue=overdue, beyond_share=beyond_share)
 
     def leaves_samples_to_others(self, worker: str) -> bool:
-        """Whether ``worker`` has free slots for samples that it did not get because it has its share."""
+        """Whether ``worker`` has free slots but got no more samples because it already has its share."""
         return self.round_open and self._slots.leaves_samples_to_others(worker)
 
     def add_segment(self, sample_id: str, segment: Segment) -> None:
@@ -131,21 +133,21 @@ class PromptsManager:
         self._samples.add_segment(sample_id, segment)
 
     def add_tool_result(self, sample_id: str, result: dict[str, Any]) -> None:
-        """Cache the JSON-able result of a running sample's finished tool call: it is not made again."""
+        """Cache the JSON-able result of a running sample's finished tool call, so that the call is not made again."""
         self._samples.add_tool_result(sample_id, result)
 
     def interrupt(self, sample_id: str) -> None:
-        """RUNNING -> INTERRUPTED: the slot is free, the worker keeps the conversation until it is granted again."""
+        """RUNNING -> INTERRUPTED: frees the slot; the worker keeps the conversation until the sample is granted again."""
         self._samples.interrupt(sample_id)
 
     def finish(self, sample_id: str, output: FinishedOutput) -> None:
-        """RUNNING -> FINISHED with its output; after the last of its group see ``Round.sample_ended``."""
+        """RUNNING -> FINISHED with its output; if it was the last of its group, see ``Round.sample_ended``."""
         self._round.sample_ended(self._samples.finish(sample_id, output))
 
     def fail(self, sample_id: str, error: str) -> FailureVerdict:
-        """RUNNING -> FAILED: its agent loop raised ``error`` (one line); the verdict tells what follows.
+        """RUNNING -> FAILED: its agent loop raised ``error`` (one line); returns the verdict.
 
-        RETRY: call ``retry`` after ``retry_delay_s``. MASK: the sample has FINISHED, masked. RAISE: the run is to end.
+        RETRY: call ``retry`` after ``retry_delay_s``. MASK: the sample is FINISHED, masked. RAISE: the run must end.
         """
         verdict = self._samples.fail(sample_id, error)
         if verdict is FailureVerdict.MASK:
@@ -167,7 +169,7 @@ class PromptsManager:
         self._state.reserve.offer(prompts)
 
     def note_source(self, left: int) -> None:
-        """The source has ``left`` prompts yet to offer; with none it is closed."""
+        """Note that the source has ``left`` more prompts to offer; if none, it is closed."""
         self._state.reserve.note_source(left)
 
     def close_source(self) -> None:
@@ -198,7 +200,7 @@ class PromptsManager:
         self._round.set_overlap(overlap)
 
     def advance_version(self, version: int) -> None:
-        """What is claimed from here on is decoded by the weights of ``version``."""
+        """Samples claimed from here on are decoded by the weights of ``version``."""
         if version < self.version:
             raise RuntimeError(f"policy version went from {self.version} back to {version}")
         self._state.version = version
@@ -213,12 +215,12 @@ class PromptsManager:
         return self._round.open()
 
     def close_round(self) -> tuple[str, ...]:
-        """No more claims: running samples are about to be interrupted; returns the uids admitted since the last batch."""
+        """Stop claims: running samples are about to be interrupted; returns the uids admitted since the last batch."""
         self._round.close()
         return tuple(self._state.groups.admitted)
 
     def suspend_round(self) -> None:
-        """No more claims, before the batch is complete: the run is to be checkpointed and to end."""
+        """Stop claims before the batch is complete, to checkpoint the run and end it."""
         self._round.close()
 
     def round_complete(self) -> bool:
@@ -240,7 +242,7 @@ class PromptsManager:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def capture(self) -> Captured:
-        """What ``state_dict`` says of this moment, cheap: ``encode`` makes the rest of it, anywhere and later."""
+        """The state at this moment, cheap to take; ``codec.encode`` can make the ``state_dict`` of it later."""
         return capture(self._state, self._round.admission)
 
     def state_dict(self) -> dict[str, Any]:
@@ -248,11 +250,11 @@ class PromptsManager:
         return encode(self.capture())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``: unfinished samples are claimable, groups with the trainer are ready again.
+        """Restore ``state``: unfinished samples are claimable, groups that were with the trainer are ready again.
 
         Raises:
-            ValueError: made with another batch or group size, or a larger ``max_staleness`` than this run allows.
-            RuntimeError: this manager has prompts already.
+            ValueError: it was made with another batch or group size, or a larger ``max_staleness`` than this run allows.
+            RuntimeError: this manager already has prompts.
         """
         if self._state.reserve or self.counters.admitted_groups:
             raise RuntimeError("load_state_dict: the manager has prompts already; load before the first offer")
@@ -261,24 +263,24 @@ class PromptsManager:
             self._samples.enter(group)
 
     def store_outputs(self, put: Put) -> None:
-        """Have ``put`` keep every output that is here, a group at a time: those that a checkpoint brought back."""
+        """Move the outputs restored from a checkpoint into a store with ``put``, a group at a time."""
         self._state.groups.store_outputs(put)
 
     # -- observation -----------------------------------------------------------------------------------------------
 
     @property
     def lost_groups(self) -> int:
-        """Groups admitted that nobody has and that were not trained: always 0."""
+        """Number of admitted groups that are missing, though neither trained nor filtered: always 0."""
         return self._state.groups.lost
 
     @property
     def cached_tokens(self) -> int:
-        """Response tokens of every sample in flight or with the trainer."""
+        """Response tokens of all samples in flight or with the trainer."""
         return self._state.groups.cached_tokens
 
     @property
     def carried_groups(self) -> int:
-        """Groups in flight that have started."""
+        """Number of groups in flight that have started."""
         return self._state.groups.carried
 
     def length_bias(self) -> tuple[float, float]:

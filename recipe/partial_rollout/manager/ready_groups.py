@@ -1,4 +1,4 @@
-"""Groups whose every sample has finished, oldest birth first: the order in which they are trained."""
+"""Groups whose samples have all finished, oldest birth first: the order in which they are trained."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class ReadyGroups:
             yield from self.by_birth[birth]
 
     def add(self, group: PromptGroup) -> None:
-        """``group`` has become ready."""
+        """Append ``group``, which has become ready."""
         assert group.birth is not None
         self.by_birth.setdefault(group.birth, deque()).append(group)
         self.size += 1
 
     def remove(self, group: PromptGroup) -> None:
-        """Take out ``group``; at once where it is the first of its queue."""
+        """Take out ``group``; in constant time if it is the first of its queue."""
         assert group.birth is not None
         groups = self.by_birth[group.birth]
         groups.remove(group)

@@ -1,4 +1,4 @@
-"""What can be said of the manager's state: gauges and totals, the length bias, and who has not finished."""
+"""Figures of the manager's state: gauges and totals, the length bias, and the unfinished samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recipe.partial_rollout.manager.types import Sample
 def length_bias(groups: Groups, samples_per_group: int) -> tuple[float, float]:
     """Mean response length (tokens) of the groups trained, and of as many groups in dispatch order.
 
-    Their ratio is 1 when training sees what was dispatched. A group that has not ended counts with its length so far.
+    Their ratio is 1 if training is unbiased. A group that has not ended counts with its length so far.
     (nan, nan) before the first ``acknowledge``.
     """
     counters = groups.counters
@@ -28,7 +28,7 @@ def length_bias(groups: Groups, samples_per_group: int) -> tuple[float, float]:
 
 
 def gauges(state: ManagerState, unfinished_samples: int, samples_per_group: int) -> dict[str, float]:
-    """Groups and samples are counts, lengths are tokens; without the ``partial_rollout/`` prefix."""
+    """Gauges and totals without the ``partial_rollout/`` prefix; groups and samples are counts, lengths are tokens."""
     groups, counters = state.groups, state.groups.counters
     trained, dispatched = length_bias(groups, samples_per_group)
     return {
@@ -51,7 +51,7 @@ def gauges(state: ManagerState, unfinished_samples: int, samples_per_group: int)
 
 
 def filter_gauges(counters: Counters) -> dict[str, float]:
-    """Totals of dynamic sampling: groups and response tokens consumed untrained, and equal groups trained all the same."""
+    """Totals of dynamic sampling: groups and tokens consumed untrained, and groups of equal score trained nevertheless."""
     return {
         "filter/groups_total": counters.filtered_groups,
         "filter/tokens_total": counters.filtered_tokens,
@@ -60,7 +60,7 @@ def filter_gauges(counters: Counters) -> dict[str, float]:
 
 
 def unfinished_report(samples: Iterable[Sample], now: float, limit: int) -> str:
-    """One line for an error: the unfinished samples, longest unchanged first; ``now`` as the manager's clock says."""
+    """One line for an error: the unfinished samples, longest unchanged first; ``now`` is the manager's clock."""
     live = sorted(samples, key=lambda sample: sample.since)
     rows = [
         f"{s.id} {s.state} on {s.worker or 'no worker'} for {now - s.since:.0f} s ({s.cached_tokens} tokens cached"

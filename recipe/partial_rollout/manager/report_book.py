@@ -1,4 +1,4 @@
-"""What workers report, passed on to the manager: each thing once, and nothing of a worker that was released."""
+"""Passes the workers' reports on to the manager: each event once, and none from a worker that was released."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 class ReportBook:
-    """Books reports of workers.
+    """Books the reports of workers.
 
     Args:
         store: takes the outputs of finished samples.
-        fail: called with the reason why the run is to end.
-        retry_later: called with a failed sample that is to run again, and the seconds until then.
+        fail: called with the reason why the run must end.
+        retry_later: called with a failed sample to retry, and the seconds until then.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class ReportBook:
         self._retry_later = retry_later
 
     def book(self, report: Report) -> None:
-        """Progress first: it also tells what samples did that the other fields name.
+        """Book progress first: it includes the last progress of samples that the other fields name.
 
         Raises:
-            RuntimeError: the worker was released, so its samples are somebody else's by now; or a sample is not RUNNING:
-                the report came twice.
+            RuntimeError: the worker was released, so other workers have its samples; or a sample is not RUNNING, so the
+                report came twice.
         """
         self._manager.incarnation(report.worker)
         for progress in report.progress:

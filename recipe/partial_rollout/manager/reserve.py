@@ -1,4 +1,4 @@
-"""Prompts that were offered and have not been admitted."""
+"""Prompts that were offered and are not admitted yet."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Reserve:
 
     prompts: deque[Prompt] = field(default_factory=deque)
     last_offered: str | None = None
-    """uid; prompts come in order, so this tells every later one from one that was offered already"""
+    """uid; prompts come in order, so this shows whether a prompt was already offered"""
     source_open: bool = True
-    """whether more may be offered"""
+    """whether more prompts may be offered"""
     source_left: int = 0
-    """prompts that the source has yet to offer, as it said last; dynamic sampling alone asks"""
+    """prompts left in the source, as last noted; only dynamic sampling uses it"""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -31,7 +31,7 @@ class Reserve:
         """Append ``prompts``.
 
         Raises:
-            RuntimeError: one does not come after the last.
+            RuntimeError: a prompt does not come after the last one.
         """
         for prompt in prompts:
             last = self.last_offered
@@ -41,15 +41,15 @@ class Reserve:
             self.last_offered = prompt.uid
 
     def note_source(self, left: int) -> None:
-        """The source has ``left`` prompts yet to offer; with none it is closed."""
+        """Note that the source has ``left`` more prompts to offer; if none, it is closed."""
         self.source_left = left
         if not left:
             self.close_source()
 
     def close_source(self) -> None:
-        """No more will be offered."""
+        """Note that no more prompts will be offered."""
         self.source_open = False
 
     def pop(self) -> Prompt:
-        """The next one, to be admitted."""
+        """Take out the next prompt, to be admitted."""
         return self.prompts.popleft()

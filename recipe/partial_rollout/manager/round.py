@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Round:
-    """Decides what starts, what is filtered and when to stop, in each round anew; changes state through its owners.
+    """Decides in each round what starts, what is filtered and when to stop; changes state only through its owners.
 
     Args:
         admission: mode and sizes.
@@ -42,7 +42,7 @@ class Round:
         self._filtered = 0
         """groups filtered in this round"""
         self._to_replace = 0
-        """of these, those for which no other was admitted"""
+        """filtered groups of this round that are not replaced yet"""
 
     # -- begin and end ---------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ class Round:
         return admitted
 
     def close(self) -> None:
-        """No more claims."""
+        """Stop claims."""
         self.is_open = False
 
     def complete(self) -> bool:
@@ -67,7 +67,7 @@ class Round:
         if len(groups.ready_queue) < size:
             return self._drained()
         if self._policy is SchedulingPolicy.IN_ORDER:
-            # No group is dispatched more than ``max_staleness`` batches ahead of its turn, so each is trained in time.
+            # No group is dispatched more than ``max_staleness`` batches before its turn, so each is trained in time.
             return all(group.state is GroupState.READY for group in groups.next_in_order(size))
         return groups.in_time_after(size, self._state.version, self.admission.max_staleness)
 
@@ -115,7 +115,7 @@ class Round:
 
     @property
     def wanted(self) -> int:
-        """Prompts to offer so that the next round never runs short of them, but for those that replace filtered ones."""
+        """Prompts to offer so that the next round never runs short; replacements for filtered groups are not counted."""
         reserve, admission = self._state.reserve, self.admission
         spare = admission.batch_groups if self.group_filter is not None else 0
         return max(0, admission.most_per_round() + spare - len(reserve)) if reserve.source_open else 0
@@ -123,7 +123,7 @@ class Round:
     # -- groups that end -------------------------------------------------------------------------------------------
 
     def sample_ended(self, group: PromptGroup) -> None:
-        """After the last sample of ``group``: it is READY, or FILTERED where all score alike, and is to be replaced.
+        """After its last sample make ``group`` READY, or FILTERED (and to be replaced) if all samples score alike.
 
         Raises:
             MissingMetricError: the group cannot be judged by ``algorithm.filter_groups``.
@@ -141,7 +141,7 @@ class Round:
             groups.ready(group)
 
     def _may_filter(self) -> bool:
-        """Whether the round's limit allows one more, and the data a batch without it."""
+        """Whether the round's limit allows one more, and the remaining data can still fill a batch without it."""
         assert self.group_filter is not None
         reserve, size = self._state.reserve, self.admission.batch_groups
         most = self.group_filter.most_a_round(size)
@@ -158,9 +158,9 @@ class Round:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the data has ended with fewer prompts left than a batch needs: no other round can be completed.
+        """Whether the data has ended with fewer prompts left than a batch needs, so that no further round can complete.
 
-        Only dynamic sampling leaves such a rest, as it consumes more prompts than it trains.
+        This only happens with dynamic sampling, which consumes more prompts than it trains.
         """
         state = self._state
         ended = self.group_filter is not None and not state.reserve.source_open

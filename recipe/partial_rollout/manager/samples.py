@@ -1,9 +1,9 @@
-"""Unfinished samples: the state of each, its journal, and who has it.
+"""Unfinished samples: the state of each, its journal, and its owner.
 
 ========= ============================ ===============================================
 verb      leaves                       enters
 ========= ============================ ===============================================
-enter                                  INTERRUPTED where it has a journal, else WAITING
+enter                                  INTERRUPTED if it has a journal, else WAITING
 claim     WAITING, INTERRUPTED         RUNNING
 interrupt RUNNING                      INTERRUPTED
 finish    RUNNING                      FINISHED
@@ -14,8 +14,8 @@ release   RUNNING, INTERRUPTED         as ``enter``
 ========= ============================ ===============================================
 
 A sample has one owner: it is claimable, or one worker has a slot for it, or it awaits its retry, or it has ended.
-``Samples`` alone writes ``Sample.state``, and every verb checks the state that it leaves: a message that comes twice or
-late is an error and not a second copy.
+Only ``Samples`` writes ``Sample.state``, and every verb checks the present state first: a message that comes twice or
+late is an error, not a second copy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Samples:
     """The unfinished samples of ``groups``, in the ``slots`` of the workers or in their queue.
 
     Args:
-        failures: what becomes of a sample whose agent loop raised.
+        failures: what to do with a sample whose agent loop raised.
         clock: seconds; stamped on state changes for stall reports.
     """
 
@@ -57,17 +57,17 @@ class Samples:
         return len(self.unfinished)
 
     def enter(self, group: PromptGroup) -> None:
-        """Those of ``group``, new or restored, that have not finished: any worker may claim them."""
+        """Add the unfinished samples of ``group``, new or restored; any worker may claim them."""
         for sample in group.samples:
             if sample.output is None:
                 self.unfinished[sample.id] = sample
                 self._requeue(sample)
 
     def claim(self, worker: str, limit: int | None, *, version: int, overdue: int, beyond_share: bool) -> list[Grant]:
-        """Slots of ``worker`` for up to ``limit`` samples, which run under the weights of ``version``.
+        """Give ``worker`` up to ``limit`` samples, each with a slot; they run under the weights of ``version``.
 
         Args:
-            overdue: groups of this birth version and older ones come first. For the rest see ``Slots.claim``.
+            overdue: groups born at this version or before come first. For the others see ``Slots.claim``.
         """
         claimed = self._slots.claim(worker, limit, len(self), overdue, beyond_share=beyond_share)
         return [self._grant(sample, worker, version) for sample in claimed]
@@ -79,7 +79,7 @@ class Samples:
             self._groups.start(group, version)
             self._slots.refresh(group)
         self._groups.counters.resumed += sample.state is SampleState.INTERRUPTED
-        # Its own worker still holds the conversation: thousands of journals need not travel to it at every resumption.
+        # This worker still holds the conversation, so its journal need not be sent at every resumption.
         held = sample.worker == worker
         journals = ((), ()) if held else (tuple(sample.segments), tuple(sample.tool_results))
         sample.worker = worker
@@ -97,18 +97,18 @@ class Samples:
         self.in_state(sample_id, SampleState.RUNNING, "add_tool_result").tool_results.append(result)
 
     def interrupt(self, sample_id: str) -> None:
-        """The slot is free; the worker keeps the conversation."""
+        """Free its slot; the worker keeps the conversation."""
         sample = self._leave_slot(sample_id, "interrupt")
         self._move(sample, SampleState.INTERRUPTED)
         self._groups.counters.interrupted += 1
         self._slots.offer(sample)
 
     def finish(self, sample_id: str, output: FinishedOutput) -> PromptGroup:
-        """The slot is free; ``output`` replaces the journal. Returns its group, which may have no other left."""
+        """Free its slot; ``output`` replaces the journal. Returns its group, which may now be complete."""
         return self._end(self._leave_slot(sample_id, "finish"), output)
 
     def fail(self, sample_id: str, error: str) -> FailureVerdict:
-        """The slot is free; nobody has the sample until ``retry`` or ``mask``, as the verdict says."""
+        """Free its slot; nobody owns the sample until ``retry`` or ``mask``, as the verdict says."""
         sample = self._leave_slot(sample_id, "fail")
         sample.worker = None
         sample.failures += 1
@@ -120,7 +120,7 @@ class Samples:
         return verdict
 
     def mask(self, sample_id: str) -> PromptGroup:
-        """A masked output replaces the journal; returns its group."""
+        """Replace the journal by a masked output; returns the sample's group."""
         sample = self.in_state(sample_id, SampleState.FAILED, "mask")
         self._groups.counters.masked += 1
         return self._end(sample, masked_output(sample.segments, sample.error))
@@ -130,11 +130,11 @@ class Samples:
         return self._failures.delay_s(self.in_state(sample_id, SampleState.FAILED, "retry_delay_s").failures)
 
     def retry(self, sample_id: str) -> None:
-        """Any worker may go on from the journal."""
+        """Make the sample claimable; any worker may continue from its journal."""
         self._requeue(self.in_state(sample_id, SampleState.FAILED, "retry"))
 
     def release(self, worker: str) -> int:
-        """``worker`` is dead: any other may go on from the journals of the samples that it had; returns how many."""
+        """Requeue the samples of a dead ``worker``; any other may continue from their journals. Returns how many."""
         held = self._slots.release(worker)
         for sample in held:
             assert sample.state in (SampleState.RUNNING, SampleState.INTERRUPTED)
@@ -169,7 +169,7 @@ class Samples:
         return group
 
     def _requeue(self, sample: Sample) -> None:
-        """Nobody owns ``sample``."""
+        """Make ``sample``, which nobody owns now, claimable."""
         sample.worker = None
         self._move(sample, SampleState.INTERRUPTED if sample.has_journal else SampleState.WAITING)
         self._slots.offer(sample)

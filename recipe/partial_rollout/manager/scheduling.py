@@ -1,10 +1,10 @@
 """Which sample runs next.
 
-A policy is a key of a group (smaller first) with three parts: is it born, how old, and how near to its end. Overdue
-groups, those at ``max_staleness``, come before any key: they must finish in this round.
+A policy is a sort key of a group (smaller first), made of its birth, its age and its distance from completion. Overdue
+groups, those at ``max_staleness``, come first whatever their key: they must finish in this round.
 
-``ClaimQueue`` keeps the groups that have a sample to give. Buckets by (owner, birth) hold lazily cleaned heaps: a claim
-looks at one top per bucket, and bounded staleness bounds the buckets, so it costs O(log n).
+``ClaimQueue`` keeps the groups that have a claimable sample in heaps, one for each (owner, birth), cleaned lazily. A
+claim looks at the top of each heap. Bounded staleness bounds the number of heaps, so a claim costs O(log n).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _bounded(group: PromptGroup) -> Key:
 
 
 def _seed(group: PromptGroup) -> Key:
-    # Ascending staleness is descending birth: the order does not change as the version advances.
+    # Ascending staleness is descending birth, so the order does not change as the version advances.
     return (group.unfinished, group.mean_finished_length, -_birth(group))
 
 
@@ -45,28 +45,28 @@ _KEYS: dict[SchedulingPolicy, Callable[[PromptGroup], Key]] = {
 
 
 def get_scheduling_priority(group: PromptGroup, policy: SchedulingPolicy = SchedulingPolicy.BOUNDED) -> Key:
-    """Sort key of ``group``: of two groups with a sample to give, the smaller key runs first.
+    """Sort key of ``group``: of two groups with a claimable sample, the one with the smaller key runs first.
 
-    Keyed on unfinished samples, mean length of the finished ones in tokens (1e9 when none has finished) and staleness,
-    the latter through the birth version; ties go to dispatch order.
+    The key uses the number of unfinished samples, the mean length of the finished ones (tokens; 1e9 if none has
+    finished) and the birth version, which stands for staleness; ties go to dispatch order.
     """
     return (*_KEYS[policy](group), group.order)
 
 
 @dataclass(slots=True)
 class _Claimable:
-    """The samples that one group has to give to one owner."""
+    """The samples of one group that one owner can claim."""
 
     samples: deque[Sample] = field(default_factory=deque)
     stamp: int = 0
-    """of the group's one live heap entry; others are stale"""
+    """stamp of the group's valid heap entry; entries with other stamps are stale"""
 
 
 _Entry = tuple[Key, int, PromptGroup]
 
 
 class ClaimQueue:
-    """Samples that can be claimed: by any worker (owner None), or by the worker that holds their conversation.
+    """Samples that can be claimed by any worker (owner None), or only by the worker that holds their conversation.
 
     Three groups with policy ``bounded``; "w0" holds the conversation of the interrupted sample of 0/0::
 
@@ -94,7 +94,7 @@ class ClaimQueue:
         self._sizes: Counter[str | None] = Counter()
 
     def size(self, owner: str | None) -> int:
-        """Samples that only ``owner`` can claim; None: those that any worker can."""
+        """Number of samples that only ``owner`` can claim; with None, of those that any worker can claim."""
         return self._sizes[owner]
 
     def push(self, sample: Sample) -> None:
@@ -113,7 +113,7 @@ class ClaimQueue:
     def pop(self, worker: str, overdue_birth: float, *, own_only: bool = False) -> Sample | None:
         """The next sample for ``worker``; groups born at or before ``overdue_birth`` come first, oldest first.
 
-        ``own_only``: of the samples that any worker could claim, overdue ones only.
+        ``own_only``: leave samples that any worker could claim to others, unless they are overdue.
         """
         best: tuple[Key, str | None, int | None] | None = None
         for owner in (worker, None):

@@ -1,8 +1,8 @@
 """Capacity of the workers, and the samples that they can claim.
 
-Workers share the samples by their slots: of those that any worker could run, a worker claims no more than leaves it with
-its fair share of all. While such a sample is left, some worker is below its share and has a free slot, or all slots are
-taken; so when every worker has claimed, no slot is free that could be filled.
+Workers share samples in proportion to their slots: a worker claims samples that any worker could run only until it has
+its fair share. While such a sample is left, some worker is below its share and has a free slot, or all slots are taken.
+So once every worker has claimed, no slot stays free that could be filled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from recipe.partial_rollout.manager.types import PromptGroup, Sample
 
 @dataclass(slots=True)
 class WorkerSlots:
-    """Capacity of one worker; apart from the life of the samples in it."""
+    """Capacity of one worker, kept apart from the lifecycle of its samples."""
 
     capacity: int
     running: dict[str, Sample] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Slots:
     # -- workers ---------------------------------------------------------------------------------------------------
 
     def register(self, worker: str, capacity: int) -> None:
-        """A worker joins that can run ``capacity`` samples at once."""
+        """Add a worker that can run ``capacity`` samples at once."""
         _check(worker, capacity)
         if worker in self._workers:
             raise RuntimeError(f"worker {worker} is registered already")
@@ -62,14 +62,14 @@ class Slots:
         self._capacity += capacity
 
     def resize(self, worker: str, capacity: int) -> None:
-        """``worker`` can run ``capacity`` samples at once from here on; what it runs goes on."""
+        """From here on ``worker`` can run ``capacity`` samples at once; running samples are not stopped."""
         _check(worker, capacity)
         slots = self.incarnation(worker)
         self._capacity += capacity - slots.capacity
         slots.capacity = capacity
 
     def release(self, worker: str) -> list[Sample]:
-        """Forget a dead worker; returns the samples that it ran or held the conversation of, which nobody owns now."""
+        """Forget a dead worker; returns the samples that it ran or whose conversation it held. Nobody owns them now."""
         slots = self._workers.pop(worker, None)
         if slots is None:
             return []
@@ -78,11 +78,11 @@ class Slots:
 
     @property
     def workers(self) -> Iterable[str]:
-        """Those that have joined and were not released."""
+        """Workers that have joined and were not released."""
         return self._workers
 
     def incarnation(self, worker: str) -> WorkerSlots:
-        """The slots of ``worker``: the same object for as long as it is not released.
+        """The slots of ``worker``: the same object until it is released.
 
         Raises:
             RuntimeError: it is not registered, or was released.
@@ -95,15 +95,15 @@ class Slots:
     # -- samples ---------------------------------------------------------------------------------------------------
 
     def offer(self, sample: Sample) -> None:
-        """Its worker can claim ``sample``, or any worker where it has none."""
+        """Make ``sample`` claimable by its worker, or by any worker if it has none."""
         self._queue.push(sample)
 
     def refresh(self, group: PromptGroup) -> None:
-        """What priority depends on has changed in ``group``."""
+        """Re-sort ``group``, whose priority has changed."""
         self._queue.refresh(group)
 
     def free(self, sample: Sample) -> None:
-        """``sample`` gives its slot back."""
+        """Free the slot of ``sample``."""
         assert sample.worker is not None
         del self._workers[sample.worker].running[sample.id]
 
@@ -112,14 +112,14 @@ class Slots:
     ) -> Iterator[Sample]:
         """Up to ``limit`` samples, in priority order, each with a slot of ``worker``.
 
-        Of the samples that any worker could run it gets those up to its share, and those that are overdue. Each is chosen
-        when it is asked for: the one before may have changed the priority of its group as it started.
+        Of the samples that any worker could run it gets overdue ones, and others up to its share. Each sample is chosen
+        when the iterator reaches it, because starting the one before may have changed the priority of its group.
 
         Args:
-            limit: None: as many as it has free slots.
-            unfinished: samples that have not finished, over all workers.
+            limit: None stands for all its free slots.
+            unfinished: number of unfinished samples over all workers.
             overdue: groups born at this version, or before, are overdue.
-            beyond_share: also a part of those that are left for the other workers, because they do not claim them.
+            beyond_share: also take part of the samples that other workers have left unclaimed.
         """
         slots = self.incarnation(worker)
         shared = math.ceil(unfinished * slots.capacity / self._capacity)
@@ -135,7 +135,7 @@ class Slots:
             yield sample
 
     def leaves_samples_to_others(self, worker: str) -> bool:
-        """Whether ``worker`` has free slots for samples that it did not get because it has its share."""
+        """Whether ``worker`` has free slots but got no more samples because it already has its share."""
         return self._workers[worker].free > 0 and self._queue.size(None) > 0
 
 

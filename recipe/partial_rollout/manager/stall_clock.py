@@ -20,7 +20,7 @@ class StallClock:
         self._moved_at = time.monotonic()
 
     def touch(self) -> None:
-        """There was progress."""
+        """Note that there was progress."""
         self._moved_at = time.monotonic()
 
     @property
@@ -29,7 +29,7 @@ class StallClock:
 
     @property
     def left_s(self) -> float:
-        """Until it has stalled; at least 0.1 s."""
+        """Seconds until the rollout counts as stalled; at least 0.1 s."""
         return max(0.1, self._stall_s - self.idle_s)
 
     @property
@@ -38,6 +38,6 @@ class StallClock:
 
     @property
     def words(self) -> str:
-        """For the error that ends the run."""
+        """How long nothing happened, for the error that ends the run."""
         idle = f"no sample reported and no engine made a token for {self.idle_s:.0f} s"
         return f"{idle} (partial_rollout.deadlines.stall_s={self._stall_s:g})"

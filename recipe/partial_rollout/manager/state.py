@@ -1,6 +1,6 @@
-"""What ``PromptsManager`` knows and a checkpoint keeps.
+"""The state of ``PromptsManager`` that a checkpoint keeps.
 
-Workers, their slots and the claim queue are not here: after a crash nobody owns anything.
+Workers, their slots and the claim queue are not part of it: after a crash no sample has an owner.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class ManagerState:
     """All prompts between the data source and the trainer."""
 
     version: int = 0
-    """of the weights that decode what is claimed"""
+    """policy version that decodes the claimed samples"""
     reserve: Reserve = field(default_factory=Reserve)
     groups: Groups = field(default_factory=Groups)
     paced: int = 0

@@ -1,6 +1,6 @@
 """Records of the recipe: prompt, group, sample, segment.
 
-Lifecycle is one enum field: that of a sample is written by ``Samples`` alone, that of a group by ``Groups`` alone.
+Each lifecycle is one enum field: only ``Samples`` writes that of a sample, only ``Groups`` that of a group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SampleState(StrEnum):
     """Gave its slot back before it ended; its tokens are cached."""
     FINISHED = "finished"
     FAILED = "failed"
-    """Ended in an error and waits for its retry; one that is not retried is masked, or ends the run."""
+    """Its agent loop failed and it waits for its retry; if it is not retried, it is masked or ends the run."""
 
 
 class GroupState(StrEnum):
@@ -36,7 +36,7 @@ class GroupState(StrEnum):
     """The trainer has it and has not acknowledged it."""
     TRAINED = "trained"
     FILTERED = "filtered"
-    """Its samples all score alike: consumed without being trained (``GroupFilter``)."""
+    """All its samples have the same score: consumed without being trained (``GroupFilter``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Segment:
     token_ids: np.ndarray
     """int32 [segment_length]"""
     log_probs: np.ndarray
-    """float32 [segment_length]; of the version that sampled them, at the sampling temperature"""
+    """float32 [segment_length]; under the version that sampled the tokens, at the sampling temperature"""
     version: int
     """policy version that made the tokens"""
     stop_reason: str | None = None
-    """the engine's stop reason: the turn is complete; None: the engine call was interrupted"""
+    """the engine's stop reason if the turn is complete; None if the engine call was interrupted"""
 
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.log_probs.shape:
@@ -86,7 +86,7 @@ class SampleOutput:
     """verl's agent-loop metrics; seconds"""
     extra_fields: dict[str, Any] = field(default_factory=dict)
     masked: bool = False
-    """stands in for a sample that failed for good: mask all 0, no reward, ``prompt_ids`` empty"""
+    """whether this replaces a sample that failed for good: mask all 0, no reward, ``prompt_ids`` empty"""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.response_mask), len(self.log_probs), len(self.versions)}
@@ -106,18 +106,18 @@ class SampleOutput:
         return self.versions[self.response_mask.astype(bool)]
 
     def staleness(self, version: int) -> int:
-        """Versions from its first generated token to the update of ``version``'s weights; 0 without tokens."""
+        """Versions from its first generated token to the update that starts from ``version``; 0 without tokens."""
         generated = self.generated
         return int(version - generated[0]) if len(generated) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class StoredOutput:
-    """What the manager keeps of a finished sample whose ``SampleOutput`` lies in an output store; no arrays."""
+    """What the manager keeps of a finished sample while an output store has its ``SampleOutput``; no arrays."""
 
     sample_id: str
     handle: Any
-    """where the store keeps it; opaque to all others"""
+    """location in the store; opaque to everyone else"""
     response_length: int
     """tokens"""
     reward_score: float | None
@@ -126,7 +126,7 @@ class StoredOutput:
 
 
 FinishedOutput = SampleOutput | StoredOutput
-"""Of a finished sample, as the manager holds it: itself, or what is known of it while a store keeps it."""
+"""The output of a finished sample as the manager holds it: whole, or as metadata while a store has it."""
 
 Held = TypeVar("Held", bound=FinishedOutput, default=SampleOutput)
 
@@ -136,7 +136,7 @@ class Prompt:
     """One dataset row of one epoch."""
 
     uid: str
-    """``epoch/position``: position is that of the row in the epoch's order"""
+    """``epoch/position``, where position counts the rows in the epoch's order"""
     epoch: int
     row: dict[str, Any]
     """non-tensor fields of verl's dataset row"""
@@ -147,7 +147,7 @@ class Prompt:
 
 
 def position_of(uid: str) -> tuple[int, int]:
-    """Epoch and position in it: the order in which prompts come from the source."""
+    """Epoch, and position in it; sorting by both gives the order in which prompts come from the source."""
     epoch, position = uid.split("/")
     return int(epoch), int(position)
 
@@ -157,20 +157,20 @@ class Sample:
     """One response of a group."""
 
     id: str
-    """``group uid # index``"""
+    """``GROUP_UID#INDEX``"""
     group: PromptGroup
     state: SampleState = SampleState.WAITING
     """written by ``Samples`` alone"""
     worker: str | None = None
-    """worker that runs it or holds its live conversation"""
+    """the worker that runs it or holds its live conversation"""
     segments: list[Segment] = field(default_factory=list)
-    """journal of its engine calls, oldest first: what it goes on from"""
+    """journal of its engine calls, oldest first; it resumes from there"""
     tool_results: list[dict[str, Any]] = field(default_factory=list)
     """journal of its finished tool calls, oldest first; JSON-able"""
     failures: int = 0
     """times that its agent loop raised"""
     error: str | None = None
-    """the last of them, in one line"""
+    """the last error that its agent loop raised, in one line"""
     output: FinishedOutput | None = None
     since: float = 0.0
     """clock reading (s) of the last state change"""
@@ -185,7 +185,7 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Response tokens so far: those of the output once it has finished, else the cached ones."""
+        """Response tokens so far: those of its output if it has finished, else the cached ones."""
         return self.output.response_length if self.output is not None else self.cached_tokens
 
 
@@ -198,7 +198,7 @@ class PromptGroup:
     """dispatch order over the whole run, from 0"""
     samples: list[Sample] = field(default_factory=list)
     state: GroupState = GroupState.WAITING
-    """written by ``Groups`` alone, as are the three below"""
+    """written by ``Groups`` alone, as are the next three fields"""
     birth: int | None = None
     """policy version under which its first sample started; None while WAITING"""
     unfinished: int = 0
@@ -212,31 +212,31 @@ class PromptGroup:
 
     @property
     def outputs(self) -> tuple[FinishedOutput, ...]:
-        """Those of the samples that have finished."""
+        """Outputs of the samples that have finished."""
         return tuple(sample.output for sample in self.samples if sample.output is not None)
 
     @property
     def mean_finished_length(self) -> float:
-        """Tokens; 1e9 while no sample has finished, so that such a group sorts last (published key)."""
+        """Mean length of the finished samples, tokens; 1e9 if none has finished, which sorts last (published key)."""
         finished = len(self.samples) - self.unfinished
         return self.finished_length / finished if finished else 1e9
 
     def drop_outputs(self) -> None:
-        """Let go of the outputs at once: group and samples refer to each other, and wait for the garbage collector."""
+        """Drop the outputs now: group and samples refer to each other and would keep them until garbage collection."""
         for sample in self.samples:
             sample.output = None
 
 
 @dataclass(frozen=True, slots=True)
 class FilteredGroup:
-    """A group that was consumed without being trained, as the ledger tells of it."""
+    """A group that was consumed without being trained, as recorded in the ledger."""
 
     uid: str
     order: int
     birth: int | None
     """policy version under which its first sample started"""
     value: float
-    """of ``algorithm.filter_groups.metric``, alike in all its samples"""
+    """value of ``algorithm.filter_groups.metric``, the same in all its samples"""
     lengths: list[int]
     """response tokens of each sample"""
 
@@ -250,16 +250,16 @@ class Grant:
     order: int
     row: dict[str, Any]
     segments: tuple[Segment, ...]
-    """its engine calls so far; empty, as the other journal, for the worker that still holds the conversation"""
+    """its engine calls so far; empty, like ``tool_results``, for the worker that still holds the conversation"""
     tool_results: tuple[dict[str, Any], ...] = ()
     """its finished tool calls so far"""
     held: bool = False
-    """the worker that gets it still has its conversation"""
+    """whether the worker that gets it still holds its conversation"""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What happened in a running sample since its worker last said something of it."""
+    """What happened in a running sample since its worker last reported on it."""
 
     sample_id: str
     segments: tuple[Segment, ...] = ()
@@ -269,7 +269,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class TakenGroup(Generic[Held]):
-    """A trained-to-be group as the trainer sees it; its outputs as the manager holds them, until they are fetched."""
+    """A group in the trainer's batch; its outputs are as the manager holds them, until they are fetched."""
 
     uid: str
     order: int

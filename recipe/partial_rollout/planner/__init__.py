@@ -1,5 +1,5 @@
-"""What a round will cost before it runs: the real ``PromptsManager`` against a model of the engine.
+"""Forecasts of rounds before they run: the real ``PromptsManager`` against a model of the engine.
 
-``engine_curve`` says how fast an engine decodes, ``lengths`` what it decodes, ``simulation`` plays rounds, ``forecast``
-sums them up; ``plan`` prints them and ``overlap_control`` steers by them.
+``engine_curve`` models how fast an engine decodes, ``lengths`` what it decodes; ``simulation`` plays rounds, and
+``forecast`` summarizes them. ``tools plan`` prints forecasts, and ``overlap_control`` decides by them.
 """

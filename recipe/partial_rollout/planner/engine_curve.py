@@ -1,4 +1,4 @@
-"""How long a continuous-batching engine takes for a decoding step, and how to read that off a run."""
+"""The time that a continuous-batching engine takes for a decoding step, and its fit to the calls of a run."""
 
 from __future__ import annotations
 
@@ -13,47 +13,48 @@ from scipy.optimize import nnls
 from recipe.partial_rollout.records.engine_call import EngineCall
 
 _PASSES = 8
-"""of the fit, and as many with contexts; where the steps of a call lie in time follows from the curve that is looked for"""
+"""passes of the fit without contexts, and as many with them; it iterates because the times of a call's steps depend on the
+curve itself"""
 _HUBER = 4.0
-"""times the median deviation: farther off, a call's weight falls with its distance; what is merely slow keeps its weight"""
+"""Huber threshold in median deviations; calls beyond it are down-weighted"""
 _FEWEST_READ = 0.1
-"""of the tokens decoded: fewer that were read again do not tell what reading costs, but what else resumption does"""
+"""share of the decoded tokens; if fewer were prefilled again, they show other costs of resumption, not that of prefill"""
 _TINY_S = 1e-9
-"""a step takes longer than nothing"""
+"""least duration of a step"""
 
 
 class CurveError(ValueError):
-    """There is too little to fit a curve to."""
+    """There is no curve: too few calls to fit one, or a bad file."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCurve:
-    """One replica: a step takes ``step_s + sample_s * running + context_s * context tokens`` and gives each a token."""
+    """One replica: a step takes ``step_s + sample_s * running + context_s * context`` and gives each sample a token."""
 
     step_s: float
     sample_s: float
     """per running sample"""
     context_s: float = 0.0
-    """per token of all running samples' contexts"""
+    """per token in the contexts of all running samples"""
     prefill_s: float = 0.0
-    """per token of a context that is read again, or for the first time"""
+    """per token of a context that is prefilled, for the first time or again"""
     kv_tokens: int | None = None
-    """context tokens that fit; None: more than is ever needed"""
+    """context tokens that fit into the KV cache; None: more than is ever needed"""
 
     def decode_s(self, running: float, context: float) -> float:
-        """Seconds of one step with ``running`` samples whose contexts have ``context`` tokens together."""
+        """Seconds of one step with ``running`` samples whose contexts have ``context`` tokens in total."""
         return self.step_s + self.sample_s * running + self.context_s * context
 
     def tokens_per_s(self, running: int) -> float:
-        """Decoded by ``running`` samples with short contexts."""
+        """Tokens decoded per second by ``running`` samples with short contexts."""
         return running / self.decode_s(running, 0)
 
     @classmethod
     def load(cls, path: Path) -> EngineCurve:
-        """From a JSON object of the fields.
+        """The curve in a JSON file, an object of the fields.
 
         Raises:
-            CurveError: it is something else; names the file.
+            CurveError: it is not such a file; names the file.
         """
         try:
             curve = cls(**json.loads(path.read_text()))
@@ -72,19 +73,19 @@ PRESETS = {
     "h20-qwen3-4b": EngineCurve(8e-3, 70e-6, 49e-9, 83e-6, 340_000),
     "h100-qwen3-4b": EngineCurve(7e-3, 25e-6, 59e-9, 16e-6, 270_000),
 }
-"""Assumptions for Qwen3-4B in bfloat16 on one GPU; nothing of them was measured."""
+"""Assumptions for Qwen3-4B in bfloat16 on one GPU; none of the figures was measured."""
 
 
 def fit(calls: Iterable[EngineCall]) -> EngineCurve:
-    """The curve under which these calls take as long as they did: all but ``kv_tokens``.
+    """Fit a curve to the durations of ``calls``: every field but ``kv_tokens``.
 
-    Least squares, in which calls that are far off count less (Huber's weights): while an engine compiles, or a neighbour
-    has its cores, calls take ten times as long as they should.
+    Least squares with Huber's weights, in which outliers count less: while an engine compiles, or other processes take
+    its cores, calls take ten times as long as they should.
 
-    Where next to nothing was read again (kept KV blocks), what reading costs cannot be told, and counts as nothing.
+    If almost no tokens were prefilled again (kept KV blocks), the cost of prefill cannot be determined and is set to 0.
 
-    Calls of several rounds may be given together: replicas stand still between them. What a shortage of KV blocks costs is
-    not told apart; nor is that of contexts where a call that was resumed does not say how far it was: the others have it.
+    Calls of several rounds may be given together: replicas are idle between rounds. The cost of a shortage of KV blocks
+    is not separated from the other terms; nor is that of contexts if a resumed call does not note its context.
 
     Raises:
         CurveError: there are fewer than two calls, or all of them ran beside equally many others.
@@ -104,7 +105,7 @@ def fit(calls: Iterable[EngineCall]) -> EngineCurve:
     contexts_known = all(span.contexts_known for span in spans)
     curve, trust = EngineCurve(1.0, 0.0), np.ones(len(tokens))
     for i in range(2 * _PASSES):
-        # First without contexts: they would explain what is merely far off before it has lost its weight.
+        # First without contexts: they would fit outliers that have not lost their weight yet.
         with_contexts = contexts_known and i >= _PASSES
         running, contexts = (
             np.concatenate(means) for means in zip(*(span.means(curve) for span in spans), strict=True)
@@ -113,7 +114,7 @@ def fit(calls: Iterable[EngineCall]) -> EngineCurve:
             raise CurveError(
                 f"all engine calls ran beside {running[0]:g} samples: the curve has no slope to be read off"
             )
-        # Steps vary by a share of what they take, each by itself.
+        # The duration of each step varies independently, by a share of itself.
         weight = trust / (np.sqrt(tokens) * (curve.step_s + curve.sample_s * running + curve.context_s * contexts))
         columns = np.stack([tokens, tokens * running, tokens * contexts * with_contexts, read], axis=1)
         step_s, sample_s, context_s, prefill_s = nnls(columns * weight[:, None], seconds * weight)[0].tolist()
@@ -124,7 +125,7 @@ def fit(calls: Iterable[EngineCall]) -> EngineCurve:
 
 
 class _Spans:
-    """Calls of one replica, how many ran at each moment, and how long their contexts were."""
+    """The calls of one replica, with the running calls and the context lengths at each moment."""
 
     def __init__(self, calls: Sequence[EngineCall]) -> None:
         starts, ends = np.array([c.busy_from for c in calls]), np.array([c.end for c in calls])
@@ -142,18 +143,18 @@ class _Spans:
 
     @property
     def read_tokens(self) -> float:
-        """That were read again."""
+        """Tokens that were prefilled again."""
         return float(self._read.sum())
 
     def means(self, curve: EngineCurve) -> tuple[np.ndarray, np.ndarray]:
-        """[call], [call]: samples that ran at once and tokens in their contexts, averaged over its steps.
+        """[call], [call]: samples that ran at once and tokens in their contexts, averaged over the call's steps.
 
-        ``curve`` says where the steps lie; what contexts add to it, those found by the last call of this.
+        ``curve`` determines when the steps ran, with the contexts that the last call of this method found.
         """
         steps = self._length / (curve.step_s + curve.sample_s * self._running + curve.context_s * self._contexts)
         begun = np.concatenate([[0.0], np.cumsum(steps)])
         own = begun[self._to] - begun[self._from]
-        # A context grows by a token a step; by less where the curve is too fast, so that a call ends with its own tokens.
+        # A context grows by a token a step; by less if the curve is too fast, so that a call ends with its own tokens.
         growth = self.tokens / own
         at_step_0 = self._between(self._begun_with - growth * begun[self._from])
         self._contexts = np.maximum(at_step_0 + self._between(growth) * (begun[:-1] + begun[1:]) / 2, 0.0)
@@ -165,14 +166,14 @@ class _Spans:
         return mean(self._running), mean(self._contexts)
 
     def _between(self, figure: np.ndarray) -> np.ndarray:
-        """[interval between two moments]: sum of ``figure``, one a call, over the calls that run in it."""
+        """[interval]: sum of ``figure`` [call] over the calls that run in each interval between two moments."""
         change = np.zeros(max(self._to.max(), self._from.max()) + 1)
         np.add.at(change, self._from, figure)
         np.add.at(change, self._to, -figure)
         return np.cumsum(change)[:-1]
 
     def read_beside(self) -> np.ndarray:
-        """[call]: tokens that the replica read again while the call was under way; the others wait for them."""
+        """[call]: tokens that the replica prefilled again while the call ran; all running calls wait for a prefill."""
         order = np.argsort(self._starts, kind="stable")
         total = np.concatenate([[0.0], np.cumsum(self._read[order])])
         starts = self._starts[order]

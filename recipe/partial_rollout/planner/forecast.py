@@ -1,4 +1,4 @@
-"""What rounds cost in the long run: figures of a simulation, one row a scheduling."""
+"""Forecasts: the long-run cost of rounds from a simulation, one row for each schedule."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from recipe.partial_rollout.records.length_bias import length_bias
 from recipe.partial_rollout.records.spread import spread
 
 _FIRST = 5
-"""rounds whose length bias a forecast tells: it is a deficit of the first ones only"""
+"""first rounds whose length bias a forecast reports; later rounds have none"""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Of rounds past the first ones, unless it says otherwise."""
+    """Figures of one schedule, over the rounds after the warm-up unless a field says otherwise."""
 
     round_s: float
     """mean"""
     trained_tokens_per_s: float
     efficiency: float
-    """``trained_tokens_per_s``, as a share of what replicas decode that a whole batch keeps full"""
+    """``trained_tokens_per_s`` over the tokens/s of replicas that a whole batch keeps full"""
     staleness_mean: float
     """versions, over trained samples"""
     staleness_p95: float
     staleness_max: int
-    """all rounds"""
+    """versions, over all rounds"""
     off_policy_fraction: float
-    """of trained tokens: made by older weights"""
+    """share of the trained tokens that older weights made"""
     first_length: float
-    """mean length trained in the first rounds, over that of as many groups in dispatch order"""
+    """mean length trained in the first rounds over that of as many groups in dispatch order"""
 
 
 def forecast(
@@ -49,7 +49,7 @@ def forecast(
     rounds: int = 24,
     warmup: int | None = None,
 ) -> Forecast:
-    """Of ``rounds`` rounds after ``warmup`` ones, by default as many as the window takes to fill."""
+    """The forecast of ``rounds`` rounds after ``warmup`` ones, by default as many as the window takes to fill."""
     warmup = warmup_rounds(admission.overlap) if warmup is None else warmup
     simulation = Simulation(admission, policy, cluster, lengths)
     played = list(simulation.rounds(warmup + max(rounds, _FIRST)))
@@ -64,7 +64,7 @@ def forecast(
 def _summarize(
     played: Sequence[SimulatedRound], warmup: int, first_length: float, full_tokens_per_s: float
 ) -> Forecast:
-    """The first ``warmup`` rounds count for the largest staleness only."""
+    """Summarize rounds; the first ``warmup`` count only for the largest staleness."""
     steady = played[warmup:]
     seconds, tokens = sum(r.seconds for r in steady), sum(r.trained_tokens for r in steady)
     staleness = spread(np.concatenate([r.staleness.ravel() for r in steady]))
@@ -82,7 +82,7 @@ def _summarize(
 
 
 def warmup_rounds(overlap: float) -> int:
-    """First rounds that are unlike those to come."""
+    """Number of first rounds that differ from the later ones."""
     return 2 + math.ceil(2 * overlap)
 
 
@@ -92,11 +92,11 @@ def baseline(admission: Admission) -> Admission:
 
 
 def smallest_worthwhile(speeds: Sequence[tuple[float, float]], min_gain: float) -> float:
-    """The smallest overlap from which the next step up is not worth its staleness; the largest where every step is.
+    """The smallest overlap whose next larger one gains too little to be worth its staleness; else the largest.
 
     Args:
         speeds: (overlap, tokens/s), ascending by overlap.
-        min_gain: share of speed that a step must gain.
+        min_gain: share of speed that the next larger overlap must gain.
     """
     for (overlap, speed), (_, faster) in itertools.pairwise(speeds):
         if faster < speed * (1 + min_gain):

@@ -1,4 +1,4 @@
-"""Response lengths that a forecast decodes: those of a run, or drawn from a distribution."""
+"""Response lengths for a forecast: those of a run, or drawn from a distribution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LengthTrace:
-    """Groups of response lengths; lengths of one group stay together, as they are alike."""
+    """Groups of response lengths; the lengths of a group stay together because they are correlated."""
 
     groups: np.ndarray
     """int [groups, samples of a group], tokens"""
@@ -34,7 +34,7 @@ class LengthTrace:
 
     @property
     def mean_context(self) -> float:
-        """Tokens that a sample's context has on average over its decoding steps, were all decoded without a pause."""
+        """Mean context of a sample over its decoding steps, in tokens, if all samples decode without a pause."""
         return self.prompt_tokens + float((self.groups.astype(float) ** 2).sum() / (2 * self.groups.sum()))
 
     def replay(self) -> Iterator[np.ndarray]:
@@ -50,7 +50,7 @@ class LengthTrace:
 
 
 def of_run(run: RunRecord) -> LengthTrace:
-    """Of the trained groups of ``run``, in the order in which they were dispatched; prompts as long as its first ones."""
+    """Lengths of the trained groups of ``run``, in dispatch order; prompts as long as its first ones."""
     groups = sorted(run.trained_groups, key=lambda group: group.order)
     prompts = [call.context_tokens or 0 for call in run.rounds[0].phase.calls if not call.resumed_tokens]
     return LengthTrace(
@@ -69,7 +69,7 @@ def lognormal(
     prompt_tokens: int = 0,
     seed: int = 0,
 ) -> LengthTrace:
-    """Lengths cut off at ``cap``; ``correlation`` of the logarithms within a group.
+    """Lognormal lengths cut off at ``cap``; ``correlation`` is that of the logarithms within a group.
 
     Raises:
         ValueError: the mean is not above the median: a lognormal distribution has a long right tail.

@@ -1,4 +1,4 @@
-"""One replica of a continuous-batching engine: samples run, each step gives every one of them a token."""
+"""Model of one replica of a continuous-batching engine: each step gives every running sample a token."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Decoding:
 
     id: str
     context: int
-    """tokens that its next step reads: prompt and response so far"""
+    """tokens in its context: prompt and response so far"""
     left: int
     """tokens that it has yet to decode"""
     order: int = 0
-    """of dispatch: the last one makes room where KV blocks run out"""
+    """dispatch order: when KV blocks run out, the last one is preempted"""
 
 
 class ReplicaModel:
-    """Runs samples between events; the simulation tells it how far to go.
+    """Runs samples from event to event; the simulation decides how far.
 
-    Time passes within a replica alone, ``clock`` seconds of it; ``steps`` counts its decoding steps.
+    Each replica has its own ``clock`` (seconds); ``steps`` counts its decoding steps.
     """
 
     def __init__(self, curve: EngineCurve) -> None:
@@ -34,15 +34,15 @@ class ReplicaModel:
         self.clock = 0.0
         self._steps = 0
         self._base = 0
-        """contexts of the running samples, less the steps at which each began: context now = base + running * steps"""
+        """sum over running samples of context at start less step of start; context now = base + running * steps"""
         self._ends: list[tuple[int, int, Decoding]] = []
         self._began: dict[str, int] = {}
         self._queued: deque[tuple[Decoding, bool]] = deque()
-        """with whether its context must be read"""
+        """waiting samples, each with whether its context must be prefilled"""
         self._order = 0
 
     def __len__(self) -> int:
-        """Samples that it has, running or queued for want of KV blocks."""
+        """Number of its samples, running or queued for lack of KV blocks."""
         return len(self._began) + len(self._queued)
 
     @property
@@ -50,7 +50,7 @@ class ReplicaModel:
         return self._base + len(self._began) * self._steps
 
     def add(self, sample: Decoding, *, reads: bool = True) -> None:
-        """Start ``sample`` when its context fits; ``reads``: its context must be prefilled first."""
+        """Start ``sample`` once its context fits; with ``reads`` its context is prefilled first."""
         self._queued.append((sample, reads))
         self._start_queued()
 
@@ -64,7 +64,7 @@ class ReplicaModel:
         room = self._curve.kv_tokens
         while self._queued:
             sample, reads = self._queued[0]
-            # A sample alone always runs: an engine can hold at least one. Others need room for a step of all of them.
+            # A single sample always runs: an engine can hold at least one. More need room for one step of all of them.
             running = len(self._began)
             if room is not None and running and self._context + sample.context + running + 1 > room:
                 return
@@ -76,7 +76,7 @@ class ReplicaModel:
             heapq.heappush(self._ends, (self._steps + sample.left, self._order, sample))
 
     def next_end(self) -> float:
-        """Clock at which the next sample ends, or KV blocks run out; infinity when it has nothing to do."""
+        """Clock at which the next sample ends or KV blocks run out; infinity if it has nothing to do."""
         return self.clock + self._seconds(self._until_event()) if self._ends else math.inf
 
     def _until_event(self) -> int:
@@ -87,7 +87,7 @@ class ReplicaModel:
         return min(to_end, max(0, (room - self._context) // len(self._began)))
 
     def run_to_event(self) -> list[str]:
-        """Run until the next sample ends; the ids of those that end there, or none when one had to make room."""
+        """Run until the next sample ends; returns the ids of those that end then, or none if one had to be preempted."""
         self._run(self._until_event())
         ended = []
         while self._ends and self._ends[0][0] <= self._steps:
@@ -98,7 +98,7 @@ class ReplicaModel:
         return ended
 
     def interrupt(self, clock: float) -> list[Decoding]:
-        """Run whole steps until ``clock`` at least, then give everything back; the step that runs is let end."""
+        """Run whole steps until at least ``clock``, then return all samples; a step that has begun is completed."""
         self.advance(clock)
         given_back = [*(self._leave(sample) for _, _, sample in self._ends), *(sample for sample, _ in self._queued)]
         self._ends.clear()
@@ -106,7 +106,7 @@ class ReplicaModel:
         return given_back
 
     def _preempt(self) -> None:
-        """What was dispatched last goes back to the queue, and its context is read again later."""
+        """Return the sample dispatched last to the queue; its context is prefilled again later."""
         last = max(self._ends, key=lambda end: (end[2].order, end[1]))
         self._ends.remove(last)
         heapq.heapify(self._ends)
@@ -125,13 +125,13 @@ class ReplicaModel:
         self._steps += steps
 
     def _seconds(self, steps: int) -> float:
-        """Of the next ``steps`` steps, in which every context grows by a token a step."""
+        """Seconds of the next ``steps`` steps; every context grows by a token a step."""
         running = len(self._began)
         growth = self._curve.context_s * running * steps * (steps - 1) / 2
         return steps * self._curve.decode_s(running, self._context) + growth
 
     def _steps_by(self, clock: float) -> int:
-        """Steps that have begun by ``clock``."""
+        """Number of steps that have begun by ``clock``."""
         if clock <= self.clock:
             return 0
         running = len(self._began)

@@ -20,31 +20,31 @@ _WORKER = "simulation"
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What decodes."""
+    """The replicas that decode."""
 
     curve: EngineCurve
-    """of each replica"""
+    """speed of each replica"""
     replicas: int
     slots_per_replica: int
     keeps_kv: bool = False
-    """interrupted samples find their keys and values again (``partial_rollout.resume_kv=keep``)"""
+    """whether interrupted samples keep their keys and values (``partial_rollout.resume_kv=keep``)"""
 
     def full_tokens_per_s(self, samples: int, context: float) -> float:
-        """Of all replicas while ``samples`` with ``context`` tokens each run, or as many as there are slots."""
+        """Tokens/s of all replicas while ``samples`` with ``context`` tokens each run, or fewer for want of slots."""
         running = min(samples / self.replicas, self.slots_per_replica)
         return self.replicas * running / self.curve.decode_s(running, running * context)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRound:
-    """One rollout phase."""
+    """One simulated rollout phase."""
 
     seconds: float
     decoded_tokens: int
     lengths: np.ndarray
     """int [trained groups, samples of a group], tokens"""
     staleness: np.ndarray
-    """int, likewise: versions since the first token of each"""
+    """int [trained groups, samples of a group], versions since the first token of each"""
     on_policy_tokens: int
     """trained tokens that this round decoded"""
 
@@ -58,9 +58,9 @@ class _Sample:
     length: int
     engine: Decoding
     first_version: int | None = None
-    """that decoded its first token"""
+    """version that decoded its first token"""
     made_before: int = 0
-    """tokens, by earlier rounds than the one that it runs in"""
+    """tokens made in rounds before the present one"""
     ended_version: int | None = None
 
     @property
@@ -69,13 +69,13 @@ class _Sample:
 
 
 class Simulation:
-    """Rounds, one after the other.
+    """Plays rounds, one after the other.
 
     Args:
-        admission: as the recipe's settings make it.
-        lengths: response lengths by group; its size must be the admission's.
-        seed: of the groups drawn from ``lengths``; None: they come in order, over and over.
-        groups: that the data has; None: no end.
+        admission: mode and sizes, as the recipe's settings make them.
+        lengths: response lengths by group; its group size must be the admission's.
+        seed: for drawing groups from ``lengths``; None: they come in order, over and over.
+        groups: number of groups in the data; None: endless.
 
     Raises:
         ValueError: the sizes differ.
@@ -104,13 +104,13 @@ class Simulation:
         self._groups = groups
         self._offered = 0
         self._left: dict[str, list[int]] = {}
-        """by group offered and not trained: lengths of its samples that have not started, last first"""
+        """for each group offered and not trained: lengths of its samples that have not started, last first"""
         self._samples: dict[str, _Sample] = {}
         self.dispatched: list[np.ndarray] = []
-        """int [samples of a group] each: lengths of the groups offered, in order"""
+        """lengths of the groups offered, in order; int [samples of a group] each"""
 
     def rounds(self, count: int) -> Iterator[SimulatedRound]:
-        """The next ``count`` rounds; fewer when the data runs out."""
+        """The next ``count`` rounds; fewer if the data runs out."""
         for _ in range(count):
             self._offer()
             if self._offered == self._groups and not self._left:
@@ -147,14 +147,14 @@ class Simulation:
         manager.close_round()
         for replica in replicas:
             for decoding in replica.interrupt(now):
-                # The step that the interruption lets end may have made the last token.
+                # The step that the interruption completes may have made the last token.
                 (self._interrupt if decoding.left else self._finish)(decoding.id)
         end = max(replica.clock for replica in replicas)
         decoded = sum(sample.made - sample.made_before for sample in self._samples.values())
         return self._train(end, decoded)
 
     def _claim(self, replicas: list[ReplicaModel], now: float) -> None:
-        """Each sample starts at the replica that has the fewest."""
+        """Claim samples; each starts at the replica that has the fewest."""
         for grant in self._manager.claim(_WORKER):
             replica = min(replicas, key=len)
             replica.advance(now)
@@ -211,6 +211,6 @@ class Simulation:
 
 
 def _output(length: int) -> SampleOutput:
-    """Of ``length`` tokens that take no memory."""
+    """An output of ``length`` tokens whose arrays take no memory."""
     zeros = np.broadcast_to(np.int32(0), length)
     return SampleOutput(zeros[:0], zeros, zeros, zeros, zeros, 1, None, {}, 2, {})

@@ -1,1 +1,1 @@
-"""Files of a run, and the records in them: written by the run, read by the tools."""
+"""The files of a run and the records in them: the run writes them, the tools read them."""

@@ -1,4 +1,4 @@
-"""One request to an engine: noted by a worker's client, kept in the trace, read by planner and report."""
+"""One request to an engine: noted by a worker's client, kept in the trace, read by the planner and the report."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class EngineCall:
     tokens: int
     """decoded by this call"""
     version: int
-    """policy version that the replica held; -1 when it did not say"""
+    """policy version that the replica held; -1 if it did not say"""
     resumed_tokens: int = 0
-    """prompt and response tokens that it had to read again because the sample was interrupted; not those found cached"""
+    """prompt and response tokens that it prefilled again because the sample was interrupted; cached ones do not count"""
     context_tokens: int | None = None
-    """prompt and response tokens that it started from; None: not noted"""
+    """prompt and response tokens that it started from; None if not noted"""
     queued_s: float = 0.0
-    """seconds for which it waited in the engine before it was first scheduled; 0 where the replica does not say"""
+    """seconds that it waited in the engine before it was first scheduled; 0 if the replica does not say"""
 
     @property
     def busy_from(self) -> float:
-        """When it took a slot of its engine: while it queues it makes no token, and its slot stands empty."""
+        """When it began to run in its engine (unix seconds); while it queues it makes no token and its slot is empty."""
         return min(self.start + self.queued_s, self.end)
 
     def tokens_within(self, start: float, end: float) -> float:
-        """Tokens between ``start`` and ``end`` (unix seconds), as if it had made them evenly once it ran."""
+        """Tokens made between ``start`` and ``end`` (unix seconds), assuming that it made them evenly once it ran."""
         inside = min(self.end, end) - max(self.busy_from, start)
         return self.tokens * max(0.0, inside) / (self.end - self.busy_from) if self.end > self.busy_from else 0.0
 
@@ -61,10 +61,10 @@ class EngineCall:
         """The inverse of ``to_json``; older traces have shorter rows.
 
         Args:
-            place: of the row, for the error. replicas: of the run; None: any.
+            place: of the row, for the error. replicas: number of the run's replicas; None if any index is valid.
 
         Raises:
-            RunRecordError: ``values`` is no such row, or names a replica that the run does not have.
+            RunRecordError: ``values`` is not such a row, or names a replica that the run does not have.
         """
         match values:
             case [int(replica), int() | float() as start, int() | float() as end, int(tokens), int(version), *rest]:

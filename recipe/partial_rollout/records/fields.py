@@ -1,4 +1,4 @@
-"""Checked access to JSON written by a run: a missing or mistyped field is one clear line, never a traceback."""
+"""Checked access to JSON written by a run: a missing or mistyped field gives a one-line error, never a traceback."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class RunRecordError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """One JSON object and the place it came from, for messages."""
+    """One JSON object, and the place it came from for error messages."""
 
     place: str
     """File, and line where it has lines."""
@@ -39,7 +39,7 @@ class Fields:
         return self._get(key, (str,), "a string")
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """``default`` where it is missing; None: it must not be."""
+        """A boolean; ``default`` if the field is missing, which is an error if ``default`` is None."""
         if default is not None and key not in self.values:
             return default
         return self._get(key, (bool,), "true or false")
@@ -93,7 +93,7 @@ class Fields:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Of one JSON object; ValueError for anything else."""
+    """Parse one JSON object; ValueError for anything else."""
     values = json.loads(raw)
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")

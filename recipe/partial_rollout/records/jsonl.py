@@ -1,7 +1,8 @@
-"""JSON lines that a run appends to while it may be killed at any moment, and how they are read back.
+"""JSON lines files: appended to by a run that may be killed at any moment, and read back.
 
-The writer ends every line before it begins the next, so at most one line of each life of a run is torn: its last. A torn
-line is therefore passed over at the end of a file and where another life begins; anywhere else it is an error.
+The writer ends every line before it begins the next, so each process of a run can leave at most one torn line, its last.
+A reader therefore skips a torn line at the end of a file or before the first line of the next process; anywhere else it
+is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class JsonLines:
     """Writes one JSON object a line; each is in the file as soon as it is added.
 
     Args:
-        append: to what an earlier life of the run has written, instead of starting the file over.
+        append: to what an earlier process of the run wrote, instead of starting the file over.
     """
 
     def __init__(self, path: Path, *, append: bool = True) -> None:
@@ -29,15 +30,15 @@ class JsonLines:
         torn = self.continues and not _ends_a_line(path)
         self._file = path.open("a" if append else "w", buffering=1)
         if torn:
-            # What a killed process left of its last line must not swallow the next one.
+            # If a killed process left an unfinished line, the next one must start on a line of its own.
             self._file.write("\n")
 
     def add(self, values: dict[str, Any]) -> None:
-        """One more line."""
+        """Write one more line."""
         self._file.write(json.dumps(values) + "\n")
 
     def sync(self) -> None:
-        """Return once every line is on the disk."""
+        """Sync every line to disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -51,13 +52,13 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def read_lines(path: Path, restarts: Container[str] = ()) -> tuple[list[Fields], list[str]]:
-    """The objects of a JSON lines file, and a warning for each torn line that was passed over.
+    """The objects of a JSON lines file, and a warning for each torn line that was skipped.
 
     Args:
-        restarts: values of ``event`` with which another life of the run begins.
+        restarts: values of ``event`` with which another process of the run begins.
 
     Raises:
-        RunRecordError: the file cannot be read, or a line is torn that no dying process can have left.
+        RunRecordError: the file cannot be read, or a line is torn that a dying process cannot have left.
     """
     lines: list[Fields] = []
     warnings: list[str] = []

@@ -35,42 +35,42 @@ class Ledger:
         self._lines = JsonLines(run_dir / NAME)
 
     def run(self, sizes: RunSizes) -> None:
-        """A process starts the training, or continues it."""
+        """Note that a process starts the training, or continues it."""
         self._add(sizes)
 
     def resumed(self, step: int) -> None:
-        """It continues from the checkpoint of ``step``; 0: from scratch."""
+        """Note that it continues from the checkpoint of ``step``; 0: from scratch."""
         self._add(Resumed(step))
 
     def admitted(self, step: int, version: int, uids: Iterable[str]) -> None:
-        """Groups admitted in the rollout of ``step``."""
+        """Note the groups admitted in the rollout of ``step``."""
         self._add(Admitted(step, version, list(uids)))
 
     def trained(self, step: int, version: int, groups: Iterable[TakenGroup]) -> None:
-        """Groups that ``step`` has trained, on the weights of ``version``."""
+        """Note the groups that ``step`` trained, starting from the weights of ``version``."""
         self._add(Trained(step, version, [TrainedGroup.of(group, version) for group in groups]))
 
     def filtered(self, step: int, version: int, groups: Iterable[FilteredGroup]) -> None:
-        """Groups consumed in the rollout of ``step`` without being trained."""
+        """Note the groups consumed in the rollout of ``step`` without being trained."""
         self._add(Filtered(step, version, list(groups)))
 
     def checkpoint(self, step: int) -> None:
-        """The checkpoint of ``step`` is whole; what the ledger says of it reaches the disk."""
+        """Note that the checkpoint of ``step`` is whole, and sync the ledger to disk."""
         self._add(Checkpoint(step))
         self.sync()
 
     def stopped(self, step: int) -> None:
-        """The process ends on purpose after ``step``."""
+        """Note that the process ends on purpose after ``step``."""
         self._add(Stopped(step))
         self.sync()
 
     def complete(self, *, exhausted: bool = False) -> None:
-        """The training has reached its last step, or the end of its data (``exhausted``)."""
+        """Note that the training has reached its last step, or the end of its data (``exhausted``)."""
         self._add(Complete(exhausted))
         self.sync()
 
     def sync(self) -> None:
-        """Return once every line is on the disk."""
+        """Sync every line to disk."""
         self._lines.sync()
 
     def _add(self, event: LedgerEvent) -> None:
@@ -78,10 +78,10 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> tuple[list[LedgerEvent], int]:
-    """The events, and how many lines were cut off because their process died while writing.
+    """The events, and the number of lines cut off because their process died while writing.
 
     Raises:
-        RunRecordError: the file is missing, or a line is no event; names it.
+        RunRecordError: the file is missing, or a line is not an event; names it.
     """
     lines, torn = read_lines(path, restarts=(RunSizes.EVENT, Resumed.EVENT))
     return [from_json(line) for line in lines], len(torn)

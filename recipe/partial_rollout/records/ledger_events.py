@@ -13,7 +13,7 @@ from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 @dataclass(frozen=True, slots=True)
 class RunSizes:
-    """A process starts the training, or continues it; the first event of a process."""
+    """Sizes of a run: the first event of each process that starts or continues the training."""
 
     EVENT: ClassVar[str] = "run"
     arm: str
@@ -23,16 +23,16 @@ class RunSizes:
     """N"""
     max_staleness: int
     epoch_prompts: int
-    """prompts of an epoch that are trained"""
+    """prompts trained in an epoch"""
     total: int
     """prompts that the whole training trains, over its epochs"""
     offered: int
-    """prompts that may be admitted: more than ``total`` where the training ends with prompts in flight (``drain=False``)
+    """prompts that may be admitted: more than ``total`` if the training ends with prompts in flight (``drain=False``)
     or filters groups"""
     filters: bool = False
-    """whether groups may be filtered: ``total`` are trained, of more that are consumed"""
+    """whether groups may be filtered: then more than ``total`` prompts are consumed, of which ``total`` are trained"""
     drains: bool = True
-    """whether a training that reaches its last step leaves nothing in flight"""
+    """whether nothing is left in flight once the training reaches its last step"""
 
     @classmethod
     def from_json(cls, line: Fields) -> Self:
@@ -78,7 +78,7 @@ class Trained:
     EVENT: ClassVar[str] = "trained"
     step: int
     version: int
-    """of the weights that the update started from"""
+    """policy version that the update started from"""
     groups: list[TrainedGroup]
 
 
@@ -104,7 +104,7 @@ class Complete:
 
     EVENT: ClassVar[str] = "complete"
     exhausted: bool = False
-    """the data could not fill another batch"""
+    """whether it ended because the data could not fill another batch"""
 
 
 LedgerEvent = RunSizes | Resumed | Admitted | Filtered | Trained | Checkpoint | Stopped | Complete

@@ -1,4 +1,4 @@
-"""The event with which ledger and trace say that another life of the run begins."""
+"""The event in ledger and trace that marks a resume: another process of the run begins."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The run continues from the checkpoint of ``step``; what the lines before say of later steps is undone (0: all)."""
+    """The run continues from the checkpoint of ``step``; earlier lines about later steps are undone (0: all of them)."""
 
     EVENT: ClassVar[str] = "resumed"
     step: int

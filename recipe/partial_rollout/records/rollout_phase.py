@@ -9,7 +9,7 @@ from recipe.partial_rollout.records.engine_call import EngineCall
 
 @dataclass(frozen=True, slots=True)
 class RolloutPhase:
-    """From the start of a round until every replica is quiet."""
+    """A time span from the start of a round until every replica is quiet, and its engine calls."""
 
     start: float
     """unix seconds"""

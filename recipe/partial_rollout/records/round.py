@@ -22,13 +22,13 @@ class Round:
     phase: RolloutPhase
     trained: list[TrainedGroup] = field(repr=False)
     interrupt_s: float | None = None
-    """seconds from the decision to interrupt until every engine was quiet; None: the arm does not interrupt"""
+    """seconds from the decision to interrupt until every engine was quiet; None if the arm does not interrupt"""
     resume_s: float | None = None
-    """seconds from the opening of the round to its first engine call; None, likewise"""
+    """seconds from the opening of the round to its first engine call; None if the arm does not interrupt"""
     carried_groups: int = 0
     """unfinished groups that it started with"""
     lost_samples: int = 0
-    """samples that are unaccounted for: a level, not an increase"""
+    """samples unaccounted for so far, not only in this round"""
 
     def to_json(self) -> dict[str, Any]:
         """Its line, without the event's name."""
@@ -47,7 +47,7 @@ class Round:
 
     @classmethod
     def from_json(cls, line: Fields, replicas: int | None) -> Self:
-        """The inverse of ``to_json``; ``replicas`` are those of the run (None: any).
+        """The inverse of ``to_json``; ``replicas`` is the number of the run's replicas (None: any).
 
         Raises:
             RunRecordError: a field is missing, mistyped or impossible; names the line.

@@ -1,8 +1,8 @@
 """One run, read back from its directory.
 
-A step counts when it has both its round (``trace.jsonl``) and its timers (``metrics.jsonl``): a run that crashed between
-the two has not trained that step. Where a resumed run repeats steps, the last attempt counts. A warning names whatever
-is left out.
+A step counts if it has both its round (``trace.jsonl``) and its timers (``metrics.jsonl``): a run that crashed between
+the two has not trained that step. If a resumed run repeats steps, the last attempt counts. A warning names everything
+that is left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Step:
         return self.round.step
 
     def seconds(self, phase: str) -> float:
-        """verl's timer of that name; 0 where the step has no such phase."""
+        """verl's timer of that name; 0 if the step has no such phase."""
         return self.metrics.get(f"timing_s/{phase}", 0.0)
 
     @property
@@ -65,7 +65,7 @@ class RunRecord:
 
     @property
     def trained_groups(self) -> list[TrainedGroup]:
-        """In the order of training."""
+        """Groups in training order."""
         return [group for step in self.steps for group in step.round.trained]
 
 
@@ -73,7 +73,7 @@ def load_run(directory: Path) -> RunRecord:
     """The run in ``directory``.
 
     Raises:
-        RunRecordError: a file is missing or cannot be read, or no step is whole; names the file and line.
+        RunRecordError: a file is missing or cannot be read, or no step is complete; names the file and line.
     """
     if not directory.is_dir():
         raise RunRecordError(
@@ -102,9 +102,9 @@ def load_run(directory: Path) -> RunRecord:
 
 
 def last_attempts(rounds: Iterable[Round]) -> tuple[list[Round], set[int]]:
-    """The rounds that count of all that a run's lives have played, and the steps that were begun again.
+    """The rounds that count, of all that the run's processes played, and the steps that were begun again.
 
-    A round undoes those of its own step and of later ones: its life continued from a checkpoint before them.
+    A round undoes earlier rounds of its own step and of later ones: its process resumed from a checkpoint before them.
     """
     kept: dict[int, Round] = {}
     repeated: set[int] = set()

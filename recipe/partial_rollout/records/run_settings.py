@@ -29,7 +29,7 @@ class RunSettings:
     batch_groups: int
     """groups that one step trains (N)"""
     samples_per_group: int
-    """samples of one group (n)"""
+    """samples in one group (n)"""
     replicas: int
     slots_per_replica: int
     """samples that one replica can run at a time"""
@@ -41,15 +41,15 @@ class RunSettings:
     vllm: str
     """version"""
     complete: bool = False
-    """stays False if the run crashed"""
+    """whether the training reached its end"""
 
     @property
     def full_concurrency(self) -> int:
-        """Running samples with no slot wasted: a whole batch, or every slot where the batch is larger."""
+        """Running samples when no slot is wasted: a whole batch, or all slots if the batch is larger."""
         return min(self.batch_groups * self.samples_per_group, self.replicas * self.slots_per_replica)
 
     def write(self, directory: Path) -> None:
-        """To ``run.json`` of a run's directory."""
+        """Write ``run.json`` in the run's directory."""
         (directory / NAME).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod

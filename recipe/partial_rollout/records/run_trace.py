@@ -1,4 +1,4 @@
-"""``trace.jsonl``: what each round of a run cost and trained. The report and the audit read it."""
+"""``trace.jsonl``: what each round of a run cost, and what it trained. The report and the audit read it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class RunTrace:
 
     Args:
         directory: of the run; created if missing.
-        replicas: server ids, in replica order; calls are filed under their index.
-        resumed_step: the step that the run continues from; events of later steps are undone. 0: all of them.
+        replicas: server ids, in replica order; a call is noted under its replica's index.
+        resumed_step: the step that the run continues from; events of later steps are undone (0: all of them).
         append: to the trace of an earlier run in the directory, instead of starting it over.
     """
 
@@ -45,16 +45,16 @@ class RunTrace:
             self._lines.add(to_json(Resumed(resumed_step)))
 
     def use_replicas(self, replicas: list[str]) -> None:
-        """The replicas are these from here on, in replica order."""
+        """From here on the replicas have these server ids, in replica order."""
         self._index.update({address: i for i, address in enumerate(replicas)})
 
     def complete(self) -> None:
-        """The training reached its last step."""
+        """Note that the training reached its last step."""
         self._run = replace(self._run, complete=True)
         self._run.write(self._directory)
 
     def probe(self, start: float, end: float, tokens: int, concurrency: int) -> None:
-        """The engine was kept at ``concurrency`` running samples."""
+        """Note a probe: the engines ran ``concurrency`` samples throughout."""
         rate = tokens / (end - start)
         span = {"start": start, "end": end, "tokens": tokens}
         self._lines.add({"event": Probe.EVENT, **span, "tokens_per_s": rate, "concurrency": concurrency})
@@ -64,27 +64,27 @@ class RunTrace:
         self._lines.add(to_json(Begin(step, time.time())))
 
     def round(self, round_: Round) -> None:
-        """One rollout phase and what it trains; its calls are of replicas that the trace knows."""
+        """Note one rollout phase and what it trains; the trace must know the replicas of its calls."""
         calls = tuple(replace(call, replica=self._index[call.replica]) for call in round_.phase.calls)
         self._lines.add(to_json(replace(round_, phase=replace(round_.phase, calls=calls))))
 
     def phase(self, name: str, step: int, start: float, end: float) -> None:
-        """Something else than a rollout took place: ``train`` or ``validate``."""
+        """Note a phase that is not a rollout: ``train`` or ``validate``."""
         self._lines.add(to_json(Phase(name, step, start, end)))
 
     def sync(self) -> None:
-        """Return once every line is on the disk."""
+        """Sync every line to disk."""
         self._lines.sync()
 
 
 def read_trace(path: Path, replicas: int | None = None) -> tuple[list[TraceEvent], list[str]]:
-    """The events, and a warning for each line that a dying process has torn.
+    """The events, and a warning for each line that a dying process left torn.
 
     Args:
-        replicas: of the run, for what its calls may name; None: any.
+        replicas: number of the run's replicas, to check its calls; None: any.
 
     Raises:
-        RunRecordError: the file is missing, or a line is no event; names it.
+        RunRecordError: the file is missing, or a line is not an event; names it.
     """
     lines, warnings = read_lines(path, restarts=(Resumed.EVENT,))
     events = [from_json(line, replicas) for line in lines]
@@ -100,7 +100,7 @@ def from_json(line: Fields, replicas: int | None) -> TraceEvent | None:
     """The inverse of ``to_json``; None for an event of another version of the recipe.
 
     Args:
-        replicas: of the run, for what its calls may name; None: any.
+        replicas: number of the run's replicas, to check its calls; None: any.
 
     Raises:
         RunRecordError: a field is missing, mistyped or impossible; names the line.

@@ -1,4 +1,4 @@
-"""How many engine calls ran at each moment of a rollout phase, and how many slots stood empty."""
+"""Running engine calls at each moment of a rollout phase, and the share of empty slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 
 @dataclass(frozen=True, slots=True)
 class RunningCurve:
-    """How many calls ran: ``running[:, i]`` from ``times[i]`` to ``times[i + 1]``, exactly; it ends at 0."""
+    """A step function of running calls: exactly ``running[:, i]`` from ``times[i]`` to ``times[i + 1]``; it ends at 0."""
 
     times: np.ndarray
     """[point], unix seconds, ascending; the first and last are the phase's start and end"""
@@ -20,16 +20,16 @@ class RunningCurve:
     """[row, point]"""
 
     def slot_seconds(self, full: int) -> float:
-        """Integral over time of the running calls of all rows, counted up to ``full``."""
+        """Integral over time of the running calls of all rows, with at most ``full`` counted at once."""
         total = np.minimum(self.running.sum(axis=0), full)
         return float(np.sum(total[:-1] * np.diff(self.times)))
 
 
 def running_curve(phase: RolloutPhase, rows: Sequence[int] | None = None, count: int = 1) -> RunningCurve:
-    """The busy time of the phase's calls, cut at its start and end.
+    """The curve of the phase's calls while they were busy, cut at the phase's start and end.
 
     Args:
-        rows: for each call, which of ``count`` rows (replicas) it counts in; None: all in one.
+        rows: for each call, the row (replica) out of ``count`` that it belongs to; None: all in one row.
     """
     starts = np.clip([call.busy_from for call in phase.calls], phase.start, phase.end)
     ends = np.clip([call.end for call in phase.calls], phase.start, phase.end)
@@ -43,7 +43,7 @@ def running_curve(phase: RolloutPhase, rows: Sequence[int] | None = None, count:
 
 
 def bubble_fraction(phases: Sequence[RolloutPhase], full: int) -> float | None:
-    """Share of ``full`` slots that stood empty over the time of the phases, 0 to 1; None where they took no time."""
+    """Mean share of ``full`` slots that were empty during the phases, 0 to 1; None if they took no time."""
     seconds = sum(phase.seconds for phase in phases)
     if seconds <= 0:
         return None

@@ -1,4 +1,4 @@
-"""Mean, 95th percentile and largest of a figure: alike in dashboard, report and forecast."""
+"""Mean, 95th percentile and maximum of a figure, computed alike for dashboard, report and forecast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of a figure over samples or rounds."""
+    """Spread of a figure over samples or rounds."""
 
     mean: float
     p95: float
@@ -18,12 +18,12 @@ class Spread:
 
 
 def p95(values: Sequence[float] | np.ndarray) -> float:
-    """The least of ``values`` that 95% of them do not pass: one that occurs, as counts (versions, segments) want."""
+    """The smallest of ``values`` that 95% of them do not exceed: no interpolation, as suits counts (versions, segments)."""
     return float(np.percentile(values, 95, method="inverted_cdf"))
 
 
 def spread(values: Sequence[float] | np.ndarray) -> Spread | None:
-    """None without values."""
+    """Mean, 95th percentile and maximum of ``values``; None if there are none."""
     if not len(values):
         return None
     return Spread(float(np.mean(values)), p95(values), float(np.max(values)))

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: what verl's file logger writes of each step."""
+"""``metrics.jsonl``: what verl's file logger writes for each step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ NAME = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One line: a training step, or a validation before the first one."""
+    """One line: a training step, or the validation before the first step."""
 
     step: int
     values: dict[str, float] = field(repr=False)
-    """by verl's key; NaN, which verl logs as null, is left out"""
+    """metrics by verl's key; NaN, which verl logs as null, is left out"""
 
     @property
     def trained(self) -> bool:
@@ -26,7 +26,7 @@ class StepMetrics:
 
 
 def read_metrics(path: Path) -> tuple[list[StepMetrics], list[str]]:
-    """The lines in their order, and a warning where the last one is torn.
+    """The lines in order, and a warning if the last one is torn.
 
     Raises:
         RunRecordError: the file cannot be read, or a line holds no metrics; names it.

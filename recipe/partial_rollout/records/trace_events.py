@@ -8,7 +8,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The engines' speed when kept full, measured in the run itself through the same path."""
+    """The engines' speed when kept full, measured in the run itself through the same path as its rounds."""
 
     EVENT: ClassVar[str] = "probe"
     tokens_per_s: float
@@ -27,7 +27,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Something else than a rollout took place."""
+    """A phase that is not a rollout."""
 
     EVENT: ClassVar[str] = "phase"
     name: str

@@ -1,1 +1,1 @@
-"""The driver's half of a round: manager of agent loops, worker pool, replicas, weight sync, batch, metrics."""
+"""The driver's half of a round: agent-loop manager, worker pool, replicas, weight sync, batch, metrics."""

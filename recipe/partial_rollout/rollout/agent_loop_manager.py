@@ -62,7 +62,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         auto_await(pool.start)()
 
     def _spawn(self, i: int) -> Any:
-        """A new worker, as verl's ``_init_agent_loop_workers`` makes them; Ray places it on a node that is alive."""
+        """A new worker, made as in verl's ``_init_agent_loop_workers``; Ray places it on a living node."""
         return self.agent_loop_workers_class.remote(  # type: ignore[attr-defined]
             self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles
         )
@@ -109,7 +109,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
 def _start_manager(context: RolloutContext, store: RayObjects) -> Any:
     """The manager actor's handle."""
     settings = context.settings
-    # With dynamic sampling nobody knows beforehand how many prompts the training consumes, only how many it trains.
+    # With dynamic sampling it is unknown how many prompts the training will consume, only how many it will train.
     bounded = settings.group_filter is not None and settings.drain
     train_groups = context.last_step * settings.batch_groups if bounded else None
     actor_class: Any = ray.remote(ManagerActor).options(num_cpus=0)

@@ -1,4 +1,4 @@
-"""From finished groups to verl's ``DataProto``: padding happens here and nowhere earlier.
+"""Assembles finished groups into verl's ``DataProto``; padding happens here and nowhere earlier.
 
 The batch contract under PR (B = groups * samples, P = rollout.prompt_length, R = rollout.response_length):
 
@@ -11,7 +11,7 @@ response_mask      [B, R]    int64   1 where the model generated the token
 input_ids          [B, P+R]  int64   prompts then responses
 attention_mask     [B, P+R]  int64   1 where there is a token
 position_ids       [B, P+R]  int64   as verl's ``compute_position_id_with_mask``
-rollout_log_probs  [B, R]    float32 of the version that sampled each token; 0 elsewhere
+rollout_log_probs  [B, R]    float32 under the version that sampled each token; 0 elsewhere
 rollout_versions   [B, R]    int32   policy version of each generated token; -1 elsewhere
 rm_scores          [B, R]    float32 the score at the last token (absent when a reward model scores later)
 ================== ========= ======= ==========================================================================
@@ -39,7 +39,7 @@ _LIST_FIELDS = ("turn_scores", "tool_rewards")
 
 
 def _padded(rows: Sequence[np.ndarray], width: int, fill: float, dtype: torch.dtype, *, left: bool) -> torch.Tensor:
-    """[len(rows), width], each row at the left end (or the right one) and ``fill`` elsewhere."""
+    """[len(rows), width]: each row at the left end (padded on the left: at the right end), ``fill`` elsewhere."""
     result = torch.full((len(rows), width), fill, dtype=dtype)
     for i, row in enumerate(rows):
         if len(row) > width:
@@ -103,10 +103,10 @@ def _non_tensors(groups: Sequence[TakenGroup], slot_uids: Sequence[str]) -> tupl
 
 
 def filled_in(outputs: Sequence[SampleOutput]) -> tuple[SampleOutput, ...]:
-    """``outputs`` of a group, where masked ones get their siblings' prompt and mean reward.
+    """``outputs`` of a group, in which masked ones get their siblings' prompt and mean reward.
 
-    A masked sample has no token in the loss; with the mean of the others as its reward it leaves the group's baseline
-    where it is. A group without any sample to learn from gets reward 0 throughout, that is no advantage.
+    A masked sample has no token in the loss, and with the mean of the others as its reward it does not change the
+    group's baseline. A group with only masked samples gets reward 0 throughout, so no advantage.
     """
     good = [output for output in outputs if not output.masked]
     if len(good) == len(outputs):
@@ -121,7 +121,7 @@ def filled_in(outputs: Sequence[SampleOutput]) -> tuple[SampleOutput, ...]:
 
 
 def _mean_info(outputs: Sequence[SampleOutput]) -> dict[str, Any]:
-    """Extra information of the reward: the mean of numbers, the first of anything else."""
+    """The reward's extra information for a masked sample: the mean of its siblings' numbers, the first of anything else."""
     infos = [output.reward_extra_info for output in outputs]
     return {
         key: float(np.mean([info[key] for info in infos])) if isinstance(value, bool | int | float) else value
@@ -135,7 +135,7 @@ def assemble_batch(
     """The training batch of ``groups``, in their order.
 
     Args:
-        slot_uids: one per group, as verl's ``fit`` has named its slots.
+        slot_uids: one per group, as verl's ``fit`` named its slots.
         prompt_length: P, tokens. response_length: R, tokens. pad_id: token id of the padding.
 
     Raises:

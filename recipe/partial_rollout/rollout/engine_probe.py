@@ -1,4 +1,4 @@
-"""Measures what the engines decode when they are kept full: the yardstick of efficiency."""
+"""Measures how fast the engines decode when kept full, which efficiency is relative to."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.waits import result_of, within
 
 TakeCalls = Callable[[], Awaitable[tuple[EngineCall, ...]]]
-"""engine calls of all workers that ended since the last time this was asked"""
+"""returns the engine calls of all workers that ended since it was last called"""
 
 
 class EngineProbe:
-    """Runs samples that nobody trains, through the whole path.
+    """Runs samples through the whole path; they are not trained.
 
     Args:
-        context: lent by the trainer.
+        context: parts of the trainer.
         workers: handles of the agent-loop workers.
-        take_calls: asks them for their engine calls.
+        take_calls: collects their engine calls.
     """
 
     def __init__(self, context: RolloutContext, workers: Sequence[Any], take_calls: TakeCalls) -> None:
@@ -30,19 +30,19 @@ class EngineProbe:
         self._workers = workers
         self._take_calls = take_calls
         self.full_tokens_per_s: float | None = None
-        """what the last probe measured; None before the first"""
+        """tokens/s that the last probe measured; None before the first"""
 
     @property
     def concurrency(self) -> int:
-        """Samples that keep the engines full."""
+        """Number of samples that keep the engines full."""
         return self._context.full_concurrency
 
     async def measure(self, rows: list[dict[str, Any]], seconds: float) -> float:
         """Keep the engines full for twice ``seconds``; decoded tokens per second of the second half.
 
-        Before that they are warmed up: on a machine without caches an engine may compile for longer than the probe
-        takes. In the first half the samples are younger, so cheaper to decode, than those of a round. All are thrown
-        away: nothing of the probe is trained.
+        The engines are warmed up first: on a machine without caches an engine may compile for longer than the probe
+        takes. In the first half the samples are younger than those of a round, and so cheaper to decode. All samples
+        are thrown away; the probe trains nothing.
         """
         share = math.ceil(self.concurrency / len(self._workers))
         await within(
@@ -60,7 +60,7 @@ class EngineProbe:
     async def _keep_full(
         self, rows: list[dict[str, Any]], share: int, seconds: float
     ) -> tuple[tuple[EngineCall, ...], float]:
-        """Run ``share`` samples on each worker for ``seconds``; their engine calls, and when the engines were quiet."""
+        """Run ``share`` samples on each worker for ``seconds``; returns their calls, and when the engines were quiet."""
         workers, control = self._workers, self._context.control
         await self._take_calls()
         running = [asyncio.ensure_future(result_of(worker.probe.remote(rows, share))) for worker in workers]
@@ -78,6 +78,6 @@ class EngineProbe:
         end = time.time()
         await within(asyncio.gather(*running), reward_s, "the last samples of the probe", "reward_s")
         await control.resume()
-        # What the probe had preempted is no round's.
+        # Preemptions during the probe belong to no round.
         await control.new_preemptions()
         return await self._take_calls(), end

@@ -1,7 +1,7 @@
-"""Engines that decode are no stall: while nothing is reported of a round, the manager is told that tokens are made.
+"""Tells the manager that engines still decode, so that a long silence of the workers does not count as a stall.
 
-A worker reports a sample when it finishes or is interrupted, which a response of 60,000 tokens may not do for longer than
-``deadlines.stall_s``. The engines are asked a few times in that span, never for a token or a step.
+A worker reports a sample when it finishes or is interrupted. A response of 60,000 tokens may do neither for longer than
+``deadlines.stall_s``. So the engines are asked a few times in that span, not for each token or step.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ RunningTokens = Callable[[], Awaitable[dict[str, int]]]
 """``ServerControl.running_tokens``"""
 
 ASKED_IN_A_STALL = 4
-"""times that the engines are asked in ``stall_s``: a stall is noticed that share of it late at most"""
+"""times that the engines are asked within ``stall_s``; a stall is noticed at most ``stall_s`` over this number late"""
 
 
 async def wait_round(manager: Any, running_tokens: RunningTokens, stall_s: float) -> RoundEnd | PromptsWanted:
-    """``ManagerActor.wait_round`` of the actor ``manager``, which hears meanwhile that the engines make tokens."""
+    """``ManagerActor.wait_round`` of the actor ``manager``; meanwhile tell it whenever the engines have made tokens."""
     every_s = stall_s / ASKED_IN_A_STALL
     watching = asyncio.ensure_future(watch_engines(running_tokens, every_s, manager.note_decoding.remote))
     try:
@@ -31,7 +31,7 @@ async def wait_round(manager: Any, running_tokens: RunningTokens, stall_s: float
 
 
 async def watch_engines(running_tokens: RunningTokens, every_s: float, note: Callable[[], Awaitable[object]]) -> None:
-    """Call ``note`` after each ``every_s`` seconds in which an engine has made a token; for ever.
+    """Every ``every_s`` seconds, for ever: call ``note`` if an engine has made a token since the last time.
 
     Args:
         running_tokens: ``ServerControl.running_tokens``. No request runs in any engine yet.

@@ -1,15 +1,15 @@
 """How many samples run at once on a replica: no more than its seats, and no more than its KV cache holds.
 
-Slots beyond the KV cache do not speed a replica up: vLLM preempts the samples that were dispatched last and reads their
-contexts again, over and over. In the planner's simulation (Qwen3-4B on H20, 32 groups of 8 a step, 512 in flight on one
+Slots beyond the KV cache do not speed a replica up: vLLM preempts the samples that were dispatched last and prefills
+their contexts again and again. In the planner's simulation (Qwen3-4B on H20, 32 groups of 8 a step, 512 in flight on one
 replica; lognormal lengths with median 3,000, mean 3,600, cap 18,384) 512 slots cost 1,154 preemptions a round and reach
-2,362 tokens/s; the rule below 22 and 2,772; the best fixed number 2,743. With lengths near their cap (mean 6,800 of
-8,192): 1,364 and 2,155 against 29 and 2,476.
+2,362 tokens/s; the rule below has 22 preemptions and reaches 2,772, the best fixed number 2,743. With lengths near their
+cap (mean 6,800 of 8,192) the figures are 1,364 and 2,155 against 29 and 2,476.
 
-Before anything has been decoded a sample is reckoned at ``prompt_length + response_length / 2`` tokens, what it holds on
-average if all reach their cap. Kept for good that would cost a quarter of the speed where lengths have a tail (2,119
-tokens/s), so from the first round on it is reckoned at the context measured while decoding, and the slots
-fill ``KV_SHARE`` of the cache: of .7, .8 and .9 the largest without many preemptions (.9: 144 a round, no faster).
+Before anything is decoded, a sample counts as ``prompt_length + response_length / 2`` tokens, which it holds on average
+if all samples reach their cap. Kept for the whole run, that would cost a quarter of the speed if lengths have a tail
+(2,119 tokens/s). So after the first round a sample counts as the context measured while decoding, and the slots fill
+``KV_SHARE`` of the cache: of .7, .8 and .9 the largest without many preemptions (.9: 144 a round, no faster).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.rollout.server_control import ServerControl
 
 KV_SHARE = 0.8
-"""of the KV cache that samples of the measured mean context fill; the rest is for their spread"""
+"""share of the KV cache that samples of the measured mean context fill; the rest is for their spread"""
 _NOTABLE = 0.05
-"""smaller changes of the slots, as a share, are not made"""
+"""smallest change of the slots that is made, as a share"""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleSizes:
-    """Longest that the configuration allows; tokens."""
+    """Longest prompt and response that the configuration allows, tokens."""
 
     prompt: int
     response: int
@@ -42,11 +42,11 @@ class SampleSizes:
 
 
 class ReplicaSlots:
-    """Samples that may run at once on each replica; follows the lengths from round to round unless they were given.
+    """The slots of each replica; unless the user gave a number, they follow the lengths from round to round.
 
     Args:
         most: ``partial_rollout.slots_per_replica`` where ``given``, else ``rollout.max_num_seqs``.
-        kv_tokens: that the smallest KV cache of all replicas holds; None: unknown.
+        kv_tokens: tokens that the smallest KV cache of all replicas holds; None: unknown.
     """
 
     def __init__(self, most: int, *, given: bool, kv_tokens: int | None, sizes: SampleSizes) -> None:
@@ -55,7 +55,7 @@ class ReplicaSlots:
 
     @classmethod
     async def of(cls, settings: PartialRolloutConfig, control: ServerControl, sizes: SampleSizes) -> Self:
-        """As ``settings`` ask for it, by the KV cache where the user gives no number."""
+        """The slots that ``settings`` ask for, or that the KV cache allows if the user gives no number."""
         kv_tokens = await control.kv_tokens()
         return cls(settings.slots_per_replica, given=settings.slots_given, kv_tokens=kv_tokens, sizes=sizes)
 
@@ -83,7 +83,7 @@ class ReplicaSlots:
         )
 
     def observe(self, calls: Iterable[EngineCall]) -> str | None:
-        """Reckon anew from the calls of a round; a line that says so if the slots have changed."""
+        """Adjust the slots to the calls of a round; returns a line that says so if they changed."""
         if self._given or self._kv_tokens is None:
             return None
         decoded = [(call.tokens, call.context_tokens + call.tokens / 2) for call in calls if call.context_tokens]

@@ -1,4 +1,4 @@
-"""A round on its way from preparation to its end; ``Rounds`` owns it and moves it on.
+"""A round from preparation to its end; ``Rounds`` owns it and changes its state.
 
 ::
 
@@ -13,10 +13,10 @@ from recipe.partial_rollout.rollout.played_round import PlayedRound
 
 
 class RoundState(StrEnum):
-    """Where a round is."""
+    """The state of a round."""
 
     PREPARED = "prepared"
-    """the manager grants its samples once the round before it is flushed; no engine call is allowed"""
+    """the manager grants its samples once the previous round is flushed; engine calls are not allowed yet"""
     OPEN = "open"
     """workers may call the engines"""
     INTERRUPTED = "interrupted"
@@ -24,11 +24,11 @@ class RoundState(StrEnum):
     FLUSHING = "flushing"
     """the trainer updates on the batch while the workers report what the round left unfinished"""
     FINISHED = "finished"
-    """the manager knows of everything, and that the batch is trained"""
+    """the manager knows everything, and that the batch is trained"""
 
 
 class LiveRound:
-    """One rollout phase of ``step``.
+    """The rollout phase of ``step``.
 
     >>> opened = LiveRound(3)
     >>> opened.open()
@@ -51,20 +51,20 @@ class LiveRound:
         self._move(RoundState.PREPARED, RoundState.OPEN)
 
     def interrupt(self) -> None:
-        """The engines are being stopped."""
+        """Note that the engines are being stopped."""
         self._move(RoundState.OPEN, RoundState.INTERRUPTED)
 
     def flush(self, played: PlayedRound | None) -> None:
-        """The workers are asked for what is left; ``played`` is what the round was, None if it was given up."""
+        """The workers are asked for their last reports; ``played`` is the played round, None if it was given up."""
         self._move(RoundState.INTERRUPTED, RoundState.FLUSHING)
         self._played = played
 
     def finish(self) -> None:
-        """Everything is reported, and the batch is trained if there was one."""
+        """Note that everything is reported and the batch, if any, is trained."""
         self._move(RoundState.FLUSHING, RoundState.FINISHED)
 
     def played(self) -> PlayedRound:
-        """What the round was; while it is flushing.
+        """The played round; only while it is flushing.
 
         Raises:
             RuntimeError: it is in another state, which the message names.
@@ -74,7 +74,7 @@ class LiveRound:
         return self._played
 
     def require_finished(self, what: str) -> None:
-        """Raise RuntimeError, which names the state, if the round is not finished: ``what`` comes too early."""
+        """Raise RuntimeError, which names the state, if the round is not finished and ``what`` comes too early."""
         if self._state is not RoundState.FINISHED:
             raise RuntimeError(
                 f"the round of step {self.step} is {self._state}, not finished: it is too early for {what}"

@@ -1,4 +1,4 @@
-"""Figures of one round and its batch, ``partial_rollout/...``; units in each docstring."""
+"""Metrics of one round and its batch, ``partial_rollout/...``; units in each docstring."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 
 def phase_metrics(phase: RolloutPhase, full: int, full_tokens_per_s: float | None) -> dict[str, float]:
-    """Decoded tokens, seconds, tokens/s, bubble and (where the engine was probed) efficiency, both shares of 1."""
+    """Decoded tokens, seconds, tokens/s, bubble and (if the engine was probed) efficiency; both are shares, 0 to 1."""
     rate = phase.decoded_tokens / phase.seconds if phase.seconds > 0 else 0.0
     metrics = {
         "rollout/decoded_tokens": phase.decoded_tokens,
@@ -30,7 +30,7 @@ def phase_metrics(phase: RolloutPhase, full: int, full_tokens_per_s: float | Non
 
 
 def batch_metrics(groups: Sequence[TakenGroup], trained_at: int) -> dict[str, float]:
-    """Staleness (versions), off-policy tokens (share of 1), engine calls per sample, size of the trained batch."""
+    """Staleness (versions), off-policy tokens (share, 0 to 1), engine calls per sample, size of the trained batch."""
     trained = [TrainedGroup.of(group, trained_at) for group in groups]
     staleness = spread([age for group in trained for age in group.staleness])
     segments = spread([count for group in trained for count in group.segments])

@@ -1,4 +1,4 @@
-"""verl's agent-loop manager, observed: what noPR runs."""
+"""verl's agent-loop manager with an account of its phases: noPR's rollout."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from recipe.partial_rollout.worker.observed_worker import ObservedAgentLoopWorke
 
 
 class ObservedAgentLoopManager(AgentLoopManager):
-    """verl's manager and workers, which make the batches; an ``ObservedPhases`` notes what they cost.
+    """verl's manager and workers, which make the batches; an ``ObservedPhases`` notes the cost of each phase.
 
-    verl constructs it before the trainer has its parts: ``connect`` makes what needs them.
+    verl constructs it before the trainer has all its parts; ``connect`` makes what needs them.
     """
 
     worker_class: type[ObservedAgentLoopWorker] = ObservedAgentLoopWorker
@@ -36,7 +36,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         self._observed: ObservedPhases | None = None
 
     def connect(self, context: RolloutContext) -> None:
-        """Observe for the trainer whose parts are ``context``; called once, after the workers are up."""
+        """Observe for the trainer whose parts are ``context``; call it once, after the workers are up."""
         self._observe(context, partial(_calls_of, self.agent_loop_workers))
 
     def _observe(self, context: RolloutContext, take_calls: TakeCalls) -> None:
@@ -53,7 +53,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         """``AgentLoopManager.generate_sequences``, observed.
 
         Raises:
-            StopTraining: the user asked for it in a validation.
+            StopTraining: the user asked for it during a validation.
         """
         validates = prompts.meta_info.get("validate", False)
         observe = self._phases.validate if validates else self._phases.batch

@@ -1,4 +1,4 @@
-"""Rollout phases that verl runs itself, observed: noPR's batches, and validation in both arms."""
+"""An account of the rollout phases that verl runs itself: noPR's batches, and validation in both arms."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _IDENTITY = ("raw_prompt", "index")
 
 
 class ObservedPhases:
-    """Notes what each phase cost.
+    """Notes the cost of each phase.
 
     Args:
-        context: lent by the trainer.
-        take_calls: asks the agent-loop workers for their engine calls.
-        probe: what the engines decode when kept full.
+        context: parts of the trainer.
+        take_calls: collects the engine calls of the agent-loop workers.
+        probe: measures how fast the engines decode when kept full.
     """
 
     def __init__(self, context: RolloutContext, take_calls: TakeCalls, probe: EngineProbe) -> None:
@@ -34,7 +34,7 @@ class ObservedPhases:
         self._figures: dict[str, float] = {}
 
     async def validate(self, prompts: DataProto, generated: Awaitable[DataProto]) -> DataProto:
-        """``generated``, which verl makes of ``prompts``.
+        """Await and return ``generated``, verl's validation of ``prompts``.
 
         Raises:
             StopTraining: the user asked for it.
@@ -47,7 +47,7 @@ class ObservedPhases:
         return output
 
     async def batch(self, prompts: DataProto, generated: Awaitable[DataProto]) -> DataProto:
-        """As ``validate``, of a batch that is trained."""
+        """As ``validate``, for a batch that is trained."""
         start = time.time()
         output = await generated
         end = time.time()
@@ -57,12 +57,12 @@ class ObservedPhases:
         return output
 
     def take_step_metrics(self) -> dict[str, float]:
-        """Figures of the last batch, without the ``partial_rollout/`` prefix."""
+        """Metrics of the last batch, without the ``partial_rollout/`` prefix."""
         taken, self._figures = self._figures, {}
         return taken
 
     def _note(self, phase: RolloutPhase, prompts: DataProto, output: DataProto) -> dict[str, Any]:
-        """noPR: every sample started and ended in this phase, under one version."""
+        """Note a phase of noPR, in which every sample started and ended, under one version."""
         settings = self._context.settings
         step = prompts.meta_info["global_steps"]
         lengths = output.batch["attention_mask"][:, output.batch["prompts"].shape[1] :].sum(dim=1).tolist()

@@ -1,8 +1,8 @@
 """``partial_rollout.overlap=auto``: as many spare groups in flight as are worth their staleness, found by measuring.
 
-After each round an engine curve is fitted to the calls of the last rounds, and the lengths they had are played through the
-planner's simulation with one notch more and one notch less in flight. One notch a round at most, by what
-it would gain; a change of direction needs two measurements in a row, so that noise does not swing the window to and fro.
+After each round an engine curve is fitted to the calls of the last rounds, and their lengths are played through the
+planner's simulation with one notch more and one notch less in flight. The overlap then moves by at most one notch,
+depending on the gain. A change of direction needs two measurements in a row, so that noise does not swing the window.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from recipe.partial_rollout.records.engine_call import EngineCall
 logger = logging.getLogger(__name__)
 
 _Round = tuple[list[EngineCall], list[list[int]]]
-"""engine calls, and the lengths of each trained group"""
+"""engine calls of a round, and the lengths of each trained group"""
 _ROUNDS = 8
-"""that a decision looks back on"""
+"""number of past rounds that a decision uses"""
 _GROUPS = 512
-"""that a simulation trains: with fewer, a few long responses decide"""
+"""groups that a simulation trains; with fewer, a few long responses would decide"""
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapDecision:
-    """What was chosen after a round, and why."""
+    """The overlap chosen after a round, and the reasons."""
 
     overlap: float
-    """for the rounds to come"""
+    """overlap of the rounds to come"""
     gain_up: float
     """predicted share of speed that one notch more would add; 0 at the ceiling"""
     gain_down: float
@@ -49,13 +49,13 @@ class OverlapDecision:
 
 
 class OverlapControl:
-    """Decides between rounds, in a thread of its own: a round never waits for it.
+    """Decides between rounds, in a thread of its own, so that no round waits for it.
 
     Args:
-        admission: sizes of the run; its overlap is where the control starts.
+        admission: sizes of the run; the control starts at its overlap.
         notch: most that overlap changes in a round.
         min_gain: share of speed that a notch must add to be worth its staleness.
-        cluster: of ``curve``, its one engine's, to the engines of the run.
+        cluster: makes the run's engines from the curve of one.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class OverlapControl:
         self._admission = admission
         self._policy = policy
         self._cluster = cluster
-        # Less than a group is no change.
+        # Less than one group would change nothing.
         self._notch = max(notch, 1 / admission.batch_groups)
         self._min_gain = min_gain
         self._rounds: deque[_Round] = deque(maxlen=_ROUNDS)
@@ -81,7 +81,7 @@ class OverlapControl:
 
     @classmethod
     def of(cls, settings: PartialRolloutConfig, replicas: int, slots: Callable[[], int]) -> OverlapControl | None:
-        """As the settings ask for it, with ``slots`` a replica; None where ``overlap`` is fixed."""
+        """The control that the settings ask for; ``slots`` returns the slots of a replica. None if ``overlap`` is fixed."""
         auto = settings.overlap_control
         if auto is None:
             return None
@@ -93,34 +93,34 @@ class OverlapControl:
 
     @property
     def overlap(self) -> float:
-        """In force."""
+        """The overlap in force."""
         return self._admission.overlap
 
     def metrics(self) -> dict[str, float]:
-        """What is in force, and what the last decision went by (shares of speed)."""
+        """The overlap in force, and the gains that led to the last decision (shares of speed)."""
         figures = {"overlap_auto/target": self.overlap}
         if self._last is not None:
             figures |= {"overlap_auto/gain_up": self._last.gain_up, "overlap_auto/gain_down": self._last.gain_down}
         return figures
 
     def observe(self, calls: Sequence[EngineCall], lengths: Sequence[Sequence[int]]) -> None:
-        """A round has ended: its engine calls, and the lengths of each group it trains; starts to decide."""
+        """Start to decide after a round, from its engine calls and the lengths of each group that it trains."""
         self._rounds.append((list(calls), [list(group) for group in lengths]))
         if self._pending is None:
             self._pending = Future()
-            # A daemon: a training that ends does not wait for what nobody will ask for.
+            # A daemon thread, so that the end of the training does not wait for a decision that nobody needs.
             Thread(target=self._answer, args=(self._pending, list(self._rounds)), daemon=True).start()
 
     def _answer(self, answer: Future[OverlapDecision | None], rounds: Sequence[_Round]) -> None:
         try:
             answer.set_result(self.decide(rounds))
         except Exception as error:
-            # What is in flight stays as it is: a forecast that fails is no reason to end a training.
+            # The overlap stays as it is: a failed forecast is no reason to end a training.
             logger.exception("overlap=auto decided nothing: %s", error)
             answer.set_result(None)
 
     def poll(self) -> OverlapDecision | None:
-        """A change that has been decided since the last call, now in force; None: none, or not yet."""
+        """A change decided since the last call, which is now in force; None if there is none, or not yet."""
         if self._pending is None or not self._pending.done():
             return None
         decision, self._pending = self._pending.result(), None
@@ -132,7 +132,7 @@ class OverlapControl:
         return decision if decision.overlap != before else None
 
     def _steadied(self, decision: OverlapDecision) -> OverlapDecision:
-        """The decision, or to stay where it is the first in a row to turn back."""
+        """The decision, or to stay if it is the first one to change direction."""
         change = float(np.sign(decision.overlap - self.overlap))
         turns = change != 0 and change == -self._heading
         if turns and not self._turn_asked:
@@ -143,7 +143,7 @@ class OverlapControl:
         return decision
 
     def decide(self, rounds: Sequence[_Round]) -> OverlapDecision | None:
-        """The next overlap after these rounds; None when they do not show how the engine's speed depends on its load."""
+        """The next overlap after these rounds; None if they do not show how the engine's speed depends on its load."""
         try:
             curve = fit([call for calls, _ in rounds for call in calls])
         except CurveError:
@@ -152,13 +152,13 @@ class OverlapControl:
         cluster, now = self._cluster(curve), self.overlap
         more = min(now + self._notch, float(self._admission.max_staleness))
         less = max(now - self._notch, 0.0)
-        # One stretch of rounds for all three: two that train alike must not differ by where they are cut.
+        # All three are simulated over the same rounds, so that two equal ones do not differ by where they are cut.
         warmup = warmup_rounds(more)
         speeds = {overlap: self._speed(overlap, cluster, lengths, warmup) for overlap in {less, now, more}}
         up, down = speeds[more] / speeds[now] - 1, speeds[now] / speeds[less] - 1
         if more > now and up >= self._min_gain:
             return OverlapDecision(more, up, down, f"a notch more gains {up:.1%}, at least {self._min_gain:.1%}")
-        # Half of what it takes to go up: a gain near the threshold must not swing the window to and fro.
+        # Half of what it takes to go up, so that a gain near the threshold does not swing the window.
         if less < now and down < self._min_gain / 2:
             return OverlapDecision(
                 less, up, down, f"the last notch gains {down:.1%}, under half of {self._min_gain:.1%}"

@@ -1,4 +1,4 @@
-"""A round whose batch the trainer has, while workers still report of what it left unfinished."""
+"""A round whose batch the trainer has, while workers still report its unfinished samples."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from recipe.partial_rollout.records.engine_call import EngineCall
 
 @dataclass(frozen=True, slots=True)
 class PlayedRound:
-    """Moments are in unix seconds."""
+    """What is known of a played round; moments are in unix seconds."""
 
     step: int
     start: RoundStart
     end: RoundEnd
     began: float
     opened_at: float
-    """engine calls were allowed"""
+    """when engine calls were allowed"""
     quiet_at: float
-    """no engine ran any more"""
+    """when no engine ran any more"""
     groups: list[TakenGroup]
     flushing: list[Any]
-    """references: each worker has reported everything"""
+    """Ray references, one a worker; resolved once it has reported everything"""
     flushed: Any
-    """reference: ``Flushed``"""
+    """Ray reference to the manager's ``Flushed``"""
 
     def waits(self, flushed: Flushed, calls: Sequence[EngineCall]) -> dict[str, float]:
-        """Seconds: from opening to the first call, from the decision to quiet engines, from those to the last report.
+        """Seconds from opening to the first call, from the decision to quiet engines, and from then to the last report.
 
-        The last one passes while the trainer updates.
+        The trainer updates during the last of these.
         """
         first_call = min((call.start for call in calls), default=self.opened_at)
         return {
@@ -46,7 +46,7 @@ def check_batch(groups: Sequence[TakenGroup], size: int, max_masked_fraction: fl
     """Refuse a batch that cannot be trained.
 
     Raises:
-        RolloutFailedError: fewer than ``size`` groups, or too many samples that failed for good.
+        RolloutFailedError: it has fewer than ``size`` groups, or too many masked samples.
     """
     if len(groups) != size:
         raise RolloutFailedError(f"the data ran out with {len(groups)} groups ready; a batch needs {size}")

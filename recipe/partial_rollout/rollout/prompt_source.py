@@ -1,7 +1,7 @@
 """The training data as a stream of prompts, in the order and the epochs of verl's own dataloader.
 
-Rows come from the same ``StatefulDataLoader`` that noPR iterates, so both arms see the same prompts in the same order;
-like there, the rows that do not fill a last batch of an epoch are left out of that epoch.
+Rows come from the same ``StatefulDataLoader`` that noPR iterates, so both arms see the same prompts in the same order. As
+there, rows that do not fill the last batch of an epoch are left out of that epoch.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class PromptSource:
 
     @property
     def left(self) -> int:
-        """Prompts that are yet to come."""
+        """Number of prompts not handed out yet."""
         return max(0, self._total - self._taken)
 
     def take(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts; fewer when the training needs no more."""
-        # A run that did not drain may have taken more than one that goes on with it, and drains, still needs.
+        """The next ``count`` prompts; fewer if the training needs no more."""
+        # A run that did not drain may have taken more prompts than a resumed run that drains still needs.
         count = min(count, self.left)
         prompts = [self._next() for _ in range(count)]
         self._taken += count
@@ -59,7 +59,7 @@ class PromptSource:
     def state_dict(self) -> dict[str, Any]:
         """Position in the data: epoch, rows handed out, rows read ahead, and the loader's own state.
 
-        A loader that has not been started has none worth keeping: an exhausted one would end the next epoch at once.
+        A loader that has not started yet is saved without a state: that of an exhausted one would end the next epoch.
         """
         return {
             "epoch": self._epoch,
@@ -70,7 +70,7 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict``, over the same data with the same seed; before the first ``take``."""
+        """Continue from ``state_dict``, over the same data with the same seed; before the first ``take``."""
         self._epoch, self._position, self._taken = state["epoch"], state["position"], state["taken"]
         self._rows = deque(state["rows"])
         if state["loader"] is not None:
@@ -102,7 +102,7 @@ _TENSOR = "tensor of"
 
 
 def without_tensors(state: Any) -> Any:
-    """``state`` with its tensors as arrays: a checkpoint holds nothing that only torch can read."""
+    """``state`` with its tensors as arrays, because a checkpoint holds nothing that only torch can read."""
     if isinstance(state, torch.Tensor):
         return {_TENSOR: state.numpy()}
     if isinstance(state, dict):
@@ -133,7 +133,7 @@ def rows_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
 class SlotLoader:
     """Stands in for the dataloader in verl's ``fit`` under PR: N empty slots a step.
 
-    The prompts of a step are known only when its round is over; the agent-loop manager fills the slots with them.
+    The prompts of a step are known only once its round is over; the agent-loop manager then fills the slots.
 
     Args:
         steps_per_epoch: batches in an epoch of the real loader.
@@ -148,7 +148,7 @@ class SlotLoader:
         self._start = 0
 
     def start_at(self, step: int) -> None:
-        """Leave out the first ``step`` steps of the next epoch: they were trained before the run was resumed."""
+        """Skip the first ``step`` steps of the next epoch, which were trained before the run was resumed."""
         self._start = step
 
     def __len__(self) -> int:
@@ -162,7 +162,7 @@ class SlotLoader:
             yield {"slot": torch.arange(self._batch_groups).unsqueeze(1)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Slots carry no state: the position in the data is the prompt source's."""
+        """No state: the prompt source keeps the position in the data."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The replicas as the agent-loop workers, verl's load balancer and the trace know them."""
+"""The replicas' addresses, kept alike in the agent-loop workers, verl's load balancer and the trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 
 
 class ReplicaRoster:
-    """Introduces replicas that were restarted, under their new addresses.
+    """Announces restarted replicas under their new addresses.
 
     Args:
         control: restarts them.
@@ -29,11 +29,11 @@ class ReplicaRoster:
         self._known_restarts = 0
 
     def choice_of(self, worker: int) -> ReplicaChoice:
-        """Among the replicas that live, for worker number ``worker``."""
+        """A choice among the living replicas, for worker number ``worker``."""
         return ReplicaChoice(self._control.servers, place=worker / self._workers)
 
     async def meet_new(self, pool: WorkerPool) -> None:
-        """Tell all of the replicas that were restarted since this was last called."""
+        """Announce the replicas that were restarted since this was last called."""
         control = self._control
         if control.restarted == self._known_restarts:
             return

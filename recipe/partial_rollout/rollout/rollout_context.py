@@ -1,4 +1,4 @@
-"""What the trainer lends to whatever runs its rollout phases, in both arms."""
+"""The trainer's parts that rollout phases need, in both arms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recipe.partial_rollout.rollout.stop import StopSignals
 
 @dataclass(frozen=True, slots=True)
 class RolloutContext:
-    """The trainer's parts, lent once they exist."""
+    """The trainer's parts, passed on once they exist."""
 
     settings: PartialRolloutConfig
     control: ServerControl
@@ -29,25 +29,25 @@ class RolloutContext:
     source: PromptSource | None
     """None under noPR"""
     ledger: Ledger | None
-    """likewise"""
+    """None under noPR"""
     stop: StopSignals
     pad_id: int
     steps_per_epoch: int
     last_step: int
-    """of the training: no round comes after it"""
+    """last step of the training; no round comes after it"""
 
     @property
     def full_concurrency(self) -> int:
-        """Samples of one batch that can run at once: what "the engine kept full" means in every figure."""
+        """Samples of one batch that can run at once; "the engine kept full" means this number in every figure."""
         return min(self.settings.batch_samples, self.slots.per_replica * len(self.control))
 
     async def engine_metrics(self) -> dict[str, float]:
-        """Slots of a replica, and the requests that the engines preempted since the last step where they count them."""
+        """Slots of a replica and, if the engines count them, the requests preempted since the last step."""
         figures: dict[str, float] = {"rollout/slots_per_replica": self.slots.per_replica}
         preemptions = await self.control.new_preemptions()
         return figures if preemptions is None else {**figures, "rollout/preemptions": preemptions}
 
     def reckon_slots(self, calls: Iterable[EngineCall]) -> None:
-        """Have the slots follow what samples held in the round that made ``calls``."""
+        """Adjust the slots to the contexts of the round that made ``calls``."""
         if (line := self.slots.observe(calls)) is not None:
             tqdm.write(line)

@@ -1,4 +1,4 @@
-"""What a round leaves behind once it is finished: events of the ledger and of the trace, and the figures of its step."""
+"""Books a finished round: events in the ledger and the trace, and the metrics of its step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class RoundBook:
     """Books rounds.
 
     Args:
-        context: lent by the trainer.
-        probe: what the engines decode when kept full.
-        overlap: decides by what rounds took; None where the overlap is fixed.
+        context: parts of the trainer.
+        probe: measures how fast the engines decode when kept full.
+        overlap: learns from each round; None if the overlap is fixed.
     """
 
     def __init__(self, context: RolloutContext, probe: EngineProbe, overlap: OverlapControl | None) -> None:
@@ -35,10 +35,10 @@ class RoundBook:
         self._probe = probe
         self._overlap = overlap
         self._spared = 0
-        """groups of equal reward that dynamic sampling has trained all the same"""
+        """groups of equal reward that were trained despite dynamic sampling"""
 
     def resume(self, spared: int) -> None:
-        """Go on from a checkpoint whose manager had counted ``spared`` groups."""
+        """Continue from a checkpoint whose manager had counted ``spared`` groups."""
         self._spared = spared
 
     def note(
@@ -49,7 +49,7 @@ class RoundBook:
         flush_s: float,
         filtered: tuple[FilteredGroup, ...],
     ) -> dict[str, float]:
-        """Book a round; its figures, without the ``partial_rollout/`` prefix.
+        """Book a round; returns its metrics, without the ``partial_rollout/`` prefix.
 
         Args:
             calls: engine calls of all workers in the round.
@@ -89,7 +89,7 @@ class RoundBook:
         return figures
 
     def note_filtered(self, step: int, filtered: tuple[FilteredGroup, ...], flushed: Flushed) -> dict[str, float]:
-        """Book what dynamic sampling did in ``step``; its figures: groups filtered, and consumed with the trained ones."""
+        """Book what dynamic sampling did in ``step``; returns metrics: groups filtered, and all groups consumed."""
         group_filter, ledger = self._context.settings.group_filter, self._context.ledger
         if group_filter is None:
             return {}

@@ -1,16 +1,17 @@
-"""Rounds of partial rollout: from verl's empty batch slots to the N groups that a round completes.
+"""Rounds of partial rollout: fill verl's empty batch slots with the N groups that a round completes.
 
-A round, each step awaiting the one before::
+The steps of a round; each awaits the one before::
 
     next round is prepared -> workers may call engines -> batch complete -> workers stop calling, replicas abort -> take it
 
 While the trainer updates, the workers report what the round left unfinished; then the manager admits the prompts of the
 next round and grants its samples, which wait at their workers' gates. No engine waits for any of this.
 
-A round ends once, in ``finish_round``, which the trainer calls when it has updated on the batch. Whoever needs it finished
-(validation, a checkpoint, the figures of a step, the next round) is refused before that, and never waits.
+A round ends once, in ``finish_round``, which the trainer calls after it has updated on the batch. Operations that need a
+finished round (validation, a checkpoint, the metrics of a step, the next round) fail before that; they never wait.
 
-Every wait is raced against the workers' own ``serve`` calls: one that dies is replaced and its samples go on elsewhere.
+During every wait the workers' ``serve`` calls are watched: a worker that dies is replaced, and others take over its
+samples.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ class Rounds:
     """Plays rounds, one after the other.
 
     Args:
-        context: lent by the trainer.
+        context: parts of the trainer.
         manager: handle of the manager actor.
-        store: where the manager leaves the outputs of finished samples.
+        store: holds the outputs of finished samples.
         pool: the agent-loop workers, connected to ``manager``.
-        roster: introduces replicas that were restarted.
-        slots: of each worker.
-        overlap: None where the overlap is fixed.
-        book: of what rounds leave behind.
+        roster: announces restarted replicas.
+        slots: slots of each worker.
+        overlap: None if the overlap is fixed.
+        book: books finished rounds.
     """
 
     def __init__(
@@ -82,11 +83,11 @@ class Rounds:
         self._overlap = overlap
         self._book = book
         self._round: LiveRound | None = None
-        """the last that was opened; None before the first"""
+        """the last round that was opened; None before the first"""
         self._next: LiveRound | None = None
-        """prepared, or about to be"""
+        """the next round, prepared or about to be"""
         self._preparing: Any = None
-        """reference: ``RoundStart`` of ``_next``"""
+        """Ray reference to the ``RoundStart`` of ``_next``"""
         self._exhausted = False
         self._figures: dict[str, float] = {}
 
@@ -96,13 +97,13 @@ class Rounds:
         return self._exhausted
 
     async def play(self, slots: DataProto) -> DataProto:
-        """One round; row i of the result belongs to slot i // rollout.n.
+        """Play one round; row i of the result belongs to slot i // rollout.n.
 
         Raises:
-            RuntimeError: the round before it is not finished; the message names its state.
+            RuntimeError: the previous round is not finished; the message names its state.
             RolloutFailedError: a worker, replica, reward function or the manager failed; the message names it.
             TimeoutError: a wait passed its deadline.
-            StopTraining: the user asked for it; the round is over, and the manager knows of everything decoded.
+            StopTraining: the user asked for it; the round is over, and the manager knows everything decoded.
         """
         self._require_finished("the next round")
         step = int(slots.meta_info["global_steps"])
@@ -127,10 +128,10 @@ class Rounds:
         return self._batch_of(groups, slots)
 
     async def finish_round(self) -> None:
-        """The trainer has updated on the batch: wait for the last reports, and book the round.
+        """End the round, after the trainer has updated on its batch: wait for the last reports, and book the round.
 
-        From here on the manager knows of everything that the round did and that its batch is trained, and the next round
-        is prepared.
+        Afterwards the manager knows everything that the round did, and that its batch is trained; the next round is
+        being prepared.
 
         Raises:
             RuntimeError: no round is flushing; the message names its state.
@@ -171,7 +172,7 @@ class Rounds:
         self._round.finish()
 
     def take_step_metrics(self) -> dict[str, float]:
-        """Figures of the last round, without the ``partial_rollout/`` prefix.
+        """Metrics of the last round, without the ``partial_rollout/`` prefix.
 
         Raises:
             RuntimeError: it is not finished; the message names its state.
@@ -181,10 +182,10 @@ class Rounds:
         return taken
 
     async def make_way_for_validation(self) -> None:
-        """Validation may use the replicas, those included that were restarted for the weight sync.
+        """Let validation use the replicas, including those that were restarted for the weight sync.
 
         Raises:
-            RuntimeError: the last round is not finished, and its engine calls would pass for validation's.
+            RuntimeError: the last round is not finished, so its engine calls would be counted as validation's.
         """
         self._require_finished("validation")
         await self._roster.meet_new(self._pool)
@@ -193,13 +194,13 @@ class Rounds:
         """Write the manager's state to ``path``; returns the actor's account of it (``Written``).
 
         Raises:
-            RuntimeError: the last round is not finished, and its samples would be missing.
+            RuntimeError: the last round is not finished, so its samples would be missing.
         """
         self._require_finished("a checkpoint")
         return await self._manager.save.remote(str(path))
 
     async def load(self, path: Path, step: int) -> None:
-        """Take over the state at ``path``, that of ``step``'s checkpoint, before the first round."""
+        """Restore the state at ``path``, from the checkpoint of ``step``, before the first round."""
         await self._manager.load.remote(str(path))
         if self._context.settings.group_filter is not None:
             self._book.resume(int((await self._manager.metrics.remote())["filter/spared_total"]))
@@ -214,7 +215,7 @@ class Rounds:
     # -- the parts of a round --------------------------------------------------------------------------------------
 
     def _prepare(self, step: int, wanted: int) -> None:
-        """Have the manager grant the samples of ``step``'s round as soon as the last one is flushed."""
+        """Have the manager grant the samples of ``step``'s round as soon as the last round is flushed."""
         source = self._context.source
         assert source is not None
         prompts = source.take(wanted)
@@ -240,13 +241,13 @@ class Rounds:
         return opened, start
 
     async def _steer(self) -> None:
-        """Put into force, for rounds that are yet to be prepared, what the overlap control has decided."""
+        """Apply what the overlap control has decided to the rounds prepared from here on."""
         if self._overlap is not None and (decision := self._overlap.poll()) is not None:
             await self._manager.set_overlap.remote(decision.overlap)
             tqdm.write(f"partial_rollout.overlap is now {decision.overlap:g}: {decision.reason}")
 
     async def _until_complete(self) -> RoundEnd:
-        """Wait for the batch, with prompts for as many groups as dynamic sampling replaces."""
+        """Wait for the batch; meanwhile offer prompts to replace the groups that dynamic sampling filters."""
         while True:
             waiting = wait_round(self._manager, self._context.control.running_tokens, self._deadlines.stall_s)
             ended = await self._supervised(self._context.stop.unless_stopped(waiting), "the round")
@@ -264,7 +265,7 @@ class Rounds:
         opened.interrupt()
 
     async def _give_up(self, opened: LiveRound) -> None:
-        """End the round without a batch: what it decoded is the manager's."""
+        """End the round without a batch; the manager keeps what it decoded."""
         await self._manager.suspend_round.remote()
         await self._supervised(self._interrupt(opened), "interrupting the round")
         opened.flush(None)
@@ -283,7 +284,7 @@ class Rounds:
         return batch
 
     def _begin_collecting(self) -> tuple[list[Any], Any]:
-        """References: each worker has reported everything; the manager has heard from all of them."""
+        """Ray references: one a worker, resolved once it has reported everything; the manager's, once all have."""
         return self._pool.begin("flush"), self._manager.flush.remote()
 
     async def _collect(self, flushing: list[Any], flushed: Any) -> Flushed:

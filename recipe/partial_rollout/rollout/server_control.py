@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 class ServerControl:
     """Interrupts, resumes and restarts a set of replicas.
 
-    A replica that dies is left out from its first failure on; the others take its samples over. ``restart_dead`` brings
-    it back before the next weight sync, which gives it the weights that it lacks. So whatever is asked of all replicas
-    goes through here, what verl's ``fit`` asks included.
+    A replica that dies is left out from its first failure on, and the others take over its samples. ``restart_dead``
+    brings it back before the next weight sync, which gives it the trainer's weights. So every request to all replicas
+    must go through here, including those of verl's ``fit``.
 
     Args:
         replicas: verl's rollout replicas.
-        deadline_s: seconds to ask anything of all of them.
-        restarts: of a replica that the whole run may make.
+        deadline_s: seconds for any request to all of them.
+        restarts: replica restarts allowed over the whole run.
         start_deadline_s: seconds for a replica to start.
     """
 
@@ -59,7 +59,7 @@ class ServerControl:
 
     @property
     def servers(self) -> dict[str, Any]:
-        """Address to server handle of the replicas that live."""
+        """Address to server handle of the living replicas."""
         return {replica.server_address: replica.server_handle for replica in self._living}
 
     @property
@@ -75,25 +75,25 @@ class ServerControl:
         return await self._all("interrupting", lambda replica: replica.abort_all_requests(reject_request=True))
 
     async def resume(self) -> float:
-        """Let the replicas take requests again; returns the seconds it took."""
+        """Let the replicas accept requests again; returns the seconds it took."""
         return await self._all("resuming", lambda replica: replica.resume_generation())
 
     async def sleep(self) -> float:
-        """Let the replicas give the memory of their devices back, where they are configured to; returns the seconds."""
+        """Let the replicas release device memory, if they are configured to; returns the seconds it took."""
         return await self._all("putting to sleep", lambda replica: replica.sleep())
 
     async def wake_up(self) -> float:
-        """Let the replicas take their memory again; returns the seconds."""
+        """Let the replicas take their device memory again; returns the seconds it took."""
         return await self._all("waking up", lambda replica: replica.wake_up())
 
     async def running_tokens(self) -> dict[str, int]:
-        """Address to the tokens that the requests at a replica have made so far; of the replicas that answer."""
+        """Address to the tokens made so far by the requests at a replica, for the replicas that answer."""
 
         async def ask(replica: RolloutReplica) -> tuple[str, int] | None:
             try:
                 return replica.server_address, await asyncio.wait_for(replica.running_tokens(), self._deadline_s)  # type: ignore[attr-defined]
             except Exception as error:
-                # Whoever waits for its answer to a request, or interrupts it, sees to it.
+                # Its failure surfaces where its answer to a request is awaited, or at the next interruption.
                 logger.warning(
                     "vLLM replica %s does not say what it decodes: %s", replica.server_address, one_line(error)
                 )
@@ -103,13 +103,13 @@ class ServerControl:
         return dict(answer for answer in answers if answer is not None)
 
     async def kv_tokens(self) -> int | None:
-        """Tokens that the smallest KV cache of all replicas holds; None where a replica does not say."""
+        """Tokens that the smallest KV cache of all replicas holds; None if a replica does not say."""
         answers = await self._asked("kv_tokens")
         known = [answer for answer in answers.values() if answer is not None]
         return min(known) if len(known) == len(answers) else None
 
     async def new_preemptions(self) -> int | None:
-        """Requests that the replicas preempted for want of KV blocks since this was last asked; None: not counted."""
+        """Requests that the replicas preempted for lack of KV blocks since the last call; None if they are not counted."""
         answers = await self._asked("preemptions")
         if not answers or None in answers.values():
             return None
@@ -118,7 +118,7 @@ class ServerControl:
         return new
 
     async def _asked(self, verb: str) -> dict[str, Any]:
-        """Address to answer of the replicas that live; None of one that does not know ``verb``."""
+        """Address to answer of each living replica; the answer of one that does not know ``verb`` is None."""
 
         async def ask(address: str, server: Any) -> tuple[str, Any]:
             method = getattr(server, verb, None)
@@ -134,13 +134,13 @@ class ServerControl:
         for answer in answers:
             if isinstance(answer, BaseException) and not means_death(answer):
                 raise answer
-        # Whoever has died is noticed, and named, at the next interruption.
+        # A replica that has died is noticed, and named, at the next interruption.
         return dict(answer for answer in answers if not isinstance(answer, BaseException))
 
     async def restart_dead(self) -> bool:
-        """Start the dead replicas anew, under new addresses and without the trainer's weights; whether there were any.
+        """Restart the dead replicas, under new addresses and without the trainer's weights; returns whether there were any.
 
-        A replica may have died since anything was asked of it, so all are asked first.
+        A replica may have died since its last answer, so all are asked first.
 
         Raises:
             ReplicaError: one died once too often, or none is alive.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the training stops where nothing is lost, instead of where the signal happens to arrive."""
+"""Ctrl-C and SIGTERM: the training stops at a point where nothing is lost, not where the signal happens to arrive."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _LOOK_EVERY_S = 0.2
-"""a signal handler cannot wake an event loop that Ray's driver runs for one call at a time"""
+"""interval of the checks: a signal handler cannot wake an event loop that Ray's driver runs one call at a time"""
 
 
 class StopTraining(Exception):
-    """The user asked for the end of the training; raised where it can end."""
+    """The user asked to end the training; raised at a point where it can end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)

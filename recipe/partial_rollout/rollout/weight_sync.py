@@ -1,6 +1,6 @@
-"""Weight sync with a deadline, and with the failure of a replica in it noticed.
+"""Weight sync with a deadline, which notices the failure of a replica during the sync.
 
-A replica that is dead before the sync is restarted for it (PR); one that dies in it ends the run.
+A replica that is dead before the sync is restarted for it (PR); one that dies during it ends the run.
 
 Under PR the replicas are quiet from the interruption of a round to the end of this sync, which resumes them: training
 samples wait in their workers for the next round, so validation can run in between.
@@ -20,7 +20,7 @@ from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.waits import one_line
 
 _LOOK_EVERY_S = 1.0
-"""how often the replicas are asked whether their side of the sync has failed; a sync that succeeds never waits for it"""
+"""interval at which replicas are asked whether the sync failed on their side; a sync that succeeds never waits for it"""
 
 
 class WeightSyncError(RuntimeError):
@@ -31,7 +31,7 @@ class RecipeCheckpointManager:
     """Stands in for verl's manager in its ``fit``.
 
     Args:
-        verls: the manager that verl has made.
+        verls: the checkpoint manager that verl made.
         deadline_s: seconds that one sync may take.
         resume: the replicas to resume after a sync; None under noPR.
     """

@@ -1,7 +1,7 @@
-"""The agent-loop workers of a run: watched by their ``serve`` calls, and replaced when they die.
+"""The agent-loop workers of a run: watched through their ``serve`` calls, and replaced if they die.
 
-A worker that dies takes the live conversations of its samples with it; the manager requeues the samples with their
-journals, and whichever worker claims one next goes on from there.
+The live conversations of a dead worker's samples are lost. The manager requeues the samples with their journals, and the
+worker that claims one next continues from its journal.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class WorkerPool:
     Args:
         workers: actor handles; changed in place when one is replaced, so that verl's manager sees the new one.
         spawn: makes the actor that replaces worker ``i``.
-        connect: introduces worker ``i`` to the manager and the replicas under its name.
-        restarts: replacements that the whole run may make.
+        connect: connects worker ``i``, under its name, to the manager and the replicas.
+        restarts: replacements allowed over the whole run.
         deadline_s: seconds for a new worker to be ready.
     """
 
@@ -81,7 +81,7 @@ class WorkerPool:
         await self.ask("close_round")
 
     async def ask(self, verb: str, *args: Any) -> list[Any]:
-        """What every living worker answers; ``while_serving`` sees to those that die meanwhile."""
+        """The answers of the living workers; ``while_serving`` handles those that die meanwhile."""
         return await self.answers(self.begin(verb, *args))
 
     async def ask_each(self, verb: str, argument: Callable[[int], Any]) -> list[Any]:
@@ -89,16 +89,16 @@ class WorkerPool:
         return await self.answers([getattr(w, verb).remote(argument(i)) for i, w in enumerate(self._workers)])
 
     async def take_calls(self) -> tuple[EngineCall, ...]:
-        """Engine calls that ended since the last time this was asked, of the workers that live."""
+        """Engine calls of the living workers that ended since the last call."""
         return tuple(call for calls in await self.ask("take_calls") for call in calls)
 
     def begin(self, verb: str, *args: Any) -> list[Any]:
-        """Ask every worker, and wait for none: references for ``answers``, now or later."""
+        """Ask every worker without waiting; returns references for ``answers``."""
         return [getattr(worker, verb).remote(*args) for worker in self._workers]
 
     @staticmethod
     async def answers(references: list[Any]) -> list[Any]:
-        """Of the workers that live."""
+        """The answers of the living workers."""
 
         async def one(reference: Any) -> list[Any]:
             try:

@@ -1,4 +1,4 @@
-"""Slots of an agent-loop worker: its part of the replicas' slots, kept alike in the manager."""
+"""Slots of an agent-loop worker: its share of the replicas' slots, also kept up to date in the manager."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class WorkerSlots:
     """Follows the replicas' slots from round to round.
 
     Args:
-        context: lent by the trainer.
-        workers: among which the replicas' slots are divided.
+        context: parts of the trainer.
+        workers: number of workers that share the replicas' slots.
         manager: handle of the manager actor.
     """
 
@@ -29,7 +29,7 @@ class WorkerSlots:
         return math.ceil(self._context.slots.per_replica * len(self._context.control) / self._workers)
 
     async def reckon(self, calls: Iterable[EngineCall]) -> None:
-        """After the round that made ``calls``; samples that the manager has granted already keep their slots."""
+        """Adjust the slots after the round that made ``calls``; samples already granted keep their slots."""
         self._context.reckon_slots(calls)
         if self.per_worker != self._part():
             self.per_worker = self._part()

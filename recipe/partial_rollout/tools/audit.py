@@ -27,11 +27,11 @@ _SHOWN = 20
 
 @dataclass(slots=True)
 class Audit:
-    """What the ledger says, after its resumes have undone what they undo."""
+    """The ledger's account of a training, without what resumes have undone."""
 
     sizes: ledger.RunSizes | None = None
     offered: int = 0
-    """prompts that any process of the training might admit"""
+    """most prompts that any process of the training may admit"""
     admitted: list[tuple[int, str]] = field(default_factory=list)
     """step and uid"""
     trained: list[AuditedGroup] = field(default_factory=list)
@@ -39,19 +39,19 @@ class Audit:
     """step and uid of the groups that dynamic sampling consumed"""
     complete: bool = False
     exhausted: bool = False
-    """complete because the data could not fill another batch"""
+    """whether it is complete because the data could not fill another batch"""
     drains: bool = True
-    """as every process so far"""
+    """whether every process so far drains"""
     ended_on_purpose: bool = True
     resumes: int = 0
     kills: int = 0
     undone: int = 0
-    """trained groups that a resume has undone"""
+    """number of trained groups that resumes have undone"""
     violations: list[str] = field(default_factory=list)
     lost: int = 0
     repeated: int = 0
     rounds_compared: int | None = None
-    """of the trace; None: there is none"""
+    """rounds of the trace; None if there is no trace"""
 
     def book(self, event: ledger.LedgerEvent) -> None:
         """Take the next event of the ledger."""
@@ -110,7 +110,7 @@ class Audit:
             self.violations += row.violations()
 
     def compare(self, rounds: list[Round]) -> None:
-        """Add to the violations where the trace's rounds tell another story."""
+        """Add a violation for each disagreement with the trace's rounds."""
         steps: dict[int, ledger.Trained] = {}
         for row in self.trained:
             steps.setdefault(row.step, ledger.Trained(row.step, row.version, [])).groups.append(row.group)
@@ -141,7 +141,7 @@ class Audit:
             self.violations.append(f"the training is complete with {len(times)} prompts trained of {self.sizes.total}")
 
     def _judge_filtered(self) -> None:
-        """A filtered prompt is consumed, as a trained one: once, after its admission, and not both."""
+        """Check filtered prompts: each is consumed once, after its admission, and not trained as well."""
         trained = {row.group.uid: row.step for row in self.trained}
         admitted = {uid for _, uid in self.admitted}
         times = Counter(uid for _, uid in self.filtered)
@@ -158,7 +158,7 @@ class Audit:
             self.repeated += uid in admitted
 
     def _judge_holes(self, seen: set[str]) -> None:
-        """Prompts are admitted in order: one that was passed over is not coming."""
+        """Check for skipped prompts: prompts are admitted in order, so a skipped one will never come."""
         assert self.sizes is not None
         if self.drained and not self.sizes.filters:
             return
@@ -169,13 +169,13 @@ class Audit:
                 self.lost += 1
 
     def _judge_lost(self, untrained: list[str]) -> None:
-        """While a training goes on, or where it does not drain, prompts may be in flight: as many as admission allows."""
+        """Check untrained prompts: only as many as admission allows may be in flight, none once drained."""
         assert self.sizes is not None
         in_flight = (1 + self.sizes.max_staleness) * self.sizes.batch_groups
         if self.drained:
             in_flight = 0
         elif self.complete and self.exhausted:
-            # What the end of the data leaves does not fill a batch.
+            # The prompts left at the end of the data do not fill a batch.
             in_flight = self.sizes.batch_groups - 1
         if len(untrained) <= in_flight:
             return
@@ -190,20 +190,20 @@ class Audit:
 
     @property
     def drained(self) -> bool:
-        """Whether nothing may be in flight any more."""
+        """Whether nothing may be in flight: the training is complete and drains."""
         assert self.sizes is not None
         kept = len({uid for _, uid in self.admitted} - {uid for _, uid in self.filtered})
         ends = self.drains if self.sizes.filters else self.offered <= self.sizes.total
         return self.complete and not self.exhausted and (ends or kept <= self.sizes.total)
 
     def uid(self, index: int) -> str:
-        """Of the prompt that is ``index``-th over the whole training."""
+        """Uid of the ``index``-th prompt of the whole training."""
         assert self.sizes is not None
         return f"{index // self.sizes.epoch_prompts}/{index % self.sizes.epoch_prompts}"
 
     @property
     def complete_epochs(self) -> int:
-        """Epochs of which every prompt is trained or filtered."""
+        """Number of epochs of which every prompt is trained or filtered."""
         assert self.sizes is not None
         size = self.sizes.epoch_prompts
         consumed = {row.group.uid for row in self.trained} | {uid for _, uid in self.filtered}
@@ -212,7 +212,7 @@ class Audit:
 
     @property
     def end(self) -> str:
-        """How far the training is."""
+        """How far the training has come."""
         if not self.complete:
             return "not complete"
         return "complete: the data could not fill another batch" if self.exhausted else "complete"

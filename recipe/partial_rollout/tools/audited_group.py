@@ -12,7 +12,7 @@ _PARTS = ("tokens", "log-probs", "versions", "mask entries")
 
 @dataclass(frozen=True, slots=True)
 class AuditedGroup:
-    """A group that counts: no resume has undone it."""
+    """A trained group that no resume has undone."""
 
     step: int
     version: int

@@ -1,4 +1,4 @@
-"""Which steps of finished runs the drift warning would have warned of: ``tools drift RUN...``."""
+"""Steps of finished runs at which the drift warning would have fired: ``tools drift RUN...``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from recipe.partial_rollout.training.policy_drift import KL, PolicyDrift
 
 
 def row_of(run: Path) -> list[str]:
-    """Of a finished run: its directory, steps, the steps of its warnings, and its reward at the end.
+    """A finished run's row: its directory, steps, the steps of its warnings, and its reward at the end.
 
-    The reward is that of the last validation, or where there is none the mean of the last three batches.
+    The reward is that of the last validation or, if there is none, the mean of the last three batches.
 
     Raises:
         RunRecordError: ``metrics.jsonl`` cannot be read, or no step of it has ``KL``.

@@ -16,7 +16,7 @@ from recipe.partial_rollout.tools.command_line import described
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the keys, or write the table; exit code 2 where the file has no place for it."""
+    """Print the keys, or write the table; exit code 2 if the file has no place for it."""
     parser = argparse.ArgumentParser(
         **described(
             "keys",

@@ -1,8 +1,8 @@
-"""Which policy and overlap, before anything is run: forecasts from response lengths and an engine curve.
+"""Forecasts of policies and overlaps before anything runs, from response lengths and an engine curve.
 
 Lengths and curve come from a run's own files (``--run``; a noPR run shows the engine under every load), or lengths from a
-distribution and the curve from a preset. ``--validate`` plays finished runs again, with their own lengths, and
-compares what the simulation says with what they took.
+distribution and the curve from a preset. ``--validate`` replays finished runs with their own lengths, and compares the
+simulated times with the measured ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from recipe.partial_rollout.tools.replay import Replay, replay
 from recipe.partial_rollout.tools.table import Table
 
 TOLERANCE = 0.15
-"""of a validated forecast"""
+"""largest relative error of a validated forecast"""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -128,7 +128,7 @@ class Option:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan, or the validation; exit code 1 where a validated forecast is off, 2 where input is missing."""
+    """Print the plan, or the validation; exit code 1 if a validated forecast is off, 2 if input is missing."""
     options = _parser().parse_args(arguments)
     try:
         return _validate(options) if options.validate else _plan(options)
@@ -195,7 +195,7 @@ def _inputs(options: argparse.Namespace, record: RunRecord | None) -> tuple[Leng
 
 
 def _bound_of(record: RunRecord | None) -> int:
-    """A run without partial rollout has the bound in its configuration alone."""
+    """The run's bound on staleness; a run without partial rollout has it only in its configuration."""
     path = Path(record.directory) / "config.yaml" if record else None
     found = OmegaConf.select(OmegaConf.load(path), "partial_rollout.max_staleness") if path and path.exists() else None
     return default_of("max_staleness") if found is None else int(found)
@@ -222,7 +222,7 @@ def _options(
 
 
 def _advice(plans: list[Option], min_gain: float, bound: int) -> str:
-    """For the default policy, or the first one planned."""
+    """The recommendation, for the default policy or the first one planned."""
     base, options = plans[0].forecast.trained_tokens_per_s, plans[1:]
     policies = [plan.policy for plan in options]
     if not policies:

@@ -1,6 +1,6 @@
-"""A finished run played again: its own lengths, in the order of its data, on a curve fitted to its own calls.
+"""Replays a finished run: its own lengths, in the order of its data, on a curve fitted to its own calls.
 
-What is then left of the difference is the simulation's: how rounds fill, end and carry over, and what it leaves out.
+Any remaining difference is the simulation's: how rounds fill, end and carry over, and what the model leaves out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Replay:
 
 
 def replay(run: RunRecord) -> Replay:
-    """Play all rounds of ``run``, whose overlap must be fixed; figures are without the first, in which engines compile.
+    """Replay all rounds of ``run``, whose overlap must be fixed; figures exclude the first, in which engines compile.
 
     Raises:
         ValueError: its directory has no ``config.yaml`` that says how it was scheduled.
@@ -51,7 +51,7 @@ def replay(run: RunRecord) -> Replay:
         raise ValueError(f"{path} is missing: it says how the run was scheduled")
     config = OmegaConf.load(path)
     assert isinstance(config, DictConfig)
-    # Keys that the run did not know yet have their defaults.
+    # Keys that did not exist yet at the time of the run have their defaults.
     settings = PartialRolloutConfig.from_config(config)
     replicas = run.settings.replicas
     admission, policy = Admission.of(settings), settings.policy
@@ -65,7 +65,7 @@ def replay(run: RunRecord) -> Replay:
         raise ValueError(f"{path}: algorithm.filter_groups.enable=True: the trace lacks the groups it filtered")
     curve = fit(call for round_ in run.rounds for call in round_.phase.calls)
     cluster = Cluster(curve, replicas, settings.slots_per_replica, settings.resume_kv == "keep")
-    # Past the end of a run that did not drain, its groups come again: the last rounds are as full as all others.
+    # If the run did not drain, its groups repeat past their end, so that the last rounds are as full as all others.
     groups = len(run.trained_groups) if settings.drain else None
     simulation = Simulation(admission, policy, cluster, of_run(run), seed=None, groups=groups)
     played = list(simulation.rounds(len(run.steps)))[1:]

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 _UNLIMITED = 10_000
-"""characters of a line: what a terminal cannot show in one it wraps itself"""
+"""characters of a line; the terminal wraps longer lines itself"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Table:
         )
 
     def console(self) -> str:
-        """Aligned columns; their titles are broken where a terminal is too narrow for the table."""
+        """Aligned columns; titles are wrapped if the terminal is too narrow for the table."""
         console = Console(width=_UNLIMITED)
         shown = self._shown()
         if console.is_terminal and console.measure(shown).maximum > Console().width:
@@ -38,7 +38,7 @@ class Table:
         shown = rich_table.Table(title=Text(self.title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for column, (name, *cells) in enumerate(zip(self.header, *self.rows, strict=True)):
             width = max(map(len, [*name.split(), *cells]), default=0) if breaks_titles else None
-            # A Text is shown as it is: a string's square brackets would be markup.
+            # A Text is shown as is; in a string, square brackets would be markup.
             shown.add_column(Text(name), justify="right" if column else "left", width=width)
         for row in self.rows:
             shown.add_row(*map(Text, row))

@@ -1,15 +1,15 @@
-"""Does ``trace.jsonl`` tell of the same training as the ledger? Part of ``audit``.
+"""Does ``trace.jsonl`` agree with the ledger? Part of ``audit``.
 
-The round of a step is written before the step is trained, both line by line, so that a kill leaves no trained step without
-its round; a round without a trained step is the last one of its life, and a resume undoes it. What is compared:
+The round of a step is written before the step is trained, both line by line, so a kill leaves no trained step without its
+round. A round without a trained step is the last one of its process, and a resume undoes it. What is compared:
 
 * every trained step has one round, under the version that the ledger has, and with the same groups;
-* of every group the epoch, and of every sample the length and the staleness; a group has off-policy tokens if, and only
-  if, one of its samples is stale, and no more generated tokens than its samples are long;
-* no engine call of a round is of a version later than the round's, and no sample was unaccounted for at its end.
+* the epoch of every group, and the length and the staleness of every sample, agree; a group has off-policy tokens if and
+  only if one of its samples is stale, and no more generated tokens than its samples are long;
+* no engine call of a round has a later version than the round, and no sample was unaccounted for at its end.
 
-Decoded tokens are not added up against trained ones: a worker that dies takes the account of its calls with it, and so
-does a round that SIGTERM interrupts, while their tokens live on.
+Totals of decoded and trained tokens are not compared: a worker that dies, or a round that SIGTERM interrupts, loses the
+record of its calls, while the tokens are kept.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 
 def standing_rounds(events: Iterable[TraceEvent]) -> list[Round]:
-    """The rounds that count: a resume undoes those after its checkpoint, once its life has added something.
+    """The rounds that count: a resume undoes those after its checkpoint, once its process has added something.
 
-    Other than ``last_attempts`` it keeps a step's second round where no resume undid the first: that is an error to find.
+    Unlike ``last_attempts`` it keeps a step's second round if no resume undid the first: that is an error to report.
     """
     rounds: list[Round] = []
     resumed: int | None = None
@@ -46,7 +46,7 @@ def disagreements(steps: Iterable[Trained], rounds: list[Round], *, complete: bo
     """A line for each way in which the trace's ``rounds`` and the trained ``steps`` of the ledger differ.
 
     Args:
-        complete: the training is over. Until then the trace may lack the last steps: a power cut takes lines of it.
+        complete: the training is over. Until then the trace may lack the last steps, which a power cut can remove.
     """
     by_step: dict[int, Round] = {}
     found: list[str] = []
@@ -106,7 +106,7 @@ def _of_step(step: Trained, round_: Round) -> list[str]:
 
 
 def _of_group(ours: TrainedGroup, theirs: TrainedGroup) -> list[str]:
-    """``ours`` as the ledger has the group, ``theirs`` as the trace has it."""
+    """Disagreements on one group; ``ours`` is the ledger's record, ``theirs`` the trace's."""
     pairs = (
         ("epoch", ours.epoch, theirs.epoch),
         ("lengths", ours.lengths, theirs.lengths),

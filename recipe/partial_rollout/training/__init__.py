@@ -1,1 +1,1 @@
-"""The driver around verl's ``fit``: trainer, loss, correction, what a step prints."""
+"""The driver around verl's ``fit``: trainer, loss, correction, the line printed for each step."""

@@ -1,8 +1,8 @@
-"""The attention that the trainer's models are built with: flash-attn, verl's default, or torch's own where there is none.
+"""The attention implementation of the trainer's models: flash-attn, verl's default, or torch's own without it.
 
-With torch's own attention nothing is packed. It would be right all the same: transformers masks the sequences of a packed
-row from each other. But that mask has the square of the row's tokens, 1 GiB for the 32k of a micro-batch. Padded
-micro-batches hold sequences of like length instead (``verl_ext.like_length_batches``).
+With torch's own attention nothing is packed. Packing would be correct: transformers masks the sequences of a packed row
+from each other. But the mask's size is the square of the row's tokens, 1 GiB for the 32k of a micro-batch. Instead,
+padded micro-batches hold sequences of similar length (``verl_ext.like_length_batches``).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _SEQUENCE_PARALLEL = "ulysses_sequence_parallel_size"
 
 
 def choose_attention(config: DictConfig) -> None:
-    """Give every model of ``config`` an attention that is installed; one that the user has named stays.
+    """Give every model of ``config`` an attention that is installed; one that the user named stays.
 
-    Prints one line where it is not verl's default. Called before interpolations are resolved, for some copy what it sets.
+    Prints one line if it is not verl's default. Call it before interpolations are resolved, because some copy its result.
 
     Raises:
-        ConfigError: flash-attn is asked for, by name or by sequence parallelism, and is not there.
+        ConfigError: flash-attn is asked for, by name or by sequence parallelism, and is not installed.
     """
     from verl.trainer.ppo.utils import need_critic
 
@@ -59,7 +59,7 @@ def _fall_back(config: DictConfig, path: str) -> None:
 
 
 def _refuse_sequence_parallelism(config: DictConfig, engines: tuple[str, ...], remedy: str) -> None:
-    """verl splits sequences over devices in flash-attn's forward only; others attend within their own piece, in silence."""
+    """Refuse sequence parallelism: verl implements it for flash-attn; others silently attend within their own piece."""
     for engine in engines:
         for key in (f"{engine}.{_SEQUENCE_PARALLEL}", f"{engine}.fsdp_config.{_SEQUENCE_PARALLEL}"):
             if (size := OmegaConf.select(config, key) or 1) > 1:

@@ -1,4 +1,4 @@
-"""Figures of a batch's behaviour weights ``pi_prox / pi_behav``: their mean, and the effective sample that they leave."""
+"""Metrics of a batch's behaviour weights ``pi_prox / pi_behav``: mean and effective sample size."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from verl.protocol import DataProto
 
 
 def effective_sample_size(mean: float, square: float) -> float:
-    """Kish's ``(sum w)^2 / (n sum w^2)``, 0 to 1: the share of the tokens that would do as much with equal weights.
+    """Kish's ``(sum w)^2 / (n sum w^2)``, 0 to 1: the share of tokens that, equally weighted, would count as much.
 
     Args:
-        mean, square: means of the weights and of their squares. Where every weight is 0 the answer is 0.
+        mean, square: means of the weights and of their squares. If every weight is 0, the result is 0.
     """
-    # Means that were rounded apart, as verl's of micro-batches are, can come out a hair over 1.
+    # verl averages micro-batches, so rounding can lift the result slightly above 1.
     return min(1.0, mean * mean / square) if square > 0 else 0.0
 
 
 def weight_metrics(batch: DataProto) -> dict[str, float]:
-    """``behaviour_weight/mean`` and ``behaviour_weight/ess`` over generated tokens; nothing where a batch has no weights.
+    """``behaviour_weight/mean`` and ``behaviour_weight/ess`` over generated tokens; empty if the batch has no weights.
 
     Args:
-        batch: with ``response_mask`` and, where the correction is on, ``rollout_is_weights``, both [B, R].
+        batch: with ``response_mask`` and, if the correction is on, ``rollout_is_weights``, both [B, R].
     """
     if "rollout_is_weights" not in batch.batch:
         return {}

@@ -1,4 +1,4 @@
-"""Which behaviour weights fit a policy loss of verl's."""
+"""Which behaviour weights fit each of verl's policy losses."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from enum import StrEnum
 
 
 class WeightLevel(StrEnum):
-    """Whose likelihood ratio weighs a token; the values of ``rollout_correction.rollout_is``."""
+    """The likelihood ratio that weights a token; the values of ``rollout_correction.rollout_is``."""
 
     TOKEN = "token"
-    """its own"""
+    """the token's own ratio"""
     GEOMETRIC = "geometric"
-    """the geometric mean over its sequence, whose noise does not grow with length (``verl_ext.geometric_weights``)"""
+    """the geometric mean over its sequence; its noise does not grow with length (``verl_ext.geometric_weights``)"""
     SEQUENCE = "sequence"
-    """the product over its sequence: unbiased, but with noise that grows with length"""
+    """the product over its sequence; unbiased, but its noise grows with length"""
 
 
 SEQUENCE_LEVEL_LOSSES = frozenset({"gspo", "geo_mean"})
-"""verl's policy losses with one ratio for a sequence, which token-level weights would tear apart"""
+"""verl's policy losses with one ratio for a sequence; token-level weights do not fit them"""
 
 
 def weight_level(loss_mode: str) -> WeightLevel:

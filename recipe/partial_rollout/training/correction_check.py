@@ -1,6 +1,7 @@
-"""No silent uncorrected training: what ``partial_rollout.correction`` needs of verl's config, checked and filled in.
+"""Checks and fills in what ``partial_rollout.correction`` needs in verl's config, so that none silently trains uncorrected.
 
-verl leaves its rollout correction off by default and in several ways ignores it without a word; each is refused here.
+verl leaves its rollout correction off by default, and several settings make it ignore the correction without a warning.
+Each of them is refused here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _READS_OLD_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 
 
 def check_correction(config: DictConfig, settings: PartialRolloutConfig) -> None:
-    """Raise ``ConfigError`` for a combination that would train uncorrected without saying so."""
+    """Raise ``ConfigError`` for a combination that would silently train uncorrected."""
     correction = config.algorithm.get("rollout_correction")
     if correction is None:
         raise fail(_NODE, None, "verl's node of that name; partial_rollout.correction=none switches the correction off")
@@ -109,7 +110,7 @@ def uses_weights(actor: DictConfig) -> bool:
     )
     losses = []
     for weight in (1.0, 0.5):
-        # clip_cov draws its tokens at random: the same ones both times, and the caller's generator is left alone.
+        # clip_cov draws tokens at random: it must draw the same ones both times and leave the caller's generator alone.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             advantages = torch.tensor([[1.0] * 8, [-1.0] * 8])
@@ -170,5 +171,5 @@ def wire_correction(config: DictConfig) -> None:
     if correction.rollout_is is None:
         correction.rollout_is = str(weight_level(actor.policy_loss.loss_mode))
     if actor.policy_loss.loss_mode == "vanilla":
-        # verl's vanilla times the weights, except that it raises where they are missing.
+        # verl's vanilla loss times the weights; unlike it, this loss raises if they are missing.
         actor.policy_loss.loss_mode = DECOUPLED_PPO

@@ -7,9 +7,9 @@ For every generated token, with ``r = pi_theta / pi_prox`` and ``w = pi_prox / p
 ``w`` is the ``rollout_is_weights`` of verl's rollout correction, capped or masked there (``rollout_is_threshold``: one
 number caps, ``lower_upper`` zeroes what is outside). Without weights this loss raises: it never trains uncorrected.
 
-``corrected_ppo_loss`` is the worker's loss function under partial rollout: verl's ``ppo_loss``, before which it
-interpolates the proximal policy where the trainer has left that to the loss. It unpickles in the worker by importing this
-module, which registers ``decoupled_ppo`` there.
+``corrected_ppo_loss`` is the worker's loss function under partial rollout: it interpolates the proximal policy if the
+trainer left that to the loss, then calls verl's ``ppo_loss``. Unpickling it in the worker imports this module, which
+registers ``decoupled_ppo`` there.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ DECOUPLED_PPO = "decoupled_ppo"
 
 # What the trainer tells the loss about interpolation, as non-tensor data of the batch.
 PROXIMAL_VERSION = "proximal_version"
-"""int, policy version of the weights before the update; absent where the proximal log-probs are recomputed"""
+"""int, policy version of the weights before the update; absent if the proximal log-probs are recomputed"""
 PROXIMAL_CHECK = "proximal_check"
-"""bool, whether ``old_log_probs`` are the recomputed ones, to measure the error against"""
+"""bool, whether ``old_log_probs`` are recomputed, to measure the interpolation's error against them"""
 WEIGHT_LEVEL = "behaviour_weight_level"
 WEIGHT_THRESHOLD = "behaviour_weight_threshold"
 
 WEIGHT_MEAN = "behaviour_weight/mean"
 WEIGHT_SQUARE = "behaviour_weight/square"
-"""metric that the trainer makes the effective sample size from"""
+"""metric from which the trainer computes the effective sample size"""
 
 METRICS_PREFIX = "actor/partial_rollout/"
-"""of what the loss reports; verl would put its own ``actor/`` before it"""
+"""prefix of the loss's metrics; verl would otherwise put its own ``actor/`` before them"""
 
 
 def clipped_objective(

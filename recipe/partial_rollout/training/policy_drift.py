@@ -1,4 +1,4 @@
-"""Tells early that training is about to fall apart: the policy runs away from the one that made its samples."""
+"""An early warning of training collapse: the policy moves away from the one that made its samples."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 KL = "rollout_corr/kl"
 """verl's metric: mean log-ratio of the behaviour policy to the one before the update (nats a token)"""
 _FACTOR, _FLOOR, _FIRST = 10.0, 0.005, 5
-"""an alarm is this many times the median so far, at least this many nats, and not within the first steps"""
+"""the warning needs this many times the median so far, at least this many nats, and this many earlier steps"""
 
 
 class PolicyDrift:
     """Compares each step's ``rollout_corr/kl`` with those before it.
 
-    The limits were set on 54 runs of the embedded task (docs/scheduling.md): they tell all 15 whose reward fell apart, and
-    one of the other 39.
+    The limits were tuned on 54 runs of the embedded task (docs/scheduling.md): the warning fired in all 15 whose reward
+    collapsed, and in one of the other 39.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class PolicyDrift:
         self._alarmed = False
 
     def observe(self, data: Mapping[str, Any], step: int) -> str | None:
-        """A warning when the drift of ``step`` sets in; None while all is well, or since it set in."""
+        """A warning if drift begins in ``step``; None if there is no drift, or if it began earlier."""
         if KL not in data:
             return None
         kl, usual = float(data[KL]), median(self._seen) if len(self._seen) >= _FIRST else None

@@ -1,8 +1,8 @@
 """The trainer's side of the proximal policy: recomputed once per batch, or left to the loss (``corrected_ppo_loss``).
 
-With ``partial_rollout.proximal=interpolate`` the forward pass over the batch is skipped, but for every
-``proximal_check_every``-th step, which measures what the interpolation is off by. Where it is skipped, verl's ``fit`` gets
-the behaviour log-probs in place of the proximal ones; the figures that it derives from them mean nothing and are left out.
+With ``partial_rollout.proximal=interpolate`` the forward pass over the batch is skipped, except in every
+``proximal_check_every``-th step, which measures the interpolation's error. If it is skipped, verl's ``fit`` gets the
+behaviour log-probs in place of the proximal ones; metrics derived from them are meaningless and are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class ProximalPolicy:
     """Decides where a step's proximal log-probs come from.
 
     Args:
-        source: of them. check_every: steps between two measurements of the interpolation's error; 0: never.
+        source: ``partial_rollout.proximal``.
+        check_every: steps between two measurements of the interpolation's error; 0: never.
         rollout_correction: verl's ``algorithm.rollout_correction``.
     """
 
@@ -42,7 +43,7 @@ class ProximalPolicy:
         return not self.interpolates or (self._check_every > 0 and step % self._check_every == 0)
 
     def stand_in(self, batch: DataProto) -> DataProto:
-        """What verl's ``fit`` takes for the recomputed log-probs (and entropies) [B, R] of a step without the pass."""
+        """Stands in for recomputed log-probs (and entropies) [B, R] in verl's ``fit``, in a step without the pass."""
         behaviour = batch.batch["rollout_log_probs"]
         return DataProto.from_single_dict({"old_log_probs": behaviour.clone(), "entropys": torch.zeros_like(behaviour)})
 
@@ -56,7 +57,7 @@ class ProximalPolicy:
         batch.meta_info[loss.WEIGHT_THRESHOLD] = self._correction.rollout_is_threshold
 
     def metrics(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """``data`` of step ``step`` without figures of the stand-in, and with the loss's own under ``partial_rollout/``."""
+        """``data`` of step ``step`` without metrics of the stand-in, with the loss's metrics under ``partial_rollout/``."""
         drop = not self.recomputes(step)
         kept = {}
         for key, value in data.items():

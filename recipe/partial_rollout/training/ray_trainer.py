@@ -5,9 +5,9 @@ verl's ``fit`` runs unchanged, in both arms::
     SlotLoader -> N empty slots -> PartialRolloutAgentLoopManager.generate_sequences -> full batch
       -> log-probs, reward, advantage, update (verl) -> finish the round -> weight sync (RecipeCheckpointManager) -> resume
 
-What waits for what: the round waits for N ready groups and for groups at ``max_staleness``; the update waits for the
-round; the interrupted samples wait in their workers for the next round. With ``partial_rollout.enable=False`` loader,
-manager and batches are verl's own.
+The round waits for N ready groups and for groups at ``max_staleness``; the update waits for the round; interrupted
+samples wait in their workers for the next round. With ``partial_rollout.enable=False`` loader, manager and batches are
+verl's own.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _PROBE_ROWS = 64
 
 
 class PartialRolloutRayPPOTrainer(RayPPOTrainer):
-    """``RayPPOTrainer`` over rounds; takes the same arguments and reads ``config.partial_rollout`` besides."""
+    """``RayPPOTrainer`` whose batches come from rounds; takes the same arguments, reads ``config.partial_rollout``."""
 
     trace: RunTrace
-    """opened with the workers, as verl's own parts are"""
+    """opened in ``init_workers``, where verl makes its own parts"""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.settings = PartialRolloutConfig.from_config(config)
@@ -63,7 +63,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         self.prompt_source: PromptSource | None = None
         """None under noPR"""
         self.ledger: Ledger | None = None
-        """likewise; opened with the workers"""
+        """None under noPR; opened in ``init_workers``"""
         replica.register()
         self.stop = StopSignals()
         self.run_dir = Path(config.trainer.default_local_dir)
@@ -99,7 +99,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     @property
     def steps(self) -> TrainingSteps:
-        """Of the whole training, those before a resumed checkpoint included."""
+        """Steps of the whole training, including those before a resumed checkpoint."""
         return TrainingSteps(
             per_epoch=len(self.train_dataloader),
             epochs=self.config.trainer.total_epochs,
@@ -109,7 +109,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         )
 
     def init_workers(self) -> None:
-        """verl's, then the recipe's parts are connected to the replicas and workers it made."""
+        """As verl's; then connect the recipe's parts to the replicas and workers that it made."""
         super().init_workers()
         if self.settings.enable:
             self.send_loss()
@@ -153,16 +153,16 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         )
 
     def send_loss(self) -> None:
-        """Give the actor workers the loss that the config asks for; it brings the recipe's policy losses with it."""
+        """Give the actor workers the loss that the config asks for; this also registers the recipe's losses there."""
         actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
         self.actor_rollout_wg.set_loss_fn(partial(corrected_ppo_loss, config=actor))
 
     def fit(self) -> None:
-        """Probe the engines if asked to, then verl's training loop, from the checkpoint that is resumed if any.
+        """Probe the engines if asked to, then run verl's training loop, from the resumed checkpoint if any.
 
         Raises:
-            StopTraining: after Ctrl-C or SIGTERM; what was in flight is in a checkpoint if ``trainer.save_freq`` asks
-                for any.
+            StopTraining: after Ctrl-C or SIGTERM; if ``trainer.save_freq`` asks for checkpoints, one holds what was in
+                flight.
         """
         with self.stop.caught():
             if step_of(self.resume_from) >= self.total_training_steps:
@@ -195,7 +195,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self) -> None:
-        """verl's checkpoint; under partial rollout with everything in flight, sealed."""
+        """Save verl's checkpoint; under partial rollout also everything in flight, and seal it."""
         if self.prompt_source is None or self.ledger is None:
             super()._save_checkpoint()
             return
@@ -225,7 +225,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         return None
 
     def _save_where_data_ended(self) -> None:
-        """verl saves a last step that it knows beforehand; with dynamic sampling the data may end the training sooner."""
+        """Save the last step if the data ended early (dynamic sampling); verl saves only the last step that it expects."""
         step, every = self._completed_step, self.config.trainer.save_freq
         print(
             f"the data ends after step {step} of {self.steps.last}: dynamic sampling has consumed it "
@@ -236,7 +236,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             self._save_checkpoint()
 
     def _save_before_stop(self) -> None:
-        """Of the step whose update the weights have and the manager knows; what was decoded since is in the manager."""
+        """Save a checkpoint of the last completed step; the manager's state includes what was decoded since."""
         if self._completed_step and self.config.trainer.save_freq > 0:
             self.global_steps = self._completed_step
             self._save_checkpoint()
@@ -247,7 +247,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """Adds the round's figures to what verl logs of a step, prints the step in one line, warns of drift."""
+        """Add the round's metrics to what verl logs for a step, print the step in one line, warn of drift."""
         if "training/global_step" in data:
             self._complete_step()
         ours = {f"partial_rollout/{k}": v for k, v in {**self._rollout.take_step_metrics(), **self._measured}.items()}
@@ -259,16 +259,17 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         return data
 
     def _after_log(self, data: dict[str, Any], step: int) -> None:
-        """The one place where verl's ``fit`` is stopped: all of a step is done and logged, and none of the next begun."""
+        """Stop verl's ``fit`` if asked to, here and nowhere else: the step is logged, and the next has not begun."""
         self._end_phase()
         if step < self.steps.last:
             self.stop.check()
 
     def _complete_step(self) -> None:
-        """The batch is trained: its round ends, here and nowhere else, and a checkpoint would be of this step.
+        """End the round of a trained batch, here and nowhere else; from now on a checkpoint is of this step.
 
-        As late as verl's ``fit`` allows, so that the workers report while the trainer updates: after the actor's update.
-        The critic's warm-up has none; there it is called before the validation and before the log, whichever comes first.
+        Called after the actor's update, as late as verl's ``fit`` allows, so that the workers report while the trainer
+        updates. The critic's warm-up has no such update; there it is called before validation or logging, whichever
+        comes first.
         """
         if self._completed_step == self.global_steps:
             return
@@ -294,7 +295,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         return output
 
     def _validate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """verl's, given up when the user asks for the end: the step that it belongs to is logged, and is the last."""
+        """As verl's, but abandoned if the user asks to stop: the step that it belongs to is logged, and is the last."""
         self._end_phase()
         if self.settings.enable:
             self._complete_step()

@@ -1,4 +1,4 @@
-"""Files of a run directory as a training opens them: over from the start, or going on from a checkpoint."""
+"""Opens the files of a run directory: afresh, or continued from a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipe.partial_rollout.training.training_steps import TrainingSteps
 
 
 def name_metrics_file(directory: Path, resumed_step: int) -> None:
-    """verl's file logger empties the file that it opens; a resumed run keeps what came before."""
+    """Give a resumed run a metrics file of its own: verl's file logger empties the file that it opens."""
     if resumed_step and os.environ.get("VERL_FILE_LOGGER_PATH") == str(directory / "metrics.jsonl"):
         os.environ["VERL_FILE_LOGGER_PATH"] = str(directory / f"metrics_from_{resumed_step + 1}.jsonl")
 
@@ -23,7 +23,7 @@ def name_metrics_file(directory: Path, resumed_step: int) -> None:
 def open_ledger(
     directory: Path, settings: PartialRolloutConfig, steps: TrainingSteps, resumed_step: int, *, start_over: bool
 ) -> Ledger:
-    """A training that starts over has a ledger of its own; one that may go on appends to the ledger it finds."""
+    """Open the ledger: a new one for a training that starts over; one that may resume appends to the ledger it finds."""
     path = directory / LEDGER
     if start_over:
         path.unlink(missing_ok=True)
@@ -48,7 +48,7 @@ def open_ledger(
 
 
 def run_settings(settings: PartialRolloutConfig, experiment: str, replicas: int) -> RunSettings:
-    """What the report knows of a run, of either arm."""
+    """The settings of a run, of either arm, for the report."""
     return RunSettings(
         arm=Arm.PR if settings.enable else Arm.NOPR,
         experiment=experiment,

@@ -1,4 +1,4 @@
-"""One readable line a step; verl's full metrics go to the file and tracker backends."""
+"""One readable line per step; verl's full metrics go to the file and the tracker backends."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class StepLine:
     """Prints a step's main figures above the progress bar.
 
     Args:
-        total_steps: of the training.
+        total_steps: steps of the training.
     """
 
     def __init__(self, total_steps: int) -> None:
         self._total = total_steps
 
     def show(self, data: dict[str, Any], step: int) -> None:
-        """Print step ``step`` of metrics ``data``; a log without training metrics (validation) in its own words."""
+        """Print step ``step`` of metrics ``data``; a validation without training metrics gets a line of its own."""
         if "training/global_step" not in data:
             scores = [f"{key.split('/', 1)[1]} {value:.3f}" for key, value in data.items() if "val-core" in key]
             tqdm.write(f"step {step:>3}  validation  {'  '.join(scores)}")

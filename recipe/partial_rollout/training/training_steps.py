@@ -1,4 +1,4 @@
-"""How many steps a training has, and for how many of them prompts are admitted."""
+"""The number of steps of a training, and for how many of them prompts are admitted."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class TrainingSteps:
     per_epoch: int
     epochs: int
     total: int
-    """``total_training_steps``; may be more than the data has"""
+    """``total_training_steps``; may exceed what the data suffices for"""
     drains: bool
-    """the last steps train what is in flight instead of admitting more"""
+    """whether the last steps train what is in flight instead of admitting more"""
     filters: bool
-    """dynamic sampling consumes more prompts than it trains"""
+    """whether dynamic sampling consumes more prompts than are trained"""
 
     @property
     def data(self) -> int:
-        """That the data suffices for."""
+        """Steps that the data suffices for."""
         return self.per_epoch * self.epochs
 
     @property
     def last(self) -> int:
-        """No step comes after it."""
+        """The last step."""
         return min(self.total, self.data)
 
     @property
     def offered(self) -> int:
-        """That prompts are admitted for: those of the training, or of its data.
+        """Steps for which prompts are admitted: those of the training, or all that the data suffices for.
 
         With dynamic sampling a step consumes more prompts than it trains, and the manager bounds what is trained.
         """

@@ -1,8 +1,8 @@
-"""verl's worker groups with a rendezvous port that nothing else takes in between.
+"""verl's worker groups, with rendezvous ports that no other process takes by chance.
 
-verl finds a free port and listens on it seconds later, in another process. A port that the kernel hands out
-(``ip_local_port_range``) may by then belong to one of the many connections that Ray opens, and the start of the training
-fails with EADDRINUSE. Ports below that range are taken only by whoever asks for them by number.
+verl finds a free port and listens on it seconds later, in another process. By then a port from the kernel's own range
+(``ip_local_port_range``) may belong to one of Ray's many connections, and the training fails to start with EADDRINUSE.
+Ports below that range are taken only by processes that ask for them by number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _WIDTH = 1000
 
 
 def ephemeral_start(path: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> int:
-    """First port that the kernel hands out by itself; Linux's default where ``path`` does not say."""
+    """First port that the kernel assigns by itself; Linux's default if ``path`` does not say."""
     try:
         return int(path.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -23,7 +23,7 @@ def ephemeral_start(path: Path = Path("/proc/sys/net/ipv4/ip_local_port_range"))
 
 
 def master_port_range() -> list[int]:
-    """A random stretch of ports below the kernel's own, ``[first, end)``; all of them when there is no room below."""
+    """A random range of ports below the kernel's own, ``[first, end)``; all ports if there is no room below."""
     end = ephemeral_start()
     if end < 10_000 + _WIDTH:
         return [10_000, 65_535]

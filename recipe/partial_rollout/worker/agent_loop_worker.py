@@ -1,4 +1,4 @@
-"""verl's agent-loop worker under PR: runs the samples that its ``ClaimLoop`` claims, interruptible at any engine call."""
+"""verl's agent-loop worker under PR: runs the samples that its ``ClaimLoop`` claims; any engine call can be interrupted."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from recipe.partial_rollout.worker.tool_journal import journaled
 from recipe.partial_rollout.worker.turn_alignment import sample_output
 
 _NOTED_AFTER_S = 1.0
-"""that a reward call takes before the manager is told of the turn which it scores: most end sooner, and say it all"""
+"""a reward call longer than this has its turn reported first; most end sooner, and one report says it all"""
 
 
 class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
-    """The actor around a ``ClaimLoop``: forwards its verbs, and runs a claimed sample in an agent loop of verl's."""
+    """The actor around a ``ClaimLoop``: forwards its verbs, and runs claimed samples in verl's agent loops."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -34,7 +34,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self.llm_client.use_tokenizer(self.tokenizer)
 
     def connect(self, name: str, manager: Any, capacity: int, replicas: ReplicaChoice) -> None:
-        """Claim from ``manager`` as ``name``, with ``capacity`` slots, and run on ``replicas``; before anything else."""
+        """Claim from ``manager`` as ``name``, with ``capacity`` slots, and run on ``replicas``; called first."""
         self.use_replicas(replicas)
         settings = self.config.partial_rollout
         self._connected = ClaimLoop(
@@ -47,7 +47,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         )
 
     def use_replicas(self, replicas: ReplicaChoice) -> None:
-        """The replicas are these from here on; between rounds."""
+        """From here on the replicas are these; call it between rounds."""
         assert isinstance(self.llm_client, PartialRolloutLLMClient)
         self.llm_client.use_replicas(replicas)
 

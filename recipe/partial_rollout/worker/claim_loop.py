@@ -6,9 +6,9 @@ Its control flow::
           ^                  (they wait for the round)                                   |
           +------------------- grants for the slots that came free ----------------------+
 
-A sample keeps its coroutine over interruptions; only its slot goes back to the manager. A turn that has ended is reported
-with what follows it: the next interruption, a tool call, the end of the sample. Where a reward call keeps that waiting it
-goes out by itself, and the end of a round leaves nothing unreported.
+A sample keeps its coroutine over interruptions; only its slot goes back to the manager. A finished turn is reported with
+the next event: an interruption, a tool call, the end of the sample. If a reward call delays that, the turn is reported by
+itself. The end of a round leaves nothing unreported.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from recipe.partial_rollout.worker.outbox import Outbox
 
 
 class ClaimLoop:
-    """Claims samples from the manager and runs each; the ``SlotKeeper`` of its samples.
+    """Claims samples from the manager and runs them; it is their ``SlotKeeper``.
 
     Args:
-        name: of this worker, at the manager.
+        name: this worker's name at the manager.
         manager: handle of the manager actor.
-        capacity: samples that may hold a slot here at once.
-        run: runs the agent loop of a granted sample to its end; ``LIVE_SAMPLE`` is set.
+        capacity: most samples that may hold a slot here at once.
+        run: runs the agent loop of a granted sample to its end, with ``LIVE_SAMPLE`` set.
         grant_s: seconds that a sample may wait for its slot in an open round.
-        sample_s: seconds that an agent loop may take by itself; None: no limit.
+        sample_s: seconds that an agent loop may spend between two engine calls; None: no limit.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class ClaimLoop:
         self._live: set[LiveSample] = set()
         self._calling: set[str] = set()
         self._quiet = asyncio.Event()
-        """set whenever an engine call or the sending of reports has ended: ``flush`` looks again"""
+        """set whenever an engine call or the sending of reports ends, so that ``flush`` checks again"""
         self._outbox = Outbox(name, manager, granted=self.run, idle=self._quiet.set)
 
     async def serve(self) -> None:
         """Claim and run samples for as long as the training lasts; ends only with an error.
 
         Raises:
-            RuntimeError: the manager and this worker disagree on a sample; whatever else a report ended with.
+            RuntimeError: the manager and this worker disagree on a sample. Any error of a report is raised, too.
         """
         await self._manager.register_worker.remote(self._name, self.capacity)
         broken = asyncio.create_task(self._outbox.broken.wait())
@@ -82,11 +82,11 @@ class ClaimLoop:
         self._gate.open()
 
     def close_round(self) -> None:
-        """No new engine call; those under way end when their replica aborts them."""
+        """Allow no new engine call; running ones end when their replica aborts them."""
         self._gate.close()
 
     async def flush(self) -> None:
-        """Return once no engine call is under way and the manager knows of everything that happened, and that it does."""
+        """Wait until no engine call runs and the manager knows everything; then tell it that nothing is left to report."""
         self._outbox.raise_error()
         while not self._all_reported():
             self._quiet.clear()
@@ -96,18 +96,18 @@ class ClaimLoop:
         await self._manager.flushed.remote(self._name)
 
     def _all_reported(self) -> bool:
-        """Whether no engine call is under way and the manager knows of all that happened; sends what it does not."""
+        """Whether no engine call runs and the manager knows everything; sends what it does not know."""
         if self._calling:
             return False
         for sample in self._live:
-            # In a tool or reward call, which need not end before a checkpoint: the turn before it has ended.
+            # A sample in a tool or reward call, which may outlast a checkpoint, has a finished turn to report.
             self._outbox.note(sample)
         return self._outbox.empty()
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
     def run(self, grants: list[Grant]) -> None:
-        """Let each granted sample go on, or start it where it is new here.
+        """Let each granted sample continue, or start it if it is new here.
 
         Raises:
             RuntimeError: the manager and this worker disagree on whether the sample is live here.
@@ -159,7 +159,7 @@ class ClaimLoop:
     async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
         """Entered once the sample holds a slot in an open round."""
         if sample.has_unsent and not self._gate.is_open:
-            # A checkpoint may come before its next call.
+            # A checkpoint may be taken before its next call.
             self.note(sample)
         with sample.clock.stopped():
             await self._gate.wait(sample.id)
@@ -171,13 +171,13 @@ class ClaimLoop:
                 self._quiet.set()
 
     def hand_in(self, sample: LiveSample) -> None:
-        """Give the slot back, with whatever the manager does not know of the sample."""
+        """Give the slot back, and report what the manager does not know about the sample."""
         self._gate.revoke(sample.id)
         self._outbox.interrupt(sample)
         self._outbox.send()
 
     def note(self, sample: LiveSample) -> None:
-        """Tell the manager what it does not know of the sample."""
+        """Report what the manager does not know about the sample."""
         self._outbox.note(sample)
         self._outbox.send()
 
@@ -185,11 +185,11 @@ class ClaimLoop:
         """As ``note``; returns once the manager knows.
 
         Raises:
-            RuntimeError: it does not take reports of this worker any more.
+            RuntimeError: the manager no longer takes reports of this worker.
         """
         await self._outbox.tell(sample)
 
 
 def _ends_the_run(error: Exception) -> bool:
-    """Whether a retry could not change it: no replica is left to go on at, or no round has come."""
+    """Whether a retry cannot help: no replica is left, or its slot did not come in time."""
     return isinstance(error, GrantTimeoutError) or (isinstance(error, ReplicaError) and error.dead)

@@ -1,4 +1,4 @@
-"""Where a worker's samples wait: each for its slot, all of them for the round."""
+"""The gate at which a worker's samples wait: each for its slot, all of them for the round."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class GrantTimeoutError(TimeoutError):
 
 
 class GrantGate:
-    """Lets a sample through that holds a slot, once the round is open.
+    """Lets samples that hold a slot pass once the round is open.
 
-    Slots are granted before their round opens, while the trainer updates: at its opening the samples are at the gate.
+    Slots are granted before the round opens, while the trainer updates, so the samples already wait when it opens.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -21,28 +21,28 @@ class GrantGate:
         self._open = asyncio.Event()
 
     def open(self) -> None:
-        """A round has begun: samples that hold a slot may call the engine."""
+        """Open the round: samples that hold a slot may call the engine."""
         self._open.set()
 
     def close(self) -> None:
-        """The round is being interrupted: no new engine call."""
+        """Close the round: no new engine calls."""
         self._open.clear()
 
     @property
     def is_open(self) -> bool:
-        """Whether a round is."""
+        """Whether a round is open."""
         return self._open.is_set()
 
     def grant(self, sample_id: str) -> None:
-        """``sample_id`` holds a slot."""
+        """Give ``sample_id`` a slot."""
         self._granted.setdefault(sample_id, asyncio.Event()).set()
 
     def revoke(self, sample_id: str) -> None:
-        """``sample_id`` has given its slot back."""
+        """Take the slot of ``sample_id``."""
         self._granted.setdefault(sample_id, asyncio.Event()).clear()
 
     def forget(self, sample_id: str) -> None:
-        """``sample_id`` has ended."""
+        """Forget ``sample_id``, which has ended."""
         self._granted.pop(sample_id, None)
 
     def granted(self, sample_id: str) -> bool:
@@ -57,13 +57,13 @@ class GrantGate:
         """Return once ``sample_id`` holds a slot in an open round.
 
         Raises:
-            GrantTimeoutError: not within the deadline.
+            GrantTimeoutError: it got none within the deadline.
         """
         granted = self._granted[sample_id]
         try:
             async with asyncio.timeout(self._deadline_s):
                 await granted.wait()
-                # It may close again before a sample that it woke has run.
+                # The gate may close again before a sample that it woke runs.
                 while not self._open.is_set():
                     await self._open.wait()
         except TimeoutError as error:

@@ -1,4 +1,4 @@
-"""A training sample in its worker: what its engine calls have made, where it runs, what the manager knows of it."""
+"""A training sample in its worker: the tokens of its engine calls, its replica, and what the manager knows about it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from recipe.partial_rollout.worker.sample_clock import SampleClock
 
 
 class SlotKeeper(Protocol):
-    """What a running sample asks of its worker."""
+    """The services that a running sample needs from its worker."""
 
     def engine_call(self, sample: LiveSample) -> AbstractAsyncContextManager[None]:
         """Entered once the sample holds a slot in an open round; left when the replica has answered."""
         ...
 
     def hand_in(self, sample: LiveSample) -> None:
-        """Give the slot back, with whatever the manager does not know of the sample."""
+        """Give the slot back, and report what the manager does not know about the sample."""
         ...
 
     def note(self, sample: LiveSample) -> None:
-        """Tell the manager what it does not know of the sample, which keeps its slot."""
+        """Report what the manager does not know about the sample, which keeps its slot."""
         ...
 
     async def tell(self, sample: LiveSample) -> None:
@@ -37,7 +37,7 @@ class SlotKeeper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer of the engine to an agent loop, over as many calls as interruptions made of it."""
+    """One answer of the engine to an agent loop: one call, or several if it was interrupted."""
 
     start: int
     """tokens of the conversation before it"""
@@ -71,25 +71,25 @@ class LiveSample:
     keeper: SlotKeeper
     priority: int
     group: str = ""
-    """uid of its group; its own id where it has none (the probe)"""
+    """uid of its group; its own id if it has none (the probe)"""
     restored: deque[Segment] = field(default_factory=deque)
-    """journal of a life that has ended (crash, dead worker, retry): calls answer from it first"""
+    """journal from before a crash, a worker's death or a retry; engine calls are answered from it first"""
     restored_tools: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """likewise, results of finished tool calls by their number, and the starts of those that did not finish"""
+    """the same for tools: results of finished calls by their number, and the starts of unfinished ones"""
     segments: list[Segment] = field(default_factory=list)
-    """every engine call so far, in order, those of the journal included"""
+    """every engine call so far, in order, including those of the journal"""
     turn_starts: list[tuple[int, int]] = field(default_factory=list)
-    """for each turn: tokens of the conversation before it, segments before it"""
+    """for each turn: number of conversation tokens and of segments before it"""
     tool_calls: int = 0
     calls: int = 0
     replica: str | None = None
-    """where its last call ran, if its prefix is cached there"""
+    """address of the replica of its last call, if its prefix is cached there"""
     resumes: bool = False
-    """its last call was interrupted: the next one may run elsewhere"""
+    """whether its last call was interrupted, so that the next one may run elsewhere"""
     clock: SampleClock = field(init=False)
-    """how long its agent loop takes by itself"""
+    """seconds that its agent loop spends between engine calls"""
     deadline_s: InitVar[float | None] = None
-    """of the clock"""
+    """deadline of ``clock``"""
     _unsent: list[Segment] = field(default_factory=list)
     _unsent_tools: list[dict[str, Any]] = field(default_factory=list)
 
@@ -99,21 +99,21 @@ class LiveSample:
 
     @property
     def first_version(self) -> int | None:
-        """Policy version of its first token; None before there is one, or if the replica did not say."""
+        """Policy version of its first token; None if there is none yet, or if the replica did not say."""
         return self.segments[0].version if self.segments and self.segments[0].version >= 0 else None
 
     def add(self, segment: Segment) -> None:
-        """Tokens that the engine has just made."""
+        """Add tokens that the engine has just made."""
         self.segments.append(segment)
         self._unsent.append(segment)
 
     def add_tool_result(self, result: dict[str, Any]) -> None:
-        """A tool call that has just finished; the manager is told, so that it is not made twice."""
+        """Add a tool call that has just finished, and report it, so that it is not made twice."""
         self._unsent_tools.append(result)
         self.keeper.note(self)
 
     async def start_tool_call(self, start: dict[str, Any]) -> None:
-        """A tool call that is about to be made, and not twice: returns once the manager knows of it."""
+        """Add a tool call that must not be made twice, before it is made; returns once the manager knows it."""
         self._unsent_tools.append(start)
         await self.keeper.tell(self)
 
@@ -122,23 +122,23 @@ class LiveSample:
         return bool(self._unsent or self._unsent_tools)
 
     def take_unsent(self) -> tuple[tuple[Segment, ...], tuple[dict[str, Any], ...]]:
-        """Segments and tool results since the last time this was asked."""
+        """Segments and tool results added since the last call."""
         unsent = tuple(self._unsent), tuple(self._unsent_tools)
         self._unsent, self._unsent_tools = [], []
         return unsent
 
     @property
     def turns(self) -> list[Turn]:
-        """What the engine answered, turn by turn."""
+        """The engine's answers, turn by turn."""
         bounds = [*self.turn_starts, (0, len(self.segments))]
         return [
             Turn(start, tuple(self.segments[first:last])) for (start, first), (_, last) in itertools.pairwise(bounds)
         ]
 
     def start_turn(self, context_length: int) -> list[Segment]:
-        """A turn after ``context_length`` tokens of conversation: the journal's segments of it.
+        """Begin a turn after ``context_length`` tokens of conversation; returns the journal's segments of it.
 
-        The last one has a stop reason if the turn had come to its end.
+        The last segment has a stop reason if the turn was complete.
         """
         self.turn_starts.append((context_length, len(self.segments)))
         turn: list[Segment] = []

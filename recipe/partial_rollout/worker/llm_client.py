@@ -1,10 +1,10 @@
 """Generation in segments: the client between verl's agent loops and the vLLM replicas.
 
-``ObservedLLMClient`` is verl's client that notes every engine call; noPR uses it. ``PartialRolloutLLMClient`` turns an
-aborted call into a cached segment and goes on when the manager grants the sample a slot again: the agent loop above
-never notices, so tools are not called twice and conversation state stays where it is.
+``ObservedLLMClient`` is verl's client and notes every engine call; noPR uses it. ``PartialRolloutLLMClient`` turns an
+aborted call into a cached segment and continues once the manager grants the sample a slot again. The agent loop above
+does not notice, so tools are not called twice and conversation state stays in place.
 
-A training sample is found through a context variable; without one (validation, probe) a call is verl's own.
+A context variable names the training sample; without one (validation, probe) a call is verl's own.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from recipe.partial_rollout.worker.resumption import StopStrings, check_sampling
 ABORTED = ("aborted", "abort")
 
 _REPLICA: ContextVar[list[str] | None] = ContextVar("replica", default=None)
-"""where the running call notes the replica that the load balancer chose"""
+"""in which the running call notes the replica that the load balancer chose"""
 
 
 def _version(output: TokenOutput) -> int:
-    """Policy version that made ``output``; -1 when the replica did not say."""
+    """Policy version that made ``output``; -1 if the replica did not say."""
     version = output.extra_fields.get("global_steps")
     return -1 if version is None else int(version)
 
@@ -51,7 +51,7 @@ class ObservedLLMClient(LLMServerClient):
         return cls(config=client.config, load_balancer_handle=client._load_balancer)
 
     def take_calls(self) -> list[EngineCall]:
-        """The calls that ended since the last time this was asked."""
+        """Calls that ended since this was last called."""
         calls, self._calls = self._calls, []
         return calls
 
@@ -90,7 +90,7 @@ class ObservedLLMClient(LLMServerClient):
             _REPLICA.reset(token)
         tokens, version = len(output.token_ids), _version(output)
         found = output.extra_fields.get("num_cached_tokens") or 0
-        # A call that was aborted in the engine's queue read nothing again.
+        # A call that was aborted in the engine's queue prefilled nothing.
         read_again = max(0, resumed_tokens - found) if tokens else 0
         context = len(kwargs.get("prompt_ids", ()))
         queued_s = float(output.extra_fields.pop("queued_s", None) or 0.0)
@@ -99,7 +99,7 @@ class ObservedLLMClient(LLMServerClient):
 
 
 class PartialRolloutLLMClient(ObservedLLMClient):
-    """Resumes an interrupted engine call from its own tokens, under whatever weights the replicas hold by then."""
+    """Resumes an interrupted engine call from its own tokens, under the weights that the replicas then hold."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -109,7 +109,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
 
     def use_replicas(self, replicas: ReplicaChoice) -> None:
-        """Training samples go where ``replicas`` says; without it, or without a training sample, where verl says."""
+        """Let ``replicas`` choose the replica for training samples; verl's load balancer chooses for all other calls."""
         self._replicas = replicas
 
     def use_tokenizer(self, tokenizer: Any) -> None:
@@ -137,11 +137,11 @@ class PartialRolloutLLMClient(ObservedLLMClient):
     async def generate(  # type: ignore[override]
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
     ) -> TokenOutput:
-        """Tokens of one turn, over as many engine calls as interruptions make of it.
+        """Generate one turn, in one engine call or in several if it is interrupted.
 
         Returns:
             verl's ``TokenOutput`` with the tokens and log-probs of all its calls, and ``min_global_steps`` and
-            ``max_global_steps`` over them. A turn that the journal holds whole makes no call.
+            ``max_global_steps`` over them. A turn that is complete in the journal makes no call.
 
         Raises:
             RuntimeError: the engine returned tokens without one log-prob each.
@@ -182,13 +182,13 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             if segment.stop_reason is None:
                 sample.resumes = True
                 if not self._keeps_kv:
-                    # The replica's cache goes with its weights: nothing binds the sample to it.
+                    # The replica's cache is emptied with its weights, so the sample may resume anywhere.
                     sample.replica = None
                 sample.keeper.hand_in(sample)
         return self._merge(turn, last)
 
     def _leave(self, sample: LiveSample, error: ReplicaError) -> None:
-        """Go on at another replica when the sample's own is dead; raises when that is no help."""
+        """Move to another replica if the sample's own is dead; raises if that does not help."""
         if not error.dead or self._replicas is None or not self._replicas.leave(sample):
             raise error
 
@@ -202,7 +202,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
 
     @staticmethod
     def _segment(sample_id: str, output: TokenOutput, budget: int) -> Segment:
-        """The tokens of one call; a call that is aborted with its last token has ended all the same."""
+        """The tokens of one call; a call that is aborted after its last token counts as complete."""
         log_probs = output.log_probs or []
         if len(log_probs) != len(output.token_ids):
             raise RuntimeError(

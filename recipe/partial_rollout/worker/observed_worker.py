@@ -1,4 +1,4 @@
-"""verl's agent-loop worker, observed: what its engine calls cost, a deadline on the reward function, the probe (noPR)."""
+"""verl's agent-loop worker with an account of its engine calls, a deadline on the reward function, and the probe (noPR)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         self._probe_over = asyncio.Event()
 
     def take_calls(self) -> list[EngineCall]:
-        """Engine calls that ended since the last time this was asked."""
+        """Engine calls that ended since this was last called."""
         return self.llm_client.take_calls()
 
     async def _run_agent_loop(
@@ -53,7 +53,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         trace: bool = True,
         **kwargs,
     ) -> Any:
-        """As verl's, without composing the whole configuration anew for every sample."""
+        """As verl's, but without composing the whole configuration again for every sample."""
         registered = _agent_loop_registry.get(agent_name)
         if registered is None or set(registered) != {"_target_"}:
             return await super()._run_agent_loop(
@@ -93,7 +93,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             raise RewardError(f"reward function failed on prompt {kwargs.get('uid')}: {one_line(error)}") from error
 
     async def warm_up(self, rows: list[dict[str, Any]], concurrency: int) -> None:
-        """Have ``concurrency`` samples of a few tokens decoded: engines compile in their first steps."""
+        """Decode ``concurrency`` samples of a few tokens, because engines compile in their first steps."""
         rows = [rows[index % len(rows)] for index in range(concurrency)]
         await asyncio.gather(*[self._probe_sample(row, max_tokens=_WARM_UP_TOKENS) for row in rows])
 
@@ -131,12 +131,12 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
 
 
 def trajectory_of(row: dict[str, Any]) -> dict[str, Any]:
-    """What verl's tracing wants to know of a sample of dataset row ``row``."""
+    """What verl's tracing needs to know about a sample of dataset row ``row``."""
     return {"step": -1, "sample_index": row.get("index", 0), "rollout_n": 0, "validate": False}
 
 
 class _LocalRewardHandle:
-    """verl's reward worker in this process, behind the call syntax of an actor handle."""
+    """verl's reward worker in this process, called like an actor handle."""
 
     def __init__(self, worker: RewardLoopWorker) -> None:
         self.compute_score = self

@@ -1,7 +1,7 @@
-"""What a worker's manager has not been told yet, and its way there.
+"""Reports from a worker to the manager: collected here and sent one at a time.
 
-Reports travel one at a time, so what happens meanwhile goes out together with the next one. A report that fails is lost
-with what it said: the outbox keeps the error, and its worker ends.
+What happens while a report is under way goes out with the next one. The content of a failed report is lost, so the
+outbox keeps the error, and its worker ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Unsent:
     finished: list[tuple[str, SampleOutput]] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     told: list[asyncio.Future[None]] = field(default_factory=list)
-    """resolved once the manager has this report"""
+    """futures resolved once the manager has this report"""
 
     def __bool__(self) -> bool:
         return bool(self.progress or self.interrupted or self.finished or self.failed or self.told)
@@ -46,7 +46,7 @@ class Outbox:
     Args:
         worker: name in the reports.
         manager: handle of the manager actor.
-        granted: called with the grants that answer each report.
+        granted: called with the grants in the answer to each report.
         idle: called whenever a report has been answered and nothing is left to send.
     """
 
@@ -64,30 +64,30 @@ class Outbox:
         """set by the first report that fails"""
 
     def note(self, sample: LiveSample) -> None:
-        """What the manager does not know of ``sample`` is part of the next report."""
+        """Add what the manager does not know about ``sample`` to the next report."""
         segments, tool_results = sample.take_unsent()
         if segments or tool_results:
             self._unsent.progress.append(Progress(sample.id, segments, tool_results))
 
     def interrupt(self, sample: LiveSample) -> None:
-        """``sample`` has given its slot back."""
+        """Report that ``sample`` has given its slot back."""
         self.note(sample)
         self._unsent.interrupted.append(sample.id)
 
     def finish(self, sample: LiveSample, output: SampleOutput) -> None:
-        """``sample`` has ended with ``output``."""
+        """Report that ``sample`` has ended with ``output``."""
         self._unsent.finished.append((sample.id, output))
 
     def fail(self, sample: LiveSample, error: str) -> None:
-        """The agent loop of ``sample`` raised ``error``."""
+        """Report that the agent loop of ``sample`` raised ``error``."""
         self.note(sample)
         self._unsent.failed.append((sample.id, error))
 
     async def tell(self, sample: LiveSample) -> None:
-        """Send what the manager does not know of ``sample``; returns once it knows.
+        """Send what the manager does not know about ``sample``; returns once it knows.
 
         Raises:
-            RuntimeError: the manager does not take reports of this worker any more.
+            RuntimeError: the manager no longer takes reports of this worker.
         """
         told = asyncio.get_running_loop().create_future()
         self.note(sample)
@@ -96,18 +96,18 @@ class Outbox:
         await told
 
     def send(self) -> None:
-        """Report what there is, now or with the report that follows the one under way."""
+        """Send a report now, or as soon as the one under way has been answered."""
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send_all())
 
     def empty(self) -> bool:
-        """Whether the manager knows of everything; sends what it does not."""
+        """Whether the manager knows everything; sends what it does not know."""
         if self._unsent:
             self.send()
         return self._sending is None or self._sending.done()
 
     def raise_error(self) -> None:
-        """Raise what a report ended with, if one has failed."""
+        """Raise the error of a failed report, if any."""
         if self._error is not None:
             raise self._error
 
@@ -122,7 +122,7 @@ class Outbox:
                     if not waiting.done():
                         waiting.set_result(None)
         except Exception as error:
-            # What the report said is lost: the worker must not go on as if the manager knew of it.
+            # The report's content is lost: the worker must not continue as if the manager knew it.
             self._error = self._error or error
             self.broken.set()
             for waiting in [*sent.told, *self._unsent.told]:

@@ -1,4 +1,4 @@
-"""Slots of the engine probe: nobody grants them, and a sample that is interrupted ends."""
+"""Slots of the engine probe: always granted; an interrupted probe sample ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recipe.partial_rollout.worker.live_sample import LiveSample
 
 
 class ProbeEndedError(Exception):
-    """The replicas were paused: a sample of the probe does not go on."""
+    """The replicas were paused, so a sample of the probe ends."""
 
 
 class ProbeSlots:
@@ -23,7 +23,7 @@ class ProbeSlots:
         raise ProbeEndedError(sample.id)
 
     def note(self, sample: LiveSample) -> None:
-        """Nobody needs to know."""
+        """Do nothing: nobody needs to know."""
 
     async def tell(self, sample: LiveSample) -> None:
-        """See ``note``."""
+        """Do nothing, as ``note``."""

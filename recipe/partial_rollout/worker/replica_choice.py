@@ -1,4 +1,4 @@
-"""Which replica an engine call of a training sample goes to: balanced by running samples, of this worker alone."""
+"""The choice of a replica for each engine call of a training sample, balanced by this worker's running samples."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 from recipe.partial_rollout.worker.live_sample import LiveSample
 
 _MOVE_ABOVE = 1.25
-"""running samples of its own replica, over those of the emptiest, above which a resumed sample leaves its blocks behind"""
+"""a resumed sample moves if its own replica has more than this many times the running samples of the emptiest"""
 
 
 class ReplicaChoice:
     """Counts running samples by replica.
 
     A sample that has blocks cached at a replica (``LiveSample.replica``) goes back to it, unless it resumes after an
-    interruption and that replica has fallen far behind; any other goes to the replica with the fewest running samples,
-    in constant time: a round at scale starts with 100,000 choices.
+    interruption and that replica has many more running samples than the emptiest. Any other sample goes to the replica
+    with the fewest running samples. The choice takes constant time: a round at scale starts with 100,000 of them.
 
     Args:
         servers: address to server handle.
-        place: of this worker among all, from 0 to 1. Workers begin at different replicas: each has too few samples to
-            reach all of many replicas, and together they shall.
+        place: position of this worker among all, from 0 to 1. Workers begin at different replicas, because each has too
+            few samples to reach all of many replicas, and together they should.
     """
 
     def __init__(self, servers: dict[str, Any], place: float = 0.0) -> None:
@@ -29,7 +29,7 @@ class ReplicaChoice:
         first = int(place * len(addresses))
         self._running = dict.fromkeys(addresses[first:] + addresses[:first], 0)
         self._with: dict[int, dict[str, None]] = {0: dict.fromkeys(self._running)}
-        """addresses by their running samples; of equals, the one that has been so for longest comes first"""
+        """addresses by number of running samples; of equals, the one that has had that number longest comes first"""
         self._fewest = 0
 
     def take(self, sample: LiveSample) -> tuple[str, Any]:
@@ -42,12 +42,12 @@ class ReplicaChoice:
         return own, self._servers[own]
 
     def release(self, address: str) -> None:
-        """A call at ``address`` has ended."""
+        """Note that a call at ``address`` has ended."""
         if address in self._running:
             self._move(address, self._running[address] - 1)
 
     def leave(self, sample: LiveSample) -> bool:
-        """The replica of ``sample`` is dead; whether any other is left."""
+        """Drop the dead replica of ``sample``; returns whether any other is left."""
         if sample.replica is None:
             return False
         if sample.replica in self._running:
@@ -60,7 +60,7 @@ class ReplicaChoice:
         before, self._running[address] = self._running[address], running
         self._withdraw(address, before)
         self._with.setdefault(running, {})[address] = None
-        # By one call at a time: whatever leaves the fewest behind goes to the next number.
+        # Counts change by one: if no replica has the fewest any more, this one's new count is the fewest.
         if running < self._fewest or self._fewest not in self._with:
             self._fewest = running
 

@@ -1,12 +1,12 @@
-"""Sampling parameters over an interruption: a resumed call gets its earlier tokens as prompt, which vLLM does not count.
+"""Sampling parameters across interruptions: a resumed call gets its earlier tokens as prompt, which vLLM does not count.
 
 ==============================  ======================================================================================
-``max_tokens``, ``min_tokens``  less what was made
+``max_tokens``, ``min_tokens``  reduced by the tokens already made
 ``stop``                        searched for in the text of the whole turn (``StopStrings``)
-``seed``                        another one, made of it and the number of tokens made: the engine's generator starts anew
-                                with every call and would draw the noise of the turn's first tokens again
-``_REFUSED``                    vLLM applies these to what one call has made; no call can be told of an earlier one
-everything else                 looks at one step, or at prompt and output alike (``repetition_penalty``): unchanged
+``seed``                        replaced by one derived from it and the number of tokens made: the engine's generator
+                                restarts with every call and would draw the noise of the turn's first tokens again
+``_REFUSED``                    refused: vLLM applies these to one call's output and cannot be told of earlier calls
+everything else                 unchanged: it looks at one step, or at prompt and output alike (``repetition_penalty``)
 ==============================  ======================================================================================
 """
 
@@ -31,14 +31,14 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 class SamplingError(ValueError):
-    """A sampling parameter that no interrupted sample could keep to."""
+    """A sampling parameter that would not survive an interruption."""
 
 
 def check_sampling(sample_id: str, params: dict[str, Any], tokenizer: Any) -> None:
-    """Raise ``SamplingError`` for a parameter that would be applied anew after each interruption.
+    """Raise ``SamplingError`` for a parameter that vLLM would apply anew after each interruption.
 
     Args:
-        tokenizer: the worker's, None where it has none; stop strings need it.
+        tokenizer: the worker's, None if it has none; stop strings need it.
     """
     if params.get("stop") and tokenizer is None:
         raise SamplingError(
@@ -54,7 +54,7 @@ def check_sampling(sample_id: str, params: dict[str, Any], tokenizer: Any) -> No
 
 
 def sampling_of_call(params: dict[str, Any], budget: int, made: int) -> dict[str, Any]:
-    """Of the call that goes on after ``made`` tokens of a turn of at most ``budget``, from the turn's ``params``."""
+    """Parameters of the call that continues a turn after ``made`` of ``budget`` tokens; ``params`` are the turn's."""
     params = {**params, "max_tokens": budget - made}
     if params.get("min_tokens"):
         params["min_tokens"] = max(0, params["min_tokens"] - made)
@@ -64,12 +64,12 @@ def sampling_of_call(params: dict[str, Any], budget: int, made: int) -> dict[str
 
 
 def _seed_after(seed: int, made: int) -> int:
-    """31 bits that differ from ``seed`` and, for each ``made``, from each other; the same in every run."""
+    """A 31-bit seed that differs from ``seed`` and for each ``made``; the same in every run."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {made}".encode(), digest_size=4).digest(), "big") >> 1
 
 
 class StopStrings:
-    """Finds where a turn ends: vLLM's own detokenizer and search, over all calls of the turn.
+    """Finds stop strings in a whole turn, with vLLM's own detokenizer and search.
 
     The engine's detokenizer sees the tokens of one call and misses a stop string that begins before an interruption and
     ends after it. vLLM returns the token that completes a stop string, whether or not its text has the string
@@ -77,7 +77,7 @@ class StopStrings:
 
     Args:
         tokenizer: the worker's. prompt_ids: of the turn. params: its sampling parameters, with ``stop``.
-        turn: segments that it has already.
+        turn: its segments so far.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: list[int], params: dict[str, Any], turn: list[Segment]) -> None:
@@ -96,7 +96,7 @@ class StopStrings:
             self.end(segment)
 
     def end(self, segment: Segment) -> Segment:
-        """The turn's next ``segment``, up to the token that completes a stop string, if one does."""
+        """The turn's next ``segment``, cut after the token that completes a stop string, if one does."""
         for index, token in enumerate(segment.token_ids.tolist()):
             if self._text.update([token], stop_terminated=False) is not None:
                 kept = slice(index + 1)

@@ -1,8 +1,8 @@
-"""The time that a sample's agent loop takes by itself: what lets a hung tool end its sample, and not the run.
+"""The time that a sample's agent loop spends between engine calls, so that a hung tool ends its sample and not the run.
 
-The clock runs between two engine calls: in tools, in environments, in the loop's own code. It stops where something else
-has a deadline: while the sample waits for its slot, for a round, for the engine or for its reward. Each engine call starts
-it anew, so a long conversation may take as long as it likes.
+The clock runs between two engine calls: in tools, in environments, in the loop's own code. It stops while something else
+has a deadline: while the sample waits for its slot, for a round, for the engine or for its reward. It restarts after each
+engine call, so a long conversation may take any time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SampleTimeoutError(TimeoutError):
 
 
 class SampleClock:
-    """Of one life of a sample in a worker.
+    """The clock of a sample that is live in a worker.
 
     Args:
         sample_id: for the error.
@@ -39,7 +39,7 @@ class SampleClock:
 
         Raises:
             SampleTimeoutError: the clock ran for longer than its deadline.
-            Exception: the one that was given to ``end``.
+            Exception: the one given to ``end``.
         """
         limit = asyncio.timeout(self._deadline_s)
         try:
@@ -55,13 +55,13 @@ class SampleClock:
         finally:
             self._timeout = None
         if self._error is not None:
-            # An agent loop may catch its cancellation, too.
+            # An agent loop may also catch its cancellation.
             raise self._error
         return output
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """The clock stands still, and starts anew afterwards; calls may overlap."""
+        """Stop the clock while entered; it restarts afterwards. Calls may overlap."""
         self._stops += 1
         self._set(None)
         try:

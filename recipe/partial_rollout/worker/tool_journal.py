@@ -1,21 +1,22 @@
 """Tools that are called once: the result of every finished call is journaled, and a replay returns it.
 
-A sample whose worker died, or whose run crashed, plays its conversation again from the start: engine calls answer from
-the journal (``PartialRolloutLLMClient``), and so do these tools. The first call that the journal does not hold is real.
+A sample whose worker died, or whose run crashed, replays its conversation from the start: engine calls are answered from
+the journal (``PartialRolloutLLMClient``), and so are tool calls. The first call that is not in the journal is real.
 
-Calls are numbered in the order in which the agent loop makes them, which a replay repeats: verl's ``ToolAgentLoop``
-starts the parallel calls of a turn in their order. What a tool keeps outside its result (a sandbox, files) is not
-journaled: such a tool must be able to rebuild it in ``create``.
+Calls are numbered in the order in which the agent loop makes them, and a replay repeats that order: verl's
+``ToolAgentLoop`` starts the parallel calls of a turn in order. What a tool keeps outside its result (a sandbox, files) is
+not journaled: such a tool must be able to rebuild it in ``create``.
 
-A call that takes too long ends its sample: agent loops turn what a tool raises into its answer, which a hung tool has not
-given. The call is cancelled where it can be: a synchronous function runs in a thread (``tool_threads``), which goes on by
-itself until it returns; a coroutine that blocks the event loop stops its worker, which only ``deadlines.stall_s`` sees.
+A call that takes too long ends its sample. (Raising inside the tool would not do: agent loops turn a tool's exception
+into its answer, and a hung tool gave none.) The call is cancelled if possible. A synchronous function runs in a thread
+(``tool_threads``), which continues until the function returns. A coroutine that blocks the event loop stops its worker,
+and only ``deadlines.stall_s`` detects that.
 
-A call that ran out of time, or was under way when its worker died or the checkpoint was taken that a run goes on from, may
-have had its effect. It is made again only if its tool says that it may: ``repeatable = True`` as an attribute of the
-``BaseTool`` or of the function, or ``repeatable: true`` in the tool's ``config``. Any other tool's call is journaled before
-it is made, with the manager's word that it has it, and a replay answers it with an error, which verl's tool loop shows to
-the model as it does any other error of a tool.
+A call may have had its effect although it has no result: it ran out of time, its worker died, or the run resumes from a
+checkpoint that was taken during the call. It is made again only if its tool allows it: ``repeatable = True`` as an
+attribute of the ``BaseTool`` or of the function, or ``repeatable: true`` in the tool's ``config``. Any other tool's call
+is journaled before it is made, once the manager has confirmed it. A replay answers such a call with an error, which
+verl's tool loop shows to the model like any other error of a tool.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 
 class ToolError(RuntimeError):
-    """A tool call that failed before, replayed, or that was cut off."""
+    """A replayed tool call that failed the first time, or that was cut off."""
 
 
 def repeatable(tool: Any) -> bool:
@@ -93,13 +94,13 @@ class JournaledTool:
         return getattr(self._tool, name)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Promise an instance: the tool's own is created by the first call that the journal does not hold."""
+        """Return an instance id; the tool's own instance is created by the first call that is not in the journal."""
         instance_id = instance_id or uuid4().hex
         self._to_create[instance_id] = kwargs
         return instance_id, ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Result:
-        """The recorded result of this call, or the tool's."""
+        """The result of this call: from the journal, else from the tool."""
 
         async def call() -> Result:
             if instance_id in self._to_create:
@@ -118,7 +119,7 @@ class JournaledTool:
 
 
 async def _once(tool: Any, run: Any) -> Result:
-    """The journal's result of the running sample's next tool call, or that of ``run``, journaled."""
+    """Result of the running sample's next tool call: from the journal, else from ``run``, which is then journaled."""
     sample = LIVE_SAMPLE.get()
     if sample is None:
         return await run()
@@ -127,7 +128,7 @@ async def _once(tool: Any, run: Any) -> Result:
     if (recorded := sample.restored_tools.pop(number, None)) is not None and "started" not in recorded:
         return _replayed(recorded)
     if repeatable(tool):
-        # The call may take long: the manager is told of the turn that asks for it.
+        # The call may take long, so the turn that asks for it is reported now.
         sample.keeper.note(sample)
     elif recorded is not None:
         return _cut_off(sample, number, tool.name)
@@ -136,7 +137,7 @@ async def _once(tool: Any, run: Any) -> Result:
     try:
         response, reward, metrics = await run()
     except ToolTimeoutError:
-        # No answer: a retry of the sample asks again, if it may.
+        # There is no answer: a retry of the sample calls again if the tool allows it.
         raise
     except Exception as error:
         sample.add_tool_result({"call": number, "error": str(error)})
@@ -149,7 +150,7 @@ async def _within(call: Awaitable[T], tool: str, timeout_s: float | None) -> T:
     """``call``'s result.
 
     Raises:
-        ToolTimeoutError: none within ``timeout_s``; the running sample ends with it as well.
+        ToolTimeoutError: none within ``timeout_s``; the running sample fails with it, too.
     """
     limit = asyncio.timeout(timeout_s)
     try:

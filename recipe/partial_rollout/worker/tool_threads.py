@@ -1,7 +1,7 @@
-"""Threads for synchronous tools, apart from the event loop's own: no hung tool takes a thread from tokenizers or rewards.
+"""Threads for synchronous tools, separate from the event loop's, so that a hung tool takes none from tokenizers or rewards.
 
-Nothing ends a thread from outside. A call that is given up while it runs keeps its thread until it returns, so the next
-calls get a new pool, and the old one ends as its calls do.
+A thread cannot be ended from outside. A call that is given up while it runs keeps its thread until it returns. So later
+calls get a new pool, and the old pool ends with its calls.
 """
 
 from __future__ import annotations

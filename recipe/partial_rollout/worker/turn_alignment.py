@@ -1,10 +1,10 @@
-"""A finished sample's tokens, matched to the engine calls that made them: every trained token has its call's version.
+"""Matches a finished sample's tokens to the engine calls that made them, so every trained token has its call's version.
 
-An agent loop may drop the end of a turn: where one token both stops an answer and starts the next message, as GLM's
-``<|observation|>`` does, verl trims it. Turns are matched by position, never by a search for tokens: a turn starts in the
-response where the prompt of its engine call ended, and reaches to the start of the next one. The tokens in between that
-the mask calls generated must be the front of the turn, with the engine's log-probs; otherwise the sample fails. Example,
-with ``O`` for the observation token::
+An agent loop may drop the end of a turn: if one token both stops an answer and starts the next message, as GLM's
+``<|observation|>`` does, verl trims it. Turns are matched by position, never by a search for tokens. A turn starts in the
+response where the prompt of its engine call ended, and reaches to the start of the next turn. In between, the tokens that
+the mask marks as generated must be the first tokens of the turn, with the engine's log-probs; otherwise the sample fails.
+Example, with ``O`` for the observation token::
 
     first call     prompt [u g A]                      made [x y O]
     second call    prompt [u g A x y O s e e A]        made [z U]
@@ -53,16 +53,16 @@ def sample_output(sample: LiveSample, output: AgentLoopOutput) -> SampleOutput:
 
 
 def _plain(value: Any) -> Any:
-    """A number as Python's own: verl's dapo reward manager returns tensors, which no checkpoint of the manager holds."""
+    """A number as a plain Python one: verl's dapo reward manager returns tensors, which cannot be checkpointed."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _align(
     sample: LiveSample, prompt_length: int, response_ids: np.ndarray, generated: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Versions (int32) and the engine's log-probs (float32) of the response, both [R]; -1 and 0 where nothing was made.
+    """Versions (int32) and the engine's log-probs (float32) of the response, both [R]; -1 and 0 for tokens not generated.
 
-    Backwards, because what a later call was asked to go on from is what the conversation kept.
+    It goes backwards, because the prompt of a later call shows which tokens of earlier turns the conversation kept.
     """
     versions = np.full(len(response_ids), -1, np.int32)
     log_probs = np.zeros(len(response_ids), np.float32)

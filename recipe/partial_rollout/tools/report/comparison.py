@@ -1,4 +1,4 @@
-"""Two runs side by side: ratios, and whether they did the same work."""
+"""Two runs compared: ratios, and whether they did the same work."""
 
 import dataclasses
 from collections import Counter
@@ -9,7 +9,7 @@ from recipe.partial_rollout.records.run_settings import Arm
 from recipe.partial_rollout.tools.report.summary import Summary, engine_speed, full_tokens_per_s, ratio, summarize
 
 SPEED_TOLERANCE = 0.10
-"""Probes may be off by this share, from each other or from what a run decoded, before the report warns."""
+"""Probes may differ by this share, from each other or from a run's decoding speed, before the report warns."""
 SHARED_SETTINGS = ("batch_groups", "samples_per_group", "replicas", "slots_per_replica", "verl", "vllm")
 
 

@@ -5,7 +5,7 @@ from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 
 
 def headline(comparison: Comparison) -> str:
-    """A sentence without its full stop: how much time the other run needed for the base's work, as the table has it."""
+    """A sentence without its full stop: the time that the other run needed for the base's work, as in the table."""
     base, other, ratios = comparison.base, comparison.other, comparison.ratios
     work = f"The same {other.summary.trained_groups:,} groups" if comparison.equal_work.equal else "Not equal work"
     return (

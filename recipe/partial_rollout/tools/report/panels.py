@@ -19,7 +19,7 @@ from recipe.partial_rollout.tools.report.summary import ratio
 MARKED_STEPS = 40
 """Longer runs show a running mean, with every step's own value thin behind it."""
 SMOOTHED_SHARE = 12
-"""The running mean spans one in so many steps."""
+"""The running mean spans the number of steps over this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Panel:
     peak: Callable[[RunSettings, Step], float | None] | None = None
     """A second, thin line of each run."""
     reach: float | None = 0.0
-    """The axis holds 0 and at least this; None where it follows the figures."""
+    """The axis includes 0 and at least this value; None if it follows the figures."""
 
 
 def _mean(values: list[int]) -> float | None:

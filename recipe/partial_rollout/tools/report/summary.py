@@ -27,7 +27,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class LengthBias:
-    """Mean length of the first groups trained over that of as many first groups dispatched."""
+    """Mean length of the first groups trained over that of equally many first groups dispatched."""
 
     ratio: float
     unfinished_groups: int
@@ -51,7 +51,7 @@ class Summary:
     """By verl's timer name; `other` is what no listed timer covers."""
     decoded_tokens_per_s: float | None
     efficiency: float | None
-    """Decoded tokens over what the engines decode in the same time when kept full; None when no run has a probe."""
+    """Decoded tokens over those that full engines decode in the same time; None if no run has a probe."""
     bubble_fraction: float | None
     staleness: Spread | None
     """Per trained sample, in versions."""
@@ -71,7 +71,7 @@ class Summary:
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
-    """None where either is unknown or the whole is 0."""
+    """`part / whole`; None if either is unknown or the whole is 0."""
     return part / whole if part is not None and whole else None
 
 
@@ -81,15 +81,15 @@ def wait(values: Sequence[float | None]) -> Wait | None:
 
 
 def full_tokens_per_s(runs: Sequence[RunRecord]) -> float | None:
-    """Median of the runs' probes: what the engines decode when kept full."""
+    """Tokens/s of the engines when kept full: median of the runs' probes."""
     speeds = [probe.tokens_per_s for run in runs for probe in run.probes]
     return statistics.median(speeds) if speeds else None
 
 
 def engine_speed(run: RunRecord, runs: Sequence[RunRecord]) -> float | None:
-    """What ``run``'s engines decode when kept full through its own path: over its own probes, else those of ``runs``.
+    """Tokens/s of ``run``'s engines when kept full through its own path: from its own probes, else those of ``runs``.
 
-    Agent loops and batch assembly of the arms differ, and with them the speed that the same engine reaches behind them.
+    The arms' agent loops and batch assembly differ, and so does the speed that the same engine reaches behind them.
     """
     return full_tokens_per_s([run]) or full_tokens_per_s(runs)
 
@@ -119,7 +119,7 @@ def _phases(run: RunRecord, step_s: float) -> dict[str, float]:
 
 
 def summarize(run: RunRecord, full_speed: float | None) -> Summary:
-    """`full_speed` is what the engines decode when kept full, in tokens per second."""
+    """Sum up a run; `full_speed` is the tokens/s of the engines when kept full."""
     groups = run.trained_groups
     lengths = [length for step in run.steps for length in step.lengths]
     decoded = sum(step.round.phase.decoded_tokens for step in run.steps)

@@ -26,7 +26,7 @@ from recipe.partial_rollout.tools.report.summary import engine_speed, ratio, sum
 EMPTY_COLOUR, TRAIN_COLOUR, VALIDATE_COLOUR = "#FBF3D0", "#DCDCDC", "#C9B8D8"
 MAX_ROUND_LABELS = 26
 CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS = 30, 10
-"""Runs of more rounds than the first get a close-up of as many as the second."""
+"""A run of more than 30 rounds gets a close-up of 10."""
 
 Span = tuple[float, float]
 """Start and length, in seconds from the first round's start."""

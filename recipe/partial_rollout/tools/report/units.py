@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them; `-` where a figure is unknown."""
+"""Numbers formatted for reading; `-` if a figure is unknown."""
 
 UNKNOWN = "-"
 
