@@ -24,7 +24,7 @@ def test_scarce_kv_bounds_the_slots_and_the_line_says_why():
     chosen = slots()
     assert chosen.per_replica == 37
     assert chosen.describe() == (
-        "slots per replica: 37 (KV cache holds 21,504 tokens, a sample is reckoned at 576 = prompt_length 64 + "
+        "slots per replica: 37 (KV cache holds 21,504 tokens, a sample is estimated at 576 = prompt_length 64 + "
         "response_length 1,024 / 2 until rounds are measured; rollout.max_num_seqs=128)"
     )
 

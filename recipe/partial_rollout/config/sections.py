@@ -94,7 +94,7 @@ class FailureLimits:
     )
     worker_restarts: int = key(
         3,
-        "Agent-loop workers that may be replaced over the whole run; their samples go on from their journals.",
+        "Agent-loop workers that may be replaced over the whole run; their samples resume from their journals.",
         at_least=0,
     )
     replica_restarts: int = key(

@@ -76,7 +76,7 @@ class PartialRolloutConfig:
         True,
         "What to do with in-flight prompts when `trainer.total_training_steps` ends training before the data runs out. "
         "`true`: the last rounds admit only what is still trained. `false`: all rounds are alike, the last checkpoint "
-        "holds what is in flight, and a training resumed with more steps goes on with it.",
+        "holds what is in flight, and a training resumed with more steps continues it.",
     )
     max_staleness: int = key(
         4,
@@ -108,7 +108,7 @@ class PartialRolloutConfig:
         "`partial_rollout/proximal/error`: the mean of \\|interpolated - recomputed\\| over tokens. 0: never.",
         at_least=0,
     )
-    resume_kv: ResumeKV = key(ResumeKV.RECOMPUTE, "What an interrupted sample goes on with.")
+    resume_kv: ResumeKV = key(ResumeKV.RECOMPUTE, "How an interrupted sample gets its keys and values back.")
     kv_headroom: float = key(
         0.05,
         "Share of a replica's KV blocks that must be free for one more sample to start there (vLLM's `watermark`); "
@@ -121,7 +121,7 @@ class PartialRolloutConfig:
     reward_in_worker: bool = key(
         False,
         "Score in the agent-loop workers instead of verl's reward workers, which saves a round trip a sample. For cheap "
-        "functions without a reward model; holds for noPR too.",
+        "functions without a reward model; also under noPR.",
     )
     padded_vocabulary: bool = key(
         False, "Allow a model with more embedding rows than its tokenizer has tokens (Qwen's checkpoints)."

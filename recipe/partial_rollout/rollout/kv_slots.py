@@ -70,7 +70,7 @@ class ReplicaSlots:
             return f"{said} (the engine does not say how many tokens its KV cache holds)"
         guess = self._sizes.first_guess
         why = (
-            f"KV cache holds {self._kv_tokens:,} tokens, a sample is reckoned at {guess:,} = "
+            f"KV cache holds {self._kv_tokens:,} tokens, a sample is estimated at {guess:,} = "
             f"prompt_length {self._sizes.prompt:,} + response_length {self._sizes.response:,} / 2"
         )
         if not self._given:

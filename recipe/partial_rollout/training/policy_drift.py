@@ -33,7 +33,7 @@ class PolicyDrift:
         if not self._alarmed or before:
             return None
         return (
-            f"warning: at step {step} the policy has run away from the one that made its samples ({KL} {kl:.4f}, "
+            f"warning: at step {step} the policy has drifted far from the one that made its samples ({KL} {kl:.4f}, "
             f"{usual:.5f} by the median so far): its reward is likely to fall. Lower actor_rollout_ref.actor.optim.lr "
-            f"or partial_rollout.overlap, and go on from an earlier checkpoint"
+            f"or partial_rollout.overlap, and resume from an earlier checkpoint"
         )

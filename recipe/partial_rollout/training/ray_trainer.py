@@ -240,7 +240,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         if self._completed_step and self.config.trainer.save_freq > 0:
             self.global_steps = self._completed_step
             self._save_checkpoint()
-            print(f"saved {self.checkpoints.step_dir(self.global_steps)}; trainer.resume_mode=auto goes on from it")
+            print(f"saved {self.checkpoints.step_dir(self.global_steps)}; trainer.resume_mode=auto resumes from it")
         if self.ledger is not None:
             self.ledger.stopped(self._completed_step)
 

@@ -65,7 +65,7 @@ def _kill_once(
 
 
 def _forget_unfinished(run_dir: Path) -> None:
-    """A kill in the first save leaves nothing to go on from, and a training does not start over by itself."""
+    """A kill in the first save leaves nothing to resume from, and a training does not start over by itself."""
     try:
         RunCheckpoints(run_dir, checksum_all=False).to_resume("auto", None)
     except TornCheckpointError as error:

@@ -125,7 +125,7 @@ class Study:
         """Run what is missing, one after the other; returns how many runs that were.
 
         Raises:
-            StudyError: a run failed; what was complete stays, and the next call goes on from it. Or see ``is_complete``.
+            StudyError: a run failed; what was complete stays, and the next call continues. Or see ``is_complete``.
         """
         count = 0
         for arm, seed in self.missing():

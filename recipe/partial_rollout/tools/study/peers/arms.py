@@ -45,7 +45,7 @@ TASK = (
     "trainer.val_before_train=True",
     "trainer.test_freq=1000000",
 )
-"""a learning rate that every arm's staleness bears; a validation at the start, in which every engine compiles, and one at
+"""a learning rate that every arm tolerates; a validation at the start, in which every engine compiles, and one at
 the end, of the weights that the arm has"""
 
 ARMS = (
