@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     docs = options.docs or options.out
     try:
         if not (options.report_only or options.figures):
-            print(f"{study.run_missing()} runs were missing")
+            print(f"{named.train(study, options)} runs were missing")
         docs.mkdir(parents=True, exist_ok=True)
         table = named.report(study, options, docs)
     except StudyError as error:

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.partial_rollout.tools.study import convergence, peers
+from recipe.partial_rollout.tools.study import convergence, learning, peers
 from recipe.partial_rollout.tools.study.arm import BASELINE, Arm
 from recipe.partial_rollout.tools.study.convergence.arms import KINDS, USUAL, Bound, arms
 from recipe.partial_rollout.tools.study.convergence.document import report as report_convergence
+from recipe.partial_rollout.tools.study.learning import arms as learning_arms
+from recipe.partial_rollout.tools.study.learning.campaign import LEDGER, Campaign
+from recipe.partial_rollout.tools.study.learning.document import report as report_learning
 from recipe.partial_rollout.tools.study.peers.arms import ARMS, TASK
 from recipe.partial_rollout.tools.study.peers.document import report as report_peers
 from recipe.partial_rollout.tools.study.runner import Study
@@ -43,6 +46,8 @@ class NamedStudy:
     """saves the report of the finished runs in a folder, and returns its table"""
     overrides: tuple[str, ...] = ()
     """for all arms, before the user's"""
+    train: Callable[[Study, argparse.Namespace], int] = lambda study, options: study.run_missing()
+    """trains what is missing; returns how many runs that were"""
 
 
 def _peer_arms(options: argparse.Namespace) -> tuple[Arm, ...]:
@@ -76,6 +81,22 @@ def _convergence_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--behaviour-clipping", action="store_true", help="add the arm clipped")
 
 
+def _learning_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[3e-4], metavar="LR", help="learning rates of every arm"
+    )
+    parser.add_argument(
+        "--starts", type=int, nargs="+", default=[0, 1, 2], metavar="S", help="seeds of the warm starts"
+    )
+    parser.add_argument(
+        "--ledger", type=Path, metavar="FILE", help=f"what finished runs have learnt (default: {LEDGER} in --out)"
+    )
+
+
+def _campaign(study: Study, options: argparse.Namespace) -> Campaign:
+    return Campaign(study, tuple(options.starts), options.ledger or study.out / LEDGER)
+
+
 _PEERS = tuple(arm.name for arm in ARMS)
 STUDIES = {
     "peers": NamedStudy(
@@ -92,6 +113,22 @@ STUDIES = {
         add_arguments=_peer_arguments,
         report=report_peers,
         overrides=TASK,
+    ),
+    "learning": NamedStudy(
+        does=str(learning.__doc__),
+        examples=("--arms noPR PR_in_order_3 --rates 2e-4 3e-4 --starts 0 1 --seeds 1", "--report-only"),
+        script="run_scripts/learning_study.sh",
+        config_name="quickstart_cpu",
+        steps=48,
+        out=Path("outputs/learning"),
+        docs=None,
+        choices=tuple(learning_arms.ARMS),
+        usual=learning_arms.USUAL,
+        arms=lambda options: learning_arms.at_rates(options.arms, options.rates),
+        add_arguments=_learning_arguments,
+        report=lambda study, options, docs: report_learning(_campaign(study, options).chosen(), docs),
+        overrides=learning_arms.COMMON,
+        train=lambda study, options: _campaign(study, options).run_missing(),
     ),
     "convergence": NamedStudy(
         does=str(convergence.__doc__),

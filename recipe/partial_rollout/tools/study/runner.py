@@ -116,6 +116,11 @@ class Study:
         ]
         return {override.split("=", 1)[0].lstrip("+"): override for override in overrides}
 
+    def alike(self, arm: Arm, seed: int) -> list[str]:
+        """The overrides of a run that matter for what it learns: none that names a path, the run or its length."""
+        named = {*_UNLIKE, "trainer.experiment_name", "trainer.logger"}
+        return [override for key, override in self._overrides(arm, seed).items() if key not in named]
+
     def command(self, arm: Arm, seed: int) -> list[str]:
         """The command line of one run."""
         overrides = self._overrides(arm, seed).values()
@@ -129,20 +134,28 @@ class Study:
         """
         count = 0
         for arm, seed in self.missing():
-            directory = self.directory(arm, seed)
-            # verl's file logger appends: what a run that was cut off has left would be read with the new one.
-            for leftover in ("metrics.jsonl", "trace.jsonl", "run.json", MACHINE):
-                (directory / leftover).unlink(missing_ok=True)
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / _OVERRIDES).write_text(json.dumps(self._overrides(arm, seed), indent=2) + "\n")
             print(f"== {arm.name}, seed {seed}: {self.steps} steps ==", flush=True)
-            before = psutil.cpu_times()
-            self._run(arm, seed)
-            write_machine(directory, before, psutil.cpu_times())
+            self.run(arm, seed)
             count += 1
         return count
 
-    def _run(self, arm: Arm, seed: int) -> None:
+    def run(self, arm: Arm, seed: int) -> None:
+        """Run one, from its start.
+
+        Raises:
+            StudyError: it failed.
+        """
+        directory = self.directory(arm, seed)
+        # verl's file logger appends: what a run that was cut off has left would be read with the new one.
+        for leftover in ("metrics.jsonl", "trace.jsonl", "run.json", MACHINE):
+            (directory / leftover).unlink(missing_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / _OVERRIDES).write_text(json.dumps(self._overrides(arm, seed), indent=2) + "\n")
+        before = psutil.cpu_times()
+        self._train(arm, seed)
+        write_machine(directory, before, psutil.cpu_times())
+
+    def _train(self, arm: Arm, seed: int) -> None:
         directory = self.directory(arm, seed)
         terminal = directory / "terminal.log"
         env = {**os.environ, "VERL_FILE_LOGGER_PATH": str((directory / "metrics.jsonl").absolute())}

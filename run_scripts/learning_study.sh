@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# What noPR, PR and verl's colocate_async learn on the embedded task, at each learning rate: warm starts x data seeds, 48 steps,
+# held-out validation every 6. Five to ten minutes a run on two cores. A stopped study resumes when run again; finished runs are
+# noted in runs.jsonl.
+#
+#   bash run_scripts/learning_study.sh                     # noPR and two policies, three warm starts x three seeds
+#   bash run_scripts/learning_study.sh --quick             # one warm start, one seed
+#   bash run_scripts/learning_study.sh --arms noPR PR_in_order_3 --rates 2e-4 3e-4 --starts 0 1 --seeds 1
+#
+# Arguments are those of recipe.partial_rollout.tools study learning. OUT=dir (default outputs/learning) chooses where the runs go.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash run_scripts/setup.sh
+source run_scripts/env_cpu.sh
+export PYTHONWARNINGS=ignore
+
+[[ ${1:-} == --quick ]] && set -- --starts 0 --seeds 1 "${@:2}"
+exec python -m recipe.partial_rollout.tools study learning --out "${OUT:-outputs/learning}" "$@"
