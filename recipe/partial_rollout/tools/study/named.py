@@ -126,7 +126,7 @@ STUDIES = {
         usual=learning_arms.USUAL,
         arms=lambda options: learning_arms.at_rates(options.arms, options.rates),
         add_arguments=_learning_arguments,
-        report=lambda study, options, docs: report_learning(_campaign(study, options).chosen(), docs),
+        report=lambda study, options, docs: report_learning(_campaign(study, options).chosen(), docs, options.command),
         overrides=learning_arms.COMMON,
         train=lambda study, options: _campaign(study, options).run_missing(),
     ),

@@ -74,3 +74,8 @@ def at_rates(names: Iterable[str], rates: Iterable[float]) -> tuple[Arm, ...]:
         for name in names
         for rate in rates
     )
+
+
+def caption_of(name: str) -> str:
+    """An arm in words; its name if this version of the study does not have it."""
+    return ARMS[name].caption if name in ARMS else name

@@ -95,9 +95,9 @@ class LearningRun:
         return None
 
     @property
-    def rollout_ms_per_1000(self) -> float:
-        """Rollout milliseconds for a trained response token, times 1,000 samples cancel: only ratios mean anything."""
-        return float(1e6 * sum(self.series["rollout_s"]) / sum(self.series["length"]))
+    def rollout_per_token(self) -> float:
+        """Rollout seconds over trained response tokens, up to a factor that all runs of equal batches share."""
+        return sum(self.series["rollout_s"]) / sum(self.series["length"])
 
     @property
     def staleness_mean(self) -> float:

@@ -1,0 +1,88 @@
+"""An arm at a rate over its runs, each compared with the baseline's run from the same start with the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from recipe.partial_rollout.tools.study.arm import BASELINE
+from recipe.partial_rollout.tools.study.learning.run import LearningRun
+from recipe.partial_rollout.tools.study.spread import standard_errors
+
+FALL = 0.05
+"""a run whose final reward is this far below its best has not held"""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Of an arm's figure from the baseline's, over pairs of runs."""
+
+    mean: float
+    error: float
+    """standard error of the mean; NaN with one pair"""
+
+    @property
+    def within(self) -> bool | None:
+        """Whether the arm is at most one standard error below the baseline; None: one pair does not tell."""
+        return None if np.isnan(self.error) else self.mean >= -self.error
+
+
+@dataclass(frozen=True, slots=True)
+class ArmFigures:
+    """One arm at one learning rate."""
+
+    arm: str
+    rate: float
+    runs: tuple[LearningRun, ...]
+    bases: tuple[LearningRun, ...]
+    """[runs]: the baseline's run of the same rate, start and seed"""
+
+    @property
+    def finals(self) -> np.ndarray:
+        """[runs]"""
+        return np.array([run.final for run in self.runs])
+
+    @property
+    def held(self) -> int:
+        """Number of runs that have not fallen."""
+        return sum(run.fall < FALL for run in self.runs)
+
+    def gap(self, figure: Callable[[LearningRun], float]) -> Gap:
+        """Of ``figure``, within pairs."""
+        gaps = np.array([figure(run) - figure(base) for run, base in self._pairs])
+        return Gap(float(gaps.mean()), float(standard_errors(gaps[:, None])[0]))
+
+    def ratio(self, figure: Callable[[LearningRun], float]) -> float:
+        """Median over pairs."""
+        return float(np.median([figure(run) / figure(base) for run, base in self._pairs]))
+
+    @property
+    def seconds_to_quality(self) -> float | None:
+        """Median over runs; None where half of them never get there."""
+        found = [run.seconds_to_quality for run in self.runs]
+        median = float(np.median([np.inf if seconds is None else seconds for seconds in found]))
+        return None if np.isinf(median) else median
+
+    @property
+    def _pairs(self) -> list[tuple[LearningRun, LearningRun]]:
+        return list(zip(self.runs, self.bases, strict=True))
+
+
+def compare(runs: Sequence[LearningRun]) -> list[ArmFigures]:
+    """Every arm at every rate, in order of appearance; runs without a baseline's to compare with are left out."""
+    bases = {(run.rate, run.start, run.seed): run for run in runs if run.arm == BASELINE.name}
+    found = []
+    for arm, rate in dict.fromkeys((run.arm, run.rate) for run in runs):
+        paired = [
+            (run, base)
+            for run in runs
+            if (run.arm, run.rate) == (arm, rate)
+            and (base := bases.get((rate, run.start, run.seed))) is not None
+            and base.steps == run.steps
+        ]
+        if paired:
+            ours, theirs = zip(*paired, strict=True)
+            found.append(ArmFigures(arm, rate, ours, theirs))
+    return found
