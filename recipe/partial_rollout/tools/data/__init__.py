@@ -1,0 +1,1 @@
+"""``tools data``: the recipes' data sets as parquet files in verl's schema."""

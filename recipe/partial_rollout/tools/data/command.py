@@ -1,0 +1,146 @@
+"""Writes a data set in verl's schema, each prompt once: ``DIR/NAME/train.parquet``, ``DIR/NAME/test.parquet``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from tqdm import tqdm
+
+from recipe.partial_rollout.tools.command_line import described
+from recipe.partial_rollout.tools.data.named import DATA_SETS, DataSet, Problem, problem_of
+from recipe.partial_rollout.tools.data.raw_files import DataError, Row, batches_of, count_rows, download, files_of
+from recipe.partial_rollout.tools.table import Table
+
+_QUANTILES = (0.5, 0.95, 1.0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        **described(
+            "data",
+            "Write data sets in verl's schema, each prompt once, for the recipes in run_scripts.",
+            "gsm8k --out data",
+            "dapo_math17k aime24 --out data --tokenizer models/Qwen3-4B",
+            "gsm8k --out data --from downloads/gsm8k",
+            more="Raw files come from the hub, or from --from: parquet or JSON lines in the schema of openai/gsm8k (main), "
+            "BytedTsinghua-SIA/DAPO-Math-17k, BytedTsinghua-SIA/AIME-2024 or HuggingFaceH4/aime_2024. Exit code: 2 if "
+            "they cannot be read.",
+        )
+    )
+    parser.add_argument("names", nargs="+", choices=DATA_SETS, metavar="NAME", help=f"of {', '.join(DATA_SETS)}")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="write DIR/NAME/SPLIT.parquet; DATA of run_scripts"
+    )
+    parser.add_argument(
+        "--from", dest="place", type=Path, metavar="LOCAL", help="raw file, or folder of raw files; one NAME only"
+    )
+    parser.add_argument("--tokenizer", metavar="MODEL", help="also count tokens, with this model's chat template")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the data sets and print a line for each file; exit code 2 for a mistake, in one line."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.place and len(options.names) > 1:
+            raise DataError(f"--from={options.place}: one NAME, not {' '.join(options.names)}")
+        if options.place and not options.place.exists():
+            raise DataError(f"--from={options.place}: an existing file or folder")
+        tokenizer = _tokenizer(options.tokenizer) if options.tokenizer else None
+        rows = [
+            _summary(path, problems, repeats, tokenizer)
+            for name in options.names
+            for path, problems, repeats in write(name, options.out, options.place)
+        ]
+    except (DataError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(_table(rows, tokens=tokenizer is not None).console())
+    return 0
+
+
+def write(name: str, out: Path, place: Path | None = None) -> Iterator[tuple[Path, list[Problem], int]]:
+    """Write each split of data set ``name``: its file, its problems, and how many repeated rows were left out.
+
+    Raises:
+        DataError: the raw files cannot be found or read.
+    """
+    data_set = DATA_SETS[name]
+    source = place or download(data_set.repository, data_set.files)
+    if place and place.is_file() and len(data_set.splits) > 1:
+        raise DataError(f"--from={place}: a folder with a file of each split ({', '.join(data_set.splits)})")
+    for split, raw_split in data_set.splits.items():
+        problems, repeats = unique_problems(data_set, files_of(source, raw_split, data_set.folder))
+        path = out / name / f"{split}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [data_set.row(problem, split, index) for index, problem in enumerate(problems)]
+        # Whole or absent: a training must not find half a file.
+        staged = path.with_suffix(".parquet.new")
+        pd.DataFrame(rows).to_parquet(staged, index=False)
+        staged.replace(path)
+        yield path, problems, repeats
+
+
+def unique_problems(data_set: DataSet, files: list[Path]) -> tuple[list[Problem], int]:
+    """The problems in the order of their first row, and the number of rows that repeat an earlier prompt.
+
+    DAPO-Math-17k has each prompt a hundred times, AIME-2024 32 times: an epoch would not be one.
+
+    Raises:
+        DataError: a row is not in the data set's schema, or there is none.
+    """
+    found: dict[str, Problem] = {}
+    seen = 0
+    with tqdm(total=count_rows(files), desc=data_set.repository, unit=" rows", leave=False) as bar:
+        for batch in batches_of(files):
+            _add(found, data_set, batch, seen)
+            seen += len(batch)
+            bar.update(len(batch))
+    if not found:
+        raise DataError(f"{files[0]}: no rows")
+    return list(found.values()), seen - len(found)
+
+
+def _add(found: dict[str, Problem], data_set: DataSet, batch: list[Row], seen: int) -> None:
+    for i, row in enumerate(batch):
+        problem = problem_of(data_set, row, f"row {seen + i}")
+        found.setdefault(problem.content, problem)
+
+
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        why = str(error).splitlines()[0]
+        raise DataError(
+            f"--tokenizer={model}: a local model folder, or a model of the hub (`hf download {model}`): {why}"
+        ) from error
+
+
+def _summary(path: Path, problems: list[Problem], repeats: int, tokenizer: Any) -> list[str]:
+    cells = [str(path), f"{len(problems):,}", f"{repeats:,}", *_quantiles([len(each.content) for each in problems])]
+    if tokenizer is None:
+        return cells
+    chats = [[{"role": "user", "content": each.content}] for each in problems]
+    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [*cells, *_quantiles([len(each) for each in ids])]
+
+
+def _quantiles(lengths: list[int]) -> list[str]:
+    return [f"{round(value):,}" for value in np.quantile(lengths, _QUANTILES)]
+
+
+def _table(rows: list[list[str]], *, tokens: bool) -> Table:
+    units = ["characters", *(["tokens"] if tokens else [])]
+    header = ["file", "prompts", "repeats left out"]
+    header += [f"{name} {unit}" for unit in units for name in ("median", "p95", "longest")]
+    return Table("Written", header, rows)

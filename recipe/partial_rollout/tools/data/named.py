@@ -1,0 +1,118 @@
+"""The data sets by name: where their raw files lie, and how a raw row becomes a problem in words.
+
+What verl reads of a row is the whole schema: ``data_source`` (chooses the reward function, ``verl.utils.reward_score``),
+``prompt`` (chat messages), ``ability``, ``reward_model.ground_truth`` and ``extra_info``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from recipe.partial_rollout.tools.data.raw_files import DataError, Row
+
+_GSM8K_ASKS = 'Let\'s think step by step and output the final answer after "####".'
+"""the words of verl's own GSM8K example, so that rewards compare; its reward function looks for the ``####``"""
+_ANSWER_LINE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
+    "(without quotes) where $Answer is the answer to the problem."
+)
+_REMINDER = 'Remember to put your answer on its own line after "Answer:".'
+"""around each problem of DAPO-Math-17k (arXiv:2503.14476); verl's ``math_dapo`` looks for ``Answer:``"""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a raw row says, in verl's terms."""
+
+    content: str
+    """of the user's message"""
+    ground_truth: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """A data set that ``tools data`` writes."""
+
+    repository: str
+    """on the hub"""
+    files: str
+    """pattern of its raw files there"""
+    splits: Mapping[str, str]
+    """split written -> split of the raw files"""
+    data_source: str
+    problem: Callable[[Row], Problem]
+    folder: str | None = None
+    """configuration of the hub data set, if it has several"""
+
+    def row(self, problem: Problem, split: str, index: int) -> Row:
+        """The row that verl reads."""
+        return {
+            "data_source": self.data_source,
+            "prompt": [{"role": "user", "content": problem.content}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": problem.ground_truth},
+            "extra_info": {"split": split, "index": index},
+        }
+
+
+def gsm8k(row: Row) -> Problem:
+    """A row of ``openai/gsm8k``: question, and an answer that ends in ``#### 1,234``."""
+    _, mark, answer = row["answer"].rpartition("####")
+    if not mark:
+        raise ValueError(f"no #### in the answer {answer[:40]!r}")
+    return Problem(f"{row['question']} {_GSM8K_ASKS}", answer.strip().replace(",", ""))
+
+
+def math_dapo(row: Row) -> Problem:
+    """A row of a data set of DAPO, which is in verl's schema already, or of ``HuggingFaceH4/aime_2024``."""
+    if "prompt" in row:
+        (message,) = row["prompt"]
+        return Problem(message["content"], _plain(row["reward_model"]["ground_truth"]))
+    return Problem(f"{_ANSWER_LINE}\n\n{row['problem']}\n\n{_REMINDER}", _plain(row["answer"]))
+
+
+def _plain(answer: object) -> str:
+    """AIME writes 033 where a model answers 33."""
+    text = str(answer).strip()
+    return str(int(text)) if text.isdecimal() else text
+
+
+DATA_SETS = {
+    "gsm8k": DataSet(
+        repository="openai/gsm8k",
+        files="main/*",
+        folder="main",
+        splits=MappingProxyType({"train": "train", "test": "test"}),
+        data_source="openai/gsm8k",
+        problem=gsm8k,
+    ),
+    "dapo_math17k": DataSet(
+        repository="BytedTsinghua-SIA/DAPO-Math-17k",
+        files="data/*",
+        splits=MappingProxyType({"train": "train"}),
+        data_source="math_dapo",
+        problem=math_dapo,
+    ),
+    "aime24": DataSet(
+        repository="BytedTsinghua-SIA/AIME-2024",
+        files="data/*",
+        splits=MappingProxyType({"test": "train"}),
+        data_source="aime_2024",
+        problem=math_dapo,
+    ),
+}
+
+
+def problem_of(data_set: DataSet, row: Row, at: str) -> Problem:
+    """The problem of a raw row.
+
+    Raises:
+        DataError: the row is not in the data set's schema; ``at`` says which one.
+    """
+    try:
+        return data_set.problem(row)
+    except (KeyError, TypeError, ValueError) as error:
+        why = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(f"{at} is not in the schema of {data_set.repository}: {why}") from error
