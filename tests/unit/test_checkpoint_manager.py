@@ -77,13 +77,13 @@ class Trainer:
         return [send()]
 
 
-def build(*, restarts=1, pr=True, sync_kills=False):
+def build(*, restarts=1, pr=True, sync_kills=False, note=None):
     replicas = [FakeReplica("a"), FakeReplica("b")]
     control = ServerControl(replicas, 5.0, restarts=restarts)
     verls = CheckpointEngineManager.__new__(CheckpointEngineManager)
     verls.backend, verls.replicas = "naive", replicas
     verls.actor_wg = Trainer(replicas, dies=replicas[1] if sync_kills else None)
-    return RecipeCheckpointManager(verls, 5.0, control if pr else None), control, replicas
+    return RecipeCheckpointManager(verls, 5.0, control if pr else None, note), control, replicas
 
 
 def between_two_rounds(manager, control):
@@ -103,6 +103,15 @@ def test_replica_that_dies_before_the_weight_sync_is_restarted_for_it(dies_in, d
     assert alive.asked == ["abort", "sleep", "check_alive", "resume"]
     assert manager._verls.actor_wg.got == {"a": 3, "b'": 3} and control.restarted == 1
     assert set(control.servers) == {"a", "b'"}
+
+
+@pytest.mark.parametrize("pr", [True, False])
+def test_sync_is_noted_with_its_version_and_its_time(pr):
+    noted = []
+    manager, _, _ = build(pr=pr, note=lambda *sync: noted.append(sync))
+    manager.update_weights(3)
+    ((version, start, end),) = noted
+    assert version == 3 and start <= end
 
 
 def test_replica_that_may_not_be_restarted_ends_the_run_by_name():

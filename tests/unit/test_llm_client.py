@@ -361,6 +361,20 @@ def test_engine_calls_are_noted_with_replica_tokens_and_version(engine):
     assert call.end >= call.start and again == []
 
 
+def test_noted_call_names_its_sample_and_says_whether_it_was_interrupted(engine):
+    engine.answers = [tokens(5, 6, stop="aborted"), tokens(7)]
+    client = PartialRolloutLLMClient(CONFIG)
+    generate(client, live())
+    assert [(call.sample, call.interrupted) for call in client.take_calls()] == [("0/0#0", True), ("0/0#0", False)]
+
+
+def test_call_without_a_training_sample_is_noted_under_verls_request_id(engine):
+    engine.answers = [tokens(5)]
+    client = ObservedLLMClient(CONFIG)
+    asyncio.run(client.generate("0123456789abcdef", prompt_ids=[1], sampling_params={}))
+    assert client.take_calls()[0].sample == "0123456789ab"
+
+
 def test_dead_replica_is_named(engine):
     engine.answers = [OSError("engine core is gone")]
     with pytest.raises(ReplicaError, match="vLLM replica replica-7 failed on request 0/0#0@1: OSError: engine core"):

@@ -80,13 +80,13 @@ def installed(tmp_path_factory):
     return target
 
 
-def test_wheel_has_every_module_config_and_readme(installed):
+def test_wheel_has_every_module_config_page_and_readme(installed):
     def files(root):
         return {
             str(path.relative_to(root))
             for part in PARTS
             for path in (root / part).rglob("*")
-            if path.suffix in (".py", ".yaml", ".md")
+            if path.suffix in (".py", ".yaml", ".md", ".html", ".css", ".js")
         }
 
     assert files(installed) == files(ROOT)

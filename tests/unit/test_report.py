@@ -400,7 +400,8 @@ def test_bad_setting_names_key_value_and_range(tmp_path, settings, message):
     [
         (
             {"calls": [[0, 1.0]]},
-            "a call should be [replica, start, end, tokens, version, resumed tokens, context tokens, queued seconds]",
+            "a call should be [replica, start, end, tokens, version, resumed tokens, context tokens, queued seconds, "
+            "sample, interrupted]",
         ),
         ({"calls": [[7, 1.0, 2.0, 3, 0]]}, "a call names replica 7, but run.json says 2 replicas"),
         ({"end": ZERO - 1}, "before it starts"),

@@ -26,6 +26,7 @@ from recipe.partial_rollout.rollout.batch import assemble_batch
 from recipe.partial_rollout.rollout.live_round import LiveRound
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.training.gpu_watch import GpuWatch
 from recipe.partial_rollout.training.policy_drift import PolicyDrift
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
@@ -155,6 +156,7 @@ def build_trainer(run_dir, manager, output, *, moment, overrides=()):
     trainer._completed_step = step_of(trainer.resume_from)
     trainer._phase_started, trainer._measured = None, {}
     trainer.proximal = ProximalPolicy(trainer.settings.proximal, 0, config.algorithm.rollout_correction)
+    trainer.gpus = GpuWatch([])
     trainer.trace = SimpleNamespace(phase=lambda *_: None, complete=lambda: None, sync=lambda: None)
     trainer.ledger, trainer.prompt_source = Ledger(), Source()
     trainer.step_line, trainer.drift = StepLine(STEPS), PolicyDrift()

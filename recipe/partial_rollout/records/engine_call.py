@@ -32,6 +32,10 @@ class EngineCall:
     """prompt and response tokens that it started from; None if not noted"""
     queued_s: float = 0.0
     """seconds that it waited in the engine before it was first scheduled; 0 if the replica does not say"""
+    sample: str = ""
+    """the sample: ``epoch/position#index`` under PR, verl's request id under noPR; "" if not noted"""
+    interrupted: bool = False
+    """whether the engine aborted it, so that the sample resumes with another call"""
 
     @property
     def busy_from(self) -> float:
@@ -54,6 +58,8 @@ class EngineCall:
             self.resumed_tokens,
             self.context_tokens,
             self.queued_s,
+            self.sample,
+            self.interrupted,
         ]
 
     @classmethod
@@ -75,9 +81,15 @@ class EngineCall:
                 if end < start:
                     raise RunRecordError(f"{place}: a call ends ({end}) before it starts ({start})")
                 match rest:
-                    case [] | [int()] | [int(), int() | None] | [int(), int() | None, int() | float()]:
+                    case (
+                        []
+                        | [int()]
+                        | [int(), int() | None]
+                        | [int(), int() | None, int() | float()]
+                        | [int(), int() | None, int() | float(), str(), bool()]
+                    ):
                         return cls(replica, float(start), float(end), tokens, version, *rest)
         raise RunRecordError(
             f"{place}: a call should be [replica, start, end, tokens, version, resumed tokens, context tokens, "
-            f"queued seconds], got {values!r:.60}"
+            f"queued seconds, sample, interrupted], got {values!r:.60}"
         )

@@ -69,7 +69,7 @@ class RunTrace:
         self._lines.add(to_json(replace(round_, phase=replace(round_.phase, calls=calls))))
 
     def phase(self, name: str, step: int, start: float, end: float) -> None:
-        """Note a phase that is not a rollout: ``train`` or ``validate``."""
+        """Note a phase that is not a rollout: ``train``, ``validate`` or ``sync``."""
         self._lines.add(to_json(Phase(name, step, start, end)))
 
     def sync(self) -> None:

@@ -31,7 +31,7 @@ class Phase:
 
     EVENT: ClassVar[str] = "phase"
     name: str
-    """``train`` or ``validate``"""
+    """``train``, ``validate``, or ``sync``: new weights on their way to the replicas"""
     step: int
     start: float
     end: float

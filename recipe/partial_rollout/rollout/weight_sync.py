@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError
@@ -34,12 +35,20 @@ class RecipeCheckpointManager:
         verls: the checkpoint manager that verl made.
         deadline_s: seconds that one sync may take.
         resume: the replicas to resume after a sync; None under noPR.
+        note: called after each sync with its version, start and end (unix seconds).
     """
 
-    def __init__(self, verls: CheckpointEngineManager, deadline_s: float, resume: ServerControl | None) -> None:
+    def __init__(
+        self,
+        verls: CheckpointEngineManager,
+        deadline_s: float,
+        resume: ServerControl | None,
+        note: Callable[[int, float, float], None] | None = None,
+    ) -> None:
         self._verls = verls
         self._deadline_s = deadline_s
         self._resume = resume
+        self._note = note
 
     @auto_await
     async def sleep_replicas(self) -> None:
@@ -58,6 +67,13 @@ class RecipeCheckpointManager:
         Raises:
             WeightSyncError: a replica or the trainer failed, or the deadline passed; the message names it.
         """
+        start = time.time()
+        sent = await self._send(global_steps)
+        if self._note is not None:
+            self._note(global_steps or 0, start, time.time())
+        return sent
+
+    async def _send(self, global_steps: int | None) -> dict[str, Any]:
         if self._verls.backend != "naive":
             return await self._verls.update_weights(global_steps)  # type: ignore[arg-type]
         if self._resume is not None:

@@ -38,6 +38,7 @@ from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
 from recipe.partial_rollout.training.behaviour_weights import weight_metrics
+from recipe.partial_rollout.training.gpu_watch import GpuWatch
 from recipe.partial_rollout.training.loss import corrected_ppo_loss
 from recipe.partial_rollout.training.policy_drift import PolicyDrift
 from recipe.partial_rollout.training.proximal import ProximalPolicy
@@ -54,6 +55,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     trace: RunTrace
     """opened in ``init_workers``, where verl makes its own parts"""
+    gpus: GpuWatch
+    """started there, too"""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.settings = PartialRolloutConfig.from_config(config)
@@ -126,14 +129,19 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         slots: Any = auto_await(ReplicaSlots.of)(self.settings, control, sizes)
         print(slots.describe())
         self.settings = replace(self.settings, slots_per_replica=slots.per_replica)
-        verls: Any = self.checkpoint_manager
-        resume = control if self.settings.enable else None
-        self.checkpoint_manager: Any = RecipeCheckpointManager(verls, deadlines.weight_sync_s, resume)
         resumed_step = step_of(self.resume_from)
         starts_over = self.config.trainer.resume_mode == "disable"
         name_metrics_file(self.run_dir, resumed_step)
         facts = run_settings(self.settings, self.config.trainer.experiment_name, len(control))
+        self.gpus = GpuWatch.of_cluster()
         self.trace = RunTrace(self.run_dir, control.addresses, facts, resumed_step, append=not starts_over)
+        verls: Any = self.checkpoint_manager
+        self.checkpoint_manager: Any = RecipeCheckpointManager(
+            verls,
+            deadlines.weight_sync_s,
+            resume=control if self.settings.enable else None,
+            note=partial(self.trace.phase, "sync"),
+        )
         if self.settings.enable:
             self.ledger = open_ledger(self.run_dir, self.settings, self.steps, resumed_step, start_over=starts_over)
         self._rollout.connect(
@@ -250,7 +258,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         """Add the round's metrics to what verl logs for a step, print the step in one line, warn of drift."""
         if "training/global_step" in data:
             self._complete_step()
-        ours = {f"partial_rollout/{k}": v for k, v in {**self._rollout.take_step_metrics(), **self._measured}.items()}
+        figures = {**self._rollout.take_step_metrics(), **self.gpus.take_metrics(), **self._measured}
+        ours = {f"partial_rollout/{key}": value for key, value in figures.items()}
         self._measured = {}
         data = {**self.proximal.metrics(data, step), **ours}
         self.step_line.show(data, step)

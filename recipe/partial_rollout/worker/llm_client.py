@@ -27,6 +27,8 @@ from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.resumption import StopStrings, check_sampling, sampling_of_call
 
 ABORTED = ("aborted", "abort")
+_ID_DIGITS = 12
+"""of the 32 in verl's request ids: enough to tell the samples of a run apart in its trace"""
 
 _REPLICA: ContextVar[list[str] | None] = ContextVar("replica", default=None)
 """in which the running call notes the replica that the load balancer chose"""
@@ -36,6 +38,12 @@ def _version(output: TokenOutput) -> int:
     """Policy version that made ``output``; -1 if the replica did not say."""
     version = output.extra_fields.get("global_steps")
     return -1 if version is None else int(version)
+
+
+def _sample_of(request_id: str) -> str:
+    """The running sample; one of noPR has no other name than the request id that verl keeps for all its turns."""
+    sample = LIVE_SAMPLE.get()
+    return request_id[:_ID_DIGITS] if sample is None else sample.id
 
 
 class ObservedLLMClient(LLMServerClient):
@@ -94,7 +102,20 @@ class ObservedLLMClient(LLMServerClient):
         read_again = max(0, resumed_tokens - found) if tokens else 0
         context = len(kwargs.get("prompt_ids", ()))
         queued_s = float(output.extra_fields.pop("queued_s", None) or 0.0)
-        self._calls.append(EngineCall(replica[0], start, time.time(), tokens, version, read_again, context, queued_s))
+        self._calls.append(
+            EngineCall(
+                replica[0],
+                start,
+                time.time(),
+                tokens,
+                version,
+                read_again,
+                context,
+                queued_s,
+                _sample_of(request_id),
+                output.stop_reason in ABORTED,
+            )
+        )
         return output
 
 
