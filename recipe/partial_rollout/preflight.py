@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, TornCheckpointError, verify
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
-from recipe.partial_rollout.config.choices import ResumeKV, SchedulingPolicy
+from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.config.errors import fail
 from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.config.settings import OVERLONG, PartialRolloutConfig, check_keys
@@ -236,13 +236,6 @@ def _check_sizes(checkpoint: Path, settings: PartialRolloutConfig) -> None:
     if saved.get("filter_groups") and settings.group_filter is None:
         raise fail(
             "algorithm.filter_groups.enable", False, f"True, as in {checkpoint}: it consumed more than it trained"
-        )
-    if settings.policy is SchedulingPolicy.IN_ORDER and saved.get("policy") != SchedulingPolicy.IN_ORDER:
-        raise fail(
-            "partial_rollout.scheduling.policy",
-            settings.policy,
-            f"{saved.get('policy', 'another')}, as in {checkpoint}: "
-            "what it has in flight was not dispatched to be trained in order",
         )
 
 

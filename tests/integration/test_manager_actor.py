@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import ray
 
-from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode, OnSampleError
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy
@@ -40,9 +41,7 @@ def start():
 
     def build(*, batch=2, n=2, overlap=1.0, stall_s=30.0, workers=(("w0", 64),), mode=Mode.WINDOW, failures=None):
         admission = Admission(mode, batch, n, overlap, 2 * batch, batch * n, 4)
-        actor = ray.remote(ManagerActor).remote(
-            admission, SchedulingPolicy.BOUNDED, stall_s, failures or FailurePolicy()
-        )
+        actor = ray.remote(ManagerActor).remote(admission, Scheduling(), stall_s, failures or FailurePolicy())
         actors.append(actor)
         for name, capacity in workers:
             ray.get(actor.register_worker.remote(name, capacity))

@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy
@@ -77,9 +78,11 @@ class Played:
 class Trainer:
     """Plays verl's ``fit`` and the recipe's driver: rounds until the prompts have been trained or filtered."""
 
-    def __init__(self, admission, policy, group_filter, prompts):
+    def __init__(self, admission, scheduling, group_filter, prompts):
         self.left = prompts
-        self.manager = ray.remote(ManagerActor).remote(admission, policy, 30.0, FailurePolicy(), group_filter, STORE)
+        self.manager = ray.remote(ManagerActor).remote(
+            admission, scheduling, 30.0, FailurePolicy(), group_filter, STORE
+        )
         self.workers = [ray.remote(ScoringWorker).options(num_cpus=0).remote(CURVE, 1) for _ in range(2)]
         # A scripted worker chooses among replicas of its own.
         theirs = ReplicaChoice({})
@@ -142,9 +145,9 @@ class Trainer:
 def play():
     trainers = []
 
-    def run(mode, policy, *, group_filter=None, dull=0, in_flight=BATCH * N, over_sampling=2 * BATCH):
+    def run(mode, scheduling, *, group_filter=None, dull=0, in_flight=BATCH * N, over_sampling=2 * BATCH):
         admission = Admission(mode, BATCH, N, 1.0, over_sampling, in_flight, 4)
-        trainers.append(Trainer(admission, policy, group_filter, prompts_of(dull)))
+        trainers.append(Trainer(admission, scheduling, group_filter, prompts_of(dull)))
         return trainers[-1].play()
 
     yield run
@@ -157,7 +160,7 @@ def staleness(played):
 
 
 def test_ssim_refills_to_its_budget_all_through_the_round_and_trains_every_prompt_once(play):
-    played = play(Mode.SSIM, SchedulingPolicy.SEED)
+    played = play(Mode.SSIM, Scheduling(SchedulingPolicy.SEED))
     assert Counter(group.uid for group in played.trained) == {f"0/{i}": 1 for i in range(PROMPTS)}
     assert [len(groups) for groups in played.rounds] == [BATCH] * 4
     assert max(played.in_flight) <= BATCH * N
@@ -170,7 +173,7 @@ def test_ssim_refills_to_its_budget_all_through_the_round_and_trains_every_promp
 
 def test_april_replaces_the_groups_that_score_alike_until_the_data_ends(play):
     """Every third prompt scores 0 in all its samples: they are filtered, and the epoch ends before its fourth batch."""
-    played = play(Mode.APRIL, SchedulingPolicy.BOUNDED, group_filter=GroupFilter("seq_reward"), dull=3, over_sampling=7)
+    played = play(Mode.APRIL, Scheduling(), group_filter=GroupFilter("seq_reward"), dull=3, over_sampling=7)
     uids = Counter(group.uid for group in [*played.trained, *played.filtered])
     assert set(uids.values()) == {1}
     assert PROMPTS - BATCH < len(uids) <= PROMPTS and played.exhausted

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import ray
 
-from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode, OnSampleError
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy
@@ -57,9 +58,7 @@ def start():
 
     def build(*, groups=1, n=2, store=STORE, failures=None, version=0, offer=True):
         admission = Admission(Mode.WINDOW, groups, n, 0.0, groups, groups * n, 4)
-        actor = ray.remote(ManagerActor).remote(
-            admission, SchedulingPolicy.BOUNDED, 30.0, failures or FailurePolicy(), store=store
-        )
+        actor = ray.remote(ManagerActor).remote(admission, Scheduling(), 30.0, failures or FailurePolicy(), store=store)
         actors.append(actor)
         ray.get(actor.register_worker.remote("w0", 64))
         if offer:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
@@ -54,6 +55,7 @@ def build_manager(
     max_staleness=4,
     mode=Mode.WINDOW,
     policy=SchedulingPolicy.BOUNDED,
+    overtake=None,
     over_sampling=None,
     in_flight=None,
     prompts=100,
@@ -76,7 +78,8 @@ def build_manager(
         train_groups=train_groups,
     )
     clock = itertools.count()
-    manager = PromptsManager(admission, policy, lambda: float(next(clock)), failures or FailurePolicy(), group_filter)
+    scheduling, failures = Scheduling(policy, overtake), failures or FailurePolicy()
+    manager = PromptsManager(admission, scheduling, lambda: float(next(clock)), failures, group_filter)
     manager.offer(build_prompts(prompts))
     for i in range(workers):
         manager.register_worker(f"w{i}", capacity)

@@ -391,8 +391,6 @@ def test_tokenizer_that_differs_from_the_model_is_refused(configure, task):
 @pytest.mark.parametrize(
     ("saved", "override", "message"),
     [
-        ({"policy": "bounded"}, "partial_rollout.scheduling.policy=in_order", "policy=in_order: bounded, as in"),
-        ({}, "partial_rollout.scheduling.policy=in_order", "policy=in_order: another, as in"),
         ({"max_staleness": 9}, "partial_rollout.max_staleness=8", "max_staleness=8: at least 9, as in"),
         ({"batch_groups": 8}, "trainer.resume_mode=auto", "data.train_batch_size=4: 8, as in"),
         ({"filter_groups": True}, "trainer.resume_mode=auto", "filter_groups.enable=False: True, as in"),

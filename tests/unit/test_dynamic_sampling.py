@@ -8,6 +8,7 @@ import pytest
 
 from recipe.partial_rollout.checkpoint import plain_codec
 from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager import group_filter, length_ledger
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
@@ -283,7 +284,7 @@ def test_checkpoint_of_before_there_was_a_filter_still_loads(manager, output):
 
 def actor(group_filter=ACC):
     return ManagerActor(
-        Admission(Mode.WINDOW, 1, 2, 0.0, 2, 2, 4), SchedulingPolicy.BOUNDED, stall_s=30.0, group_filter=group_filter
+        Admission(Mode.WINDOW, 1, 2, 0.0, 2, 2, 4), Scheduling(), stall_s=30.0, group_filter=group_filter
     )
 
 
@@ -312,9 +313,7 @@ def test_round_that_uses_its_prompts_up_goes_on_with_more(prompts, output):
 
 def test_round_is_not_opened_where_the_data_cannot_fill_it(prompts):
     async def life():
-        manager = ManagerActor(
-            Admission(Mode.WINDOW, 2, 2, 0.0, 4, 4, 4), SchedulingPolicy.BOUNDED, stall_s=30.0, group_filter=ACC
-        )
+        manager = ManagerActor(Admission(Mode.WINDOW, 2, 2, 0.0, 4, 4, 4), Scheduling(), stall_s=30.0, group_filter=ACC)
         await manager.register_worker("w0", 2)
         return await manager.prepare_round(0, [], 0)
 
@@ -422,9 +421,7 @@ def test_trainer_offers_prompts_for_as_long_as_a_round_filters(prompts, output, 
 
 def test_trainer_is_told_that_the_data_is_exhausted_before_the_next_slot(prompts, tmp_path):
     async def life():
-        manager = ManagerActor(
-            Admission(Mode.WINDOW, 2, 2, 0.0, 4, 4, 4), SchedulingPolicy.BOUNDED, stall_s=30.0, group_filter=ACC
-        )
+        manager = ManagerActor(Admission(Mode.WINDOW, 2, 2, 0.0, 4, 4, 4), Scheduling(), stall_s=30.0, group_filter=ACC)
         rounds, _ = rounds_of(manager, Prompts(prompts, 1), tmp_path)
         rounds._prepare(1, await manager.wanted())
         await rounds._readied()

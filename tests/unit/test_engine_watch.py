@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
@@ -64,7 +65,7 @@ class Engines:
 
 async def round_of_one_sample(prompts, engines):
     """The driver's wait for a round whose one sample reports nothing; the manager, the wait, the sample."""
-    actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 0.0, 2, 1, 4), SchedulingPolicy.BOUNDED, stall_s=0.4)
+    actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 0.0, 2, 1, 4), Scheduling(), stall_s=0.4)
     await actor.register_worker("w0", 4)
     await actor.prepare_round(0, prompts(1), False)
     (grant,) = await actor.claim("w0")

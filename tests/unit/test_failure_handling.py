@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError
-from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode, OnSampleError
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict
@@ -220,7 +221,7 @@ def test_uids_admitted_in_a_suspended_round_are_told_after_the_restore(manager, 
 
 
 def actor_of(failures=RETRY_ONCE, stall_s=30.0):
-    return ManagerActor(Admission(Mode.WINDOW, 1, 1, 0.0, 2, 1, 4), SchedulingPolicy.BOUNDED, stall_s, failures)
+    return ManagerActor(Admission(Mode.WINDOW, 1, 1, 0.0, 2, 1, 4), Scheduling(), stall_s, failures)
 
 
 async def one_claimed(actor, prompts):

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
-from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode, OnSampleError
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
@@ -68,7 +69,7 @@ class ScriptedRun:
         admission = Admission(Mode.WINDOW, self.batch, self.n, 1.0, 0, 0, self.max_staleness)
         self.clock = itertools.count()
         policy = FailurePolicy(OnSampleError.RETRY, sample_retries=2)
-        self.manager = PromptsManager(admission, SchedulingPolicy.BOUNDED, lambda: float(next(self.clock)), policy)
+        self.manager = PromptsManager(admission, Scheduling(), lambda: float(next(self.clock)), policy)
         self.held = {}
         self.running = deque()
         self.failed = deque()

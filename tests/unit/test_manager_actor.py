@@ -3,7 +3,8 @@
 import asyncio
 import gc
 
-from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import Report
@@ -11,7 +12,7 @@ from recipe.partial_rollout.manager.messages import Report
 
 async def played(prompts, output):
     """An actor after a round of w0 and w1: w0 has finished its sample, w1 still holds one; one group is left over."""
-    actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 1.0, 2, 1, 4), SchedulingPolicy.BOUNDED, stall_s=30.0)
+    actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 1.0, 2, 1, 4), Scheduling(), stall_s=30.0)
     for worker in ("w0", "w1"):
         await actor.register_worker(worker, 1)
     await actor.prepare_round(0, prompts(2), True)
@@ -83,7 +84,7 @@ def test_dead_worker_holds_nobody_up(prompts, output):
 
 def test_batch_that_is_complete_after_the_round_was_suspended_stays_where_it_is(prompts, output):
     async def life():
-        actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 1.0, 2, 1, 4), SchedulingPolicy.BOUNDED, stall_s=30.0)
+        actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 1.0, 2, 1, 4), Scheduling(), stall_s=30.0)
         await actor.register_worker("w0", 1)
         await actor.prepare_round(0, prompts(1), True)
         (grant,) = await actor.claim("w0")
@@ -114,7 +115,7 @@ def test_worker_that_joins_between_rounds_has_nothing_to_settle(prompts, output)
 
 def test_share_of_a_worker_that_never_asks_is_run_by_the_others(prompts):
     async def life():
-        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), SchedulingPolicy.BOUNDED, stall_s=30.0)
+        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Scheduling(), stall_s=30.0)
         actor.SHARE_WAIT_S = 0.05
         for worker in ("w0", "w1"):
             await actor.register_worker(worker, 8)
@@ -129,7 +130,7 @@ def test_share_of_a_worker_that_never_asks_is_run_by_the_others(prompts):
 
 def test_workers_that_wait_together_share_a_round(prompts):
     async def life():
-        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), SchedulingPolicy.BOUNDED, stall_s=30.0)
+        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Scheduling(), stall_s=30.0)
         for worker in ("w0", "w1", "w2", "w3"):
             await actor.register_worker(worker, 8)
         claims = [asyncio.ensure_future(actor.claim(f"w{i}")) for i in range(4)]
@@ -142,7 +143,7 @@ def test_workers_that_wait_together_share_a_round(prompts):
 
 def test_waiting_claim_is_answered_when_its_worker_gets_more_slots(prompts):
     async def life():
-        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), SchedulingPolicy.BOUNDED, stall_s=30.0)
+        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Scheduling(), stall_s=30.0)
         await actor.register_worker("w0", 2)
         await actor.prepare_round(0, prompts(4), True)
         first = await actor.claim("w0")

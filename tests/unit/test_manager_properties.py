@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from recipe.partial_rollout.checkpoint import plain_codec
 from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict
 from recipe.partial_rollout.manager.group_filter import GroupFilter
@@ -27,6 +28,7 @@ from recipe.partial_rollout.manager.types import GroupState, Prompt, SampleOutpu
 SEQUENCES = int(os.environ.get("PARTIAL_ROLLOUT_SEQUENCES", "2000"))
 
 PICK = st.integers(0, 2**20)
+OVERTAKE = st.sampled_from([None, 0.0, 0.34, 1.0, 2.5])
 
 
 def tokens_of(sample_id, start, length):
@@ -151,6 +153,7 @@ class ManagerLife(RuleBasedStateMachine):
     @rule(
         mode=st.sampled_from(Mode),
         policy=st.sampled_from(SchedulingPolicy),
+        overtake=OVERTAKE,
         batch=st.integers(1, 3),
         n=st.integers(1, 3),
         overlap=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
@@ -169,6 +172,7 @@ class ManagerLife(RuleBasedStateMachine):
         self,
         mode,
         policy,
+        overtake,
         batch,
         n,
         overlap,
@@ -183,7 +187,7 @@ class ManagerLife(RuleBasedStateMachine):
         limited,
         gen_batches,
     ):
-        self.batch, self.n, self.in_order = batch, n, policy is SchedulingPolicy.IN_ORDER
+        self.batch, self.n, self.scheduling = batch, n, Scheduling(policy, overtake)
         self.max_staleness = max(int(np.ceil(overlap)), 1) + slack
         self.total = self.supply = steps * batch
         # Every so many prompts score alike in all samples; 0: no dynamic sampling.
@@ -198,7 +202,7 @@ class ManagerLife(RuleBasedStateMachine):
             mode, batch, n, overlap, batch + extra, batch * n + extra, self.max_staleness, ramp, limit
         )
         self.failures = FailurePolicy(on_error, retries)
-        self.build = lambda: PromptsManager(admission, policy, lambda: 0.0, self.failures, self.filter)
+        self.build = lambda: PromptsManager(admission, self.scheduling, lambda: 0.0, self.failures, self.filter)
         self.manager = self.build()
         self.model = Model()
         self.checkpoints = []
@@ -394,10 +398,7 @@ class ManagerLife(RuleBasedStateMachine):
         self.manager.close_round()
         taken = self.manager.take_batch()
         assert len(taken) == self.batch
-        if self.in_order:
-            consumed = {int(uid[2:]) for uid in model.trained + model.filtered}
-            next_ones = itertools.islice((i for i in itertools.count() if i not in consumed), self.batch)
-            assert [group.order for group in taken] == list(next_ones)
+        self.assert_in_turn(taken)
         for group in taken:
             assert group.uid not in model.trained + model.filtered
             assert model.version - model.births[group.uid] <= self.max_staleness
@@ -406,6 +407,20 @@ class ManagerLife(RuleBasedStateMachine):
             for i, output in enumerate(group.outputs):
                 assert_same_output(output, model.outputs[f"{group.uid}#{i}"])
         model.taken = [group.uid for group in taken]
+
+    def assert_in_turn(self, taken):
+        """No group is trained further ahead of an older one than ``overtake`` allows; with 0 all go in order."""
+        consumed = {int(uid[2:]) for uid in self.model.trained + self.model.filtered}
+        left = (i for i in range(self.model.offered) if i not in consumed)
+        orders = [group.order for group in taken]
+        positions = self.scheduling.positions(self.batch)
+        if positions == 0:
+            assert orders == list(itertools.islice(left, self.batch))
+        elif positions is not None:
+            overtaken = min((i for i in left if i not in orders), default=max(orders))
+            assert max(orders) - overtaken <= positions
+        births = [group.birth for group in self.manager._state.groups.by_order.values() if group.birth is not None]
+        assert births == sorted(births), "dispatch order is the order of birth"
 
     @precondition(lambda self: started(self) and self.model.taken)
     @rule()
@@ -462,6 +477,12 @@ class ManagerLife(RuleBasedStateMachine):
     def checkpoint(self):
         data = b"".join(plain_codec.pack(self.manager.state_dict()))
         self.checkpoints.append((data, self.model.copy_without_owners()))
+
+    @precondition(lambda self: started(self) and self.checkpoints)
+    @rule(pick=PICK, policy=st.sampled_from(SchedulingPolicy), overtake=OVERTAKE)
+    def crash_and_restore_under_another_policy(self, pick, policy, overtake):
+        self.scheduling = Scheduling(policy, overtake)
+        self.crash_and_restore(pick)
 
     @precondition(lambda self: started(self) and self.checkpoints)
     @rule(pick=PICK)

@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.planner.forecast import forecast
@@ -34,9 +35,7 @@ def calls_of(curve):
 
 def build_control(*, overlap=1.0, max_staleness=4, min_gain=0.03):
     admission = Admission(Mode.WINDOW, 16, 4, overlap, 32, 64, max_staleness)
-    return OverlapControl(
-        admission, SchedulingPolicy.BOUNDED, lambda curve: Cluster(curve, 1, 256), notch=0.25, min_gain=min_gain
-    )
+    return OverlapControl(admission, Scheduling(), lambda curve: Cluster(curve, 1, 256), notch=0.25, min_gain=min_gain)
 
 
 def flush(control, curve, rounds=10):
@@ -67,7 +66,7 @@ def test_what_it_settles_on_has_most_of_the_speed_at_a_fraction_of_the_staleness
     at, beyond = (
         forecast(
             Admission(Mode.WINDOW, 16, 4, overlap, 32, 64, 8),
-            SchedulingPolicy.BOUNDED,
+            Scheduling(),
             Cluster(STEPPED, 1, 256),
             LENGTHS,
             rounds=60,
@@ -113,9 +112,7 @@ def test_it_turns_back_only_when_two_measurements_in_a_row_say_so(asked, in_forc
 
 def test_notch_is_a_group_at_least():
     admission = Admission(Mode.WINDOW, 2, 4, 1.0, 4, 8, 4)
-    control = OverlapControl(
-        admission, SchedulingPolicy.BOUNDED, lambda curve: Cluster(curve, 1, 256), notch=0.1, min_gain=0.01
-    )
+    control = OverlapControl(admission, Scheduling(), lambda curve: Cluster(curve, 1, 256), notch=0.1, min_gain=0.01)
     control.observe(calls_of(STEPPED), LENGTHS.groups[:64])
     control._pending.result(timeout=60)
     assert control.poll().overlap == 1.5

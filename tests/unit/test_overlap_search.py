@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.planner.forecast import forecast, smallest_worthwhile
@@ -58,7 +59,7 @@ class NotedRounds(Simulation):
 
     def __init__(self, case, overlap, noise, seed):
         admission = replace(case.admission, overlap=overlap)
-        super().__init__(admission, SchedulingPolicy.BOUNDED, case.cluster, case.lengths, seed=seed)
+        super().__init__(admission, Scheduling(), case.cluster, case.lengths, seed=seed)
         self._noise, self._rng = noise, np.random.default_rng(seed)
         self._clock, self._started, self._ended = 0.0, {}, []
 
@@ -155,7 +156,7 @@ class Simulated:
 
     def __init__(self, case):
         self._control = OverlapControl(
-            case.admission, SchedulingPolicy.BOUNDED, lambda curve: replace(case.cluster, curve=curve),
+            case.admission, Scheduling(), lambda curve: replace(case.cluster, curve=curve),
             notch=NOTCH, min_gain=MIN_GAIN,
         )  # fmt: skip
 
@@ -198,7 +199,7 @@ def long_run_speeds(case):
     speeds = {}
     for notches in range(round(min(case.admission.max_staleness, 6) / NOTCH) + 1):
         admission = replace(case.admission, overlap=notches * NOTCH)
-        made = forecast(admission, SchedulingPolicy.BOUNDED, case.cluster, case.lengths, rounds=200, warmup=16)
+        made = forecast(admission, Scheduling(), case.cluster, case.lengths, rounds=200, warmup=16)
         speeds[admission.overlap] = made.trained_tokens_per_s
     return speeds
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import PRESETS, CurveError, EngineCurve, fit
 from recipe.partial_rollout.planner.forecast import baseline, forecast, smallest_worthwhile
@@ -192,7 +193,7 @@ def test_lognormal_lengths_have_the_median_and_mean_that_were_asked_for():
 def test_simulation_trains_every_group_once_within_the_bound(policy):
     lengths = lognormal(median=60, mean=100, cap=900, samples_per_group=2, groups=40)
     cluster = Cluster(EngineCurve(1e-2, 1e-4, kv_tokens=2_000), replicas=2, slots_per_replica=4)
-    simulation = Simulation(build_admission(), policy, cluster, lengths, seed=None, groups=40)
+    simulation = Simulation(build_admission(), Scheduling(policy), cluster, lengths, seed=None, groups=40)
     rounds = list(simulation.rounds(100))
     trained = np.concatenate([round_.lengths for round_ in rounds])
     assert len(rounds) == 10 and sorted(map(tuple, trained)) == sorted(map(tuple, lengths.groups))
@@ -203,7 +204,7 @@ def test_simulation_trains_every_group_once_within_the_bound(policy):
 def test_without_overlap_a_round_takes_as_long_as_its_slowest_sample():
     lengths = LengthTrace(np.array([[3, 9], [1, 2]]))
     cluster = Cluster(EngineCurve(1.0, 0.0), replicas=1, slots_per_replica=8)
-    simulation = Simulation(baseline(build_admission(batch=2)), SchedulingPolicy.BOUNDED, cluster, lengths, seed=None)
+    simulation = Simulation(baseline(build_admission(batch=2)), Scheduling(), cluster, lengths, seed=None)
     (first, second) = simulation.rounds(2)
     assert first.seconds == second.seconds == 9.0
     assert first.decoded_tokens == first.on_policy_tokens == 15 and not first.staleness.any()
@@ -216,15 +217,13 @@ def test_mean_staleness_is_the_overlap_while_every_sample_has_a_slot(policy):
     cluster = Cluster(EngineCurve(3e-3, 1e-4), replicas=2, slots_per_replica=96)
     for overlap in (0.5, 1.0, 2.0):
         admission = build_admission(batch=16, n=4, overlap=overlap, max_staleness=12)
-        made = forecast(admission, policy, cluster, lengths, rounds=40)
+        made = forecast(admission, Scheduling(policy), cluster, lengths, rounds=40)
         assert made.staleness_mean == pytest.approx(overlap, rel=0.15)
 
 
 def test_without_overlap_nothing_is_stale():
     lengths = lognormal(median=100, mean=160, cap=1600, samples_per_group=2)
-    made = forecast(
-        baseline(build_admission()), SchedulingPolicy.BOUNDED, Cluster(EngineCurve(3e-3, 1e-4), 1, 64), lengths
-    )
+    made = forecast(baseline(build_admission()), Scheduling(), Cluster(EngineCurve(3e-3, 1e-4), 1, 64), lengths)
     assert made.staleness_max == made.off_policy_fraction == 0
 
 
@@ -234,7 +233,7 @@ def test_overlap_pays_and_kept_blocks_pay_more():
     cluster, kept = (Cluster(curve, 1, 256, keeps_kv=keeps) for keeps in (False, True))
     admission = build_admission(batch=16, n=4)
     speeds = [
-        forecast(a, SchedulingPolicy.BOUNDED, c, lengths).trained_tokens_per_s
+        forecast(a, Scheduling(), c, lengths).trained_tokens_per_s
         for a, c in ((baseline(admission), cluster), (admission, cluster), (admission, kept))
     ]
     assert speeds[0] * 1.3 < speeds[1] < speeds[2]
@@ -244,7 +243,7 @@ def test_in_order_trains_without_length_bias():
     lengths = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
     cluster = Cluster(EngineCurve(3e-3, 1e-4), 1, 128)
     first = {
-        policy: forecast(build_admission(batch=16, n=4), policy, cluster, lengths).first_length
+        policy: forecast(build_admission(batch=16, n=4), Scheduling(policy), cluster, lengths).first_length
         for policy in (SchedulingPolicy.BOUNDED, SchedulingPolicy.IN_ORDER)
     }
     assert first[SchedulingPolicy.BOUNDED] < 0.95 and first[SchedulingPolicy.IN_ORDER] == 1.0
@@ -254,9 +253,7 @@ def test_last_token_of_an_interrupted_step_ends_its_sample():
     # Both replicas end a sample in the same step; the first to be looked at completes the round.
     lengths = LengthTrace(np.array([[4], [4], [9], [9]]))
     cluster = Cluster(EngineCurve(1.0, 0.0), replicas=2, slots_per_replica=4)
-    simulation = Simulation(
-        build_admission(batch=1, n=1, overlap=1.0), SchedulingPolicy.BOUNDED, cluster, lengths, seed=None
-    )
+    simulation = Simulation(build_admission(batch=1, n=1, overlap=1.0), Scheduling(), cluster, lengths, seed=None)
     first, second = simulation.rounds(2)
     assert first.seconds == 4.0 and first.decoded_tokens == 8
     assert second.seconds == 0.0 and second.on_policy_tokens == 0 and second.lengths.tolist() == [[4]]
@@ -266,17 +263,15 @@ def test_efficiency_is_one_while_every_slot_decodes():
     cluster = Cluster(EngineCurve(1.0, 0.5), replicas=2, slots_per_replica=2)
     even, ragged = LengthTrace(np.full((4, 2), 5)), LengthTrace(np.tile([[5, 10]], (4, 1)))
     admission = baseline(build_admission(batch=2, n=2))
-    assert forecast(admission, SchedulingPolicy.BOUNDED, cluster, even).efficiency == pytest.approx(1.0)
+    assert forecast(admission, Scheduling(), cluster, even).efficiency == pytest.approx(1.0)
     # One replica has both short samples and stands still while the other makes its last 5 steps of 2 s.
-    assert forecast(admission, SchedulingPolicy.BOUNDED, cluster, ragged).efficiency == pytest.approx(15 / 20)
+    assert forecast(admission, Scheduling(), cluster, ragged).efficiency == pytest.approx(15 / 20)
 
 
 def test_rounds_end_with_the_data_however_often_they_are_asked_for():
     lengths = LengthTrace(np.array([[4], [9]]))
     cluster = Cluster(EngineCurve(1.0, 0.0), replicas=1, slots_per_replica=4)
-    simulation = Simulation(
-        build_admission(batch=1, n=1), SchedulingPolicy.BOUNDED, cluster, lengths, seed=None, groups=2
-    )
+    simulation = Simulation(build_admission(batch=1, n=1), Scheduling(), cluster, lengths, seed=None, groups=2)
     assert len(list(simulation.rounds(5))) == 2 and list(simulation.rounds(5)) == []
 
 
@@ -296,7 +291,7 @@ def test_group_size_of_lengths_must_be_the_runs():
     with pytest.raises(ValueError, match=r"groups of 4, rollout\.n is 2"):
         Simulation(
             build_admission(),
-            SchedulingPolicy.BOUNDED,
+            Scheduling(),
             Cluster(EngineCurve(1, 1), 1, 1),
             LengthTrace(np.ones((3, 4), int)),
         )

@@ -217,7 +217,7 @@ def test_samples_of_a_dead_worker_go_on_elsewhere_from_their_segments(manager, s
     assert again[second.sample_id].segments == ()
 
 
-def test_oldest_ready_groups_train_first_and_the_rest_is_kept(manager, output):
+def test_ready_groups_train_in_dispatch_order_and_the_rest_is_kept(manager, output):
     m = manager(batch=1, n=1, overlap=2.0)
     m.open_round()
     grants = m.claim("w0")
@@ -229,8 +229,8 @@ def test_oldest_ready_groups_train_first_and_the_rest_is_kept(manager, output):
     m.claim("w0")
     m.finish(grants[0].sample_id, output())
     second = m.take_batch()
-    assert [g.uid for g in first] == ["0/2"]
-    assert [g.uid for g in second] == ["0/1"]
+    assert [g.uid for g in first] == ["0/1"]
+    assert [g.uid for g in second] == ["0/0"]
 
 
 def test_round_waits_for_a_group_at_the_staleness_bound(manager, output):
@@ -260,6 +260,33 @@ def test_in_order_waits_for_the_first_dispatched_and_trains_them_first(manager, 
     assert [g.uid for g in end_round(m, [])] == ["0/0", "0/1"]
     m.open_round()
     assert m.round_complete() and [g.uid for g in end_round(m, [])] == ["0/2", "0/3"]
+
+
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_group_overtakes_an_unfinished_one_by_so_many_positions_and_no_more(manager, output, policy):
+    m = manager(batch=2, n=1, overlap=1.5, policy=policy, overtake=1.0)
+    m.open_round()
+    grants = {grant.group_uid: grant.sample_id for grant in m.claim("w0")}
+    for uid in ("0/2", "0/3", "0/4"):
+        m.finish(grants[uid], output())
+    assert not m.round_complete(), "0/3 would be trained three positions ahead of 0/0"
+    with pytest.raises(RuntimeError, match="take_batch: the round is not complete: 3 groups are ready, 2 are needed"):
+        m.take_batch()
+    m.finish(grants["0/1"], output())
+    assert m.round_complete() and [g.uid for g in m.take_batch()] == ["0/1", "0/2"]
+
+
+def test_overtaking_is_limited_by_default_in_order_alone(manager, output):
+    for policy, overtake, complete in (
+        (SchedulingPolicy.BOUNDED, None, True),
+        (SchedulingPolicy.BOUNDED, 0.0, False),
+        (SchedulingPolicy.IN_ORDER, None, False),
+        (SchedulingPolicy.IN_ORDER, 1.0, True),
+    ):
+        m = manager(batch=1, n=1, overlap=1.0, policy=policy, overtake=overtake)
+        m.open_round()
+        m.finish(m.claim("w0")[1].sample_id, output())
+        assert m.round_complete() is complete, (policy, overtake)
 
 
 def test_in_order_survives_a_restore(manager, output):

@@ -7,7 +7,8 @@ from dataclasses import fields
 import numpy as np
 
 from recipe.partial_rollout.checkpoint.plain_codec import pack
-from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.codec import encode
@@ -103,7 +104,7 @@ def test_stored_outputs_are_let_go_as_their_group_is_trained(manager, output):
 def test_outputs_of_a_report_are_stored_before_it_is_booked(prompts, output):
     async def life():
         admission = Admission(Mode.WINDOW, 1, 2, 0.0, 2, 2, 4)
-        actor = ManagerActor(admission, SchedulingPolicy.BOUNDED, stall_s=30.0, store=shelf)
+        actor = ManagerActor(admission, Scheduling(), stall_s=30.0, store=shelf)
         await actor.register_worker("w0", 2)
         await actor.prepare_round(0, prompts(1), False)
         first, second = await actor.claim("w0")

@@ -11,7 +11,8 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import ToolResponse
 
-from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode, OnSampleError
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy
@@ -83,7 +84,7 @@ async def start(lengths, *, batch=1, grant_s=60.0, sample_s=None, failures=RETRY
     """A manager with a prompt for each list of ``lengths``, and the worker that serves it, in an open first round."""
     n = len(lengths[0])
     admission = Admission(Mode.WINDOW, batch, n, len(lengths) / batch - 1, batch, batch * n, max_staleness=4)
-    manager = Local(ManagerActor(admission, SchedulingPolicy.BOUNDED, stall_s=30.0, failures=failures))
+    manager = Local(ManagerActor(admission, Scheduling(), stall_s=30.0, failures=failures))
     worker = kind(CURVE, 1)
     worker.config.partial_rollout.deadlines.grant_s = grant_s
     worker.config.partial_rollout.failures.sample_timeout_s = sample_s

@@ -39,8 +39,8 @@ class SchedulingPolicy(Choice):
     SEED = "seed", "the published order: fewest unfinished samples, then shortest mean length, then least stale"
     IN_ORDER = (
         "in_order",
-        "prompts train in the order of the data, so batches have no length bias. A round waits for its next N prompts, "
-        "whatever else is ready, and mean staleness is the whole overlap",
+        "the order of the data, in which prompts are then trained too unless `overtake` says otherwise: batches have no "
+        "length bias. A round waits for its next N prompts, whatever else is ready",
     )
 
 

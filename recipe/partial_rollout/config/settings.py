@@ -169,7 +169,6 @@ class PartialRolloutConfig:
     def sizes(self) -> dict[str, Any]:
         """The sizes of this run for a checkpoint's manifest."""
         return {
-            "policy": str(self.policy),
             **asdict(self.resume_sizes),
             "filter_groups": self.group_filter is not None,
         }

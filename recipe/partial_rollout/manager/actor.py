@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe.partial_rollout.checkpoint.snapshot import Written, read_snapshot, write_snapshot
-from recipe.partial_rollout.config.choices import SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.codec import encode
@@ -57,7 +57,7 @@ class ManagerActor:
     def __init__(
         self,
         admission: Admission,
-        policy: SchedulingPolicy,
+        scheduling: Scheduling,
         stall_s: float,
         failures: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
         group_filter: GroupFilter | None = None,
@@ -66,7 +66,7 @@ class ManagerActor:
         self._changed = ManagerCondition()
         self._progress = StallClock(stall_s)
         self._store = store
-        self._manager = PromptsManager(admission, policy, time.monotonic, failures, group_filter)
+        self._manager = PromptsManager(admission, scheduling, time.monotonic, failures, group_filter)
         self._book = ReportBook(self._manager, store, self._changed.fail, self._retry_later)
         self._retries: set[asyncio.Task[None]] = set()
         self._unflushed: set[str] = set()

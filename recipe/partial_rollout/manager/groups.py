@@ -240,13 +240,13 @@ class Groups:
         """Groups in one of ``states``, by dispatch order."""
         return (group for group in self.by_order.values() if group.state in states)
 
-    def next_in_order(self, count: int) -> list[PromptGroup]:
-        """The first ``count`` groups in flight by dispatch order; fewer only if there are no more."""
-        in_flight = self.in_state(GroupState.WAITING, GroupState.ACTIVE, GroupState.READY)
-        return list(itertools.islice(in_flight, count))
+    @property
+    def oldest_unfinished(self) -> PromptGroup | None:
+        """The first WAITING or ACTIVE group by dispatch order; None if there is none."""
+        return next(self.in_state(GroupState.WAITING, GroupState.ACTIVE), None)
 
     def oldest_ready(self, count: int) -> list[PromptGroup]:
-        """The first ``count`` READY groups, oldest birth first; fewer only if there are no more."""
+        """The first ``count`` READY groups by birth, then by dispatch order; fewer only if there are no more."""
         return list(itertools.islice(self.ready_queue, count))
 
     def in_time_after(self, batch: int, version: int, max_staleness: int) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from recipe.partial_rollout.config.choices import SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager import report as manager_report
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.codec import Captured, capture, decode, encode
@@ -44,7 +44,7 @@ class PromptsManager:
     >>> from recipe.partial_rollout.config.choices import Mode
     >>> from recipe.partial_rollout.manager.types import SampleOutput
     >>> admission = Admission(Mode.WINDOW, 1, 2, 1.0, 2, 2, max_staleness=4)
-    >>> manager = PromptsManager(admission, SchedulingPolicy.BOUNDED, clock=lambda: 0.0)
+    >>> manager = PromptsManager(admission, Scheduling(), clock=lambda: 0.0)
     >>> manager.offer(Prompt(f"0/{i}", 0, {}) for i in range(3))
     >>> manager.register_worker("w0", capacity=3)
     >>> manager.open_round(), [grant.sample_id for grant in manager.claim("w0")]
@@ -61,7 +61,7 @@ class PromptsManager:
 
     Args:
         admission: mode and sizes.
-        policy: order in which samples are claimed.
+        scheduling: order in which samples are claimed, and how far a group may overtake an older one.
         clock: seconds; stamped on state changes for stall reports.
         failures: what to do with a sample whose agent loop raised.
         group_filter: which finished groups are replaced; None: none.
@@ -70,16 +70,16 @@ class PromptsManager:
     def __init__(
         self,
         admission: Admission,
-        policy: SchedulingPolicy,
+        scheduling: Scheduling,
         clock: Callable[[], float],
         failures: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
         group_filter: GroupFilter | None = None,
     ) -> None:
         self._clock = clock
         self._state = ManagerState()
-        self._slots = Slots(policy)
+        self._slots = Slots(scheduling.policy)
         self._samples = Samples(self._state.groups, self._slots, failures, clock)
-        self._round = Round(self._state, self._samples, admission, policy, group_filter)
+        self._round = Round(self._state, self._samples, admission, scheduling, group_filter)
 
     @property
     def version(self) -> int:
@@ -224,11 +224,11 @@ class PromptsManager:
         self._round.close()
 
     def round_complete(self) -> bool:
-        """Whether N groups are ready and stopping now leaves every other group trainable in time."""
+        """See ``Round.complete``."""
         return self._round.complete()
 
     def take_batch(self) -> list[TakenGroup[FinishedOutput]]:
-        """READY -> TAKEN: the N oldest ready groups (in_order: the first N dispatched); see ``Round.batch``."""
+        """READY -> TAKEN: the N oldest ready groups; see ``Round.batch``."""
         return self._state.groups.take(self._round.batch())
 
     def acknowledge(self, uids: Iterable[str]) -> None:

@@ -1,19 +1,23 @@
-"""Groups whose samples have all finished, oldest birth first: the order in which they are trained."""
+"""Groups whose samples have all finished, oldest birth first, then by dispatch: the order in which they are trained."""
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from recipe.partial_rollout.manager.types import PromptGroup
 
 
+def _order(group: PromptGroup) -> int:
+    return group.order
+
+
 @dataclass(slots=True)
 class ReadyGroups:
-    """Queues by birth version; within one, in the order in which the groups became ready."""
+    """Groups by birth version; within one, in dispatch order."""
 
-    by_birth: dict[int, deque[PromptGroup]] = field(default_factory=dict)
+    by_birth: dict[int, list[PromptGroup]] = field(default_factory=dict)
     size: int = 0
 
     def __len__(self) -> int:
@@ -25,16 +29,16 @@ class ReadyGroups:
             yield from self.by_birth[birth]
 
     def add(self, group: PromptGroup) -> None:
-        """Append ``group``, which has become ready."""
+        """Add ``group``, which has become ready."""
         assert group.birth is not None
-        self.by_birth.setdefault(group.birth, deque()).append(group)
+        insort(self.by_birth.setdefault(group.birth, []), group, key=_order)
         self.size += 1
 
     def remove(self, group: PromptGroup) -> None:
-        """Take out ``group``; in constant time if it is the first of its queue."""
+        """Take out ``group``."""
         assert group.birth is not None
         groups = self.by_birth[group.birth]
-        groups.remove(group)
+        del groups[bisect_left(groups, group.order, key=_order)]
         if not groups:
             del self.by_birth[group.birth]
         self.size -= 1

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from recipe.partial_rollout.config.choices import SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission, Load
 from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.state import ManagerState
-from recipe.partial_rollout.manager.types import GroupState, PromptGroup
+from recipe.partial_rollout.manager.types import PromptGroup
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.manager.samples import Samples
@@ -20,7 +20,7 @@ class Round:
 
     Args:
         admission: mode and sizes.
-        policy: order in which samples are claimed.
+        scheduling: which READY groups a batch may have.
         group_filter: which finished groups are replaced; None: none.
     """
 
@@ -29,13 +29,13 @@ class Round:
         state: ManagerState,
         samples: Samples,
         admission: Admission,
-        policy: SchedulingPolicy,
+        scheduling: Scheduling,
         group_filter: GroupFilter | None,
     ) -> None:
         self._state = state
         self._samples = samples
         self.admission = admission
-        self._policy = policy
+        self._scheduling = scheduling
         self.group_filter = group_filter
         self.is_open = False
         """whether workers may claim"""
@@ -62,30 +62,39 @@ class Round:
         self.is_open = False
 
     def complete(self) -> bool:
-        """Whether N groups are ready and stopping now leaves every other group trainable in time."""
+        """Whether N groups are ready, none too far ahead of an unfinished one, and all others can be trained in time.
+
+        It is once nothing in flight is unfinished, so a round always ends.
+        """
         groups, size = self._state.groups, self.admission.batch_groups
         if len(groups.ready_queue) < size:
             return self._drained()
-        if self._policy is SchedulingPolicy.IN_ORDER:
-            # No group is dispatched more than ``max_staleness`` batches before its turn, so each is trained in time.
-            return all(group.state is GroupState.READY for group in groups.next_in_order(size))
-        return groups.in_time_after(size, self._state.version, self.admission.max_staleness)
+        in_time = groups.in_time_after(size, self._state.version, self.admission.max_staleness)
+        return in_time and self._in_turn(groups.oldest_ready(size))
+
+    def _in_turn(self, batch: list[PromptGroup]) -> bool:
+        """Whether no group of ``batch`` overtakes an unfinished one by more positions than ``scheduling`` allows."""
+        positions = self._scheduling.positions(self.admission.batch_groups)
+        if positions is None or (oldest := self._state.groups.oldest_unfinished) is None:
+            return True
+        return max(group.order for group in batch) <= oldest.order + positions
 
     def _drained(self) -> bool:
         reserve = self._state.reserve
         return not (reserve.source_open or reserve or self._state.groups.waiting_or_active)
 
     def batch(self) -> list[PromptGroup]:
-        """The N oldest ready groups (in_order: the first N dispatched); fewer only once the data ran out.
+        """The N oldest ready groups; fewer only once the data ran out.
 
         Raises:
             RuntimeError: the round is not complete.
         """
         groups, size = self._state.groups, self.admission.batch_groups
-        if len(groups.ready_queue) < size and not self._drained():
-            raise RuntimeError(f"take_batch: {len(groups.ready_queue)} groups are ready, {size} are needed")
-        in_order = self._policy is SchedulingPolicy.IN_ORDER
-        return groups.next_in_order(size) if in_order else groups.oldest_ready(size)
+        if not self.complete():
+            raise RuntimeError(
+                f"take_batch: the round is not complete: {len(groups.ready_queue)} groups are ready, {size} are needed"
+            )
+        return groups.oldest_ready(size)
 
     # -- prompts that start ----------------------------------------------------------------------------------------
 

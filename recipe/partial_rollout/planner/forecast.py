@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recipe.partial_rollout.config.choices import SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.lengths import LengthTrace
 from recipe.partial_rollout.planner.simulation import Cluster, SimulatedRound, Simulation
@@ -42,7 +42,7 @@ class Forecast:
 
 def forecast(
     admission: Admission,
-    policy: SchedulingPolicy,
+    scheduling: Scheduling,
     cluster: Cluster,
     lengths: LengthTrace,
     *,
@@ -51,7 +51,7 @@ def forecast(
 ) -> Forecast:
     """The forecast of ``rounds`` rounds after ``warmup`` ones, by default as many as the window takes to fill."""
     warmup = warmup_rounds(admission.overlap) if warmup is None else warmup
-    simulation = Simulation(admission, policy, cluster, lengths)
+    simulation = Simulation(admission, scheduling, cluster, lengths)
     played = list(simulation.rounds(warmup + max(rounds, _FIRST)))
     first = np.concatenate([round_.lengths for round_ in played[:_FIRST]])
     dispatched = np.array(simulation.dispatched[: len(first)])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipe.partial_rollout.config.choices import SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Grant, Prompt, SampleOutput, Segment
@@ -84,7 +84,7 @@ class Simulation:
     def __init__(
         self,
         admission: Admission,
-        policy: SchedulingPolicy,
+        scheduling: Scheduling,
         cluster: Cluster,
         lengths: LengthTrace,
         *,
@@ -99,7 +99,7 @@ class Simulation:
         self._cluster = cluster
         self._prompt_tokens = lengths.prompt_tokens
         self._lengths = lengths.replay() if seed is None else lengths.draw(seed)
-        self._manager = PromptsManager(admission, policy, clock=lambda: 0.0)
+        self._manager = PromptsManager(admission, scheduling, clock=lambda: 0.0)
         self._manager.register_worker(_WORKER, cluster.slots_per_replica * cluster.replicas)
         self._groups = groups
         self._offered = 0

@@ -115,7 +115,7 @@ def _start_manager(context: RolloutContext, store: RayObjects) -> Any:
     actor_class: Any = ray.remote(ManagerActor).options(num_cpus=0)
     return actor_class.remote(
         replace(Admission.of(settings), train_groups=train_groups),
-        settings.policy,
+        settings.scheduling,
         settings.deadlines.stall_s,
         FailurePolicy.of(settings.failures),
         GroupFilter.of(settings.group_filter),

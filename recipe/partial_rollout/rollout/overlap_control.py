@@ -16,7 +16,8 @@ from threading import Thread
 
 import numpy as np
 
-from recipe.partial_rollout.config.choices import ResumeKV, SchedulingPolicy
+from recipe.partial_rollout.config.choices import ResumeKV
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import CurveError, EngineCurve, fit
@@ -61,14 +62,14 @@ class OverlapControl:
     def __init__(
         self,
         admission: Admission,
-        policy: SchedulingPolicy,
+        scheduling: Scheduling,
         cluster: Callable[[EngineCurve], Cluster],
         *,
         notch: float,
         min_gain: float,
     ) -> None:
         self._admission = admission
-        self._policy = policy
+        self._scheduling = scheduling
         self._cluster = cluster
         # Less than one group would change nothing.
         self._notch = max(notch, 1 / admission.batch_groups)
@@ -89,7 +90,7 @@ class OverlapControl:
         def cluster(curve: EngineCurve) -> Cluster:
             return Cluster(curve, replicas, slots(), settings.resume_kv is ResumeKV.KEEP)
 
-        return cls(Admission.of(settings), settings.policy, cluster, notch=auto.notch, min_gain=auto.min_gain)
+        return cls(Admission.of(settings), settings.scheduling, cluster, notch=auto.notch, min_gain=auto.min_gain)
 
     @property
     def overlap(self) -> float:
@@ -168,5 +169,5 @@ class OverlapControl:
     def _speed(self, overlap: float, cluster: Cluster, lengths: LengthTrace, warmup: int) -> float:
         admission = replace(self._admission, overlap=overlap, ramp_rounds=0)
         rounds = min(32, max(8, _GROUPS // admission.batch_groups))
-        made = forecast(admission, self._policy, cluster, lengths, rounds=rounds, warmup=warmup)
+        made = forecast(admission, self._scheduling, cluster, lengths, rounds=rounds, warmup=warmup)
         return made.trained_tokens_per_s

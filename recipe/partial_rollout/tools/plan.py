@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.config.settings import default_of
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import PRESETS, CurveError, EngineCurve, fit
@@ -145,9 +146,7 @@ def _plan(options: argparse.Namespace) -> int:
     lengths, cluster, admission = _inputs(options, run_record)
     if options.save_curve:
         options.save_curve.write_text(json.dumps(asdict(cluster.curve), indent=2) + "\n")
-    no_pr = Option(
-        "noPR", 0.0, forecast(baseline(admission), SchedulingPolicy.BOUNDED, cluster, lengths, rounds=options.rounds)
-    )
+    no_pr = Option("noPR", 0.0, forecast(baseline(admission), Scheduling(), cluster, lengths, rounds=options.rounds))
     plans = [no_pr, *_options(options, admission, cluster, lengths)]
     print(_describe(cluster, lengths))
     print(_table(plans).console())
@@ -218,7 +217,9 @@ def _options(
     for policy in tqdm(options.policies, desc="forecasts", leave=False):
         for overlap in overlaps:
             sized = replace(admission, overlap=overlap)
-            yield Option(str(policy), overlap, forecast(sized, policy, cluster, lengths, rounds=options.rounds))
+            yield Option(
+                str(policy), overlap, forecast(sized, Scheduling(policy), cluster, lengths, rounds=options.rounds)
+            )
 
 
 def _advice(plans: list[Option], min_gain: float, bound: int) -> str:

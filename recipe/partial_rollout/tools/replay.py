@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.choices import SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import fit
@@ -54,9 +54,9 @@ def replay(run: RunRecord) -> Replay:
     # Keys that did not exist yet at the time of the run have their defaults.
     settings = PartialRolloutConfig.from_config(config)
     replicas = run.settings.replicas
-    admission, policy = Admission.of(settings), settings.policy
+    admission, scheduling = Admission.of(settings), settings.scheduling
     if not settings.enable:
-        admission, policy = baseline(admission), SchedulingPolicy.BOUNDED
+        admission, scheduling = baseline(admission), Scheduling()
     elif settings.overlap_control is not None:
         raise ValueError(
             f"{path}: partial_rollout.overlap=auto changes from round to round; a run with a fixed one is needed"
@@ -67,7 +67,7 @@ def replay(run: RunRecord) -> Replay:
     cluster = Cluster(curve, replicas, settings.slots_per_replica, settings.resume_kv == "keep")
     # If the run did not drain, its groups repeat past their end, so that the last rounds are as full as all others.
     groups = len(run.trained_groups) if settings.drain else None
-    simulation = Simulation(admission, policy, cluster, of_run(run), seed=None, groups=groups)
+    simulation = Simulation(admission, scheduling, cluster, of_run(run), seed=None, groups=groups)
     played = list(simulation.rounds(len(run.steps)))[1:]
     steps = run.steps[1:]
     ages = np.concatenate([round_.staleness.ravel() for round_ in played])

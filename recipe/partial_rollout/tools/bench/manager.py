@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
@@ -70,7 +71,7 @@ class Drive:
         )
         self.watch = Stopwatch()
         self.random = random.Random(options.seed)
-        self.manager = PromptsManager(admission, SchedulingPolicy(options.policy), time.monotonic)
+        self.manager = PromptsManager(admission, Scheduling(SchedulingPolicy(options.policy)), time.monotonic)
         self.workers = [f"w{i}" for i in range(options.workers)]
         self.capacity = -(-options.samples // options.workers)
         for worker in self.workers:

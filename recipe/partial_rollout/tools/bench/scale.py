@@ -25,7 +25,8 @@ import ray
 from ray.exceptions import GetTimeoutError
 from tqdm import tqdm
 
-from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.output_store import RayObjects, fetch_groups
@@ -146,7 +147,7 @@ def measure(replicas: int, curve: EngineCurve, lengths: LengthTrace, options: ar
     slots = -(-groups * options.group // replicas)
     drive = _Drive(admission, curve, lengths, replicas, slots, min(options.workers, replicas))
     simulation = Simulation(
-        admission, SchedulingPolicy.BOUNDED, Cluster(curve, replicas, slots, keeps_kv=False), lengths, seed=None
+        admission, Scheduling(), Cluster(curve, replicas, slots, keeps_kv=False), lengths, seed=None
     )
     played = [drive.round(version) for version in range(1 + options.rounds)]
     measured, simulated = played[1:], list(simulation.rounds(1 + options.rounds))[1:]
@@ -182,7 +183,7 @@ class _Drive:
         self._prompts = self._prompts_of(lengths)
         self._store = RayObjects(_DEADLINE_S)
         actor_class: Any = ray.remote(ManagerActor).options(num_cpus=0)
-        self._manager: Any = actor_class.remote(admission, SchedulingPolicy.BOUNDED, _DEADLINE_S, store=self._store)
+        self._manager: Any = actor_class.remote(admission, Scheduling(), _DEADLINE_S, store=self._store)
         self.manager_process = psutil.Process(_get(self._manager.__ray_call__.remote(_pid), "the manager to start"))
         worker_class: Any = ray.remote(ScriptedWorker).options(num_cpus=0)
         shares = [replicas // workers + (i < replicas % workers) for i in range(workers)]

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
-from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.codec import encode
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
@@ -59,7 +60,7 @@ def _admission(options: argparse.Namespace) -> Admission:
 
 
 def _fill(options: argparse.Namespace) -> PromptsManager:
-    manager = PromptsManager(_admission(options), SchedulingPolicy.BOUNDED, time.monotonic)
+    manager = PromptsManager(_admission(options), Scheduling(), time.monotonic)
     row = {"raw_prompt": [{"role": "user", "content": "x" * 400}], "index": 0, "extra_info": {"split": "train"}}
     manager.offer(Prompt(f"0/{i}", 0, row) for i in range(manager.wanted))
     manager.register_worker("w0", options.groups * options.group)
@@ -91,7 +92,7 @@ def _measure(manager: PromptsManager, options: argparse.Namespace, path: Path) -
     encode_s = time.perf_counter() - start - blocked_s
     written = write_snapshot(path, state)
     start = time.perf_counter()
-    PromptsManager(_admission(options), SchedulingPolicy.BOUNDED, time.monotonic).load_state_dict(read_snapshot(path))
+    PromptsManager(_admission(options), Scheduling(), time.monotonic).load_state_dict(read_snapshot(path))
     return SnapshotTimes(blocked_s, encode_s, written.seconds, time.perf_counter() - start, written.bytes / 1e6)
 
 
