@@ -230,10 +230,10 @@ def test_the_report_has_every_arm_and_every_run(tmp_path):
 
     table = report(runs, tmp_path, "bash study.sh")
 
-    text = (tmp_path / "learning_runs.md").read_text()
+    text = (tmp_path / "runs.md").read_text()
     assert [row[0] for row in table.rows] == ["noPR", "PR, in_order, overlap 3"]
     assert text.count("PR, in_order, overlap 3") == 3
-    assert "`bash study.sh`" in text and (tmp_path / "learning.png").stat().st_size > 5_000
+    assert "`bash study.sh`" in text and (tmp_path / "runs.png").stat().st_size > 5_000
 
 
 def test_a_report_needs_the_baseline(tmp_path):

@@ -26,7 +26,7 @@ TOOLS = {
     "keys": Tool("keys", "list the keys of partial_rollout: default and meaning"),
     "drift": Tool("drift", "list the steps at which the drift warning would have fired in finished runs"),
     "bench": Tool("bench.command", "measure one part of the recipe"),
-    "study": Tool("study.command", "train named arms over seeds and compare them: peers (speed), convergence (reward)"),
+    "study": Tool("study.command", "train named arms over seeds and compare them: peers (speed), learning (reward)"),
     "chaos": Tool("chaos.command", "kill a training again and again, resume it, and audit it"),
 }
 

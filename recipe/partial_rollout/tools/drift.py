@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "drift",
             "List the steps at which the drift warning would have fired in finished runs.",
             "outputs/quickstart/PR",
-            "outputs/convergence/*/seed_1",
+            "outputs/learning/start_0/*/seed_1",
         )
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directory of a run, with metrics.jsonl")

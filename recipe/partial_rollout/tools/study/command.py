@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
             "study",
             "Train named arms over seeds and compare them.",
             "peers --arms noPR v1_colocate_async PR_bounded --repeats 1",
-            "convergence --report-only",
+            "learning --report-only",
             more="A study that was stopped trains only the runs that are missing. Exit code: 1 if a run failed, 2 if "
             "nothing can be read. The scripts in run_scripts/ prepare the task first.",
         )
@@ -99,10 +99,7 @@ def _add_options(parser: argparse.ArgumentParser, named: NamedStudy) -> None:
     )
     parser.add_argument("--steps", type=int, default=named.steps, metavar="N", help="training steps of every run")
     parser.add_argument("--out", type=Path, default=named.out, metavar="DIR", help="where the runs go")
-    where = named.docs or "that of --out"
-    parser.add_argument(
-        "--docs", type=Path, default=named.docs, metavar="DIR", help=f"where the report goes (default: {where})"
-    )
+    parser.add_argument("--docs", type=Path, metavar="DIR", help="where the report goes (default: that of --out)")
     parser.add_argument("--config-name", default=named.config_name, metavar="NAME", help="hydra config of every run")
     parser.add_argument("--report-only", action="store_true", help="train nothing, report the runs that are complete")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="hydra overrides for every arm")

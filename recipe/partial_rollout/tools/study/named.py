@@ -7,10 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.partial_rollout.tools.study import convergence, learning, peers
+from recipe.partial_rollout.tools.study import learning, peers
 from recipe.partial_rollout.tools.study.arm import BASELINE, Arm
-from recipe.partial_rollout.tools.study.convergence.arms import KINDS, USUAL, Bound, arms
-from recipe.partial_rollout.tools.study.convergence.document import report as report_convergence
 from recipe.partial_rollout.tools.study.learning import arms as learning_arms
 from recipe.partial_rollout.tools.study.learning.campaign import LEDGER, Campaign
 from recipe.partial_rollout.tools.study.learning.document import report as report_learning
@@ -34,8 +32,6 @@ class NamedStudy:
     steps: int
     out: Path
     """where its runs go by default"""
-    docs: Path | None
-    """where its report goes by default; None: beside the runs"""
     choices: tuple[str, ...]
     """what ``--arms`` takes"""
     usual: tuple[str, ...]
@@ -64,23 +60,6 @@ def _peer_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _convergence_arms(options: argparse.Namespace) -> tuple[Arm, ...]:
-    clipped = ("clipped",) if options.behaviour_clipping else ()
-    return tuple(arms(options.staleness, (*options.arms, *clipped)))
-
-
-def _convergence_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--staleness",
-        type=Bound.parse,
-        nargs="+",
-        default=[Bound(1, 1), Bound(4, 4), Bound(8, 8)],
-        metavar="K[:OVERLAP]",
-        help="max_staleness of each arm, and its overlap (the same number unless given)",
-    )
-    parser.add_argument("--behaviour-clipping", action="store_true", help="add the arm clipped")
-
-
 def _learning_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rates", type=float, nargs="+", default=[3e-4], metavar="LR", help="learning rates of every arm"
@@ -106,7 +85,6 @@ STUDIES = {
         config_name="quickstart_cpu",
         steps=36,
         out=Path("outputs/peers"),
-        docs=None,
         choices=_PEERS,
         usual=_PEERS,
         arms=_peer_arms,
@@ -121,7 +99,6 @@ STUDIES = {
         config_name="quickstart_cpu",
         steps=48,
         out=Path("outputs/learning"),
-        docs=None,
         choices=tuple(learning_arms.ARMS),
         usual=learning_arms.USUAL,
         arms=lambda options: learning_arms.at_rates(options.arms, options.rates),
@@ -129,19 +106,5 @@ STUDIES = {
         report=lambda study, options, docs: report_learning(_campaign(study, options).chosen(), docs, options.command),
         overrides=learning_arms.COMMON,
         train=lambda study, options: _campaign(study, options).run_missing(),
-    ),
-    "convergence": NamedStudy(
-        does=str(convergence.__doc__),
-        examples=("--arms corrected --staleness 1 4:2 --seeds 1 2", "--report-only"),
-        script="run_scripts/convergence_cpu.sh",
-        config_name="convergence_cpu",
-        steps=24,
-        out=Path("outputs/convergence"),
-        docs=Path("docs"),
-        choices=tuple(KINDS),
-        usual=USUAL,
-        arms=_convergence_arms,
-        add_arguments=_convergence_arguments,
-        report=report_convergence,
     ),
 }

@@ -1,4 +1,4 @@
-"""``learning.md`` and ``learning.png``: the arms of a study, and every run."""
+"""``runs.md`` and ``runs.png``: the arms of a study, and every run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipe.partial_rollout.tools.study.picture import BASELINE_HUE, DPI, OTHERS
 from recipe.partial_rollout.tools.study.spread import standard_errors, with_error
 from recipe.partial_rollout.tools.table import Table
 
-TEXT, PICTURE = "learning_runs.md", "learning.png"
+TEXT, PICTURE = "runs.md", "runs.png"
 
 
 def report(runs: Sequence[LearningRun], docs: Path, command: str) -> Table:
@@ -109,7 +109,7 @@ def _text(arms: Table, runs: Table, command: str) -> str:
         f"with the same seed and learning rate, mean and standard error over pairs; *below*: by more than that error. "
         f"Final: the mean of the last {LAST} validations. Area: the mean of all. Held: the final reward is less than 0.05 "
         f"below the best {LAST} validations in a row. Seconds to {QUALITY:g}: training time until two validations in a row "
-        f"reach it, median over runs. Written by `{command}`; [learning.md](learning.md) says what it means.\n\n"
+        f"reach it, median over runs. Written by `{command}`.\n\n"
         f"![held-out reward against steps]({PICTURE})\n\n{arms.markdown()}\n\n{runs.markdown()}\n"
     )
 

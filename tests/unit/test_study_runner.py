@@ -1,0 +1,89 @@
+"""The runner of studies: what is complete, what is missing, and what a run is started with."""
+
+import json
+import subprocess
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from recipe.partial_rollout.tools.study.arm import BASELINE, Arm
+from recipe.partial_rollout.tools.study.learning.arms import ARMS, COMMON, at_rates
+from recipe.partial_rollout.tools.study.runner import Study, StudyError
+
+STEPS = 4
+PR = Arm("PR", "PR", ("partial_rollout.max_staleness=4",))
+
+
+def write_run(directory, *, steps=STEPS, complete=True):
+    """A run of so many steps."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = [{"step": step, "data": {"training/global_step": step}} for step in range(1, steps + 1)]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory / "run.json").write_text(json.dumps({"complete": complete}))
+
+
+def build_study(out, *, seeds=(1, 2), **options):
+    return Study(out, (BASELINE, PR), tuple(seeds), STEPS, "quickstart_cpu", **options)
+
+
+def test_every_arm_of_the_learning_study_composes_and_passes_the_recipes_checks(tmp_path):
+    from hydra import compose, initialize_config_dir
+
+    from recipe.partial_rollout import main_ppo
+    from recipe.partial_rollout.config.settings import PartialRolloutConfig
+    from recipe.partial_rollout.training.correction_check import check_correction
+
+    names = [name for name in ARMS if not name.startswith("v1")]
+    study = Study(tmp_path, at_rates(names, (3e-4,)), (1,), STEPS, "quickstart_cpu", COMMON)
+    for arm in study.arms:
+        with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
+            config = compose("quickstart_cpu", overrides=study.command(arm, 1)[5:])
+        settings = PartialRolloutConfig.from_config(config)
+        if settings.enable:
+            check_correction(config, settings)
+        assert config.data.seed == config.actor_rollout_ref.rollout.seed == 1
+        assert config.actor_rollout_ref.actor.optim.lr == 3e-4
+
+
+def test_complete_run_is_not_run_again(tmp_path):
+    study = build_study(tmp_path)
+    write_run(study.directory(PR, 1))
+    write_run(study.directory(PR, 2), steps=STEPS - 1)
+    write_run(study.directory(BASELINE, 1), complete=False)
+    assert {(arm.name, seed) for arm, seed in study.missing()} == {("PR", 2), ("noPR", 1), ("noPR", 2)}
+
+
+def test_run_with_other_overrides_is_not_taken_for_one_of_the_study(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(returncode=0))
+    small = build_study(tmp_path, seeds=(1,), overrides=("data.train_batch_size=8",))
+    assert small.run_missing() == 2
+    write_run(small.directory(PR, 1))
+    assert small.is_complete(PR, 1)
+    large = build_study(tmp_path, seeds=(1,), overrides=("data.train_batch_size=16",))
+    with pytest.raises(
+        StudyError, match=r"was run with data.train_batch_size=8, this study has data.train_batch_size=16"
+    ):
+        list(large.missing())
+    # More of the same is no other study.
+    longer = replace(small, steps=STEPS + 1)
+    assert not longer.is_complete(PR, 1)
+
+
+def test_override_of_the_user_gives_way_to_the_arms(tmp_path):
+    study = build_study(tmp_path, overrides=("partial_rollout.max_staleness=2", "data.train_batch_size=8"))
+    command = study.command(PR, 3)
+    assert "data.train_batch_size=8" in command and "partial_rollout.max_staleness=4" in command
+    assert "partial_rollout.max_staleness=2" not in command and "data.seed=3" in command
+
+
+def test_what_a_run_learns_does_not_depend_on_where_it_lies(tmp_path):
+    here, there = build_study(tmp_path / "here"), build_study(tmp_path / "there")
+    assert here.alike(PR, 1) == there.alike(PR, 1)
+    assert "data.seed=1" in here.alike(PR, 1) and here.alike(PR, 1) != here.alike(PR, 2)
+
+
+def test_a_failed_run_ends_the_study_and_names_its_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(returncode=3))
+    with pytest.raises(StudyError, match=r"noPR, seed 1 ended with exit code 3: see .*terminal\.log"):
+        build_study(tmp_path).run_missing()
