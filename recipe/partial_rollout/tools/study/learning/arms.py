@@ -44,6 +44,17 @@ def _in_order(overlap: float, *overrides: str, suffix: str = "", caption: str = 
     )
 
 
+def _overtaking(share: float, overlap: float, *overrides: str, suffix: str = "", caption: str = "") -> Arm:
+    return _pr(
+        f"overtake_{share:g}_{overlap:g}{suffix}",
+        f"overtaking {share:g} N, overlap {overlap:g}{caption}",
+        "scheduling.policy=in_order",
+        f"scheduling.overtake={share:g}",
+        f"overlap={overlap:g}",
+        *overrides,
+    )
+
+
 _COLOCATE = next(arm for arm in PEERS if arm.name == "v1_colocate_async_quick")
 
 ARMS = {
@@ -52,6 +63,7 @@ ARMS = {
         BASELINE,
         _pr("overlap_0", "overlap 0", "overlap=0", "max_staleness=0"),
         _bounded(0.75),
+        _bounded(1.0),
         _bounded(1.5),
         _bounded(3.0),
         _in_order(0.75),
@@ -59,6 +71,10 @@ ARMS = {
         _in_order(2.0),
         _in_order(3.0),
         _in_order(4.0),
+        _overtaking(0.5, 2.0),
+        _overtaking(1.0, 1.5),
+        _overtaking(1.0, 2.0),
+        _overtaking(2.0, 1.5),
         Arm("v1_colocate_async", _COLOCATE.caption, _COLOCATE.overrides, _COLOCATE.program),
     )
 }
