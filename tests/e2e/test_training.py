@@ -124,10 +124,11 @@ def test_report_compares_the_arms_at_equal_work(arms, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
+    runs = report["runs"]
     for arm in ("noPR", "PR"):
-        assert report[arm]["trained_groups"] == 24 and report[arm]["lost_samples"] == 0
-    assert report["PR"]["staleness"]["max"] <= 2 and report["noPR"]["staleness"]["max"] == 0
-    assert report["ratios"]["rollout_s_per_trained_token"] > 0
+        assert runs[arm]["trained_groups"] == 24 and runs[arm]["lost_samples"] == 0
+    assert runs["PR"]["staleness"]["max"] <= 2 and runs["noPR"]["staleness"]["max"] == 0
+    assert report["against_base"]["PR"]["ratios"]["rollout_s_per_trained_token"] > 0
     assert (tmp_path / "timeline.png").stat().st_size > 10_000
 
 

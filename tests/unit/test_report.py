@@ -1,5 +1,6 @@
 """The report over small runs whose figures can be worked out by hand. Times are seconds after `ZERO`."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,7 +10,8 @@ from recipe.partial_rollout.records.run_record import load_run
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
 from recipe.partial_rollout.tools.report.concurrency import running_curve
-from recipe.partial_rollout.tools.report.findings import findings
+from recipe.partial_rollout.tools.report.findings import cautions, findings
+from recipe.partial_rollout.tools.report.table import report_markdown, tables
 from recipe.partial_rollout.tools.report.timeline import CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS, close_up
 
 pytestmark = pytest.mark.filterwarnings("error:constrained_layout not applied")
@@ -104,13 +106,13 @@ def write_lines(path, objects):
 
 
 def summary_of(path):
-    return compare(load_run(path), load_run(path)).base.summary
+    return compare([load_run(path)]).base.summary
 
 
 def compared(tmp_path, *, base=None, other=None):
     first = build_run(tmp_path / "a", **(base or {}))
     second = build_run(tmp_path / "b", arm="PR", **(other or {}))
-    return compare(load_run(first), load_run(second))
+    return compare([load_run(first), load_run(second)])
 
 
 def test_bubble_is_the_share_of_slots_that_stood_empty(tmp_path):
@@ -165,22 +167,22 @@ def test_arm_without_a_probe_borrows_the_other_arms(tmp_path):
     assert comparison.full_speed == 200
 
 
-def test_efficiency_of_an_arm_is_against_its_own_probes(tmp_path):
-    comparison = compared(tmp_path, base={"probes": [80, 80]}, other={"probes": [200]})
-    assert comparison.base.summary.efficiency == pytest.approx(40 / 80)
-    assert comparison.other.summary.efficiency == pytest.approx(40 / 200)
+def test_efficiency_of_every_run_is_against_one_probe(tmp_path):
+    comparison = compared(tmp_path, base={"probes": [80, 80]}, other={"probes": [200, 120]})
+    assert comparison.full_speed == 100
+    assert [side.summary.efficiency for side in comparison.sides] == [pytest.approx(40 / 100)] * 2
 
 
 def test_no_probe_at_all_leaves_efficiency_unknown_and_says_so(tmp_path):
     comparison = compared(tmp_path, base={"probes": []}, other={"probes": []})
     assert comparison.base.summary.efficiency is None
-    assert "neither run has a probe" in " ".join(comparison.warnings)
+    assert "no run has a probe" in " ".join(comparison.warnings)
 
 
 def test_probe_slower_than_the_run_itself_is_warned_of(tmp_path):
     comparison = compared(tmp_path, base={"probes": [10]}, other={"probes": [20]})
     assert any("noPR decoded faster" in warning for warning in comparison.warnings)
-    assert any("not alike" in warning for warning in comparison.warnings)
+    assert any("not alike" in line for line in comparison.unlike)
 
 
 def test_length_bias_compares_groups_trained_with_groups_dispatched(tmp_path):
@@ -223,6 +225,17 @@ def test_interrupt_is_unknown_where_no_round_was_interrupted(tmp_path):
     assert (wait.median, wait.max) == (pytest.approx(0.3), 0.5)
 
 
+def test_gpu_utilisation_is_weighted_by_the_time_of_the_steps(tmp_path):
+    def logged(step_s, share):
+        return {"timing_s/step": step_s, "timing_s/gen": 10.0, "partial_rollout/gpu/utilisation": share}
+
+    path = build_run(tmp_path / "a", metrics={1: logged(10.0, 1.0), 2: logged(30.0, 0.2)})
+    assert summary_of(path).gpu_utilisation == pytest.approx(0.4)
+    without = compare([load_run(build_run(tmp_path / "b"))])
+    assert without.base.summary.gpu_utilisation is None
+    assert "GPU utilisation" not in report_markdown(without, ["x.png"])
+
+
 def test_phase_that_no_timer_covers_is_other_and_validation_is_outside_the_step(tmp_path):
     data = {"timing_s/step": 20.0, "timing_s/gen": 10.0, "timing_s/update_actor": 4.0, "timing_s/testing": 7.0}
     summary = summary_of(build_run(tmp_path / "a", rounds=default_rounds(steps=1), metrics={1: data}))
@@ -235,9 +248,10 @@ def test_ratios_are_per_trained_token(tmp_path):
     # PR trains half of the tokens in a quarter of the rollout time.
     rounds = [build_round(1, start=0, end=5, calls=[(0, 0, 5, 400)], trained=default_rounds()[0]["trained"])]
     comparison = compared(tmp_path, other={"rounds": rounds})
-    assert comparison.ratios["rollout_s"] == pytest.approx(0.25)
-    assert comparison.ratios["rollout_s_per_trained_token"] == pytest.approx(0.5)
-    assert comparison.ratios["step_s_per_trained_token"] == pytest.approx(1)
+    (contrast,) = comparison.others
+    assert contrast.ratios["rollout_s"] == pytest.approx(0.25)
+    assert contrast.ratios["rollout_s_per_trained_token"] == pytest.approx(0.5)
+    assert contrast.ratios["step_s_per_trained_token"] == pytest.approx(1)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -245,23 +259,55 @@ def test_order_of_arguments_does_not_matter_when_arms_differ(tmp_path, reverse, 
     runs = [build_run(tmp_path / "a"), build_run(tmp_path / "b", arm="PR", step_s=15.0)]
     assert main([*map(str, reversed(runs) if reverse else runs), "--out", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert (report["noPR"]["step_s"], report["PR"]["step_s"]) == (40, 30)
-    assert report["ratios"]["step_s"] == pytest.approx(0.75)
-    assert report["equal_work"]["equal"]
+    assert (report["runs"]["noPR"]["step_s"], report["runs"]["PR"]["step_s"]) == (40, 30)
+    assert report["against_base"]["PR"]["ratios"]["step_s"] == pytest.approx(0.75)
+    assert report["against_base"]["PR"]["equal_work"]["equal"]
     assert "0.75 of its step time" in capsys.readouterr().out
 
 
-def test_two_runs_of_one_arm_are_called_a_and_b(tmp_path):
-    runs = [load_run(build_run(tmp_path / name, arm="PR")) for name in ("x", "y")]
-    assert [side.name for side in compare(*runs).sides] == ["A", "B"]
-    assert compare(*runs).base.run.directory.endswith("x")
+def test_runs_of_one_arm_are_called_by_what_differs_in_their_directories(tmp_path):
+    runs = [load_run(build_run(tmp_path / name / "seed_1", arm="PR")) for name in ("bounded", "seed", "april")]
+    assert [side.name for side in compare(runs).sides] == ["bounded", "seed", "april"]
+
+
+def test_one_run_given_twice_is_told_apart_by_letters(tmp_path):
+    run = load_run(build_run(tmp_path / "x"))
+    assert [side.name for side in compare([run, dataclasses.replace(run)]).sides] == ["A", "B"]
+
+
+def test_any_number_of_runs_is_compared_with_the_first_one_of_nopr(tmp_path):
+    arms = {"pr_1": "PR", "plain": "noPR", "pr_2": "PR"}
+    runs = [load_run(build_run(tmp_path / name, arm=arm)) for name, arm in arms.items()]
+    comparison = compare(runs)
+    assert [side.name for side in comparison.sides] == ["plain", "pr_1", "pr_2"]
+    figures = next(table for table in tables(comparison) if table.title == "Figures")
+    assert figures.header == ["", "plain", "pr_1", "pr_1 / plain", "pr_2", "pr_2 / plain"]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_every_row_of_every_table_has_its_cells_and_its_note(tmp_path, count):
+    comparison = compare([load_run(build_run(tmp_path / str(i), arm="PR")) for i in range(count)])
+    for table in tables(comparison):
+        assert {len(row) for row in table.rows} == {len(table.header)}, table.title
+        assert len(table.notes) == len(table.rows), table.title
+
+
+def test_one_run_alone_is_reported(tmp_path, capsys):
+    assert main([str(build_run(tmp_path / "a", arm="PR"))]) == 0
+    assert "PR trained 4 groups in 2 steps of 20.0 s, 50.0% of it rollout." in capsys.readouterr().out
 
 
 def test_every_file_of_the_report_is_written(tmp_path):
     runs = [build_run(tmp_path / "a"), build_run(tmp_path / "b", arm="PR")]
     main(list(map(str, runs)))
     out = tmp_path / "b" / "report"
-    assert sorted(p.name for p in out.iterdir()) == ["report.json", "report.md", "report.png", "timeline.png"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "report.html",
+        "report.json",
+        "report.md",
+        "report.png",
+        "timeline.png",
+    ]
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert "| rollout efficiency | 40.0% | 40.0% | 1.00 |" in (out / "report.md").read_text()
 
@@ -279,11 +325,12 @@ def test_unequal_work_is_flagged_in_words(tmp_path):
     rounds = default_rounds()
     rounds[1]["trained"] = [build_group(0, [100, 100])]
     comparison = compared(tmp_path, other={"rounds": rounds})
-    work = comparison.equal_work
+    work = comparison.others[0].equal_work
     assert not work.equal and not work.trained_groups_equal and not work.same_prompts
     assert work.each_prompt_once == {"noPR": True, "PR": False}
     assert findings(comparison)[0].startswith("Not equal work: per trained token, PR took ")
-    assert "PR trained 1 prompts more than once in an epoch, e.g. '0' of epoch 0 2 times" in findings(comparison)[1]
+    assert "PR trained 1 prompts more than once in an epoch, e.g. '0' of epoch 0 2 times" in cautions(comparison)[0]
+    assert "**The work differs: " in report_markdown(comparison, ["timeline.png"]).splitlines()[2]
 
 
 def test_one_prompt_in_two_epochs_is_no_repetition(tmp_path):
@@ -291,22 +338,24 @@ def test_one_prompt_in_two_epochs_is_no_repetition(tmp_path):
     for r in rounds:
         r["trained"] = [build_group(r["step"], [100, 100], prompt="same", epoch=r["step"])]
     comparison = compared(tmp_path, base={"rounds": rounds}, other={"rounds": rounds})
-    assert comparison.equal_work.equal
+    assert comparison.others[0].equal_work.equal
 
 
 def test_order_of_training_does_not_matter_to_equal_work(tmp_path):
     rounds = default_rounds()
     rounds[0]["trained"], rounds[1]["trained"] = rounds[1]["trained"], rounds[0]["trained"]
-    assert compared(tmp_path, other={"rounds": rounds}).equal_work.equal
+    assert compared(tmp_path, other={"rounds": rounds}).others[0].equal_work.equal
 
 
 def test_different_settings_an_unfinished_run_and_lost_samples_are_warned_of(tmp_path):
     rounds = default_rounds()
     rounds[0]["lost_samples"] = 3
-    warnings = compared(tmp_path, other={"rounds": rounds, "replicas": 4, "complete": False}).warnings
-    assert any("the run did not finish" in warning for warning in warnings)
-    assert "PR lost 3 samples; a sound run loses none" in warnings
-    assert "the runs differ in replicas: noPR 2, PR 4" in warnings
+    comparison = compared(tmp_path, other={"rounds": rounds, "replicas": 4, "complete": False})
+    assert "PR lost 3 samples; a sound run loses none" in comparison.warnings
+    assert cautions(comparison) == [
+        "PR is not complete: 2 steps so far",
+        "The runs differ in replicas: noPR 2, PR 4",
+    ]
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "metrics.jsonl"])

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recipe.partial_rollout.records import run_settings, run_trace, step_metrics
+from recipe.partial_rollout.records import run_trace, step_metrics
 from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.run_settings import RunSettings
@@ -89,8 +89,6 @@ def load_run(directory: Path) -> RunRecord:
     metrics, metric_warnings = _read_metrics([directory / step_metrics.NAME, *resumed])
     steps, join_warnings = _join(directory, rounds, metrics)
     warnings += metric_warnings + join_warnings + _clock_warnings(directory, steps)
-    if not settings.complete:
-        warnings.insert(0, f"{directory}: the run did not finish ({run_settings.NAME} says complete: false)")
     return RunRecord(
         str(directory),
         settings,

@@ -19,7 +19,9 @@ class Tool(NamedTuple):
 
 
 TOOLS = {
-    "report": Tool("report.command", "compare two finished runs: tables, timeline, training curves"),
+    "report": Tool(
+        "report.command", "compare runs, also while they go on: interactive timeline, tables, training curves"
+    ),
     "audit": Tool("audit", "check that a run trained every prompt exactly once, in time and whole"),
     "plan": Tool("plan", "forecast speed and staleness of policies and overlaps before anything runs"),
     "data": Tool("data.command", "write GSM8K, DAPO-Math-17k and AIME 2024 in verl's schema, each prompt once"),

@@ -1,6 +1,6 @@
 """A table of figures as text: markdown for a file, aligned columns for the console."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich import table as rich_table
 from rich.box import SIMPLE_HEAD
@@ -17,6 +17,8 @@ class Table:
     header: list[str]
     rows: list[list[str]]
     """The first column is text, the others are figures."""
+    notes: list[str] = field(default_factory=list)
+    """What each row is; shown by the HTML report only."""
 
     def markdown(self) -> str:
         return f"## {self.title}\n\n" + "\n".join(

@@ -1,8 +1,9 @@
-"""Command line: compares two run directories, prints the tables, and saves the report."""
+"""Command line: reads run directories, prints the tables, and saves the report."""
 
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.records.run_record import load_run
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.report.comparison import Comparison, as_json, compare
-from recipe.partial_rollout.tools.report.findings import findings, headline
+from recipe.partial_rollout.tools.report.findings import cautions, findings, headline
+from recipe.partial_rollout.tools.report.page import page
 from recipe.partial_rollout.tools.report.panels import draw_panels
+from recipe.partial_rollout.tools.report.perfetto import write_chrome_trace
 from recipe.partial_rollout.tools.report.table import report_console, report_markdown
 from recipe.partial_rollout.tools.report.timeline import close_up, draw_timeline
 
@@ -20,16 +23,17 @@ BAD_INPUT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the report once, or again and again while runs go on; the exit code."""
     options = _parser().parse_args(arguments)
+    if options.watch is not None:
+        return _watch(options)
     try:
-        comparison = compare(load_run(options.dir_a), load_run(options.dir_b))
-        out = options.out or Path(comparison.other.run.directory) / "report"
-        saved = _save(comparison, out)
+        comparison, saved = _report(options)
     except RunRecordError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    print(report_console(comparison, findings(comparison)))
-    print(f"\nsaved in {out}: {', '.join(saved)}")
+    print(report_console(comparison))
+    print(f"\n{saved}")
     return 0
 
 
@@ -37,33 +41,94 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         **described(
             "report",
-            "Compare two finished runs: tables, a timeline and training curves.",
+            "Compare runs, also while they go on: a page with an interactive timeline, tables, training curves.",
             "outputs/quickstart/noPR outputs/quickstart/PR",
             "outputs/peers/noPR/seed_1 outputs/peers/PR_bounded/seed_1 --out outputs/peers/report",
-            more="noPR is the baseline, whichever comes first. Of two runs of one arm, it is DIR_A.",
+            "outputs/quickstart/PR --watch 30 --perfetto trace.json.gz",
+            more="The base is the first run of noPR; without one, the first run.",
         )
     )
     parser.add_argument(
-        "dir_a", type=Path, metavar="DIR_A", help="directory of a run, with run.json, metrics.jsonl and trace.jsonl"
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="directory of a run, with run.json, metrics.jsonl and trace.jsonl",
     )
-    parser.add_argument("dir_b", type=Path, metavar="DIR_B", help="directory of the other run")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where to save (default: report/ in the directory of the compared run)"
+        "--out", type=Path, metavar="DIR", help="where to save (default: report/ in the directory of the last run)"
+    )
+    parser.add_argument(
+        "--watch",
+        type=_seconds,
+        nargs="?",
+        const=60.0,
+        metavar="SECONDS",
+        help="make the report again every so often (60 s if not said) until all runs are complete; an open page follows",
+    )
+    parser.add_argument(
+        "--perfetto",
+        type=Path,
+        metavar="FILE",
+        help="also write a Chrome trace, for ui.perfetto.dev (.json or .json.gz)",
     )
     return parser
 
 
-def _save(comparison: Comparison, out: Path) -> list[str]:
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value
+
+
+def _watch(options: argparse.Namespace) -> int:
+    """Make the report until all runs are complete, or until Ctrl-C; a run that has no step yet is waited for."""
+    try:
+        while True:
+            try:
+                comparison, saved = _report(options)
+                print(f"{time.strftime('%H:%M:%S')} {'; '.join([*cautions(comparison), saved])}", flush=True)
+                if all(side.run.settings.complete for side in comparison.sides):
+                    return 0
+            except RunRecordError as error:
+                print(f"{time.strftime('%H:%M:%S')} waiting: {error}", flush=True)
+            time.sleep(options.watch)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _report(options: argparse.Namespace) -> tuple[Comparison, str]:
+    """The comparison, and a line that says what was saved.
+
+    Raises:
+        RunRecordError: a run cannot be read, or the report not be written; names it.
+    """
+    comparison = compare([load_run(directory) for directory in options.runs])
+    out = options.out or Path(comparison.sides[-1].run.directory) / "report"
+    unfinished = not all(side.run.settings.complete for side in comparison.sides)
+    saved = _save(comparison, out, options.perfetto, options.watch if unfinished else None)
+    return comparison, f"saved in {out}: {', '.join(saved)}"
+
+
+def _save(comparison: Comparison, out: Path, perfetto: Path | None, reload_s: float | None) -> list[str]:
     """The names of the files it wrote."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         pictures = _draw(comparison, out)
-        (out / "report.md").write_text(report_markdown(comparison, findings(comparison), pictures), encoding="utf-8")
-        content = {"findings": findings(comparison), **as_json(comparison)}
+        (out / "report.md").write_text(report_markdown(comparison, pictures), encoding="utf-8")
+        content = {"cautions": cautions(comparison), "findings": findings(comparison), **as_json(comparison)}
         (out / "report.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S')} by python -m recipe.partial_rollout.tools report."
+        whole = page(comparison, (out / "report.png").read_bytes(), made=made, reload_s=reload_s)
+        # A page that reloads never finds half a file.
+        (out / ".report.html").write_text(whole, encoding="utf-8")
+        (out / ".report.html").replace(out / "report.html")
+        if perfetto is not None:
+            write_chrome_trace(comparison, perfetto)
     except OSError as error:
         raise RunRecordError(f"{out}: the report cannot be written ({error.strerror}); give another --out") from error
-    return ["report.md", "report.json", *pictures]
+    return ["report.html", "report.md", "report.json", *pictures, *([str(perfetto)] if perfetto else [])]
 
 
 def _draw(comparison: Comparison, out: Path) -> list[str]:

@@ -1,12 +1,14 @@
-"""Two runs compared: ratios, and whether they did the same work."""
+"""Runs compared: ratios against a base, whether they did the same work, and whether their engines were alike."""
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recipe.partial_rollout.records.run_record import RunRecord
 from recipe.partial_rollout.records.run_settings import Arm
-from recipe.partial_rollout.tools.report.summary import Summary, engine_speed, full_tokens_per_s, ratio, summarize
+from recipe.partial_rollout.tools.report.run_names import names_of
+from recipe.partial_rollout.tools.report.summary import Summary, full_tokens_per_s, ratio, summarize
 
 SPEED_TOLERANCE = 0.10
 """Probes may differ by this share, from each other or from a run's decoding speed, before the report warns."""
@@ -15,17 +17,17 @@ SHARED_SETTINGS = ("batch_groups", "samples_per_group", "replicas", "slots_per_r
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two runs."""
+    """One of the runs."""
 
     name: str
-    """Its arm; `A` or `B` when both runs are of one arm."""
+    """Its arm, or what its directory has in no other run's; see `run_names`."""
     run: RunRecord
     summary: Summary
 
 
 @dataclass(frozen=True, slots=True)
 class EqualWork:
-    """Whether the two runs trained the same prompts equally often."""
+    """Whether a run trained the same prompts as the base, equally often."""
 
     trained_groups_equal: bool
     same_prompts: bool
@@ -41,43 +43,51 @@ class EqualWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    base: Side
-    other: Side
-    full_speed: float | None
-    """Tokens per second of the engines kept full: median over both runs' probes."""
+class Contrast:
+    """A run against the base."""
+
+    side: Side
     ratios: dict[str, float | None]
-    """Other over base."""
+    """The run's figure over the base's."""
     equal_work: EqualWork
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Any number of runs, at least one."""
+
+    base: Side
+    others: tuple[Contrast, ...]
+    full_speed: float | None
+    """Tokens per second of the engines kept full: median over all probes. Every run's efficiency is against it."""
+    unlike: list[str]
+    """In words: settings and engines in which a run differs from the base."""
     warnings: list[str]
 
     @property
-    def sides(self) -> tuple[Side, Side]:
-        return self.base, self.other
+    def sides(self) -> tuple[Side, ...]:
+        return self.base, *(contrast.side for contrast in self.others)
 
 
-def compare(first: RunRecord, second: RunRecord) -> Comparison:
-    """noPR is the base whatever the order; of two runs of one arm the first is."""
-    names = ("A", "B") if first.settings.arm == second.settings.arm else ("noPR", "PR")
-    if names == ("noPR", "PR") and first.settings.arm is Arm.PR:
-        first, second = second, first
-    both = full_tokens_per_s([first, second])
-    base, other = (
-        Side(name, run, summarize(run, engine_speed(run, (first, second))))
-        for name, run in zip(names, (first, second), strict=True)
+def compare(runs: Sequence[RunRecord]) -> Comparison:
+    """The base is the first run of noPR, wherever it stands; without one it is the first run."""
+    base_run = next((run for run in runs if run.settings.arm is Arm.NOPR), runs[0])
+    runs = [base_run, *(run for run in runs if run is not base_run)]
+    full_speed = full_tokens_per_s(runs)
+    base, *others = (
+        Side(name, run, summarize(run, full_speed)) for name, run in zip(names_of(runs), runs, strict=True)
     )
+    contrasts = tuple(Contrast(side, _ratios(base.summary, side.summary), _equal_work(base, side)) for side in others)
+    sides = (base, *others)
     return Comparison(
         base=base,
-        other=other,
-        full_speed=both,
-        ratios=_ratios(base.summary, other.summary),
-        equal_work=_equal_work(base, other),
+        others=contrasts,
+        full_speed=full_speed,
+        unlike=[line for side in others for line in (*_unlike_settings(base, side), *_unlike_engines(base, side))],
         warnings=[
-            *first.warnings,
-            *second.warnings,
-            *_loss_warnings(base, other),
-            *_setting_warnings(base, other),
-            *_speed_warnings(base, other),
+            *(warning for run in runs for warning in run.warnings),
+            *_loss_warnings(sides),
+            *_probe_warnings(sides, full_speed),
         ],
     )
 
@@ -128,15 +138,7 @@ def _prompt(key: tuple[int, str]) -> str:
     return f"'{prompt[:40]}' of epoch {epoch}"
 
 
-def _loss_warnings(base: Side, other: Side) -> list[str]:
-    return [
-        f"{side.name} lost {side.summary.lost_samples:,} samples; a sound run loses none"
-        for side in (base, other)
-        if side.summary.lost_samples
-    ]
-
-
-def _setting_warnings(base: Side, other: Side) -> list[str]:
+def _unlike_settings(base: Side, other: Side) -> list[str]:
     pairs = [(name, getattr(base.run.settings, name), getattr(other.run.settings, name)) for name in SHARED_SETTINGS]
     return [
         f"the runs differ in {name}: {base.name} {mine}, {other.name} {theirs}"
@@ -145,33 +147,52 @@ def _setting_warnings(base: Side, other: Side) -> list[str]:
     ]
 
 
-def _speed_warnings(base: Side, other: Side) -> list[str]:
-    warnings = []
+def _unlike_engines(base: Side, other: Side) -> list[str]:
     match [full_tokens_per_s([side.run]) for side in (base, other)]:
-        case [None, None]:
-            warnings.append("neither run has a probe of the engines kept full, so there is no efficiency")
         case [float(mine), float(theirs)] if abs(mine - theirs) > SPEED_TOLERANCE * max(mine, theirs):
-            warnings.append(
+            return [
                 f"the engines were not alike: kept full, {base.name} decoded {mine:,.0f} tokens/s, "
                 f"{other.name} {theirs:,.0f}"
-            )
-    for side in (base, other):
-        if (side.summary.efficiency or 0) > 1 + SPEED_TOLERANCE:
-            warnings.append(
-                f"{side.name} decoded faster ({side.summary.decoded_tokens_per_s:,.0f} tokens/s) than the engines kept "
-                "full: the probe was too short or too early, so its efficiency means nothing"
-            )
-    return warnings
+            ]
+    return []
+
+
+def _loss_warnings(sides: Sequence[Side]) -> list[str]:
+    return [
+        f"{side.name} lost {side.summary.lost_samples:,} samples; a sound run loses none"
+        for side in sides
+        if side.summary.lost_samples
+    ]
+
+
+def _probe_warnings(sides: Sequence[Side], full_speed: float | None) -> list[str]:
+    if full_speed is None:
+        return ["no run has a probe of the engines kept full (partial_rollout.probe_s), so there is no efficiency"]
+    return [
+        f"{side.name} decoded faster ({side.summary.decoded_tokens_per_s:,.0f} tokens/s) than the engines kept "
+        "full: the probe was too short or too early, so its efficiency means nothing"
+        for side in sides
+        if (side.summary.efficiency or 0) > 1 + SPEED_TOLERANCE
+    ]
 
 
 def as_json(comparison: Comparison) -> dict[str, object]:
     """The content of `report.json`, but for the findings."""
-    engine = {side.name: full_tokens_per_s([side.run]) for side in comparison.sides}
     return {
-        **{side.name: _side_json(side) for side in comparison.sides},
-        "engine": {"full_tokens_per_s": comparison.full_speed, **engine},
-        "ratios": comparison.ratios,
-        "equal_work": {"equal": comparison.equal_work.equal, **dataclasses.asdict(comparison.equal_work)},
+        "runs": {side.name: _side_json(side) for side in comparison.sides},
+        "base": comparison.base.name,
+        "engine": {
+            "full_tokens_per_s": comparison.full_speed,
+            "by_run": {side.name: full_tokens_per_s([side.run]) for side in comparison.sides},
+        },
+        "against_base": {
+            contrast.side.name: {
+                "ratios": contrast.ratios,
+                "equal_work": {"equal": contrast.equal_work.equal, **dataclasses.asdict(contrast.equal_work)},
+            }
+            for contrast in comparison.others
+        },
+        "unlike": comparison.unlike,
         "warnings": comparison.warnings,
     }
 

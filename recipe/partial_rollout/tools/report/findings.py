@@ -1,17 +1,50 @@
-"""What the figures say, in two to four sentences; every sentence is computed."""
+"""What the figures say, in a few sentences; every sentence is computed."""
 
 from recipe.partial_rollout.tools.report import units
-from recipe.partial_rollout.tools.report.comparison import Comparison, Side
+from recipe.partial_rollout.tools.report.comparison import Comparison, Contrast, Side
+from recipe.partial_rollout.tools.report.summary import ratio
 
 
 def headline(comparison: Comparison) -> str:
-    """A sentence without its full stop: the time that the other run needed for the base's work, as in the table."""
-    base, other, ratios = comparison.base, comparison.other, comparison.ratios
-    work = f"The same {other.summary.trained_groups:,} groups" if comparison.equal_work.equal else "Not equal work"
+    """A line for each run but the base, without full stops: the time that it needed for the base's work."""
+    if not comparison.others:
+        return _alone(comparison.base)
+    return "\n".join(_against(comparison.base, contrast) for contrast in comparison.others)
+
+
+def _alone(side: Side) -> str:
+    summary = side.summary
+    return (
+        f"{side.name} trained {summary.trained_groups:,} groups in {summary.steps:,} steps of "
+        f"{units.seconds(ratio(summary.step_s, summary.steps))}, {units.share(ratio(summary.rollout_s, summary.step_s))} "
+        "of it rollout"
+    )
+
+
+def _against(base: Side, contrast: Contrast) -> str:
+    other, ratios = contrast.side, contrast.ratios
+    work = f"The same {other.summary.trained_groups:,} groups" if contrast.equal_work.equal else "Not equal work"
     return (
         f"{work}: per trained token, {other.name} took {_part(ratios['rollout_s_per_trained_token'])} "
         f"{base.name}'s rollout time and {_part(ratios['step_s_per_trained_token'])} its step time"
     )
+
+
+def cautions(comparison: Comparison) -> list[str]:
+    """What a reader must know before any figure: unfinished runs, unequal work, unlike settings and engines."""
+    return [
+        *(
+            f"{side.name} is not complete: {side.summary.steps:,} steps so far"
+            for side in comparison.sides
+            if not side.run.settings.complete
+        ),
+        *(
+            "The work differs: " + "; ".join(contrast.equal_work.differences)
+            for contrast in comparison.others
+            if not contrast.equal_work.equal
+        ),
+        *(line[0].upper() + line[1:] for line in comparison.unlike),
+    ]
 
 
 def _part(value: float | None) -> str:
@@ -22,12 +55,10 @@ def _part(value: float | None) -> str:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    base, other = comparison.sides
-    lines = [headline(comparison) + "."]
-    if not comparison.equal_work.equal:
-        lines.append("The work differs: " + "; ".join(comparison.equal_work.differences) + ".")
-    lines.append(_why(base, other))
-    lines.append(_cost(base, other))
+    """Two to four sentences for each run but the base."""
+    lines = [f"{line}." for line in headline(comparison).splitlines()]
+    for contrast in comparison.others:
+        lines += [_why(comparison.base, contrast.side), _cost(comparison.base, contrast.side)]
     return lines
 
 

@@ -1,4 +1,4 @@
-"""`report.png`: small panels, one figure a step for both runs."""
+"""`report.png`: small panels, one figure a step for every run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from recipe.partial_rollout.records.run_record import Step
 from recipe.partial_rollout.records.run_settings import RunSettings
 from recipe.partial_rollout.records.running_curve import bubble_fraction
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
-from recipe.partial_rollout.tools.report.picture import DPI, HUES
+from recipe.partial_rollout.tools.report.picture import DPI, hue, mark
 from recipe.partial_rollout.tools.report.summary import ratio
 
 MARKED_STEPS = 40
@@ -64,18 +64,18 @@ def draw_panels(comparison: Comparison, title: str, path: Path) -> None:
         axes.set_xlabel("step")
     figure.suptitle(title, fontsize=14, fontweight="bold")
     handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=11)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False, fontsize=11)
     figure.savefig(path)
 
 
 def _draw_panel(axes: Axes, panel: Panel, comparison: Comparison) -> None:
     drawn = False
-    for side, hue, mark in zip(comparison.sides, HUES, ("s", "o"), strict=True):
+    for index, side in enumerate(comparison.sides):
         if panel.peak:
             steps, peaks = _series(side, panel.peak)
-            axes.plot(steps, peaks, color=hue, linewidth=1, alpha=0.55, drawstyle="steps-mid")
+            axes.plot(steps, peaks, color=hue(index), linewidth=1, alpha=0.55, drawstyle="steps-mid")
         steps, values = _series(side, panel.figure)
-        _draw_series(axes, steps, values, label=side.name, hue=hue, mark=mark)
+        _draw_series(axes, steps, values, label=side.name, colour=hue(index), marker=mark(index))
         drawn |= len(values) > 0
     axes.set_title(panel.title, fontsize=11, loc="left")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -98,11 +98,11 @@ def _series(side: Side, figure: Callable[[RunSettings, Step], float | None]) -> 
     return np.array([number for number, _ in known]), np.array([value for _, value in known])
 
 
-def _draw_series(axes: Axes, steps: np.ndarray, values: np.ndarray, *, label: str, hue: str, mark: str) -> None:
+def _draw_series(axes: Axes, steps: np.ndarray, values: np.ndarray, *, label: str, colour: str, marker: str) -> None:
     if len(values) <= MARKED_STEPS:
-        axes.plot(steps, values, color=hue, label=label, linewidth=1.8, marker=mark, markersize=4)
+        axes.plot(steps, values, color=colour, label=label, linewidth=1.8, marker=marker, markersize=4)
         return
     half = len(values) // SMOOTHED_SHARE // 2
     smooth = [values[max(0, at - half) : at + half + 1].mean() for at in range(len(values))]
-    axes.plot(steps, values, color=hue, linewidth=0.8, alpha=0.35)
-    axes.plot(steps, smooth, color=hue, linewidth=2, label=f"{label} (mean of {2 * half + 1} steps)")
+    axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35)
+    axes.plot(steps, smooth, color=colour, linewidth=2, label=f"{label} (mean of {2 * half + 1} steps)")

@@ -1,4 +1,4 @@
-"""`timeline.png`: what every replica ran at each moment, one run above the other on one time axis.
+"""`timeline.png`: what every replica ran at each moment, one run below the other on one time axis.
 
 Where a run has too many rounds to see each, `timeline_close.png` shows some from the middle.
 """
@@ -20,8 +20,8 @@ from recipe.partial_rollout.records.running_curve import RunningCurve
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.concurrency import running_curve
-from recipe.partial_rollout.tools.report.picture import DPI, HUES
-from recipe.partial_rollout.tools.report.summary import engine_speed, ratio, summarize
+from recipe.partial_rollout.tools.report.picture import DPI, hue
+from recipe.partial_rollout.tools.report.summary import ratio, summarize
 
 EMPTY_COLOUR, TRAIN_COLOUR, VALIDATE_COLOUR = "#FBF3D0", "#DCDCDC", "#C9B8D8"
 MAX_ROUND_LABELS = 26
@@ -33,14 +33,16 @@ Span = tuple[float, float]
 
 
 def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
-    figure = Figure(figsize=(14, 8), dpi=DPI, layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True, sharey=True)
-    longest = max(_duration(side.run) for side in comparison.sides)
-    for axes, side, hue in zip((upper, lower), comparison.sides, HUES, strict=True):
-        _draw_side(axes, side, hue)
+    sides = comparison.sides
+    figure = Figure(figsize=(14, 1 + 3.5 * len(sides)), dpi=DPI, layout="constrained")
+    rows = figure.subplots(len(sides), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    longest = max(_duration(side.run) for side in sides)
+    for index, (axes, side) in enumerate(zip(rows, sides, strict=True)):
+        _draw_side(axes, side, hue(index))
         _label_rounds(axes, side.run, longest)
         _label_end(axes, side.run, longest)
-    upper.set(xlim=(0, longest * 1.005), ylim=(0, None))
+    rows[0].set(xlim=(0, longest * 1.005), ylim=(0, None))
+    lower = rows[-1]
     lower.set_xlabel(f"seconds from the start of round {comparison.base.run.rounds[0].step}")
     lower.xaxis.set_major_formatter("{x:,.0f}")
     figure.suptitle(title, fontsize=14, fontweight="bold")
@@ -49,15 +51,17 @@ def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
 
 
 def close_up(comparison: Comparison) -> Comparison | None:
-    """The same comparison with a few rounds from the middle of both runs; None where the runs are short."""
+    """The same comparison with a few rounds from the middle of every run; None where the runs are short."""
     rounds = min(len(side.run.rounds) for side in comparison.sides)
     if rounds <= CLOSE_UP_ABOVE:
         return None
     first = (rounds - CLOSE_UP_ROUNDS) // 2
     middle = slice(first, first + CLOSE_UP_ROUNDS)
-    runs = [side.run for side in comparison.sides]
-    base, other = (_cut(side, middle, engine_speed(side.run, runs)) for side in comparison.sides)
-    return dataclasses.replace(comparison, base=base, other=other)
+    speed = comparison.full_speed
+    others = tuple(
+        dataclasses.replace(contrast, side=_cut(contrast.side, middle, speed)) for contrast in comparison.others
+    )
+    return dataclasses.replace(comparison, base=_cut(comparison.base, middle, speed), others=others)
 
 
 def _cut(side: Side, rounds: slice, full_speed: float | None) -> Side:
@@ -65,7 +69,7 @@ def _cut(side: Side, rounds: slice, full_speed: float | None) -> Side:
     return Side(side.name, run, summarize(run, full_speed))
 
 
-def _draw_side(axes: Axes, side: Side, hue: str) -> None:
+def _draw_side(axes: Axes, side: Side, colour: str) -> None:
     settings, origin = side.run.settings, side.run.rounds[0].phase.start
     full, curve = settings.full_concurrency, _whole_curve(side.run)
     layers = np.vstack([np.zeros(len(curve.times)), np.cumsum(curve.running, axis=0)])
@@ -76,12 +80,12 @@ def _draw_side(axes: Axes, side: Side, hue: str) -> None:
     rollouts = [(round_.phase.start - origin, round_.phase.seconds) for round_ in side.run.rounds]
     axes.broken_barh(rollouts, (0, full), color=EMPTY_COLOUR, linewidth=0, antialiased=False, zorder=0)
     style = {"step": "post", "linewidth": 0, "antialiased": False, "zorder": 2}
-    for below, above, shade in zip(layers, layers[1:], _shades(hue, settings.replicas), strict=False):
+    for below, above, shade in zip(layers, layers[1:], _shades(colour, settings.replicas), strict=False):
         axes.fill_between(curve.times - origin, below, above, color=shade, **style)
     axes.plot([0, _duration(side.run)], [full, full], color="black", linestyle="--", linewidth=1.2, zorder=3)
     axes.set_ylabel("running samples")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(_side_title(side), loc="left", fontsize=11, color=hue, fontweight="bold", pad=8)
+    axes.set_title(_side_title(side), loc="left", fontsize=11, color=colour, fontweight="bold", pad=8)
 
 
 def _side_title(side: Side) -> str:
@@ -102,7 +106,7 @@ def _whole_curve(run: RunRecord) -> RunningCurve:
     )
 
 
-def _run_end(run: RunRecord) -> float:
+def run_end(run: RunRecord) -> float:
     """Where training of the last step ends."""
     last = run.steps[-1]
     ends = [phase.end for phase in run.phases if phase.step == last.number]
@@ -111,12 +115,12 @@ def _run_end(run: RunRecord) -> float:
 
 def _duration(run: RunRecord) -> float:
     """Seconds from the first round's start to the end of training."""
-    return _run_end(run) - run.rounds[0].phase.start
+    return run_end(run) - run.rounds[0].phase.start
 
 
 def _between_rounds(run: RunRecord) -> tuple[list[Span], list[Span]]:
     """Training: what lies between rounds. Validation: the part of it that the run traced as such."""
-    origin, end = run.rounds[0].phase.start, _run_end(run)
+    origin, end = run.rounds[0].phase.start, run_end(run)
     next_starts = [*(round_.phase.start for round_ in run.rounds[1:]), end]
     training = [
         (round_.phase.end - origin, start - round_.phase.end)
@@ -130,10 +134,10 @@ def _between_rounds(run: RunRecord) -> tuple[list[Span], list[Span]]:
     return training, validation
 
 
-def _shades(hue: str, count: int) -> list[tuple[float, float, float]]:
+def _shades(colour: str, count: int) -> list[tuple[float, float, float]]:
     """The hue itself and lighter mixes of it, one a replica, neighbours well apart."""
     whites = [0.0] if count == 1 else [0.55 * index / (count - 1) for index in range(count)]
-    red, green, blue = to_rgb(hue)
+    red, green, blue = to_rgb(colour)
     return [(red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white) for white in whites]
 
 
@@ -164,9 +168,9 @@ def _label_end(axes: Axes, run: RunRecord, longest: float) -> None:
 def _draw_legend(figure: Figure, comparison: Comparison) -> None:
     handles: list[Any] = []
     labels: list[str] = []
-    for side, hue in zip(comparison.sides, HUES, strict=True):
+    for index, side in enumerate(comparison.sides):
         replicas = side.run.settings.replicas
-        handles.append(tuple(Patch(color=shade) for shade in _shades(hue, min(replicas, 6))))
+        handles.append(tuple(Patch(color=shade) for shade in _shades(hue(index), min(replicas, 6))))
         labels.append(f"running, {side.name}" + (f" (replicas 0 to {replicas - 1}, upwards)" if replicas > 1 else ""))
     fulls = sorted({side.run.settings.full_concurrency for side in comparison.sides})
     handles += [Line2D([], [], color="black", linestyle="--", linewidth=1.2), Patch(color=EMPTY_COLOUR)]
@@ -178,6 +182,6 @@ def _draw_legend(figure: Figure, comparison: Comparison) -> None:
         labels.append("validation")
     handler = {tuple: HandlerTuple(ndivide=None, pad=0.0)}
     figure.legend(
-        handles, labels, handler_map=handler, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9,
-        handlelength=2.4, columnspacing=1.4,
+        handles, labels, handler_map=handler, loc="outside lower center", ncols=min(6, len(labels)),
+        frameon=False, fontsize=9, handlelength=2.4, columnspacing=1.4,
     )  # fmt: skip

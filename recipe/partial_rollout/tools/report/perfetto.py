@@ -1,0 +1,133 @@
+"""A Chrome trace of runs, for `ui.perfetto.dev` or `chrome://tracing` (the Trace Event Format, JSON object form).
+
+A process is the driver of a run or one of its replicas, a thread a slot. An arrow leads from an interrupted segment to the
+one that resumes its sample. Times are microseconds from each run's first round, so that runs lie over each other.
+"""
+
+import gzip
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recipe.partial_rollout.records.run_record import RunRecord
+from recipe.partial_rollout.tools.report.comparison import Comparison, Side
+from recipe.partial_rollout.tools.report.concurrency import running_curve
+from recipe.partial_rollout.tools.report.segments import Segments, segments_of
+
+Event = dict[str, Any]
+ROUNDS, TRAINER, SYNC = 1, 2, 3
+"""Threads of a driver; the trainer's has training and validation, which may contain a sync."""
+DRIVER_THREADS = {ROUNDS: "rounds", TRAINER: "trainer", SYNC: "weight sync"}
+
+
+def write_chrome_trace(comparison: Comparison, path: Path) -> None:
+    """Write the trace; compressed if the name ends with `.gz`, which Perfetto opens as it is."""
+    text = json.dumps(chrome_trace(comparison), separators=(",", ":")).encode()
+    path.write_bytes(gzip.compress(text, compresslevel=4) if path.suffix == ".gz" else text)
+
+
+def chrome_trace(comparison: Comparison) -> dict[str, Any]:
+    """The trace; its events are in the order of their times, those that name processes and threads first."""
+    names: list[Event] = []
+    events: list[Event] = []
+    pid, flows = 1, itertools.count(1)
+    for side in comparison.sides:
+        segments = segments_of(side.run)
+        names += _names(side, segments, pid)
+        events += [*_driver_events(side.run, pid), *_segment_events(side.run, segments, pid, flows)]
+        events += _counters(side.run, pid)
+        pid += 1 + side.run.settings.replicas
+    # Python's sort is stable: what begins and ends at one moment keeps its order.
+    events.sort(key=lambda event: event["ts"])
+    return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+
+
+def _names(side: Side, segments: Segments, pid: int) -> Iterator[Event]:
+    state = "" if side.run.settings.complete else " (not complete)"
+    for process in range(1 + side.run.settings.replicas):
+        name = f"{side.name}{state}: " + (f"replica {process - 1}" if process else "driver")
+        yield _meta("process_name", pid + process, 0, name=name)
+        yield _meta("process_sort_index", pid + process, 0, sort_index=pid + process)
+    for thread, name in DRIVER_THREADS.items():
+        yield _meta("thread_name", pid, thread, name=name)
+    for lane in segments.lanes:
+        yield _meta("thread_name", pid + 1 + lane.replica, lane.slot + 1, name=f"slot {lane.slot}")
+
+
+def _meta(kind: str, pid: int, tid: int, **args: Any) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args}
+
+
+def _driver_events(run: RunRecord, pid: int) -> Iterator[Event]:
+    origin = run.rounds[0].phase.start
+    for round_ in run.rounds:
+        start, end = _us(round_.phase.start - origin), _us(round_.phase.end - origin)
+        args = {"version": round_.version, "carried_groups": round_.carried_groups, "lost_samples": round_.lost_samples}
+        place = {"pid": pid, "tid": ROUNDS, "cat": "rollout"}
+        yield {"ph": "X", "name": f"round {round_.step}", "ts": start, "dur": end - start, **place, "args": args}
+        if round_.interrupt_s is not None:
+            decided = max(start, end - _us(round_.interrupt_s))
+            yield {"ph": "i", "name": "decided to interrupt", "ts": decided, "s": "p", **place}
+    for phase in run.phases:
+        if phase.start < origin:
+            continue
+        start, end = _us(phase.start - origin), _us(phase.end - origin)
+        sync = phase.name == "sync"
+        name = f"version {phase.step}" if sync else f"{phase.name} {phase.step}"
+        place = {"pid": pid, "tid": SYNC if sync else TRAINER, "cat": phase.name}
+        yield {"ph": "X", "name": name, "ts": start, "dur": end - start, **place}
+
+
+def _segment_events(run: RunRecord, segments: Segments, pid: int, flows: Iterator[int]) -> Iterator[Event]:
+    origin = run.rounds[0].phase.start
+    starts, ends = (
+        np.maximum(np.rint((side - origin) * 1e6), 0).astype(int) for side in (segments.start, segments.end)
+    )
+    places = [
+        {"pid": pid + 1 + segments.lanes[lane].replica, "tid": segments.lanes[lane].slot + 1}
+        for lane in segments.lane.tolist()
+    ]
+    columns = zip(
+        starts.tolist(), ends.tolist(), segments.tokens.tolist(), segments.version.tolist(),
+        segments.interrupted.tolist(), segments.sample.tolist(), places, strict=True,
+    )  # fmt: skip
+    for start, end, tokens, version, interrupted, sample, place in columns:
+        name = segments.samples[sample] or "sample"
+        args = {"tokens": tokens, "version": version}
+        yield {"ph": "X", "name": name, "cat": "segment", "ts": start, "dur": end - start, **place, "args": args}
+        if interrupted:
+            yield {"ph": "i", "name": "interrupted", "cat": "segment", "ts": end, "s": "t", **place}
+    for cut, resumed in segments.resumptions():
+        flow = {"name": "resumes", "cat": "resumption", "id": next(flows)}
+        # An arrow starts in the segment that encloses its time, so just before its end.
+        leaves = max(int(starts[cut]), int(ends[cut]) - 1)
+        yield {"ph": "s", "ts": leaves, **flow, **places[cut]}
+        yield {"ph": "f", "bp": "e", "ts": max(leaves, int(starts[resumed])), **flow, **places[resumed]}
+
+
+def _counters(run: RunRecord, pid: int) -> Iterator[Event]:
+    """Running samples of each replica, and the staleness of each trained batch."""
+    origin, replicas = run.rounds[0].phase.start, run.settings.replicas
+    for step in run.steps:
+        curve = running_curve(step.round, replicas)
+        times = np.maximum(np.rint((curve.times - origin) * 1e6), 0).astype(int).tolist()
+        for replica in range(replicas):
+            running = curve.running[replica]
+            changed = np.flatnonzero(np.diff(running, prepend=-1))
+            for i in changed.tolist():
+                yield _counter("running samples", pid + 1 + replica, times[i], running=int(running[i]))
+        if ages := step.staleness:
+            at = _us(step.round.phase.end - origin)
+            yield _counter("staleness", pid, at, mean=sum(ages) / len(ages), max=max(ages))
+
+
+def _counter(name: str, pid: int, ts: int, **values: float) -> Event:
+    return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": ts, "args": values}
+
+
+def _us(seconds: float) -> int:
+    return max(0, round(seconds * 1e6))
