@@ -12,8 +12,8 @@ def steps_of_warnings(values):
 
 
 def test_run_that_is_well_is_left_alone():
-    # Noise of either sign, growing with staleness, and a floor below which factors mean nothing.
-    assert steps_of_warnings([0.0, 0.0001, 0.0011, -0.0002, 0.0001, 0.0003, 0.0016, 0.0049, -0.006, 0.0005]) == []
+    # Large while much is learnt, and a floor below which factors mean nothing.
+    assert steps_of_warnings([0.0, 0.0002, 0.0009, 0.0007, 0.0002, 0.0001, 0.0001, 0.00001, 0.0019, 0.0005]) == []
 
 
 def test_drift_is_told_when_it_sets_in_and_again_only_after_it_was_over():
@@ -34,7 +34,7 @@ def test_warning_says_what_to_do():
     assert drift.observe({"critic/score/mean": 0.5}, 7) is None
     warning = drift.observe({KL: 0.0085}, 8)
     assert warning is not None
-    for words in ("step 8", "rollout_corr/kl 0.0085, 0.00030 by the median", "optim.lr", "partial_rollout.overlap"):
+    for words in ("step 8", "rollout_corr/k3_kl 0.0085, 0.00030 by the median", "optim.lr", "partial_rollout.overlap"):
         assert words in warning
 
 

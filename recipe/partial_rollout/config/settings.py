@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.choices import Correction, Mode, Proximal, ResumeKV, SchedulingPolicy
+from recipe.partial_rollout.config.choices import Correction, Mode, OnDrift, Proximal, ResumeKV, SchedulingPolicy
 from recipe.partial_rollout.config.errors import fail
 from recipe.partial_rollout.config.keys import Key, checked, declarations, flag, key, read, refuse_unknown, section
 from recipe.partial_rollout.config.resume_sizes import ResumeSizes
@@ -107,6 +107,11 @@ class PartialRolloutConfig:
         "With `proximal=interpolate`, steps between two forward passes that measure its error, logged as "
         "`partial_rollout/proximal/error`: the mean of \\|interpolated - recomputed\\| over tokens. 0: never.",
         at_least=0,
+    )
+    on_drift: OnDrift = key(
+        OnDrift.WARN,
+        "What to do when the policy drifts away from the one that made its samples "
+        "([docs/learning.md](../../docs/learning.md#when-it-goes-wrong)).",
     )
     resume_kv: ResumeKV = key(ResumeKV.RECOMPUTE, "How an interrupted sample gets its keys and values back.")
     kv_headroom: float = key(
@@ -218,6 +223,8 @@ class PartialRolloutConfig:
                 self.over_sampling_batch_size,
                 f"at least data.train_batch_size={self.batch_groups}",
             )
+        if self.on_drift is OnDrift.SHRINK and self.mode is not Mode.WINDOW:
+            raise fail(f"{ROOT}.on_drift", self.on_drift, f"warn in mode {self.mode}, which has no overlap")
         if self.mode is Mode.SSIM and self.ramp_rounds:
             raise fail(f"{ROOT}.ramp_rounds", self.ramp_rounds, "0 in mode ssim, which refills in mid-round")
         if self.mode is not Mode.WINDOW and self.max_staleness < 1:

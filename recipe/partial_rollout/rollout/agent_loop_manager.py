@@ -17,6 +17,7 @@ from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.output_store import RayObjects
 from recipe.partial_rollout.rollout.observed_manager import ObservedAgentLoopManager
 from recipe.partial_rollout.rollout.overlap_control import OverlapControl
+from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
 from recipe.partial_rollout.rollout.replica_roster import ReplicaRoster
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.rollout.round_book import RoundBook
@@ -56,7 +57,8 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             deadline_s=settings.deadlines.worker_start_s,
         )
         self._observe(context, pool.take_calls)
-        overlap = OverlapControl.of(settings, len(control), lambda: context.slots.per_replica)
+        auto = OverlapControl.of(settings, len(control), lambda: context.slots.per_replica)
+        overlap = OverlapSteering(settings.overlap, least=1 / settings.batch_groups, control=auto)
         book = RoundBook(context, self._phases.probe, overlap)
         self._connected = Rounds(context, manager, store, pool, roster, slots, overlap, book)
         auto_await(pool.start)()
@@ -95,6 +97,10 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
     async def load(self, path: Path, step: int) -> None:
         """``Rounds.load``."""
         await self._rounds.load(path, step)
+
+    def shrink_overlap(self, reason: str) -> None:
+        """``OverlapSteering.shrink``."""
+        self._rounds.overlap.shrink(reason)
 
     @property
     def exhausted(self) -> bool:

@@ -18,7 +18,7 @@ from recipe.partial_rollout.rollout.played_round import PlayedRound
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.overlap_control import OverlapControl
+    from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
 
 
 class RoundBook:
@@ -27,10 +27,10 @@ class RoundBook:
     Args:
         context: parts of the trainer.
         probe: measures how fast the engines decode when kept full.
-        overlap: learns from each round; None if the overlap is fixed.
+        overlap: learns from each round.
     """
 
-    def __init__(self, context: RolloutContext, probe: EngineProbe, overlap: OverlapControl | None) -> None:
+    def __init__(self, context: RolloutContext, probe: EngineProbe, overlap: OverlapSteering) -> None:
         self._context = context
         self._probe = probe
         self._overlap = overlap
@@ -61,8 +61,7 @@ class RoundBook:
         context.ledger.admitted(step, version, played.end.admitted)
         phase = RolloutPhase(played.began, played.quiet_at, calls)
         waits = {**played.waits(flushed, calls), "flush_s": flush_s}
-        if self._overlap is not None:
-            self._overlap.observe(phase.calls, [[output.response_length for output in g.outputs] for g in groups])
+        self._overlap.observe(phase.calls, [[output.response_length for output in g.outputs] for g in groups])
         figures = {
             **metrics.phase_metrics(phase, context.full_concurrency, self._probe.full_tokens_per_s),
             **metrics.batch_metrics(groups, version),
@@ -71,7 +70,7 @@ class RoundBook:
             "overlap": played.start.carried_groups / context.settings.batch_groups,
             "admission/admitted": played.start.admitted,
             "failures/replicas_restarted_total": context.control.restarted,
-            **(self._overlap.metrics() if self._overlap is not None else {}),
+            **self._overlap.metrics(),
             **self.note_filtered(step, filtered, flushed),
         }
         context.trace.round(

@@ -42,7 +42,7 @@ from recipe.partial_rollout.rollout.worker_slots import WorkerSlots
 from recipe.partial_rollout.waits import one_line, result_of, within
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.overlap_control import OverlapControl
+    from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
     from recipe.partial_rollout.rollout.round_book import RoundBook
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Rounds:
         pool: the agent-loop workers, connected to ``manager``.
         roster: announces restarted replicas.
         slots: slots of each worker.
-        overlap: None if the overlap is fixed.
+        overlap: decides how much is in flight.
         book: books finished rounds.
     """
 
@@ -70,7 +70,7 @@ class Rounds:
         pool: WorkerPool,
         roster: ReplicaRoster,
         slots: WorkerSlots,
-        overlap: OverlapControl | None,
+        overlap: OverlapSteering,
         book: RoundBook,
     ) -> None:
         self._context = context
@@ -80,7 +80,7 @@ class Rounds:
         self._pool = pool
         self._roster = roster
         self._slots = slots
-        self._overlap = overlap
+        self.overlap = overlap
         self._book = book
         self._round: LiveRound | None = None
         """the last round that was opened; None before the first"""
@@ -241,10 +241,10 @@ class Rounds:
         return opened, start
 
     async def _steer(self) -> None:
-        """Apply what the overlap control has decided to the rounds prepared from here on."""
-        if self._overlap is not None and (decision := self._overlap.poll()) is not None:
-            await self._manager.set_overlap.remote(decision.overlap)
-            tqdm.write(f"partial_rollout.overlap is now {decision.overlap:g}: {decision.reason}")
+        """Apply another overlap to the rounds prepared from here on."""
+        if (change := self.overlap.poll()) is not None:
+            await self._manager.set_overlap.remote(change.overlap)
+            tqdm.write(f"partial_rollout.overlap is now {change.overlap:g}: {change.reason}")
 
     async def _until_complete(self) -> RoundEnd:
         """Wait for the batch; meanwhile offer prompts to replace the groups that dynamic sampling filters."""

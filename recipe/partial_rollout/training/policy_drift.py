@@ -6,18 +6,15 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-KL = "rollout_corr/kl"
-"""verl's metric: mean log-ratio of the behaviour policy to the one before the update (nats a token)"""
-_FACTOR, _FLOOR, _FIRST = 10.0, 0.005, 5
+KL = "rollout_corr/k3_kl"
+"""verl's metric: divergence of the policy before the update from the behaviour policy, by the k3 estimator (nats a token).
+Unlike the mean log-ratio, ``rollout_corr/kl``, it is never negative, and has less noise"""
+_FACTOR, _FLOOR, _FIRST = 10.0, 0.002, 5
 """the warning needs this many times the median so far, at least this many nats, and this many earlier steps"""
 
 
 class PolicyDrift:
-    """Compares each step's ``rollout_corr/kl`` with those before it.
-
-    The limits were tuned on 54 runs of the embedded task (docs/scheduling.md): the warning fired in all 15 whose reward
-    collapsed, and in one of the other 39.
-    """
+    """Compares each step's ``rollout_corr/k3_kl`` with those before it (docs/learning.md has the limits' origin)."""
 
     def __init__(self) -> None:
         self._seen: list[float] = []
@@ -28,7 +25,7 @@ class PolicyDrift:
         if KL not in data:
             return None
         kl, usual = float(data[KL]), median(self._seen) if len(self._seen) >= _FIRST else None
-        self._seen.append(abs(kl))
+        self._seen.append(kl)
         before, self._alarmed = self._alarmed, usual is not None and kl > max(_FLOOR, _FACTOR * usual)
         if not self._alarmed or before:
             return None

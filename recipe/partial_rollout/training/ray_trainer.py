@@ -27,6 +27,7 @@ from verl.utils.ray_utils import auto_await
 
 import recipe.partial_rollout.engine.replica as replica
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
+from recipe.partial_rollout.config.choices import OnDrift
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.engine.kept_kv import kv_gap
 from recipe.partial_rollout.records.ledger import Ledger
@@ -265,6 +266,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         self.step_line.show(data, step)
         if self.settings.enable and (warning := self.drift.observe(data, step)):
             tqdm.write(warning)
+            if self.settings.on_drift is OnDrift.SHRINK:
+                self._rollout.shrink_overlap(f"the policy drifted at step {step} (partial_rollout.on_drift=shrink)")
         return data
 
     def _after_log(self, data: dict[str, Any], step: int) -> None:
