@@ -120,7 +120,7 @@ def test_queued_seconds_reach_the_trace_and_traces_without_them_read_as_none(tmp
     (read,) = load_run(tmp_path).rounds[0].phase.calls
     assert read.queued_s == 2.5
     trace = tmp_path / "trace.jsonl"
-    trace.write_text(trace.read_text().replace(", 2.5]]", "]]"))
+    trace.write_text(trace.read_text().replace(', 2.5, "", false]]', "]]"))
     (read,) = load_run(tmp_path).rounds[0].phase.calls
     assert read.queued_s == 0.0
 

@@ -26,6 +26,7 @@ from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal, of_ru
 from recipe.partial_rollout.planner.simulation import Cluster
 from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.records.run_record import RunRecord, load_run
+from recipe.partial_rollout.tools import plan_cost, plan_measure
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.replay import Replay, replay
 from recipe.partial_rollout.tools.table import Table
@@ -41,6 +42,8 @@ def _parser() -> argparse.ArgumentParser:
             "Forecast the speed and staleness of scheduling policies and overlaps before anything runs.",
             "--run outputs/quickstart/noPR --max-staleness 8",
             "--lognormal 3000 3600 18384 --curve h20-qwen3-4b --batch 64 --group 8 --replicas 8 --slots 64",
+            "--run outputs/quickstart/noPR --gpus-per-replica 2 --price 2.50",
+            "--measure ~/models/Qwen3-4B --save-curve mine.json",
             "--validate outputs/quickstart/noPR outputs/quickstart/PR",
             more="Response lengths and engine speed come from a finished run (--run; a noPR run shows the engine under "
             "every load), or from --lognormal and --curve. --validate replays finished runs instead and compares the "
@@ -49,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     _add_inputs(parser)
+    plan_cost.add_arguments(parser)
+    plan_measure.add_arguments(parser)
     parser.add_argument(
         "--overlaps",
         type=float,
@@ -132,6 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan, or the validation; exit code 1 if a validated forecast is off, 2 if input is missing."""
     options = _parser().parse_args(arguments)
     try:
+        if options.measure:
+            return plan_measure.measure(options)
         return _validate(options) if options.validate else _plan(options)
     except (RunRecordError, CurveError, ValueError, OSError) as error:
         print(f"error: {error}")
@@ -151,6 +158,11 @@ def _plan(options: argparse.Namespace) -> int:
     print(_describe(cluster, lengths))
     print(_table(plans).console())
     print(f"\n{_advice(plans, options.min_gain, admission.max_staleness)}")
+    rounds = [
+        ("noPR", no_pr.forecast.round_s),
+        *((f"{plan.policy} {plan.overlap:g}", plan.forecast.round_s) for plan in plans[1:]),
+    ]
+    print(f"\n{plan_cost.costs(options, run_record, cluster.replicas, rounds)}")
     if options.json:
         figures = {"curve": asdict(cluster.curve), "plans": [asdict(plan) for plan in plans]}
         options.json.write_text(json.dumps(figures, indent=2) + "\n")

@@ -29,7 +29,7 @@ const count = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s
 
 class Timeline {
   constructor(run, view, canvas, tip) {
-    Object.assign(this, { run, view, canvas, tip });
+    Object.assign(this, { run, view, canvas, tip, low: 0, high: run.lanes.length, chosen: -1, context: canvas.getContext("2d") });
     this.start = column(run.start, Uint32Array);
     this.length = column(run.length, Uint32Array);
     this.tokens = column(run.tokens, Uint32Array);
@@ -42,7 +42,6 @@ class Timeline {
       this.first[lane + 1] = this.first[lane] + calls;
       this.lane.fill(lane, this.first[lane], this.first[lane + 1]);
     });
-    Object.assign(this, { low: 0, high: run.lanes.length, chosen: -1, context: canvas.getContext("2d") });
     this.resize();
   }
 
@@ -68,10 +67,13 @@ class Timeline {
   // At least a pixel wide and high, cut at the plot.
   fill(x0, x1, y0, y1, pixel) {
     const width = this.canvas.width;
-    x0 = Math.round(x0); x1 = Math.max(x0 + 1, Math.round(x1));
-    if (x1 <= this.left || x0 >= width) return;
-    x0 = Math.max(x0, this.left); x1 = Math.min(x1, width);
-    for (let row = y0 * width; row < y1 * width; row += width) this.pixels.fill(pixel, row + x0, row + x1);
+    x0 = Math.round(x0);
+    x1 = Math.min(Math.max(x0 + 1, Math.round(x1)), width);
+    x0 = Math.max(x0, this.left);
+    for (let row = y0 * width; row < y1 * width; row += width) {
+      if (x1 - x0 > 8) this.pixels.fill(pixel, row + x0, row + x1);
+      else for (let i = row + x0; i < row + x1; i++) this.pixels[i] = pixel;
+    }
   }
 
   draw() {
@@ -86,8 +88,7 @@ class Timeline {
   drawDriver() {
     const { rounds, phases, ends } = this.run, middle = this.top >> 1;
     this.fill(this.x(0), this.x(ends), this.top, this.bottom, BETWEEN);
-    for (const [step, , start, end] of rounds) {
-      if (end < this.view.from || start > this.view.to) continue;
+    for (const [step, , start, end] of rounds.filter(([, , start, end]) => end >= this.view.from && start <= this.view.to)) {
       this.fill(this.x(start), this.x(end), this.top, this.bottom, EMPTY);
       this.fill(this.x(start), this.x(end), 2, middle - 1, step % 2 ? ROUND : ROUND_TOO);
     }
