@@ -101,7 +101,8 @@ STUDIES = {
         out=Path("outputs/learning"),
         choices=tuple(learning_arms.ARMS),
         usual=learning_arms.USUAL,
-        arms=lambda options: learning_arms.at_rates(options.arms, options.rates),
+        # Everything is compared with the baseline.
+        arms=lambda options: learning_arms.at_rates(dict.fromkeys((BASELINE.name, *options.arms)), options.rates),
         add_arguments=_learning_arguments,
         report=lambda study, options, docs: report_learning(_campaign(study, options).chosen(), docs, options.command),
         overrides=learning_arms.COMMON,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from recipe.partial_rollout.tools.study.arm import BASELINE, Arm
 from recipe.partial_rollout.tools.study.peers.arms import ARMS as PEERS
@@ -19,40 +20,48 @@ COMMON = (
 )
 """for all arms, on top of the quick start's config"""
 
-
-def _pr(name: str, caption: str, *overrides: str) -> Arm:
-    return Arm(f"PR_{name}", f"PR, {caption}", tuple(f"partial_rollout.{override}" for override in overrides))
+_POLICY, _OVERLAP = "partial_rollout.scheduling.policy", "partial_rollout.overlap"
 
 
-def _bounded(overlap: float, *overrides: str, suffix: str = "", caption: str = "") -> Arm:
-    return _pr(
-        f"bounded_{overlap:g}{suffix}",
-        f"bounded, overlap {overlap:g}{caption}",
-        "scheduling.policy=bounded",
-        f"overlap={overlap:g}",
-        *overrides,
+def _bounded(overlap: float) -> Arm:
+    overrides = (f"{_POLICY}=bounded", f"{_OVERLAP}={overlap:g}")
+    return Arm(f"PR_bounded_{overlap:g}", f"PR, bounded, overlap {overlap:g}", overrides)
+
+
+def _in_order(overlap: float) -> Arm:
+    overrides = (f"{_POLICY}=in_order", f"{_OVERLAP}={overlap:g}")
+    return Arm(f"PR_in_order_{overlap:g}", f"PR, in_order, overlap {overlap:g}", overrides)
+
+
+def _overtaking(share: float, overlap: float) -> Arm:
+    overrides = (
+        f"{_POLICY}=in_order",
+        f"partial_rollout.scheduling.overtake={share:g}",
+        f"{_OVERLAP}={overlap:g}",
     )
+    caption = f"PR, overtaking {share:g} N, overlap {overlap:g}"
+    return Arm(f"PR_overtake_{share:g}_{overlap:g}", caption, overrides)
 
 
-def _in_order(overlap: float, *overrides: str, suffix: str = "", caption: str = "") -> Arm:
-    return _pr(
-        f"in_order_{overlap:g}{suffix}",
-        f"in_order, overlap {overlap:g}{caption}",
-        "scheduling.policy=in_order",
-        f"overlap={overlap:g}",
-        *overrides,
-    )
+_CHANGES = {
+    "mask": ("trust region mask", "partial_rollout.trust_region=mask"),
+    "m2": ("trust region m2", "partial_rollout.trust_region=m2"),
+    "uncorrected": ("correction=none", "partial_rollout.correction=none"),
+    "interpolate": ("proximal=interpolate", "partial_rollout.proximal=interpolate"),
+    "recompute": ("resume_kv=recompute", "partial_rollout.resume_kv=recompute"),
+    "ramp": ("ramp_rounds=8", "partial_rollout.ramp_rounds=8"),
+    "drain": ("drained", "partial_rollout.drain=True"),
+    "seq_mean": ("seq-mean-token-mean", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"),
+    "constant": ("seq-mean-token-sum-norm", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"),
+}
+"""what an arm may change in another, by the end of its name: a caption, and one override"""
 
 
-def _overtaking(share: float, overlap: float, *overrides: str, suffix: str = "", caption: str = "") -> Arm:
-    return _pr(
-        f"overtake_{share:g}_{overlap:g}{suffix}",
-        f"overtaking {share:g} N, overlap {overlap:g}{caption}",
-        "scheduling.policy=in_order",
-        f"scheduling.overtake={share:g}",
-        f"overlap={overlap:g}",
-        *overrides,
-    )
+def _changed(arm: Arm, *names: str) -> Iterable[Arm]:
+    for name in names:
+        caption, override = _CHANGES[name]
+        overrides = (*arm.overrides, override)
+        yield replace(arm, name=f"{arm.name}_{name}", caption=f"{arm.caption}, {caption}", overrides=overrides)
 
 
 _COLOCATE = next(arm for arm in PEERS if arm.name == "v1_colocate_async_quick")
@@ -61,25 +70,25 @@ ARMS = {
     arm.name: arm
     for arm in (
         BASELINE,
-        _pr("overlap_0", "overlap 0", "overlap=0", "max_staleness=0"),
-        _bounded(0.75),
-        _bounded(1.0),
-        _bounded(1.5),
-        _bounded(3.0),
-        _in_order(0.75),
-        _in_order(1.5),
-        _in_order(2.0),
-        _in_order(3.0),
-        _in_order(4.0),
+        Arm("PR_overlap_0", "PR, overlap 0", (f"{_OVERLAP}=0", "partial_rollout.max_staleness=0")),
+        *(_bounded(overlap) for overlap in (0.75, 1.0, 1.5, 3.0)),
+        *(_in_order(overlap) for overlap in (0.75, 1.5, 2.0, 3.0, 4.0)),
         _overtaking(0.5, 2.0),
         _overtaking(1.0, 1.5),
         _overtaking(1.0, 2.0),
         _overtaking(2.0, 1.5),
-        Arm("v1_colocate_async", _COLOCATE.caption, _COLOCATE.overrides, _COLOCATE.program),
+        *_changed(_bounded(1.5), *_CHANGES),
+        *_changed(_overtaking(1.0, 2.0), *_CHANGES),
+        replace(_COLOCATE, name="v1_colocate_async"),
     )
 }
 """by name; a run of one is called ``name@lr``"""
-USUAL = (BASELINE.name, "PR_bounded_1.5", "PR_in_order_3")
+USUAL = (BASELINE.name, "PR_bounded_1.5", "PR_overtake_1_2")
+
+
+def caption_of(name: str) -> str:
+    """An arm in words; its name if this version of the study does not have it."""
+    return ARMS[name].caption if name in ARMS else name
 
 
 def at_rates(names: Iterable[str], rates: Iterable[float]) -> tuple[Arm, ...]:
@@ -90,8 +99,3 @@ def at_rates(names: Iterable[str], rates: Iterable[float]) -> tuple[Arm, ...]:
         for name in names
         for rate in rates
     )
-
-
-def caption_of(name: str) -> str:
-    """An arm in words; its name if this version of the study does not have it."""
-    return ARMS[name].caption if name in ARMS else name
