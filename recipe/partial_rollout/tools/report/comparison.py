@@ -1,14 +1,19 @@
 """Runs compared: ratios against a base, whether they did the same work, and whether their engines were alike."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from recipe.partial_rollout.records.run_record import RunRecord
 from recipe.partial_rollout.records.run_settings import Arm
 from recipe.partial_rollout.tools.report.run_names import names_of
 from recipe.partial_rollout.tools.report.summary import Summary, full_tokens_per_s, ratio, summarize
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.records.run_record import RunRecord
 
 SPEED_TOLERANCE = 0.10
 """Probes may differ by this share, from each other or from a run's decoding speed, before the report warns."""

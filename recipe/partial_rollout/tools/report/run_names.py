@@ -1,10 +1,14 @@
 """What the runs of a report are called."""
 
+from __future__ import annotations
+
 import string
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from recipe.partial_rollout.records.run_record import RunRecord
+if TYPE_CHECKING:
+    from recipe.partial_rollout.records.run_record import RunRecord
 
 
 def names_of(runs: Sequence[RunRecord]) -> list[str]:

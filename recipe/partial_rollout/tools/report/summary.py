@@ -1,13 +1,18 @@
 """The figures of one run."""
 
+from __future__ import annotations
+
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from recipe.partial_rollout.records import length_bias as records
-from recipe.partial_rollout.records.run_record import RunRecord, Step
 from recipe.partial_rollout.records.running_curve import bubble_fraction
 from recipe.partial_rollout.records.spread import Spread, spread
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.records.run_record import RunRecord, Step
 
 REWARD_STEPS = 3
 """The first and last reward are means over this many steps."""
