@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v nvidia-smi >/dev/null || { echo "accept_cuda: nvidia-smi not found: this needs an NVIDIA GPU" >&2; exit 2; }
 PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh
 source "${PARTIAL_ROLLOUT_VENV:-.venv}/bin/activate"
-export SWANLAB_MODE="${SWANLAB_MODE:-local}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore
 
 out=${OUT:-outputs/accept_cuda}
 python -m recipe.partial_rollout.tasks.trace_task.prepare --out "$out/task" --shape "${SHAPE:-0.6b}"

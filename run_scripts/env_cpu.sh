@@ -8,8 +8,7 @@ export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TOKENIZERS_PARALLELISM=false
 
-# Nothing leaves the machine: local tracking, no model hub, no usage reports.
-export SWANLAB_MODE="${SWANLAB_MODE:-local}"
+# Nothing leaves the machine: no model hub, no usage reports. SwanLab logs to the cloud only where the user has a key.
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
 export RAY_USAGE_STATS_ENABLED=0
 export VLLM_NO_USAGE_STATS=1

@@ -16,18 +16,34 @@ from verl_ext.guard import VERL, require
 
 Observer = Callable[[dict[str, Any], int], dict[str, Any]]
 After = Callable[[dict[str, Any], int], None]
+SWANLAB = "swanlab"
 
 
 @contextmanager
-def observed_tracking(observer: Observer, after: After | None = None) -> Iterator[None]:
+def observed_tracking(
+    observer: Observer, after: After | None = None, table: dict[str, Any] | None = None
+) -> Iterator[None]:
     """While entered, ``observer(data, step)`` answers what each ``Tracking.log`` records.
 
-    ``after(data, step)`` is called with the same once it is recorded; what it raises ends ``fit`` there.
+    ``after(data, step)`` is called with the same once it is recorded; what it raises ends ``fit`` there. ``table`` is the
+    configuration that SwanLab shows, a column a key, in place of verl's nested one; the other backends get verl's.
     """
     require("verl", VERL, "tracking_observer")
     original = tracking.Tracking
 
     class ObservedTracking(original):
+        def __init__(
+            self, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None
+        ) -> None:
+            backends = [default_backend] if isinstance(default_backend, str) else list(default_backend)
+            if table is None or SWANLAB not in backends:
+                super().__init__(project_name, experiment_name, backends, config)
+                return
+            super().__init__(project_name, experiment_name, [SWANLAB], table)
+            board = self.logger
+            super().__init__(project_name, experiment_name, [each for each in backends if each != SWANLAB], config)
+            self.logger |= board
+
         def log(self, data: dict[str, Any], step: int, backend: Any = None) -> None:
             data = observer(data, step)
             super().log(data, step, backend)

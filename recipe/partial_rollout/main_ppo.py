@@ -69,16 +69,17 @@ def run(config: DictConfig) -> None:
         raise ConfigError(foreign)
     from recipe.partial_rollout.preflight import check_config, check_prompts
     from recipe.partial_rollout.training.attention import choose_attention
+    from recipe.partial_rollout.training.swanlab_run import choose_mode
 
     choose_attention(config)
     # verl instantiates parts of the config detached from its root, where interpolations would not resolve.
     OmegaConf.resolve(config)
     check_config(config)
+    choose_mode(config.trainer.logger)
     wire(config)
     directory = Path(config.trainer.default_local_dir)
     directory.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("VERL_FILE_LOGGER_PATH", str(directory / "metrics.jsonl"))
-    os.environ.setdefault("SWANLAB_MODE", "local")
     os.environ.setdefault("SWANLAB_LOG_DIR", str(directory.parent / "swanlog"))
     OmegaConf.save(config, directory / "config.yaml", resolve=True)
 

@@ -130,3 +130,21 @@ class Checkpointing:
     """``partial_rollout.checkpoint``."""
 
     checksum_all: bool = key(False, "Checksum verl's files too, not only their sizes.")
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """``partial_rollout.dashboard``: what a user sees of a run while it trains."""
+
+    pictures_every: int = key(
+        10,
+        "Steps from one pair of pictures in SwanLab (timeline of the round, response lengths) to the next. 0: none.",
+        at_least=0,
+    )
+    progress_s: float = key(
+        60,
+        "Seconds from one line about a round that goes on to the next, where standard error is no terminal (a terminal has "
+        "one line, renewed every second). 0: none.",
+        at_least=0,
+        unit="seconds",
+    )

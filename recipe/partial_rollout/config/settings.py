@@ -15,7 +15,14 @@ from recipe.partial_rollout.config.choices import Correction, Mode, OnDrift, Pro
 from recipe.partial_rollout.config.errors import fail
 from recipe.partial_rollout.config.keys import Key, checked, declarations, flag, key, read, refuse_unknown, section
 from recipe.partial_rollout.config.resume_sizes import ResumeSizes
-from recipe.partial_rollout.config.sections import Checkpointing, Deadlines, FailureLimits, OverlapAuto, Scheduling
+from recipe.partial_rollout.config.sections import (
+    Checkpointing,
+    Dashboard,
+    Deadlines,
+    FailureLimits,
+    OverlapAuto,
+    Scheduling,
+)
 
 ROOT = "partial_rollout"
 """the node of the config that the keys are under"""
@@ -141,6 +148,7 @@ class PartialRolloutConfig:
     failures: FailureLimits = section(FailureLimits)
     deadlines: Deadlines = section(Deadlines)
     checkpoint: Checkpointing = section(Checkpointing)
+    dashboard: Dashboard = section(Dashboard)
 
     batch_groups: int
     """N: ``data.train_batch_size``"""

@@ -44,6 +44,8 @@ class RecipeVLLMServer(vLLMHttpServer):
     """``vLLMHttpServer`` that aborts queued requests, reports failed weight syncs, obeys ``rollout.custom.resume_kv``."""
 
     _weight_sync_error: str | None = None
+    _decoded = 0
+    """tokens of the calls that have returned"""
 
     @property
     def _keeps_kv(self) -> bool:
@@ -70,6 +72,7 @@ class RecipeVLLMServer(vLLMHttpServer):
         finally:
             queued_s = self.engine.take_queued_s(request_id)
         output.extra_fields["queued_s"] = queued_s
+        self._decoded += len(output.token_ids)
         return output
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
@@ -111,6 +114,12 @@ class RecipeVLLMServer(vLLMHttpServer):
             return 0
         states = self.engine.output_processor.request_states.values()
         return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+
+    async def load(self) -> tuple[int, int]:
+        """Requests in this server's engine, and tokens decoded since its start."""
+        if self.node_rank != 0:
+            return 0, 0
+        return len(self.engine.output_processor.request_states), self._decoded + await self.running_tokens()
 
     async def child_processes(self) -> list[ProcessId]:
         """The engine's processes; they outlive a killed server."""

@@ -28,6 +28,7 @@ from recipe.partial_rollout.manager.messages import (
     RolloutFailedError,
     RoundEnd,
     RoundStart,
+    Standing,
 )
 from recipe.partial_rollout.manager.output_store import InProcess, OutputStore
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
@@ -172,6 +173,10 @@ class ManagerActor:
     async def metrics(self) -> dict[str, float]:
         """``PromptsManager.metrics``."""
         return self._manager.metrics()
+
+    async def standing(self) -> Standing:
+        """``PromptsManager.standing``; it waits for nobody, and nobody for it."""
+        return self._manager.standing()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

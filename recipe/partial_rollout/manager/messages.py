@@ -32,6 +32,17 @@ class RoundStart:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """How far an open round is."""
+
+    ready_groups: int
+    running: int
+    """samples that hold a slot of a worker"""
+    oldest: int
+    """versions since the first token of the oldest group in flight; 0 if none has begun"""
+
+
+@dataclass(frozen=True, slots=True)
 class RoundEnd:
     """The manager's decision to interrupt the round."""
 

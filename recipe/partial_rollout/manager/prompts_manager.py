@@ -25,6 +25,7 @@ from recipe.partial_rollout.manager.codec import Captured, capture, decode, enco
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict
 from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.groups import Counters, Put
+from recipe.partial_rollout.manager.messages import Standing
 from recipe.partial_rollout.manager.round import Round
 from recipe.partial_rollout.manager.samples import Samples
 from recipe.partial_rollout.manager.slots import Slots
@@ -293,6 +294,10 @@ class PromptsManager:
         gauges = manager_report.gauges(self._state, len(self._samples), samples_per_group)
         filters = self._round.group_filter is not None
         return gauges | manager_report.filter_gauges(self.counters) if filters else gauges
+
+    def standing(self) -> Standing:
+        """See ``report.standing``."""
+        return manager_report.standing(self._state, self._slots.running)
 
     def unfinished_report(self, limit: int = 8) -> str:
         """See ``report.unfinished_report``."""

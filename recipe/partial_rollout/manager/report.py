@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from recipe.partial_rollout.manager.groups import Counters, Groups
+from recipe.partial_rollout.manager.messages import Standing
 from recipe.partial_rollout.manager.state import ManagerState
 from recipe.partial_rollout.manager.types import Sample
 
@@ -57,6 +58,13 @@ def filter_gauges(counters: Counters) -> dict[str, float]:
         "filter/tokens_total": counters.filtered_tokens,
         "filter/spared_total": counters.spared_groups,
     }
+
+
+def standing(state: ManagerState, running: int) -> Standing:
+    """How far the round is; constant time but for the few birth versions in flight. ``running``: slots in use."""
+    groups = state.groups
+    births = [birth for birth in groups.unfinished if birth is not None] + list(groups.ready_queue.by_birth)
+    return Standing(len(groups.ready_queue), running, state.version - min(births, default=state.version))
 
 
 def unfinished_report(samples: Iterable[Sample], now: float, limit: int) -> str:

@@ -81,6 +81,11 @@ class Slots:
         """Workers that have joined and were not released."""
         return self._workers
 
+    @property
+    def running(self) -> int:
+        """Samples that hold a slot."""
+        return sum(len(slots.running) for slots in self._workers.values())
+
     def incarnation(self, worker: str) -> WorkerSlots:
         """The slots of ``worker``: the same object until it is released.
 

@@ -40,6 +40,8 @@ class RunTrace:
         self._directory, self._run = directory, run
         self._index: dict[str | int, int] = {address: i for i, address in enumerate(replicas)}
         self._lines = JsonLines(directory / NAME, append=append)
+        self.last_round: Round | None = None
+        """the round noted last, its replicas by index"""
         self._run.write(directory)
         if self._lines.continues:
             self._lines.add(to_json(Resumed(resumed_step)))
@@ -66,7 +68,8 @@ class RunTrace:
     def round(self, round_: Round) -> None:
         """Note one rollout phase and what it trains; the trace must know the replicas of its calls."""
         calls = tuple(replace(call, replica=self._index[call.replica]) for call in round_.phase.calls)
-        self._lines.add(to_json(replace(round_, phase=replace(round_.phase, calls=calls))))
+        self.last_round = replace(round_, phase=replace(round_.phase, calls=calls))
+        self._lines.add(to_json(self.last_round))
 
     def phase(self, name: str, step: int, start: float, end: float) -> None:
         """Note a phase that is not a rollout: ``train``, ``validate`` or ``sync``."""

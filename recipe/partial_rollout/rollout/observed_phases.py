@@ -14,6 +14,7 @@ from recipe.partial_rollout.records.trained_group import TrainedGroup, prompt_id
 from recipe.partial_rollout.rollout import metrics
 from recipe.partial_rollout.rollout.engine_probe import EngineProbe, TakeCalls
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+from recipe.partial_rollout.rollout.round_watch import RoundWatch
 
 _IDENTITY = ("raw_prompt", "index")
 
@@ -31,6 +32,7 @@ class ObservedPhases:
         self._context = context
         self._take_calls = take_calls
         self.probe = probe
+        self._watch = RoundWatch(context.settings, context.control)
         self._figures: dict[str, float] = {}
 
     async def validate(self, prompts: DataProto, generated: Awaitable[DataProto]) -> DataProto:
@@ -49,7 +51,7 @@ class ObservedPhases:
     async def batch(self, prompts: DataProto, generated: Awaitable[DataProto]) -> DataProto:
         """As ``validate``, for a batch that is trained."""
         start = time.time()
-        output = await generated
+        output = await self._watch.during(prompts.meta_info["global_steps"], generated)
         end = time.time()
         phase = RolloutPhase(start, end, await self._take_calls())
         self._figures = {**self._note(phase, prompts, output), **await self._context.engine_metrics()}

@@ -36,6 +36,7 @@ from recipe.partial_rollout.rollout.live_round import LiveRound
 from recipe.partial_rollout.rollout.played_round import PlayedRound, check_batch
 from recipe.partial_rollout.rollout.replica_roster import ReplicaRoster
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+from recipe.partial_rollout.rollout.round_watch import RoundWatch
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.rollout.worker_pool import WorkerPool
 from recipe.partial_rollout.rollout.worker_slots import WorkerSlots
@@ -82,6 +83,9 @@ class Rounds:
         self._slots = slots
         self.overlap = overlap
         self._book = book
+        self._watch = RoundWatch(
+            context.settings, context.control, standing=lambda: result_of(manager.standing.remote())
+        )
         self._round: LiveRound | None = None
         """the last round that was opened; None before the first"""
         self._next: LiveRound | None = None
@@ -113,7 +117,7 @@ class Rounds:
         opened_at = time.time()
         await self._supervised(self._pool.open_round(), "opening the round")
         try:
-            ended = await self._until_complete()
+            ended = await self._watch.during(step, self._until_complete())
         except StopTraining:
             await self._give_up(opened)
             raise

@@ -102,6 +102,10 @@ class ServerControl:
         answers = await asyncio.gather(*[ask(replica) for replica in self._living])
         return dict(answer for answer in answers if answer is not None)
 
+    async def load(self) -> dict[str, tuple[int, int]]:
+        """Address to the requests that a replica runs and the tokens it has decoded since its start."""
+        return {address: load for address, load in (await self._asked("load")).items() if load is not None}
+
     async def kv_tokens(self) -> int | None:
         """Tokens that the smallest KV cache of all replicas holds; None if a replica does not say."""
         answers = await self._asked("kv_tokens")

@@ -39,6 +39,7 @@ from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
 from recipe.partial_rollout.training.behaviour_weights import weight_metrics
+from recipe.partial_rollout.training.dashboard import Dashboard
 from recipe.partial_rollout.training.gpu_watch import GpuWatch
 from recipe.partial_rollout.training.loss import corrected_ppo_loss
 from recipe.partial_rollout.training.policy_drift import PolicyDrift
@@ -77,6 +78,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         super().__init__(config, *args, **kwargs)
         self.step_line = StepLine(self.total_training_steps)
         self.drift = PolicyDrift()
+        self.dashboard = Dashboard(config, self.settings, self.run_dir)
         self._phase_started: float | None = None
         self._measured: dict[str, float] = {}
         self._completed_step = step_of(self.resume_from)
@@ -181,7 +183,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 self.checkpoint_manager.update_weights(0)
                 self._probe("before training")
             try:
-                with observed_tracking(self._observe_step, after=self._after_log):
+                table = self.dashboard.open(resumes=self.resume_from is not None)
+                with observed_tracking(self._observe_step, after=self._after_log, table=table):
                     super().fit()
             except StopTraining:
                 self._save_before_stop()
@@ -263,6 +266,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         ours = {f"partial_rollout/{key}": value for key, value in figures.items()}
         self._measured = {}
         data = {**self.proximal.metrics(data, step), **ours}
+        data = {**self.dashboard.figures(data), **data}
         self.step_line.show(data, step)
         if self.settings.enable and (warning := self.drift.observe(data, step)):
             tqdm.write(warning)
@@ -273,6 +277,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def _after_log(self, data: dict[str, Any], step: int) -> None:
         """Stop verl's ``fit`` if asked to, here and nowhere else: the step is logged, and the next has not begun."""
         self._end_phase()
+        self.dashboard.draw(step, self.trace.last_round)
         if step < self.steps.last:
             self.stop.check()
 

@@ -1,0 +1,67 @@
+"""Pictures of one round for the dashboard: when its calls ran, and how long the trained responses are."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+
+from recipe.partial_rollout.records.round import Round
+
+MOST_CALLS = 2000
+"""calls that a timeline draws; of more, an even choice"""
+_FRESH, _RESUMED, _ENGINE = "#0072B2", "#D55E00", "#DCDCDC"
+_SIZE, _DPI = (9.0, 4.0), 90
+
+
+def timeline(round_: Round) -> np.ndarray:
+    """A line for each engine call, those of a replica in one band, by start; [height, width, 4], uint8."""
+    phase = round_.phase
+    calls = sorted(phase.calls, key=lambda call: (str(call.replica), call.start))
+    calls = calls[:: -(-len(calls) // MOST_CALLS)] if calls else []
+    figure, axes = _empty()
+    spans = np.array([(call.busy_from, call.end) for call in calls]).reshape(-1, 2) - phase.start
+    heights = np.repeat(np.arange(len(calls))[:, None], 2, axis=1)
+    again = np.array([call.resumed_tokens > 0 for call in calls], dtype=bool)
+    for chosen, colour, label in (
+        (~again, _FRESH, "nothing read again"),
+        (again, _RESUMED, "resumed, context read again"),
+    ):
+        lines = np.stack([spans[chosen], heights[chosen]], axis=-1)
+        axes.add_collection(LineCollection(list(lines), colors=colour, linewidths=0.8, label=label))
+    for i in range(1, len(calls)):
+        if calls[i].replica != calls[i - 1].replica:
+            axes.axhline(i - 0.5, color=_ENGINE, linewidth=1)
+    axes.set(xlim=(0, max(phase.seconds, 1e-3)), ylim=(-1, len(calls) + 1), xlabel="seconds of the round")
+    axes.set_ylabel("engine calls, by replica and start")
+    axes.set_title(f"step {round_.step}: {len(phase.calls)} calls, {phase.decoded_tokens:,} tokens", loc="left")
+    axes.legend(loc="lower right", fontsize=8)
+    return _pixels(figure)
+
+
+def length_histogram(round_: Round) -> np.ndarray:
+    """Response lengths (tokens) of the trained samples, and their mean; [height, width, 4], uint8."""
+    lengths = np.array([length for group in round_.trained for length in group.lengths])
+    figure, axes = _empty()
+    axes.hist(lengths, bins=40, color=_FRESH)
+    axes.axvline(float(lengths.mean()), color="black", linestyle="--", linewidth=1.2)
+    axes.set(xlabel="response tokens", ylabel="trained samples")
+    axes.set_title(
+        f"step {round_.step}: {len(lengths)} samples, mean {lengths.mean():,.0f}, longest {lengths.max():,}", loc="left"
+    )
+    return _pixels(figure)
+
+
+def _empty() -> tuple[Figure, Axes]:
+    # Fixed margins: a layout that fits itself draws everything twice.
+    figure = Figure(figsize=_SIZE, dpi=_DPI)
+    figure.subplots_adjust(left=0.08, right=0.98, top=0.91, bottom=0.14)
+    return figure, figure.subplots()
+
+
+def _pixels(figure: Figure) -> np.ndarray:
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba()).copy()

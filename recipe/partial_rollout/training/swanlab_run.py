@@ -1,0 +1,139 @@
+"""How a run appears in SwanLab: in the cloud or on this machine, under which id, with which configuration.
+
+``SWANLAB_MODE`` is the one variable: ``cloud`` (or ``online``), ``local``, ``offline`` (files for ``swanlab sync``) or
+``disabled``. Where it is not set, a user with a key gets the cloud, and anybody else the local board.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.partial_rollout.config.errors import fail
+from recipe.partial_rollout.config.settings import ROOT
+from recipe.partial_rollout.records.run_settings import Arm
+from verl_ext.guard import installed_pair
+
+SWANLAB = "swanlab"
+MODE = "SWANLAB_MODE"
+CLOUD, LOCAL = ("cloud", "online"), "local"
+ID_FILE = "swanlab_id"
+"""file of the run directory with the id of its run in SwanLab"""
+LONGEST = 100
+"""characters of a value in SwanLab's table of configurations"""
+
+_SHOWN = (
+    "actor_rollout_ref.model.path",
+    "data.train_files",
+    "data.val_files",
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.temperature",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "actor_rollout_ref.actor.optim.lr",
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.actor.strategy",
+    "algorithm.adv_estimator",
+    "trainer.n_gpus_per_node",
+    "trainer.nnodes",
+    "trainer.total_epochs",
+    "trainer.total_training_steps",
+)
+"""verl's keys in the table, besides those that the command line sets"""
+
+
+def choose_mode(loggers: Iterable[str]) -> None:
+    """Set ``SWANLAB_MODE`` for verl, which reads it, unless the user has.
+
+    Raises:
+        ConfigError: the user's value is no mode, or asks for the cloud without a key.
+    """
+    if SWANLAB not in loggers:
+        return
+    asked = os.environ.get(MODE)
+    if asked is not None and asked not in (*CLOUD, LOCAL, "offline", "disabled"):
+        raise fail(MODE, asked, "cloud, local, offline or disabled")
+    has_key = _has_key()
+    mode = os.environ.setdefault(MODE, CLOUD[0] if has_key else LOCAL)
+    if mode in CLOUD and not has_key:
+        raise fail(MODE, mode, "a key in SWANLAB_API_KEY or from `swanlab login`; without one: local or offline")
+
+
+def _has_key() -> bool:
+    from swanlab import Settings
+
+    return bool(Settings().api_key)
+
+
+def name_run(directory: Path, *, resumes: bool) -> None:
+    """Give SwanLab the id of this run: the one that ``directory`` notes if it resumes a checkpoint, else a new one.
+
+    A user's own ``SWANLAB_RUN_ID`` stays.
+    """
+    from swanlab.utils.experiment import generate_id
+
+    noted = directory / ID_FILE
+    if not (resumes and noted.exists()):
+        noted.write_text(generate_id() + "\n")
+    os.environ.setdefault("SWANLAB_RUN_ID", noted.read_text().strip())
+    os.environ.setdefault("SWANLAB_RESUME", "allow")
+
+
+def config_table(config: DictConfig) -> dict[str, Any]:
+    """What tells this run from others, a column a key: arm, commit, versions, recipe's keys, verl's main ones, overrides.
+
+    Values are short; ``config.yaml`` in the run directory has the whole configuration.
+    """
+    table: dict[str, Any] = {
+        "arm": str(Arm.PR if config[ROOT].enable else Arm.NOPR),
+        "commit": commit_of(Path(__file__).parent),
+        "verl": version("verl"),
+        "vllm": installed_pair().vllm,
+    }
+    for key in (*_SHOWN, *_overridden()):
+        value = OmegaConf.select(config, key)
+        table |= {key: value} if not isinstance(value, DictConfig) else dict(_leaves(value, f"{key}."))
+    table |= dict(_leaves(config[ROOT], f"{ROOT}."))
+    return {key: _short(value) for key, value in table.items() if value is not None}
+
+
+def commit_of(directory: Path) -> str | None:
+    """The git commit checked out around ``directory``, with ``-dirty`` if files have changed since; None without git."""
+    command = ["git", "-C", str(directory), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _overridden() -> Iterator[str]:
+    """Keys that the command line sets."""
+    if HydraConfig.initialized():
+        for override in HydraConfig.get().overrides.task:
+            key = override.partition("=")[0].lstrip("+~")
+            if "@" not in key and "/" not in key:
+                yield key
+
+
+def _leaves(node: Mapping[Any, Any], at: str) -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{at}{name}.")
+        else:
+            yield f"{at}{name}", value
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, bool | int | float):
+        return value
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2 - 1]} … {text[-LONGEST // 2 + 2 :]}"

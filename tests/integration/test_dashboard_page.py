@@ -1,0 +1,133 @@
+"""SwanLab's local page, opened by ``run_scripts/dashboard.sh`` in headless Chromium.
+
+Two variables serve the documentation: ``BOARD=DIR`` opens the board of a real pair of runs instead of a made-up one, and
+``SCREENSHOT=FILE`` keeps the picture.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from recipe.partial_rollout.records.overview import FIGURES, SECTION
+from recipe.partial_rollout.training.dashboard import PICTURES
+
+ROOT = Path(__file__).resolve().parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+OVERVIEW = [f"{SECTION}/{figure}" for figure in FIGURES]
+
+
+def log_run(arm, directory, first, last, resumes="starts"):
+    """Log the steps of a made-up run in a process of its own; returns what it printed."""
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("board_run.py"))]
+    command += [arm, str(directory / arm), str(first), str(last), resumes]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)} | {"SWANLAB_ROOT": str(directory / "account")}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def board(tmp_path_factory):
+    """Runs of both arms on one board; PR was stopped after step 14 and resumed from a checkpoint of step 12."""
+    if given := os.environ.get("BOARD"):
+        return Path(given)
+    directory = tmp_path_factory.mktemp("runs")
+    log_run("noPR", directory, 1, 24)
+    log_run("PR", directory, 1, 14)
+    print(log_run("PR", directory, 13, 24, "resumes"))
+    return directory / "swanlog"
+
+
+@pytest.fixture(scope="module")
+def page(board):
+    """The address of the charts, as ``dashboard.sh`` prints it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = ["bash", str(ROOT / "run_scripts" / "dashboard.sh"), str(board), str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        found = re.search(r"http://\S+/charts", server.stdout.readline())
+        assert found, "dashboard.sh prints the address first"
+        for _ in range(120):
+            try:
+                urllib.request.urlopen(found[0], timeout=5).close()
+                break
+            except OSError:
+                assert server.poll() is None, server.stdout.read()
+                time.sleep(0.5)
+        yield found[0]
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+def answer(page, path):
+    with urllib.request.urlopen(page.replace("/charts", f"/api/v1/{path}"), timeout=30) as response:
+        return json.load(response)["data"]
+
+
+def test_the_board_opens_on_the_ten_figures_with_both_arms_in_each(page):
+    data = answer(page, "project/charts")
+    charts = {chart["id"]: chart for chart in data["charts"]}
+    first, *others = data["namespaces"]
+    assert first["name"] == SECTION
+    assert sorted(charts[id_]["name"] for id_ in first["charts"]) == sorted(OVERVIEW)
+    assert all(sorted(charts[id_]["source"]) == ["PR", "noPR"] for id_ in first["charts"])
+    assert {"actor", "critic", "timing_s", "partial_rollout"} <= {section["name"] for section in others}
+    for section in others:
+        assert all(charts[id_]["name"].startswith(f"{section['name']}/") for id_ in section["charts"]), section["name"]
+
+
+@pytest.mark.skipif("BOARD" in os.environ, reason="a given board need not have a resumed run")
+def test_a_resumed_run_is_one_run_and_its_repeated_steps_count_once(page):
+    runs = {run["name"]: run for run in answer(page, "project")["experiments"]}
+    assert set(runs) == {"PR", "noPR"}
+    figure = answer(page, f"experiment/{runs['PR']['id']}/tag/{SECTION}%2Fstep_s")
+    assert [row["index"] for row in figure["list"]] == list(range(1, 25))
+
+
+@pytest.mark.skipif("BOARD" in os.environ, reason="a given board may be older")
+def test_the_table_of_runs_is_flat_and_has_the_commit(page):
+    for run in answer(page, "project")["experiments"]:
+        table = {key: entry["value"] for key, entry in run["config"].items()}
+        assert table["arm"] == run["name"] and table["verl"] == "0.9.1" and len(table["commit"]) >= 12
+        assert all(len(str(value)) <= 100 for value in table.values())
+    summaries = answer(page, "project/summaries")["summaries"]
+    assert summaries["PR"]["partial_rollout/staleness/max"] == 3
+
+
+@pytest.mark.skipif("BOARD" in os.environ, reason="a given board may be older")
+def test_pictures_come_every_few_steps(page):
+    data = answer(page, "project/charts")
+    pictures = {chart["name"]: chart["type"] for chart in data["charts"] if chart["name"].startswith(PICTURES)}
+    assert pictures == {f"{PICTURES}/timeline": "image", f"{PICTURES}/lengths": "image"}
+    (run,) = [run for run in answer(page, "project")["experiments"] if run["name"] == "noPR"]
+    shown = answer(page, f"experiment/{run['id']}/tag/{PICTURES}%2Ftimeline")["list"]
+    assert [row["index"] for row in shown] == [1, 11, 21]
+
+
+def test_the_page_in_chromium_shows_that_section_first(page, tmp_path):
+    if CHROMIUM is None:
+        pytest.skip("NO CHROMIUM: the page was not looked at. apt-get install -y chromium")
+    picture = tmp_path / "page.png"
+    options = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars"
+    command = [CHROMIUM, *options.split(), f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,1420"]
+    command += ["--virtual-time-budget=30000"]
+    shot = subprocess.run([*command, f"--screenshot={picture}", page], capture_output=True, timeout=180)
+    assert shot.returncode == 0 and picture.stat().st_size > 20_000, shot.stderr[-1000:]
+    seen = subprocess.run([*command, "--dump-dom", page], capture_output=True, text=True, timeout=180).stdout
+    titles = re.findall(r">\s*([\w./@]+/[\w./@]+)\s*<", seen)
+    assert sorted(titles[:10]) == sorted(OVERVIEW)
+    assert re.search(rf">\s*{SECTION}\s*<", seen)
+    if keep := os.environ.get("SCREENSHOT"):
+        shutil.copy(picture, keep)

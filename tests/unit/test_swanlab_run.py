@@ -1,0 +1,146 @@
+"""A run in SwanLab: where it is logged, under which id, what its table and its pictures show."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.partial_rollout.config.errors import ConfigError
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.rollout_phase import RolloutPhase
+from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.training import swanlab_run
+from recipe.partial_rollout.training.round_pictures import length_histogram, timeline
+from recipe.partial_rollout.training.swanlab_run import ID_FILE, LONGEST, choose_mode, commit_of, config_table, name_run
+
+
+@pytest.fixture(autouse=True)
+def no_account(monkeypatch, tmp_path):
+    """A user without a key, in a process whose environment says nothing of SwanLab."""
+    for name in list(os.environ):
+        if name.startswith("SWANLAB_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("SWANLAB_ROOT", str(tmp_path / "account"))
+    # What the code sets is taken back at the test's end.
+    for name in ("SWANLAB_MODE", "SWANLAB_RUN_ID", "SWANLAB_RESUME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_without_a_key_a_run_stays_on_the_machine():
+    choose_mode(["file", "swanlab"])
+    assert os.environ["SWANLAB_MODE"] == "local"
+
+
+def test_with_a_key_a_run_goes_to_the_cloud(monkeypatch):
+    monkeypatch.setenv("SWANLAB_API_KEY", "a-key")
+    choose_mode(["swanlab"])
+    assert os.environ["SWANLAB_MODE"] == "cloud"
+
+
+def test_a_login_is_as_good_as_a_key(tmp_path):
+    account = tmp_path / "account"
+    account.mkdir()
+    (account / ".netrc").write_text("machine https://api.swanlab.cn\n\tlogin https://swanlab.cn\n\tpassword a-key\n")
+    choose_mode(["swanlab"])
+    assert os.environ["SWANLAB_MODE"] == "cloud"
+
+
+@pytest.mark.parametrize("mode", ["local", "offline", "disabled"])
+def test_the_users_mode_is_kept(monkeypatch, mode):
+    monkeypatch.setenv("SWANLAB_API_KEY", "a-key")
+    monkeypatch.setenv("SWANLAB_MODE", mode)
+    choose_mode(["swanlab"])
+    assert os.environ["SWANLAB_MODE"] == mode
+
+
+@pytest.mark.parametrize(("mode", "words"), [("cloud", "a key in SWANLAB_API_KEY"), ("remote", "cloud, local")])
+def test_a_mode_that_cannot_work_is_refused_before_ray_starts(monkeypatch, mode, words):
+    monkeypatch.setenv("SWANLAB_MODE", mode)
+    with pytest.raises(ConfigError, match=f"SWANLAB_MODE={mode}: {words}"):
+        choose_mode(["swanlab"])
+
+
+def test_another_logger_leaves_swanlab_alone():
+    choose_mode(["file", "wandb"])
+    assert "SWANLAB_MODE" not in os.environ
+
+
+def test_a_resumed_run_keeps_its_id_and_a_new_one_gets_another(tmp_path):
+    ids = []
+    for resumes in (True, False, True):
+        name_run(tmp_path, resumes=resumes)
+        ids.append(os.environ.pop("SWANLAB_RUN_ID"))
+    assert ids[0] != ids[1] == ids[2] == (tmp_path / ID_FILE).read_text().strip()
+    assert os.environ["SWANLAB_RESUME"] == "allow"
+
+
+def test_the_table_is_flat_and_short():
+    config = OmegaConf.create(
+        {
+            "partial_rollout": {"enable": True, "deadlines": {"stall_s": 60.0}},
+            "actor_rollout_ref": {"model": {"path": "/models/" + "x" * 3000}, "rollout": {"n": 8, "engine_kwargs": {}}},
+            "data": {"train_batch_size": 64},
+        }
+    )
+    table = config_table(config)
+    assert table["arm"] == "PR" and table["verl"] == "0.9.1" and table["data.train_batch_size"] == 64
+    assert table["partial_rollout.deadlines.stall_s"] == 60.0 and table["actor_rollout_ref.rollout.n"] == 8
+    assert not [value for value in table.values() if isinstance(value, dict) or len(str(value)) > LONGEST]
+    assert "actor_rollout_ref.rollout.engine_kwargs" not in table
+
+
+def test_what_the_command_line_sets_is_in_the_table(monkeypatch):
+    monkeypatch.setattr(swanlab_run, "_overridden", lambda: iter(["algorithm.gamma", "trainer.nested"]))
+    config = {"partial_rollout": {"enable": False}, "algorithm": {"gamma": 0.9}, "trainer": {"nested": {"a": {"b": 1}}}}
+    table = config_table(OmegaConf.create(config))
+    assert (table["arm"], table["algorithm.gamma"], table["trainer.nested.a.b"]) == ("noPR", 0.9, 1)
+
+
+def test_a_directory_without_git_has_no_commit(tmp_path):
+    assert commit_of(tmp_path) is None
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def round_of(samples, seed=0):
+    """A round of two replicas; every fourth call was resumed."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.lognormal(6, 1, samples).astype(int) + 1
+    calls = tuple(
+        EngineCall(i % 2, 0.0, float(length) / 100, int(length), 3, resumed_tokens=int(i % 4 == 0))
+        for i, length in enumerate(lengths)
+    )
+    trained = [TrainedGroup(0, 0, [int(length) for length in lengths], [0] * samples)]
+    return Round(4, 3, RolloutPhase(0.0, max(call.end for call in calls), calls), trained)
+
+
+def colours(pixels):
+    return {tuple(colour) for colour in np.unique(pixels.reshape(-1, 4), axis=0)}
+
+
+def test_the_timeline_shows_fresh_and_resumed_calls():
+    shown = colours(timeline(round_of(64)))
+    assert {(0, 0x72, 0xB2, 255), (0xD5, 0x5E, 0, 255)} <= shown
+
+
+def test_pictures_of_a_round_without_calls_and_of_one_sample_are_drawn():
+    empty = Round(1, 0, RolloutPhase(0.0, 0.0, ()), [TrainedGroup(0, 0, [5], [0])])
+    assert timeline(empty).shape == length_histogram(empty).shape
+
+
+@pytest.mark.benchmarks
+def test_pictures_of_a_large_round_take_under_a_second():
+    round_ = round_of(8192)
+    timeline(round_)
+    began = time.perf_counter()
+    timeline(round_)
+    length_histogram(round_)
+    seconds = time.perf_counter() - began
+    print(f"pictures of 8,192 calls: {seconds:.2f} s")
+    assert seconds < 1.0
