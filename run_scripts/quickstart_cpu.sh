@@ -34,5 +34,5 @@ say "PR: rounds are interrupted, unfinished samples resume in the next"
 train PR partial_rollout.enable=True "$@"
 say "comparison"
 python -m recipe.partial_rollout.tools report "$out/noPR" "$out/PR" --out "$out"
-printf '\nquick start done in %d s; pictures and tables are in %s; SwanLab: swanlab watch %s/swanlog\n' \
+printf '\nquick start done in %d s; pictures and tables are in %s; SwanLab: bash run_scripts/dashboard.sh %s\n' \
   $((SECONDS - started)) "$out" "$out"

@@ -355,7 +355,11 @@ class NoWorkers:
 def context_of(source, directory):
     """What the trainer lends, without engines."""
     settings = SimpleNamespace(
-        group_filter=ACC, batch_groups=1, deadlines=SimpleNamespace(interrupt_s=5.0, stall_s=60.0), drain=True
+        group_filter=ACC,
+        batch_groups=1,
+        deadlines=SimpleNamespace(interrupt_s=5.0, stall_s=60.0),
+        drain=True,
+        dashboard=SimpleNamespace(progress_s=0),
     )
     return SimpleNamespace(
         source=source,

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import Standing
@@ -108,7 +109,7 @@ def test_a_terminal_has_one_line_that_is_taken_away(monkeypatch, capsys):
 
 def test_the_manager_says_how_far_the_round_is():
     async def asked():
-        actor = ManagerActor(Admission(Mode.WINDOW, 1, 2, 1.0, 2, 2, max_staleness=4), SchedulingPolicy.BOUNDED, 60.0)
+        actor = ManagerActor(Admission(Mode.WINDOW, 1, 2, 1.0, 2, 2, max_staleness=4), Scheduling(), 60.0)
         assert await actor.standing() == Standing(0, 0, 0)
         await actor.register_worker("w0", 3)
         await actor.prepare_round(3, [Prompt(f"0/{i}", 0, {}) for i in range(3)], 0)

@@ -26,6 +26,7 @@ from recipe.partial_rollout.rollout.batch import assemble_batch
 from recipe.partial_rollout.rollout.live_round import LiveRound
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.training.dashboard import Dashboard
 from recipe.partial_rollout.training.gpu_watch import GpuWatch
 from recipe.partial_rollout.training.policy_drift import PolicyDrift
 from recipe.partial_rollout.training.proximal import ProximalPolicy
@@ -157,7 +158,8 @@ def build_trainer(run_dir, manager, output, *, moment, overrides=()):
     trainer._phase_started, trainer._measured = None, {}
     trainer.proximal = ProximalPolicy(trainer.settings.proximal, 0, config.algorithm.rollout_correction)
     trainer.gpus = GpuWatch([])
-    trainer.trace = SimpleNamespace(phase=lambda *_: None, complete=lambda: None, sync=lambda: None)
+    trainer.trace = SimpleNamespace(phase=lambda *_: None, complete=lambda: None, sync=lambda: None, last_round=None)
+    trainer.dashboard = Dashboard(config, trainer.settings, trainer.run_dir)
     trainer.ledger, trainer.prompt_source = Ledger(), Source()
     trainer.step_line, trainer.drift = StepLine(STEPS), PolicyDrift()
     trainer.total_training_steps = STEPS

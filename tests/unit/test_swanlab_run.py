@@ -11,6 +11,7 @@ from recipe.partial_rollout.config.errors import ConfigError
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.run_settings import Arm
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.training import swanlab_run
 from recipe.partial_rollout.training.round_pictures import length_histogram, timeline
@@ -25,7 +26,7 @@ def no_account(monkeypatch, tmp_path):
             monkeypatch.delenv(name)
     monkeypatch.setenv("SWANLAB_ROOT", str(tmp_path / "account"))
     # What the code sets is taken back at the test's end.
-    for name in ("SWANLAB_MODE", "SWANLAB_RUN_ID", "SWANLAB_RESUME"):
+    for name in ("SWANLAB_MODE", "SWANLAB_RUN_ID", "SWANLAB_RESUME", "SWANLAB_EXP_COLOR"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
@@ -79,6 +80,14 @@ def test_a_resumed_run_keeps_its_id_and_a_new_one_gets_another(tmp_path):
     assert os.environ["SWANLAB_RESUME"] == "allow"
 
 
+def test_the_arms_have_unlike_colours_and_a_run_keeps_its_own():
+    colours = []
+    for experiment, arm in (("noPR", Arm.NOPR), ("PR", Arm.PR), ("PR", Arm.PR)):
+        swanlab_run.colour_run(experiment, arm)
+        colours.append(os.environ.pop("SWANLAB_EXP_COLOR"))
+    assert colours[0] != colours[1] == colours[2]
+
+
 def test_the_table_is_flat_and_short():
     config = OmegaConf.create(
         {
@@ -109,11 +118,11 @@ def test_a_directory_without_git_has_no_commit(tmp_path):
 
 
 def round_of(samples, seed=0):
-    """A round of two replicas; every fourth call was resumed."""
+    """A round of two replicas; every fourth call was interrupted."""
     rng = np.random.default_rng(seed)
     lengths = rng.lognormal(6, 1, samples).astype(int) + 1
     calls = tuple(
-        EngineCall(i % 2, 0.0, float(length) / 100, int(length), 3, resumed_tokens=int(i % 4 == 0))
+        EngineCall(i % 2, 0.0, float(length) / 100, int(length), 3, interrupted=i % 4 == 0)
         for i, length in enumerate(lengths)
     )
     trained = [TrainedGroup(0, 0, [int(length) for length in lengths], [0] * samples)]
@@ -124,7 +133,7 @@ def colours(pixels):
     return {tuple(colour) for colour in np.unique(pixels.reshape(-1, 4), axis=0)}
 
 
-def test_the_timeline_shows_fresh_and_resumed_calls():
+def test_the_timeline_tells_ended_from_interrupted_calls():
     shown = colours(timeline(round_of(64)))
     assert {(0, 0x72, 0xB2, 255), (0xD5, 0x5E, 0, 255)} <= shown
 

@@ -318,10 +318,25 @@ CONTRACT = (
         calls={"prepare_micro_batches": "*, data, dp_group"},
     ),
     Uses("verl.utils.device", "like_length_batches", calls={"get_device_name": ""}),
-    Uses("verl.utils.tracking:Tracking", "tracking_observer", calls={"log": "data, step, backend"}),
     Uses(
-        "verl.utils.tracking", "tracking_observer main_ppo", has="Tracking", reads="VERL_FILE_LOGGER_PATH SWANLAB_MODE"
+        "verl.utils.tracking:Tracking",
+        "tracking_observer",
+        has="logger",
+        calls={"__init__": "project_name, experiment_name, default_backend, config", "log": "data, step, backend"},
     ),
+    Uses(
+        "verl.utils.tracking",
+        "tracking_observer main_ppo swanlab_run",
+        has="Tracking",
+        reads="VERL_FILE_LOGGER_PATH SWANLAB_MODE SWANLAB_LOG_DIR TENSORBOARD_DIR",
+    ),
+    Uses(
+        "verl.utils.reward_score",
+        "answers",
+        calls={"default_compute_score": "data_source, solution_str, ground_truth, extra_info"},
+    ),
+    Uses("verl.utils.reward_score.gsm8k", "answers", calls={"extract_solution": "solution_str"}),
+    Uses("verl.workers.config:PrometheusConfig", "gauges", has="enable port file served_model_name"),
     Uses("torch.distributed", "gloo_backend", calls={"init_process_group": "backend"}),
     # -- vLLM -----------------------------------------------------------------------------------------------------------
     Uses(

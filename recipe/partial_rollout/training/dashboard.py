@@ -10,6 +10,8 @@ from omegaconf import DictConfig
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.overview import overview
 from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.run_settings import Arm
+from recipe.partial_rollout.rollout.gauges import Gauges
 from recipe.partial_rollout.training import swanlab_run
 from verl_ext import swanlab_board
 
@@ -27,6 +29,7 @@ class Dashboard:
 
     def __init__(self, config: DictConfig, settings: PartialRolloutConfig, directory: Path) -> None:
         self._config, self._settings, self._directory = config, settings, directory
+        self._gauges = Gauges.of(config)
         self._pictures_every = settings.dashboard.pictures_every if self._on_swanlab else 0
 
     @property
@@ -44,6 +47,8 @@ class Dashboard:
         self._directory.mkdir(parents=True, exist_ok=True)
         swanlab_board.install()
         swanlab_run.name_run(self._directory, resumes=resumes or self._verl_resumes)
+        arm = Arm.PR if self._settings.enable else Arm.NOPR
+        swanlab_run.colour_run(str(self._config.trainer.experiment_name), arm)
         return swanlab_run.config_table(self._config)
 
     @property
@@ -53,8 +58,11 @@ class Dashboard:
         return not self._settings.enable and (mode == "resume_path" or (mode == "auto" and found.exists()))
 
     def figures(self, data: dict[str, Any]) -> dict[str, float]:
-        """The ten figures of a step that logs ``data``, as far as it has them."""
-        return overview(data, partial=self._settings.enable)
+        """The ten figures of a step that logs ``data``, as far as it has them; Prometheus gets them too, if asked for."""
+        figures = overview(data, partial=self._settings.enable)
+        if self._gauges is not None:
+            self._gauges.set(figures)
+        return figures
 
     def draw(self, step: int, round_: Round | None) -> None:
         """Send pictures of ``round_`` if it is that of ``step`` and the step's turn."""

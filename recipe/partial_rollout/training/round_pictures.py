@@ -12,7 +12,7 @@ from recipe.partial_rollout.records.round import Round
 
 MOST_CALLS = 2000
 """calls that a timeline draws; of more, an even choice"""
-_FRESH, _RESUMED, _ENGINE = "#0072B2", "#D55E00", "#DCDCDC"
+_ENDED, _INTERRUPTED, _ENGINE = "#0072B2", "#D55E00", "#DCDCDC"
 _SIZE, _DPI = (9.0, 4.0), 90
 
 
@@ -24,11 +24,8 @@ def timeline(round_: Round) -> np.ndarray:
     figure, axes = _empty()
     spans = np.array([(call.busy_from, call.end) for call in calls]).reshape(-1, 2) - phase.start
     heights = np.repeat(np.arange(len(calls))[:, None], 2, axis=1)
-    again = np.array([call.resumed_tokens > 0 for call in calls], dtype=bool)
-    for chosen, colour, label in (
-        (~again, _FRESH, "nothing read again"),
-        (again, _RESUMED, "resumed, context read again"),
-    ):
+    cut = np.array([call.interrupted for call in calls], dtype=bool)
+    for chosen, colour, label in ((~cut, _ENDED, "ended"), (cut, _INTERRUPTED, "interrupted, resumes later")):
         lines = np.stack([spans[chosen], heights[chosen]], axis=-1)
         axes.add_collection(LineCollection(list(lines), colors=colour, linewidths=0.8, label=label))
     for i in range(1, len(calls)):
@@ -45,7 +42,7 @@ def length_histogram(round_: Round) -> np.ndarray:
     """Response lengths (tokens) of the trained samples, and their mean; [height, width, 4], uint8."""
     lengths = np.array([length for group in round_.trained for length in group.lengths])
     figure, axes = _empty()
-    axes.hist(lengths, bins=40, color=_FRESH)
+    axes.hist(lengths, bins=40, color=_ENDED)
     axes.axvline(float(lengths.mean()), color="black", linestyle="--", linewidth=1.2)
     axes.set(xlabel="response tokens", ylabel="trained samples")
     axes.set_title(

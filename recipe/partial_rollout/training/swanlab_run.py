@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -28,6 +29,10 @@ ID_FILE = "swanlab_id"
 """file of the run directory with the id of its run in SwanLab"""
 LONGEST = 100
 """characters of a value in SwanLab's table of configurations"""
+
+_NOPR_COLOUR = "#D55E00"
+_PR_COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#7B4FA3")
+"""told apart by every common kind of colour vision, and dark enough on white"""
 
 _SHOWN = (
     "actor_rollout_ref.model.path",
@@ -86,6 +91,12 @@ def name_run(directory: Path, *, resumes: bool) -> None:
         noted.write_text(generate_id() + "\n")
     os.environ.setdefault("SWANLAB_RUN_ID", noted.read_text().strip())
     os.environ.setdefault("SWANLAB_RESUME", "allow")
+
+
+def colour_run(experiment: str, arm: Arm) -> None:
+    """Give the run's curves a readable colour: noPR's, or one of PR's by the experiment's name. A user's own stays."""
+    choice = _PR_COLOURS[crc32(experiment.encode()) % len(_PR_COLOURS)]
+    os.environ.setdefault("SWANLAB_EXP_COLOR", _NOPR_COLOUR if arm is Arm.NOPR else choice)
 
 
 def config_table(config: DictConfig) -> dict[str, Any]:

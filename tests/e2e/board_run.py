@@ -30,11 +30,12 @@ def round_of(rng, step, partial):
     cap = np.quantile(lengths, 0.9) if partial else lengths.max()
     free, calls = np.zeros((2, 24)), []
     for i, length in enumerate(np.minimum(lengths, cap)):
+        cut = bool(partial and length == cap)
         replica = i % 2
         slot = int(free[replica].argmin())
         start = free[replica, slot]
         free[replica, slot] = start + length / 60
-        calls.append(EngineCall(replica, start, free[replica, slot], int(length), step, int(partial and i % 9 == 0)))
+        calls.append(EngineCall(replica, start, free[replica, slot], int(length), step, interrupted=cut))
     trained = [TrainedGroup(0, 0, [int(length) for length in lengths], [0] * 64)]
     return Round(step, step - 1, RolloutPhase(0.0, float(free.max()), tuple(calls)), trained)
 
@@ -72,7 +73,12 @@ def main(arm, directory, first, last, resumes):
     config = OmegaConf.create(
         {
             "partial_rollout": defaults_of(PartialRolloutConfig) | {"enable": partial},
-            "trainer": {"logger": ["swanlab"], "resume_mode": "auto", "total_training_steps": last},
+            "trainer": {
+                "logger": ["swanlab"],
+                "resume_mode": "auto",
+                "experiment_name": arm,
+                "total_training_steps": last,
+            },
             "actor_rollout_ref": {"rollout": {"n": 8}},
         }
     )
