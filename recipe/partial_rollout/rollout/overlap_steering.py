@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.rollout.overlap_control import OverlapControl
+if TYPE_CHECKING:
+    from recipe.partial_rollout.records.engine_call import EngineCall
+    from recipe.partial_rollout.rollout.overlap_control import OverlapControl
 
 
 @dataclass(frozen=True, slots=True)
