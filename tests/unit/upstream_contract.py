@@ -328,7 +328,7 @@ CONTRACT = (
         "verl.utils.tracking",
         "tracking_observer main_ppo swanlab_run",
         has="Tracking",
-        reads="VERL_FILE_LOGGER_PATH SWANLAB_MODE SWANLAB_LOG_DIR TENSORBOARD_DIR",
+        reads="VERL_FILE_LOGGER_PATH SWANLAB_MODE SWANLAB_LOG_DIR",
     ),
     Uses(
         "verl.utils.reward_score",
@@ -336,7 +336,7 @@ CONTRACT = (
         calls={"default_compute_score": "data_source, solution_str, ground_truth, extra_info"},
     ),
     Uses("verl.utils.reward_score.gsm8k", "answers", calls={"extract_solution": "solution_str"}),
-    Uses("verl.workers.config:PrometheusConfig", "gauges", has="enable port file served_model_name"),
+    Uses("verl.workers.config:PrometheusConfig", "gauges", has="enable"),
     Uses("torch.distributed", "gloo_backend", calls={"init_process_group": "backend"}),
     # -- vLLM -----------------------------------------------------------------------------------------------------------
     Uses(
