@@ -249,6 +249,34 @@ def test_in_order_trains_without_length_bias():
     assert first[SchedulingPolicy.BOUNDED] < 0.95 and first[SchedulingPolicy.IN_ORDER] == 1.0
 
 
+def test_batches_in_order_vary_as_much_in_length_as_noprs_and_overtaking_adds_to_it():
+    lengths = lognormal(median=60, mean=100, cap=1500, samples_per_group=4, correlation=0.2)
+    cluster, admission = Cluster(EngineCurve(6e-3, 1.5e-4), 1, 128), build_admission(batch=8, n=4, max_staleness=8)
+    no_pr = forecast(baseline(admission), Scheduling(), cluster, lengths, rounds=60, warmup=6)
+    made = {
+        overtake: forecast(admission, Scheduling(overtake=overtake), cluster, lengths, rounds=60, warmup=6)
+        for overtake in (0.0, 2.0, None)
+    }
+    assert made[0.0].length_variation == no_pr.length_variation
+    assert made[0.0].quartile_deviation == no_pr.quartile_deviation
+    assert made[2.0].length_variation > 1.1 * made[0.0].length_variation
+    # One window's share of a quartile is off by chance alone; ten batches together are not far off.
+    first, *_, last = no_pr.quartile_deviation
+    assert first > 2 * last
+    speeds = [made[overtake].trained_tokens_per_s for overtake in (0.0, 2.0, None)]
+    assert no_pr.trained_tokens_per_s < speeds[0] < speeds[1] < speeds[2]
+
+
+def test_age_of_tokens_counts_each_by_its_own_version():
+    # 0/0 makes 4 of its 8 tokens in round 0, 4 in round 1, and is trained at version 1; 0/1 and 0/2 are never stale.
+    lengths = LengthTrace(np.array([[8], [4], [9]]))
+    cluster = Cluster(EngineCurve(1.0, 0.0), replicas=1, slots_per_replica=4)
+    simulation = Simulation(build_admission(batch=1, n=1, overlap=1.0), Scheduling(), cluster, lengths, seed=None)
+    first, second = simulation.rounds(2)
+    assert (first.trained_tokens, first.token_ages) == (4, 0)
+    assert (second.trained_tokens, second.token_ages) == (8, 4)
+
+
 def test_last_token_of_an_interrupted_step_ends_its_sample():
     # Both replicas end a sample in the same step; the first to be looked at completes the round.
     lengths = LengthTrace(np.array([[4], [4], [9], [9]]))
@@ -326,6 +354,25 @@ def test_plan_recommends_from_a_distribution_and_a_preset(capsys, tmp_path):
 def test_plan_without_its_input_ends_in_one_line(capsys, arguments, message):
     assert plan(arguments) == 2
     assert capsys.readouterr().out.startswith(message)
+
+
+def test_plan_shows_speed_beside_the_bias_of_each_limit_on_overtaking(capsys, tmp_path):
+    options = ["--overlaps", "1", "--policies", "in_order", "--overtake", "null", "0.5", "--rounds", "6"]
+    arguments = [*PLAN, "--curve", "h100-qwen3-4b", *options, "--json", str(tmp_path / "plan.json")]
+    assert plan(arguments) == 0
+    out = capsys.readouterr().out
+    assert "in_order 1, overtake 0.5" in out and "length variation" in out and "quartiles off, 1/3/10 batches" in out
+    no_pr, in_order, limited = json.loads((tmp_path / "plan.json").read_text())["plans"]
+    assert [no_pr["overtake"], in_order["overtake"], limited["overtake"]] == [None, None, 0.5]
+    windows = limited["forecast"]["quartile_deviation"]
+    assert windows[0] > 0 and windows[2] is None, "six rounds have no window of ten"
+
+
+@pytest.mark.parametrize("share", ["-1", "nan", "inf", "some"])
+def test_plan_refuses_a_share_that_is_none(capsys, share):
+    with pytest.raises(SystemExit):
+        plan([*PLAN, "--overtake", share])
+    assert f"argument --overtake: invalid _share value: '{share}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", '{"step": 1}', "no json"])

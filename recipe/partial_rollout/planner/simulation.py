@@ -47,6 +47,8 @@ class SimulatedRound:
     """int [trained groups, samples of a group], versions since the first token of each"""
     on_policy_tokens: int
     """trained tokens that this round decoded"""
+    token_ages: int
+    """sum over the trained tokens of the versions between each token's own and the one that trains it"""
 
     @property
     def trained_tokens(self) -> int:
@@ -62,6 +64,8 @@ class _Sample:
     made_before: int = 0
     """tokens made in rounds before the present one"""
     ended_version: int | None = None
+    token_versions: int = 0
+    """sum over its tokens of the version that made each"""
 
     @property
     def made(self) -> int:
@@ -173,20 +177,23 @@ class Simulation:
     def _finish(self, sample_id: str) -> None:
         sample = self._samples[sample_id]
         sample.ended_version = self._manager.version
-        self._note_start(sample)
+        self._note_made(sample)
         self._manager.finish(sample_id, _output(sample.length))
 
     def _interrupt(self, sample_id: str) -> None:
         sample = self._samples[sample_id]
-        self._note_start(sample)
-        made = sample.made - sample.made_before
+        made = self._note_made(sample)
         zeros = np.broadcast_to(np.float32(0), made)
         self._manager.add_segment(sample_id, Segment(zeros.astype(np.int32), zeros, self._manager.version))
         self._manager.interrupt(sample_id)
 
-    def _note_start(self, sample: _Sample) -> None:
+    def _note_made(self, sample: _Sample) -> int:
+        """Note which version made the round's tokens of ``sample``; returns how many they are."""
+        version, made = self._manager.version, sample.made - sample.made_before
         if sample.first_version is None and sample.made:
-            sample.first_version = self._manager.version
+            sample.first_version = version
+        sample.token_versions += version * made
+        return made
 
     def _train(self, seconds: float, decoded: int) -> SimulatedRound:
         manager, version = self._manager, self._manager.version
@@ -207,6 +214,7 @@ class Simulation:
                 for sample in group
                 if sample.ended_version == version
             ),
+            token_ages=sum(version * s.length - s.token_versions for group in trained for s in group),
         )
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -21,18 +22,26 @@ from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.config.settings import default_of
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import PRESETS, CurveError, EngineCurve, fit
-from recipe.partial_rollout.planner.forecast import Forecast, baseline, forecast, smallest_worthwhile
+from recipe.partial_rollout.planner.forecast import baseline, forecast
 from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal, of_run
 from recipe.partial_rollout.planner.simulation import Cluster
 from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.records.run_record import RunRecord, load_run
 from recipe.partial_rollout.tools import plan_cost, plan_measure
 from recipe.partial_rollout.tools.command_line import described
-from recipe.partial_rollout.tools.replay import Replay, replay
-from recipe.partial_rollout.tools.table import Table
+from recipe.partial_rollout.tools.plan_table import Option, advice, plan_table
+from recipe.partial_rollout.tools.replay import replay, replay_table
 
 TOLERANCE = 0.15
 """largest relative error of a validated forecast"""
+
+
+def _share(text: str) -> float | None:
+    """A value of ``--overtake``."""
+    share = None if text == "null" else float(text)
+    if share is not None and not 0 <= share < math.inf:
+        raise ValueError(text)
+    return share
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,6 +79,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="POLICY",
         help="values of partial_rollout.scheduling.policy to forecast",
     )
+    parser.add_argument(
+        "--overtake",
+        type=_share,
+        nargs="+",
+        metavar="SHARE",
+        help="values of partial_rollout.scheduling.overtake to forecast (default: null, no limit, but 0 with in_order)",
+    )
     parser.add_argument("--keep-kv", action="store_true", help="assume partial_rollout.resume_kv=keep")
     parser.add_argument(
         "--min-gain",
@@ -78,7 +94,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="recommend the next larger overlap only if it adds this share of speed",
     )
-    parser.add_argument("--rounds", type=int, default=24, metavar="N", help="rounds of each forecast")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=24,
+        metavar="N",
+        help="rounds of each forecast; the last two columns need some 200 (relative error 1 / sqrt(2 N))",
+    )
     parser.add_argument("--validate", type=Path, nargs="+", metavar="RUN", help="replay these runs instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     return parser
@@ -124,15 +146,6 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One row of a plan."""
-
-    policy: str
-    overlap: float
-    forecast: Forecast
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan, or the validation; exit code 1 if a validated forecast is off, 2 if input is missing."""
     options = _parser().parse_args(arguments)
@@ -153,15 +166,12 @@ def _plan(options: argparse.Namespace) -> int:
     lengths, cluster, admission = _inputs(options, run_record)
     if options.save_curve:
         options.save_curve.write_text(json.dumps(asdict(cluster.curve), indent=2) + "\n")
-    no_pr = Option("noPR", 0.0, forecast(baseline(admission), Scheduling(), cluster, lengths, rounds=options.rounds))
-    plans = [no_pr, *_options(options, admission, cluster, lengths)]
+    base = forecast(baseline(admission), Scheduling(), cluster, lengths, rounds=options.rounds)
+    plans = [Option("noPR", 0.0, None, base), *_options(options, admission, cluster, lengths)]
     print(_describe(cluster, lengths))
-    print(_table(plans).console())
-    print(f"\n{_advice(plans, options.min_gain, admission.max_staleness)}")
-    rounds = [
-        ("noPR", no_pr.forecast.round_s),
-        *((f"{plan.policy} {plan.overlap:g}", plan.forecast.round_s) for plan in plans[1:]),
-    ]
+    print(plan_table(plans).console())
+    print(f"\n{advice(plans, options.min_gain, admission.max_staleness)}")
+    rounds = [(plan.name, plan.forecast.round_s) for plan in plans]
     print(f"\n{plan_cost.costs(options, run_record, cluster.replicas, rounds)}")
     if options.json:
         figures = {"curve": asdict(cluster.curve), "plans": [asdict(plan) for plan in plans]}
@@ -226,36 +236,12 @@ def _options(
     options: argparse.Namespace, admission: Admission, cluster: Cluster, lengths: LengthTrace
 ) -> Iterator[Option]:
     overlaps = [overlap for overlap in sorted(options.overlaps) if 0 < overlap <= admission.max_staleness]
-    for policy in tqdm(options.policies, desc="forecasts", leave=False):
+    schedules = [Scheduling(policy, overtake) for policy in options.policies for overtake in options.overtake or [None]]
+    for scheduling in tqdm(schedules, desc="forecasts", leave=False):
         for overlap in overlaps:
             sized = replace(admission, overlap=overlap)
-            yield Option(
-                str(policy), overlap, forecast(sized, Scheduling(policy), cluster, lengths, rounds=options.rounds)
-            )
-
-
-def _advice(plans: list[Option], min_gain: float, bound: int) -> str:
-    """The recommendation, for the default policy or the first one planned."""
-    base, options = plans[0].forecast.trained_tokens_per_s, plans[1:]
-    policies = [plan.policy for plan in options]
-    if not policies:
-        return f"nothing to recommend: no --overlaps between 0 and max_staleness={bound}"
-    policy = str(SchedulingPolicy.BOUNDED) if SchedulingPolicy.BOUNDED in policies else policies[0]
-    rows = {plan.overlap: plan for plan in options if plan.policy == policy}
-    speeds = [(0.0, base), *((overlap, plan.forecast.trained_tokens_per_s) for overlap, plan in rows.items())]
-    overlap = smallest_worthwhile(speeds, min_gain)
-    if overlap not in rows:
-        return f"recommended: partial_rollout.enable=False; the smallest overlap planned gains less than {min_gain:.0%}"
-    found = rows[overlap].forecast
-    why = (
-        "the largest planned, and its last step still pays: plan larger ones"
-        if overlap == max(rows)
-        else f"the next one gains less than {min_gain:.0%}"
-    )
-    return (
-        f"recommended: partial_rollout.overlap={overlap:g} with scheduling.policy={policy}, max_staleness={bound}: rollout "
-        f"{found.trained_tokens_per_s / base:.2f} x noPR at mean staleness {found.staleness_mean:.2f}; {why}"
-    )
+            made = forecast(sized, scheduling, cluster, lengths, rounds=options.rounds)
+            yield Option(str(scheduling.policy), overlap, scheduling.overtake, made)
 
 
 def _describe(cluster: Cluster, lengths: LengthTrace) -> str:
@@ -269,44 +255,9 @@ def _describe(cluster: Cluster, lengths: LengthTrace) -> str:
     )
 
 
-def _table(plans: list[Option]) -> Table:
-    base = plans[0].forecast
-    rows = [
-        [
-            f"{plan.policy} {plan.overlap:g}" if plan is not plans[0] else plan.policy,
-            f"{plan.forecast.round_s:.1f}",
-            f"{plan.forecast.trained_tokens_per_s:,.0f}",
-            f"{plan.forecast.trained_tokens_per_s / base.trained_tokens_per_s:.2f}",
-            f"{plan.forecast.efficiency:.2f}",
-            f"{plan.forecast.staleness_mean:.2f}",
-            f"{plan.forecast.staleness_p95:.0f}",
-            f"{plan.forecast.staleness_max}",
-            f"{plan.forecast.off_policy_fraction:.2f}",
-            f"{plan.forecast.first_length:.2f}",
-        ]
-        for plan in plans
-    ]
-    header = [
-        "policy, overlap",
-        "round s",
-        "tokens/s",
-        "x noPR",
-        "efficiency",
-        "staleness",
-        "p95",
-        "max",
-        "off-policy",
-        "first 5 length",
-    ]
-    return Table("Forecast of the rollout", header, rows)
-
-
-# -- validation --------------------------------------------------------------------------------------------------------
-
-
 def _validate(options: argparse.Namespace) -> int:
     replays = [replay(load_run(directory)) for directory in options.validate]
-    print(_validation_table(replays).console())
+    print(replay_table(replays).console())
     worst = max(replays, key=lambda r: abs(r.ratio - 1))
     passed = abs(worst.ratio - 1) <= TOLERANCE
     verdict = "within" if passed else "NOT within"
@@ -314,19 +265,3 @@ def _validate(options: argparse.Namespace) -> int:
     if options.json:
         options.json.write_text(json.dumps([asdict(r) for r in replays], indent=2) + "\n")
     return 0 if passed else 1
-
-
-def _validation_table(replays: list[Replay]) -> Table:
-    rows = [
-        [
-            r.name,
-            f"{r.measured_ms:.0f}",
-            f"{r.forecast_ms:.0f}",
-            f"{r.ratio:.2f}",
-            f"{r.measured_staleness:.2f} / {r.measured_staleness_max}",
-            f"{r.forecast_staleness:.2f} / {r.forecast_staleness_max}",
-        ]
-        for r in replays
-    ]
-    header = ["run", "ms per 1,000 tokens", "forecast", "ratio", "staleness mean / max", "forecast"]
-    return Table("Runs, and what the simulation says of them", header, rows)

@@ -19,6 +19,7 @@ from recipe.partial_rollout.planner.forecast import baseline
 from recipe.partial_rollout.planner.lengths import of_run
 from recipe.partial_rollout.planner.simulation import Cluster, Simulation
 from recipe.partial_rollout.records.run_record import RunRecord
+from recipe.partial_rollout.tools.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +84,20 @@ def replay(run: RunRecord) -> Replay:
         measured_staleness_max=int(measured.max()),
         forecast_staleness_max=int(ages.max()),
     )
+
+
+def replay_table(replays: list[Replay]) -> Table:
+    """Measured and forecast figures, a row for each run."""
+    rows = [
+        [
+            r.name,
+            f"{r.measured_ms:.0f}",
+            f"{r.forecast_ms:.0f}",
+            f"{r.ratio:.2f}",
+            f"{r.measured_staleness:.2f} / {r.measured_staleness_max}",
+            f"{r.forecast_staleness:.2f} / {r.forecast_staleness_max}",
+        ]
+        for r in replays
+    ]
+    header = ["run", "ms per 1,000 tokens", "forecast", "ratio", "staleness mean / max", "forecast"]
+    return Table("Runs, and what the simulation says of them", header, rows)

@@ -1,0 +1,101 @@
+"""The forecasts of a plan as a table, and what it recommends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recipe.partial_rollout.config.choices import SchedulingPolicy
+from recipe.partial_rollout.planner.forecast import WINDOWS, Forecast, smallest_worthwhile
+from recipe.partial_rollout.tools.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One row of a plan."""
+
+    policy: str
+    overlap: float
+    overtake: float | None
+    forecast: Forecast
+
+    @property
+    def name(self) -> str:
+        if not self.overlap:
+            return self.policy
+        limit = "" if self.overtake is None else f", overtake {self.overtake:g}"
+        return f"{self.policy} {self.overlap:g}{limit}"
+
+
+def plan_table(plans: list[Option]) -> Table:
+    """A row for each of ``plans``; the first is noPR, the reference of all columns."""
+    base = plans[0].forecast
+    rows = [
+        [
+            plan.name,
+            f"{plan.forecast.round_s:.1f}",
+            f"{plan.forecast.trained_tokens_per_s:,.0f}",
+            f"{plan.forecast.trained_tokens_per_s / base.trained_tokens_per_s:.2f}",
+            f"{plan.forecast.efficiency:.2f}",
+            f"{plan.forecast.staleness_mean:.2f}",
+            f"{plan.forecast.staleness_p95:.0f}",
+            f"{plan.forecast.staleness_max}",
+            f"{plan.forecast.token_age_mean:.2f}",
+            f"{plan.forecast.off_policy_fraction:.2f}",
+            f"{plan.forecast.first_length:.2f}",
+            _share(plan.forecast.length_variation),
+            " ".join(map(_share, plan.forecast.quartile_deviation)),
+        ]
+        for plan in plans
+    ]
+    header = [
+        "policy, overlap",
+        "round s",
+        "tokens/s",
+        "x noPR",
+        "efficiency",
+        "staleness",
+        "p95",
+        "max",
+        "token age",
+        "off-policy",
+        "first 5 length",
+        "length variation",
+        f"quartiles off, {'/'.join(map(str, WINDOWS))} batches",
+    ]
+    return Table("Forecast of the rollout", header, rows)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def advice(plans: list[Option], min_gain: float, bound: int) -> str:
+    """The recommendation, for the default policy and its default limit on overtaking, or the first ones planned.
+
+    Args:
+        min_gain: share of speed that the next larger overlap must gain.
+        bound: ``max_staleness``.
+    """
+    base, options = plans[0].forecast.trained_tokens_per_s, plans[1:]
+    policies = [plan.policy for plan in options]
+    if not policies:
+        return f"nothing to recommend: no --overlaps between 0 and max_staleness={bound}"
+    policy = str(SchedulingPolicy.BOUNDED) if SchedulingPolicy.BOUNDED in policies else policies[0]
+    limits = [plan.overtake for plan in options if plan.policy == policy]
+    overtake = None if None in limits else limits[0]
+    rows = {plan.overlap: plan for plan in options if (plan.policy, plan.overtake) == (policy, overtake)}
+    speeds = [(0.0, base), *((overlap, plan.forecast.trained_tokens_per_s) for overlap, plan in rows.items())]
+    overlap = smallest_worthwhile(speeds, min_gain)
+    if overlap not in rows:
+        return f"recommended: partial_rollout.enable=False; the smallest overlap planned gains less than {min_gain:.0%}"
+    found = rows[overlap].forecast
+    limit = "" if overtake is None else f", scheduling.overtake={overtake:g}"
+    why = (
+        "the largest planned, and its last step still pays: plan larger ones"
+        if overlap == max(rows)
+        else f"the next one gains less than {min_gain:.0%}"
+    )
+    return (
+        f"recommended: partial_rollout.overlap={overlap:g} with scheduling.policy={policy}{limit}, max_staleness={bound}: "
+        f"rollout {found.trained_tokens_per_s / base:.2f} x noPR at mean staleness {found.staleness_mean:.2f}; {why}"
+    )
