@@ -1,5 +1,6 @@
 """What the state machine does, as facts. The round used throughout: N groups of n samples, one worker."""
 
+import numpy as np
 import pytest
 
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
@@ -453,6 +454,34 @@ def test_length_bias_shows_that_short_groups_train_first(manager, output):
     m.finish(long.sample_id, output(90))
     m.acknowledge(g.uid for g in m.take_batch())
     assert m.length_bias() == (50, 50)
+
+
+def test_bias_of_a_batch_is_its_length_over_that_of_the_batch_in_dispatch_order(manager, output, segment):
+    m = manager(batch=1, n=1, overlap=1.0)
+    m.open_round()
+    long, short = m.claim("w0")
+    m.add_segment(long.sample_id, segment(40))
+    m.finish(short.sample_id, output(10))
+    (batch,) = m.take_batch()
+    assert m.metrics()["length/batch_bias"] == 10 / 40, "0/0 with its length so far"
+    m.acknowledge([batch.uid])
+    assert np.isnan(m.metrics()["length/batch_bias"]), "the trainer has no batch"
+    m.finish(long.sample_id, output(90))
+    m.take_batch()
+    assert m.metrics()["length/batch_bias"] == 90 / 10
+    assert m.length_bias() == (10, 90), "looking ahead has moved nothing"
+
+
+def test_batches_in_order_have_no_bias(manager, output):
+    m = manager(batch=2, n=1, overlap=1.0, policy=SchedulingPolicy.IN_ORDER)
+    m.open_round()
+    for length, grant in enumerate(m.claim("w0"), 1):
+        m.finish(grant.sample_id, output(length))
+    for version in (1, 2):
+        batch = m.take_batch()
+        assert m.metrics()["length/batch_bias"] == 1.0
+        m.acknowledge(group.uid for group in batch)
+        m.advance_version(version)
 
 
 def test_unfinished_report_names_sample_state_worker_and_age(manager, segment):

@@ -26,6 +26,7 @@ from recipe.partial_rollout.rollout.batch import assemble_batch
 from recipe.partial_rollout.rollout.live_round import LiveRound
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.training.batch_lengths import BatchLengths
 from recipe.partial_rollout.training.dashboard import Dashboard
 from recipe.partial_rollout.training.gpu_watch import GpuWatch
 from recipe.partial_rollout.training.policy_drift import PolicyDrift
@@ -161,7 +162,8 @@ def build_trainer(run_dir, manager, output, *, moment, overrides=()):
     trainer.trace = SimpleNamespace(phase=lambda *_: None, complete=lambda: None, sync=lambda: None, last_round=None)
     trainer.dashboard = Dashboard(config, trainer.settings, trainer.run_dir)
     trainer.ledger, trainer.prompt_source = Ledger(), Source()
-    trainer.step_line, trainer.drift = StepLine(STEPS), PolicyDrift()
+    trainer.step_line = StepLine(STEPS)
+    trainer.drift, trainer.batch_lengths = PolicyDrift(), BatchLengths()
     trainer.total_training_steps = STEPS
     trainer.train_dataloader, trainer.train_dataset = SlotLoader(STEPS, 2), object()
     trainer._dump_executor = SimpleNamespace(_shutdown=False)

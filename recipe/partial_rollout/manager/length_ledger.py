@@ -5,6 +5,7 @@ Filtered groups count on neither side: what dynamic sampling selects is no bias 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -59,6 +60,15 @@ class LengthLedger:
     def total_of_first(self, groups: int, so_far: Callable[[int], int]) -> int:
         """Tokens of the first ``groups`` unfiltered groups dispatched; ``so_far(order)`` gives those of one in flight."""
         self.fold(groups)
+        return self.prefix + self._total(0, groups - self.prefix_groups, so_far)
+
+    def total_of_next(self, groups: int, after: int, so_far: Callable[[int], int]) -> int:
+        """As ``total_of_first``, of the ``groups`` that follow the first ``after``."""
+        self.fold(after)
+        return self._total(after - self.prefix_groups, groups, so_far)
+
+    def _total(self, skipped: int, groups: int, so_far: Callable[[int], int]) -> int:
+        """Tokens of ``groups`` groups after the prefix and the ``skipped`` that follow it."""
         behind = (order for order in range(self.passed, self.opened) if order not in self.left_out)
-        pending = [order for order, _ in zip(behind, range(groups - self.prefix_groups), strict=False)]
-        return self.prefix + sum(so_far(i) if (tokens := self.ended.get(i)) is None else tokens for i in pending)
+        orders = itertools.islice(behind, skipped, skipped + groups)
+        return sum(so_far(i) if (tokens := self.ended.get(i)) is None else tokens for i in orders)

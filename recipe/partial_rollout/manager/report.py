@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from recipe.partial_rollout.manager.groups import Counters, Groups
 from recipe.partial_rollout.manager.messages import Standing
@@ -20,12 +20,24 @@ def length_bias(groups: Groups, samples_per_group: int) -> tuple[float, float]:
     trained = counters.trained_groups
     if not trained:
         return float("nan"), float("nan")
-
-    def so_far(order: int) -> int:
-        return sum(sample.length for sample in groups.by_order[order].samples)
-
     samples = trained * samples_per_group
-    return counters.trained_tokens / samples, groups.lengths.total_of_first(trained, so_far) / samples
+    return counters.trained_tokens / samples, groups.lengths.total_of_first(trained, _so_far(groups)) / samples
+
+
+def batch_bias(groups: Groups) -> float:
+    """Mean response length of the batch that the trainer has, over that of the batch that dispatch order would give.
+
+    The latter are as many groups that follow the first ``trained_groups`` dispatched. One that has not ended counts with
+    its length so far. 1 in every step if prompts train in the order of the data; nan while the trainer has no batch.
+    """
+    taken = groups.taken.values()
+    dispatched = groups.lengths.total_of_next(len(taken), groups.counters.trained_groups, _so_far(groups))
+    return sum(group.finished_length for group in taken) / dispatched if dispatched else float("nan")
+
+
+def _so_far(groups: Groups) -> Callable[[int], int]:
+    """Response tokens of a group in flight, by its dispatch order."""
+    return lambda order: sum(sample.length for sample in groups.by_order[order].samples)
 
 
 def gauges(state: ManagerState, unfinished_samples: int, samples_per_group: int) -> dict[str, float]:
@@ -47,6 +59,7 @@ def gauges(state: ManagerState, unfinished_samples: int, samples_per_group: int)
         "length/trained_mean": trained,
         "length/dispatched_mean": dispatched,
         "length/bias": trained / dispatched if dispatched else float("nan"),
+        "length/batch_bias": batch_bias(groups),
         "lost_samples": groups.lost * samples_per_group,
     }
 

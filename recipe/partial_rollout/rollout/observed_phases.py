@@ -13,6 +13,7 @@ from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.trained_group import TrainedGroup, prompt_identity
 from recipe.partial_rollout.rollout import metrics
 from recipe.partial_rollout.rollout.engine_probe import EngineProbe, TakeCalls
+from recipe.partial_rollout.rollout.length_window import LengthWindow
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.rollout.round_watch import RoundWatch
 
@@ -34,6 +35,7 @@ class ObservedPhases:
         self.probe = probe
         self._watch = RoundWatch(context.settings, context.control)
         self._figures: dict[str, float] = {}
+        self._lengths = LengthWindow()
 
     async def validate(self, prompts: DataProto, generated: Awaitable[DataProto]) -> DataProto:
         """Await and return ``generated``, verl's validation of ``prompts``.
@@ -93,4 +95,5 @@ class ObservedPhases:
             "trained/samples": len(lengths),
             "trained/tokens": sum(tokens),
             "lost_samples": 0,
+            **self._lengths.observe(trained),
         }

@@ -14,6 +14,7 @@ from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout import metrics
 from recipe.partial_rollout.rollout.engine_probe import EngineProbe
+from recipe.partial_rollout.rollout.length_window import LengthWindow
 from recipe.partial_rollout.rollout.played_round import PlayedRound
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 
@@ -34,6 +35,7 @@ class RoundBook:
         self._context = context
         self._probe = probe
         self._overlap = overlap
+        self._lengths = LengthWindow()
         self._spared = 0
         """groups of equal reward that were trained despite dynamic sampling"""
 
@@ -62,9 +64,11 @@ class RoundBook:
         phase = RolloutPhase(played.began, played.quiet_at, calls)
         waits = {**played.waits(flushed, calls), "flush_s": flush_s}
         self._overlap.observe(phase.calls, [[output.response_length for output in g.outputs] for g in groups])
+        trained = [TrainedGroup.of(group, version) for group in groups]
         figures = {
             **metrics.phase_metrics(phase, context.full_concurrency, self._probe.full_tokens_per_s),
             **metrics.batch_metrics(groups, version),
+            **self._lengths.observe(trained),
             **flushed.metrics,
             **{f"timing/{name}": seconds for name, seconds in waits.items()},
             "overlap": played.start.carried_groups / context.settings.batch_groups,
@@ -78,7 +82,7 @@ class RoundBook:
                 step=step,
                 version=version,
                 phase=phase,
-                trained=[TrainedGroup.of(group, version) for group in groups],
+                trained=trained,
                 interrupt_s=waits["interrupt_s"],
                 resume_s=waits["resume_s"],
                 carried_groups=played.start.carried_groups,

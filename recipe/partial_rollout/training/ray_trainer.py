@@ -38,6 +38,7 @@ from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
+from recipe.partial_rollout.training.batch_lengths import BatchLengths
 from recipe.partial_rollout.training.behaviour_weights import weight_metrics
 from recipe.partial_rollout.training.dashboard import Dashboard
 from recipe.partial_rollout.training.gpu_watch import GpuWatch
@@ -77,7 +78,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         self.resume_from = self._find_checkpoint(config)
         super().__init__(config, *args, **kwargs)
         self.step_line = StepLine(self.total_training_steps)
-        self.drift = PolicyDrift()
+        self.drift, self.batch_lengths = PolicyDrift(), BatchLengths()
         self.dashboard = Dashboard(config, self.settings, self.run_dir)
         self._phase_started: float | None = None
         self._measured: dict[str, float] = {}
@@ -259,7 +260,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """Add the round's metrics to what verl logs for a step, print the step in one line, warn of drift."""
+        """Add the round's metrics to what verl logs for a step, print the step in one line, warn of drift and bias."""
         if "training/global_step" in data:
             self._complete_step()
         figures = {**self._rollout.take_step_metrics(), **self.gpus.take_metrics(), **self._measured}
@@ -272,6 +273,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             tqdm.write(warning)
             if self.settings.on_drift is OnDrift.SHRINK:
                 self._rollout.shrink_overlap(f"the policy drifted at step {step} (partial_rollout.on_drift=shrink)")
+        if self.settings.enable and (warning := self.batch_lengths.observe(data, step)):
+            tqdm.write(warning)
         return data
 
     def _after_log(self, data: dict[str, Any], step: int) -> None:
