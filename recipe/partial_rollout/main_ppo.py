@@ -1,5 +1,8 @@
 """Entry point: ``python -m recipe.partial_rollout.main_ppo --config-name NAME [hydra overrides]``.
 
+With ``--check`` it trains nothing: it checks everything that needs no GPU, prints the plan, and exits with 0, with 3 if
+data or model are missing, or with 2 if the settings do not hold.
+
 The trainer runs in this process (workers, engines and the manager are Ray actors), so its errors, its progress bar and
 Ctrl-C are the terminal's own.
 """
@@ -27,6 +30,7 @@ from recipe.partial_rollout.waits import one_line
 from verl_ext import which_recipe
 
 _HERE = "recipe.partial_rollout"
+CHECK = "--check"
 
 register_keys()
 
@@ -58,24 +62,49 @@ def wire(config: DictConfig) -> None:
         config.trainer.default_local_dir = "outputs"
 
 
+def prepare(config: DictConfig) -> None:
+    """Choose the attention and resolve interpolations.
+
+    Raises:
+        ConfigError: another recipe of this name would run, or the attention asked for is not installed.
+    """
+    foreign = which_recipe.problem()
+    if foreign is not None:
+        raise ConfigError(foreign)
+    from recipe.partial_rollout.training.attention import choose_attention
+
+    choose_attention(config)
+    # verl instantiates parts of the config detached from its root, where interpolations would not resolve.
+    OmegaConf.resolve(config)
+
+
+def check(config: DictConfig) -> NoReturn:
+    """Exit with what ``preflight/dry_run.py`` finds.
+
+    Raises:
+        ConfigError: the settings do not hold.
+    """
+    from recipe.partial_rollout.preflight.dry_run import dry_run
+
+    prepare(config)
+    sys.exit(dry_run(config))
+
+
 def run(config: DictConfig) -> None:
     """Check ``config``, start Ray, train.
 
     Raises:
         ConfigError: before Ray starts, in one line.
     """
-    foreign = which_recipe.problem()
-    if foreign is not None:
-        raise ConfigError(foreign)
-    from recipe.partial_rollout.preflight import check_config, check_prompts
-    from recipe.partial_rollout.training.attention import choose_attention
+    from recipe.partial_rollout.preflight.inputs import fetch_model
+    from recipe.partial_rollout.preflight.prompts import check_prompts
+    from recipe.partial_rollout.preflight.settings_check import check_config
     from recipe.partial_rollout.training.swanlab_run import choose_mode
 
-    choose_attention(config)
-    # verl instantiates parts of the config detached from its root, where interpolations would not resolve.
-    OmegaConf.resolve(config)
+    prepare(config)
     check_config(config)
     choose_mode(config.trainer.logger)
+    fetch_model(config)
     wire(config)
     directory = Path(config.trainer.default_local_dir)
     directory.mkdir(parents=True, exist_ok=True)
@@ -123,14 +152,27 @@ def main() -> None:
     Exceptions must not reach hydra, which would print them its own way. The traceback of a failed training is in
     ``error.log`` of the run directory.
     """
+    checks_only = CHECK in sys.argv
+    sys.argv = [argument for argument in sys.argv if argument != CHECK]
     try:
         check_overrides(sys.argv[1:])
     except ConfigError as error:
         _refuse(error)
-    _composed_main()
+    (_composed_check if checks_only else _composed_main)()
 
 
-@hydra.main(config_path=str(CONF_DIR), config_name="ppo_partial_rollout", version_base=None)
+_composes = hydra.main(config_path=str(CONF_DIR), config_name="ppo_partial_rollout", version_base=None)
+
+
+@_composes
+def _composed_check(config: DictConfig) -> None:
+    try:
+        check(config)
+    except ConfigError as error:
+        _refuse(error)
+
+
+@_composes
 def _composed_main(config: DictConfig) -> None:
     try:
         run(config)

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo, task_runner
-from recipe.partial_rollout.preflight import check_config
+from recipe.partial_rollout.preflight.settings_check import check_config
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 

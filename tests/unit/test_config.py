@@ -11,7 +11,7 @@ from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint import manifest
 from recipe.partial_rollout.config.errors import ConfigError
 from recipe.partial_rollout.config.settings import FLAGS, read_flags
-from recipe.partial_rollout.preflight import check_config, check_prompts
+from recipe.partial_rollout.preflight.settings_check import check_config
 
 SIZES = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
 
@@ -418,19 +418,6 @@ def test_run_whose_checkpoints_are_all_torn_does_not_start_over_in_silence(confi
 def test_checkpoint_that_is_written_behind_the_trainers_back_is_refused(configure, part):
     with pytest.raises(ConfigError, match=f"{part}.checkpoint.async_save=True: False"):
         check_config(configure(f"{part}.checkpoint.async_save=True"))
-
-
-class Tokenizer:
-    def apply_chat_template(self, messages, **options):
-        return {"input_ids": list(messages[0]["content"])}
-
-
-def test_over_long_prompt_is_refused_unless_filtered(configure):
-    rows = [{"raw_prompt": [{"role": "user", "content": "x" * length}]} for length in (10, 70)]
-    with pytest.raises(ConfigError, match=r"data.max_prompt_length=64: at least 70, the tokens of row 1"):
-        check_prompts(configure(), Tokenizer(), rows)
-    check_prompts(configure("data.filter_overlong_prompts=True"), Tokenizer(), rows)
-    check_prompts(configure("data.max_prompt_length=70"), Tokenizer(), rows)
 
 
 def test_decoupled_loss_is_on_for_partial_rollout_and_off_for_the_baseline(configure):

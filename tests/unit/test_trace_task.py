@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.preflight import check_config
+from recipe.partial_rollout.preflight.settings_check import check_config
 from recipe.partial_rollout.tasks.trace_task.prepare import main, response_budgets
 
 

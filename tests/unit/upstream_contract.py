@@ -60,7 +60,7 @@ CONTRACT = (
     Uses("verl.trainer.constants_ppo", "task_runner", calls={"get_ppo_ray_runtime_env": "config"}),
     Uses(
         "verl.trainer.ppo.utils",
-        "task_runner ray_trainer",
+        "task_runner ray_trainer dry_run",
         calls={
             "create_rl_dataset": "data_paths, data_config, tokenizer, processor, *, is_train, max_samples",
             "create_rl_sampler": "data_config, dataset",
@@ -68,9 +68,10 @@ CONTRACT = (
             "need_reference_policy": "config",
         },
     ),
+    Uses("verl.utils.tokenizer", "dry_run", calls={"hf_tokenizer": "name_or_path, *, trust_remote_code"}),
     Uses(
         "verl.utils.config",
-        "task_runner ray_trainer correction_check",
+        "task_runner ray_trainer correction_check dry_run",
         calls={
             "omega_conf_to_dataclass": "config",
             "validate_config": "*, config, use_reference_policy, use_critic",
@@ -213,7 +214,7 @@ CONTRACT = (
     ),
     Uses(
         "verl.workers.config:RolloutConfig",
-        "main_ppo preflight settings observed_worker llm_client replica ray_trainer",
+        "main_ppo settings_check settings observed_worker llm_client replica ray_trainer",
         has="name n custom agent scheduling_policy free_cache_engine enable_prefix_caching calculate_log_probs "
         "checkpoint_engine prompt_length response_length max_model_len max_num_seqs temperature top_p top_k",
     ),
@@ -222,7 +223,7 @@ CONTRACT = (
         "main_ppo observed_worker",
         has="agent_loop_manager_class default_agent_loop",
     ),
-    Uses("verl.workers.config:CheckpointEngineConfig", "preflight", has="backend"),
+    Uses("verl.workers.config:CheckpointEngineConfig", "settings_check", has="backend"),
     Uses(
         "verl.workers.config:HFModelConfig",
         "task_runner attention",

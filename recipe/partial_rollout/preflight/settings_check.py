@@ -1,25 +1,45 @@
-"""Checks of the whole configuration that need no Ray: verl's keys that partial rollout depends on, files, prompts."""
+"""Checks of the whole configuration that read no file but checkpoints: verl's keys that partial rollout depends on."""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, TornCheckpointError, verify
-from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.config.errors import fail
-from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.config.settings import OVERLONG, PartialRolloutConfig, check_keys
+from recipe.partial_rollout.preflight.checkpoints import check_checkpoints
+from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs
 from recipe.partial_rollout.training.correction_check import check_correction
+
+_GROUPED = (
+    "grpo",
+    "grpo_passk",
+    "grpo_vectorized",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "gpg",
+    "reinforce_plus_plus_baseline",
+)
+"""advantage estimators with a baseline made of a prompt's other samples"""
 
 
 def check_config(config: DictConfig) -> PartialRolloutConfig:
+    """Raise ``ConfigError`` for the first mistake in settings, inputs or vocabulary; returns the checked settings.
+
+    Flags in ``config`` become bools.
+    """
+    settings = check_settings(config)
+    for error in missing_inputs(config):
+        raise error
+    check_vocabulary(config)
+    return settings
+
+
+def check_settings(config: DictConfig) -> PartialRolloutConfig:
     """Raise ``ConfigError`` for the first mistake found; returns the checked settings. Flags in ``config`` become bools."""
     check_keys(config)
     settings = PartialRolloutConfig.from_config(config)
@@ -27,12 +47,11 @@ def check_config(config: DictConfig) -> PartialRolloutConfig:
     _check_speculation(config)
     _check_budget(config)
     _check_filter(config, settings)
+    _check_group(config, settings.samples_per_group)
     _check_overlong(config)
     if settings.enable:
         _check_partial_rollout(config)
         check_correction(config, settings)
-    _check_files(config)
-    _check_vocabulary(config)
     return settings
 
 
@@ -84,6 +103,17 @@ def _check_filter(config: DictConfig, settings: PartialRolloutConfig) -> None:
             f"{at}.enable",
             True,
             "False, or reward.reward_model.enable_resource_pool=True: colocated it scores too late",
+        )
+
+
+def _check_group(config: DictConfig, n: int) -> None:
+    estimator = config.algorithm.adv_estimator
+    if n < 2 and estimator in _GROUPED:
+        raise fail(
+            "actor_rollout_ref.rollout.n",
+            n,
+            f"at least 2 with algorithm.adv_estimator={estimator}, whose baseline is a prompt's other samples "
+            "(1 is verl's default; the recipes have 8)",
         )
 
 
@@ -150,7 +180,7 @@ def _check_partial_rollout(config: DictConfig) -> None:
     _check_unsupported(config)
     if config.partial_rollout.resume_kv == ResumeKV.KEEP:
         _check_kept_kv(rollout)
-    _check_checkpoints(config)
+    check_checkpoints(config)
     if not config.partial_rollout.drain and config.trainer.save_freq <= 0:
         print(
             "warning: partial_rollout.drain=False with trainer.save_freq=-1: "
@@ -202,91 +232,3 @@ def _check_kept_kv(rollout: DictConfig) -> None:
         raise fail(
             "partial_rollout.resume_kv", "keep", "recompute with actor_rollout_ref.rollout.enable_prefix_caching=False"
         )
-
-
-def _check_checkpoints(config: DictConfig) -> None:
-    trainer, mode = config.trainer, config.trainer.resume_mode
-    if mode not in ("auto", "resume_path", "disable"):
-        raise fail("trainer.resume_mode", mode, "one of auto, resume_path, disable")
-    path = trainer.get("resume_from_path")
-    if mode == "resume_path" and not (path and Path(str(path)).is_dir() and "global_step_" in Path(str(path)).name):
-        raise fail(
-            "trainer.resume_from_path", path, "an existing .../global_step_K with trainer.resume_mode=resume_path"
-        )
-    if trainer.get("default_hdfs_dir"):
-        raise fail(
-            "trainer.default_hdfs_dir", trainer.default_hdfs_dir, "null: what is in flight is saved locally only"
-        )
-    for part in ("actor_rollout_ref.actor", "critic"):
-        if OmegaConf.select(config, f"{part}.checkpoint.async_save"):
-            raise fail(f"{part}.checkpoint.async_save", True, "False: a checkpoint is sealed when it is whole")
-    try:
-        found = RunCheckpoints(Path(trainer.default_local_dir), checksum_all=False).to_resume(mode, path)
-    except (TornCheckpointError, ForeignCheckpointError) as error:
-        raise fail("trainer.resume_mode", mode, str(error)) from error
-    if found is not None:
-        _check_sizes(found, PartialRolloutConfig.from_config(config))
-
-
-def _check_sizes(checkpoint: Path, settings: PartialRolloutConfig) -> None:
-    saved = verify(checkpoint).facts["sizes"]
-    theirs = ResumeSizes(saved["batch_groups"], saved["samples_per_group"], saved["max_staleness"])
-    if other := settings.resume_sizes.mismatch(theirs):
-        raise fail(other.key, other.here, other.allowed_by(f"as in {checkpoint}"))
-    if saved.get("filter_groups") and settings.group_filter is None:
-        raise fail(
-            "algorithm.filter_groups.enable", False, f"True, as in {checkpoint}: it consumed more than it trained"
-        )
-
-
-def _check_files(config: DictConfig) -> None:
-    model = Path(str(config.actor_rollout_ref.model.path)).expanduser()
-    if not (model / "config.json").is_file():
-        raise fail("actor_rollout_ref.model.path", model, "a local model directory with config.json")
-    for split in ("train", "val"):
-        files = config.data[f"{split}_files"]
-        for name in [files] if isinstance(files, str) else files:
-            if not Path(str(name)).expanduser().is_file():
-                raise fail(f"data.{split}_files", name, "an existing parquet file")
-
-
-def _check_vocabulary(config: DictConfig) -> None:
-    """Check the model's vocabulary: vLLM masks ids beyond the tokenizer's and the trainer does not, so log-probs differ."""
-    from transformers import AutoTokenizer
-
-    model = config.actor_rollout_ref.model
-    path = Path(str(model.path)).expanduser()
-    rows = json.loads((path / "config.json").read_text()).get("vocab_size")
-    tokenizer_path = model.get("tokenizer_path") or path
-    tokens = len(AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=model.get("trust_remote_code", False)))
-    if rows is None or tokens == rows:
-        return
-    if tokens < rows and config.partial_rollout.padded_vocabulary:
-        return
-    raise fail(
-        "actor_rollout_ref.model.path",
-        model.path,
-        f"its tokenizer has {tokens} tokens and the model {rows}; they must be equal (where the model's extra rows are "
-        f"padding that is never sampled, as in Qwen's checkpoints, set partial_rollout.padded_vocabulary=True)",
-    )
-
-
-def check_prompts(config: DictConfig, tokenizer: Any, dataset: Iterable[Any]) -> None:
-    """Raise ``ConfigError`` for the first prompt longer than ``data.max_prompt_length`` tokens.
-
-    verl's agent loops would cut such a prompt on the left, with a warning. ``data.filter_overlong_prompts=True`` drops it.
-    """
-    if config.data.filter_overlong_prompts:
-        return
-    limit = config.data.max_prompt_length
-    options = config.data.get("apply_chat_template_kwargs") or {}
-    for i in range(len(dataset)):  # type: ignore[arg-type]
-        messages = list(dataset[i]["raw_prompt"])  # type: ignore[index]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **options)
-        length = len(ids["input_ids"] if hasattr(ids, "keys") else ids)
-        if length > limit:
-            raise fail(
-                "data.max_prompt_length",
-                limit,
-                f"at least {length}, the tokens of row {i} of data.train_files (or data.filter_overlong_prompts=True)",
-            )

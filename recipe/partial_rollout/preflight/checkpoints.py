@@ -1,0 +1,49 @@
+"""Checks of the checkpoints that a training would resume from: they are whole, and their sizes are the settings'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, TornCheckpointError, verify
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
+from recipe.partial_rollout.config.errors import fail
+from recipe.partial_rollout.config.resume_sizes import ResumeSizes
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
+
+
+def check_checkpoints(config: DictConfig) -> None:
+    """Raise ``ConfigError`` where the checkpoint that ``trainer.resume_mode`` asks for cannot be resumed."""
+    trainer, mode = config.trainer, config.trainer.resume_mode
+    if mode not in ("auto", "resume_path", "disable"):
+        raise fail("trainer.resume_mode", mode, "one of auto, resume_path, disable")
+    path = trainer.get("resume_from_path")
+    if mode == "resume_path" and not (path and Path(str(path)).is_dir() and "global_step_" in Path(str(path)).name):
+        raise fail(
+            "trainer.resume_from_path", path, "an existing .../global_step_K with trainer.resume_mode=resume_path"
+        )
+    if trainer.get("default_hdfs_dir"):
+        raise fail(
+            "trainer.default_hdfs_dir", trainer.default_hdfs_dir, "null: what is in flight is saved locally only"
+        )
+    for part in ("actor_rollout_ref.actor", "critic"):
+        if OmegaConf.select(config, f"{part}.checkpoint.async_save"):
+            raise fail(f"{part}.checkpoint.async_save", True, "False: a checkpoint is sealed when it is whole")
+    try:
+        found = RunCheckpoints(Path(trainer.default_local_dir), checksum_all=False).to_resume(mode, path)
+    except (TornCheckpointError, ForeignCheckpointError) as error:
+        raise fail("trainer.resume_mode", mode, str(error)) from error
+    if found is not None:
+        _check_sizes(found, PartialRolloutConfig.from_config(config))
+
+
+def _check_sizes(checkpoint: Path, settings: PartialRolloutConfig) -> None:
+    saved = verify(checkpoint).facts["sizes"]
+    theirs = ResumeSizes(saved["batch_groups"], saved["samples_per_group"], saved["max_staleness"])
+    if other := settings.resume_sizes.mismatch(theirs):
+        raise fail(other.key, other.here, other.allowed_by(f"as in {checkpoint}"))
+    if saved.get("filter_groups") and settings.group_filter is None:
+        raise fail(
+            "algorithm.filter_groups.enable", False, f"True, as in {checkpoint}: it consumed more than it trained"
+        )

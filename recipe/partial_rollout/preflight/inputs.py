@@ -1,0 +1,126 @@
+"""What a run reads: model, data, Ray cluster. What is missing is named with the command that brings it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.partial_rollout.config.errors import ConfigError, fail
+
+MODEL = "actor_rollout_ref.model.path"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_PROBE_S = 5.0
+"""for the hub to answer; its client would retry for half a minute"""
+
+
+def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
+    """An error for each input that is not there."""
+    try:
+        model_config(str(config.actor_rollout_ref.model.path))
+    except ConfigError as error:
+        yield error
+    for split in ("train", "val"):
+        files = config.data[f"{split}_files"]
+        for name in [files] if isinstance(files, str) else files:
+            if not Path(str(name)).expanduser().is_file():
+                yield fail(f"data.{split}_files", name, f"an existing parquet file{_how_to_write(config)}")
+    nodes = config.trainer.nnodes
+    if nodes > 1 and not (os.environ.get("RAY_ADDRESS") or OmegaConf.select(config, "ray_kwargs.ray_init.address")):
+        yield fail(
+            "trainer.nnodes",
+            nodes,
+            "1 (NNODES=1), or a Ray cluster: `ray start --head` on one node, `ray start --address=HEAD:6379` on the "
+            "others, then RAY_ADDRESS=auto",
+        )
+
+
+def _how_to_write(config: DictConfig) -> str:
+    names = OmegaConf.select(config, "recipe.data_sets")
+    if not names:
+        return ""
+    return f"; `python -m recipe.partial_rollout.tools data {names} --out {config.recipe.data}` writes it (DATA=DIR)"
+
+
+def model_config(path: str) -> dict[str, Any]:
+    """``config.json`` of a local model directory, or of a model of the hub.
+
+    Raises:
+        ConfigError: it is neither; says how to get it.
+    """
+    local = Path(path).expanduser() / "config.json"
+    if local.is_file():
+        return json.loads(local.read_text())
+    if not _HUB_ID.fullmatch(path):
+        raise fail(MODEL, path, "a local model directory with config.json, or a model of the hub such as Qwen/Qwen3-4B")
+    return json.loads(_of_hub(path).read_text())
+
+
+def _of_hub(path: str) -> Path:
+    from huggingface_hub import constants, get_session, hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, "config.json")
+    if isinstance(cached, str):
+        return Path(cached)
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise ConnectionError("HF_HUB_OFFLINE is set")
+        get_session().head(constants.ENDPOINT, timeout=_PROBE_S)
+        return Path(hf_hub_download(path, "config.json"))
+    except Exception as error:
+        # The client raises what its transport raises; whatever it is, the model is not here.
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise fail(
+            MODEL,
+            path,
+            "a local model directory with config.json, or a model of the hub, which does not give it "
+            f"({type(error).__name__}: {why}): `hf download {path} --local-dir DIR` where the hub can be reached, "
+            "then MODEL=DIR or this key",
+        ) from error
+
+
+def fetch_model(config: DictConfig) -> None:
+    """Download a hub model's files once, with a progress bar, before every worker asks for them.
+
+    Raises:
+        ConfigError: the hub does not give them.
+    """
+    path = str(config.actor_rollout_ref.model.path)
+    if (Path(path).expanduser() / "config.json").is_file():
+        return
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot_download(path, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "original/*"])
+    except Exception as error:
+        raise fail(MODEL, path, f"a model whose files the hub gives ({type(error).__name__})") from error
+
+
+def check_vocabulary(config: DictConfig) -> None:
+    """Check the model's vocabulary: vLLM masks ids beyond the tokenizer's and the trainer does not, so log-probs differ."""
+    from transformers import AutoTokenizer
+
+    model = config.actor_rollout_ref.model
+    path = str(model.path)
+    rows = model_config(path).get("vocab_size")
+    name = str(model.get("tokenizer_path") or path)
+    local = Path(name).expanduser()
+    tokenizer = AutoTokenizer.from_pretrained(
+        str(local) if local.is_dir() else name, trust_remote_code=model.get("trust_remote_code", False)
+    )
+    tokens = len(tokenizer)
+    if rows is None or tokens == rows:
+        return
+    if tokens < rows and config.partial_rollout.padded_vocabulary:
+        return
+    raise fail(
+        MODEL,
+        model.path,
+        f"its tokenizer has {tokens} tokens and the model {rows}; they must be equal (where the model's extra rows are "
+        f"padding that is never sampled, as in Qwen's checkpoints, set partial_rollout.padded_vocabulary=True)",
+    )

@@ -1,0 +1,92 @@
+"""Prompt lengths: over-long prompts are counted before Ray starts, and a file is tokenized once."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from omegaconf import OmegaConf
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from recipe.partial_rollout.config.errors import ConfigError
+from recipe.partial_rollout.preflight.prompts import check_prompts, prompt_lengths
+
+
+def tokenizer_of(template="{% for m in messages %}{{ m['content'] }}{% endfor %}"):
+    """A token a word."""
+    core = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+class Rows:
+    """A dataset that counts how often it is read."""
+
+    def __init__(self, lengths):
+        self.lengths, self.reads = lengths, 0
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, i):
+        self.reads += 1
+        return {"raw_prompt": [{"role": "user", "content": "a " * self.lengths[i]}]}
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "train.parquet")
+    data = {"train_files": str(tmp_path / "train.parquet"), "max_prompt_length": 64, "filter_overlong_prompts": False}
+    return OmegaConf.create({"data": data})
+
+
+def test_over_long_prompts_are_counted_and_the_longest_is_named(config):
+    with pytest.raises(ConfigError) as caught:
+        check_prompts(config, tokenizer_of(), Rows([10, 70, 65, 64]))
+    assert str(caught.value) == (
+        "data.max_prompt_length=64: at least 70, the tokens of row 1 of data.train_files; 2 of 4 prompts are longer "
+        "than 64 (data.filter_overlong_prompts=True leaves them out)"
+    )
+
+
+def test_prompts_that_fit_or_are_filtered_pass(config):
+    check_prompts(config, tokenizer_of(), Rows([10, 64]))
+    config.data.filter_overlong_prompts = True
+    rows = Rows([70])
+    check_prompts(config, tokenizer_of(), rows)
+    assert rows.reads == 0
+
+
+def test_lengths_of_more_prompts_than_a_batch_keep_their_order(config):
+    lengths = np.random.default_rng(0).integers(1, 90, 1200)
+    assert (prompt_lengths(config, tokenizer_of(), Rows(lengths)) == lengths).all()
+
+
+def test_file_is_tokenized_once(config):
+    first, second = Rows([3, 5]), Rows([3, 5])
+    for rows in (first, second):
+        assert prompt_lengths(config, tokenizer_of(), rows).tolist() == [3, 5]
+    assert (first.reads, second.reads) == (2, 0)
+
+
+@pytest.mark.parametrize("change", ["file", "template", "rows"])
+def test_cache_is_not_used_for_other_files_templates_or_rows(config, change):
+    prompt_lengths(config, tokenizer_of(), Rows([3, 5]))
+    tokenizer = tokenizer_of()
+    if change == "file":
+        pd.DataFrame({"a": [2]}).to_parquet(config.data.train_files)
+    elif change == "template":
+        tokenizer = tokenizer_of("a {% for m in messages %}{{ m['content'] }}{% endfor %}")
+    else:
+        config.data.train_max_samples = 1
+    rows = Rows([7])
+    assert prompt_lengths(config, tokenizer, rows).tolist() == [8 if change == "template" else 7]
+    assert rows.reads == 1
+
+
+def test_dataset_of_a_class_of_ones_own_is_not_cached(config):
+    config.data.custom_cls = {"path": "mine.py"}
+    for rows in (Rows([3]), Rows([4])):
+        assert prompt_lengths(config, tokenizer_of(), rows).tolist() == rows.lengths
