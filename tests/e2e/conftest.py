@@ -187,6 +187,11 @@ def read(directory):
     )
 
 
+@pytest.fixture(scope="session")
+def read_run():
+    return read
+
+
 @pytest.fixture
 def wait_for():
     """Waits until a condition holds; fails with what was awaited."""

@@ -1,8 +1,21 @@
-"""verl's own v1 trainer on the configs of this repository: the program of the arms ``v1_*``."""
+"""verl's own v1 trainer on the configs of this repository: the arms ``v1_*`` of a study, and ``arm=colocate_async``."""
 
-from verl.trainer.main_ppo import main
+import hydra
+from omegaconf import DictConfig
+from verl.trainer import main_ppo
 
+from recipe.partial_rollout.config.location import CONF_DIR
 from recipe.partial_rollout.config.store import register_keys
+from recipe.partial_rollout.training.attention import choose_attention
+
+
+@hydra.main(config_path=str(CONF_DIR), config_name="recipe", version_base=None)
+def main(config: DictConfig) -> None:
+    """Run verl's entry point, with an attention that is installed."""
+    choose_attention(config)
+    # verl's own decorator would compose its default config.
+    main_ppo.main.__wrapped__(config)
+
 
 if __name__ == "__main__":
     register_keys()

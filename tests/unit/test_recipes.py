@@ -1,0 +1,230 @@
+"""The recipes of run_scripts: arms differ in placement alone, every one passes the checks, scripts name what is missing."""
+
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+
+from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout.preflight import dry_run as checks
+from recipe.partial_rollout.preflight.memory import DeviceMemory
+from recipe.partial_rollout.preflight.model_shape import QWEN3, ModelShape, named
+from recipe.partial_rollout.preflight.settings_check import check_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "run_scripts"
+EXPERIMENTS = sorted(path.stem for path in (main_ppo.CONF_DIR / "experiment").glob("*.yaml"))
+PUBLISHED = ("gsm8k_4b_bs128", "dapo_math17k_4b_2node")
+"""experiments that have no third arm"""
+PLACEMENT = {
+    "partial_rollout.enable",
+    "trainer.use_v1",
+    "trainer.v1.trainer_mode",
+    "trainer.experiment_name",
+    # follows the name
+    "trainer.default_local_dir",
+    "actor_rollout_ref.rollout.trace.experiment_name",
+}
+
+
+def arms_of(experiment):
+    return ("nopr", "pr") if experiment in PUBLISHED else ("nopr", "pr", "colocate_async")
+
+
+def script_of(experiment, arm):
+    task = "gsm8k" if experiment.startswith("gsm8k") else "dapo_math17k"
+    return SCRIPTS / f"run_{task}_{arm}_{experiment.removeprefix(f'{task}_')}.sh"
+
+
+PAIRS = [(experiment, arm) for experiment in EXPERIMENTS for arm in arms_of(experiment)]
+
+
+@pytest.fixture
+def build(composed_config):
+    def resolved(experiment, arm, *overrides):
+        config = composed_config("recipe", f"experiment={experiment}", f"arm={arm}", *overrides)
+        OmegaConf.resolve(config)
+        return config
+
+    return resolved
+
+
+def flat(node, at=""):
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{at}{key}.")
+        else:
+            yield at + key, value
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_arms_differ_in_their_placement_keys_alone(build, experiment):
+    keys = {arm: dict(flat(OmegaConf.to_container(build(experiment, arm)))) for arm in arms_of(experiment)}
+    for one, other in pairwise(keys):
+        names = sorted({*keys[one], *keys[other]})
+        found = {name: (keys[one].get(name), keys[other].get(name)) for name in names}
+        differing = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+        print(
+            f"{experiment}: {one} | {other}", *(f"  {name}: {a} | {b}" for name, (a, b) in differing.items()), sep="\n"
+        )
+        assert differing and set(differing) <= PLACEMENT
+
+
+@pytest.mark.parametrize(
+    ("experiment", "arm"),
+    [
+        *((experiment, "pr") for experiment in EXPERIMENTS),
+        *(("gsm8k_8gpu_4b", arm) for arm in ("nopr", "colocate_async")),
+    ],
+)
+def test_check_passes_where_nothing_but_data_and_model_is_missing(
+    build, capsys, monkeypatch, tmp_path, experiment, arm
+):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(checks, "_ROUNDS", 2)
+    config = build(experiment, arm, f"recipe.data={tmp_path}")
+    assert checks.dry_run(config) == checks.INPUTS_MISSING
+    lines = capsys.readouterr().out.splitlines()
+    missing = [line.removeprefix("missing: ").split("=")[0] for line in lines if line.startswith("missing: ")]
+    nodes = ["trainer.nnodes"] if config.trainer.nnodes > 1 else []
+    assert missing == ["actor_rollout_ref.model.path", "data.train_files", "data.val_files", *nodes]
+    said = {line[2:12].strip() for line in lines if line.startswith("  ")}
+    assert {"trainer", "model", "devices", "batch", "in flight", "engine", "reads", "writes"} <= said
+    assert ("expected" in said) == (arm == "pr")
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_sizes_fit_a_device(build, experiment):
+    config = build(experiment, "pr")
+    data, memory = config.data, DeviceMemory.of(config, named(config.actor_rollout_ref.model.path))
+    longest = data.max_prompt_length + data.max_response_length
+    assert config.actor_rollout_ref.rollout.max_model_len == longest
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu >= longest
+    assert memory.engine + memory.trainer < config.recipe.gpu_gib - 8
+    # Engine asleep: shards, logits with their gradient, and as much again for activations.
+    assert memory.trainer + 4 * memory.logits < config.recipe.gpu_gib - 8
+    assert memory.kv_tokens > 8 * longest
+
+
+@pytest.mark.parametrize("override", ["algorithm=gspo", "engine=megatron", "algorithm.filter_groups.enable=True"])
+@pytest.mark.parametrize("experiment", PUBLISHED)
+def test_recipe_takes_gspo_megatron_and_dynamic_sampling_as_overrides(build, experiment, override):
+    config = build(experiment, "pr", override)
+    assert check_settings(config).enable
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert actor.strategy == ("megatron" if "megatron" in override else "fsdp2")
+    assert actor.policy_loss.loss_mode == ("gspo" if "gspo" in override else "vanilla")
+    if experiment.startswith("dapo"):
+        assert config.reward.reward_manager.name == "dapo"
+        assert config.reward.reward_kwargs.overlong_buffer_cfg.len == 4096
+
+
+def test_dapo_recipe_is_the_papers(build):
+    config = build("dapo_math17k_4b_2node", "pr")
+    actor = config.actor_rollout_ref.actor
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.loss_agg_mode) == (0.2, 0.28, "token-mean")
+    assert not actor.use_kl_loss and not config.algorithm.filter_groups.enable
+    assert config.data.max_response_length == config.reward.reward_kwargs.max_resp_len == 18_384
+
+
+# -- scripts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("experiment", "arm"), PAIRS)
+def test_script_names_its_experiment_and_arm(experiment, arm):
+    text = script_of(experiment, arm).read_text()
+    assert re.search(r'recipe\.sh" (\S+) (\S+) "\$@"', text).groups() == (experiment, arm)
+    assert "NOT RUN YET on a GPU" in text and len(text.splitlines()) <= 6
+
+
+def test_every_recipe_script_is_a_pair_above():
+    named_here = {script_of(*pair) for pair in PAIRS}
+    assert {path for path in SCRIPTS.glob("run_*.sh") if "recipe.sh" in path.read_text()} == named_here
+
+
+def run_script(*arguments, **variables):
+    env = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "VERL_PLATFORM", "PYTHON")}
+    command = ["bash", str(SCRIPTS / "recipe.sh"), *arguments]
+    return subprocess.run(command, env={**env, **variables}, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (("gsm8k", "pr"), {}, "experiment 'gsm8k': one of dapo_math17k_1gpu_0.6b"),
+        (("gsm8k_8gpu_4b", "PR"), {}, "arm 'PR': one of colocate_async nopr pr"),
+        (
+            ("gsm8k_8gpu_4b", "pr"),
+            {"PYTHON": "/nowhere/python"},
+            "no Python at /nowhere/python: run PARTIAL_ROLLOUT_EX",
+        ),
+        (("gsm8k_8gpu_4b", "pr"), {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}, "no GPU (nvidia-smi not found)"),
+    ],
+)
+def test_script_says_in_a_line_what_is_missing(arguments, variables, message):
+    if "no GPU" in message and Path("/usr/bin/nvidia-smi").exists():
+        pytest.skip("this machine has a GPU")
+    done = run_script(*arguments, **variables)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith(f"recipe: {message}")
+
+
+def test_variables_reach_the_config_and_trailing_overrides_win(tmp_path):
+    variables = {"DRY_RUN": "1", "PYTHON": sys.executable, "MODEL": "/nowhere/model", "DATA": str(tmp_path)}
+    sizes = {
+        "NNODES": "2",
+        "GPUS_PER_NODE": "4",
+        "OUT": str(tmp_path / "out"),
+        "LOGGER": "swanlab",
+        "RAY_ADDRESS": "auto",
+    }
+    done = run_script("gsm8k_8gpu_4b", "nopr", "data.train_batch_size=16", **variables, **sizes)
+    assert done.returncode == checks.INPUTS_MISSING, done.stderr[-2000:]
+    assert "2 x 4 cuda" in done.stdout and "16 prompts x 8 samples" in done.stdout
+    assert f"{tmp_path}/out/nopr" in done.stdout and "'console', 'file', 'swanlab'" in done.stdout
+    assert f"missing: data.train_files={tmp_path}/gsm8k/train.parquet" in done.stdout
+    assert "missing: actor_rollout_ref.model.path=/nowhere/model: a local model directory" in done.stdout
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "size"),
+    [
+        ("Qwen/Qwen3-4B", "4B"),
+        ("/models/Qwen3-0.6B/", "0.6B"),
+        ("Qwen3-4B-Instruct-2507", "4B"),
+        ("Qwen/Qwen3-30B-A3B", None),
+        ("Qwen/Qwen2.5-7B", None),
+    ],
+)
+def test_shape_of_a_named_model(path, size):
+    assert named(path) == (QWEN3[size] if size else None)
+
+
+def test_parameters_are_those_of_the_model():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    for tied in (True, False):
+        config = Qwen3Config(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            tie_word_embeddings=tied,
+        )
+        shape = ModelShape.of(config.to_dict())
+        assert shape.parameters == Qwen3ForCausalLM(config).num_parameters()
+        assert shape.kv_bytes == 2 * 3 * 2 * 16 * 2
+    assert ModelShape.of({"model_type": "qwen3_moe"}) is None
