@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # The environment of a run without a GPU, sourced by the other scripts. Variables that are set keep the caller's value.
 
 export VERL_PLATFORM=cpu

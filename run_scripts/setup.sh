@@ -99,7 +99,7 @@ install_gpu_pins() {
 }
 
 install_gpu() {
-  run_logged "installing verl, vLLM, torch and this repository (several GB)" "${pip[@]}" -e "$root[gpu,dev]"
+  run_logged "installing verl, vLLM, torch and this repository (several GB)" "${pip[@]}" -e "${root}[gpu,dev]"
 }
 
 # Libraries print much at import: of the check, only its one line is shown.
