@@ -68,7 +68,7 @@ CONTRACT = (
             "need_reference_policy": "config",
         },
     ),
-    Uses("verl.utils.tokenizer", "dry_run", calls={"hf_tokenizer": "name_or_path, *, trust_remote_code"}),
+    Uses("verl.utils.tokenizer", "dry_run", calls={"hf_tokenizer": "name_or_path"}),
     Uses(
         "verl.utils.config",
         "task_runner ray_trainer correction_check dry_run",

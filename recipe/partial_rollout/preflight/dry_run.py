@@ -127,8 +127,8 @@ def _expected(config: DictConfig, settings: PartialRolloutConfig, sizes: Sizes, 
     curve = replace(PRESETS[_CURVE], kv_tokens=memory.kv_tokens if memory else None)
     cluster = Cluster(curve, sizes.replicas, sizes.seats, keeps_kv=str(settings.resume_kv) == "keep")
     admission = Admission.of(settings)
-    found = forecast(admission, settings.policy, cluster, lengths, rounds=_ROUNDS)
-    base = forecast(baseline(admission), settings.policy, cluster, lengths, rounds=_ROUNDS)
+    found = forecast(admission, settings.scheduling, cluster, lengths, rounds=_ROUNDS)
+    base = forecast(baseline(admission), settings.scheduling, cluster, lengths, rounds=_ROUNDS)
     return (
         f"staleness mean {found.staleness_mean:.2f}, p95 {found.staleness_p95:.0f}, max {found.staleness_max}; rollout "
         f"{base.trained_tokens_per_s / found.trained_tokens_per_s:.2f} of noPR's time (assumed, not measured: lognormal "
