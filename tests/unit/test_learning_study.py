@@ -108,6 +108,10 @@ def test_a_fall_is_measured_from_the_best_three_validations():
     assert build_run((0.1, 0.2, 0.3, 0.4)).fall == 0
 
 
+def test_a_run_that_recovers_has_fallen():
+    assert build_run((0.9, 0.9, 0.9, 0.6, 0.6, 0.6, 0.9, 0.9, 0.9)).fall == pytest.approx(0.3)
+
+
 def test_quality_is_reached_where_two_validations_in_a_row_reach_it():
     assert build_run((0.5, 0.95, 0.8, 0.9, 0.91, 0.7)).seconds_to_quality == 8.0
 

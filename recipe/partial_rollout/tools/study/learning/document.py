@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from recipe.partial_rollout.tools.study.arm import BASELINE
 from recipe.partial_rollout.tools.study.learning.arms import caption_of
-from recipe.partial_rollout.tools.study.learning.figures import ArmFigures, Gap, compare
+from recipe.partial_rollout.tools.study.learning.figures import FALL, ArmFigures, Gap, compare
 from recipe.partial_rollout.tools.study.learning.run import LAST, QUALITY, LearningRun
 from recipe.partial_rollout.tools.study.picture import BASELINE_HUE, DPI, OTHERS_HUE, OURS_HUE, plain
 from recipe.partial_rollout.tools.study.spread import standard_errors, with_error
@@ -103,14 +103,17 @@ def runs_table(runs: Sequence[LearningRun]) -> Table:
 
 
 def _text(arms: Table, runs: Table, command: str) -> str:
+    words = (
+        "Reward of the current weights on held-out prompts. Differences are within pairs of runs from the same warm start "
+        "with the same seed and learning rate, mean and standard error over pairs; *below*: by more than that error. "
+        f"Final: the mean of the last {LAST} validations. Area: the mean of all. "
+        f"Held: the mean of {LAST} validations in a row never fell by {FALL:g} or more. "
+        f"Seconds to {QUALITY:g}: training time until two validations in a row reach it, median over runs. "
+        f"Written by `{command}`."
+    )
     return (
-        f"# Learning on the embedded task: every run\n\n"
-        f"Reward of the current weights on held-out prompts. Differences are within pairs of runs from the same warm start "
-        f"with the same seed and learning rate, mean and standard error over pairs; *below*: by more than that error. "
-        f"Final: the mean of the last {LAST} validations. Area: the mean of all. Held: the final reward is less than 0.05 "
-        f"below the best {LAST} validations in a row. Seconds to {QUALITY:g}: training time until two validations in a row "
-        f"reach it, median over runs. Written by `{command}`.\n\n"
-        f"![held-out reward against steps]({PICTURE})\n\n{arms.markdown()}\n\n{runs.markdown()}\n"
+        f"# Learning on the embedded task: every run\n\n{words}\n\n![held-out reward against steps]({PICTURE})\n\n"
+        f"{arms.markdown()}\n\n{runs.markdown()}\n"
     )
 
 

@@ -12,7 +12,7 @@ from recipe.partial_rollout.tools.study.learning.run import LearningRun
 from recipe.partial_rollout.tools.study.spread import standard_errors
 
 FALL = 0.05
-"""a run whose final reward is this far below its best has not held"""
+"""a run that falls so far (``LearningRun.fall``) has not held, even if it recovers"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,9 +78,9 @@ class LearningRun:
 
     @property
     def fall(self) -> float:
-        """How far the final reward is below the best mean of ``LAST`` validations in a row."""
+        """Deepest fall of the mean of ``LAST`` validations in a row below the best one before it."""
         means = np.convolve(self.held_out, np.full(LAST, 1 / LAST), mode="valid")
-        return float(means.max() - means[-1])
+        return float((np.maximum.accumulate(means) - means).max())
 
     @property
     def seconds_to_quality(self) -> float | None:
