@@ -414,6 +414,31 @@ def test_run_whose_checkpoints_are_all_torn_does_not_start_over_in_silence(confi
     check_config(configure(ours, "trainer.resume_mode=disable"))
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "gpg", "opo", "grpo_passk", "reinforce_plus_plus_baseline"])
+def test_group_of_one_is_refused_where_its_siblings_are_the_baseline(configure, algorithm):
+    with pytest.raises(ConfigError, match=f"rollout.n=1: at least 2 with algorithm.adv_estimator={algorithm}, whose"):
+        check_config(configure(f"algorithm={algorithm}", "actor_rollout_ref.rollout.n=1"))
+    assert (
+        check_config(configure("algorithm=reinforce_plus_plus", "actor_rollout_ref.rollout.n=1")).samples_per_group == 1
+    )
+
+
+def test_model_that_the_hub_does_not_give_is_refused_with_the_command_that_does(configure, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError) as caught:
+        check_config(configure("actor_rollout_ref.model.path=nobody/no-model"))
+    assert "`hf download nobody/no-model --local-dir DIR`" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_second_node_needs_a_ray_cluster(configure, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match="trainer.nnodes=2: 1 .NNODES=1., or a Ray cluster: `ray start --head`"):
+        check_config(configure("trainer.nnodes=2"))
+    check_config(configure("trainer.nnodes=2", "+ray_kwargs.ray_init.address=auto"))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    check_config(configure("trainer.nnodes=2"))
+
+
 @pytest.mark.parametrize("part", ["actor_rollout_ref.actor", "critic"])
 def test_checkpoint_that_is_written_behind_the_trainers_back_is_refused(configure, part):
     with pytest.raises(ConfigError, match=f"{part}.checkpoint.async_save=True: False"):

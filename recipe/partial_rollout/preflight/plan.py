@@ -86,7 +86,8 @@ def lines(
         yield _line("prompts", prompts)
     each = -(-sizes.in_flight // sizes.replicas)
     yield _line(
-        "in flight", f"up to {sizes.in_flight:,} samples, {each:,} a replica, {sizes.seats:,} of them at once at first"
+        "in flight",
+        f"up to {sizes.in_flight:,} samples, {each:,} a replica, {min(each, sizes.seats):,} of them at once at first",
     )
     if memory:
         yield from _memory(config, memory)
@@ -97,7 +98,8 @@ def lines(
     logger = OmegaConf.to_container(trainer.logger) if OmegaConf.is_list(trainer.logger) else trainer.logger
     saved = f"a checkpoint every {trainer.save_freq} steps" if trainer.save_freq > 0 else "no checkpoints"
     yield _line("writes", f"{out}: config, metrics, trace, {saved}; logger {logger}")
-    yield _line("report", f"python -m recipe.partial_rollout.tools report {out.parent}/nopr {out.parent}/pr")
+    if OmegaConf.select(config, "recipe.data_sets"):
+        yield _line("report", f"python -m recipe.partial_rollout.tools report {out.parent}/nopr {out.parent}/pr")
 
 
 def _line(name: str, text: str) -> str:
