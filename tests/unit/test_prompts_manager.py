@@ -1,6 +1,5 @@
 """What the state machine does, as facts. The round used throughout: N groups of n samples, one worker."""
 
-import numpy as np
 import pytest
 
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
@@ -465,7 +464,7 @@ def test_bias_of_a_batch_is_its_length_over_that_of_the_batch_in_dispatch_order(
     (batch,) = m.take_batch()
     assert m.metrics()["length/batch_bias"] == 10 / 40, "0/0 with its length so far"
     m.acknowledge([batch.uid])
-    assert np.isnan(m.metrics()["length/batch_bias"]), "the trainer has no batch"
+    assert "length/batch_bias" not in m.metrics(), "the trainer has no batch"
     m.finish(long.sample_id, output(90))
     m.take_batch()
     assert m.metrics()["length/batch_bias"] == 90 / 10

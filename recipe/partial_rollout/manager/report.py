@@ -28,7 +28,7 @@ def batch_bias(groups: Groups) -> float:
     """Mean response length of the batch that the trainer has, over that of the batch that dispatch order would give.
 
     The latter are as many groups that follow the first ``trained_groups`` dispatched. One that has not ended counts with
-    its length so far. 1 in every step if prompts train in the order of the data; nan while the trainer has no batch.
+    its length so far. 1 in every step if prompts train in the order of the data; nan if none of the latter has a token.
     """
     taken = groups.taken.values()
     dispatched = groups.lengths.total_of_next(len(taken), groups.counters.trained_groups, _so_far(groups))
@@ -59,8 +59,8 @@ def gauges(state: ManagerState, unfinished_samples: int, samples_per_group: int)
         "length/trained_mean": trained,
         "length/dispatched_mean": dispatched,
         "length/bias": trained / dispatched if dispatched else float("nan"),
-        "length/batch_bias": batch_bias(groups),
         "lost_samples": groups.lost * samples_per_group,
+        **({"length/batch_bias": batch_bias(groups)} if groups.taken else {}),
     }
 
 
