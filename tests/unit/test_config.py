@@ -432,7 +432,7 @@ def test_model_that_the_hub_does_not_give_is_refused_with_the_command_that_does(
 
 def test_second_node_needs_a_ray_cluster(configure, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(ConfigError, match="trainer.nnodes=2: 1 .NNODES=1., or a Ray cluster: `ray start --head`"):
+    with pytest.raises(ConfigError, match=r"trainer.nnodes=2: 1 \(NNODES=1\), or a Ray cluster: `ray start --head`"):
         check_config(configure("trainer.nnodes=2"))
     check_config(configure("trainer.nnodes=2", "+ray_kwargs.ray_init.address=auto"))
     monkeypatch.setenv("RAY_ADDRESS", "auto")
