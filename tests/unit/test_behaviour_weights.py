@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from verl.protocol import DataProto
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.trainer.ppo.rollout_corr_helper import compute_is_metrics, compute_rollout_correction_weights
 
 from recipe.partial_rollout.training.behaviour_weights import effective_sample_size, weight_metrics
 
@@ -120,3 +120,19 @@ def test_verl_still_refuses_the_geometric_mean_by_itself():
 def test_effective_sample_size_never_exceeds_one():
     """Equal weights, whose means were rounded apart: seen in a training."""
     assert effective_sample_size(1.000000000000128, 1.000000000000128) == 1.0
+
+
+@pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
+def test_batch_whose_weights_are_all_masked_has_no_effective_sample_and_does_not_end_the_training(level):
+    log_ratio, mask = build(spread=0.01)
+    weights, metrics = compute_rollout_correction_weights(log_ratio - 2.0, mask, level, "0.9_1.1")
+    assert not weights.any()
+    assert metrics["rollout_is_eff_sample_size"] == 0
+    assert metrics["rollout_is_mean"] == pytest.approx(0, abs=1e-9) and metrics["rollout_is_oob_ratio"] == 1
+    assert all(map(math.isfinite, metrics.values()))
+
+
+def test_verl_still_divides_by_zero_where_all_weights_are_masked_by_itself():
+    nothing = torch.zeros(2, 3)
+    with pytest.raises(ZeroDivisionError):
+        compute_is_metrics.__wrapped__(nothing, nothing, nothing, torch.ones(2, 3), "token", 1.1)

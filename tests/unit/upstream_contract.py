@@ -256,10 +256,12 @@ CONTRACT = (
     ),
     Uses(
         "verl.trainer.ppo.rollout_corr_helper",
-        "loss correction_check geometric_weights",
+        "loss correction_check geometric_weights masked_weights",
         has="SAFETY_BOUND",
         calls={
             "compute_rollout_correction_weights": "log_ratio, response_mask, *, rollout_is, rollout_is_threshold",
+            "compute_is_metrics": "rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics, response_mask, "
+            "rollout_is, rollout_is_threshold, rollout_is_threshold_lower",
         },
     ),
     Uses("verl.utils.torch_functional", "loss", calls={"masked_mean": "values, mask"}),

@@ -63,18 +63,23 @@ def _check_decoupled(config: DictConfig, correction: Any) -> None:
         names = " or ".join(allowed)
         mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
         raise fail(f"{_NODE}.rollout_is", correction.rollout_is, f"{names}, or null for {level}, with loss_mode={mode}")
-    on_policy, mask = torch.zeros(1, 1), torch.ones(1, 1)
-    try:
-        compute_rollout_correction_weights(
-            on_policy, mask, correction.rollout_is or level, rollout_is_threshold=correction.rollout_is_threshold
-        )
-    except (TypeError, ValueError, ZeroDivisionError):
+    if not _keeps_on_policy_tokens(correction.rollout_is or level, correction.rollout_is_threshold):
         raise fail(
             f"{_NODE}.rollout_is_threshold",
             correction.rollout_is_threshold,
             "a number above 0 (caps the weights), or lower_upper around 1 (masks tokens outside)",
-        ) from None
+        )
     _check_loss(config.actor_rollout_ref.actor)
+
+
+def _keeps_on_policy_tokens(level: str, threshold: Any) -> bool:
+    """Whether verl accepts the threshold, and a token of weight 1 keeps it."""
+    on_policy, mask = torch.zeros(1, 1), torch.ones(1, 1)
+    try:
+        weights, _ = compute_rollout_correction_weights(on_policy, mask, level, rollout_is_threshold=threshold)
+    except (TypeError, ValueError):
+        return False
+    return bool(weights.any())
 
 
 def _check_loss(actor: DictConfig) -> None:
