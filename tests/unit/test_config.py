@@ -5,7 +5,11 @@ import sys
 
 import pytest
 import ray
+import torch
 from omegaconf import OmegaConf
+from verl.protocol import DataProto
+from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
+from verl.utils.config import omega_conf_to_dataclass
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint import manifest
@@ -128,7 +132,13 @@ def test_slots_are_seats_at_most_unless_they_are_given(configure):
             "partial_rollout.proximal_check_every=-1: an integer of at least 0",
         ),
         ("algorithm.rollout_correction=null", "algorithm.rollout_correction=None: verl's node"),
-        ("algorithm.rollout_correction.bypass_mode=True", "bypass_mode=True: False with partial_rollout.correction"),
+        (
+            "algorithm.rollout_correction.bypass_mode=True",
+            "bypass_mode=True: False: verl changes the driver's loss once",
+        ),
+        ("partial_rollout.trust_region=kl", "partial_rollout.trust_region=kl: one of none, mask, clip, tv, m2"),
+        ("partial_rollout.trust_region_low=0", "partial_rollout.trust_region_low=0: a number above 0, or null"),
+        ("partial_rollout.trust_region_m2=-1", "partial_rollout.trust_region_m2=-1: a number above 0"),
         (
             "algorithm.rollout_correction.rollout_is=row",
             "rollout_is=row: token or geometric or sequence, or null for token",
@@ -218,6 +228,22 @@ def test_mistake_is_refused_in_one_line(configure, override, message):
             ("partial_rollout.resume_kv=keep", "actor_rollout_ref.rollout.enable_prefix_caching=False"),
             "resume_kv=keep: recompute with actor_rollout_ref.rollout.enable_prefix_caching=False",
         ),
+        (
+            ("partial_rollout.correction=none", "algorithm.rollout_correction.bypass_mode=True"),
+            "bypass_mode=True: False: verl changes the driver's loss once",
+        ),
+        (
+            ("partial_rollout.correction=none", "partial_rollout.trust_region=mask"),
+            "trust_region=mask: none with partial_rollout.correction=none",
+        ),
+        (
+            ("algorithm=sapo", "partial_rollout.trust_region=clip"),
+            "trust_region=clip: mask, or none, with loss_mode=sapo: it does not clip its ratio as PPO does",
+        ),
+        (
+            ("algorithm=gspo", "partial_rollout.trust_region=m2"),
+            "trust_region=m2: mask, or none, with loss_mode=gspo: it has one ratio a sequence",
+        ),
         (("algorithm=sapo", "actor_rollout_ref.actor.clip_ratio_c=null"), "clip_ratio_c=None: a number above 1 with"),
     ],
 )
@@ -258,14 +284,42 @@ def test_weights_that_mask_or_cap_are_accepted(configure):
         check_config(configure(f"algorithm.rollout_correction.rollout_is_threshold={threshold}"))
 
 
-def test_behaviour_clipping_is_allowed_to_an_ablation_only(configure, capsys):
-    ablation = configure("partial_rollout.correction=none", "algorithm.rollout_correction.bypass_mode=True")
+def test_uncorrected_training_is_an_ablation_with_a_warning(configure, capsys):
+    ablation = configure("partial_rollout.correction=none")
     check_config(ablation)
     main_ppo.wire(ablation)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: partial_rollout.correction=none:")
     assert ablation.algorithm.rollout_correction.rollout_is is None
     assert ablation.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
+
+
+def test_verl_still_changes_the_loss_of_the_driver_alone_in_bypass_mode(configure):
+    """The loss that the workers got is made before; once verl mends that, ``bypass_mode`` can be allowed."""
+    config = configure()
+    actor = config.actor_rollout_ref.actor
+    sent = omega_conf_to_dataclass(actor)
+    batch = DataProto.from_single_dict({"rollout_log_probs": torch.zeros(1, 1)})
+    apply_bypass_mode(batch, config.algorithm.rollout_correction, actor.policy_loss)
+    assert (actor.policy_loss.loss_mode, sent.policy_loss.loss_mode) == ("bypass_mode", "vanilla")
+
+
+def test_region_that_clips_is_the_losss_own_clip(configure):
+    config = configure("partial_rollout.trust_region=clip", "partial_rollout.trust_region_high=0.5")
+    check_config(config)
+    main_ppo.wire(config)
+    actor = config.actor_rollout_ref.actor
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.2, 0.5)
+    config = configure("partial_rollout.trust_region=mask", "partial_rollout.trust_region_high=0.5")
+    check_config(config)
+    main_ppo.wire(config)
+    assert config.actor_rollout_ref.actor.clip_ratio_high == 0.2
+
+
+@pytest.mark.parametrize("loss_mode", [*USING])
+def test_every_policy_loss_can_mask(configure, loss_mode):
+    mode = f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}"
+    assert check_config(configure(mode, "partial_rollout.trust_region=mask")).trust_region == "mask"
 
 
 @pytest.mark.parametrize("override", ["actor_rollout_ref.rollout.name=sglang", "trainer.resume_mode=auto"])

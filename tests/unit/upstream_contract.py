@@ -256,7 +256,7 @@ CONTRACT = (
     ),
     Uses(
         "verl.trainer.ppo.rollout_corr_helper",
-        "loss correction_check geometric_weights masked_weights",
+        "loss correction_check geometric_weights masked_weights trust_region",
         has="SAFETY_BOUND",
         calls={
             "compute_rollout_correction_weights": "log_ratio, response_mask, *, rollout_is, rollout_is_threshold",
@@ -268,13 +268,17 @@ CONTRACT = (
     Uses(
         "verl.utils.tensordict_utils",
         "loss like_length_batches",
-        calls={"get_non_tensor_data": "data, key, default", "index_select_tensor_dict": "batch, indices"},
+        calls={
+            "get_non_tensor_data": "data, key, default",
+            "assign_non_tensor": "tensor_dict",
+            "index_select_tensor_dict": "batch, indices",
+        },
     ),
     Uses("verl.utils.metric", "loss", calls={"Metric": "*, value, aggregation"}),
     Uses("verl.utils.metric:AggregationType", "loss", has="SUM"),
     Uses(
         "verl.workers.config:ActorConfig",
-        "loss correction_check",
+        "loss correction_check trust_region",
         has="clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c tau_pos tau_neg policy_loss global_batch_info "
         "strategy rollout_n use_dynamic_bsz",
     ),

@@ -86,3 +86,20 @@ class Proximal(Choice):
         "from the loss, which interpolates between behaviour and current log-probs by each token's version age "
         "(AReaL's `prox_logp_method: loglinear`), so the pass is skipped",
     )
+
+
+class TrustRegion(Choice):
+    """``partial_rollout.trust_region``; ``training/trust_region.py`` has the formulas."""
+
+    NONE = "none", "as far as the updates take it"
+    MASK = (
+        "mask",
+        "tokens are masked whose `pi_theta / pi_behav` has left the bounds in the direction of their advantage",
+    )
+    CLIP = "clip", "the loss clips `pi_theta / pi_behav` at the bounds, and `pi_theta / pi_prox` no longer"
+    TV = "tv", "as `mask`, with bounds on `pi_theta - pi_behav` (DPPO, arXiv:2602.04879)"
+    M2 = (
+        "m2",
+        "of the tokens that move in the direction of their advantage, those with the largest squared log-ratio are masked "
+        "until its mean is `trust_region_m2` (M2PO, arXiv:2510.01161)",
+    )

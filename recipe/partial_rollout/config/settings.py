@@ -11,7 +11,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.choices import Correction, Mode, OnDrift, Proximal, ResumeKV, SchedulingPolicy
+from recipe.partial_rollout.config.choices import (
+    Correction,
+    Mode,
+    OnDrift,
+    Proximal,
+    ResumeKV,
+    SchedulingPolicy,
+    TrustRegion,
+)
 from recipe.partial_rollout.config.errors import fail
 from recipe.partial_rollout.config.keys import Key, checked, declarations, flag, key, read, refuse_unknown, section
 from recipe.partial_rollout.config.resume_sizes import ResumeSizes
@@ -115,6 +123,21 @@ class PartialRolloutConfig:
         "`partial_rollout/proximal/error`: the mean of \\|interpolated - recomputed\\| over tokens. 0: never.",
         at_least=0,
     )
+    trust_region: TrustRegion = key(
+        TrustRegion.NONE,
+        "How far the trained policy may move from the one that sampled a token. A masked token has no gradient; it still "
+        "counts in the mean ([docs/algorithms.md](../../docs/algorithms.md#trust-region)).",
+    )
+    trust_region_low: float | None = key(
+        None,
+        "How far below the region reaches: below ratio 1 (mask, clip), below the old probability (tv). `null`: "
+        "`actor.clip_ratio_low`, for tv 0.15.",
+        above=0,
+    )
+    trust_region_high: float | None = key(
+        None, "How far above the region reaches. `null`: `actor.clip_ratio_high`, for tv 0.15.", above=0
+    )
+    trust_region_m2: float = key(0.04, "Mean squared log-ratio that m2 allows; the default is its paper's.", above=0)
     on_drift: OnDrift = key(
         OnDrift.WARN,
         "What to do when the policy drifts away from the one that made its samples "

@@ -16,15 +16,17 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig
 
-from recipe.partial_rollout.config.choices import Correction, Proximal
+from recipe.partial_rollout.config.choices import Correction, Proximal, TrustRegion
 from recipe.partial_rollout.config.errors import fail
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.training.correction import WeightLevel, weight_level
+from recipe.partial_rollout.training.correction import SEQUENCE_LEVEL_LOSSES, WeightLevel, weight_level
 from recipe.partial_rollout.training.loss import DECOUPLED_PPO
 
 _NODE = "algorithm.rollout_correction"
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 _PROBED_FIELDS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
+CLIPPING_LOSSES = ("vanilla", DECOUPLED_PPO, "gspo")
+"""losses that clip their ratio as PPO does; ``trust_region=clip`` has them clip another"""
 _READS_OLD_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 
 
@@ -35,12 +37,20 @@ def check_correction(config: DictConfig, settings: PartialRolloutConfig) -> None
         raise fail(_NODE, None, "verl's node of that name; partial_rollout.correction=none switches the correction off")
     if config.distillation.get("enabled"):
         raise fail("distillation.enabled", True, "False with partial_rollout.enable=True: its loss has no correction")
+    if correction.bypass_mode:
+        raise fail(
+            f"{_NODE}.bypass_mode",
+            True,
+            "False: verl changes the driver's loss once the workers have theirs, so loss_type, rollout_is and rollout_rs "
+            "never act; partial_rollout.trust_region=clip clips to the behaviour policy",
+        )
     if settings.correction is Correction.NONE:
         _check_uncorrected(config, correction)
     else:
         _check_decoupled(config, correction)
     if settings.proximal is Proximal.INTERPOLATE:
         _check_interpolation(config, correction, settings)
+    _check_region(config.actor_rollout_ref.actor.policy_loss.loss_mode, settings)
 
 
 def _check_uncorrected(config: DictConfig, correction: Any) -> None:
@@ -51,12 +61,6 @@ def _check_uncorrected(config: DictConfig, correction: Any) -> None:
 
 
 def _check_decoupled(config: DictConfig, correction: Any) -> None:
-    if correction.bypass_mode:
-        raise fail(
-            f"{_NODE}.bypass_mode",
-            True,
-            "False with partial_rollout.correction=decoupled: it clips to the behaviour policy",
-        )
     level = weight_level(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     allowed = [each for each in WeightLevel if level is WeightLevel.TOKEN or each is not WeightLevel.TOKEN]
     if correction.rollout_is is not None and correction.rollout_is not in allowed:
@@ -164,6 +168,18 @@ def _check_interpolation(config: DictConfig, correction: Any, settings: PartialR
         raise fail("algorithm.adv_estimator", estimator, "any other with partial_rollout.proximal=interpolate")
 
 
+def _check_region(mode: str, settings: PartialRolloutConfig) -> None:
+    region, key = settings.trust_region, "partial_rollout.trust_region"
+    if region is TrustRegion.NONE:
+        return
+    if settings.correction is Correction.NONE:
+        raise fail(key, region, "none with partial_rollout.correction=none")
+    if region is TrustRegion.CLIP and mode not in CLIPPING_LOSSES:
+        raise fail(key, region, f"mask, or none, with loss_mode={mode}: it does not clip its ratio as PPO does")
+    if region in (TrustRegion.TV, TrustRegion.M2) and mode in SEQUENCE_LEVEL_LOSSES:
+        raise fail(key, region, f"mask, or none, with loss_mode={mode}: it has one ratio a sequence")
+
+
 def wire_correction(config: DictConfig) -> None:
     """Fill in verl's keys for the correction asked for; ``config`` has passed ``check_correction``."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
@@ -178,3 +194,7 @@ def wire_correction(config: DictConfig) -> None:
     if actor.policy_loss.loss_mode == "vanilla":
         # verl's vanilla loss times the weights; unlike it, this loss raises if they are missing.
         actor.policy_loss.loss_mode = DECOUPLED_PPO
+    if config.partial_rollout.trust_region == TrustRegion.CLIP:
+        # The region is the loss's own clip.
+        actor.clip_ratio_low = config.partial_rollout.trust_region_low or actor.clip_ratio_low
+        actor.clip_ratio_high = config.partial_rollout.trust_region_high or actor.clip_ratio_high

@@ -8,28 +8,37 @@ For every generated token, with ``r = pi_theta / pi_prox`` and ``w = pi_prox / p
 number caps, ``lower_upper`` zeroes what is outside). Without weights this loss raises: it never trains uncorrected.
 
 ``corrected_ppo_loss`` is the worker's loss function under partial rollout: it interpolates the proximal policy if the
-trainer left that to the loss, then calls verl's ``ppo_loss``. Unpickling it in the worker imports this module, which
-registers ``decoupled_ppo`` there.
+trainer left that to the loss, applies the trust region if there is one (``training/trust_region.py``), then calls verl's
+``ppo_loss``. Unpickling it in the worker imports this module, which registers ``decoupled_ppo`` there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import verl.utils.torch_functional as verl_F
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.trainer.ppo.rollout_corr_helper import SAFETY_BOUND, compute_rollout_correction_weights
 from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.training.trust_region import BehaviourRegion, clip_bounds, masked_parts
+
 DECOUPLED_PPO = "decoupled_ppo"
 
-# What the trainer tells the loss about interpolation, as non-tensor data of the batch.
+# What the trainer tells the loss, as non-tensor data of the batch.
+TRAINED_VERSION = "trained_version"
+"""int, policy version of the weights before the update"""
 PROXIMAL_VERSION = "proximal_version"
 """int, policy version of the weights before the update; absent if the proximal log-probs are recomputed"""
 PROXIMAL_CHECK = "proximal_check"
@@ -40,6 +49,9 @@ WEIGHT_THRESHOLD = "behaviour_weight_threshold"
 WEIGHT_MEAN = "behaviour_weight/mean"
 WEIGHT_SQUARE = "behaviour_weight/square"
 """metric from which the trainer computes the effective sample size"""
+
+_READ = "response_mask old_log_probs rollout_log_probs rollout_versions advantages rollout_is_weights"
+"""tensors [B, R] that interpolation and region read; without the weights if the loss makes them"""
 
 METRICS_PREFIX = "actor/partial_rollout/"
 """prefix of the loss's metrics; verl would otherwise put its own ``actor/`` before them"""
@@ -91,8 +103,7 @@ def decoupled_ppo(
             "decoupled_ppo got no rollout_is_weights: "
             "set algorithm.rollout_correction.rollout_is to token, geometric or sequence"
         )
-    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
-    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    low, high = clip_bounds(config)
     log_ratio = (log_prob - old_log_prob).clamp(-SAFETY_BOUND, SAFETY_BOUND)
     ratio = log_ratio.exp()
     objective = clipped_objective(ratio, advantages, low, high, config.clip_ratio_c)
@@ -130,34 +141,81 @@ def interpolate_proximal(
     return torch.lerp(behaviour, current, alpha)
 
 
+def worker_loss(
+    actor: DictConfig, settings: PartialRolloutConfig
+) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
+    """``corrected_ppo_loss`` for a run: what the actor workers get; ``actor`` is verl's config of the actor."""
+    config = omega_conf_to_dataclass(actor)
+    return partial(corrected_ppo_loss, config=config, region=BehaviourRegion.of(settings, actor))
+
+
 def corrected_ppo_loss(
-    config: ActorConfig, model_output: dict[str, Any], data: TensorDict, dp_group: Any = None
+    config: ActorConfig,
+    model_output: dict[str, Any],
+    data: TensorDict,
+    dp_group: Any = None,
+    region: BehaviourRegion | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """verl's ``ppo_loss``, on an interpolated proximal policy where the batch names a ``PROXIMAL_VERSION``.
+    """verl's ``ppo_loss``, on an interpolated proximal policy where the batch names one, inside the region if there is one.
 
     Args:
         config, model_output, dp_group: as for ``ppo_loss``.
-        data: a micro-batch with ``rollout_log_probs`` and ``rollout_versions`` [B, R] where it is to interpolate.
+        data: a micro-batch. To interpolate it needs ``PROXIMAL_VERSION``, for a region ``TRAINED_VERSION``, for either
+            ``rollout_log_probs`` and ``rollout_versions`` [B, R].
+        region: None for none.
     """
+    data = _divisible(data)
     version: Any = tu.get_non_tensor_data(data, PROXIMAL_VERSION, default=None)
-    if version is None:
+    if version is None and region is None:
         return ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
-    padded = data.select("response_mask", "old_log_probs", "rollout_log_probs", "rollout_versions").to_padded_tensor()
+    padded = data.select(*_READ.split(), strict=False).to_padded_tensor()
     behaviour, mask = padded["rollout_log_probs"], padded["response_mask"]
     current = no_padding_2_padding(model_output["log_probs"], data).detach().to(behaviour.dtype)
+    reported: dict[str, torch.Tensor] = {}
+    if version is not None:
+        proximal, weights, reported = _interpolated(data, padded, current, version)
+    else:
+        proximal, weights = padded["old_log_probs"], padded["rollout_is_weights"]
+    if region is not None:
+        advantages = padded["advantages"]
+        trained: Any = tu.get_non_tensor_data(data, TRAINED_VERSION, default=None)
+        outside = region.outside(current, behaviour, advantages, mask)
+        proximal, weights = region.apply(proximal, behaviour, weights, outside, mask)
+        parts = masked_parts(outside, advantages, age=trained - padded["rollout_versions"])
+        reported |= {f"trust_region/{key}": value for key, value in parts.items()}
+    corrected = data.clone(recurse=False)
+    corrected["old_log_probs"], corrected["rollout_is_weights"] = proximal, weights
+    loss, metrics = ppo_loss(config=config, model_output=model_output, data=corrected, dp_group=dp_group)
+    for key, value in reported.items():
+        metrics[METRICS_PREFIX + key] = _token_mean(value.to(behaviour.dtype), mask, config)
+    return loss, metrics
+
+
+def _divisible(data: TensorDict) -> TensorDict:
+    """``data`` with at least one token to divide by.
+
+    verl divides by the tokens of the mini-batch. Where all are masked, the loss and the gradient would be nan; they are 0.
+    """
+    if tu.get_non_tensor_data(data, "batch_num_tokens", default=None) != 0:
+        return data
+    data = data.clone(recurse=False)
+    tu.assign_non_tensor(data, batch_num_tokens=1)
+    return data
+
+
+def _interpolated(
+    data: TensorDict, padded: TensorDict, current: torch.Tensor, version: int
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Proximal log-probs [B, R], behaviour weights [B, R], and what to report of them, by metric [B, R]."""
+    behaviour, mask = padded["rollout_log_probs"], padded["response_mask"]
     proximal = interpolate_proximal(behaviour, current, padded["rollout_versions"], version)
     level: Any = tu.get_non_tensor_data(data, WEIGHT_LEVEL, default=None)
     threshold: Any = tu.get_non_tensor_data(data, WEIGHT_THRESHOLD, default=None)
     weights = _behaviour_weights(proximal - behaviour, mask, level, threshold)
-    corrected = data.clone(recurse=False)
-    corrected["old_log_probs"], corrected["rollout_is_weights"] = proximal, weights
-    loss, metrics = ppo_loss(config=config, model_output=model_output, data=corrected, dp_group=dp_group)
     reported = {WEIGHT_MEAN: weights, WEIGHT_SQUARE: weights.square()}
     if tu.get_non_tensor_data(data, PROXIMAL_CHECK, default=False):
         reported["proximal/error"] = (proximal - padded["old_log_probs"]).abs()
-    for key, value in reported.items():
-        metrics[METRICS_PREFIX + key] = _token_mean(value, mask, config)
-    return loss, metrics
+    return proximal, weights, reported
 
 
 def _behaviour_weights(log_ratio: torch.Tensor, mask: torch.Tensor, level: str, threshold: str | float) -> torch.Tensor:

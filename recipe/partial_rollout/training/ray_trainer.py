@@ -22,7 +22,6 @@ from tqdm import tqdm
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import need_critic
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.ray_utils import auto_await
 
 import recipe.partial_rollout.engine.replica as replica
@@ -38,11 +37,11 @@ from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
+from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.batch_lengths import BatchLengths
 from recipe.partial_rollout.training.behaviour_weights import weight_metrics
 from recipe.partial_rollout.training.dashboard import Dashboard
 from recipe.partial_rollout.training.gpu_watch import GpuWatch
-from recipe.partial_rollout.training.loss import corrected_ppo_loss
 from recipe.partial_rollout.training.policy_drift import PolicyDrift
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.run_files import name_metrics_file, open_ledger, run_settings
@@ -166,8 +165,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     def send_loss(self) -> None:
         """Give the actor workers the loss that the config asks for; this also registers the recipe's losses there."""
-        actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-        self.actor_rollout_wg.set_loss_fn(partial(corrected_ppo_loss, config=actor))
+        self.actor_rollout_wg.set_loss_fn(loss.worker_loss(self.config.actor_rollout_ref.actor, self.settings))
 
     def fit(self) -> None:
         """Probe the engines if asked to, then run verl's training loop, from the resumed checkpoint if any.
@@ -307,6 +305,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         if self.settings.enable:
+            batch.meta_info[loss.TRAINED_VERSION] = self.global_steps - 1
             self.proximal.instruct(batch, self.global_steps)
             if not self.proximal.interpolates:
                 self._measured |= weight_metrics(batch)

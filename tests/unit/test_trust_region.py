@@ -1,0 +1,428 @@
+"""The region around the behaviour policy, in the worker's loss: against formulas in float64, and with every policy loss."""
+
+import math
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import ActorConfig, PolicyLossConfig
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import left_right_2_no_padding
+
+from recipe.partial_rollout.config.choices import TrustRegion
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.training import loss
+from recipe.partial_rollout.training.correction import weight_level
+from recipe.partial_rollout.training.loss import corrected_ppo_loss
+from recipe.partial_rollout.training.trust_region import BehaviourRegion
+
+ROWS, WIDTH, VERSION, CAP = 6, 9, 4, 1.5
+LOW, HIGH, TV, M2 = 0.3, 0.4, 0.1, 0.05
+KINDS = ("mask", "clip", "tv", "m2")
+AGG_MODES = ("token-mean", "seq-mean-token-mean")
+TOKEN_LOSSES = ("decoupled_ppo", "sapo", "gpg", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
+FIELDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1.8}
+
+
+def build_region(kind, *, low=LOW, high=HIGH, m2=M2, per_sequence=False):
+    if kind == "tv":
+        low, high = min(low, TV), min(high, TV)
+    return BehaviourRegion(TrustRegion(kind), low, high, m2, per_sequence)
+
+
+def build_batch(seed, *, spread=0.4, updates=1):
+    """Log-probs of three policies in float64, [ROWS, WIDTH]; in the first update of a batch two of them are the same."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(scale):
+        return scale * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+
+    behaviour = -0.1 - random(1.0).abs()
+    proximal = (behaviour + random(spread)).clamp(max=-0.01)
+    lengths = torch.randint(1, WIDTH + 1, (ROWS,), generator=generator)
+    response = (torch.arange(WIDTH) < lengths[:, None]).long()
+    mask = response.clone()
+    mask[seed % ROWS] = 0
+    # An advantage a sequence, as the group estimators make; one of each sign at least.
+    advantages = random(1.0)[:, :1].expand(ROWS, WIDTH) * (torch.arange(ROWS) % 2 * 2.0 - 1)[:, None]
+    return {
+        "behaviour": behaviour,
+        "proximal": proximal,
+        "current": (proximal + random(spread)).clamp(max=-0.01) if updates > 1 else proximal.clone(),
+        "advantages": advantages.contiguous(),
+        "mask": mask,
+        "response": response,
+        "versions": torch.where(response > 0, torch.randint(0, VERSION + 1, (ROWS, WIDTH), generator=generator), -1),
+    }
+
+
+def micro_batch(batch, *, interpolates=False, level="token", tokens=None):
+    """As verl's trainer sends it: prompts of 2 tokens, then the responses."""
+    attention = torch.cat([torch.ones(ROWS, 2, dtype=torch.long), batch["response"]], dim=1)
+    fields = {
+        "prompts": torch.ones(ROWS, 2, dtype=torch.long),
+        "responses": batch["response"],
+        "input_ids": attention.clone(),
+        "attention_mask": attention,
+        "position_ids": attention.cumsum(1) - 1,
+        "response_mask": batch["mask"],
+        "advantages": batch["advantages"],
+        "old_log_probs": batch["proximal"],
+        "rollout_log_probs": batch["behaviour"],
+        "rollout_versions": batch["versions"].int(),
+    }
+    if not interpolates:
+        ratio = batch["proximal"] - batch["behaviour"]
+        fields["rollout_is_weights"] = compute_rollout_correction_weights(ratio, batch["mask"], level, CAP)[0]
+    data = left_right_2_no_padding(TensorDict(fields, batch_size=ROWS))
+    facts = {loss.TRAINED_VERSION: VERSION}
+    if interpolates:
+        facts |= {loss.PROXIMAL_VERSION: VERSION, loss.WEIGHT_LEVEL: level, loss.WEIGHT_THRESHOLD: CAP}
+    tokens = int(batch["mask"].sum()) if tokens is None else tokens
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=ROWS, **facts)
+    return data
+
+
+def run(
+    batch, region=None, *, function=corrected_ppo_loss, data=None, loss_mode="decoupled_ppo", agg=AGG_MODES[0], **how
+):
+    """(loss, gradient [ROWS, WIDTH], metrics) of the worker's loss for one micro-batch."""
+    lengths = batch["response"].sum(1).tolist()
+    rows = [batch["current"][i, :n].clone().requires_grad_() for i, n in enumerate(lengths)]
+    # verl's engines give one log-prob a position, of the next token: the response's stand one to the left.
+    zero = torch.zeros(1, dtype=torch.float64)
+    flat = torch.cat([part for row in rows for part in (zero, row, zero)])
+    offsets = torch.tensor([0, *np.cumsum([n + 2 for n in lengths])])
+    output = {"log_probs": torch.nested.nested_tensor_from_jagged(flat, offsets=offsets)}
+    fields = FIELDS
+    if region is not None and region.kind is TrustRegion.CLIP:
+        fields = {**FIELDS, "clip_ratio_low": region.low, "clip_ratio_high": region.high}
+    fields = {**fields, "policy_loss": PolicyLossConfig(loss_mode=loss_mode), "loss_agg_mode": agg}
+    config = ActorConfig(strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, **fields)
+    extra = {} if function is ppo_loss else {"region": region}
+    torch.manual_seed(0)
+    data = micro_batch(batch, **how) if data is None else data
+    value, metrics = function(config=config, model_output=output, data=data, **extra)
+    value.backward()
+    gradient = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
+    for i, row in enumerate(rows):
+        gradient[i, : lengths[i]] = row.grad
+    return value.item(), gradient, metrics
+
+
+# -- the formulas, written again --------------------------------------------------------------------------------------
+
+
+def ppo_term(ratio, advantage, low, high, dual):
+    """Value of PPO's objective with dual clip for a token, and its derivative by the log-prob."""
+    clipped = min(max(ratio, 1 - low), 1 + high)
+    value, slope = (ratio * advantage,) * 2 if ratio * advantage <= clipped * advantage else (clipped * advantage, 0.0)
+    if advantage < 0 and value < dual * advantage:
+        value, slope = dual * advantage, 0.0
+    return value, slope
+
+
+def tokens_outside(kind, rows, generated):
+    """Set of (row, column) outside the region, from the definition."""
+    moved = {
+        at: rows["current"][at] - rows["behaviour"][at]
+        for at in generated
+        if (rows["current"][at] - rows["behaviour"][at]) * rows["advantages"][at] > 0
+    }
+    if kind == "m2":
+        left = sorted(moved, key=lambda at: moved[at] ** 2)
+        while left and sum(moved[at] ** 2 for at in left) / len(left) > M2:
+            left.pop()
+        return set(moved) - set(left)
+    if kind == "tv":
+        return {at for at in moved if abs(math.exp(rows["current"][at]) - math.exp(rows["behaviour"][at])) > TV}
+    return {at for at, delta in moved.items() if not 1 - LOW <= math.exp(delta) <= 1 + HIGH}
+
+
+def reference(kind, batch, *, interpolates, agg):
+    """Loss, gradient [ROWS, WIDTH] and the tokens outside, token by token in float64."""
+    rows = {key: value.double().numpy() for key, value in batch.items()}
+    generated = [at for at in np.ndindex(ROWS, WIDTH) if rows["mask"][at]]
+    outside = tokens_outside(kind, rows, generated)
+    total, gradient = 0.0, np.zeros((ROWS, WIDTH))
+    for at in generated:
+        behaviour, current, proximal = (rows[key][at] for key in ("behaviour", "current", "proximal"))
+        if interpolates:
+            age = VERSION - rows["versions"][at]
+            proximal = behaviour + age / (age + 1) * (current - behaviour)
+        weight = math.exp(proximal - behaviour)
+        used = min(weight, CAP)
+        if kind == "clip":
+            value, slope = ppo_term(math.exp(current - behaviour), rows["advantages"][at], LOW, HIGH, 1.8)
+            value, slope = used / weight * value, used / weight * slope
+        else:
+            value, slope = ppo_term(math.exp(current - proximal), rows["advantages"][at], 0.2, 0.28, 1.8)
+            value, slope = (0.0, 0.0) if at in outside else (used * value, used * slope)
+        share = 1 / len(generated) if agg == "token-mean" else 1 / rows["mask"][at[0]].sum() / ROWS
+        total -= share * value
+        gradient[at] -= share * slope
+    return total, gradient, outside
+
+
+@pytest.mark.parametrize("agg", AGG_MODES)
+@pytest.mark.parametrize("interpolates", [False, True])
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradient_are_those_of_the_formula(kind, updates, interpolates, agg):
+    masked = kept = 0
+    for seed in range(4):
+        batch = build_batch(seed, updates=updates)
+        expected, slopes, outside = reference(kind, batch, interpolates=interpolates, agg=agg)
+        value, gradient, metrics = run(batch, build_region(kind), interpolates=interpolates, agg=agg)
+        # verl's seq-mean-token-mean adds 1e-8 to each length.
+        assert value == pytest.approx(expected, abs=1e-7)
+        np.testing.assert_allclose(gradient.numpy(), slopes, atol=1e-7)
+        share = metrics["actor/partial_rollout/trust_region/masked"].aggregate()
+        assert share == pytest.approx(len(outside) / int(batch["mask"].sum()))
+        masked, kept = masked + len(outside), kept + int((gradient != 0).sum())
+    assert masked >= 4 and kept >= 4
+
+
+@pytest.mark.parametrize("interpolates", [False, True])
+@pytest.mark.parametrize("agg", AGG_MODES)
+def test_without_a_region_loss_and_gradient_are_bit_equal_to_verls_on_the_same_weights(agg, interpolates):
+    batch = build_batch(3, updates=2)
+    data = micro_batch(batch, interpolates=interpolates)
+    expected = data.clone(recurse=False)
+    if interpolates:
+        proximal = loss.interpolate_proximal(batch["behaviour"], batch["current"], batch["versions"].int(), VERSION)
+        expected["old_log_probs"] = torch.where(batch["response"] > 0, proximal, batch["behaviour"])
+        log_ratio = expected["old_log_probs"] - batch["behaviour"]
+        expected["rollout_is_weights"] = loss._behaviour_weights(log_ratio, batch["mask"], "token", CAP)
+    ours, theirs = run(batch, data=data, agg=agg), run(batch, function=ppo_loss, data=expected, agg=agg)
+    assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1])
+    assert not [key for key in ours[2] if "trust_region" in key]
+
+
+@pytest.mark.parametrize("kind", ["mask", "tv", "m2"])
+@pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
+def test_region_that_holds_everything_changes_no_bit(kind, level):
+    batch = build_batch(3, updates=2)
+    wide = BehaviourRegion(TrustRegion(kind), 1e9, 1e9, 1e9, per_sequence=False)
+    ours, theirs = run(batch, wide, level=level), run(batch, level=level)
+    assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1])
+
+
+# -- every policy loss and level ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
+@pytest.mark.parametrize("kind", ["mask", "tv", "m2"])
+@pytest.mark.parametrize("loss_mode", TOKEN_LOSSES)
+def test_masked_token_loses_its_gradient_and_the_others_keep_theirs(loss_mode, kind, level):
+    batch = build_batch(1, updates=2)
+    rows = {key: value.double().numpy() for key, value in batch.items()}
+    generated = [at for at in np.ndindex(ROWS, WIDTH) if rows["mask"][at]]
+    outside = torch.zeros(ROWS, WIDTH, dtype=torch.bool)
+    for at in tokens_outside(kind, rows, generated):
+        outside[at] = True
+    plain = run(batch, loss_mode=loss_mode, level=level)[1]
+    regional = run(batch, build_region(kind), loss_mode=loss_mode, level=level)[1]
+    assert outside.any() and plain[outside].any() and regional.any()
+    assert torch.equal(regional, plain.masked_fill(outside, 0))
+
+
+def geometric_means(batch):
+    """[ROWS], log of the sequences' ratios to the behaviour policy, and whether a sequence has tokens."""
+    tokens = batch["mask"].sum(1)
+    return ((batch["current"] - batch["behaviour"]) * batch["mask"]).sum(1) / tokens.clamp(min=1), tokens > 0
+
+
+@pytest.mark.parametrize("loss_mode", ["gspo", "geo_mean"])
+def test_sequence_is_in_or_out_as_a_whole_where_the_loss_has_one_ratio_a_sequence(loss_mode):
+    batch = build_batch(1, updates=2)
+    means, _ = geometric_means(batch)
+    out = (means * batch["advantages"][:, 0] > 0) & ((means.exp() > 1.1) | (means.exp() < 0.9)) & (batch["mask"].any(1))
+    region = build_region("mask", low=0.1, high=0.1, per_sequence=True)
+    plain = run(batch, loss_mode=loss_mode, level="geometric")[1]
+    regional = run(batch, region, loss_mode=loss_mode, level="geometric")[1]
+    assert out.any() and plain[out].any() and plain[~out].any()
+    # geo_mean adds 1e-10 to a weight before it takes its logarithm.
+    torch.testing.assert_close(regional, plain * ~out[:, None], atol=1e-9, rtol=0)
+
+
+def test_clip_of_gspo_is_of_the_sequences_ratio_to_the_behaviour_policy():
+    batch = build_batch(2, updates=2)
+    means, has_tokens = geometric_means(batch)
+    ratios = means.exp()
+    weights = ((batch["proximal"] - batch["behaviour"]) * batch["mask"]).sum(1) / batch["mask"].sum(1).clamp(min=1)
+    left = weights.exp().clamp(max=CAP) / weights.exp()
+    advantages = batch["advantages"][:, 0]
+    clipped = ratios.clamp(0.9, 1.1) * advantages < ratios * advantages
+    slopes = torch.where(clipped, 0.0, -left * ratios * advantages) * has_tokens / batch["mask"].sum()
+    region = build_region("clip", low=0.1, high=0.1, per_sequence=True)
+    _, gradient, _ = run(batch, region, loss_mode="gspo", level="geometric")
+    assert clipped.any() and slopes.any()
+    torch.testing.assert_close(gradient, slopes[:, None] * batch["mask"], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
+def test_inside_the_region_clip_trains_a_token_with_the_weights_of_its_level(level):
+    batch = build_batch(4, spread=0.05, updates=2)
+    wide = build_region("clip", low=9.0, high=9.0)
+    plain = run(batch, level=level, loss_mode="decoupled_ppo")[1]
+    torch.testing.assert_close(run(batch, wide, level=level)[1], plain, atol=1e-12, rtol=1e-9)
+
+
+def test_in_the_first_update_of_a_batch_clip_has_the_gradient_of_mask():
+    """Dual clip apart, which drops tokens of negative advantage whose ratio to the behaviour policy has grown."""
+    batch = build_batch(5, updates=1)
+    mask, clip = (run(batch, build_region(kind)) for kind in ("mask", "clip"))
+    grown = (batch["advantages"] < 0) & ((batch["current"] - batch["behaviour"]).exp() > FIELDS["clip_ratio_c"])
+    torch.testing.assert_close(mask[1].masked_fill(grown, 0), clip[1], atol=1e-12, rtol=1e-9)
+    assert mask[0] != pytest.approx(clip[0])
+
+
+# -- masks that take much or all ---------------------------------------------------------------------------------------
+
+
+def test_masked_token_still_counts_in_the_mean():
+    batch = build_batch(0)
+    batch["mask"] = batch["response"]
+    batch["advantages"] = torch.ones(ROWS, WIDTH, dtype=torch.float64)
+    batch["behaviour"] = batch["proximal"] = torch.full((ROWS, WIDTH), -1.0, dtype=torch.float64)
+    batch["current"] = batch["behaviour"].clone()
+    batch["current"][0, 0] += 1.0
+    tokens = int(batch["mask"].sum())
+    assert run(batch, build_region("mask"))[0] == pytest.approx(-(tokens - 1) / tokens)
+
+
+@pytest.mark.parametrize("interpolates", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_that_is_masked_altogether_has_no_gradient_and_finite_metrics(kind, interpolates):
+    batch = build_batch(2)
+    batch["behaviour"] = batch["current"] - 2.0 * batch["advantages"].sign()
+    region = build_region(kind, low=1e-3, high=1e-3, m2=1e-3)
+    value, gradient, metrics = run(batch, region, interpolates=interpolates)
+    assert math.isfinite(value) and not gradient.any()
+    assert (value == 0) == (kind != "clip")
+    parts = {key: metric.aggregate() for key, metric in metrics.items() if "partial_rollout" in key}
+    assert parts["actor/partial_rollout/trust_region/masked"] == pytest.approx(1.0)
+    assert np.isfinite(list(parts.values())).all()
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("interpolates", [False, True])
+def test_mini_batch_without_a_token_has_no_gradient_and_finite_metrics(kind, interpolates):
+    batch = build_batch(2)
+    data = micro_batch(batch, interpolates=interpolates, tokens=0)
+    data["response_mask"] = torch.zeros_like(data["response_mask"])
+    region = None if kind is None else build_region(kind)
+    value, gradient, metrics = run(batch, region, data=data)
+    assert value == 0 and not gradient.any()
+    figures = [metric.aggregate() if hasattr(metric, "aggregate") else metric for metric in metrics.values()]
+    assert np.isfinite(figures).all()
+    assert tu.get_non_tensor_data(data, "batch_num_tokens", default=None) == 0
+
+
+def test_region_is_of_the_weights_that_are_trained_not_of_those_before_the_update():
+    batch = build_batch(6, updates=1)
+    batch["behaviour"] = batch["proximal"].clone()
+    before = run(batch, build_region("mask"))[2]["actor/partial_rollout/trust_region/masked"].aggregate()
+    batch["current"] = batch["proximal"] + 0.6 * batch["advantages"].sign()
+    after = run(batch, build_region("mask"))[2]["actor/partial_rollout/trust_region/masked"].aggregate()
+    assert before == 0 and after == pytest.approx(1.0)
+
+
+def test_masked_share_is_told_by_sign_and_by_age():
+    batch = build_batch(7, updates=2)
+    rows = {key: value.double().numpy() for key, value in batch.items()}
+    generated = [at for at in np.ndindex(ROWS, WIDTH) if rows["mask"][at]]
+    outside = tokens_outside("mask", rows, generated)
+    metrics = run(batch, build_region("mask"))[2]
+    prefix = "actor/partial_rollout/trust_region/masked"
+    found = {key.removeprefix(prefix): metric.aggregate() for key, metric in metrics.items() if key.startswith(prefix)}
+    ages = [VERSION - rows["versions"][at] for at in outside]
+    counts = {
+        "": len(outside),
+        "_positive": sum(rows["advantages"][at] > 0 for at in outside),
+        "_negative": sum(rows["advantages"][at] < 0 for at in outside),
+        "_age_0": ages.count(0),
+        "_age_1": ages.count(1),
+        "_age_2_plus": sum(age >= 2 for age in ages),
+    }
+    assert found == pytest.approx({key: count / len(generated) for key, count in counts.items()})
+    assert min(counts["_positive"], counts["_negative"], counts["_age_2_plus"]) > 0
+
+
+# -- m2 ----------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.floats(1e-4, 2))
+def test_m2_masks_the_fewest_largest_that_bring_the_mean_under_the_bound(deltas, bound):
+    delta = torch.tensor([deltas], dtype=torch.float64)
+    behaviour, ones = torch.full_like(delta, -4.0), torch.ones_like(delta)
+    region = build_region("m2", m2=bound)
+    outside = region.outside(behaviour + delta, behaviour, ones, ones)[0]
+    # As the region sees it, after the rounding of the sum.
+    squares = (behaviour + delta - behaviour)[0].square()
+    moved = (behaviour + delta - behaviour)[0] > 0
+    left = squares[moved & ~outside]
+    assert not outside[~moved].any()
+    assert not len(left) or left.mean() <= bound * (1 + 1e-9)
+    if outside.any():
+        taken = squares[outside]
+        assert not len(left) or taken.min() >= left.max()
+        assert torch.cat([left, taken.min()[None]]).mean() > bound * (1 - 1e-9)
+
+
+def test_m2_of_the_parts_holds_for_the_whole_and_masks_no_less():
+    batch = build_batch(8, updates=2, spread=0.6)
+    region = build_region("m2")
+
+    def outside(rows):
+        found = [batch[key][rows] for key in ("current", "behaviour", "advantages", "mask")]
+        return region.outside(*found)
+
+    whole, parts = outside(slice(None)), torch.cat([outside(slice(i, i + 2)) for i in range(0, ROWS, 2)])
+    delta = batch["current"] - batch["behaviour"]
+    left = delta[(delta * batch["advantages"] > 0) & (batch["mask"] > 0) & ~parts]
+    assert whole.any() and parts.sum() >= whole.sum()
+    assert left.square().mean() <= M2
+
+
+# -- from the settings to the worker -----------------------------------------------------------------------------------
+
+
+def build_settings(kind, low=None, high=None):
+    return SimpleNamespace(
+        trust_region=TrustRegion(kind), trust_region_low=low, trust_region_high=high, trust_region_m2=0.04
+    )
+
+
+def build_actor(mode="decoupled_ppo", **fields):
+    values = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.28} | fields
+    return SimpleNamespace(**values, policy_loss=SimpleNamespace(loss_mode=mode))
+
+
+def test_bounds_are_the_losss_own_unless_they_are_set():
+    assert BehaviourRegion.of(build_settings("none"), build_actor()) is None
+    of = BehaviourRegion.of(build_settings("mask"), build_actor())
+    assert (of.low, of.high, of.per_sequence) == (0.2, 0.28, False)
+    of = BehaviourRegion.of(build_settings("clip", low=0.5), build_actor())
+    assert (of.low, of.high) == (0.5, 0.28)
+    of = BehaviourRegion.of(build_settings("tv", high=0.3), build_actor())
+    assert (of.low, of.high) == (0.15, 0.3)
+    assert BehaviourRegion.of(build_settings("mask"), build_actor("gspo")).per_sequence
+    assert weight_level("gspo") == weight_level("geo_mean") == "geometric"
+
+
+def test_region_travels_to_the_worker_with_the_loss(composed_config):
+    overrides = ("partial_rollout.trust_region=tv", "partial_rollout.trust_region_low=0.07")
+    config = composed_config("quickstart_cpu", *overrides)
+    settings = PartialRolloutConfig.from_config(config)
+    sent = pickle.loads(pickle.dumps(loss.worker_loss(config.actor_rollout_ref.actor, settings)))
+    assert sent.keywords["region"] == BehaviourRegion(TrustRegion.TV, 0.07, 0.15, 0.04, per_sequence=False)
+    assert sent.func is corrected_ppo_loss
