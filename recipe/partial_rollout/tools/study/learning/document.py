@@ -54,7 +54,7 @@ def arms_table(arms: Sequence[ArmFigures]) -> Table:
                 "never" if seconds is None else f"{seconds:.0f}",
                 f"{np.mean([run.staleness_mean for run in figures.runs]):.2f} / "
                 f"{max(run.staleness_max for run in figures.runs):.0f}",
-                f"{np.median([max(run.series['k3_kl'], default=0.0) for run in figures.runs]):.4f}",
+                f"{np.median([run.largest_k3 for run in figures.runs]):.4f}",
                 f"{np.mean([run.length_variation for run in figures.runs]):.2f}",
             ]
         )
@@ -91,7 +91,7 @@ def runs_table(runs: Sequence[LearningRun]) -> Table:
             f"{run.final:.3f}",
             f"{run.area:.3f}",
             f"{run.staleness_mean:.2f} / {run.staleness_max:.0f}",
-            f"{max(run.series['k3_kl'], default=0.0):.4f}",
+            f"{run.largest_k3:.4f}",
             f"{run.length_variation:.2f}",
             f"{sum(run.series['rollout_s']):.0f}",
             run.commit,

@@ -109,6 +109,11 @@ class LearningRun:
         return max(self.series["staleness_max"], default=0.0)
 
     @property
+    def largest_k3(self) -> float:
+        """Of all steps, in nats a token; 0 where none is logged."""
+        return max((abs(k3) for k3 in self.series["k3_kl"]), default=0.0)
+
+    @property
     def length_variation(self) -> float:
         """Standard deviation over mean of the batches' mean response length."""
         lengths = np.array(self.series["length"])
