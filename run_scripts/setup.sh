@@ -27,7 +27,7 @@ die() {
 
 # The stamp holds everything that the environment depends on; it is written last, so it stands only for a whole set-up.
 fingerprint() {
-  { printf '%s %s\n' "$extra" "$root"; cat "$root/requirements-cpu.txt" "$root/pyproject.toml" "$root/run_scripts/setup.sh"; } |
+  { printf '%s %s\n' "$extra" "$root"; cat "$root"/requirements-{cpu,docs}.txt "$root/pyproject.toml" "$root/run_scripts/setup.sh"; } |
     sha256sum | cut -d ' ' -f 1
 }
 
@@ -84,6 +84,7 @@ install_cpu() {
   # torch first and with its dependencies, then the pinned rest without: see the note on the extra `cpu` in pyproject.toml.
   run_logged "installing torch" "${pip[@]}" torch==2.13.0 setuptools==77.0.3
   run_logged "installing verl, vLLM, Ray and the rest of requirements-cpu.txt" "${pip[@]}" --no-deps -r "$root/requirements-cpu.txt"
+  run_logged "installing MkDocs" "${pip[@]}" --no-deps -r "$root/requirements-docs.txt"
   run_logged "installing this repository" "${pip[@]}" --no-deps --no-build-isolation -e "$root"
 }
 

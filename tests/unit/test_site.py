@@ -1,0 +1,93 @@
+"""The site is whole, and its pages name metrics and keys that there are."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+import recipe.partial_rollout as package
+from recipe.partial_rollout.config.keys import declarations
+from recipe.partial_rollout.config.settings import ROOT, PartialRolloutConfig
+
+PACKAGE = Path(package.__file__).parent
+REPOSITORY = PACKAGE.parents[1]
+DOCS = REPOSITORY / "docs"
+SECTION = (
+    "(?:rollout|gpu|timing|staleness|segments_per_sample|behaviour_weight|trust_region|proximal|mismatch|length|trained"
+    "|overlap_auto|inflight|buffer|admission|filter|failures)"
+)
+METRIC = re.compile(rf"`({SECTION}/\w+)`")
+INTERNAL = {"behaviour_weight/square"}
+"""between processes only"""
+
+mkdocs = pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install -r requirements-docs.txt"
+)
+
+
+def code():
+    return "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
+
+
+def documented():
+    return set(METRIC.findall((DOCS / "metrics.md").read_text()))
+
+
+@mkdocs
+def test_site_builds_without_a_warning(tmp_path):
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=REPOSITORY,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert built.returncode == 0, built.stderr
+    assert 'href="recipes.html"' in (tmp_path / "index.html").read_text()
+    assert "deadlines.stall_s" in (tmp_path / "keys.html").read_text()
+
+
+@mkdocs
+def test_links_out_of_the_site_keep_their_words_only():
+    spec = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    readme = "[pages](docs/concepts.md#words) ![picture](docs/quickstart/report.png) [code](verl_ext/guard.py) [x](https://a.b)"
+    assert hooks.site_links(readme, "index.md") == (
+        "[pages](concepts.md#words) ![picture](quickstart/report.png) code [x](https://a.b)"
+    )
+    assert hooks.site_links("[front](../../README.md) [`a [b]`](../scheduling.md)", "performance/log.md") == (
+        "[front](../index.md) [`a [b]`](../scheduling.md)"
+    )
+    assert hooks.site_links("[keys](../recipe/partial_rollout/README.md#keys)", "tuning.md") == "[keys](keys.md#keys)"
+
+
+def test_every_metric_is_documented():
+    logged = set(re.findall(rf'"(?:partial_rollout/)?({SECTION}/\w+)"', code()))
+    assert len(logged) > 30
+    assert logged - documented() == INTERNAL
+
+
+@pytest.mark.parametrize("page", ["metrics.md", "tuning.md"])
+def test_documented_metrics_are_logged(page):
+    source = code()
+    for metric in METRIC.findall((DOCS / page).read_text()):
+        # A few are made of a section and a name: f"timing/{name}".
+        assert f'{metric}"' in source or f'"{metric.partition("/")[2]}"' in source, metric
+
+
+def test_keys_of_the_tuning_page_exist(composed_config):
+    ours = {declared.name for declared in declarations(PartialRolloutConfig)}
+    config = composed_config("ppo_partial_rollout")
+    cells = [row.split("|")[3] for row in (DOCS / "tuning.md").read_text().splitlines() if row.startswith("| ")]
+    named = {name for cell in cells for name in re.findall(r"`([a-z]\w*(?:\.\w+)*)(?:=\S*)?`", cell)}
+    assert len(named) > 15
+    for name in named - ours:
+        missing = object()
+        assert OmegaConf.select(config, name, default=missing) is not missing, f"neither {ROOT}.{name} nor verl's"
