@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -52,3 +54,40 @@ def test_handlers_are_given_back():
     with StopSignals().caught():
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+LOADING = """
+import time
+from torchdata.stateful_dataloader import StatefulDataLoader
+from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+
+loader = StatefulDataLoader(list(range(99)), batch_size=1, num_workers=1)
+stop = StopSignals()
+with stop.caught():
+    batches = iter(loader)
+    next(batches)
+    print("loading", flush=True)
+    try:
+        for _ in range(300):
+            time.sleep(0.1)
+            stop.check()
+    except StopTraining:
+        while batches._workers[0].is_alive():
+            time.sleep(0.1)
+        print("saved", len(loader.state_dict()) > 0)
+"""
+
+
+def test_signal_to_the_whole_process_group_does_not_fail_the_save_when_the_loaders_worker_dies():
+    """``ray job stop`` signals the driver and each of its children."""
+    command = [sys.executable, "-W", "ignore", "-c", LOADING]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "loading\n"
+        os.killpg(process.pid, signal.SIGTERM)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and output == "saved True\n", errors[-2000:]

@@ -46,6 +46,9 @@ class StopSignals:
         if self._number is not None:
             sys.exit(128 + number)
         self._number = number
+        # Who signals each child too, as `ray job stop` does, ends the data loader's workers. torch reports that from its
+        # handler of SIGCHLD, as an error wherever this process happens to be; no more data is needed.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         print(
             f"\n{signal.Signals(number).name}: stopping at the next safe point; once more ends the training at once",
             file=sys.stderr,
