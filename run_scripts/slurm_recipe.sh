@@ -1,0 +1,145 @@
+#!/usr/bin/env bash
+# Runs a recipe as a SLURM job: Ray on every node, the trainer on the first. NOT RUN YET under SLURM: docs/clusters.md
+#
+#   sbatch --nodes=2 run_scripts/slurm_recipe.sh run_dapo_math17k_pr_4b_2node [hydra overrides]     from the repository's root
+#   DRY_RUN=1 SLURM_JOB_NODELIST=... GPUS_PER_NODE=8 bash run_scripts/slurm_recipe.sh ...           prints what would run where
+#
+# The variables of run_scripts/recipe.sh, and HEAD_IP (the first node's address), RAY_PORT, START_S (time for all nodes to join).
+#SBATCH --job-name=partial-rollout
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --output=slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@600
+set -euo pipefail
+
+say() { printf 'slurm_recipe: %s\n' "$*"; }
+die() {
+  say "$*" >&2
+  exit 2
+}
+
+# sbatch runs a copy of this file, in a directory of its own.
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}"
+[[ -f run_scripts/recipe.sh ]] || die "$PWD: submit from the root of the repository"
+recipe=run_scripts/$(basename -s .sh "${1:-}").sh
+grep -qs '/recipe\.sh"' "$recipe" || die "'${1:-}': one of $(grep -l '/recipe\.sh"' run_scripts/run_*.sh | xargs -n 1 basename -s .sh | tr '\n' ' ')"
+shift
+
+python=${PYTHON:-${PARTIAL_ROLLOUT_VENV:-.venv}/bin/python}
+port=${RAY_PORT:-6379}
+gpus=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
+[[ -n ${SLURM_JOB_NODELIST:-} ]] || die "SLURM_JOB_NODELIST is not set: start this with sbatch"
+[[ -n $gpus ]] || die "no GPUs: sbatch --gpus-per-node=8 ..., or GPUS_PER_NODE"
+command -v scontrol >/dev/null || die "scontrol not found: it turns SLURM_JOB_NODELIST into names"
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+[[ ${#nodes[@]} -gt 0 ]] || die "scontrol names no node of SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST"
+
+export PYTHON=$python NNODES=${#nodes[@]} GPUS_PER_NODE=$gpus
+[[ -z ${OUT:-} ]] || OUT=$(realpath -m "$OUT")
+size=(--num-gpus="$gpus" ${SLURM_CPUS_PER_TASK:+--num-cpus="$SLURM_CPUS_PER_TASK"})
+step=(srun --nodes=1 --ntasks=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"})
+
+if [[ -n ${DRY_RUN:-} ]]; then
+  address=${HEAD_IP:-${nodes[0]}}:$port
+  say "${nodes[0]}: ray start --head --port=$port ${size[*]}"
+  for node in "${nodes[@]:1}"; do
+    say "$node: ray start --address=$address ${size[*]}"
+  done
+  say "${nodes[0]}: RAY_ADDRESS=$address NNODES=$NNODES GPUS_PER_NODE=$gpus bash $recipe $*"
+  exit 0
+fi
+
+steps=() trainer='' ended_by='' told='' signalled=''
+start_node() { # node, arguments of ray start
+  "${step[@]}" --nodelist="$1" bash run_scripts/slurm_node.sh "${@:2}" "${size[@]}" &
+  steps+=($!)
+}
+
+# srun answers SIGTERM by killing its step.
+stop_nodes() {
+  trap - EXIT
+  kill "${steps[@]}" 2>/dev/null || true
+  wait "${steps[@]}" 2>/dev/null || true
+}
+
+# The trainer takes a second SIGTERM for an order to end at once, without saving.
+tell_trainer() {
+  [[ -n $ended_by && -n $trainer && -z $told ]] || return 0
+  told=1
+  kill -TERM "$trainer" 2>/dev/null || true
+}
+
+# shellcheck disable=SC2329 # traps call it
+end_by() {
+  signalled=1
+  [[ -z $ended_by ]] || return 0
+  ended_by=$1
+  say "SIG$1: the trainer saves and ends"
+  tell_trainer
+}
+
+await_head() {
+  local deadline=$((SECONDS + ${START_S:-600}))
+  until "$python" -m ray.scripts.scripts status --address "$RAY_ADDRESS" >/dev/null 2>&1; do
+    kill -0 "${steps[0]}" 2>/dev/null || die "Ray did not start on ${nodes[0]}"
+    ((SECONDS < deadline)) || die "no Ray at $RAY_ADDRESS within ${START_S:-600} s: HEAD_IP names the address of ${nodes[0]}"
+    sleep 1
+  done
+}
+
+await_gpus() {
+  "$python" -W ignore - "$((NNODES * gpus))" "${START_S:-600}" <<'PYTHON'
+import sys, time, ray
+
+wanted, seconds = map(int, sys.argv[1:])
+ray.init(log_to_driver=False, logging_level="error")
+end = time.monotonic() + seconds
+while (found := ray.cluster_resources().get("GPU", 0)) < wanted:
+    if time.monotonic() > end:
+        sys.exit(f"slurm_recipe: {found:.0f} of {wanted} GPUs have joined within {seconds} s")
+    time.sleep(1)
+PYTHON
+}
+
+# SIGTERM ends the job (scancel); SIGUSR1 announces the end of its time, or a preemption, and the job comes back.
+trap stop_nodes EXIT
+trap 'end_by USR1' USR1
+trap 'end_by TERM' TERM
+
+# Others on the network may reach these ports: Ray asks everyone for the job's token.
+RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(tr -d - </proc/sys/kernel/random/uuid)}
+export RAY_AUTH_TOKEN RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+export RAY_ADDRESS=${HEAD_IP:-$(hostname -I | cut -d ' ' -f 1)}:$port
+start_node "${nodes[0]}" --head --node-ip-address="${RAY_ADDRESS%:*}" --port="$port"
+await_head
+for node in "${nodes[@]:1}"; do
+  start_node "$node" --address="$RAY_ADDRESS"
+done
+await_gpus
+
+status=143
+if [[ -z $ended_by ]]; then
+  say "start ${SLURM_RESTART_COUNT:-0} of job ${SLURM_JOB_ID:-}: $recipe on $NNODES x $gpus GPUs"
+  bash "$recipe" "$@" &
+  trainer=$!
+  tell_trainer
+  # `wait` returns when a signal comes, too.
+  while :; do
+    signalled='' status=0
+    wait "$trainer" || status=$?
+    [[ -n $signalled ]] || break
+  done
+fi
+stop_nodes
+if [[ $ended_by == USR1 && $status != 0 ]]; then
+  say "requeued; the next start resumes from the newest checkpoint"
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

@@ -1,0 +1,231 @@
+"""Scripts and manifests for clusters: the SLURM job against commands that stand in for SLURM and Ray, the YAML files."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import ray
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SLURM = ROOT / "run_scripts" / "slurm_recipe.sh"
+MANIFEST = ROOT / "deploy" / "kuberay.yaml"
+RECIPE = "run_dapo_math17k_pr_4b_2node"
+
+# Each logs its arguments. `srun` ends its step when it gets SIGTERM, as SLURM's does.
+STAND_INS = {
+    "scontrol": 'if [[ $1 == show ]]; then echo "$3" | tr , "\\n"; fi',
+    "scancel": "",
+    "hostname": "echo 10.0.0.1 10.0.0.2",
+    "srun": """
+while [[ $1 == --* ]]; do shift; done
+"$@" & trap 'rm -f "$STAND_INS/up"' TERM
+wait || true; wait
+""",
+    "python": """
+case "$*" in
+  *" start "*)
+    trap 'echo "Ray SIGTERM" >>"$STAND_INS/log"' TERM
+    while [[ -e $STAND_INS/up ]]; do sleep 0.1; done ;;
+  *recipe.partial_rollout*)
+    trap 'echo "trainer SIGTERM" >>"$STAND_INS/log"; sleep 0.5; exit 143' TERM
+    touch "$STAND_INS/trains"
+    while [[ ! -e $STAND_INS/finish ]]; do sleep 0.1; done
+    exit "$(<"$STAND_INS/finish")" ;;
+esac
+""",
+}
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """``slurm(*arguments, **variables)`` starts the batch script of a job on two nodes; ``.log()`` has what it called."""
+    for name, body in STAND_INS.items():
+        path = tmp_path / name
+        path.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >>"$STAND_INS/log"\n{body}')
+        path.chmod(0o755)
+    (tmp_path / "up").touch()
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1,n2", "SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64"}
+    ours = {"STAND_INS": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": f"{tmp_path}/python"}
+    hidden = ("DRY_RUN", "RAY_ADDRESS", "NNODES", "GPUS_PER_NODE")
+    inherited = {key: value for key, value in os.environ.items() if key not in hidden}
+    started = []
+
+    def start(*arguments, script=SLURM, **variables):
+        env = {**inherited, **job, **ours, "SLURM_SUBMIT_DIR": str(ROOT), **variables}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        process = subprocess.Popen(["bash", str(script), *arguments], env=env, **pipes)
+        started.append(process)
+        return process
+
+    yield start
+    (tmp_path / "up").unlink(missing_ok=True)
+    (tmp_path / "finish").write_text("1")
+    for process in started:
+        process.kill()
+        process.wait(10)
+
+
+@pytest.fixture
+def log(tmp_path):
+    return lambda: (tmp_path / "log").read_text().splitlines() if (tmp_path / "log").exists() else []
+
+
+def until(condition, process=None, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end and (process is None or process.poll() is None)
+        time.sleep(0.05)
+
+
+# -- SLURM -------------------------------------------------------------------------------------------------------------
+
+
+def test_dry_run_prints_what_runs_on_which_node(slurm, log):
+    output, errors = slurm(RECIPE, "data.seed=2", DRY_RUN="1").communicate(timeout=30)
+    size = "--num-gpus=8 --num-cpus=64"
+    assert (errors, output.splitlines()) == (
+        "",
+        [
+            f"slurm_recipe: n1: ray start --head --port=6379 {size}",
+            f"slurm_recipe: n2: ray start --address=n1:6379 {size}",
+            f"slurm_recipe: n1: RAY_ADDRESS=n1:6379 NNODES=2 GPUS_PER_NODE=8 bash run_scripts/{RECIPE}.sh data.seed=2",
+        ],
+    )
+    assert log() == ["scontrol show hostnames n1,n2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ((), {}, "'': one of run_dapo_math17k_colocate_async_1gpu_0.6b"),
+        (("run_tests",), {}, "'run_tests': one of run_dapo_math17k_colocate_async_1gpu_0.6b"),
+        (("recipe.sh",), {}, "'recipe.sh': one of run_dapo_math17k_colocate_async_1gpu_0.6b"),
+        ((RECIPE,), {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not set: start this with sbatch"),
+        ((RECIPE,), {"SLURM_GPUS_ON_NODE": ""}, "no GPUs: sbatch --gpus-per-node=8 ..., or GPUS_PER_NODE"),
+        ((RECIPE,), {"PATH": "/usr/bin:/bin"}, "scontrol not found: it turns SLURM_JOB_NODELIST into names"),
+        ((RECIPE,), {"SLURM_SUBMIT_DIR": "/"}, "/: submit from the root of the repository"),
+    ],
+)
+def test_script_says_in_a_line_what_is_missing(slurm, arguments, variables, message):
+    process = slurm(*arguments, **variables)
+    (line,) = process.communicate(timeout=30)[1].splitlines()
+    assert process.returncode == 2 and line.startswith(f"slurm_recipe: {message}")
+
+
+def test_job_starts_ray_on_every_node_and_ends_with_the_trainers_exit_code(slurm, log, tmp_path):
+    process = slurm(RECIPE, "trainer.save_freq=5")
+    until((tmp_path / "trains").exists, process)
+    calls = log()
+    steps = sorted(call for call in calls if call.startswith("srun"))
+    common = "--nodes=1 --ntasks=1 --cpus-per-task=64"
+    node, size = "bash run_scripts/slurm_node.sh", "--num-gpus=8 --num-cpus=64"
+    assert steps == [
+        f"srun {common} --nodelist=n1 {node} --head --node-ip-address=10.0.0.1 --port=6379 {size}",
+        f"srun {common} --nodelist=n2 {node} --address=10.0.0.1:6379 {size}",
+    ]
+    trainer = next(call for call in calls if "main_ppo" in call)
+    assert "trainer.nnodes=2 trainer.n_gpus_per_node=8 trainer.save_freq=5" in trainer
+    (tmp_path / "finish").write_text("3")
+    process.communicate(timeout=30)
+    assert process.returncode == 3
+    assert not (tmp_path / "up").exists() and "scontrol requeue 7" not in log()
+
+
+@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_signal_reaches_the_trainer_once_and_the_end_of_the_time_requeues(slurm, log, tmp_path, number, requeued):
+    process = slurm(RECIPE)
+    until((tmp_path / "trains").exists, process)
+    process.send_signal(number)
+    until(lambda: "trainer SIGTERM" in log(), process)
+    # SLURM follows up with SIGTERM when the time is over; the trainer is still saving.
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert log().count("trainer SIGTERM") == 1
+    assert ("scontrol requeue 7" in log()) is requeued
+
+
+@pytest.mark.parametrize("role", ["--head", "--address=n1:6379"])
+def test_node_outlives_the_sigterm_of_a_preemption_and_the_first_one_announces_it(slurm, log, role):
+    process = slurm(role, script=ROOT / "run_scripts" / "slurm_node.sh")
+    until(lambda: any(" start " in call for call in log()), process)
+    os.killpg(process.pid, signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.poll() is None and not any("SIGTERM" in call for call in log())
+    assert ("scancel --batch --signal=USR1 7" in log()) is (role == "--head")
+
+
+# -- KubeRay and Ray's jobs --------------------------------------------------------------------------------------------
+
+READ_BY_RECIPE = {"PYTHON", "MODEL", "DATA", "OUT", "NNODES", "GPUS_PER_NODE", "LOGGER"}
+
+
+@pytest.fixture(scope="module")
+def ray_job():
+    return yaml.safe_load(MANIFEST.read_text())["spec"]
+
+
+def cluster_of(ray_job):
+    """The pod of the head, and that of the workers."""
+    (workers,) = ray_job["rayClusterSpec"]["workerGroupSpecs"]
+    return ray_job["rayClusterSpec"]["headGroupSpec"]["template"]["spec"], workers["template"]["spec"]
+
+
+def test_manifest_runs_a_recipe_on_the_nodes_that_it_asks_for(ray_job):
+    program, script = ray_job["entrypoint"].split()
+    place = re.search(r"^WORKDIR (\S+)$", (ROOT / "docker" / "Dockerfile.gpu").read_text(), re.M)[1]
+    assert program == "bash" and "/recipe.sh" in (ROOT / Path(script).relative_to(place)).read_text()
+    (workers,) = ray_job["rayClusterSpec"]["workerGroupSpecs"]
+    variables = yaml.safe_load(ray_job["runtimeEnvYAML"])["env_vars"]
+    assert variables["PYTHON"] == f"{place}/.venv/bin/python"
+    assert int(variables["NNODES"]) == workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"]
+    (container,) = workers["template"]["spec"]["containers"]
+    limits, requests = container["resources"]["limits"], container["resources"]["requests"]
+    assert variables["GPUS_PER_NODE"] == limits["nvidia.com/gpu"] == workers["rayStartParams"]["num-gpus"]
+    assert limits == requests
+
+
+def test_manifests_pods_share_image_and_storage_and_have_ray_of_this_repository(ray_job):
+    assert ray_job["rayClusterSpec"]["rayVersion"] == ray.__version__
+    head, workers = cluster_of(ray_job)
+    assert head["containers"][0]["image"] == workers["containers"][0]["image"]
+    for pod in (head, workers):
+        assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+
+
+def test_manifests_pods_wait_for_the_trainer_to_save(ray_job):
+    seconds = int(yaml.safe_load(ray_job["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"])
+    for pod in cluster_of(ray_job):
+        program, flag, command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        assert (program, flag) == ("bash", "-c")
+        assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0
+        assert pod["terminationGracePeriodSeconds"] == seconds
+
+
+def test_worker_pod_waits_for_an_actor_and_not_for_an_idle_worker_of_ray(ray_job):
+    command = cluster_of(ray_job)[1]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][2]
+    pattern = re.search(r"pgrep -f '(.+?)'", command)[1]
+    titles = {"ray::WorkerDict.actor_update": True, "ray::IDLE": False, "ray::IDLE_SpillWorker": False, "raylet": False}
+    assert {title: bool(re.search(pattern, title)) for title in titles} == titles
+
+
+def test_head_pod_signals_the_trainer_and_not_its_own_shell(ray_job):
+    command = cluster_of(ray_job)[0]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][2]
+    for pattern in re.findall(r"-f '(.+?)'", command):
+        assert re.search(pattern, "python -m recipe.partial_rollout.main_ppo --config-name recipe")
+        assert not re.search(pattern, command)
+
+
+def test_variables_of_the_runtime_environments_are_read_and_their_paths_are_absolute(ray_job):
+    script = (ROOT / "run_scripts" / "recipe.sh").read_text()
+    assert {name for name in READ_BY_RECIPE if re.search(rf"set_from {name} |\{{{name}:-", script)} == READ_BY_RECIPE
+    for text in (ray_job["runtimeEnvYAML"], (ROOT / "deploy" / "runtime_env.yaml").read_text()):
+        variables = yaml.safe_load(text)["env_vars"]
+        assert set(variables) <= READ_BY_RECIPE | {"RAY_JOB_STOP_WAIT_TIME_S", "SWANLAB_MODE"}
+        assert all(isinstance(value, str) for value in variables.values())
+        assert all(variables[name].startswith("/shared/") for name in ("MODEL", "DATA", "OUT"))
