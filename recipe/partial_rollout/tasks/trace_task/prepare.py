@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 VOCABULARY = 151_936
+SPECIAL = ("<pad>", "<|im_end|>", "<unk>", "\n")
+"""the first tokens: verl joins the turns of a Qwen3 model with its end of turn and one newline token"""
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
@@ -33,11 +35,12 @@ def write_model(directory: Path, shape: str, vocabulary: int, seed: int) -> None
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, vocabulary)}}
-    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    words = [*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), vocabulary))]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.add_tokens(["\n"])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+        tokenizer_object=core, pad_token="<pad>", eos_token="<|im_end|>", unk_token="<unk>", padding_side="left"
     )
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     tokenizer.save_pretrained(directory)
@@ -61,7 +64,7 @@ def write_data(path: Path, budgets: np.ndarray, vocabulary: int, seed: int) -> N
     """One row a budget: 64 random words, and the budget in ``extra_info``."""
     import pandas as pd
 
-    words = np.random.default_rng(seed).integers(3, vocabulary, (len(budgets), 64))
+    words = np.random.default_rng(seed).integers(len(SPECIAL), vocabulary, (len(budgets), 64))
     rows = [
         {
             "data_source": "trace",
