@@ -113,7 +113,7 @@ def test_a_run_that_recovers_has_fallen():
 
 
 def test_quality_is_reached_where_two_validations_in_a_row_reach_it():
-    assert build_run((0.5, 0.95, 0.8, 0.9, 0.91, 0.7)).seconds_to_quality == 8.0
+    assert build_run((0.5, 0.95, 0.8, 0.9, 0.91, 0.7)).seconds_to_quality == 4.0
 
 
 def test_a_single_good_validation_is_not_quality():
@@ -200,7 +200,7 @@ def test_arms_are_compared_within_pairs():
     rising = (0.5, 0.9, 0.9, 0.9)
     runs = [
         build_run(rising, seed=1),
-        build_run(rising, arm="PR_in_order_3", seed=1, rollout_s=(0.5,) * 4),
+        build_run(rising, arm="PR_in_order_3", seed=1, rollout_s=(0.5,) * 4, step_s=1.0),
         build_run((0.9, 0.6, 0.6, 0.6), seed=2),
         build_run((0.9, 0.7, 0.7, 0.7), arm="PR_in_order_3", seed=2, rollout_s=(0.4,) * 4),
         build_run(rising, arm="PR_in_order_3", seed=3),
@@ -212,6 +212,28 @@ def test_arms_are_compared_within_pairs():
     assert [run.seed for run in ours.runs] == [1, 2]
     assert ours.gap(lambda run: run.final) == Gap(pytest.approx(0.05), pytest.approx(0.05))
     assert ours.ratio(lambda run: run.rollout_per_token) == pytest.approx(0.45)
+    assert ours.ratio(lambda run: run.step_per_token) == pytest.approx(0.75)
+
+
+def test_the_first_two_steps_do_not_count_in_times():
+    run = build_run((0.5, 0.6, 0.9, 0.92), rollout_s=(40.0, 9.0, 1.0, 1.0))
+
+    assert run.rollout_per_token == pytest.approx(0.01)
+    assert run.seconds_to_quality == 2.0
+
+
+def test_time_to_quality_is_compared_where_both_reach_it():
+    late, early = (0.5, 0.5, 0.5, 0.9, 0.9), (0.5, 0.5, 0.9, 0.9, 0.9)
+    runs = [
+        build_run(late, seed=1),
+        build_run(late, arm="PR_in_order_3", seed=1, step_s=1.0),
+        build_run(late, seed=2),
+        build_run(early, arm="PR_in_order_3", seed=2, step_s=1.0),
+        build_run((0.5,) * 5, seed=3),
+        build_run(early, arm="PR_in_order_3", seed=3, step_s=1.0),
+    ]
+
+    assert compare(runs)[1].quality_ratio == pytest.approx(0.375)
 
 
 def test_an_arm_a_standard_error_below_is_within_and_one_pair_does_not_tell():
@@ -221,7 +243,7 @@ def test_an_arm_a_standard_error_below_is_within_and_one_pair_does_not_tell():
 
 
 def test_time_to_quality_is_never_where_half_of_the_runs_never_get_there():
-    reaches, never = build_run((0.9, 0.9, 0.9)), build_run((0.5, 0.5, 0.5), seed=2)
+    reaches, never = build_run((0.5, 0.5, 0.9, 0.9)), build_run((0.5, 0.5, 0.5, 0.5), seed=2)
 
     (both,) = compare([reaches, never])
     (one,) = compare([reaches])

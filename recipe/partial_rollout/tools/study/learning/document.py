@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from recipe.partial_rollout.tools.study.arm import BASELINE
 from recipe.partial_rollout.tools.study.learning.arms import caption_of
 from recipe.partial_rollout.tools.study.learning.figures import FALL, ArmFigures, Gap, compare
-from recipe.partial_rollout.tools.study.learning.run import LAST, QUALITY, LearningRun
+from recipe.partial_rollout.tools.study.learning.run import LAST, QUALITY, WARM_UP, LearningRun
 from recipe.partial_rollout.tools.study.picture import BASELINE_HUE, DPI, OTHERS_HUE, OURS_HUE, plain
 from recipe.partial_rollout.tools.study.spread import standard_errors, with_error
 from recipe.partial_rollout.tools.table import Table
@@ -40,7 +40,7 @@ def arms_table(arms: Sequence[ArmFigures]) -> Table:
     for figures in arms:
         ours = figures.arm != BASELINE.name
         final, area = figures.gap(lambda run: run.final), figures.gap(lambda run: run.area)
-        seconds = figures.seconds_to_quality
+        seconds, share = figures.seconds_to_quality, figures.quality_ratio
         rows.append(
             [
                 caption_of(figures.arm),
@@ -51,7 +51,9 @@ def arms_table(arms: Sequence[ArmFigures]) -> Table:
                 _gap(area) if ours else "",
                 f"{figures.held} of {len(figures.runs)}",
                 f"{figures.ratio(lambda run: run.rollout_per_token):.2f}" if ours else "1",
+                f"{figures.ratio(lambda run: run.step_per_token):.2f}" if ours else "1",
                 "never" if seconds is None else f"{seconds:.0f}",
+                f"{share:.2f}" if ours and share is not None else "",
                 f"{np.mean([run.staleness_mean for run in figures.runs]):.2f} / "
                 f"{max(run.staleness_max for run in figures.runs):.0f}",
                 f"{np.median([run.largest_k3 for run in figures.runs]):.4f}",
@@ -67,7 +69,9 @@ def arms_table(arms: Sequence[ArmFigures]) -> Table:
         f"area minus {BASELINE.name}",
         "held",
         f"rollout / {BASELINE.name}",
+        f"step / {BASELINE.name}",
         f"seconds to {QUALITY:g}",
+        f"the same / {BASELINE.name}",
         "staleness mean / max",
         "largest k3",
         "variation of batch length",
@@ -108,7 +112,10 @@ def _text(arms: Table, runs: Table, command: str) -> str:
         "with the same seed and learning rate, mean and standard error over pairs; *below*: by more than that error. "
         f"Final: the mean of the last {LAST} validations. Area: the mean of all. "
         f"Held: the mean of {LAST} validations in a row never fell by {FALL:g} or more. "
-        f"Seconds to {QUALITY:g}: training time until two validations in a row reach it, median over runs. "
+        f"Rollout and step: seconds per trained token over the baseline's, median over pairs, from step {WARM_UP + 1} on "
+        "(vLLM compiles before). "
+        f"Seconds to {QUALITY:g}: training time from there until two validations in a row reach it, median over runs; "
+        "over the baseline's: median of the pairs where both reach it. "
         f"Written by `{command}`."
     )
     return (

@@ -66,6 +66,13 @@ class ArmFigures:
         return None if np.isinf(median) else median
 
     @property
+    def quality_ratio(self) -> float | None:
+        """Median of ``seconds_to_quality`` over the baseline's, of the pairs where both get there; None: no such pair."""
+        found = [(run.seconds_to_quality, base.seconds_to_quality) for run, base in self._pairs]
+        ratios = [ours / theirs for ours, theirs in found if ours is not None and theirs]
+        return float(np.median(ratios)) if ratios else None
+
+    @property
     def _pairs(self) -> list[tuple[LearningRun, LearningRun]]:
         return list(zip(self.runs, self.bases, strict=True))
 

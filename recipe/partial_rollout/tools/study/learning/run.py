@@ -17,6 +17,8 @@ LAST = 3
 """validations whose mean is a run's final reward: one alone is as noisy as the differences between arms"""
 QUALITY = 0.9
 """held-out reward that counts as learnt"""
+WARM_UP = 2
+"""steps whose seconds do not count: vLLM compiles in them, for noPR inside the timed rollout, for PR partly before it"""
 _STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
 """the recipe's and verl's name for the same"""
 SERIES = {
@@ -84,11 +86,11 @@ class LearningRun:
 
     @property
     def seconds_to_quality(self) -> float | None:
-        """Training seconds, without validations, until two validations in a row reach ``QUALITY``; None: never.
+        """Training seconds after the warm-up, without validations, until two in a row reach ``QUALITY``; None: never.
 
         One validation of 512 responses is off by 0.013 (a standard error), so a single one proves little.
         """
-        spent = np.cumsum(self.series["step_s"])
+        spent = np.cumsum(self.series["step_s"]) - sum(self.series["step_s"][:WARM_UP])
         for first, second, step in zip(self.held_out, self.held_out[1:], self.validated_at, strict=False):
             if first >= QUALITY and second >= QUALITY:
                 return float(spent[step - 1])
@@ -96,8 +98,13 @@ class LearningRun:
 
     @property
     def rollout_per_token(self) -> float:
-        """Rollout seconds over trained response tokens, up to a factor that all runs of equal batches share."""
-        return sum(self.series["rollout_s"]) / sum(self.series["length"])
+        """Rollout seconds over trained response tokens after the warm-up, up to a factor that equal batches share."""
+        return sum(self.series["rollout_s"][WARM_UP:]) / sum(self.series["length"][WARM_UP:])
+
+    @property
+    def step_per_token(self) -> float:
+        """Seconds of whole steps over trained response tokens after the warm-up, up to the same factor."""
+        return sum(self.series["step_s"][WARM_UP:]) / sum(self.series["length"][WARM_UP:])
 
     @property
     def staleness_mean(self) -> float:
