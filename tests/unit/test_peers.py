@@ -21,7 +21,7 @@ STEPS = 8
 PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance"
 
 
-def build_run(arm, repeat, *, rollout_s=1.0, stale=0.0, full=None, tokens=1000.0):
+def build_run(arm, repeat, *, rollout_s=1.0, stale=0.0, full=None, tokens=1000.0, quality_s=None):
     ones = np.ones(STEPS)
     return PeerRun(
         arm,
@@ -36,6 +36,7 @@ def build_run(arm, repeat, *, rollout_s=1.0, stale=0.0, full=None, tokens=1000.0
         0,
         ones,
         None,
+        quality_s,
         full,
         None,
         None,
@@ -73,6 +74,18 @@ def write_run(directory, *, rollout_s, staleness=None, ours=True):
         probe = {"event": "probe", "tokens_per_s": 1000.0}
         (directory / "trace.jsonl").write_text(json.dumps(probe) + "\n")
         (directory / "machine.json").write_text(json.dumps({"stolen_cpu": 0.125}))
+
+
+def test_time_to_quality_is_compared_with_the_baselines_of_the_same_repeat():
+    runs = [
+        build_run("noPR", 1, quality_s=100.0),
+        build_run("noPR", 2),
+        build_run("PR_bounded", 1, quality_s=60.0),
+        build_run("PR_bounded", 2, quality_s=60.0),
+    ]
+    ours = compare(runs)[1]
+    assert ours.values("quality_ratio")[0] == pytest.approx(0.6)
+    assert np.isnan(ours.values("quality_ratio")[1])
 
 
 def test_ratios_are_taken_within_a_repeat_and_then_their_median():
@@ -149,7 +162,7 @@ def test_report_is_written_from_complete_runs(tmp_path, capsys):
     text = (tmp_path / "peers.md").read_text()
     ratios = "0.50 (0.50 to 0.50) | 0.50 | 0.50 | 0.80 | 0.80"
     assert (
-        f"| PR, bounded | 1250 | 800 | {ratios} | 1.00 | 1.0 | 2 | 0.25 | 0 | 1.00 | 0.500 | 0.812 ± 0.000 | 0.28 | 0.50 |"
+        f"| PR, bounded | 1250 | 800 | {ratios} | 1.00 | 1.0 | 2 | 0.25 | 0 | 1.00 | 0.500 | 0.812 ± 0.000 | - | - | 0.28 | 0.50 |"
         in text
     )
     assert "| 2.00 | - | 4 | - | 8 |" in text, "what verl does not log, and a sample dropped in each step"

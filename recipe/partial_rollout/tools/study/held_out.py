@@ -1,13 +1,34 @@
-"""Rewards on held-out prompts, as verl's validations log them."""
+"""Rewards on held-out prompts, as verl's validations log them, and how long a run takes to learn by them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from recipe.partial_rollout.records.overview import is_held_out_reward
+
+QUALITY = 0.9
+"""held-out reward that counts as learnt"""
+WARM_UP = 2
+"""steps whose seconds do not count: vLLM compiles in them, for noPR inside the timed rollout, for PR partly before it"""
 
 
 def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
     """Of the validations among ``steps`` (verl's metrics of each), in their order."""
     return [float(value) for step in steps for key, value in step.items() if is_held_out_reward(key)]
+
+
+def seconds_to_quality(validated_at: Sequence[int], held_out: Sequence[float], step_s: Sequence[float]) -> float | None:
+    """Training seconds after the warm-up, without validations, until two in a row reach ``QUALITY``; None: never.
+
+    One validation of 512 responses is off by 0.013 (a standard error), so a single one proves little.
+
+    Args:
+        validated_at: [V] steps, the first is 1.
+        held_out: [V] reward under the weights after each of them.
+        step_s: [steps] seconds.
+    """
+    for first, second, step in zip(held_out, held_out[1:], validated_at, strict=False):
+        if first >= QUALITY and second >= QUALITY:
+            return float(sum(step_s[WARM_UP:step]))
+    return None

@@ -9,9 +9,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from recipe.partial_rollout.tools.study.arm import BASELINE
+from recipe.partial_rollout.tools.study.held_out import QUALITY, WARM_UP
 from recipe.partial_rollout.tools.study.learning.arms import caption_of
 from recipe.partial_rollout.tools.study.learning.figures import FALL, ArmFigures, Gap, compare
-from recipe.partial_rollout.tools.study.learning.run import LAST, QUALITY, WARM_UP, LearningRun
+from recipe.partial_rollout.tools.study.learning.run import LAST, LearningRun
 from recipe.partial_rollout.tools.study.picture import BASELINE_HUE, DPI, OTHERS_HUE, OURS_HUE, plain
 from recipe.partial_rollout.tools.study.spread import standard_errors, with_error
 from recipe.partial_rollout.tools.table import Table

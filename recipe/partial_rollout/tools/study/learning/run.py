@@ -11,14 +11,10 @@ import numpy as np
 
 from recipe.partial_rollout.records.fields import Fields, RunRecordError
 from recipe.partial_rollout.records.step_metrics import StepMetrics, read_metrics
-from recipe.partial_rollout.tools.study.held_out import held_out_rewards
+from recipe.partial_rollout.tools.study.held_out import WARM_UP, held_out_rewards, seconds_to_quality
 
 LAST = 3
 """validations whose mean is a run's final reward: one alone is as noisy as the differences between arms"""
-QUALITY = 0.9
-"""held-out reward that counts as learnt"""
-WARM_UP = 2
-"""steps whose seconds do not count: vLLM compiles in them, for noPR inside the timed rollout, for PR partly before it"""
 _STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
 """the recipe's and verl's name for the same"""
 SERIES = {
@@ -86,15 +82,8 @@ class LearningRun:
 
     @property
     def seconds_to_quality(self) -> float | None:
-        """Training seconds after the warm-up, without validations, until two in a row reach ``QUALITY``; None: never.
-
-        One validation of 512 responses is off by 0.013 (a standard error), so a single one proves little.
-        """
-        spent = np.cumsum(self.series["step_s"]) - sum(self.series["step_s"][:WARM_UP])
-        for first, second, step in zip(self.held_out, self.held_out[1:], self.validated_at, strict=False):
-            if first >= QUALITY and second >= QUALITY:
-                return float(spent[step - 1])
-        return None
+        """See ``held_out.seconds_to_quality``."""
+        return seconds_to_quality(self.validated_at, self.held_out, self.series["step_s"])
 
     @property
     def rollout_per_token(self) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from recipe.partial_rollout.tools.study.arm import BASELINE
+from recipe.partial_rollout.tools.study.held_out import QUALITY
 from recipe.partial_rollout.tools.study.peers.arms import CAPTIONS
 from recipe.partial_rollout.tools.study.peers.figures import FILLING, FIRST, Row, compare, read_rows, write_rows
 from recipe.partial_rollout.tools.study.peers.run import PeerRun, read_run
@@ -75,6 +76,8 @@ def table_of(rows: Sequence[Row]) -> Table:
             f"{row.median('first_length'):.2f}",
             f"{row.median('reward'):.3f}",
             _mean_and_error(row.values("held_out")),
+            _or_dash(row.median("quality_s"), ".0f"),
+            _or_dash(row.median("quality_ratio"), ".2f"),
             _or_dash(row.median("interrupt_s"), ".2f"),
             _or_dash(row.spread("interrupt_max_s")[1], ".2f"),
             _or_dash(row.median("stolen_cpu"), ".0%"),
@@ -97,6 +100,8 @@ def table_of(rows: Sequence[Row]) -> Table:
         f"length of first {FIRST} steps / {BASELINE.name}",
         "reward, last third",
         "held-out reward at the end, mean and standard error",
+        f"training seconds to held-out {QUALITY:g}",
+        f"the same / {BASELINE.name}",
         "interruption, s: median",
         "max",
         "processor time that the host gave to others",

@@ -112,6 +112,10 @@ _FIGURES: dict[str, Callable[[PeerRun, PeerRun, float], float]] = {
     "first_length": lambda run, base, full: float(run.tokens[:FIRST].sum() / base.tokens[:FIRST].sum()),
     "reward": lambda run, base, full: float(run.reward[-len(run.reward) // 3 :].mean()),
     "held_out": lambda run, base, full: _if_logged(run.held_out),
+    "quality_s": lambda run, base, full: _if_logged(run.quality_s),
+    "quality_ratio": lambda run, base, full: (
+        run.quality_s / base.quality_s if run.quality_s is not None and base.quality_s else float("nan")
+    ),
     "tokens": lambda run, base, full: float(run.tokens.sum()),
     "interrupt_s": lambda run, base, full: _summary(run.interrupt_s, np.median),
     "interrupt_max_s": lambda run, base, full: _summary(run.interrupt_s, np.max),

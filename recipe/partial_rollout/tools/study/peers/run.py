@@ -9,7 +9,7 @@ import numpy as np
 
 from recipe.partial_rollout.records.jsonl import read_lines
 from recipe.partial_rollout.records.step_metrics import read_metrics
-from recipe.partial_rollout.tools.study.held_out import held_out_rewards
+from recipe.partial_rollout.tools.study.held_out import held_out_rewards, seconds_to_quality
 from recipe.partial_rollout.tools.study.machine import read_stolen_cpu
 
 _STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
@@ -44,6 +44,8 @@ class PeerRun:
     """mean over the step's samples, whatever weights have made them"""
     held_out: float | None
     """reward of the last validation: of the weights at its end; None: there was none"""
+    quality_s: float | None
+    """training seconds to held-out quality (``held_out.seconds_to_quality``); None: never, or not validated in between"""
     full_tokens_per_s: float | None
     """of the engine kept full, where the run measured it"""
     interrupt_s: np.ndarray | None
@@ -75,7 +77,9 @@ def read_run(directory: Path, arm: str, seed: int, samples_per_step: int) -> Pee
         name = next((name for name in _STALENESS if steps and f"{name}/{figure}" in steps[0]), None)
         return np.zeros(len(steps)) if name is None else column(f"{name}/{figure}")
 
-    validations = held_out_rewards(steps)
+    validations = [(i, rewards[0]) for i, step in enumerate(steps, 1) if (rewards := held_out_rewards([step]))]
+    validated_at, held_out = zip(*validations, strict=True) if validations else ((), ())
+    step_s = column("timing_s/step")
 
     def if_logged(key: str) -> np.ndarray | None:
         return column(key) if steps and key in steps[0] else None
@@ -89,7 +93,7 @@ def read_run(directory: Path, arm: str, seed: int, samples_per_step: int) -> Pee
         arm=arm,
         seed=seed,
         rollout_s=column("timing_s/gen"),
-        step_s=column("timing_s/step"),
+        step_s=step_s,
         tokens=column("response_length/mean") * samples_per_step,
         staleness=staleness("mean"),
         staleness_max=staleness("max"),
@@ -97,7 +101,8 @@ def read_run(directory: Path, arm: str, seed: int, samples_per_step: int) -> Pee
         off_policy=if_logged("partial_rollout/off_policy_token_fraction"),
         dropped=int(sum(value for step in steps for key, value in step.items() if key.endswith(_DROPPED))),
         reward=column("critic/score/mean"),
-        held_out=validations[-1] if validations else None,
+        held_out=held_out[-1] if held_out else None,
+        quality_s=seconds_to_quality(validated_at, held_out, step_s.tolist()),
         full_tokens_per_s=_probed(directory / "trace.jsonl"),
         interrupt_s=interruptions(),
         stolen_cpu=read_stolen_cpu(directory),
