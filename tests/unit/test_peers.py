@@ -161,10 +161,8 @@ def test_report_is_written_from_complete_runs(tmp_path, capsys):
     assert run_study(command) == 0
     text = (tmp_path / "peers.md").read_text()
     ratios = "0.50 (0.50 to 0.50) | 0.50 | 0.50 | 0.80 | 0.80"
-    assert (
-        f"| PR, bounded | 1250 | 800 | {ratios} | 1.00 | 1.0 | 2 | 0.25 | 0 | 1.00 | 0.500 | 0.812 ± 0.000 | - | - | 0.28 | 0.50 |"
-        in text
-    )
+    rest = "1.00 | 1.0 | 2 | 0.25 | 0 | 1.00 | 0.500 | 0.812 ± 0.000 | - | - | 0.28 | 0.50"
+    assert f"| PR, bounded | 1250 | 800 | {ratios} | {rest} |" in text
     assert "| 2.00 | - | 4 | - | 8 |" in text, "what verl does not log, and a sample dropped in each step"
     json.loads((tmp_path / "peers.json").read_text(), parse_constant=pytest.fail)
     assert {row["arm"] for row in json.loads((tmp_path / "peers.json").read_text())} == {
