@@ -26,13 +26,10 @@ from recipe.partial_rollout.rollout.batch import assemble_batch
 from recipe.partial_rollout.rollout.live_round import LiveRound
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
-from recipe.partial_rollout.training.batch_lengths import BatchLengths
-from recipe.partial_rollout.training.dashboard import Dashboard
 from recipe.partial_rollout.training.gpu_watch import GpuWatch
-from recipe.partial_rollout.training.policy_drift import PolicyDrift
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
-from recipe.partial_rollout.training.step_line import StepLine
+from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.training_steps import step_of
 
 STEPS = 4
@@ -160,10 +157,8 @@ def build_trainer(run_dir, manager, output, *, moment, overrides=()):
     trainer.proximal = ProximalPolicy(trainer.settings.proximal, 0, config.algorithm.rollout_correction)
     trainer.gpus = GpuWatch([])
     trainer.trace = SimpleNamespace(phase=lambda *_: None, complete=lambda: None, sync=lambda: None, last_round=None)
-    trainer.dashboard = Dashboard(config, trainer.settings, trainer.run_dir)
+    trainer.step_log = StepLog(config, trainer.settings, trainer.run_dir, STEPS)
     trainer.ledger, trainer.prompt_source = Ledger(), Source()
-    trainer.step_line = StepLine(STEPS)
-    trainer.drift, trainer.batch_lengths = PolicyDrift(), BatchLengths()
     trainer.total_training_steps = STEPS
     trainer.train_dataloader, trainer.train_dataset = SlotLoader(STEPS, 2), object()
     trainer._dump_executor = SimpleNamespace(_shutdown=False)

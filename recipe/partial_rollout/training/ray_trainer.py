@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import need_critic
@@ -38,14 +37,11 @@ from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.batch_lengths import BatchLengths
 from recipe.partial_rollout.training.behaviour_weights import weight_metrics
-from recipe.partial_rollout.training.dashboard import Dashboard
 from recipe.partial_rollout.training.gpu_watch import GpuWatch
-from recipe.partial_rollout.training.policy_drift import PolicyDrift
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.run_files import name_metrics_file, open_ledger, run_settings
-from recipe.partial_rollout.training.step_line import StepLine
+from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.training_steps import TrainingSteps, step_of
 from verl_ext.tracking_observer import observed_tracking
 
@@ -76,9 +72,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         self.checkpoints = RunCheckpoints(self.run_dir, checksum_all=self.settings.checkpoint.checksum_all, keep=keep)
         self.resume_from = self._find_checkpoint(config)
         super().__init__(config, *args, **kwargs)
-        self.step_line = StepLine(self.total_training_steps)
-        self.drift, self.batch_lengths = PolicyDrift(), BatchLengths()
-        self.dashboard = Dashboard(config, self.settings, self.run_dir)
+        self.step_log = StepLog(config, self.settings, self.run_dir, self.total_training_steps)
         self._phase_started: float | None = None
         self._measured: dict[str, float] = {}
         self._completed_step = step_of(self.resume_from)
@@ -182,7 +176,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 self.checkpoint_manager.update_weights(0)
                 self._probe("before training")
             try:
-                table = self.dashboard.open(resumes=self.resume_from is not None)
+                table = self.step_log.open(resumes=self.resume_from is not None)
                 with observed_tracking(self._observe_step, after=self._after_log, table=table):
                     super().fit()
             except StopTraining:
@@ -258,27 +252,21 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """Add the round's metrics to what verl logs for a step, print the step in one line, warn of drift and bias."""
+        """Add the round's metrics to what verl logs for a step; react to drift as ``partial_rollout.on_drift`` asks."""
         if "training/global_step" in data:
             self._complete_step()
         figures = {**self._rollout.take_step_metrics(), **self.gpus.take_metrics(), **self._measured}
         ours = {f"partial_rollout/{key}": value for key, value in figures.items()}
         self._measured = {}
-        data = {**self.proximal.metrics(data, step), **ours}
-        data = {**self.dashboard.figures(data), **data}
-        self.step_line.show(data, step)
-        if self.settings.enable and (warning := self.drift.observe(data, step)):
-            tqdm.write(warning)
-            if self.settings.on_drift is OnDrift.SHRINK:
-                self._rollout.shrink_overlap(f"the policy drifted at step {step} (partial_rollout.on_drift=shrink)")
-        if self.settings.enable and (warning := self.batch_lengths.observe(data, step)):
-            tqdm.write(warning)
+        data = self.step_log.extend({**self.proximal.metrics(data, step), **ours}, step)
+        if self.step_log.drifted and self.settings.on_drift is OnDrift.SHRINK:
+            self._rollout.shrink_overlap(f"the policy drifted at step {step} (partial_rollout.on_drift=shrink)")
         return data
 
     def _after_log(self, data: dict[str, Any], step: int) -> None:
         """Stop verl's ``fit`` if asked to, here and nowhere else: the step is logged, and the next has not begun."""
         self._end_phase()
-        self.dashboard.draw(step, self.trace.last_round)
+        self.step_log.close(step, self.trace.last_round)
         if step < self.steps.last:
             self.stop.check()
 
