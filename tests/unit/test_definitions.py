@@ -9,6 +9,7 @@ import pytest
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import TakenGroup
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
@@ -21,6 +22,7 @@ from recipe.partial_rollout.records.spread import p95, spread
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout.metrics import batch_metrics, phase_metrics
 from recipe.partial_rollout.tools.report.summary import summarize
+from recipe.partial_rollout.training.run_files import run_settings
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient
 
 FACTS = RunSettings(Arm.PR, "tiny", 2, 2, 2, 2, 4, "window", "bounded", "0", "0")
@@ -143,3 +145,11 @@ def test_call_keeps_what_its_replica_says_of_the_queue(monkeypatch):
 
     output, (noted,) = asyncio.run(run())
     assert noted.queued_s == 0.25 and "queued_s" not in output.extra_fields, "no agent loop carries it on"
+
+
+@pytest.mark.parametrize(("enable", "noted"), [(True, 1.5), (False, None)])
+def test_run_json_notes_how_far_a_group_may_overtake(tmp_path, composed_config, enable, noted):
+    overrides = (f"partial_rollout.enable={enable}", "partial_rollout.scheduling.overtake=1.5")
+    settings = PartialRolloutConfig.from_config(composed_config("quickstart_cpu", *overrides))
+    run_settings(settings, "tiny", 1).write(tmp_path)
+    assert RunSettings.read(tmp_path).overtake == noted

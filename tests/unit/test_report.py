@@ -429,6 +429,16 @@ def test_missing_directory_is_status_2(tmp_path, capsys):
     assert "no such directory" in capsys.readouterr().err
 
 
+def test_table_of_runs_shows_how_far_a_group_may_overtake(tmp_path):
+    limited = build_run(tmp_path / "a", arm="PR", overtake=1.5)
+    before_the_field = build_run(tmp_path / "b", arm="PR")
+    (runs,) = [
+        table for table in tables(compare([load_run(limited), load_run(before_the_field)])) if table.title == "Runs"
+    ]
+    (row,) = [row for row in runs.rows if row[0] == "overtake"]
+    assert row[1:] == ["1.5", "None"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

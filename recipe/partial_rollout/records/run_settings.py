@@ -40,6 +40,8 @@ class RunSettings:
     """version"""
     vllm: str
     """version"""
+    overtake: float | None = None
+    """``partial_rollout.scheduling.overtake``, a share of N; None: no limit, and under noPR"""
     complete: bool = False
     """whether the training reached its end"""
 
@@ -75,5 +77,6 @@ class RunSettings:
             policy=fields.text("policy"),
             verl=fields.text("verl"),
             vllm=fields.text("vllm"),
+            overtake=fields.optional_number("overtake"),
             complete=fields.flag("complete"),
         )

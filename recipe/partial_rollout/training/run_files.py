@@ -61,4 +61,5 @@ def run_settings(settings: PartialRolloutConfig, experiment: str, replicas: int)
         policy=str(settings.policy) if settings.enable else "none",
         verl=version("verl"),
         vllm=version("vllm"),
+        overtake=settings.scheduling.overtake if settings.enable else None,
     )

@@ -162,6 +162,7 @@ SETTINGS = {
     "arm": "noPR: verl's synchronous rollout. PR: partial rollout.",
     "mode": "How many prompts may be in flight, and since when: partial_rollout.mode.",
     "policy": "Which samples get slots first: partial_rollout.scheduling.policy.",
+    "overtake": "How far a group may overtake an older one, as a share of a batch: partial_rollout.scheduling.overtake.",
     "max_staleness": "Bound on staleness, in policy versions.",
     "batch_groups": "Groups that a step trains.",
     "samples_per_group": "Samples of each prompt: rollout.n.",
