@@ -86,7 +86,7 @@ def test_wheel_has_every_module_config_page_and_readme(installed):
             str(path.relative_to(root))
             for part in PARTS
             for path in (root / part).rglob("*")
-            if path.suffix in (".py", ".yaml", ".md", ".html", ".css", ".js")
+            if path.suffix in (".py", ".yaml", ".md", ".html", ".css", ".js", ".npz")
         }
 
     assert files(installed) == files(ROOT)

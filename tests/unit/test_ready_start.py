@@ -1,0 +1,136 @@
+"""The warm start that ships: it fits the sources, unpacks to what `prepare` leaves, and is refused where it does not."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from recipe.partial_rollout.tasks import ready_start
+from recipe.partial_rollout.tasks.clock10 import prepare
+from recipe.partial_rollout.tasks.clock10.model import build_model
+
+TINY = prepare.Parameters(steps=4, train_rows=32, val_rows=8)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder as `prepare` leaves it."""
+    folder = tmp_path_factory.mktemp("trained") / "task"
+    assert prepare.build(folder, TINY)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(trained, tmp_path_factory):
+    """That folder's package file, and its largest error."""
+    file = tmp_path_factory.mktemp("packed") / "start.npz"
+    return file, ready_start.pack(trained, file)
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """The folders that were trained; nothing trains."""
+    seen = []
+    monkeypatch.setattr(ready_start, "build", lambda out, parameters: seen.append(out) or True)
+    return seen
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_file_that_ships_fits_the_sources():
+    _, manifest, _ = ready_start.read_packed()
+    problem = ready_start.misfit(manifest, prepare.Parameters())
+    assert problem is None, (
+        f"{problem}: train a task (--train --out TASK), then python -m {ready_start.__name__} --pack TASK"
+    )
+
+
+def test_file_that_ships_has_the_models_weights_in_a_few_hundred_kilobytes():
+    weights, _, error = ready_start.read_packed()
+    wanted = {
+        name: tuple(weight.shape) for name, weight in build_model(0).state_dict().items() if "lm_head" not in name
+    }
+    assert {name: weight.shape for name, weight in weights.items()} == wanted
+    assert {weight.dtype for weight in weights.values()} == {np.dtype("float32")}
+    assert ready_start.PACKED.stat().st_size < 700_000 and 0 < error < 0.005
+
+
+@given(st.lists(st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_no_weight_is_off_by_more_than_half_a_level(rows):
+    weight = np.array(rows, np.float32)
+    levels, scale = ready_start.quantise(weight)
+    assert levels.dtype == np.int8 and scale.shape == (len(rows), 1)
+    assert (np.abs(levels * scale - weight) <= scale * 0.5001).all()
+
+
+def test_unpacked_folder_is_what_prepare_leaves_but_for_the_weights(trained, packed, tmp_path):
+    file, _ = packed
+    assert ready_start.make_task(tmp_path / "task", TINY, file=file) == "unpacked from the package"
+    assert not prepare.build(tmp_path / "task", TINY), "prepare says: up to date"
+    before, after = files(trained), files(tmp_path / "task")
+    assert after.keys() - before.keys() == {"ready_start.json"}
+    assert {name for name in before if before[name] != after[name]} == {"model/model.safetensors"}
+    assert [path.name for path in tmp_path.iterdir()] == ["task"]
+
+
+def test_unpacked_weights_are_off_by_the_stated_error_and_norms_by_nothing(trained, packed, tmp_path):
+    file, error = packed
+    ready_start.make_task(tmp_path / "task", TINY, file=file)
+    before, after = (load_file(folder / "model/model.safetensors") for folder in (trained, tmp_path / "task"))
+    assert max(np.abs(before[name] - after[name]).max() for name in before) == pytest.approx(error)
+    assert all((before[name] == after[name]).all() for name in before if before[name].ndim == 1)
+    assert json.loads((tmp_path / "task/ready_start.json").read_text())["largest_weight_error"] == pytest.approx(error)
+
+
+@pytest.mark.parametrize("change", ["sources", "parameters"])
+def test_file_that_does_not_fit_is_refused_and_a_warm_start_trained(
+    change, packed, tmp_path, monkeypatch, builds, capsys
+):
+    parameters = TINY
+    if change == "sources":
+        monkeypatch.setattr(ready_start, "source_fingerprint", lambda: "another")
+    else:
+        parameters = prepare.Parameters(steps=5, train_rows=32, val_rows=8)
+    assert ready_start.make_task(tmp_path / "task", parameters, file=packed[0]) == "trained"
+    assert builds == [tmp_path / "task"]
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_folder_with_weights_of_older_sources_is_replaced(packed, tmp_path):
+    stale = tmp_path / "task"
+    stale.mkdir()
+    (stale / "manifest.json").write_text('{"fingerprint": "older"}')
+    assert ready_start.make_task(stale, TINY, file=packed[0]) == "unpacked from the package"
+    assert not prepare.build(stale, TINY)
+
+
+def test_trained_folder_is_left_as_it_is(trained, packed):
+    before = files(trained)
+    assert ready_start.make_task(trained, TINY, file=packed[0]) == "up to date"
+    assert files(trained) == before
+
+
+def test_training_is_asked_for_and_the_unpacked_folder_goes(packed, tmp_path, builds):
+    ready_start.make_task(tmp_path / "task", TINY, file=packed[0])
+    assert ready_start.make_task(tmp_path / "task", TINY, file=packed[0], train=True) == "trained"
+    assert builds == [tmp_path / "task"] and not (tmp_path / "task").exists()
+
+
+def test_unpacked_weights_are_not_packed_again(packed, tmp_path, capsys):
+    ready_start.make_task(tmp_path / "task", TINY, file=packed[0])
+    before = ready_start.PACKED.read_bytes()
+    capsys.readouterr()
+    assert ready_start.main(["--pack", str(tmp_path / "task")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and ready_start.PACKED.read_bytes() == before
+
+
+def test_folder_of_someone_else_is_left_alone(tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("precious")
+    assert ready_start.main(["--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert (tmp_path / "thesis.tex").read_text() == "precious"
