@@ -41,7 +41,7 @@ Weights = dict[str, np.ndarray]
 
 
 def quantise(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Levels int8 `[rows, columns]` and scales float32 `[rows, 1]` of a matrix; no product is off by more than half a scale.
+    """int8 levels `[rows, columns]` and float32 scales `[rows, 1]` of a matrix; a product is off by half a scale at most.
 
     >>> levels, scale = quantise(np.array([[1.27, -0.504], [0.0, 0.0]], np.float32))
     >>> levels.tolist()
