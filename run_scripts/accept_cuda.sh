@@ -11,7 +11,7 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v nvidia-smi >/dev/null || { echo "accept_cuda: nvidia-smi not found: this needs an NVIDIA GPU" >&2; exit 2; }
-PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh
+PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh --quiet
 # shellcheck source=/dev/null
 source "${PARTIAL_ROLLOUT_VENV:-.venv}/bin/activate"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore

@@ -6,7 +6,7 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash run_scripts/setup.sh
+bash run_scripts/setup.sh --quiet
 source run_scripts/env_cpu.sh
 
 out=outputs/chaos

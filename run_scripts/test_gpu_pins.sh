@@ -8,7 +8,7 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PARTIAL_ROLLOUT_EXTRA=gpu-pins PARTIAL_ROLLOUT_VENV="${PARTIAL_ROLLOUT_VENV:-.venv-gpu-pins}"
-bash run_scripts/setup.sh
+bash run_scripts/setup.sh --quiet
 source run_scripts/env_cpu.sh
 
 if (($#)); then
