@@ -1,4 +1,4 @@
-"""The extra ``gpu`` can be installed: its pins and those of everything below them have a solution."""
+"""The extra ``gpu`` can be installed: its pins and all below them have a solution, and the lock file is one."""
 
 import re
 import subprocess
@@ -14,9 +14,9 @@ UNREACHABLE = re.compile(r"failed to fetch|error sending request|network|connect
 pytest.importorskip("uv", reason="uv is in the extra dev: bash run_scripts/setup.sh")
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.12"])
-def test_gpu_extra_resolves_to_verls_tested_set(python):
-    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--extra", "gpu", "pyproject.toml"]
+def resolve(python, *options):
+    """Version by package that uv chooses for the extra on ``python``; the test is skipped where no index answers."""
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--extra", "gpu", *options, "pyproject.toml"]
     target = ["--python-version", python, "--python-platform", "x86_64-unknown-linux-gnu"]
     try:
         done = subprocess.run([*command, *target], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -25,7 +25,23 @@ def test_gpu_extra_resolves_to_verls_tested_set(python):
     if done.returncode and UNREACHABLE.search(done.stderr):
         pytest.skip(f"no package index: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr[-2000:]
-    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", done.stdout, re.M))
+    return versions(done.stdout)
+
+
+def versions(text):
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.M))
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_gpu_extra_resolves_to_verls_tested_set(python):
+    pinned = resolve(python)
     assert {name: pinned.get(name) for name in WANTED} == WANTED
     # vLLM brings kernels of its own; verl's default attention is another package (verl_ext/attention.py).
     assert "flash-attn" not in pinned
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_lock_file_is_a_solution_and_has_nothing_else(python):
+    """``setup.sh`` installs it without dependencies, so a package that it lacked would be missing."""
+    lock = "requirements-gpu.txt"
+    assert resolve(python, "--extra", "dev", "--constraint", lock) == versions((ROOT / lock).read_text())

@@ -19,8 +19,8 @@ PARTS = ("recipe/partial_rollout", "verl_ext", "conf")
 """what the distribution installs"""
 
 
-def pins():
-    lines = (ROOT / "requirements-cpu.txt").read_text().splitlines()
+def pins(lock="requirements-cpu.txt"):
+    lines = (ROOT / lock).read_text().splitlines()
     found = (re.match(r"([A-Za-z0-9_.\-]+)==(\S+)", line) for line in lines)
     return {match[1].lower().replace("_", "-"): match[2] for match in found if match}
 
@@ -37,6 +37,15 @@ def test_pins_of_the_package_are_those_of_the_cpu_environment():
             assert f"torch{requirement.specifier}" in (ROOT / "run_scripts" / "setup.sh").read_text()
         else:
             assert str(requirement.specifier) == f"=={frozen[name]}", name
+
+
+def test_lock_file_for_gpus_has_the_pins_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras, locked = project["optional-dependencies"], pins("requirements-gpu.txt")
+    for line in [*project["dependencies"], *extras["gpu"], *extras["dev"]]:
+        requirement = Requirement(line)
+        version = locked[requirement.name.lower().replace("_", "-")]
+        assert str(requirement.specifier) == f"=={version}", f"{line}: renew the file with bash run_scripts/lock_gpu.sh"
 
 
 def test_extras_are_the_pairs_that_the_guards_accept():

@@ -1,0 +1,130 @@
+"""run_scripts/setup.sh with a Python and a uv that only note how they were called."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = """\
+#!/usr/bin/env bash
+case "$*" in
+  *"venv --clear "*) mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python"; echo "home ${@: -1}" >"${@: -1}/pyvenv.cfg" ;;
+  *"pip config get global.find-links"*) [[ ! ${CONFIGURED:-} ]] || echo "$CONFIGURED" ;;
+  *"pip config"*) exit 1 ;;
+  *"pip install"*) echo "pip $*" >>"$CALLS" ;;
+  *verl_ext.check*) echo "check passed" ;;
+esac
+"""
+UV = """\
+#!/usr/bin/env bash
+echo "uv $* [links=${UV_FIND_LINKS:-} index=${UV_DEFAULT_INDEX:-}]" >>"$CALLS"
+"""
+
+
+@pytest.fixture
+def set_up(tmp_path):
+    """Calls setup.sh in a checkout of its own; its lines, and the calls of pip and uv."""
+    (tmp_path / "run_scripts").mkdir()
+    shutil.copy(ROOT / "run_scripts" / "setup.sh", tmp_path / "run_scripts")
+    for name in ("requirements-cpu.txt", "requirements-gpu.txt", "requirements-docs.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    commands, calls = tmp_path / "commands", tmp_path / "calls"
+    commands.mkdir()
+    for name, text in (("python3.11", PYTHON), ("uv", UV)):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+
+    def call(*arguments, uv=True, **variables):
+        calls.write_text("")
+        if not uv:
+            (commands / "uv").unlink(missing_ok=True)
+        env = {"PATH": f"{commands}:/usr/bin:/bin", "HOME": str(tmp_path), "CALLS": str(calls), **variables}
+        command = ["bash", "run_scripts/setup.sh", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        said = (done.stdout + done.stderr).splitlines()
+        return SimpleNamespace(code=done.returncode, said=said, installs=calls.read_text().splitlines())
+
+    return call
+
+
+def test_uv_installs_where_it_is_installed(set_up):
+    done = set_up()
+    assert done.code == 0, done.said
+    assert len(done.installs) == 4 and all(line.startswith("uv pip install") for line in done.installs)
+    assert "--no-deps -r" in done.installs[1] and "requirements-cpu.txt" in done.installs[1]
+
+
+@pytest.mark.skipif(bool(shutil.which("uv", path="/usr/bin:/bin")), reason="this machine has uv beside bash")
+def test_pip_installs_where_uv_is_not(set_up):
+    done = set_up(uv=False)
+    assert done.code == 0, done.said
+    assert len(done.installs) == 4 and all(line.startswith("pip ") for line in done.installs)
+
+
+def test_pip_installs_where_it_is_asked_for(set_up):
+    done = set_up(PARTIAL_ROLLOUT_INSTALLER="pip")
+    assert {line.split()[0] for line in done.installs} == {"pip"}
+
+
+def test_gpu_set_is_installed_from_its_lock_file_alone(set_up):
+    done = set_up(PARTIAL_ROLLOUT_EXTRA="gpu")
+    packages, itself = done.installs
+    assert "--no-deps -r" in packages and "requirements-gpu.txt" in packages
+    assert "--no-deps --no-build-isolation -e" in itself
+
+
+@pytest.mark.parametrize(
+    "extra, command", [("cpu", "bash run_scripts/quickstart_cpu.sh"), ("gpu", "run_gsm8k_pr_1gpu_0.6b.sh")]
+)
+def test_last_line_says_what_to_run_next_also_when_nothing_is_to_do(set_up, extra, command):
+    first = set_up(PARTIAL_ROLLOUT_EXTRA=extra)
+    again = set_up(PARTIAL_ROLLOUT_EXTRA=extra)
+    for done in (first, again):
+        assert done.said[-1].startswith("setup: next: ") and command in done.said[-1]
+    assert again.installs == [] and "up to date" in again.said[0]
+
+
+def test_scripts_that_call_it_hear_nothing_where_nothing_is_to_do(set_up):
+    first = set_up("--quiet")
+    assert first.installs and not any("next:" in line for line in first.said)
+    assert set_up("--quiet").said == []
+
+
+def test_a_changed_lock_file_is_installed(set_up, tmp_path):
+    set_up()
+    with (tmp_path / "requirements-cpu.txt").open("a") as file:
+        file.write("another==1.0\n")
+    assert len(set_up().installs) == 4
+
+
+def test_uv_looks_where_pip_is_pointed(set_up):
+    by_file = set_up(CONFIGURED="/a/wheels /b/wheels")
+    assert all("[links=/a/wheels,/b/wheels index=]" in line for line in by_file.installs)
+    by_variable = set_up("--quiet", PIP_INDEX_URL="https://mirror.test/simple", PARTIAL_ROLLOUT_VENV=".venv-other")
+    assert all("index=https://mirror.test/simple]" in line for line in by_variable.installs)
+    assert "--torch-backend" not in "".join(by_file.installs + by_variable.installs)
+
+
+def test_uv_takes_the_cpu_build_of_torch_where_nothing_is_configured(set_up):
+    torch, *others = set_up().installs
+    assert "--torch-backend cpu torch==" in torch and not any("--torch-backend" in line for line in others)
+    gpu = set_up(PARTIAL_ROLLOUT_EXTRA="gpu")
+    assert not any("--torch-backend" in line for line in gpu.installs)
+
+
+@pytest.mark.parametrize(
+    "arguments, variables, named",
+    [
+        (["now"], {}, "now"),
+        ([], {"PARTIAL_ROLLOUT_EXTRA": "tpu"}, "PARTIAL_ROLLOUT_EXTRA=tpu"),
+        ([], {"PARTIAL_ROLLOUT_INSTALLER": "conda"}, "PARTIAL_ROLLOUT_INSTALLER=conda"),
+        ([], {"PARTIAL_ROLLOUT_VENV": "env"}, "PARTIAL_ROLLOUT_VENV=env"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(set_up, arguments, variables, named):
+    done = set_up(*arguments, **variables)
+    assert done.code == 1 and len(done.said) == 1 and named in done.said[0]
+    assert done.installs == []
