@@ -113,11 +113,11 @@ def test_a_run_that_recovers_has_fallen():
 
 
 def test_quality_is_reached_where_two_validations_in_a_row_reach_it():
-    assert build_run((0.5, 0.95, 0.8, 0.9, 0.91, 0.7)).seconds_to_quality == 4.0
+    assert build_run((0.5, 0.95, 0.8, 0.9, 0.91, 0.7)).seconds_to(0.9) == 4.0
 
 
 def test_a_single_good_validation_is_not_quality():
-    assert build_run((0.5, 0.95, 0.8, 0.95)).seconds_to_quality is None
+    assert build_run((0.5, 0.95, 0.8, 0.95)).seconds_to(0.9) is None
 
 
 def test_a_run_survives_the_ledger():
@@ -219,7 +219,7 @@ def test_the_first_two_steps_do_not_count_in_times():
     run = build_run((0.5, 0.6, 0.9, 0.92), rollout_s=(40.0, 9.0, 1.0, 1.0))
 
     assert run.rollout_per_token == pytest.approx(0.01)
-    assert run.seconds_to_quality == 2.0
+    assert run.seconds_to(0.9) == 2.0
 
 
 def test_time_to_quality_is_compared_where_both_reach_it():
@@ -233,7 +233,8 @@ def test_time_to_quality_is_compared_where_both_reach_it():
         build_run(early, arm="PR_in_order_3", seed=3, step_s=1.0),
     ]
 
-    assert compare(runs)[1].quality_ratio == pytest.approx(0.375)
+    assert compare(runs)[1].time_ratio(lambda base: 0.9) == pytest.approx(0.375)
+    assert compare(runs[:2])[1].time_ratio(lambda base: base.final + 1) is None
 
 
 def test_an_arm_a_standard_error_below_is_within_and_one_pair_does_not_tell():

@@ -18,17 +18,20 @@ def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
     return [float(value) for step in steps for key, value in step.items() if is_held_out_reward(key)]
 
 
-def seconds_to_quality(validated_at: Sequence[int], held_out: Sequence[float], step_s: Sequence[float]) -> float | None:
-    """Training seconds after the warm-up, without validations, until two in a row reach ``QUALITY``; None: never.
+def seconds_to(
+    level: float, validated_at: Sequence[int], held_out: Sequence[float], step_s: Sequence[float]
+) -> float | None:
+    """Training seconds after the warm-up, without validations, until two in a row reach ``level``; None: never.
 
     One validation of 512 responses is off by 0.013 (a standard error), so a single one proves little.
 
     Args:
+        level: a reward, such as ``QUALITY``.
         validated_at: [V] steps, the first is 1.
         held_out: [V] reward under the weights after each of them.
         step_s: [steps] seconds.
     """
     for first, second, step in zip(held_out, held_out[1:], validated_at, strict=False):
-        if first >= QUALITY and second >= QUALITY:
+        if first >= level and second >= level:
             return float(sum(step_s[WARM_UP:step]))
     return None

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from recipe.partial_rollout.tools.study.arm import BASELINE
 from recipe.partial_rollout.tools.study.held_out import QUALITY, WARM_UP
 from recipe.partial_rollout.tools.study.learning.arms import caption_of
-from recipe.partial_rollout.tools.study.learning.figures import FALL, ArmFigures, Gap, compare
+from recipe.partial_rollout.tools.study.learning.figures import FALL, NEAR, ArmFigures, Gap, compare
 from recipe.partial_rollout.tools.study.learning.run import LAST, LearningRun
 from recipe.partial_rollout.tools.study.picture import BASELINE_HUE, DPI, OTHERS_HUE, OURS_HUE, plain
 from recipe.partial_rollout.tools.study.spread import standard_errors, with_error
@@ -41,7 +41,7 @@ def arms_table(arms: Sequence[ArmFigures]) -> Table:
     for figures in arms:
         ours = figures.arm != BASELINE.name
         final, area = figures.gap(lambda run: run.final), figures.gap(lambda run: run.area)
-        seconds, share = figures.seconds_to_quality, figures.quality_ratio
+        seconds = figures.seconds_to_quality
         rows.append(
             [
                 caption_of(figures.arm),
@@ -54,7 +54,8 @@ def arms_table(arms: Sequence[ArmFigures]) -> Table:
                 f"{figures.ratio(lambda run: run.rollout_per_token):.2f}" if ours else "1",
                 f"{figures.ratio(lambda run: run.step_per_token):.2f}" if ours else "1",
                 "never" if seconds is None else f"{seconds:.0f}",
-                f"{share:.2f}" if ours and share is not None else "",
+                _share(figures.time_ratio(lambda base: QUALITY)) if ours else "",
+                _share(figures.time_ratio(lambda base: base.final - NEAR)) if ours else "",
                 f"{np.mean([run.staleness_mean for run in figures.runs]):.2f} / "
                 f"{max(run.staleness_max for run in figures.runs):.0f}",
                 f"{np.median([run.largest_k3 for run in figures.runs]):.4f}",
@@ -73,11 +74,16 @@ def arms_table(arms: Sequence[ArmFigures]) -> Table:
         f"step / {BASELINE.name}",
         f"seconds to {QUALITY:g}",
         f"the same / {BASELINE.name}",
+        f"time to {BASELINE.name}'s final / {BASELINE.name}",
         "staleness mean / max",
         "largest k3",
         "variation of batch length",
     ]
     return Table("Arms", header, rows)
+
+
+def _share(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def _gap(gap: Gap) -> str:
@@ -117,6 +123,7 @@ def _text(arms: Table, runs: Table, command: str) -> str:
         "(vLLM compiles before). "
         f"Seconds to {QUALITY:g}: training time from there until two validations in a row reach it, median over runs; "
         "over the baseline's: median of the pairs where both reach it. "
+        f"Time to {BASELINE.name}'s final: the same for its final reward less {NEAR:g}. "
         f"Written by `{command}`."
     )
     return (

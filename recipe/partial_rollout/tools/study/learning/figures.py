@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from recipe.partial_rollout.tools.study.arm import BASELINE
+from recipe.partial_rollout.tools.study.held_out import QUALITY
 from recipe.partial_rollout.tools.study.learning.run import LearningRun
 from recipe.partial_rollout.tools.study.spread import standard_errors
 
 FALL = 0.05
 """a run that falls so far (``LearningRun.fall``) has not held, even if it recovers"""
+NEAR = 0.02
+"""below the baseline's final reward, where a run counts as having got there too"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +64,14 @@ class ArmFigures:
     @property
     def seconds_to_quality(self) -> float | None:
         """Median over runs; None where half of them never get there."""
-        found = [run.seconds_to_quality for run in self.runs]
+        found = [run.seconds_to(QUALITY) for run in self.runs]
         median = float(np.median([np.inf if seconds is None else seconds for seconds in found]))
         return None if np.isinf(median) else median
 
-    @property
-    def quality_ratio(self) -> float | None:
-        """Median of ``seconds_to_quality`` over the baseline's, of the pairs where both get there; None: no such pair."""
-        found = [(run.seconds_to_quality, base.seconds_to_quality) for run, base in self._pairs]
+    def time_ratio(self, level: Callable[[LearningRun], float]) -> float | None:
+        """Seconds to ``level`` of the baseline's run over the baseline's own, median over pairs that both get there; None:
+        no such pair."""
+        found = [(run.seconds_to(level(base)), base.seconds_to(level(base))) for run, base in self._pairs]
         ratios = [ours / theirs for ours, theirs in found if ours is not None and theirs]
         return float(np.median(ratios)) if ratios else None
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from recipe.partial_rollout.records.fields import Fields, RunRecordError
 from recipe.partial_rollout.records.step_metrics import StepMetrics, read_metrics
-from recipe.partial_rollout.tools.study.held_out import WARM_UP, held_out_rewards, seconds_to_quality
+from recipe.partial_rollout.tools.study.held_out import WARM_UP, held_out_rewards, seconds_to
 
 LAST = 3
 """validations whose mean is a run's final reward: one alone is as noisy as the differences between arms"""
@@ -80,10 +80,9 @@ class LearningRun:
         means = np.convolve(self.held_out, np.full(LAST, 1 / LAST), mode="valid")
         return float((np.maximum.accumulate(means) - means).max())
 
-    @property
-    def seconds_to_quality(self) -> float | None:
-        """See ``held_out.seconds_to_quality``."""
-        return seconds_to_quality(self.validated_at, self.held_out, self.series["step_s"])
+    def seconds_to(self, level: float) -> float | None:
+        """See ``held_out.seconds_to``."""
+        return seconds_to(level, self.validated_at, self.held_out, self.series["step_s"])
 
     @property
     def rollout_per_token(self) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from recipe.partial_rollout.records.jsonl import read_lines
 from recipe.partial_rollout.records.step_metrics import read_metrics
-from recipe.partial_rollout.tools.study.held_out import held_out_rewards, seconds_to_quality
+from recipe.partial_rollout.tools.study.held_out import QUALITY, held_out_rewards, seconds_to
 from recipe.partial_rollout.tools.study.machine import read_stolen_cpu
 
 _STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
@@ -45,7 +45,7 @@ class PeerRun:
     held_out: float | None
     """reward of the last validation: of the weights at its end; None: there was none"""
     quality_s: float | None
-    """training seconds to held-out quality (``held_out.seconds_to_quality``); None: never, or not validated in between"""
+    """training seconds to held-out quality (``held_out.QUALITY``); None: never, or not validated in between"""
     full_tokens_per_s: float | None
     """of the engine kept full, where the run measured it"""
     interrupt_s: np.ndarray | None
@@ -102,7 +102,7 @@ def read_run(directory: Path, arm: str, seed: int, samples_per_step: int) -> Pee
         dropped=int(sum(value for step in steps for key, value in step.items() if key.endswith(_DROPPED))),
         reward=column("critic/score/mean"),
         held_out=held_out[-1] if held_out else None,
-        quality_s=seconds_to_quality(validated_at, held_out, step_s.tolist()),
+        quality_s=seconds_to(QUALITY, validated_at, held_out, step_s.tolist()),
         full_tokens_per_s=_probed(directory / "trace.jsonl"),
         interrupt_s=interruptions(),
         stolen_cpu=read_stolen_cpu(directory),
