@@ -136,7 +136,7 @@ def test_slots_are_seats_at_most_unless_they_are_given(configure):
             "algorithm.rollout_correction.bypass_mode=True",
             "bypass_mode=True: False: verl changes the driver's loss once",
         ),
-        ("partial_rollout.trust_region=kl", "partial_rollout.trust_region=kl: one of none, mask, clip, tv, m2"),
+        ("partial_rollout.trust_region=kl", "partial_rollout.trust_region=kl: one of auto, none, mask, clip, tv, m2"),
         ("partial_rollout.trust_region_low=0", "partial_rollout.trust_region_low=0: a number above 0, or null"),
         ("partial_rollout.trust_region_m2=-1", "partial_rollout.trust_region_m2=-1: a number above 0"),
         (

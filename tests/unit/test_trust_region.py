@@ -16,7 +16,7 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from recipe.partial_rollout.config.choices import TrustRegion
+from recipe.partial_rollout.config.choices import Correction, TrustRegion
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.correction import weight_level
@@ -396,9 +396,13 @@ def test_m2_of_the_parts_holds_for_the_whole_and_masks_no_less():
 # -- from the settings to the worker -----------------------------------------------------------------------------------
 
 
-def build_settings(kind, low=None, high=None):
+def build_settings(kind, low=None, high=None, correction="decoupled"):
     return SimpleNamespace(
-        trust_region=TrustRegion(kind), trust_region_low=low, trust_region_high=high, trust_region_m2=0.04
+        trust_region=TrustRegion(kind),
+        trust_region_low=low,
+        trust_region_high=high,
+        trust_region_m2=0.04,
+        correction=Correction(correction),
     )
 
 
@@ -417,6 +421,14 @@ def test_bounds_are_the_losss_own_unless_they_are_set():
     assert (of.low, of.high) == (0.15, 0.3)
     assert BehaviourRegion.of(build_settings("mask"), build_actor("gspo")).per_sequence
     assert weight_level("gspo") == weight_level("geo_mean") == "geometric"
+
+
+def test_auto_masks_where_a_token_has_a_ratio_of_its_own_and_is_corrected():
+    auto = build_settings("auto")
+    assert BehaviourRegion.of(auto, build_actor()) == BehaviourRegion.of(build_settings("mask"), build_actor())
+    assert BehaviourRegion.of(auto, build_actor("sapo")).kind is TrustRegion.MASK
+    assert BehaviourRegion.of(auto, build_actor("gspo")) is BehaviourRegion.of(auto, build_actor("geo_mean")) is None
+    assert BehaviourRegion.of(build_settings("auto", correction="none"), build_actor("vanilla")) is None
 
 
 def test_region_travels_to_the_worker_with_the_loss(composed_config):

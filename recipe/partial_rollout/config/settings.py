@@ -124,7 +124,7 @@ class PartialRolloutConfig:
         at_least=0,
     )
     trust_region: TrustRegion = key(
-        TrustRegion.NONE,
+        TrustRegion.AUTO,
         "How far the trained policy may move from the one that sampled a token. A masked token has no gradient; it still "
         "counts in the mean ([docs/algorithms.md](../../docs/algorithms.md#trust-region)).",
     )

@@ -170,7 +170,7 @@ def _check_interpolation(config: DictConfig, correction: Any, settings: PartialR
 
 def _check_region(mode: str, settings: PartialRolloutConfig) -> None:
     region, key = settings.trust_region, "partial_rollout.trust_region"
-    if region is TrustRegion.NONE:
+    if region in (TrustRegion.AUTO, TrustRegion.NONE):
         return
     if settings.correction is Correction.NONE:
         raise fail(key, region, "none with partial_rollout.correction=none")

@@ -48,7 +48,7 @@ from omegaconf import DictConfig
 from verl.trainer.ppo.rollout_corr_helper import SAFETY_BOUND
 from verl.workers.config import ActorConfig
 
-from recipe.partial_rollout.config.choices import TrustRegion
+from recipe.partial_rollout.config.choices import Correction, TrustRegion
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training.correction import SEQUENCE_LEVEL_LOSSES
 
@@ -56,12 +56,24 @@ TV_BOUND = 0.15
 """bounds of ``tv`` that are not set"""
 
 
+def _kind(settings: PartialRolloutConfig, loss_mode: str) -> TrustRegion:
+    """What ``auto`` stands for; every other kind as it is.
+
+    A sequence-level loss has clip bounds of 3e-4, made for the single update that it starts from: as a region they would
+    mask almost everything that is stale.
+    """
+    if settings.trust_region is not TrustRegion.AUTO:
+        return settings.trust_region
+    masks = settings.correction is not Correction.NONE and loss_mode not in SEQUENCE_LEVEL_LOSSES
+    return TrustRegion.MASK if masks else TrustRegion.NONE
+
+
 @dataclass(frozen=True, slots=True)
 class BehaviourRegion:
     """The region of a run, as the worker's loss applies it."""
 
     kind: TrustRegion
-    """any but ``none``"""
+    """any but ``auto`` and ``none``"""
     low: float
     """bound below, of the ratio or the probability"""
     high: float
@@ -74,7 +86,7 @@ class BehaviourRegion:
     @classmethod
     def of(cls, settings: PartialRolloutConfig, actor: DictConfig) -> BehaviourRegion | None:
         """The region that the settings ask for, None for none; ``actor`` is verl's, checked."""
-        kind = settings.trust_region
+        kind = _kind(settings, actor.policy_loss.loss_mode)
         if kind is TrustRegion.NONE:
             return None
         low, high = (TV_BOUND, TV_BOUND) if kind is TrustRegion.TV else clip_bounds(actor)

@@ -17,6 +17,8 @@ COMMON = (
     "partial_rollout.probe_s=0",
     # The last rounds are like all others: at equal steps every arm leaves its spare groups in flight.
     "partial_rollout.drain=False",
+    # What an arm's name does not say is off, whatever the defaults are.
+    "partial_rollout.trust_region=none",
 )
 """for all arms, on top of the quick start's config"""
 
