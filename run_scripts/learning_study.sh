@@ -3,7 +3,7 @@
 # held-out validation every 6. Five to ten minutes a run on two cores. A stopped study resumes when run again; finished runs are
 # noted in runs.jsonl.
 #
-#   bash run_scripts/learning_study.sh                     # noPR and two policies, three warm starts x three seeds
+#   bash run_scripts/learning_study.sh                     # noPR, PR without and with a trust region, three warm starts x three seeds
 #   bash run_scripts/learning_study.sh --quick             # one warm start, one seed
 #   bash run_scripts/learning_study.sh --arms noPR PR_in_order_3 --rates 2e-4 3e-4 --starts 0 1 --seeds 1
 #

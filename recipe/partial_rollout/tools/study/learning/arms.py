@@ -86,7 +86,7 @@ ARMS = {
     )
 }
 """by name; a run of one is called ``name@lr``"""
-USUAL = (BASELINE.name, "PR_bounded_1.5", "PR_overtake_1_2")
+USUAL = (BASELINE.name, "PR_bounded_1.5", "PR_bounded_1.5_mask")
 
 
 def caption_of(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from recipe.partial_rollout.tools.study.spread import standard_errors, with_erro
 from recipe.partial_rollout.tools.table import Table
 
 TEXT, PICTURE = "runs.md", "runs.png"
+_TITLE_WIDTH = 38
+"""characters that fit above a panel"""
 
 
 def report(runs: Sequence[LearningRun], docs: Path, command: str) -> Table:
@@ -146,7 +149,8 @@ def draw(arms: Sequence[ArmFigures], path: Path) -> None:
                 axes.plot(run.validated_at, run.held_out, color=colour, linewidth=0.7, alpha=0.45)
             mean = np.mean([run.held_out for run in runs], axis=0)
             axes.plot(runs[0].validated_at, mean, color=colour, linewidth=2.2, label=label)
-        axes.set_title(f"{caption_of(figures.arm)}, {figures.rate:g}", fontsize=9, loc="left")
+        title = textwrap.fill(f"{caption_of(figures.arm)}, {figures.rate:g}", _TITLE_WIDTH)
+        axes.set_title(title, fontsize=9, loc="left")
         plain(axes)
     for axes in panels[len(shown) :]:
         axes.set_visible(False)
