@@ -210,7 +210,7 @@ def test_admitted_uids_are_told_until_the_batch_is_taken(manager, output):
 
 def test_uids_admitted_in_a_suspended_round_are_told_after_the_restore(manager, output):
     m, _ = one_running(manager)
-    m.suspend_round()
+    m.close_round()
     assert m.claim("w1") == []
     fresh = restored(manager, m)
     fresh.open_round()

@@ -157,7 +157,7 @@ class ManagerLife(RuleBasedStateMachine):
         batch=st.integers(1, 3),
         n=st.integers(1, 3),
         overlap=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
-        slack=st.integers(0, 2),
+        slack=st.integers(0, 3),
         steps=st.integers(1, 6),
         extra=st.integers(0, 3),
         on_error=st.sampled_from([OnSampleError.RETRY, OnSampleError.MASK]),
@@ -188,7 +188,7 @@ class ManagerLife(RuleBasedStateMachine):
         gen_batches,
     ):
         self.batch, self.n, self.scheduling = batch, n, Scheduling(policy, overtake)
-        self.max_staleness = max(int(np.ceil(overlap)), 1) + slack
+        self.max_staleness = int(np.ceil(overlap)) + slack
         self.total = self.supply = steps * batch
         # Every so many prompts score alike in all samples; 0: no dynamic sampling.
         self.every, self.limited, self.filter = every, limited, None
@@ -199,7 +199,7 @@ class ManagerLife(RuleBasedStateMachine):
             self.most_filtered = (gen_batches - 1) * batch if gen_batches else self.supply
         limit = self.total if every and limited else None
         admission = Admission(
-            mode, batch, n, overlap, batch + extra, batch * n + extra, self.max_staleness, ramp, limit
+            mode, batch, n, overlap, batch + extra, (batch + extra) * n, self.max_staleness, ramp, limit
         )
         self.failures = FailurePolicy(on_error, retries)
         self.build = lambda: PromptsManager(admission, self.scheduling, lambda: 0.0, self.failures, self.filter)
@@ -248,7 +248,7 @@ class ManagerLife(RuleBasedStateMachine):
     def take_grants(self, worker, beyond_share=False):
         model, below_share, unowned = self.model, self.below_share(worker), self.unowned()
         grants = self.manager.claim(worker, beyond_share=beyond_share)
-        overdue = model.version - self.max_staleness
+        overdue = self.next_to_train() - self.max_staleness
         births = model.births
         shared = [g for g in grants if not g.held and births.get(g.group_uid, model.version) > overdue]
         if beyond_share:
@@ -265,6 +265,10 @@ class ManagerLife(RuleBasedStateMachine):
             model.holders[sample_id] = worker
             model.running[sample_id] = worker
             model.births.setdefault(grant.group_uid, model.version)
+
+    def next_to_train(self):
+        """The version that trains the next batch."""
+        return self.model.version
 
     def held(self, worker):
         """Samples that ``worker`` runs, or still has the conversation of."""
@@ -381,9 +385,12 @@ class ManagerLife(RuleBasedStateMachine):
     def offer(self):
         count = min(self.manager.wanted, self.supply - self.model.offered)
         first = self.model.offered
-        self.manager.offer(Prompt(f"0/{i}", 0, {"index": i}) for i in range(first, first + count))
+        self.manager.offer(self.prompts(first, first + count))
         self.model.offered += count
         self.manager.note_source(self.supply - self.model.offered)
+
+    def prompts(self, first, end):
+        return [Prompt(f"0/{i}", 0, {"index": i}) for i in range(first, end)]
 
     @precondition(lambda self: started(self) and self.manager.short_of_prompts)
     @rule()
@@ -394,9 +401,15 @@ class ManagerLife(RuleBasedStateMachine):
     @precondition(lambda self: started(self) and self.manager.round_open and self.manager.round_complete())
     @rule()
     def take_batch(self):
-        model = self.model
+        self.check(self.take())
+
+    def take(self):
         self.manager.close_round()
-        taken = self.manager.take_batch()
+        return self.manager.take_batch()
+
+    def check(self, taken):
+        """Whole groups, fresh enough and in turn, with the tokens that their samples were given."""
+        model = self.model
         assert len(taken) == self.batch
         self.assert_in_turn(taken)
         for group in taken:
@@ -414,7 +427,8 @@ class ManagerLife(RuleBasedStateMachine):
         left = (i for i in range(self.model.offered) if i not in consumed)
         orders = [group.order for group in taken]
         positions = self.scheduling.positions(self.batch)
-        if positions == 0:
+        # Without staleness nothing can overtake: these are noPR's batches.
+        if positions == 0 or self.max_staleness == 0:
             assert orders == list(itertools.islice(left, self.batch))
         elif positions is not None:
             overtaken = min((i for i in left if i not in orders), default=max(orders))
@@ -535,6 +549,20 @@ class ManagerLife(RuleBasedStateMachine):
             assert (sample.state is SampleState.RUNNING) == (sample.id in self.model.running)
             assert (sample.state is SampleState.FAILED) == (sample.id in self.model.failed)
 
+    def with_the_trainer(self):
+        """Groups of the batch that the present version trains, which count until the next one."""
+        return 0
+
+    @invariant()
+    def pacing_counts_what_is_in_flight_and_with_the_trainer(self):
+        """In a colocated round these are the groups in flight: each version before it has its batch."""
+        if self.manager is None or not self.manager.round_open:
+            return
+        load, counters = self.manager._round._load(), self.manager.counters
+        kept = counters.admitted_groups - counters.filtered_groups
+        assert load.groups == kept - self.batch * self.model.version
+        assert load.groups == self.manager._state.groups.in_flight + self.with_the_trainer()
+
     @invariant()
     def slots_are_respected(self):
         if self.manager is None:
@@ -563,6 +591,9 @@ class ManagerLife(RuleBasedStateMachine):
                 self.end_sample(sample_id, 1)
             if self.manager.round_complete():
                 self.take_batch()
+        self.assert_everything_ended()
+
+    def assert_everything_ended(self):
         in_flight = self.manager.metrics()["inflight/groups"]
         if self.filter is None:
             assert sorted(self.model.trained) == sorted(f"0/{i}" for i in range(self.total))

@@ -143,7 +143,7 @@ class ManagerActor:
     async def suspend_round(self) -> None:
         """End the round before its batch is complete, to checkpoint and stop: no sample can be claimed from here on."""
         self._suspended, self._unflushed = True, set(self._manager.workers)
-        await self._changed.change(self._manager.suspend_round)
+        await self._changed.change(self._manager.close_round)
 
     async def flush(self) -> Flushed:
         """Wait until every worker has reported everything about the finished round."""

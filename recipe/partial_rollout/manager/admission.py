@@ -21,13 +21,35 @@ class Load:
     """What the manager holds when admission is asked."""
 
     groups: int
-    """unfinished or ready"""
+    """``pacing_load``: unfinished, ready, or in the batch that the present version trains"""
     unfinished_groups: int
     unfinished_samples: int
     kept: int = 0
     """groups admitted over the whole run, less the filtered ones"""
     to_replace: int = 0
     """groups filtered in this round that nothing has replaced yet"""
+
+
+def pacing_load(kept: int, in_flight: int, batch_groups: int, version: int) -> int:
+    """Groups that admission counts: each version trains N of those kept, and its batch counts until the next version.
+
+    At the start of a colocated round all versions before it have their batches, so these are the groups in flight. In
+    separate placement prompts start while the trainer holds a batch. Its groups still count: whoever starts in their place
+    is as old as the next version's, and would be trained too late::
+
+        N = 2, max_staleness 1: at most 4. Version 5 begins with 14 - 2 * 5 = 4 in flight.
+        Its batch is taken: 2 are in flight, and 4 count. Two more would be born under version 5, too, and one version
+        must then train 4 groups to keep the bound.
+
+    >>> pacing_load(kept=14, in_flight=4, batch_groups=2, version=5), pacing_load(14, 2, 2, 5), pacing_load(14, 2, 2, 6)
+    (4, 4, 2)
+
+    Args:
+        kept: groups admitted over the whole run, less the filtered ones.
+        in_flight: groups unfinished or ready; the count is never below it.
+        batch_groups: N.
+    """
+    return max(in_flight, kept - batch_groups * version)
 
 
 @dataclass(frozen=True, slots=True)

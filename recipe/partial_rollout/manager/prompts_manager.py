@@ -122,8 +122,8 @@ class PromptsManager:
         self.incarnation(worker)
         if not self.round_open:
             return []
-        overdue = self.version - self._round.admission.max_staleness
-        return self._samples.claim(worker, limit, version=self.version, overdue=overdue, beyond_share=beyond_share)
+        version, overdue = self.version, self._round.overdue
+        return self._samples.claim(worker, limit, version=version, overdue=overdue, beyond_share=beyond_share)
 
     def leaves_samples_to_others(self, worker: str) -> bool:
         """Whether ``worker`` has free slots but got no more samples because it already has its share."""
@@ -201,10 +201,8 @@ class PromptsManager:
         self._round.set_overlap(overlap)
 
     def advance_version(self, version: int) -> None:
-        """Samples claimed from here on are decoded by the weights of ``version``."""
-        if version < self.version:
-            raise RuntimeError(f"policy version went from {self.version} back to {version}")
-        self._state.version = version
+        """See ``ManagerState.advance``."""
+        self._state.advance(version)
 
     @property
     def round_open(self) -> bool:
@@ -220,10 +218,6 @@ class PromptsManager:
         self._round.close()
         return tuple(self._state.groups.admitted)
 
-    def suspend_round(self) -> None:
-        """Stop claims before the batch is complete, to checkpoint the run and end it."""
-        self._round.close()
-
     def round_complete(self) -> bool:
         """See ``Round.complete``."""
         return self._round.complete()
@@ -231,6 +225,14 @@ class PromptsManager:
     def take_batch(self) -> list[TakenGroup[FinishedOutput]]:
         """READY -> TAKEN: the N oldest ready groups; see ``Round.batch``."""
         return self._state.groups.take(self._round.batch())
+
+    def next_batch(self) -> list[TakenGroup[FinishedOutput]]:
+        """Separate placement: ``take_batch``, while all other samples run on; see ``Round.next_batch``."""
+        return self._state.groups.take(self._round.next_batch())
+
+    def next_version(self, version: int, prompts: Iterable[Prompt]) -> int:
+        """Separate placement: all engines hold ``version``; opens the one round the first time; ``Round.next_version``."""
+        return self._round.next_version(version, prompts)
 
     def acknowledge(self, uids: Iterable[str]) -> None:
         """TAKEN -> TRAINED: the trainer has updated on these groups, and they are forgotten."""
@@ -290,10 +292,8 @@ class PromptsManager:
 
     def metrics(self) -> dict[str, float]:
         """See ``report.gauges``; with dynamic sampling those of ``report.filter_gauges`` too."""
-        samples_per_group = self._round.admission.samples_per_group
-        gauges = manager_report.gauges(self._state, len(self._samples), samples_per_group)
-        filters = self._round.group_filter is not None
-        return gauges | manager_report.filter_gauges(self.counters) if filters else gauges
+        gauges = manager_report.gauges(self._state, len(self._samples), self._round.admission.samples_per_group)
+        return gauges | (manager_report.filter_gauges(self.counters) if self._round.group_filter is not None else {})
 
     def standing(self) -> Standing:
         """See ``report.standing``."""

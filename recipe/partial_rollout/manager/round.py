@@ -1,18 +1,41 @@
-"""One rollout phase: which prompts start in it, which ended groups it filters, and when its batch is complete."""
+"""One rollout phase: which prompts start in it, which ended groups it filters, and when its batch is complete.
+
+Where trainer and engines share their devices, a round begins with each version and ends with its batch. Where each side
+has devices of its own (separate placement), there is one round that never closes::
+
+    colocated    CLOSED --open--> OPEN --close--> CLOSED        the batch is taken while CLOSED
+
+    separate     CLOSED --next_version--> OPEN --next_batch--> AHEAD
+                                           ^                     |
+                                           +----next_version-----+
+
+Both take N groups a version and admit at its start, so pacing and the bound on staleness are the same.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from recipe.partial_rollout.config.sections import Scheduling
-from recipe.partial_rollout.manager.admission import Admission, Load
+from recipe.partial_rollout.manager.admission import Admission, Load, pacing_load
 from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.state import ManagerState
-from recipe.partial_rollout.manager.types import PromptGroup
+from recipe.partial_rollout.manager.types import Prompt, PromptGroup
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.manager.samples import Samples
+
+
+class RoundState(StrEnum):
+    CLOSED = "closed"
+    """No sample may be claimed."""
+    OPEN = "open"
+    """Samples run; the batch of this version is to come."""
+    AHEAD = "ahead"
+    """Samples run while the trainer has the batch of this version (separate placement)."""
 
 
 class Round:
@@ -37,35 +60,80 @@ class Round:
         self.admission = admission
         self._scheduling = scheduling
         self.group_filter = group_filter
-        self.is_open = False
-        """whether workers may claim"""
+        self._phase = RoundState.CLOSED
         self._filtered = 0
-        """groups filtered in this round"""
+        """groups filtered in this round, or since the version advanced"""
         self._to_replace = 0
-        """filtered groups of this round that are not replaced yet"""
+        """of these, the groups that are not replaced yet"""
 
     # -- begin and end ---------------------------------------------------------------------------------------------
 
+    @property
+    def is_open(self) -> bool:
+        """Whether workers may claim."""
+        return self._phase is not RoundState.CLOSED
+
     def open(self) -> int:
-        """Admit what the mode starts a round with; returns the groups admitted."""
+        """CLOSED -> OPEN: admit what the mode starts a round with; returns the groups admitted."""
         if self.is_open:
             raise RuntimeError("the round is open already")
+        return self._begin()
+
+    def next_version(self, version: int, prompts: Iterable[Prompt]) -> int:
+        """AHEAD -> OPEN, or CLOSED -> OPEN the first time: all engines hold ``version``; returns the groups admitted.
+
+        Args:
+            prompts: offered before admission is asked.
+
+        Raises:
+            RuntimeError: the batch of the present version is not trained yet, or ``version`` is not the one after it.
+        """
+        present = self._state.version
+        if self._phase is RoundState.OPEN or self._state.groups.taken:
+            raise RuntimeError(f"next_version: the batch of version {present} is not trained: {version} cannot follow")
+        if self._phase is RoundState.AHEAD and version != present + 1:
+            raise RuntimeError(f"next_version: {version} after {present}: each version trains one batch")
+        self._state.advance(version)
+        self._state.reserve.offer(prompts)
+        return self._begin()
+
+    def _begin(self) -> int:
         self._filtered = self._to_replace = 0
         most = min(self.admission.most_per_round(), len(self._state.reserve))
         admitted = self.admit(round_start=True)
         self._state.paced = max(0, most - admitted)
-        self.is_open = True
+        self._phase = RoundState.OPEN
         return admitted
 
     def close(self) -> None:
-        """Stop claims."""
-        self.is_open = False
+        """OPEN, AHEAD -> CLOSED: stop claims."""
+        self._phase = RoundState.CLOSED
+
+    def next_batch(self) -> list[PromptGroup]:
+        """OPEN -> AHEAD: the batch, as ``batch`` has it; everything else runs on.
+
+        Raises:
+            RuntimeError: it is not complete, or the round is not OPEN.
+        """
+        if self._phase is not RoundState.OPEN:
+            raise RuntimeError(f"next_batch: the round is {self._phase}: call next_version first")
+        batch = self.batch()
+        self._phase = RoundState.AHEAD
+        return batch
+
+    @property
+    def overdue(self) -> int:
+        """Groups born at this version or before must be in the next batch."""
+        return self._state.version + (self._phase is RoundState.AHEAD) - self.admission.max_staleness
 
     def complete(self) -> bool:
         """Whether N groups are ready, none too far ahead of an unfinished one, and all others can be trained in time.
 
-        It is once nothing in flight is unfinished, so a round always ends.
+        It is once nothing in flight is unfinished, so a round always ends. Never while the trainer has this version's
+        batch: the next one belongs to the next version.
         """
+        if self._phase is RoundState.AHEAD:
+            return False
         groups, size = self._state.groups, self.admission.batch_groups
         if len(groups.ready_queue) < size:
             return self._drained()
@@ -120,7 +188,8 @@ class Round:
     def _load(self) -> Load:
         groups = self._state.groups
         kept = groups.counters.admitted_groups - groups.counters.filtered_groups
-        return Load(groups.in_flight, groups.waiting_or_active, len(self._samples), kept, self._to_replace)
+        counted = pacing_load(kept, groups.in_flight, self.admission.batch_groups, self._state.version)
+        return Load(counted, groups.waiting_or_active, len(self._samples), kept, self._to_replace)
 
     @property
     def wanted(self) -> int:

@@ -21,3 +21,13 @@ class ManagerState:
     groups: Groups = field(default_factory=Groups)
     paced: int = 0
     """prompts that admission held back at the start of the last round"""
+
+    def advance(self, version: int) -> None:
+        """Samples claimed from here on are decoded by the weights of ``version``.
+
+        Raises:
+            RuntimeError: it is older than the present one.
+        """
+        if version < self.version:
+            raise RuntimeError(f"policy version went from {self.version} back to {version}")
+        self.version = version

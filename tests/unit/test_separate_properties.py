@@ -1,0 +1,152 @@
+"""Random lives of the manager in separate placement: its one round never closes, and the trainer holds a batch meanwhile.
+
+The colocated life of ``test_manager_properties.py``, with the trainer's half replaced: workers, samples, failures, tool
+calls, checkpoints and what always holds are the same.
+"""
+
+import runpy
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+COLOCATED = runpy.run_path(str(Path(__file__).with_name("test_manager_properties.py")))
+ManagerLife, started = COLOCATED["ManagerLife"], COLOCATED["started"]
+
+
+class SeparateLife(ManagerLife):
+    """Versions advance while samples run; a batch is taken while the others run on."""
+
+    def may_advance(self):
+        """Whether the trainer has trained the batch of this version, or the run has just begun or been restored."""
+        model = self.model
+        due = len(model.trained) // self.batch > model.version or not self.manager.round_open
+        return due and not model.taken and len(model.trained) < self.total
+
+    @precondition(lambda self: started(self) and self.may_advance())
+    @rule()
+    def open_round(self):
+        model = self.model
+        model.version = len(model.trained) // self.batch
+        first, running = model.offered, dict(model.running)
+        model.offered += min(self.manager.wanted, self.supply - first)
+        self.filtered_this_round = 0
+        self.manager.next_version(model.version, self.prompts(first, model.offered))
+        self.manager.note_source(self.supply - model.offered)
+        assert model.running == running and self.manager.version == model.version
+
+    def complete(self):
+        """Whether there is a batch to take; the data may have ended with less than one left."""
+        return self.manager.round_complete() and not self.manager.exhausted
+
+    @precondition(lambda self: started(self) and self.manager.round_open and self.complete())
+    @rule()
+    def take_batch(self):
+        super().take_batch()
+
+    def take(self):
+        taken = self.manager.next_batch()
+        assert self.manager.round_open and not self.manager.round_complete(), "one batch a version"
+        return taken
+
+    @precondition(lambda self: started(self) and self.model.taken)
+    @rule()
+    def acknowledge(self):
+        model = self.model
+        self.manager.acknowledge(model.taken)
+        model.trained += model.taken
+        model.taken = []
+
+    @precondition(started)
+    @rule(quarters=st.integers(0, 12))
+    def set_overlap(self, quarters):
+        self.manager.set_overlap(min(quarters / 4, self.max_staleness))
+
+    @precondition(lambda self: started(self) and self.may_advance())
+    @rule(every=st.integers(2, 4), during=st.integers(0, 6))
+    def play_round_with_stragglers(self, every, during):
+        """A version whose batch trains for so many samples; some prompts end only when nothing else runs."""
+        self.open_round()
+        while not self.complete() and not self.manager.exhausted:
+            if self.manager.short_of_prompts:
+                self.offer_in_the_round()
+            self.end_one(every)
+        if self.complete():
+            self.take_batch()
+            for _ in range(during):
+                self.end_one(every)
+            self.acknowledge()
+
+    def end_one(self, every):
+        self.retry_all()
+        self.claim_all()
+        running = list(self.model.running)
+        fast = [s for s in running if int(s.split("/")[1].split("#")[0]) % every]
+        if running:
+            self.end_sample((fast or running)[0], 1)
+
+    @precondition(lambda self: started(self) and not self.model.taken)
+    @rule(rounds=st.integers(0, 2))
+    def resume_in_colocated_placement_and_back(self, rounds):
+        """The checkpoint of each placement is one of the other's."""
+        self.checkpoint_and_go_on_from_it()
+        model = self.model
+        model.version = len(model.trained) // self.batch
+        self.manager.advance_version(model.version)
+        for _ in range(rounds):
+            self.offer()
+            if len(model.trained) == self.total or self.manager.exhausted:
+                break
+            self.filtered_this_round = 0
+            self.manager.open_round()
+            while not self.manager.round_complete():
+                if self.manager.short_of_prompts:
+                    self.offer_in_the_round()
+                self.end_one(2)
+            self.check(super().take())
+            self.acknowledge()
+            model.version += 1
+            self.manager.advance_version(model.version)
+        self.checkpoint_and_go_on_from_it()
+
+    def next_to_train(self):
+        return self.model.version + bool(self.with_the_trainer())
+
+    def with_the_trainer(self):
+        model = self.model
+        return len(model.trained) + len(model.taken) - self.batch * model.version
+
+    @invariant()
+    def no_more_is_in_flight_than_can_be_trained_in_time(self):
+        if self.manager is not None and self.manager.round_open:
+            assert self.manager._round._load().groups <= (1 + self.max_staleness) * self.batch
+
+    def teardown(self):
+        """Let everything end, as in a colocated life: no sequence is stuck."""
+        if self.manager is None:
+            return
+        for _ in range(20 * self.supply):
+            if self.model.taken:
+                self.acknowledge()
+            if len(self.model.trained) == self.total:
+                break
+            if self.may_advance():
+                self.open_round()
+            if self.manager.exhausted:
+                break
+            if self.manager.short_of_prompts:
+                self.offer_in_the_round()
+            self.retry_all()
+            self.claim_all()
+            for sample_id in list(self.model.running):
+                self.end_sample(sample_id, 1)
+            if self.manager.round_complete():
+                self.take_batch()
+        self.assert_everything_ended()
+
+
+TestSeparateLife = SeparateLife.TestCase
+TestSeparateLife.settings = settings(
+    max_examples=COLOCATED["SEQUENCES"] * 3 // 2, stateful_step_count=25, suppress_health_check=list(HealthCheck)
+)
