@@ -96,7 +96,7 @@ class NotedRounds(Simulation):
 
     def _note(self, sample_id):
         start, before = self._started[sample_id]
-        self._ended.append((start, self._replica.clock, self._samples[sample_id].made - before))
+        self._ended.append((start, self._replica.clock, self._samples.live[sample_id].made - before))
 
 
 @dataclass
