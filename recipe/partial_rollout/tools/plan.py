@@ -27,8 +27,9 @@ from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal, of_ru
 from recipe.partial_rollout.planner.simulation import Cluster
 from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.records.run_record import RunRecord, load_run
-from recipe.partial_rollout.tools import plan_cost, plan_measure
+from recipe.partial_rollout.tools import plan_cost, plan_measure, plan_separate
 from recipe.partial_rollout.tools.command_line import described
+from recipe.partial_rollout.tools.plan_separate_table import shown
 from recipe.partial_rollout.tools.plan_table import Option, advice, plan_table
 from recipe.partial_rollout.tools.replay import replay, replay_table
 
@@ -52,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
             "--run outputs/quickstart/noPR --max-staleness 8",
             "--lognormal 3000 3600 18384 --curve h20-qwen3-4b --batch 64 --group 8 --replicas 8 --slots 64",
             "--run outputs/quickstart/noPR --gpus-per-replica 2 --price 2.50",
+            "--lognormal 3000 3600 18384 --curve h20-qwen3-4b --batch 64 --group 8 --replicas 16 --slots 64 "
+            "--placement separate",
             "--measure ~/models/Qwen3-4B --save-curve mine.json",
             "--validate outputs/quickstart/noPR outputs/quickstart/PR",
             more="Response lengths and engine speed come from a finished run (--run; a noPR run shows the engine under "
@@ -62,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_inputs(parser)
     plan_cost.add_arguments(parser)
+    plan_separate.add_arguments(parser)
     plan_measure.add_arguments(parser)
     parser.add_argument(
         "--overlaps",
@@ -150,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan, or the validation; exit code 1 if a validated forecast is off, 2 if input is missing."""
     options = _parser().parse_args(arguments)
     try:
+        plan_separate.check(options)
         if options.measure:
             return plan_measure.measure(options)
         return _validate(options) if options.validate else _plan(options)
@@ -164,6 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plan(options: argparse.Namespace) -> int:
     run_record = load_run(options.run_directory) if options.run_directory else None
     lengths, cluster, admission = _inputs(options, run_record)
+    separate = options.placement == plan_separate.SEPARATE
+    devices = plan_separate.devices_of(options, run_record, cluster, lengths, admission) if separate else None
     if options.save_curve:
         options.save_curve.write_text(json.dumps(asdict(cluster.curve), indent=2) + "\n")
     base = forecast(baseline(admission), Scheduling(), cluster, lengths, rounds=options.rounds)
@@ -171,10 +178,15 @@ def _plan(options: argparse.Namespace) -> int:
     print(_describe(cluster, lengths))
     print(plan_table(plans).console())
     print(f"\n{advice(plans, options.min_gain, admission.max_staleness)}")
-    rounds = [(plan.name, plan.forecast.round_s) for plan in plans]
-    print(f"\n{plan_cost.costs(options, run_record, cluster.replicas, rounds)}")
+    figures = {"curve": asdict(cluster.curve), "plans": [asdict(plan) for plan in plans]}
+    if devices is None:
+        rounds = [(plan.name, plan.forecast.round_s) for plan in plans]
+        print(f"\n{plan_cost.costs(options, run_record, cluster.replicas, rounds)}")
+    else:
+        made = plan_separate.forecasts(options, plans, admission, cluster, lengths, devices)
+        print(f"\n{shown(options, plans, made, devices)}")
+        figures |= {"devices": asdict(devices), "separate": [asdict(option) for option in made]}
     if options.json:
-        figures = {"curve": asdict(cluster.curve), "plans": [asdict(plan) for plan in plans]}
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
 

@@ -1,7 +1,7 @@
 """GPU-hours and money of a plan: what 1,000 steps cost where trainer and engines share the GPUs.
 
-A step is its round and then its training, and holds all GPUs for both. Separate placement, in which the two run at the same
-time on GPUs of their own, is not forecast.
+A step is its round and then its training, and holds all GPUs for both. ``plan_separate`` is about separate placement, in
+which the two run at the same time on GPUs of their own.
 """
 
 from __future__ import annotations

@@ -69,6 +69,15 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+def of_default_policy(options: list[Option]) -> list[Option]:
+    """Those of ``options``, at least one, with the default policy and limit on overtaking, or else with the first ones."""
+    policies = [plan.policy for plan in options]
+    policy = str(SchedulingPolicy.BOUNDED) if SchedulingPolicy.BOUNDED in policies else policies[0]
+    limits = [plan.overtake for plan in options if plan.policy == policy]
+    overtake = None if None in limits else limits[0]
+    return [plan for plan in options if (plan.policy, plan.overtake) == (policy, overtake)]
+
+
 def advice(plans: list[Option], min_gain: float, bound: int) -> str:
     """The recommendation, for the default policy and its default limit on overtaking, or the first ones planned.
 
@@ -77,13 +86,10 @@ def advice(plans: list[Option], min_gain: float, bound: int) -> str:
         bound: ``max_staleness``.
     """
     base, options = plans[0].forecast.trained_tokens_per_s, plans[1:]
-    policies = [plan.policy for plan in options]
-    if not policies:
+    if not options:
         return f"nothing to recommend: no --overlaps between 0 and max_staleness={bound}"
-    policy = str(SchedulingPolicy.BOUNDED) if SchedulingPolicy.BOUNDED in policies else policies[0]
-    limits = [plan.overtake for plan in options if plan.policy == policy]
-    overtake = None if None in limits else limits[0]
-    rows = {plan.overlap: plan for plan in options if (plan.policy, plan.overtake) == (policy, overtake)}
+    rows = {plan.overlap: plan for plan in of_default_policy(options)}
+    policy, overtake = next((plan.policy, plan.overtake) for plan in rows.values())
     speeds = [(0.0, base), *((overlap, plan.forecast.trained_tokens_per_s) for overlap, plan in rows.items())]
     overlap = smallest_worthwhile(speeds, min_gain)
     if overlap not in rows:
