@@ -8,10 +8,10 @@ import pytest
 from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.planner.cluster import Cluster
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.planner.forecast import forecast
 from recipe.partial_rollout.planner.lengths import lognormal
-from recipe.partial_rollout.planner.simulation import Cluster
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.rollout.overlap_control import OverlapControl, OverlapDecision
 

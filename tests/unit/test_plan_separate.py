@@ -9,9 +9,9 @@ import pytest
 
 from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.planner.cluster import Cluster
 from recipe.partial_rollout.planner.engine_curve import PRESETS, EngineCurve
 from recipe.partial_rollout.planner.lengths import LengthTrace
-from recipe.partial_rollout.planner.simulation import Cluster
 from recipe.partial_rollout.planner.trainer_rate import TrainerRate, WeightUpdate
 from recipe.partial_rollout.tools import plan_cost, plan_separate
 from recipe.partial_rollout.tools.plan import main as plan

@@ -6,12 +6,12 @@ import pytest
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.planner.cluster import Cluster
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal
 from recipe.partial_rollout.planner.replica_model import Decoding, ReplicaModel
 from recipe.partial_rollout.planner.separate import SeparateSimulation
 from recipe.partial_rollout.planner.separate_forecast import Devices, balanced, best_split, forecast_separate
-from recipe.partial_rollout.planner.simulation import Cluster
 from recipe.partial_rollout.planner.trainer_rate import TrainerRate, WeightUpdate
 
 FREE = WeightUpdate(0.0, 0.0)
@@ -102,7 +102,9 @@ def build_devices(*, replicas=8, token_s=1e-3, fixed_s=0.0, update=FREE):
 def made_with(devices, *, overlap=1.0, steps=12):
     cluster = Cluster(EngineCurve(3e-3, 1e-4), devices.replicas, 64)
     admission = build_admission(batch=16, n=4, overlap=overlap, max_staleness=8)
-    return lambda engines: forecast_separate(admission, Scheduling(), cluster, LENGTHS, devices, engines, steps=steps)
+    return lambda engines: forecast_separate(
+        admission, Scheduling(), cluster, LENGTHS, devices, engines, warmup=4, steps=steps
+    )
 
 
 def test_mean_staleness_is_the_overlap_here_too():

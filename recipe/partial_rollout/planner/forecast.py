@@ -11,8 +11,9 @@ import numpy as np
 
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.planner.cluster import Cluster
 from recipe.partial_rollout.planner.lengths import LengthTrace
-from recipe.partial_rollout.planner.simulation import Cluster, SimulatedRound, Simulation
+from recipe.partial_rollout.planner.simulation import SimulatedRound, Simulation
 from recipe.partial_rollout.records.length_bias import length_bias, quartile_deviation, variation
 from recipe.partial_rollout.records.spread import spread
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
+from recipe.partial_rollout.planner.cluster import Cluster
 from recipe.partial_rollout.planner.lengths import LengthTrace
 from recipe.partial_rollout.planner.played_samples import PlayedSamples, TrainedBatch
 from recipe.partial_rollout.planner.replica_model import ReplicaModel
-from recipe.partial_rollout.planner.simulation import Cluster
 from recipe.partial_rollout.planner.trainer_rate import WeightUpdate
 
 _WORKER = "simulation"

@@ -9,10 +9,9 @@ import numpy as np
 
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.forecast import warmup_rounds
+from recipe.partial_rollout.planner.cluster import Cluster
 from recipe.partial_rollout.planner.lengths import LengthTrace
 from recipe.partial_rollout.planner.separate import SeparateSimulation
-from recipe.partial_rollout.planner.simulation import Cluster
 from recipe.partial_rollout.planner.trainer_rate import TrainerRate, WeightUpdate
 
 
@@ -74,9 +73,10 @@ def forecast_separate(
     devices: Devices,
     engines: int,
     *,
+    warmup: int,
     steps: int = 24,
 ) -> SeparateForecast:
-    """The forecast of ``steps`` steps after the warm-up.
+    """The forecast of ``steps`` steps after ``warmup`` ones (``forecast.warmup_rounds``).
 
     Args:
         cluster: one replica's speed and slots.
@@ -89,7 +89,6 @@ def forecast_separate(
 
     split = replace(cluster, replicas=engines)
     simulation = SeparateSimulation(admission, scheduling, split, lengths, train_s, devices.update)
-    warmup = warmup_rounds(admission.overlap)
     played = list(simulation.steps(warmup + steps))
     steady = played[warmup:]
     seconds, tokens = sum(s.seconds for s in steady), sum(s.batch.tokens for s in steady)

@@ -11,29 +11,12 @@ from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Grant, Segment
-from recipe.partial_rollout.planner.engine_curve import EngineCurve
+from recipe.partial_rollout.planner.cluster import Cluster
 from recipe.partial_rollout.planner.lengths import LengthTrace
 from recipe.partial_rollout.planner.played_samples import PlayedSample, PlayedSamples
 from recipe.partial_rollout.planner.replica_model import ReplicaModel
 
 _WORKER = "simulation"
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """The replicas that decode."""
-
-    curve: EngineCurve
-    """speed of each replica"""
-    replicas: int
-    slots_per_replica: int
-    keeps_kv: bool = False
-    """whether interrupted samples keep their keys and values (``partial_rollout.resume_kv=keep``)"""
-
-    def full_tokens_per_s(self, samples: int, context: float) -> float:
-        """Tokens/s of all replicas while ``samples`` with ``context`` tokens each run, or fewer for want of slots."""
-        running = min(samples / self.replicas, self.slots_per_replica)
-        return self.replicas * running / self.curve.decode_s(running, running * context)
 
 
 @dataclass(frozen=True, slots=True)

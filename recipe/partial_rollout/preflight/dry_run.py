@@ -13,10 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.partial_rollout.config.errors import ConfigError
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.planner.cluster import Cluster
 from recipe.partial_rollout.planner.engine_curve import PRESETS
 from recipe.partial_rollout.planner.forecast import baseline, forecast
 from recipe.partial_rollout.planner.lengths import lognormal
-from recipe.partial_rollout.planner.simulation import Cluster
 from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs, model_config
 from recipe.partial_rollout.preflight.memory import DeviceMemory
 from recipe.partial_rollout.preflight.model_shape import ModelShape, named

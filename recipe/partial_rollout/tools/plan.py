@@ -21,16 +21,16 @@ from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.config.settings import default_of
 from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.planner.cluster import Cluster
 from recipe.partial_rollout.planner.engine_curve import PRESETS, CurveError, EngineCurve, fit
 from recipe.partial_rollout.planner.forecast import baseline, forecast
 from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal, of_run
-from recipe.partial_rollout.planner.simulation import Cluster
 from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.records.run_record import RunRecord, load_run
 from recipe.partial_rollout.tools import plan_cost, plan_measure, plan_separate
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.plan_separate_table import shown
-from recipe.partial_rollout.tools.plan_table import Option, advice, plan_table
+from recipe.partial_rollout.tools.plan_table import Option, advice, of_default_policy, plan_table
 from recipe.partial_rollout.tools.replay import replay, replay_table
 
 TOLERANCE = 0.15
@@ -183,8 +183,9 @@ def _plan(options: argparse.Namespace) -> int:
         rounds = [(plan.name, plan.forecast.round_s) for plan in plans]
         print(f"\n{plan_cost.costs(options, run_record, cluster.replicas, rounds)}")
     else:
-        made = plan_separate.forecasts(options, plans, admission, cluster, lengths, devices)
-        print(f"\n{shown(options, plans, made, devices)}")
+        colocated = of_default_policy(plans[1:])
+        made = plan_separate.forecasts(options, colocated, admission, cluster, lengths, devices)
+        print(f"\n{shown(options, [plans[0], *colocated], made, devices)}")
         figures |= {"devices": asdict(devices), "separate": [asdict(option) for option in made]}
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")

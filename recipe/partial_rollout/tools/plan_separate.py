@@ -9,13 +9,16 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.planner.cluster import Cluster
 from recipe.partial_rollout.planner.engine_curve import PRESETS
+from recipe.partial_rollout.planner.forecast import warmup_rounds
 from recipe.partial_rollout.planner.lengths import LengthTrace
 from recipe.partial_rollout.planner.separate_forecast import (
     Devices,
@@ -24,11 +27,12 @@ from recipe.partial_rollout.planner.separate_forecast import (
     best_split,
     forecast_separate,
 )
-from recipe.partial_rollout.planner.simulation import Cluster
 from recipe.partial_rollout.planner.trainer_rate import TRAINER_PRESETS, UPDATE_PRESET, TrainerRate, WeightUpdate
 from recipe.partial_rollout.records.run_record import RunRecord
 from recipe.partial_rollout.tools.plan_cost import Prices, prices_of
-from recipe.partial_rollout.tools.plan_table import Option, of_default_policy
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.tools.plan_table import Option
 
 COLOCATED, SEPARATE = "colocated", "separate"
 _OWN = ("train_fixed", "stage_seconds", "hold_seconds")
@@ -163,14 +167,17 @@ def forecasts(
     lengths: LengthTrace,
     devices: Devices,
 ) -> list[SeparateOption]:
-    """The best split at each overlap of the colocated ``plans`` of the default policy; the first of those is noPR."""
+    """The best split for each of the colocated ``plans``."""
     found: list[SeparateOption] = []
-    for plan in tqdm(of_default_policy(list(plans[1:])), desc="splits", leave=False):
+    for plan in tqdm(plans, desc="splits", leave=False):
         sized = replace(admission, overlap=plan.overlap)
         scheduling = Scheduling(SchedulingPolicy(plan.policy), plan.overtake)
 
         def made(engines: int, sized: Admission = sized, scheduling: Scheduling = scheduling) -> SeparateForecast:
-            return forecast_separate(sized, scheduling, cluster, lengths, devices, engines, steps=options.rounds)
+            warmup = warmup_rounds(sized.overlap)
+            return forecast_separate(
+                sized, scheduling, cluster, lengths, devices, engines, warmup=warmup, steps=options.rounds
+            )
 
         made_tokens = plan.forecast.trained_tokens_per_s * plan.forecast.round_s
         start = found[-1].forecast.engines if found else balanced(devices, plan.forecast.round_s, made_tokens)

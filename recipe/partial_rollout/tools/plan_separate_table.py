@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from recipe.partial_rollout.planner.forecast import smallest_worthwhile
-from recipe.partial_rollout.planner.separate_forecast import Devices
 from recipe.partial_rollout.tools.plan_cost import STEPS, Prices, curve_source
-from recipe.partial_rollout.tools.plan_separate import COLOCATED, SEPARATE, SeparateOption
-from recipe.partial_rollout.tools.plan_table import Option, of_default_policy
 from recipe.partial_rollout.tools.table import Table
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.planner.separate_forecast import Devices
+    from recipe.partial_rollout.tools.plan_separate import SeparateOption
+    from recipe.partial_rollout.tools.plan_table import Option
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +41,9 @@ class _Step:
 def shown(
     options: argparse.Namespace, plans: Sequence[Option], made: Sequence[SeparateOption], devices: Devices
 ) -> str:
-    """The table of whole steps, what it recommends, and what it rests on."""
-    rows = [plans[0], *of_default_policy(list(plans[1:]))]
-    steps = [_Step.of(plan, devices) for plan in rows]
-    table = steps_table(rows, made, devices, options.price)
+    """The table of whole steps, what it recommends, and what it rests on; the first of ``plans`` is noPR."""
+    steps = [_Step.of(plan, devices) for plan in plans]
+    table = steps_table(plans, made, devices, options.price)
     notes = [
         advice(steps, made, devices, options.min_gain),
         assumptions(options, devices),
@@ -107,11 +109,12 @@ def advice(steps: Sequence[_Step], made: Sequence[SeparateOption], devices: Devi
     fresh = [step for step in steps if step.staleness <= found.staleness_mean or step.overlap <= overlap]
     rival = max(fresh, key=lambda step: step.tokens_per_s)
     ratio = rival.tokens_per_s / found.trained_tokens_per_s
-    best = SEPARATE if ratio < 1 else COLOCATED
+    best = "separate" if ratio < 1 else "colocated"
     others = [
         found.trained_tokens_per_s / other.trained_tokens_per_s - 1 for other in option.tried if other is not found
     ]
-    near = f"; the splits tried beside it cost {min(others):.0%} to {max(others):.0%} more" if others else ""
+    more = " to ".join(dict.fromkeys(f"{share:.0%}" for share in (min(others), max(others)))) if others else ""
+    near = f"; the splits tried beside it take {more} longer" if others else ""
     starves = "; under an overlap of 1 the trainer waits for samples that started after its last batch" * (overlap < 1)
     return (
         f"forecast to be faster at equal staleness: {best}. Best split of separate placement: overlap={overlap:g}, "
