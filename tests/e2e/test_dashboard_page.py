@@ -22,7 +22,9 @@ from recipe.partial_rollout.training.dashboard import PICTURES
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-OVERVIEW = [f"{SECTION}/{figure}" for figure in FIGURES]
+OVERVIEW = sorted(f"{SECTION}/{figure}" for figure in FIGURES)
+if "BOARD" in os.environ:
+    OVERVIEW.remove(f"{SECTION}/held_out_reward")  # the quick start does not validate
 
 
 def log_run(arm, directory, first, last, resumes="starts"):
@@ -81,7 +83,7 @@ def test_the_board_opens_on_the_ten_figures_with_both_arms_in_each(page):
     charts = {chart["id"]: chart for chart in data["charts"]}
     first, *others = data["namespaces"]
     assert first["name"] == SECTION
-    assert sorted(charts[id_]["name"] for id_ in first["charts"]) == sorted(OVERVIEW)
+    assert sorted(charts[id_]["name"] for id_ in first["charts"]) == OVERVIEW
     assert all(sorted(charts[id_]["source"]) == ["PR", "noPR"] for id_ in first["charts"])
     assert {"actor", "critic", "timing_s", "partial_rollout"} <= {section["name"] for section in others}
     for section in others:
@@ -127,7 +129,7 @@ def test_the_page_in_chromium_shows_that_section_first(page, tmp_path):
     assert shot.returncode == 0 and picture.stat().st_size > 20_000, shot.stderr[-1000:]
     seen = subprocess.run([*command, "--dump-dom", page], capture_output=True, text=True, timeout=180).stdout
     titles = re.findall(r">\s*([\w./@]+/[\w./@]+)\s*<", seen)
-    assert sorted(titles[:10]) == sorted(OVERVIEW)
+    assert sorted(titles[: len(OVERVIEW)]) == OVERVIEW
     assert re.search(rf">\s*{SECTION}\s*<", seen)
     if keep := os.environ.get("SCREENSHOT"):
         shutil.copy(picture, keep)
