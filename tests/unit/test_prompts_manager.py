@@ -455,6 +455,18 @@ def test_length_bias_shows_that_short_groups_train_first(manager, output):
     assert m.length_bias() == (50, 50)
 
 
+def test_a_figure_that_is_not_defined_yet_is_not_logged(manager, output):
+    m = manager(batch=1, n=1, overlap=1.0)
+    m.open_round()
+    grants = m.claim("w0")
+    assert not [key for key in m.metrics() if key.startswith("length/")]
+    m.finish(grants[1].sample_id, output(10))
+    (batch,) = m.take_batch()
+    assert "length/batch_bias" not in m.metrics(), "0/0 has no token yet"
+    m.acknowledge([batch.uid])
+    assert m.metrics()["length/trained_mean"] == 10 and "length/bias" not in m.metrics()
+
+
 def test_bias_of_a_batch_is_its_length_over_that_of_the_batch_in_dispatch_order(manager, output, segment):
     m = manager(batch=1, n=1, overlap=1.0)
     m.open_round()

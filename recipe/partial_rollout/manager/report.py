@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 from recipe.partial_rollout.manager.groups import Counters, Groups
@@ -41,10 +42,13 @@ def _so_far(groups: Groups) -> Callable[[int], int]:
 
 
 def gauges(state: ManagerState, unfinished_samples: int, samples_per_group: int) -> dict[str, float]:
-    """Gauges and totals without the ``partial_rollout/`` prefix; groups and samples are counts, lengths are tokens."""
+    """Gauges and totals without the ``partial_rollout/`` prefix; groups and samples are counts, lengths are tokens.
+
+    What is not defined yet is left out: SwanLab gives up a chart whose first value is nan.
+    """
     groups, counters = state.groups, state.groups.counters
     trained, dispatched = length_bias(groups, samples_per_group)
-    return {
+    figures = {
         "inflight/groups": groups.in_flight,
         "inflight/samples": unfinished_samples,
         "buffer/carried_groups": groups.carried,
@@ -60,8 +64,9 @@ def gauges(state: ManagerState, unfinished_samples: int, samples_per_group: int)
         "length/dispatched_mean": dispatched,
         "length/bias": trained / dispatched if dispatched else float("nan"),
         "lost_samples": groups.lost * samples_per_group,
-        **({"length/batch_bias": batch_bias(groups)} if groups.taken else {}),
+        "length/batch_bias": batch_bias(groups) if groups.taken else float("nan"),
     }
+    return {name: figure for name, figure in figures.items() if not math.isnan(figure)}
 
 
 def filter_gauges(counters: Counters) -> dict[str, float]:
