@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import ray
@@ -12,17 +13,44 @@ from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler, need_cr
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import collate_fn
 
+from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
+from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 from recipe.partial_rollout.training.worker_group import with_master_ports
 
+_SIZES = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
+"""options of ``ray.init`` that give a Ray of the run's own its size, and which Ray refuses for a cluster that is joined"""
+
 
 def start_ray(config: DictConfig) -> None:
-    """``ray.init`` with verl's runtime environment and the config's ``ray_kwargs.ray_init``, unless it is up."""
+    """``ray.init`` with verl's runtime environment and the config's ``ray_kwargs.ray_init``, unless it is up.
+
+    A cluster that is named by ``RAY_ADDRESS`` or ``ray_init.address`` is joined, and keeps its own resources. Otherwise a
+    config that sizes Ray gets a Ray of its own, and not another one that happens to run on this machine.
+    """
     if ray.is_initialized():
         return
     options: Any = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
+    sizes = {name: options[name] for name in _SIZES if options.get(name) is not None}
+    address = options.get("address") or os.environ.get("RAY_ADDRESS")
+    if sizes and address in (None, "", "local"):
+        options["address"] = "local"
+    elif sizes:
+        print(f"joining Ray at {address}: {', '.join(sizes)} of ray_kwargs.ray_init do not apply to it")
+        options = {name: value for name, value in options.items() if name not in sizes}
     environment: Any = OmegaConf.merge(get_ppo_ray_runtime_env(config), options.pop("runtime_env", None) or {})
     ray.init(runtime_env=OmegaConf.to_container(environment), **options)
+
+
+def _remedy(config: DictConfig) -> str:
+    """What to do when a node is lost."""
+    trainer = config.trainer
+    if trainer.save_freq <= 0:
+        return f"nothing was saved (trainer.save_freq={trainer.save_freq}): the next start begins anew"
+    return (
+        f"a start with as many trainers ({trainer.nnodes * trainer.n_gpus_per_node}) and trainer.resume_mode=auto resumes "
+        f"from the newest checkpoint in {trainer.default_local_dir}"
+    )
 
 
 class TaskRunner(BaseTaskRunner):
@@ -48,7 +76,21 @@ class TaskRunner(BaseTaskRunner):
         )
 
     def train(self) -> None:
-        """Make the workers and train to the last step."""
+        """Make the workers and train to the last step.
+
+        Raises:
+            NodeLostError: the training failed, and one of Ray's nodes had died.
+        """
+        nodes = ClusterNodes()
+        try:
+            self._train(nodes)
+        except StopTraining:
+            raise
+        except Exception as error:
+            nodes.blame(error, _remedy(self.config))
+            raise
+
+    def _train(self, nodes: ClusterNodes) -> None:
         config = self.config
         _, worker_group_class = self.add_actor_rollout_worker(config)
         self.add_critic_worker(config)
@@ -68,6 +110,7 @@ class TaskRunner(BaseTaskRunner):
             collate_fn=collate_fn,
             train_sampler=create_rl_sampler(config.data, self.train_dataset),
             device_name=config.trainer.device,
+            nodes=nodes,
         )
         trainer.init_workers()
         trainer.fit()

@@ -23,6 +23,7 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.rollout.batch import assemble_batch
+from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.live_round import LiveRound
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
@@ -155,7 +156,7 @@ def build_trainer(run_dir, manager, output, *, moment, overrides=()):
     trainer._completed_step = step_of(trainer.resume_from)
     trainer._phase_started, trainer._measured = None, {}
     trainer.proximal = ProximalPolicy(trainer.settings.proximal, 0, config.algorithm.rollout_correction)
-    trainer.gpus = GpuWatch([])
+    trainer.gpus, trainer.nodes = GpuWatch([]), ClusterNodes(table=list)
     trainer.trace = SimpleNamespace(phase=lambda *_: None, complete=lambda: None, sync=lambda: None, last_round=None)
     trainer.step_log = StepLog(config, trainer.settings, trainer.run_dir, STEPS)
     trainer.ledger, trainer.prompt_source = Ledger(), Source()

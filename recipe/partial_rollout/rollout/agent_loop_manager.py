@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.protocol import DataProto
 from verl.utils.ray_utils import auto_await
 
@@ -64,10 +65,12 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         auto_await(pool.start)()
 
     def _spawn(self, i: int) -> Any:
-        """A new worker, made as in verl's ``_init_agent_loop_workers``; Ray places it on a living node."""
-        return self.agent_loop_workers_class.remote(  # type: ignore[attr-defined]
-            self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles
-        )
+        """A new worker, made as in verl's ``_init_agent_loop_workers``; on the driver's node, if that has a CPU left.
+
+        Ray learns of a node's death some 15 s late, and would place the worker on the dead node until then.
+        """
+        made: Any = self.agent_loop_workers_class.options(scheduling_strategy=drivers_node(soft=True))  # type: ignore[attr-defined]
+        return made.remote(self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles)
 
     @property
     def _rounds(self) -> Rounds:
@@ -118,8 +121,7 @@ def _start_manager(context: RolloutContext, store: RayObjects) -> Any:
     # With dynamic sampling it is unknown how many prompts the training will consume, only how many it will train.
     bounded = settings.group_filter is not None and settings.drain
     train_groups = context.last_step * settings.batch_groups if bounded else None
-    actor_class: Any = ray.remote(ManagerActor).options(num_cpus=0)
-    return actor_class.remote(
+    return on_this_node(ManagerActor).remote(
         replace(Admission.of(settings), train_groups=train_groups),
         settings.scheduling,
         settings.deadlines.stall_s,
@@ -127,3 +129,16 @@ def _start_manager(context: RolloutContext, store: RayObjects) -> Any:
         GroupFilter.of(settings.group_filter),
         store,
     )
+
+
+def on_this_node(actor: type) -> Any:
+    """The class ``actor`` as a Ray actor on the driver's node, whose death ends the run in any case.
+
+    Ray puts an actor that asks for no CPU on any node of the cluster, and the run would die with that one, too.
+    """
+    return ray.remote(actor).options(num_cpus=0, scheduling_strategy=drivers_node(soft=False))
+
+
+def drivers_node(*, soft: bool) -> NodeAffinitySchedulingStrategy:
+    """Places an actor on this process's node; with ``soft`` elsewhere if the node lacks the resources."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=soft)

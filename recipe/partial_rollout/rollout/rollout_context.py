@@ -15,6 +15,7 @@ from recipe.partial_rollout.rollout.kv_slots import ReplicaSlots, SampleSizes
 from recipe.partial_rollout.rollout.prompt_source import PromptSource
 from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.rollout.stop import StopSignals
+from recipe.partial_rollout.rollout.trainer_watch import TrainerWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class RolloutContext:
     ledger: Ledger | None
     """None under noPR"""
     stop: StopSignals
+    trainers: TrainerWatch
     pad_id: int
     steps_per_epoch: int
     last_step: int

@@ -11,7 +11,7 @@ A round ends once, in ``finish_round``, which the trainer calls after it has upd
 finished round (validation, a checkpoint, the metrics of a step, the next round) fail before that; they never wait.
 
 During every wait the workers' ``serve`` calls are watched: a worker that dies is replaced, and others take over its
-samples.
+samples. A trainer that dies while the batch is awaited ends the round.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ class Rounds:
         Raises:
             RuntimeError: the previous round is not finished; the message names its state.
             RolloutFailedError: a worker, replica, reward function or the manager failed; the message names it.
+            TrainerLostError: a trainer died while it waited for the batch.
             TimeoutError: a wait passed its deadline.
             StopTraining: the user asked for it; the round is over, and the manager knows everything decoded.
         """
@@ -117,7 +118,8 @@ class Rounds:
         opened_at = time.time()
         await self._supervised(self._pool.open_round(), "opening the round")
         try:
-            ended = await self._watch.during(step, self._until_complete())
+            complete = self._context.trainers.alive_during(self._until_complete(), "the round")
+            ended = await self._watch.during(step, complete)
         except StopTraining:
             await self._give_up(opened)
             raise

@@ -30,11 +30,13 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.engine.kept_kv import kv_gap
 from recipe.partial_rollout.records.ledger import Ledger
 from recipe.partial_rollout.records.run_trace import RunTrace
+from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.kv_slots import ReplicaSlots, SampleSizes
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, SlotLoader, rows_of
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.rollout.trainer_watch import TrainerWatch
 from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.behaviour_weights import weight_metrics
@@ -49,14 +51,20 @@ _PROBE_ROWS = 64
 
 
 class PartialRolloutRayPPOTrainer(RayPPOTrainer):
-    """``RayPPOTrainer`` whose batches come from rounds; takes the same arguments, reads ``config.partial_rollout``."""
+    """``RayPPOTrainer`` whose batches come from rounds; reads ``config.partial_rollout``.
+
+    Args:
+        nodes: of Ray's cluster; told of each step that the run completes.
+        args, kwargs: verl's.
+    """
 
     trace: RunTrace
     """opened in ``init_workers``, where verl makes its own parts"""
     gpus: GpuWatch
     """started there, too"""
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: Any, *args: Any, nodes: ClusterNodes, **kwargs: Any) -> None:
+        self.nodes = nodes
         self.settings = PartialRolloutConfig.from_config(config)
         self.proximal = ProximalPolicy(
             self.settings.proximal, self.settings.proximal_check_every, config.algorithm.rollout_correction
@@ -151,6 +159,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 source=self.prompt_source,
                 ledger=self.ledger,
                 stop=self.stop,
+                trainers=TrainerWatch(self.actor_rollout_wg.workers),
                 pad_id=self.tokenizer.pad_token_id,
                 steps_per_epoch=self.steps.per_epoch,
                 last_step=self.steps.last,
@@ -282,6 +291,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         if self.settings.enable:
             self._rollout.finish_round()
         self._completed_step = self.global_steps
+        self.nodes.outlive()
 
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
         if self.settings.enable and not self.proximal.recomputes(self.global_steps):

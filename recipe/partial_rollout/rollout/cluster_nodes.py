@@ -1,0 +1,97 @@
+"""Which of Ray's nodes died during a run, for the error that ends it.
+
+A node takes its trainer with it, so that the run ends with the error of whichever call noticed first: a worker, a
+replica, a collective. That error names the actor; this says that the machine under it is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from recipe.partial_rollout.waits import one_line
+
+logger = logging.getLogger(__name__)
+
+_ANSWERS_WITHIN_S = 3.0
+
+
+class NodeLostError(RuntimeError):
+    """A node of Ray's cluster died, and the run ends with it."""
+
+
+def _accepts(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), _ANSWERS_WITHIN_S):
+            return True
+    except OSError:
+        return False
+
+
+class ClusterNodes:
+    """The nodes of Ray's cluster; made while Ray is up.
+
+    Nodes that are dead by then are of no interest, nor are those whose death the run has outlived.
+
+    Args:
+        table: Ray's table of nodes, one mapping a node.
+        answers: whether the raylet at an address and port accepts a connection. A node whose machine is gone does not,
+            some 15 s before Ray's health checks mark it dead.
+    """
+
+    def __init__(
+        self, table: Callable[[], list[dict[str, Any]]] = ray.nodes, answers: Callable[[str, int], bool] = _accepts
+    ) -> None:
+        self._table = table
+        self._answers = answers
+        self._done_with: set[str] = set()
+        self.outlive()
+
+    def outlive(self) -> None:
+        """The run goes on without the nodes that are dead now: no later error is due to them."""
+        self._done_with |= {node["NodeID"] for node in self._nodes() if not node["Alive"]}
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        try:
+            return [node for node in self._table() if node["NodeID"] not in self._done_with]
+        except Exception as error:
+            logger.warning("Ray does not say which of its nodes are alive: %s", one_line(error))
+            return []
+
+    def lost(self) -> list[str]:
+        """Name, address and reason of each node that has died since; none if Ray itself no longer answers."""
+        reasons = [(node, self._reason(node)) for node in self._nodes()]
+        return [f"{_name(node)}: {reason}" for node, reason in reasons if reason is not None]
+
+    def _reason(self, node: dict[str, Any]) -> str | None:
+        if not node["Alive"]:
+            return " ".join(node.get("DeathReasonMessage", "").split()) or "Ray gives no reason"
+        if not self._answers(node["NodeManagerAddress"], node["NodeManagerPort"]):
+            return "its raylet does not answer"
+        return None
+
+    def blame(self, error: Exception, remedy: str) -> None:
+        """Return if all nodes live.
+
+        Args:
+            error: ends the run.
+            remedy: what to do about a lost node.
+
+        Raises:
+            NodeLostError: names the lost nodes, ``error`` and ``remedy``, in one line.
+        """
+        if lost := self.lost():
+            plural = "s" if len(lost) > 1 else ""
+            raise NodeLostError(
+                f"Ray lost node{plural} {'; '.join(lost)}. The run ends with {one_line(error).rstrip('.')}; {remedy}"
+            ) from error
+
+
+def _name(node: dict[str, Any]) -> str:
+    """As ``ray start --node-name`` has it; without the option, a node's name is its address."""
+    name, address = node["NodeName"], node["NodeManagerAddress"]
+    return address if name in ("", address) else f"{name} ({address})"
