@@ -459,6 +459,22 @@ def test_checkpoint_that_the_settings_cannot_go_on_from_is_refused(configure, tm
         check_config(configure(f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto", override))
 
 
+@pytest.mark.parametrize(("nodes", "devices"), [(1, 1), (1, 4)])
+def test_checkpoint_of_another_number_of_trainers_is_refused(configure, tmp_path, nodes, devices):
+    """FSDP's shards are of a world size; two nodes with one trainer each can go on as one node with two."""
+    step_dir = tmp_path / "global_step_3"
+    manifest.begin(step_dir)
+    (step_dir / "actor").mkdir()
+    (step_dir / "actor" / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 2}))
+    manifest.seal(step_dir, 3, {"sizes": {"batch_groups": 4, "samples_per_group": 2, "max_staleness": 8}})
+    ours = f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto"
+    with pytest.raises(
+        ConfigError, match=rf"trainer.nnodes \* trainer.n_gpus_per_node={nodes * devices}: 2, as in .*step_3"
+    ):
+        check_config(configure(*ours, f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={devices}"))
+    check_config(configure(*ours, "trainer.nnodes=1", "trainer.n_gpus_per_node=2"))
+
+
 def test_run_whose_checkpoints_are_all_torn_does_not_start_over_in_silence(configure, tmp_path):
     manifest.begin(tmp_path / "global_step_3")
     ours = f"trainer.default_local_dir={tmp_path}"

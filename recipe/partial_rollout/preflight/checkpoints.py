@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -36,6 +37,7 @@ def check_checkpoints(config: DictConfig) -> None:
         raise fail("trainer.resume_mode", mode, str(error)) from error
     if found is not None:
         _check_sizes(found, PartialRolloutConfig.from_config(config))
+        _check_trainers(found, trainer.nnodes * trainer.n_gpus_per_node)
 
 
 def _check_sizes(checkpoint: Path, settings: PartialRolloutConfig) -> None:
@@ -47,3 +49,12 @@ def _check_sizes(checkpoint: Path, settings: PartialRolloutConfig) -> None:
         raise fail(
             "algorithm.filter_groups.enable", False, f"True, as in {checkpoint}: it consumed more than it trained"
         )
+
+
+def _check_trainers(checkpoint: Path, trainers: int) -> None:
+    """FSDP's shards belong to a number of trainers, on whichever nodes; Megatron's checkpoints have no such file."""
+    path = checkpoint / "actor" / "fsdp_config.json"
+    saved = json.loads(path.read_text())["world_size"] if path.exists() else trainers
+    if saved != trainers:
+        key = "trainer.nnodes * trainer.n_gpus_per_node"
+        raise fail(key, trainers, f"{saved}, as in {checkpoint}: its shards belong to that many trainers")
