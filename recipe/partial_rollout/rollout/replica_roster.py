@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+from ray.exceptions import RayActorError
 
 from recipe.partial_rollout.records.run_trace import RunTrace
 from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.rollout.worker_pool import WorkerPool
+from recipe.partial_rollout.waits import one_line
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+
+logger = logging.getLogger(__name__)
 
 
 class ReplicaRoster:
@@ -40,8 +46,12 @@ class ReplicaRoster:
         self._known_restarts = control.restarted
         gone = [address for address in self._addresses if address not in control.servers]
         new = {address: server for address, server in control.servers.items() if address not in self._addresses}
-        await self._balancer.remove_servers.remote(gone)
-        await self._balancer.add_servers.remote(new)
+        try:
+            await self._balancer.remove_servers.remote(gone)
+            await self._balancer.add_servers.remote(new)
+        except RayActorError as error:
+            # Ray may have placed it on a node that has died. Training goes on without it; validation names it.
+            logger.warning("verl's load balancer is dead, and a validation will fail: %s", one_line(error))
         await pool.ask_each("use_replicas", self.choice_of)
         self._addresses = control.addresses
         self._trace.use_replicas(control.addresses)
