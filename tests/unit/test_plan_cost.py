@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import random
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -111,6 +112,13 @@ def test_curve_of_bursts_is_the_engines(noise):
 def test_table_of_the_fit_shows_measured_beside_fitted():
     rows = fit_table(bursts(), TRUE).rows
     assert len(rows) == 20 and all(row[4] == "1.00" for row in rows)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 64, 150, 151_936])
+def test_prompts_have_tokens_of_the_models_vocabulary(vocabulary):
+    prompt = plan_measure.random_prompt(random.Random(0), 1000, vocabulary)
+    assert len(prompt) == 1000 and 0 <= min(prompt) and max(prompt) < vocabulary
+    assert vocabulary < 1000 or min(prompt) >= 100, "the first are often special"
 
 
 def test_one_load_gives_no_curve():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +23,7 @@ from recipe.partial_rollout.tools.table import Table
 
 _REPLICA = 0
 _LEAST_TOKEN, _MOST_TOKEN = 100, 20_000
-"""ids of the random prompts: any tokens do, and few models use fewer for ordinary text"""
+"""ids of the random prompts, where the vocabulary has them: any tokens do, and the first are often special"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,12 @@ def fit_table(bursts: Sequence[Burst], curve: EngineCurve) -> Table:
     return Table(title, ["requests x (prompt + response)", "tokens/s", "measured s", "fitted s", "ratio"], rows)
 
 
+def random_prompt(draw: random.Random, tokens: int, vocabulary: int) -> list[int]:
+    """``tokens`` ids below ``vocabulary``, not the first ones if there are others."""
+    most = min(_MOST_TOKEN, vocabulary - 1)
+    return [draw.randint(min(_LEAST_TOKEN, most // 2), most) for _ in range(tokens)]
+
+
 async def _drive(options: argparse.Namespace) -> tuple[list[Burst], int | None]:
     """The bursts, after one that is thrown away, since engines compile in it; and the tokens that the KV cache holds."""
     from recipe.partial_rollout.engine.replica import kv_tokens_of
@@ -168,16 +175,14 @@ def _engine(options: argparse.Namespace) -> Any:
 
 
 async def _burst(engine: Any, running: int, context: int, tokens: int, name: str) -> Burst:
-    import random
-
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    draw = random.Random(name)
+    draw, vocabulary = random.Random(name), engine.vllm_config.model_config.get_vocab_size()
     params = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=tokens, logprobs=0, detokenize=False)
 
     async def respond(i: int) -> EngineCall:
-        prompt = TokensPrompt(prompt_token_ids=[draw.randint(_LEAST_TOKEN, _MOST_TOKEN) for _ in range(context)])
+        prompt = TokensPrompt(prompt_token_ids=random_prompt(draw, context, vocabulary))
         start, last = time.time(), None
         async for output in engine.generate(prompt=prompt, sampling_params=params, request_id=f"{name} {i}"):
             last = output
