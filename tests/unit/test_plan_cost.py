@@ -117,7 +117,7 @@ def test_table_of_the_fit_shows_measured_beside_fitted():
 @pytest.mark.parametrize("vocabulary", [2, 64, 150, 151_936])
 def test_prompts_have_tokens_of_the_models_vocabulary(vocabulary):
     prompt = plan_measure.random_prompt(random.Random(0), 1000, vocabulary)
-    assert len(prompt) == 1000 and 0 <= min(prompt) and max(prompt) < vocabulary
+    assert len(prompt) == 1000 and min(prompt) >= 0 and max(prompt) < vocabulary
     assert vocabulary < 1000 or min(prompt) >= 100, "the first are often special"
 
 
