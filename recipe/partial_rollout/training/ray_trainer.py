@@ -54,7 +54,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     """``RayPPOTrainer`` whose batches come from rounds; reads ``config.partial_rollout``.
 
     Args:
-        nodes: of Ray's cluster; told of each step that the run completes.
+        nodes: of Ray's cluster; told of each step that the run completes. None: those that live now.
         args, kwargs: verl's.
     """
 
@@ -63,8 +63,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     gpus: GpuWatch
     """started there, too"""
 
-    def __init__(self, config: Any, *args: Any, nodes: ClusterNodes, **kwargs: Any) -> None:
-        self.nodes = nodes
+    def __init__(self, config: Any, *args: Any, nodes: ClusterNodes | None = None, **kwargs: Any) -> None:
+        self.nodes = nodes or ClusterNodes()
         self.settings = PartialRolloutConfig.from_config(config)
         self.proximal = ProximalPolicy(
             self.settings.proximal, self.settings.proximal_check_every, config.algorithm.rollout_correction
