@@ -67,6 +67,7 @@ def _changed(arm: Arm, *names: str) -> Iterable[Arm]:
         yield replace(arm, name=f"{arm.name}_{name}", caption=f"{arm.caption}, {caption}", overrides=overrides)
 
 
+(_MASKED,) = _changed(_bounded(1.5), "mask")
 _COLOCATE = next(arm for arm in PEERS if arm.name == "v1_colocate_async_quick")
 
 ARMS = {
@@ -81,6 +82,8 @@ ARMS = {
         _overtaking(1.0, 2.0),
         _overtaking(2.0, 1.5),
         *_changed(_bounded(1.5), *_CHANGES),
+        *_changed(_MASKED, *(name for name in _CHANGES if name not in ("mask", "m2"))),
+        *_changed(_in_order(3.0), "mask"),
         *_changed(_overtaking(1.0, 2.0), *_CHANGES),
         replace(_COLOCATE, name="v1_colocate_async"),
     )
