@@ -67,44 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     plan_cost.add_arguments(parser)
     plan_separate.add_arguments(parser)
     plan_measure.add_arguments(parser)
-    parser.add_argument(
-        "--overlaps",
-        type=float,
-        nargs="+",
-        default=[0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0],
-        metavar="X",
-        help="values of partial_rollout.overlap to forecast",
-    )
-    parser.add_argument(
-        "--policies",
-        type=SchedulingPolicy,
-        nargs="+",
-        default=list(SchedulingPolicy),
-        metavar="POLICY",
-        help="values of partial_rollout.scheduling.policy to forecast",
-    )
-    parser.add_argument(
-        "--overtake",
-        type=_share,
-        nargs="+",
-        metavar="SHARE",
-        help="values of partial_rollout.scheduling.overtake to forecast (default: null, no limit, but 0 with in_order)",
-    )
-    parser.add_argument("--keep-kv", action="store_true", help="assume partial_rollout.resume_kv=keep")
-    parser.add_argument(
-        "--min-gain",
-        type=float,
-        default=0.05,
-        metavar="SHARE",
-        help="recommend the next larger overlap only if it adds this share of speed",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=24,
-        metavar="N",
-        help="rounds of each forecast; the last two columns need some 200 (relative error 1 / sqrt(2 N))",
-    )
+    _add_schedules(parser)
     parser.add_argument("--validate", type=Path, nargs="+", metavar="RUN", help="replay these runs instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     return parser
@@ -147,6 +110,48 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="K",
         help=f"bound on staleness, in versions (default: that of --run, else {default_of('max_staleness')})",
+    )
+
+
+def _add_schedules(parser: argparse.ArgumentParser) -> None:
+    """Options that say which schedules are forecast, for how long, and which is recommended."""
+    parser.add_argument(
+        "--overlaps",
+        type=float,
+        nargs="+",
+        default=[0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0],
+        metavar="X",
+        help="values of partial_rollout.overlap to forecast",
+    )
+    parser.add_argument(
+        "--policies",
+        type=SchedulingPolicy,
+        nargs="+",
+        default=list(SchedulingPolicy),
+        metavar="POLICY",
+        help="values of partial_rollout.scheduling.policy to forecast",
+    )
+    parser.add_argument(
+        "--overtake",
+        type=_share,
+        nargs="+",
+        metavar="SHARE",
+        help="values of partial_rollout.scheduling.overtake to forecast (default: null, no limit, but 0 with in_order)",
+    )
+    parser.add_argument("--keep-kv", action="store_true", help="assume partial_rollout.resume_kv=keep")
+    parser.add_argument(
+        "--min-gain",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="recommend the next larger overlap only if it adds this share of speed",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=24,
+        metavar="N",
+        help="rounds of each forecast; the last two columns need some 200 (relative error 1 / sqrt(2 N))",
     )
 
 
