@@ -95,6 +95,11 @@ def test_without_staleness_the_sides_take_turns():
     assert not any(step.batch.token_ages for step in steps)
 
 
+def test_lengths_of_another_group_size_are_refused():
+    with pytest.raises(ValueError, match=r"lengths are of groups of 3, rollout\.n is 2"):
+        play([[4, 5, 6]], 1, n=2)
+
+
 def build_devices(*, replicas=8, token_s=1e-3, fixed_s=0.0, update=FREE):
     return Devices(replicas, 1, TrainerRate(fixed_s, token_s), update)
 

@@ -60,11 +60,17 @@ class PlayedSamples:
 
     Args:
         lengths: response lengths by group.
+        samples_per_group: ``rollout.n``.
         seed: for drawing groups from ``lengths``; None: they come in order, over and over.
         groups: number of groups in the data; None: endless.
+
+    Raises:
+        ValueError: ``lengths`` has groups of another size.
     """
 
-    def __init__(self, lengths: LengthTrace, *, seed: int | None, groups: int | None) -> None:
+    def __init__(self, lengths: LengthTrace, samples_per_group: int, *, seed: int | None, groups: int | None) -> None:
+        if lengths.samples_per_group != samples_per_group:
+            raise ValueError(f"lengths are of groups of {lengths.samples_per_group}, rollout.n is {samples_per_group}")
         self._prompt_tokens = lengths.prompt_tokens
         self._lengths = lengths.replay() if seed is None else lengths.draw(seed)
         self._groups = groups

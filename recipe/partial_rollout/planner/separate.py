@@ -49,7 +49,10 @@ class SeparateSimulation:
         cluster: the replicas that decode, all on devices of their own; ``keeps_kv`` also holds through a weight update.
         train_s: seconds that the trainer takes for a batch of so many tokens.
         update: what new weights cost.
-        seed, groups: see ``PlayedSamples``.
+        lengths, seed, groups: see ``PlayedSamples``.
+
+    Raises:
+        ValueError: ``lengths`` has groups of another size than ``admission``.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class SeparateSimulation:
         self._cluster = cluster
         self._train_s = train_s
         self._update = update
-        self._samples = PlayedSamples(lengths, seed=seed, groups=groups)
+        self._samples = PlayedSamples(lengths, admission.samples_per_group, seed=seed, groups=groups)
         self._manager = PromptsManager(admission, scheduling, clock=lambda: 0.0)
         self._manager.register_worker(_WORKER, cluster.slots_per_replica * cluster.replicas)
         self._replicas = [ReplicaModel(cluster.curve) for _ in range(cluster.replicas)]

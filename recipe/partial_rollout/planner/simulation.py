@@ -44,12 +44,10 @@ class Simulation:
 
     Args:
         admission: mode and sizes, as the recipe's settings make them.
-        lengths: response lengths by group; its group size must be the admission's.
-        seed: for drawing groups from ``lengths``; None: they come in order, over and over.
-        groups: number of groups in the data; None: endless.
+        lengths, seed, groups: see ``PlayedSamples``.
 
     Raises:
-        ValueError: the sizes differ.
+        ValueError: ``lengths`` has groups of another size than ``admission``.
     """
 
     def __init__(
@@ -62,12 +60,8 @@ class Simulation:
         seed: int | None = 0,
         groups: int | None = None,
     ) -> None:
-        if lengths.samples_per_group != admission.samples_per_group:
-            raise ValueError(
-                f"lengths are of groups of {lengths.samples_per_group}, rollout.n is {admission.samples_per_group}"
-            )
         self._cluster = cluster
-        self._samples = PlayedSamples(lengths, seed=seed, groups=groups)
+        self._samples = PlayedSamples(lengths, admission.samples_per_group, seed=seed, groups=groups)
         self._manager = PromptsManager(admission, scheduling, clock=lambda: 0.0)
         self._manager.register_worker(_WORKER, cluster.slots_per_replica * cluster.replicas)
 
