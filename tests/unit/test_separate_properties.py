@@ -1,8 +1,4 @@
-"""Random lives of the manager in separate placement: its one round never closes, and the trainer holds a batch meanwhile.
-
-The colocated life of ``test_manager_properties.py``, with the trainer's half replaced: workers, samples, failures, tool
-calls, checkpoints and what always holds are the same.
-"""
+"""Random lives of the manager in separate placement: its one round never closes, and the trainer works meanwhile."""
 
 import runpy
 from pathlib import Path
@@ -11,20 +7,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-COLOCATED = runpy.run_path(str(Path(__file__).with_name("test_manager_properties.py")))
-ManagerLife, started = COLOCATED["ManagerLife"], COLOCATED["started"]
+LIFE = runpy.run_path(str(Path(__file__).with_name("manager_life.py")))
+ManagerLife, started = LIFE["ManagerLife"], LIFE["started"]
 
 
 class SeparateLife(ManagerLife):
     """Versions advance while samples run; a batch is taken while the others run on."""
 
-    def may_advance(self):
+    def may_open(self):
         """Whether the trainer has trained the batch of this version, or the run has just begun or been restored."""
         model = self.model
         due = len(model.trained) // self.batch > model.version or not self.manager.round_open
         return due and not model.taken and len(model.trained) < self.total
 
-    @precondition(lambda self: started(self) and self.may_advance())
+    @precondition(lambda self: started(self) and self.may_open())
     @rule()
     def open_round(self):
         model = self.model
@@ -40,30 +36,17 @@ class SeparateLife(ManagerLife):
         """Whether there is a batch to take; the data may have ended with less than one left."""
         return self.manager.round_complete() and not self.manager.exhausted
 
-    @precondition(lambda self: started(self) and self.manager.round_open and self.complete())
-    @rule()
-    def take_batch(self):
-        super().take_batch()
-
     def take(self):
         taken = self.manager.next_batch()
         assert self.manager.round_open and not self.manager.round_complete(), "one batch a version"
         return taken
-
-    @precondition(lambda self: started(self) and self.model.taken)
-    @rule()
-    def acknowledge(self):
-        model = self.model
-        self.manager.acknowledge(model.taken)
-        model.trained += model.taken
-        model.taken = []
 
     @precondition(started)
     @rule(quarters=st.integers(0, 12))
     def set_overlap(self, quarters):
         self.manager.set_overlap(min(quarters / 4, self.max_staleness))
 
-    @precondition(lambda self: started(self) and self.may_advance())
+    @precondition(lambda self: started(self) and self.may_open())
     @rule(every=st.integers(2, 4), during=st.integers(0, 6))
     def play_round_with_stragglers(self, every, during):
         """A version whose batch trains for so many samples; some prompts end only when nothing else runs."""
@@ -71,20 +54,12 @@ class SeparateLife(ManagerLife):
         while not self.complete() and not self.manager.exhausted:
             if self.manager.short_of_prompts:
                 self.offer_in_the_round()
-            self.end_one(every)
+            assert self.end_one(every), "there is no batch, and nothing runs"
         if self.complete():
             self.take_batch()
             for _ in range(during):
                 self.end_one(every)
             self.acknowledge()
-
-    def end_one(self, every):
-        self.retry_all()
-        self.claim_all()
-        running = list(self.model.running)
-        fast = [s for s in running if int(s.split("/")[1].split("#")[0]) % every]
-        if running:
-            self.end_sample((fast or running)[0], 1)
 
     @precondition(lambda self: started(self) and not self.model.taken)
     @rule(rounds=st.integers(0, 2))
@@ -103,8 +78,9 @@ class SeparateLife(ManagerLife):
             while not self.manager.round_complete():
                 if self.manager.short_of_prompts:
                     self.offer_in_the_round()
-                self.end_one(2)
-            self.check(super().take())
+                assert self.end_one(2), "the round is not complete, and nothing runs"
+            self.manager.close_round()
+            self.check(self.manager.take_batch())
             self.acknowledge()
             model.version += 1
             self.manager.advance_version(model.version)
@@ -122,31 +98,8 @@ class SeparateLife(ManagerLife):
         if self.manager is not None and self.manager.round_open:
             assert self.manager._round._load().groups <= (1 + self.max_staleness) * self.batch
 
-    def teardown(self):
-        """Let everything end, as in a colocated life: no sequence is stuck."""
-        if self.manager is None:
-            return
-        for _ in range(20 * self.supply):
-            if self.model.taken:
-                self.acknowledge()
-            if len(self.model.trained) == self.total:
-                break
-            if self.may_advance():
-                self.open_round()
-            if self.manager.exhausted:
-                break
-            if self.manager.short_of_prompts:
-                self.offer_in_the_round()
-            self.retry_all()
-            self.claim_all()
-            for sample_id in list(self.model.running):
-                self.end_sample(sample_id, 1)
-            if self.manager.round_complete():
-                self.take_batch()
-        self.assert_everything_ended()
-
 
 TestSeparateLife = SeparateLife.TestCase
 TestSeparateLife.settings = settings(
-    max_examples=COLOCATED["SEQUENCES"] * 3 // 2, stateful_step_count=25, suppress_health_check=list(HealthCheck)
+    max_examples=LIFE["SEQUENCES"] * 3 // 2, stateful_step_count=25, suppress_health_check=list(HealthCheck)
 )

@@ -1,0 +1,576 @@
+"""Random lives of the manager: what both placements share. A test file adds the trainer's half and plays them.
+
+Workers come and go, samples end or fail whenever they like, the run checkpoints and crashes; a plain model says what must
+hold. ``runpy`` loads this file, because test files cannot import each other.
+"""
+
+import itertools
+import math
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from recipe.partial_rollout.checkpoint import plain_codec
+from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict
+from recipe.partial_rollout.manager.group_filter import GroupFilter
+from recipe.partial_rollout.manager.prompts_manager import PromptsManager
+from recipe.partial_rollout.manager.types import GroupState, Prompt, SampleOutput, SampleState, Segment
+
+SEQUENCES = int(os.environ.get("PARTIAL_ROLLOUT_SEQUENCES", "2000"))
+
+PICK = st.integers(0, 2**20)
+OVERTAKE = st.sampled_from([None, 0.0, 0.34, 1.0, 2.5])
+
+
+def tokens_of(sample_id, start, length):
+    """What the scripted engine says: the same for a sample at a position, whenever it is asked."""
+    return (np.arange(start, start + length, dtype=np.int32) * 7 + crc32(sample_id.encode()) % 997).astype(np.int32)
+
+
+def segment_of(sample_id, start, length, version, stop_reason):
+    ids = tokens_of(sample_id, start, length)
+    return Segment(ids, (-ids / 1024).astype(np.float32), version, stop_reason)
+
+
+def output_of(segments, tools, reward=0.0):
+    """Generated tokens, then one token that the mask leaves out for each tool result."""
+    generated = np.concatenate([s.token_ids for s in segments] or [np.empty(0, np.int32)])
+    count = len(generated)
+    log_probs = [s.log_probs for s in segments]
+    versions = [np.full(len(s), s.version, np.int32) for s in segments]
+    outside = np.zeros(len(tools), np.int32)
+    return SampleOutput(
+        prompt_ids=np.ones(1, np.int32),
+        response_ids=np.concatenate([generated, outside]),
+        response_mask=np.concatenate([np.ones(count), outside]).astype(np.int8),
+        log_probs=np.concatenate([*log_probs, outside.astype(np.float32)]),
+        versions=np.concatenate([*versions, outside - 1]),
+        segments=len(segments),
+        reward_score=reward,
+        reward_extra_info={},
+        num_turns=2,
+        metrics={},
+    )
+
+
+def masked_output_of(segments):
+    ids = np.concatenate([s.token_ids for s in segments] or [np.zeros(1, np.int32)])
+    zeros = np.zeros(len(ids))
+    return SampleOutput(
+        prompt_ids=np.empty(0, np.int32),
+        response_ids=ids,
+        response_mask=zeros.astype(np.int8),
+        log_probs=zeros.astype(np.float32),
+        versions=zeros.astype(np.int32) - 1,
+        segments=len(segments),
+        reward_score=None,
+        reward_extra_info={},
+        num_turns=0,
+        metrics={},
+        masked=True,
+    )
+
+
+IN_THE_MANAGER = (GroupState.WAITING, GroupState.ACTIVE, GroupState.READY, GroupState.TAKEN)
+ARRAYS = ("prompt_ids", "response_ids", "response_mask", "log_probs", "versions")
+
+
+def assert_same_output(actual, expected):
+    for name in ARRAYS:
+        got, wanted = getattr(actual, name), getattr(expected, name)
+        assert got.dtype == wanted.dtype and got.tobytes() == wanted.tobytes(), name
+    assert (actual.segments, actual.masked, actual.reward_score) == (
+        expected.segments,
+        expected.masked,
+        expected.reward_score,
+    )
+
+
+def assert_same_segments(actual, expected):
+    assert [(s.token_ids.tobytes(), s.log_probs.tobytes(), s.version, s.stop_reason) for s in actual] == [
+        (s.token_ids.tobytes(), s.log_probs.tobytes(), s.version, s.stop_reason) for s in expected
+    ]
+
+
+@dataclass
+class Model:
+    """What the manager must agree with. A checkpoint keeps a copy, a restore goes back to it."""
+
+    offered: int = 0
+    version: int = 0
+    running: dict = field(default_factory=dict)
+    holders: dict = field(default_factory=dict)
+    """worker that still has the conversation of a sample, by sample"""
+    failed: list = field(default_factory=list)
+    failures: dict = field(default_factory=dict)
+    journals: dict = field(default_factory=dict)
+    tools: dict = field(default_factory=dict)
+    births: dict = field(default_factory=dict)
+    outputs: dict = field(default_factory=dict)
+    taken: list = field(default_factory=list)
+    trained: list = field(default_factory=list)
+    filtered: list = field(default_factory=list)
+
+    def copy_without_owners(self):
+        return Model(
+            self.offered,
+            self.version,
+            failures=dict(self.failures),
+            journals={key: list(value) for key, value in self.journals.items()},
+            tools={key: list(value) for key, value in self.tools.items()},
+            births=dict(self.births),
+            outputs=dict(self.outputs),
+            trained=list(self.trained),
+            filtered=list(self.filtered),
+        )
+
+
+def started(self):
+    return self.manager is not None
+
+
+def some_run(self):
+    return self.manager is not None and bool(self.model.running)
+
+
+class ManagerLife(RuleBasedStateMachine):
+    """Workers that come and go, samples that end or fail whenever they like, a run that checkpoints and crashes.
+
+    A placement adds the rule ``open_round``, ``may_open`` (whether it is time for it), and ``take`` (the complete batch).
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.manager = None
+
+    @precondition(lambda self: self.manager is None)
+    @rule(
+        mode=st.sampled_from(Mode),
+        policy=st.sampled_from(SchedulingPolicy),
+        overtake=OVERTAKE,
+        batch=st.integers(1, 3),
+        n=st.integers(1, 3),
+        overlap=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+        slack=st.integers(0, 3),
+        steps=st.integers(1, 6),
+        extra=st.integers(0, 3),
+        on_error=st.sampled_from([OnSampleError.RETRY, OnSampleError.MASK]),
+        retries=st.integers(0, 2),
+        ramp=st.integers(0, 3),
+        every=st.integers(0, 3),
+        more=st.integers(0, 12),
+        limited=st.booleans(),
+        gen_batches=st.sampled_from([0, 2, 3]),
+    )
+    def begin(
+        self,
+        mode,
+        policy,
+        overtake,
+        batch,
+        n,
+        overlap,
+        slack,
+        steps,
+        extra,
+        on_error,
+        retries,
+        ramp,
+        every,
+        more,
+        limited,
+        gen_batches,
+    ):
+        self.batch, self.n, self.scheduling = batch, n, Scheduling(policy, overtake)
+        self.max_staleness = int(np.ceil(overlap)) + slack
+        self.total = self.supply = steps * batch
+        # Every so many prompts score alike in all samples; 0: no dynamic sampling.
+        self.every, self.limited, self.filter = every, limited, None
+        self.most_filtered = self.filtered_this_round = 0
+        if every:
+            self.supply += more
+            self.filter = GroupFilter("reward", gen_batches)
+            self.most_filtered = (gen_batches - 1) * batch if gen_batches else self.supply
+        limit = self.total if every and limited else None
+        admission = Admission(
+            mode, batch, n, overlap, batch + extra, (batch + extra) * n, self.max_staleness, ramp, limit
+        )
+        self.failures = FailurePolicy(on_error, retries)
+        self.build = lambda: PromptsManager(admission, self.scheduling, lambda: 0.0, self.failures, self.filter)
+        self.manager = self.build()
+        self.model = Model()
+        self.checkpoints = []
+        self.capacity = {}
+        self.names = (f"w{i}" for i in itertools.count())
+        self.join(4)
+
+    def picked(self, pick):
+        running = list(self.model.running)
+        return running[pick % len(running)]
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    @precondition(started)
+    @rule(capacity=st.integers(1, 8))
+    def join(self, capacity):
+        name = next(self.names)
+        self.capacity[name] = capacity
+        self.manager.register_worker(name, capacity)
+
+    @precondition(lambda self: started(self) and self.capacity and not self.model.running)
+    @rule(pick=PICK, capacity=st.integers(1, 8))
+    def resize(self, pick, capacity):
+        """What scarce KV does between rounds."""
+        worker = list(self.capacity)[pick % len(self.capacity)]
+        self.manager.resize_worker(worker, capacity)
+        self.capacity[worker] = capacity
+
+    @precondition(lambda self: started(self) and len(self.capacity) > 1)
+    @rule(pick=PICK)
+    def kill_worker(self, pick):
+        worker = list(self.capacity)[pick % len(self.capacity)]
+        self.manager.release_worker(worker)
+        del self.capacity[worker]
+        self.model.running = {s: w for s, w in self.model.running.items() if w != worker}
+        self.model.holders = {s: w for s, w in self.model.holders.items() if w != worker}
+
+    @precondition(lambda self: started(self) and self.manager.round_open and self.capacity)
+    @rule(pick=PICK, beyond_share=st.booleans())
+    def claim(self, pick, beyond_share):
+        self.take_grants(list(self.capacity)[pick % len(self.capacity)], beyond_share)
+
+    def take_grants(self, worker, beyond_share=False):
+        model, below_share, unowned = self.model, self.below_share(worker), self.unowned()
+        grants = self.manager.claim(worker, beyond_share=beyond_share)
+        overdue = self.next_to_train() - self.max_staleness
+        births = model.births
+        shared = [g for g in grants if not g.held and births.get(g.group_uid, model.version) > overdue]
+        if beyond_share:
+            assert grants or not (unowned and self.free(worker)), "a sample is left and nobody runs it"
+        else:
+            assert len(shared) <= max(0, below_share), "more than its share"
+        for grant in grants:
+            sample_id = grant.sample_id
+            assert sample_id not in model.running and sample_id not in model.outputs and sample_id not in model.failed
+            held = model.holders.get(sample_id) == worker
+            assert grant.held == held
+            assert_same_segments(grant.segments, [] if held else model.journals.get(sample_id, []))
+            assert list(grant.tool_results) == ([] if held else model.tools.get(sample_id, []))
+            model.holders[sample_id] = worker
+            model.running[sample_id] = worker
+            model.births.setdefault(grant.group_uid, model.version)
+
+    def next_to_train(self):
+        """The version that trains the next batch."""
+        return self.model.version
+
+    def held(self, worker):
+        """Samples that ``worker`` runs, or still has the conversation of."""
+        model = self.model
+        return [s for s, holder in model.holders.items() if holder == worker and s not in model.outputs]
+
+    def below_share(self, worker):
+        unfinished = int(self.manager.metrics()["inflight/samples"])
+        share = math.ceil(unfinished * self.capacity[worker] / sum(self.capacity.values()))
+        return share - len(self.held(worker))
+
+    def unowned(self):
+        """Samples that any worker could claim."""
+        held = sum(len(self.held(worker)) for worker in self.capacity)
+        return int(self.manager.metrics()["inflight/samples"]) - held - len(self.model.failed)
+
+    def free(self, worker):
+        return self.capacity[worker] - sum(w == worker for w in self.model.running.values())
+
+    # -- samples ---------------------------------------------------------------------------------------------------
+
+    @precondition(some_run)
+    @rule(pick=PICK, length=st.integers(0, 4), stop=st.sampled_from([None, "completed"]))
+    def add_segment(self, pick, length, stop):
+        self.extend(self.picked(pick), length, stop)
+
+    def extend(self, sample_id, length, stop=None):
+        journal = self.model.journals.setdefault(sample_id, [])
+        segment = segment_of(sample_id, sum(map(len, journal)), length, self.model.version, stop)
+        self.manager.add_segment(sample_id, segment)
+        if length:
+            journal.append(segment)
+
+    @precondition(some_run)
+    @rule(pick=PICK)
+    def add_tool_result(self, pick):
+        sample_id = self.picked(pick)
+        results = self.model.tools.setdefault(sample_id, [])
+        results.append({"text": f"result {len(results)}", "reward": None})
+        self.manager.add_tool_result(sample_id, results[-1])
+
+    @precondition(some_run)
+    @rule(pick=PICK, length=st.integers(0, 4))
+    def interrupt(self, pick, length):
+        sample_id = self.picked(pick)
+        self.extend(sample_id, length)
+        self.manager.interrupt(sample_id)
+        del self.model.running[sample_id]
+
+    @precondition(some_run)
+    @rule(pick=PICK, length=st.integers(0, 4))
+    def finish(self, pick, length):
+        self.end_sample(self.picked(pick), length)
+
+    def end_sample(self, sample_id, length):
+        self.extend(sample_id, length, "completed")
+        output = output_of(self.model.journals[sample_id], self.model.tools.get(sample_id, []), self.reward(sample_id))
+        self.manager.finish(sample_id, output)
+        self.forget(sample_id, output)
+
+    def reward(self, sample_id):
+        uid, index = sample_id.split("#")
+        return 0.0 if self.every and int(uid[2:]) % self.every == 0 else float(index)
+
+    def forget(self, sample_id, output):
+        del self.model.running[sample_id]
+        self.model.outputs[sample_id] = output
+        for group in self.manager.take_filtered():
+            outputs = [self.model.outputs[f"{group.uid}#{i}"] for i in range(self.n)]
+            rewards = [output.reward_score for output in outputs if not output.masked]
+            assert len(rewards) > 1 and set(rewards) == {group.value}
+            assert group.lengths == [output.response_length for output in outputs]
+            assert group.uid not in self.model.trained + self.model.taken
+            self.model.filtered.append(group.uid)
+            self.filtered_this_round += 1
+            assert self.filtered_this_round <= self.most_filtered
+        if self.manager.round_open:
+            self.manager.admit()
+
+    @precondition(some_run)
+    @rule(pick=PICK)
+    def fail(self, pick):
+        sample_id = self.picked(pick)
+        model = self.model
+        count = model.failures[sample_id] = model.failures.get(sample_id, 0) + 1
+        again = self.failures.on_sample_error is OnSampleError.RETRY and count <= self.failures.sample_retries
+        model.holders.pop(sample_id, None)
+        assert self.manager.fail(sample_id, "boom") is (FailureVerdict.RETRY if again else FailureVerdict.MASK)
+        if again:
+            model.failed.append(sample_id)
+            del model.running[sample_id]
+        else:
+            self.forget(sample_id, masked_output_of(model.journals.get(sample_id, [])))
+
+    @precondition(lambda self: started(self) and self.model.failed)
+    @rule(pick=PICK)
+    def retry(self, pick):
+        self.manager.retry(self.model.failed.pop(pick % len(self.model.failed)))
+
+    # -- trainer ---------------------------------------------------------------------------------------------------
+
+    def offer(self):
+        count = min(self.manager.wanted, self.supply - self.model.offered)
+        first = self.model.offered
+        self.manager.offer(self.prompts(first, first + count))
+        self.model.offered += count
+        self.manager.note_source(self.supply - self.model.offered)
+
+    def prompts(self, first, end):
+        return [Prompt(f"0/{i}", 0, {"index": i}) for i in range(first, end)]
+
+    @precondition(lambda self: started(self) and self.manager.short_of_prompts)
+    @rule()
+    def offer_in_the_round(self):
+        self.offer()
+        self.manager.admit()
+
+    def complete(self):
+        """Whether there is a batch to take."""
+        return self.manager.round_complete()
+
+    @precondition(lambda self: started(self) and self.manager.round_open and self.complete())
+    @rule()
+    def take_batch(self):
+        self.check(self.take())
+
+    def check(self, taken):
+        """Whole groups, fresh enough and in turn, with the tokens that their samples were given."""
+        model = self.model
+        assert len(taken) == self.batch
+        self.assert_in_turn(taken)
+        for group in taken:
+            assert group.uid not in model.trained + model.filtered
+            assert model.version - model.births[group.uid] <= self.max_staleness
+            assert group.row == {"index": int(group.uid[2:])}
+            assert len(group.outputs) == self.n
+            for i, output in enumerate(group.outputs):
+                assert_same_output(output, model.outputs[f"{group.uid}#{i}"])
+        model.taken = [group.uid for group in taken]
+
+    def assert_in_turn(self, taken):
+        """No group is trained further ahead of an older one than ``overtake`` allows; with 0 all go in order."""
+        consumed = {int(uid[2:]) for uid in self.model.trained + self.model.filtered}
+        left = (i for i in range(self.model.offered) if i not in consumed)
+        orders = [group.order for group in taken]
+        positions = self.scheduling.positions(self.batch)
+        # Without staleness nothing can overtake: these are noPR's batches.
+        if positions == 0 or self.max_staleness == 0:
+            assert orders == list(itertools.islice(left, self.batch))
+        elif positions is not None:
+            overtaken = min((i for i in left if i not in orders), default=max(orders))
+            assert max(orders) - overtaken <= positions
+        births = [group.birth for group in self.manager._state.groups.by_order.values() if group.birth is not None]
+        assert births == sorted(births), "dispatch order is the order of birth"
+
+    @precondition(lambda self: started(self) and self.model.taken)
+    @rule()
+    def acknowledge(self):
+        model = self.model
+        self.manager.acknowledge(model.taken)
+        model.trained += model.taken
+        model.taken = []
+
+    def end_one(self, every):
+        """End a sample, one of each ``every`` prompts only when nothing else runs; False: none runs."""
+        self.retry_all()
+        self.claim_all()
+        running = list(self.model.running)
+        fast = [s for s in running if int(s.split("/")[1].split("#")[0]) % every]
+        if running:
+            self.end_sample((fast or running)[0], 1)
+        return bool(running)
+
+    def claim_all(self):
+        for worker in self.capacity:
+            self.take_grants(worker)
+        if self.manager.round_open:
+            for worker in self.capacity:
+                parked = set(self.held(worker)) - set(self.model.running)
+                assert not self.free(worker) or not (parked or self.unowned()), "a slot is free that could be filled"
+
+    def retry_all(self):
+        while self.model.failed:
+            self.manager.retry(self.model.failed.pop())
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    @precondition(started)
+    @rule()
+    def checkpoint(self):
+        data = b"".join(plain_codec.pack(self.manager.state_dict()))
+        self.checkpoints.append((data, self.model.copy_without_owners()))
+
+    @precondition(lambda self: started(self) and self.checkpoints)
+    @rule(pick=PICK, policy=st.sampled_from(SchedulingPolicy), overtake=OVERTAKE)
+    def crash_and_restore_under_another_policy(self, pick, policy, overtake):
+        self.scheduling = Scheduling(policy, overtake)
+        self.crash_and_restore(pick)
+
+    @precondition(lambda self: started(self) and self.checkpoints)
+    @rule(pick=PICK)
+    def crash_and_restore(self, pick):
+        data, model = self.checkpoints[pick % len(self.checkpoints)]
+        self.manager = self.build()
+        self.manager.load_state_dict(plain_codec.unpack(data))
+        self.model = model.copy_without_owners()
+        self.capacity = {}
+        self.join(1 + pick % 5)
+
+    @precondition(started)
+    @rule()
+    def checkpoint_and_go_on_from_it(self):
+        self.checkpoint()
+        self.crash_and_restore(len(self.checkpoints) - 1)
+
+    # -- what holds ------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def nothing_is_lost_or_repeated(self):
+        if self.manager is None:
+            return
+        assert self.manager.lost_groups == 0
+        assert len(set(self.model.trained)) == len(self.model.trained) == self.manager.counters.trained_groups
+        assert len(set(self.model.filtered)) == len(self.model.filtered) == self.manager.counters.filtered_groups
+        assert not set(self.model.filtered) & set(self.model.trained + self.model.taken)
+
+    @invariant()
+    def states_agree_with_the_indexes(self):
+        if self.manager is None:
+            return
+        groups = self.manager._state.groups
+        by_state = {state: list(groups.in_state(state)) for state in GroupState}
+        waiting, active, ready, taken = (by_state[state] for state in IN_THE_MANAGER)
+        assert sum(map(len, by_state.values())) == len(waiting + active + ready + taken) == len(groups.by_order)
+        assert [g.order for g in groups.by_order.values()] == sorted(groups.by_order) == list(groups.by_order)
+        assert set(groups.ready_queue) == set(ready) and len(groups.ready_queue) == len(ready)
+        assert set(groups.taken.values()) == set(taken) and set(groups.taken) == set(self.model.taken)
+        births = Counter(group.birth for group in waiting + active)
+        assert {birth: count for birth, count in groups.unfinished.items() if count} == births
+        assert all(group.birth is None for group in waiting)
+        assert all(group.birth is not None and group.unfinished for group in active)
+        assert not any(group.unfinished for group in ready + taken)
+        assert groups.in_flight == len(waiting + active + ready) and groups.carried == len(active + ready)
+        unfinished = [s for g in waiting + active for s in g.samples if s.state is not SampleState.FINISHED]
+        assert len(unfinished) == len(self.manager._samples) == sum(g.unfinished for g in waiting + active)
+        for sample in unfinished:
+            assert self.manager._samples.unfinished[sample.id] is sample
+            assert (sample.state is SampleState.RUNNING) == (sample.id in self.model.running)
+            assert (sample.state is SampleState.FAILED) == (sample.id in self.model.failed)
+
+    def with_the_trainer(self):
+        """Groups of the batch that the present version trains, which count until the next one."""
+        return 0
+
+    @invariant()
+    def pacing_counts_what_is_in_flight_and_with_the_trainer(self):
+        """In a colocated round these are the groups in flight: each version before it has its batch."""
+        if self.manager is None or not self.manager.round_open:
+            return
+        load, counters = self.manager._round._load(), self.manager.counters
+        kept = counters.admitted_groups - counters.filtered_groups
+        assert load.groups == kept - self.batch * self.model.version
+        assert load.groups == self.manager._state.groups.in_flight + self.with_the_trainer()
+
+    @invariant()
+    def slots_are_respected(self):
+        if self.manager is None:
+            return
+        for worker, capacity in self.capacity.items():
+            assert sum(w == worker for w in self.model.running.values()) <= capacity
+
+    def teardown(self):
+        """Let everything end: the training reaches its last step, or the end of its data, every prompt consumed once."""
+        if self.manager is None:
+            return
+        for _ in range(20 * self.supply):
+            if self.model.taken:
+                self.acknowledge()
+            if len(self.model.trained) == self.total:
+                break
+            if self.may_open():
+                self.open_round()
+            if self.manager.exhausted:
+                break
+            if self.manager.short_of_prompts:
+                self.offer_in_the_round()
+            self.retry_all()
+            self.claim_all()
+            for sample_id in list(self.model.running):
+                self.end_sample(sample_id, 1)
+            if self.manager.round_complete():
+                self.take_batch()
+        self.assert_everything_ended()
+
+    def assert_everything_ended(self):
+        in_flight = self.manager.metrics()["inflight/groups"]
+        if self.filter is None:
+            assert sorted(self.model.trained) == sorted(f"0/{i}" for i in range(self.total))
+        elif self.manager.exhausted and len(self.model.trained) < self.total:
+            assert self.supply - len(self.model.trained) - len(self.model.filtered) < self.batch
+        else:
+            assert len(self.model.trained) == self.total
+            assert not (self.limited and in_flight)
