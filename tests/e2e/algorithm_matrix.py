@@ -2,8 +2,8 @@
 
 Arguments are those of ``main_ppo``; the run must have ``STEPS`` steps. verl's ``algorithm`` and ``actor`` nodes make an
 algorithm; they are composed for each as the command line would. verl's ``fit`` reads the advantage estimator at every step;
-the policy loss goes to the actor workers as it does at start-up. The last steps train GRPO with an interpolated proximal
-policy.
+the policy loss goes to the actor workers as it does at start-up. The last steps train GRPO without the forward
+pass over the batch.
 """
 
 import sys
@@ -19,12 +19,12 @@ from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrai
 ALGORITHMS = tuple(sorted(path.stem for path in (main_ppo.CONF_DIR / "algorithm").glob("*.yaml")))
 STEPS_EACH = 2
 CHECK_EVERY = 3
-INTERPOLATED = (
+FROM_UPDATE = (
     "algorithm=grpo",
-    "partial_rollout.proximal=interpolate",
+    "partial_rollout.proximal=update",
     f"partial_rollout.proximal_check_every={CHECK_EVERY}",
 )
-FIRST_INTERPOLATED = STEPS_EACH * len(ALGORITHMS) + 1
+FIRST_FROM_UPDATE = STEPS_EACH * len(ALGORITHMS) + 1
 STEPS = STEPS_EACH * len(ALGORITHMS) + 2 * CHECK_EVERY
 
 
@@ -49,16 +49,17 @@ class MatrixTrainer(PartialRolloutRayPPOTrainer):
             config, settings = self.stretches[self.global_steps]
             self.config.algorithm = config.algorithm
             self.config.actor_rollout_ref.actor = config.actor_rollout_ref.actor
-            self.proximal = ProximalPolicy(
-                settings.proximal, settings.proximal_check_every, config.algorithm.rollout_correction
-            )
+            self.proximal = ProximalPolicy.of(config, settings)
             self.send_loss()
         return super()._get_gen_batch(batch)
 
 
 if __name__ == "__main__":
     overrides = [argument for argument in sys.argv[1:] if "=" in argument]
-    stretches = {1 + STEPS_EACH * i: composed(*overrides, f"algorithm={name}") for i, name in enumerate(ALGORITHMS)}
-    MatrixTrainer.stretches = {**stretches, FIRST_INTERPOLATED: composed(*overrides, *INTERPOLATED)}
+    stretches = {
+        1 + STEPS_EACH * i: composed(*overrides, f"algorithm={name}", "partial_rollout.proximal=recompute")
+        for i, name in enumerate(ALGORITHMS)
+    }
+    MatrixTrainer.stretches = {**stretches, FIRST_FROM_UPDATE: composed(*overrides, *FROM_UPDATE)}
     task_runner.PartialRolloutRayPPOTrainer = MatrixTrainer
     main_ppo.main()

@@ -126,7 +126,7 @@ def test_slots_are_seats_at_most_unless_they_are_given(configure):
         ("model_engine=megatron", "model_engine=megatron: dp"),
         ("engine=megatron", "engine=megatron: fsdp2 with trainer.device=cpu"),
         ("partial_rollout.correction=tis", "partial_rollout.correction=tis: one of decoupled, none"),
-        ("partial_rollout.proximal=cached", "partial_rollout.proximal=cached: one of recompute, interpolate"),
+        ("partial_rollout.proximal=cached", "partial_rollout.proximal=cached: one of auto, recompute, update"),
         (
             "partial_rollout.proximal_check_every=-1",
             "partial_rollout.proximal_check_every=-1: an integer of at least 0",
@@ -184,24 +184,12 @@ def test_mistake_is_refused_in_one_line(configure, override, message):
             "loss_mode=decoupled_ppo: any other with partial_rollout.correction=none",
         ),
         (
-            ("partial_rollout.correction=none", "partial_rollout.proximal=interpolate"),
-            "correction=none: with partial_rollout.proximal=interpolate it must be decoupled",
+            ("partial_rollout.proximal=update", "algorithm.rollout_correction.rollout_rs=token_k1"),
+            "rollout_rs=token_k1: with partial_rollout.proximal=update it must be null: rejection reads them",
         ),
         (
-            ("partial_rollout.proximal=interpolate", "algorithm.rollout_correction.rollout_rs=token_k1"),
-            "rollout_rs=token_k1: with partial_rollout.proximal=interpolate it must be null",
-        ),
-        (
-            ("partial_rollout.proximal=interpolate", "algorithm.rollout_correction.rollout_is_batch_normalize=True"),
-            "rollout_is_batch_normalize=True: with partial_rollout.proximal=interpolate it must be False",
-        ),
-        (
-            ("partial_rollout.proximal=interpolate", "algorithm.use_kl_in_reward=True"),
-            "use_kl_in_reward=True: with partial_rollout.proximal=interpolate it must be False",
-        ),
-        (
-            ("partial_rollout.proximal=interpolate", "algorithm.adv_estimator=optimal_token_baseline"),
-            "adv_estimator=optimal_token_baseline: any other with partial_rollout.proximal=interpolate",
+            ("partial_rollout.proximal=update", "actor_rollout_ref.actor.ppo_epochs=2"),
+            "ppo_epochs=2: with partial_rollout.proximal=update it must be 1: later updates of a batch",
         ),
         (
             ("+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method=ngram", "trainer.device=cpu"),

@@ -1,4 +1,4 @@
-"""The decoupled loss against verl's vanilla PPO, its equation in float64, and with an interpolated proximal policy."""
+"""The decoupled loss against verl's vanilla PPO, its equation in float64, and without the pass over the batch."""
 
 import math
 import pickle
@@ -11,14 +11,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_vanilla, get_policy_loss_fn
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.loss import corrected_ppo_loss, decoupled_ppo, interpolate_proximal
+from recipe.partial_rollout.training.loss import corrected_ppo_loss, decoupled_ppo
 
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 ROWS, WIDTH = 6, 9
@@ -166,21 +166,6 @@ def test_it_never_trains_without_weights():
         loss_and_gradient(decoupled_ppo, one_token(), None, build_config(), "token-mean")
 
 
-def test_current_token_has_the_behaviour_policy_as_its_proximal_one():
-    behaviour, current = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
-    versions = torch.tensor([[7, 7]], dtype=torch.int32)
-    torch.testing.assert_close(interpolate_proximal(behaviour, current, versions, 7), behaviour)
-
-
-def test_interpolation_moves_to_the_current_policy_with_age():
-    behaviour, current = torch.full((1, 5), -1.0), torch.full((1, 5), -2.0)
-    versions = torch.tensor([[9, 8, 7, 0, -1]], dtype=torch.int32)
-    expected = torch.tensor([[-1.0, -1.5, -1.0 - 2 / 3, -1.9, -1.0]])
-    torch.testing.assert_close(interpolate_proximal(behaviour, current, versions, 9), expected)
-    old = interpolate_proximal(behaviour, current, versions, 10**6)
-    torch.testing.assert_close(old[:, :4], current[:, :4], atol=1e-5, rtol=0)
-
-
 def build_micro_batch(seed, **facts):
     """A padded micro-batch as verl's trainer sends it: (data, model_output), prompts of 2 tokens and ragged responses."""
     batch = build_batch(seed)
@@ -221,9 +206,10 @@ def run_loss(function, data, output, **fields):
     return value.item(), flat.grad, metrics
 
 
-def interpolated(version, check=False, threshold=2.0, level="token"):
+def from_update(version=4, check=False, threshold=2.0, level="token"):
     return {
-        loss.PROXIMAL_VERSION: version,
+        loss.TRAINED_VERSION: version,
+        loss.PROXIMAL_FROM_UPDATE: True,
         loss.PROXIMAL_CHECK: check,
         loss.WEIGHT_LEVEL: level,
         loss.WEIGHT_THRESHOLD: threshold,
@@ -239,29 +225,52 @@ def test_loss_of_the_worker_is_verls_where_the_proximal_policy_is_recomputed():
 
 @pytest.mark.parametrize("loss_mode", ["decoupled_ppo", "gspo", "sapo", "gpg"])
 @pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
-def test_loss_of_the_worker_trains_on_the_interpolated_policy(loss_mode, level):
-    seed, version = 5, 4
-    batch, data, output = build_micro_batch(seed, **interpolated(version, level=level))
-    age = version - seed % 3
-    current = batch["current"] * (data["responses"] > 0)
-    proximal = batch["behaviour"] + age / (age + 1) * (current - batch["behaviour"])
-    weights, _ = compute_rollout_correction_weights(proximal - batch["behaviour"], batch["mask"], level, 2.0)
+def test_one_update_trains_as_after_a_pass_over_the_batch(loss_mode, level):
+    """The pass gives the log-probs from which the update starts: value and gradient are the same without it."""
+    batch, data, output = build_micro_batch(5, **from_update(level=level))
     mode = {"policy_loss": {"loss_mode": loss_mode}}
     value, gradient, metrics = run_loss(corrected_ppo_loss, data, output, **mode)
-    data["old_log_probs"], data["rollout_is_weights"] = proximal, weights
-    expected, slopes, _ = run_loss(ppo_loss, data, output, **mode)
+    current = batch["current"] * (data["responses"] > 0)
+    weights, _ = compute_rollout_correction_weights(current - batch["behaviour"], batch["mask"], level, 2.0)
+    tu.assign_non_tensor(data, **{loss.PROXIMAL_FROM_UPDATE: False})
+    data["old_log_probs"], data["rollout_is_weights"] = current, weights
+    expected, slopes, _ = run_loss(corrected_ppo_loss, data, output, **mode)
     assert value == pytest.approx(expected, abs=1e-6)
+    assert gradient.any()
     torch.testing.assert_close(gradient, slopes, atol=1e-6, rtol=1e-5)
     mean = agg_loss(weights, batch["mask"], "token-mean")
     assert metrics["actor/partial_rollout/behaviour_weight/mean"].aggregate() == pytest.approx(mean.item(), abs=1e-6)
 
 
-def test_error_of_the_interpolation_is_measured_against_the_recomputed_policy():
-    seed, version = 5, 3
-    batch, data, output = build_micro_batch(seed, **interpolated(version, check=True))
-    age = version - seed % 3
-    proximal = batch["behaviour"] + age / (age + 1) * (batch["current"] - batch["behaviour"])
-    expected = ((proximal - batch["proximal"]).abs() * batch["mask"]).sum() / batch["mask"].sum()
+def test_update_without_weights_starts_from_the_current_policy():
+    batch, data, output = build_micro_batch(5, **from_update(level=None))
+    value, gradient, metrics = run_loss(corrected_ppo_loss, data, output)
+    data["old_log_probs"] = batch["current"] * (data["responses"] > 0)
+    expected, slopes, _ = run_loss(ppo_loss, data, output)
+    assert value == expected and torch.equal(gradient, slopes)
+    assert "actor/partial_rollout/behaviour_weight/mean" not in metrics
+
+
+def test_loss_reports_verls_divergence_and_the_gap_of_kept_kv():
+    batch, data, output = build_micro_batch(5, **from_update(version=2))
+    behaviour, current, mask = batch["behaviour"], batch["current"], batch["mask"]
+    versions = data["rollout_versions"].clone()
+    versions[:, 0] = 0
+    data["rollout_versions"] = versions
+    metrics = {key: each for key, each in run_loss(corrected_ppo_loss, data, output)[2].items() if "partial" in key}
+    theirs = compute_offpolicy_metrics(current, behaviour, mask)
+    assert metrics["actor/partial_rollout/k3"].aggregate() == pytest.approx(theirs["k3_kl"], rel=1e-4)
+    newest = (versions == 2) & (mask > 0)
+    gap = (
+        metrics["actor/partial_rollout/kv_gap"].aggregate() / metrics["actor/partial_rollout/kv_gap_share"].aggregate()
+    )
+    assert newest.sum() > 4
+    assert gap == pytest.approx((current - behaviour).abs()[newest].mean().item(), rel=1e-4)
+
+
+def test_difference_that_the_pass_makes_is_measured_on_request():
+    batch, data, output = build_micro_batch(5, **from_update(check=True))
+    expected = ((batch["current"] - batch["proximal"]).abs() * batch["mask"]).sum() / batch["mask"].sum()
     _, _, metrics = run_loss(corrected_ppo_loss, data, output, policy_loss={"loss_mode": "decoupled_ppo"})
     assert metrics["actor/partial_rollout/proximal/error"].aggregate() == pytest.approx(expected.item(), abs=1e-6)
     tu.assign_non_tensor(data, **{loss.PROXIMAL_CHECK: False})
@@ -269,14 +278,14 @@ def test_error_of_the_interpolation_is_measured_against_the_recomputed_policy():
 
 
 def test_micro_batch_of_masked_samples_has_no_gradient():
-    _, data, output = build_micro_batch(5, **interpolated(3))
+    _, data, output = build_micro_batch(5, **from_update(3))
     data["response_mask"] = torch.zeros_like(data["response_mask"])
     value, gradient, _ = run_loss(corrected_ppo_loss, data, output)
     assert value == 0 and not gradient.any()
 
 
 def test_micro_batch_whose_weights_are_all_masked_has_no_gradient():
-    _, data, output = build_micro_batch(5, **interpolated(3, threshold="1e-9_1.0"))
+    _, data, output = build_micro_batch(5, **from_update(3, threshold="1e-9_1.0"))
     data["rollout_log_probs"] = data["rollout_log_probs"] - 9.0
     value, gradient, _ = run_loss(corrected_ppo_loss, data, output)
     assert value == 0 and not gradient.any()

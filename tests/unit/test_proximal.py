@@ -1,45 +1,93 @@
 """Where a step's proximal log-probs come from, and which figures of a step without the pass are left out."""
 
+import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from verl.protocol import DataProto
 
-from recipe.partial_rollout.config.choices import Proximal
+from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.correction import WeightLevel, weight_level
+from recipe.partial_rollout.training.pass_reader import reader_of_pass
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 
 CORRECTION = type("Correction", (), {"rollout_is": "token", "rollout_is_threshold": 2.0})
 
 
-def build(source=Proximal.INTERPOLATE, *, check_every=0):
-    return ProximalPolicy(source, check_every, CORRECTION)
+def build(*, from_update=True, check_every=0, most_rows=8):
+    return ProximalPolicy(
+        from_update=from_update, check_every=check_every, rollout_correction=CORRECTION, most_rows=most_rows
+    )
 
 
-def build_batch():
-    return DataProto.from_single_dict({"rollout_log_probs": torch.tensor([[-1.0, -2.0]])})
+def build_batch(rows=1):
+    return DataProto.from_single_dict({"rollout_log_probs": torch.tensor([[-1.0, -2.0]] * rows)})
 
 
-def test_recomputing_is_the_default_and_tells_the_loss_nothing():
-    proximal, batch = build(Proximal.RECOMPUTE), build_batch()
+def composed(*overrides):
+    with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
+        config = compose("quickstart_cpu", overrides=list(overrides))
+    return config, PartialRolloutConfig.from_config(config)
+
+
+def test_quick_start_trains_a_batch_in_one_update_and_leaves_the_pass_out():
+    config, settings = composed()
+    assert reader_of_pass(config) is None
+    proximal = ProximalPolicy.of(config, settings)
+    assert [step for step in range(1, 30) if proximal.recomputes(step)] == [10, 20]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "algorithm.rollout_correction.rollout_rs=token_k1",
+        "algorithm.rollout_correction.rollout_is_batch_normalize=True",
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.adv_estimator=tir_optimal_token_baseline",
+        "actor_rollout_ref.model.lora.dropout=0.1",
+    ],
+)
+def test_pass_is_run_where_something_needs_it(override):
+    config, settings = composed(override)
+    assert reader_of_pass(config).key == override.partition("=")[0]
+    assert ProximalPolicy.of(config, settings).recomputes(1)
+
+
+@pytest.mark.parametrize("override", ["partial_rollout.enable=False", "partial_rollout.proximal=recompute"])
+def test_pass_is_run_under_nopr_and_where_it_is_asked_for(override):
+    assert ProximalPolicy.of(*composed(override)).recomputes(1)
+
+
+def test_recomputing_tells_the_loss_nothing():
+    proximal, batch = build(from_update=False), build_batch()
     proximal.instruct(batch, 3)
     assert proximal.recomputes(1) and proximal.recomputes(2)
     assert not batch.meta_info
 
 
-def test_interpolation_runs_the_pass_only_to_check_itself():
+def test_pass_is_run_now_and_then_to_compare():
     assert not any(build().recomputes(step) for step in range(1, 9))
     assert [step for step in range(1, 9) if build(check_every=3).recomputes(step)] == [3, 6]
 
 
-def test_loss_learns_the_version_before_the_update():
+def test_loss_learns_how_to_weigh():
     batch = build_batch()
     build(check_every=2).instruct(batch, 4)
     assert batch.meta_info == {
-        loss.PROXIMAL_VERSION: 3,
+        loss.PROXIMAL_FROM_UPDATE: True,
         loss.PROXIMAL_CHECK: True,
         loss.WEIGHT_LEVEL: "token",
         loss.WEIGHT_THRESHOLD: 2.0,
     }
+
+
+def test_batch_of_two_updates_ends_the_run():
+    with pytest.raises(RuntimeError, match=r"batch of 9 responses .* = 8\): set partial_rollout.proximal=recompute"):
+        build().instruct(build_batch(9), 1)
+    build(from_update=False).instruct(build_batch(9), 1)
 
 
 def test_stand_in_has_the_behaviour_log_probs_and_is_no_view_of_them():
@@ -62,15 +110,22 @@ def test_figures_of_the_stand_in_are_left_out_and_the_losses_own_renamed():
     kept = build(check_every=2).metrics(logged, 1)
     assert kept == {"training/global_step": 1, "partial_rollout/proximal/error": 0.01}
     assert "rollout_corr/kl" in build(check_every=2).metrics(logged, 2)
-    assert "actor/entropy" in build(Proximal.RECOMPUTE).metrics(logged, 1)
+    assert "actor/entropy" in build(from_update=False).metrics(logged, 1)
 
 
-def test_effective_sample_size_is_made_of_what_the_loss_sums():
-    logged = {"actor/partial_rollout/behaviour_weight/mean": 0.5, "actor/partial_rollout/behaviour_weight/square": 1.0}
-    assert build().metrics(logged, 1) == {
+def test_effective_sample_size_and_gap_are_made_of_what_the_loss_sums():
+    sums = {"behaviour_weight/mean": 0.5, "behaviour_weight/square": 1.0, "kv_gap": 0.01, "kv_gap_share": 0.25}
+    assert build().metrics({f"actor/partial_rollout/{key}": value for key, value in sums.items()}, 1) == {
         "partial_rollout/behaviour_weight/mean": 0.5,
         "partial_rollout/behaviour_weight/ess": 0.25,
+        "partial_rollout/mismatch/kv_gap_mean": 0.04,
     }
+
+
+def test_divergence_is_the_losses_where_verl_cannot_know_it():
+    logged = {"rollout_corr/k3_kl": 0.0, "actor/partial_rollout/k3": 0.002}
+    assert build(check_every=2).metrics(logged, 1) == {"rollout_corr/k3_kl": 0.002}
+    assert build(check_every=2).metrics(logged, 2) == {"rollout_corr/k3_kl": 0.0}
 
 
 def test_losses_with_one_ratio_a_sequence_get_one_weight_a_sequence():

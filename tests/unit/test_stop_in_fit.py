@@ -155,7 +155,7 @@ def build_trainer(run_dir, manager, output, *, moment, overrides=()):
     trainer.resume_from = trainer._find_checkpoint(config)
     trainer._completed_step = step_of(trainer.resume_from)
     trainer._phase_started, trainer._measured = None, {}
-    trainer.proximal = ProximalPolicy(trainer.settings.proximal, 0, config.algorithm.rollout_correction)
+    trainer.proximal = ProximalPolicy.of(config, trainer.settings)
     trainer.gpus, trainer.nodes = GpuWatch([]), ClusterNodes(table=list)
     trainer.trace = SimpleNamespace(phase=lambda *_: None, complete=lambda: None, sync=lambda: None, last_round=None)
     trainer.step_log = StepLog(config, trainer.settings, trainer.run_dir, STEPS)

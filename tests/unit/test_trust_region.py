@@ -63,7 +63,7 @@ def build_batch(seed, *, spread=0.4, updates=1):
     }
 
 
-def micro_batch(batch, *, interpolates=False, level="token", tokens=None):
+def micro_batch(batch, *, from_update=False, level="token", tokens=None):
     """As verl's trainer sends it: prompts of 2 tokens, then the responses."""
     attention = torch.cat([torch.ones(ROWS, 2, dtype=torch.long), batch["response"]], dim=1)
     fields = {
@@ -78,13 +78,13 @@ def micro_batch(batch, *, interpolates=False, level="token", tokens=None):
         "rollout_log_probs": batch["behaviour"],
         "rollout_versions": batch["versions"].int(),
     }
-    if not interpolates:
+    if not from_update:
         ratio = batch["proximal"] - batch["behaviour"]
         fields["rollout_is_weights"] = compute_rollout_correction_weights(ratio, batch["mask"], level, CAP)[0]
     data = left_right_2_no_padding(TensorDict(fields, batch_size=ROWS))
     facts = {loss.TRAINED_VERSION: VERSION}
-    if interpolates:
-        facts |= {loss.PROXIMAL_VERSION: VERSION, loss.WEIGHT_LEVEL: level, loss.WEIGHT_THRESHOLD: CAP}
+    if from_update:
+        facts |= {loss.PROXIMAL_FROM_UPDATE: True, loss.WEIGHT_LEVEL: level, loss.WEIGHT_THRESHOLD: CAP}
     tokens = int(batch["mask"].sum()) if tokens is None else tokens
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=ROWS, **facts)
     return data
@@ -146,7 +146,7 @@ def tokens_outside(kind, rows, generated):
     return {at for at, delta in moved.items() if not 1 - LOW <= math.exp(delta) <= 1 + HIGH}
 
 
-def reference(kind, batch, *, interpolates, agg):
+def reference(kind, batch, *, from_update, agg):
     """Loss, gradient [ROWS, WIDTH] and the tokens outside, token by token in float64."""
     rows = {key: value.double().numpy() for key, value in batch.items()}
     generated = [at for at in np.ndindex(ROWS, WIDTH) if rows["mask"][at]]
@@ -154,9 +154,8 @@ def reference(kind, batch, *, interpolates, agg):
     total, gradient = 0.0, np.zeros((ROWS, WIDTH))
     for at in generated:
         behaviour, current, proximal = (rows[key][at] for key in ("behaviour", "current", "proximal"))
-        if interpolates:
-            age = VERSION - rows["versions"][at]
-            proximal = behaviour + age / (age + 1) * (current - behaviour)
+        if from_update:
+            proximal = current
         weight = math.exp(proximal - behaviour)
         used = min(weight, CAP)
         if kind == "clip":
@@ -172,15 +171,15 @@ def reference(kind, batch, *, interpolates, agg):
 
 
 @pytest.mark.parametrize("agg", AGG_MODES)
-@pytest.mark.parametrize("interpolates", [False, True])
+@pytest.mark.parametrize("from_update", [False, True])
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradient_are_those_of_the_formula(kind, updates, interpolates, agg):
+def test_loss_and_gradient_are_those_of_the_formula(kind, updates, from_update, agg):
     masked = kept = 0
     for seed in range(4):
         batch = build_batch(seed, updates=updates)
-        expected, slopes, outside = reference(kind, batch, interpolates=interpolates, agg=agg)
-        value, gradient, metrics = run(batch, build_region(kind), interpolates=interpolates, agg=agg)
+        expected, slopes, outside = reference(kind, batch, from_update=from_update, agg=agg)
+        value, gradient, metrics = run(batch, build_region(kind), from_update=from_update, agg=agg)
         # verl's seq-mean-token-mean adds 1e-8 to each length.
         assert value == pytest.approx(expected, abs=1e-7)
         np.testing.assert_allclose(gradient.numpy(), slopes, atol=1e-7)
@@ -190,15 +189,14 @@ def test_loss_and_gradient_are_those_of_the_formula(kind, updates, interpolates,
     assert masked >= 4 and kept >= 4
 
 
-@pytest.mark.parametrize("interpolates", [False, True])
+@pytest.mark.parametrize("from_update", [False, True])
 @pytest.mark.parametrize("agg", AGG_MODES)
-def test_without_a_region_loss_and_gradient_are_bit_equal_to_verls_on_the_same_weights(agg, interpolates):
+def test_without_a_region_loss_and_gradient_are_bit_equal_to_verls_on_the_same_weights(agg, from_update):
     batch = build_batch(3, updates=2)
-    data = micro_batch(batch, interpolates=interpolates)
+    data = micro_batch(batch, from_update=from_update)
     expected = data.clone(recurse=False)
-    if interpolates:
-        proximal = loss.interpolate_proximal(batch["behaviour"], batch["current"], batch["versions"].int(), VERSION)
-        expected["old_log_probs"] = torch.where(batch["response"] > 0, proximal, batch["behaviour"])
+    if from_update:
+        expected["old_log_probs"] = torch.where(batch["response"] > 0, batch["current"], 0.0)
         log_ratio = expected["old_log_probs"] - batch["behaviour"]
         expected["rollout_is_weights"] = loss._behaviour_weights(log_ratio, batch["mask"], "token", CAP)
     ours, theirs = run(batch, data=data, agg=agg), run(batch, function=ppo_loss, data=expected, agg=agg)
@@ -299,13 +297,13 @@ def test_masked_token_still_counts_in_the_mean():
     assert run(batch, build_region("mask"))[0] == pytest.approx(-(tokens - 1) / tokens)
 
 
-@pytest.mark.parametrize("interpolates", [False, True])
+@pytest.mark.parametrize("from_update", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_batch_that_is_masked_altogether_has_no_gradient_and_finite_metrics(kind, interpolates):
+def test_batch_that_is_masked_altogether_has_no_gradient_and_finite_metrics(kind, from_update):
     batch = build_batch(2)
     batch["behaviour"] = batch["current"] - 2.0 * batch["advantages"].sign()
     region = build_region(kind, low=1e-3, high=1e-3, m2=1e-3)
-    value, gradient, metrics = run(batch, region, interpolates=interpolates)
+    value, gradient, metrics = run(batch, region, from_update=from_update)
     assert math.isfinite(value) and not gradient.any()
     assert (value == 0) == (kind != "clip")
     parts = {key: metric.aggregate() for key, metric in metrics.items() if "partial_rollout" in key}
@@ -314,10 +312,10 @@ def test_batch_that_is_masked_altogether_has_no_gradient_and_finite_metrics(kind
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
-@pytest.mark.parametrize("interpolates", [False, True])
-def test_mini_batch_without_a_token_has_no_gradient_and_finite_metrics(kind, interpolates):
+@pytest.mark.parametrize("from_update", [False, True])
+def test_mini_batch_without_a_token_has_no_gradient_and_finite_metrics(kind, from_update):
     batch = build_batch(2)
-    data = micro_batch(batch, interpolates=interpolates, tokens=0)
+    data = micro_batch(batch, from_update=from_update, tokens=0)
     data["response_mask"] = torch.zeros_like(data["response_mask"])
     region = None if kind is None else build_region(kind)
     value, gradient, metrics = run(batch, region, data=data)

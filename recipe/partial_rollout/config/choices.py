@@ -80,12 +80,9 @@ class Correction(Choice):
 class Proximal(Choice):
     """``partial_rollout.proximal``."""
 
+    AUTO = "auto", "`update` where a batch is trained in one update and nothing else reads them; else `recompute`"
     RECOMPUTE = "recompute", "from a forward pass over the batch"
-    INTERPOLATE = (
-        "interpolate",
-        "from the loss, which interpolates between behaviour and current log-probs by each token's version age "
-        "(AReaL's `prox_logp_method: loglinear`), so the pass is skipped",
-    )
+    UPDATE = "update", "from the update's own forward pass, which runs on the same weights"
 
 
 class TrustRegion(Choice):

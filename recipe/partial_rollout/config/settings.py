@@ -116,11 +116,15 @@ class PartialRolloutConfig:
         "How tokens that older weights sampled are trained "
         "([docs/algorithms.md](../../docs/algorithms.md#correction)).",
     )
-    proximal: Proximal = key(Proximal.RECOMPUTE, "Where the log-probs of the weights before the update come from.")
+    proximal: Proximal = key(
+        Proximal.AUTO,
+        "Where the log-probs of the weights before the update come from "
+        "([docs/algorithms.md](../../docs/algorithms.md#one-forward-pass-less)).",
+    )
     proximal_check_every: int = key(
-        0,
-        "With `proximal=interpolate`, steps between two forward passes that measure its error, logged as "
-        "`partial_rollout/proximal/error`: the mean of \\|interpolated - recomputed\\| over tokens. 0: never.",
+        10,
+        "Without `recompute`, steps between two that run the forward pass all the same. They log what only it gives, as "
+        "`actor/entropy`, and the difference that it makes, `partial_rollout/proximal/error` in nats. 0: never.",
         at_least=0,
     )
     trust_region: TrustRegion = key(

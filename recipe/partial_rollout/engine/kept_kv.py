@@ -66,6 +66,16 @@ class SaltedEngine:
         return self._engine.generate(prompt=salted, request_id=request_id, **options)
 
 
+def newest_of_older(versions: torch.Tensor, version: int) -> torch.Tensor:
+    """[B, R] bool, tokens that the weights ``version`` sampled in samples begun by older weights.
+
+    Args:
+        versions: [B, R], of each token; below 0 where none was sampled.
+    """
+    older = ((versions >= 0) & (versions < version)).any(dim=1, keepdim=True)
+    return (versions == version) & older
+
+
 def kv_gap(batch: TensorDict, proximal: torch.Tensor, version: int) -> dict[str, float]:
     """How far kept KV moves the log-probs of the newest tokens: mean and maximum (nats), and the number of tokens.
 
@@ -76,10 +86,7 @@ def kv_gap(batch: TensorDict, proximal: torch.Tensor, version: int) -> dict[str,
     Args:
         batch: with ``rollout_versions`` and ``rollout_log_probs`` [B, R]; version -1 marks tokens not sampled.
     """
-    versions = batch["rollout_versions"]
-    older = ((versions >= 0) & (versions < version)).any(dim=1, keepdim=True)
-    newest = (versions == version) & older
-    gaps = (batch["rollout_log_probs"] - proximal)[newest].abs()
+    gaps = (batch["rollout_log_probs"] - proximal)[newest_of_older(batch["rollout_versions"], version)].abs()
     if not len(gaps):
         return {"mismatch/kv_gap_tokens": 0}
     return {

@@ -21,13 +21,13 @@ from recipe.partial_rollout.config.errors import fail
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training.correction import SEQUENCE_LEVEL_LOSSES, WeightLevel, weight_level
 from recipe.partial_rollout.training.loss import DECOUPLED_PPO
+from recipe.partial_rollout.training.pass_reader import reader_of_pass
 
 _NODE = "algorithm.rollout_correction"
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 _PROBED_FIELDS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
 CLIPPING_LOSSES = ("vanilla", DECOUPLED_PPO, "gspo")
 """losses that clip their ratio as PPO does; ``trust_region=clip`` has them clip another"""
-_READS_OLD_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 
 
 def check_correction(config: DictConfig, settings: PartialRolloutConfig) -> None:
@@ -48,8 +48,8 @@ def check_correction(config: DictConfig, settings: PartialRolloutConfig) -> None
         _check_uncorrected(config, correction)
     else:
         _check_decoupled(config, correction)
-    if settings.proximal is Proximal.INTERPOLATE:
-        _check_interpolation(config, correction, settings)
+    if settings.proximal is Proximal.UPDATE and (reader := reader_of_pass(config)):
+        raise fail(reader.key, reader.value, f"with partial_rollout.proximal=update it must be {reader.allowed}")
     _check_region(config.actor_rollout_ref.actor.policy_loss.loss_mode, settings)
 
 
@@ -136,36 +136,6 @@ def uses_weights(actor: DictConfig) -> bool:
             )
         losses.append(float(loss))
     return abs(losses[0] - losses[1]) > 1e-3 * abs(losses[0])
-
-
-def _check_interpolation(config: DictConfig, correction: Any, settings: PartialRolloutConfig) -> None:
-    refused = (
-        (
-            "partial_rollout.correction",
-            settings.correction,
-            Correction.DECOUPLED,
-            "decoupled: there is no other use of it",
-        ),
-        (f"{_NODE}.rollout_rs", correction.rollout_rs, None, "null: rejection reads the recomputed log-probs"),
-        (
-            f"{_NODE}.rollout_is_batch_normalize",
-            correction.rollout_is_batch_normalize,
-            False,
-            "False: the loss sees one micro-batch of the weights",
-        ),
-        (
-            "algorithm.use_kl_in_reward",
-            config.algorithm.use_kl_in_reward,
-            False,
-            "False: it reads recomputed log-probs",
-        ),
-    )
-    for key, value, wanted, why in refused:
-        if value != wanted:
-            raise fail(key, value, f"with partial_rollout.proximal=interpolate it must be {why}")
-    estimator = config.algorithm.adv_estimator
-    if estimator in _READS_OLD_LOG_PROBS:
-        raise fail("algorithm.adv_estimator", estimator, "any other with partial_rollout.proximal=interpolate")
 
 
 def _check_region(mode: str, settings: PartialRolloutConfig) -> None:

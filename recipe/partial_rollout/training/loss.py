@@ -7,9 +7,10 @@ For every generated token, with ``r = pi_theta / pi_prox`` and ``w = pi_prox / p
 ``w`` is the ``rollout_is_weights`` of verl's rollout correction, capped or masked there (``rollout_is_threshold``: one
 number caps, ``lower_upper`` zeroes what is outside). Without weights this loss raises: it never trains uncorrected.
 
-``corrected_ppo_loss`` is the worker's loss function under partial rollout: it interpolates the proximal policy if the
-trainer left that to the loss, applies the trust region if there is one (``training/trust_region.py``), then calls verl's
-``ppo_loss``. Unpickling it in the worker imports this module, which registers ``decoupled_ppo`` there.
+``corrected_ppo_loss`` is the worker's loss function under partial rollout: it takes the proximal policy from the update's
+own forward pass if the trainer left that to it (``training/proximal.py``), applies the trust region if there is one
+(``training/trust_region.py``), then calls verl's ``ppo_loss``. Unpickling it in the worker imports this module, which
+registers ``decoupled_ppo`` there.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.engine.kept_kv import newest_of_older
 from recipe.partial_rollout.training.trust_region import BehaviourRegion, clip_bounds, masked_parts
 
 DECOUPLED_PPO = "decoupled_ppo"
@@ -39,19 +41,22 @@ DECOUPLED_PPO = "decoupled_ppo"
 # What the trainer tells the loss, as non-tensor data of the batch.
 TRAINED_VERSION = "trained_version"
 """int, policy version of the weights before the update"""
-PROXIMAL_VERSION = "proximal_version"
-"""int, policy version of the weights before the update; absent if the proximal log-probs are recomputed"""
+PROXIMAL_FROM_UPDATE = "proximal_from_update"
+"""bool, whether this forward pass gives the proximal log-probs, and the loss makes the weights"""
 PROXIMAL_CHECK = "proximal_check"
-"""bool, whether ``old_log_probs`` are recomputed, to measure the interpolation's error against them"""
+"""bool, whether ``old_log_probs`` are recomputed all the same, to compare"""
 WEIGHT_LEVEL = "behaviour_weight_level"
+"""str, ``rollout_is``; None for no weights"""
 WEIGHT_THRESHOLD = "behaviour_weight_threshold"
 
+# What the loss tells the trainer where it makes the weights: means over the tokens.
 WEIGHT_MEAN = "behaviour_weight/mean"
 WEIGHT_SQUARE = "behaviour_weight/square"
-"""metric from which the trainer computes the effective sample size"""
+K3 = "k3"
+KV_GAP, KV_GAP_SHARE = "kv_gap", "kv_gap_share"
 
 _READ = "response_mask old_log_probs rollout_log_probs rollout_versions advantages rollout_is_weights"
-"""tensors [B, R] that interpolation and region read; without the weights if the loss makes them"""
+"""tensors [B, R] that proximal policy and region read; without the weights if the loss makes them"""
 
 METRICS_PREFIX = "actor/partial_rollout/"
 """prefix of the loss's metrics; verl would otherwise put its own ``actor/`` before them"""
@@ -123,24 +128,6 @@ def decoupled_ppo(
         return loss, {key: verl_F.masked_mean(value, response_mask).item() for key, value in metrics.items()}
 
 
-def interpolate_proximal(
-    behaviour: torch.Tensor, current: torch.Tensor, versions: torch.Tensor, proximal_version: int
-) -> torch.Tensor:
-    """[B, R], ``log pi_behav + alpha * (log pi_theta - log pi_behav)`` with ``alpha = age / (age + 1)``.
-
-    ``age = proximal_version - version`` of the token; the current policy counts as one version later. At age 0 the proximal
-    policy is the behaviour policy, for old tokens it approaches the current one. Source: AReaL's documentation,
-    ``docs/algorithms/prox_approx.md``, "loglinear".
-
-    Args:
-        behaviour, current: [B, R] log-probs. versions: [B, R] int, of each token; below 0 where nothing was generated.
-        proximal_version: of the weights before the update.
-    """
-    age = (proximal_version - versions).clamp(min=0).to(behaviour.dtype)
-    alpha = torch.where(versions < 0, 0.0, age / (age + 1))
-    return torch.lerp(behaviour, current, alpha)
-
-
 def worker_loss(
     actor: DictConfig, settings: PartialRolloutConfig
 ) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
@@ -156,35 +143,37 @@ def corrected_ppo_loss(
     dp_group: Any = None,
     region: BehaviourRegion | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """verl's ``ppo_loss``, on an interpolated proximal policy where the batch names one, inside the region if there is one.
+    """verl's ``ppo_loss``, on the proximal policy that the batch asks for, inside the region if there is one.
 
     Args:
         config, model_output, dp_group: as for ``ppo_loss``.
-        data: a micro-batch. To interpolate it needs ``PROXIMAL_VERSION``, for a region ``TRAINED_VERSION``, for either
+        data: a micro-batch. With ``PROXIMAL_FROM_UPDATE``, or for a region, it needs ``TRAINED_VERSION``,
             ``rollout_log_probs`` and ``rollout_versions`` [B, R].
         region: None for none.
     """
     data = _divisible(data)
-    version: Any = tu.get_non_tensor_data(data, PROXIMAL_VERSION, default=None)
-    if version is None and region is None:
+    from_update = tu.get_non_tensor_data(data, PROXIMAL_FROM_UPDATE, default=False)
+    if not from_update and region is None:
         return ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
     padded = data.select(*_READ.split(), strict=False).to_padded_tensor()
     behaviour, mask = padded["rollout_log_probs"], padded["response_mask"]
     current = no_padding_2_padding(model_output["log_probs"], data).detach().to(behaviour.dtype)
+    trained: Any = tu.get_non_tensor_data(data, TRAINED_VERSION, default=None)
     reported: dict[str, torch.Tensor] = {}
-    if version is not None:
-        proximal, weights, reported = _interpolated(data, padded, current, version)
+    if from_update:
+        proximal, weights, reported = current, *_weighted(data, padded, current, trained)
     else:
         proximal, weights = padded["old_log_probs"], padded["rollout_is_weights"]
     if region is not None:
         advantages = padded["advantages"]
-        trained: Any = tu.get_non_tensor_data(data, TRAINED_VERSION, default=None)
         outside = region.outside(current, behaviour, advantages, mask)
         proximal, weights = region.apply(proximal, behaviour, weights, outside, mask)
         parts = masked_parts(outside, advantages, age=trained - padded["rollout_versions"])
         reported |= {f"trust_region/{key}": value for key, value in parts.items()}
     corrected = data.clone(recurse=False)
-    corrected["old_log_probs"], corrected["rollout_is_weights"] = proximal, weights
+    corrected["old_log_probs"] = proximal
+    if weights is not None:
+        corrected["rollout_is_weights"] = weights
     loss, metrics = ppo_loss(config=config, model_output=model_output, data=corrected, dp_group=dp_group)
     for key, value in reported.items():
         metrics[METRICS_PREFIX + key] = _token_mean(value.to(behaviour.dtype), mask, config)
@@ -203,19 +192,30 @@ def _divisible(data: TensorDict) -> TensorDict:
     return data
 
 
-def _interpolated(
+def _weighted(
     data: TensorDict, padded: TensorDict, current: torch.Tensor, version: int
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Proximal log-probs [B, R], behaviour weights [B, R], and what to report of them, by metric [B, R]."""
+) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Behaviour weights [B, R] of the policy that the update starts from, None for none, and what to report [B, R].
+
+    Args:
+        current: [B, R], its log-probs. version: of its weights.
+    """
     behaviour, mask = padded["rollout_log_probs"], padded["response_mask"]
-    proximal = interpolate_proximal(behaviour, current, padded["rollout_versions"], version)
-    level: Any = tu.get_non_tensor_data(data, WEIGHT_LEVEL, default=None)
-    threshold: Any = tu.get_non_tensor_data(data, WEIGHT_THRESHOLD, default=None)
-    weights = _behaviour_weights(proximal - behaviour, mask, level, threshold)
-    reported = {WEIGHT_MEAN: weights, WEIGHT_SQUARE: weights.square()}
+    log_ratio = current - behaviour
+    newest = newest_of_older(padded["rollout_versions"], version)
+    reported = {
+        K3: log_ratio.exp() - log_ratio - 1,
+        KV_GAP: log_ratio.abs() * newest,
+        KV_GAP_SHARE: newest,
+    }
     if tu.get_non_tensor_data(data, PROXIMAL_CHECK, default=False):
-        reported["proximal/error"] = (proximal - padded["old_log_probs"]).abs()
-    return proximal, weights, reported
+        reported["proximal/error"] = (current - padded["old_log_probs"]).abs()
+    level: Any = tu.get_non_tensor_data(data, WEIGHT_LEVEL, default=None)
+    if level is None:
+        return None, reported
+    threshold: Any = tu.get_non_tensor_data(data, WEIGHT_THRESHOLD, default=None)
+    weights = _behaviour_weights(log_ratio, mask, level, threshold)
+    return weights, reported | {WEIGHT_MEAN: weights, WEIGHT_SQUARE: weights.square()}
 
 
 def _behaviour_weights(log_ratio: torch.Tensor, mask: torch.Tensor, level: str, threshold: str | float) -> torch.Tensor:

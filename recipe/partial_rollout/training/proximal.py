@@ -1,8 +1,12 @@
-"""The trainer's side of the proximal policy: recomputed once per batch, or left to the loss (``corrected_ppo_loss``).
+"""The trainer's side of the proximal policy, whose weights are those before the update.
 
-With ``partial_rollout.proximal=interpolate`` the forward pass over the batch is skipped, except in every
-``proximal_check_every``-th step, which measures the interpolation's error. If it is skipped, verl's ``fit`` gets the
-behaviour log-probs in place of the proximal ones; metrics derived from them are meaningless and are left out.
+Where a batch is trained in one update, the update's forward pass runs on these weights: the loss has the proximal
+log-probs, ``pi_theta`` before it moves, and verl's pass over the batch computes them a second time.
+``partial_rollout.proximal=auto`` leaves that pass out if nothing else needs it (``training/pass_reader.py``), except in
+every ``proximal_check_every``-th step.
+
+In a step without the pass verl's ``fit`` gets the behaviour log-probs in place of the proximal ones. Metrics that it
+derives from them are left out, and the loss gives those that the recipe reads (``training/loss.py``).
 """
 
 from __future__ import annotations
@@ -10,11 +14,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from verl.protocol import DataProto
 
 from recipe.partial_rollout.config.choices import Proximal
-from recipe.partial_rollout.training import loss
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.training import loss, policy_drift
 from recipe.partial_rollout.training.behaviour_weights import effective_sample_size
+from recipe.partial_rollout.training.pass_reader import reader_of_pass
 
 _DERIVED = ("actor/entropy", "perf/mfu/actor_infer")
 _DERIVED_PREFIXES = ("rollout_corr/", "training/rollout_")
@@ -24,23 +31,32 @@ class ProximalPolicy:
     """Decides where a step's proximal log-probs come from.
 
     Args:
-        source: ``partial_rollout.proximal``.
-        check_every: steps between two measurements of the interpolation's error; 0: never.
+        from_update: whether the update's forward pass gives them.
+        check_every: steps between two that run the pass over the batch all the same; 0: never.
         rollout_correction: verl's ``algorithm.rollout_correction``.
+        most_rows: responses that one update trains at most.
     """
 
-    def __init__(self, source: Proximal, check_every: int, rollout_correction: Any) -> None:
-        self._source = source
+    def __init__(self, *, from_update: bool, check_every: int, rollout_correction: Any, most_rows: int) -> None:
+        self.from_update = from_update
         self._check_every = check_every
         self._correction = rollout_correction
+        self._most_rows = most_rows
 
-    @property
-    def interpolates(self) -> bool:
-        return self._source is Proximal.INTERPOLATE
+    @classmethod
+    def of(cls, config: DictConfig, settings: PartialRolloutConfig) -> ProximalPolicy:
+        """What the settings ask for; ``config`` has been checked, or is one of noPR."""
+        auto = settings.enable and settings.proximal is Proximal.AUTO and reader_of_pass(config) is None
+        return cls(
+            from_update=auto or settings.proximal is Proximal.UPDATE,
+            check_every=settings.proximal_check_every,
+            rollout_correction=config.algorithm.rollout_correction,
+            most_rows=config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
+        )
 
     def recomputes(self, step: int) -> bool:
-        """Whether step ``step`` runs the forward pass."""
-        return not self.interpolates or (self._check_every > 0 and step % self._check_every == 0)
+        """Whether step ``step`` runs the pass over the batch."""
+        return not self.from_update or (self._check_every > 0 and step % self._check_every == 0)
 
     def stand_in(self, batch: DataProto) -> DataProto:
         """Stands in for recomputed log-probs (and entropies) [B, R] in verl's ``fit``, in a step without the pass."""
@@ -48,10 +64,19 @@ class ProximalPolicy:
         return DataProto.from_single_dict({"old_log_probs": behaviour.clone(), "entropys": torch.zeros_like(behaviour)})
 
     def instruct(self, batch: DataProto, step: int) -> None:
-        """Tell the loss what to interpolate, in ``batch.meta_info``."""
-        if not self.interpolates:
+        """Tell the loss what to do, in ``batch.meta_info``.
+
+        Raises:
+            RuntimeError: one update cannot train the batch, whose later updates would start from other weights.
+        """
+        if not self.from_update:
             return
-        batch.meta_info[loss.PROXIMAL_VERSION] = step - 1
+        if len(batch) > self._most_rows:
+            raise RuntimeError(
+                f"a batch of {len(batch)} responses is trained in more than one update "
+                f"(actor.ppo_mini_batch_size * rollout.n = {self._most_rows}): set partial_rollout.proximal=recompute"
+            )
+        batch.meta_info[loss.PROXIMAL_FROM_UPDATE] = True
         batch.meta_info[loss.PROXIMAL_CHECK] = self.recomputes(step)
         batch.meta_info[loss.WEIGHT_LEVEL] = self._correction.rollout_is
         batch.meta_info[loss.WEIGHT_THRESHOLD] = self._correction.rollout_is_threshold
@@ -59,12 +84,19 @@ class ProximalPolicy:
     def metrics(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """``data`` of step ``step`` without metrics of the stand-in, with the loss's metrics under ``partial_rollout/``."""
         drop = not self.recomputes(step)
-        kept = {}
+        kept, made = {}, {}
         for key, value in data.items():
             if drop and (key in _DERIVED or key.startswith(_DERIVED_PREFIXES)):
                 continue
-            kept[key.removeprefix("actor/") if key.startswith(loss.METRICS_PREFIX) else key] = value
-        if (square := kept.pop(f"partial_rollout/{loss.WEIGHT_SQUARE}", None)) is not None:
-            mean = kept[f"partial_rollout/{loss.WEIGHT_MEAN}"]
-            kept["partial_rollout/behaviour_weight/ess"] = effective_sample_size(mean, square)
-        return kept
+            if key.startswith(loss.METRICS_PREFIX):
+                made[key.removeprefix(loss.METRICS_PREFIX)] = value
+            else:
+                kept[key] = value
+        if (k3 := made.pop(loss.K3, None)) is not None:
+            kept.setdefault(policy_drift.KL, k3)
+        if (square := made.pop(loss.WEIGHT_SQUARE, None)) is not None:
+            made["behaviour_weight/ess"] = effective_sample_size(made[loss.WEIGHT_MEAN], square)
+        share, gap = made.pop(loss.KV_GAP_SHARE, 0.0), made.pop(loss.KV_GAP, 0.0)
+        if share:
+            made["mismatch/kv_gap_mean"] = gap / share
+        return kept | {f"partial_rollout/{key}": value for key, value in made.items()}

@@ -66,9 +66,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def __init__(self, config: Any, *args: Any, nodes: ClusterNodes | None = None, **kwargs: Any) -> None:
         self.nodes = nodes or ClusterNodes()
         self.settings = PartialRolloutConfig.from_config(config)
-        self.proximal = ProximalPolicy(
-            self.settings.proximal, self.settings.proximal_check_every, config.algorithm.rollout_correction
-        )
+        self.proximal = ProximalPolicy.of(config, self.settings)
         self.prompt_source: PromptSource | None = None
         """None under noPR"""
         self.ledger: Ledger | None = None
@@ -305,7 +303,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         if self.settings.enable:
             batch.meta_info[loss.TRAINED_VERSION] = self.global_steps - 1
             self.proximal.instruct(batch, self.global_steps)
-            if not self.proximal.interpolates:
+            if not self.proximal.from_update:
                 self._measured |= weight_metrics(batch)
         output = super()._update_actor(batch)
         self._complete_step()

@@ -19,6 +19,7 @@ COMMON = (
     "partial_rollout.drain=False",
     # What an arm's name does not say is off, whatever the defaults are.
     "partial_rollout.trust_region=none",
+    "partial_rollout.proximal=recompute",
 )
 """for all arms, on top of the quick start's config"""
 
@@ -49,7 +50,7 @@ _CHANGES = {
     "mask": ("trust region mask", "partial_rollout.trust_region=mask"),
     "m2": ("trust region m2", "partial_rollout.trust_region=m2"),
     "uncorrected": ("correction=none", "partial_rollout.correction=none"),
-    "interpolate": ("proximal=interpolate", "partial_rollout.proximal=interpolate"),
+    "update": ("proximal=update", "partial_rollout.proximal=update"),
     "recompute": ("resume_kv=recompute", "partial_rollout.resume_kv=recompute"),
     "ramp": ("ramp_rounds=8", "partial_rollout.ramp_rounds=8"),
     "shrink": ("on_drift=shrink", "partial_rollout.on_drift=shrink"),
@@ -89,7 +90,7 @@ ARMS = {
     )
 }
 """by name; a run of one is called ``name@lr``"""
-USUAL = (BASELINE.name, "PR_bounded_1.5", "PR_bounded_1.5_mask")
+USUAL = (BASELINE.name, "PR_bounded_1.5", "PR_bounded_1.5_mask_update")
 
 
 def caption_of(name: str) -> str:
