@@ -123,9 +123,9 @@ def test_effective_sample_size_and_gap_are_made_of_what_the_loss_sums():
 
 
 def test_divergence_is_the_losses_where_verl_cannot_know_it():
-    logged = {"rollout_corr/k3_kl": 0.0, "actor/partial_rollout/k3": 0.002}
-    assert build(check_every=2).metrics(logged, 1) == {"rollout_corr/k3_kl": 0.002}
-    assert build(check_every=2).metrics(logged, 2) == {"rollout_corr/k3_kl": 0.0}
+    logged = {"rollout_corr/k3_kl": 0.0, "actor/partial_rollout/k3_kl": 0.002, "actor/partial_rollout/kl": -0.001}
+    assert build(check_every=2).metrics(logged, 1) == {"rollout_corr/k3_kl": 0.002, "rollout_corr/kl": -0.001}
+    assert build(check_every=2).metrics(logged, 2) == {"rollout_corr/k3_kl": 0.0, "rollout_corr/kl": -0.001}
 
 
 def test_losses_with_one_ratio_a_sequence_get_one_weight_a_sequence():

@@ -52,7 +52,8 @@ WEIGHT_THRESHOLD = "behaviour_weight_threshold"
 # What the loss tells the trainer where it makes the weights: means over the tokens.
 WEIGHT_MEAN = "behaviour_weight/mean"
 WEIGHT_SQUARE = "behaviour_weight/square"
-K3 = "k3"
+KL, K3 = "kl", "k3_kl"
+"""verl's ``rollout_corr/`` metrics of these names"""
 KV_GAP, KV_GAP_SHARE = "kv_gap", "kv_gap_share"
 
 _READ = "response_mask old_log_probs rollout_log_probs rollout_versions advantages rollout_is_weights"
@@ -204,6 +205,7 @@ def _weighted(
     log_ratio = current - behaviour
     newest = newest_of_older(padded["rollout_versions"], version)
     reported = {
+        KL: -log_ratio,
         K3: log_ratio.exp() - log_ratio - 1,
         KV_GAP: log_ratio.abs() * newest,
         KV_GAP_SHARE: newest,

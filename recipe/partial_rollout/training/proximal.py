@@ -19,7 +19,7 @@ from verl.protocol import DataProto
 
 from recipe.partial_rollout.config.choices import Proximal
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.training import loss, policy_drift
+from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.behaviour_weights import effective_sample_size
 from recipe.partial_rollout.training.pass_reader import reader_of_pass
 
@@ -92,8 +92,9 @@ class ProximalPolicy:
                 made[key.removeprefix(loss.METRICS_PREFIX)] = value
             else:
                 kept[key] = value
-        if (k3 := made.pop(loss.K3, None)) is not None:
-            kept.setdefault(policy_drift.KL, k3)
+        for divergence in (loss.KL, loss.K3):
+            if (value := made.pop(divergence, None)) is not None:
+                kept.setdefault(f"rollout_corr/{divergence}", value)
         if (square := made.pop(loss.WEIGHT_SQUARE, None)) is not None:
             made["behaviour_weight/ess"] = effective_sample_size(made[loss.WEIGHT_MEAN], square)
         share, gap = made.pop(loss.KV_GAP_SHARE, 0.0), made.pop(loss.KV_GAP, 0.0)
