@@ -21,6 +21,7 @@ from verl.utils.rollout_trace import rollout_trace_attr
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.waits import one_line
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient
+from recipe.partial_rollout.worker.reward_workers import RewardWorkers
 
 _WARM_UP_TOKENS = 8
 
@@ -38,6 +39,8 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         super().__init__(*args, **kwargs)
         if self.config.partial_rollout.reward_in_worker:
             self.reward_loop_worker_handles = [_LocalRewardHandle(RewardLoopWorker(self.config))]  # type: ignore[assignment]
+        elif self.reward_loop_worker_handles:
+            self.reward_loop_worker_handles = [RewardWorkers(self.reward_loop_worker_handles)]  # type: ignore[assignment]
         self._probe_over = asyncio.Event()
 
     def take_calls(self) -> list[EngineCall]:

@@ -1,0 +1,53 @@
+"""verl's reward workers, called like one: a dead one's calls go to the others.
+
+verl spreads them over the nodes and picks one at random for each sample. With a node its reward workers die, and the samples
+that picked one would fail, be retried, and in the end be masked.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from verl.protocol import DataProto
+
+from recipe.partial_rollout.waits import one_line
+
+
+class RewardWorkersLostError(RuntimeError):
+    """No reward worker answers any more."""
+
+
+class RewardWorkers:
+    """Stands for an actor handle in verl's ``reward_loop_worker_handles``.
+
+    Args:
+        handles: verl's reward workers.
+    """
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self.compute_score = self
+        self._living = list(handles)
+
+    async def remote(self, data: DataProto) -> dict:
+        """``RewardLoopWorker.compute_score`` on one of those that live.
+
+        Raises:
+            RewardWorkersLostError: none of them answers.
+        """
+        lost: RayActorError | None = None
+        for handle in random.sample(self._living, len(self._living)):
+            try:
+                return await handle.compute_score.remote(data)
+            except RayTaskError:
+                # The reward function's own error, which may be about an actor of its own.
+                raise
+            except RayActorError as error:
+                lost = error
+                if isinstance(error, ActorDiedError) and handle in self._living:
+                    self._living.remove(handle)
+        raise RewardWorkersLostError(
+            f"no reward worker answers (reward.num_workers): {one_line(lost) if lost else 'all have died'}"
+        ) from lost
