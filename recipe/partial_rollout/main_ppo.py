@@ -9,6 +9,7 @@ Ctrl-C are the terminal's own.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from typing import NoReturn
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
 
 from recipe.partial_rollout.config.errors import ConfigError
 from recipe.partial_rollout.config.keys import refuse_unknown
@@ -114,6 +116,7 @@ def run(config: DictConfig) -> None:
 
     from recipe.partial_rollout.task_runner import TaskRunner, start_ray
 
+    show_warnings()
     runner = TaskRunner(config)
     check_prompts(config, runner.tokenizer, runner.train_dataset)
     start_ray(config)
@@ -123,6 +126,18 @@ def run(config: DictConfig) -> None:
         import ray
 
         ray.shutdown()
+
+
+class _AboveProgressBar(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record))
+
+
+def show_warnings() -> None:
+    """Let the recipe's warnings reach the terminal; a library that vLLM imports mutes the root logger below ERROR."""
+    ours = logging.getLogger(_HERE)
+    ours.setLevel(logging.WARNING)
+    ours.handlers, ours.propagate = [_AboveProgressBar()], False
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
