@@ -65,12 +65,10 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         auto_await(pool.start)()
 
     def _spawn(self, i: int) -> Any:
-        """A new worker, made as in verl's ``_init_agent_loop_workers``; on the driver's node, if that has a CPU left.
-
-        Ray learns of a node's death some 15 s late, and would place the worker on the dead node until then.
-        """
-        made: Any = self.agent_loop_workers_class.options(scheduling_strategy=drivers_node(soft=True))  # type: ignore[attr-defined]
-        return made.remote(self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles)
+        """A new worker, made as in verl's ``_init_agent_loop_workers``, but on the driver's node."""
+        return on_this_node(self.agent_loop_workers_class).remote(  # type: ignore[attr-defined]
+            self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles
+        )
 
     @property
     def _rounds(self) -> Rounds:
@@ -121,7 +119,7 @@ def _start_manager(context: RolloutContext, store: RayObjects) -> Any:
     # With dynamic sampling it is unknown how many prompts the training will consume, only how many it will train.
     bounded = settings.group_filter is not None and settings.drain
     train_groups = context.last_step * settings.batch_groups if bounded else None
-    return on_this_node(ManagerActor).remote(
+    return on_this_node(ray.remote(ManagerActor)).remote(
         replace(Admission.of(settings), train_groups=train_groups),
         settings.scheduling,
         settings.deadlines.stall_s,
@@ -131,14 +129,11 @@ def _start_manager(context: RolloutContext, store: RayObjects) -> Any:
     )
 
 
-def on_this_node(actor: type) -> Any:
-    """The class ``actor`` as a Ray actor on the driver's node, whose death ends the run in any case.
+def on_this_node(actor_class: Any) -> Any:
+    """The Ray actor class ``actor_class`` on the driver's node, whose death ends the run in any case.
 
-    Ray puts an actor that asks for no CPU on any node of the cluster, and the run would die with that one, too.
+    Left to itself, Ray may place an actor on a node that has died without its notice, which comes 15 s late. No CPU is asked
+    for: all of this node's may be taken, and the actor would wait for one.
     """
-    return ray.remote(actor).options(num_cpus=0, scheduling_strategy=drivers_node(soft=False))
-
-
-def drivers_node(*, soft: bool) -> NodeAffinitySchedulingStrategy:
-    """Places an actor on this process's node; with ``soft`` elsewhere if the node lacks the resources."""
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=soft)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return actor_class.options(num_cpus=0, scheduling_strategy=here)
