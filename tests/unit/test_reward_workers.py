@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 
+from recipe.partial_rollout.worker.observed_worker import ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.reward_workers import RewardWorkers, RewardWorkersLostError
 
 
@@ -57,3 +59,13 @@ def test_loss_of_all_reward_workers_is_said():
     for _ in range(2):
         with pytest.raises(RewardWorkersLostError, match=r"no reward worker answers \(reward\.num_workers\): "):
             scores(workers, 1)
+
+
+def test_agent_loop_worker_asks_verls_reward_workers_in_this_way(monkeypatch):
+    def init(self, config, handles):
+        self.config, self.reward_loop_worker_handles = config, handles
+
+    monkeypatch.setattr(AgentLoopWorker, "__init__", init)
+    config = SimpleNamespace(partial_rollout=SimpleNamespace(reward_in_worker=False))
+    (workers,) = ObservedAgentLoopWorker(config, [Worker(ActorDiedError()), Worker()]).reward_loop_worker_handles
+    assert scores(workers, 10) == list(range(10))

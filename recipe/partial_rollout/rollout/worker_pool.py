@@ -146,7 +146,14 @@ class WorkerPool:
         self._lives[i] += 1
         requeued = await release(name)
         self._names[i] = f"agent_loop_worker_{i}.{self._lives[i]}"
-        logger.warning("%s died during %s; %s takes its %d samples over", name, what, self._names[i], requeued)
+        logger.warning(
+            "%s died during %s, and %s takes its %d samples over: %s",
+            name,
+            what,
+            self._names[i],
+            requeued,
+            one_line(error),
+        )
         self._workers[i] = self._spawn(i)
         await within(self._start(i), self._deadline_s, f"starting {self._names[i]}", "worker_start_s")
         if self._open:

@@ -1,7 +1,7 @@
 """verl's reward workers, called like one: a dead one's calls go to the others.
 
-verl spreads them over the nodes and picks one at random for each sample. With a node its reward workers die, and the samples
-that picked one would fail, be retried, and in the end be masked.
+verl spreads them over the nodes and picks one at random for each sample. A node's reward workers die with it, and samples
+that pick one would fail, be retried, and in the end be masked.
 """
 
 from __future__ import annotations
