@@ -1,7 +1,15 @@
 """One small Ray for the whole layer."""
 
+import os
+
 import pytest
 import ray
+
+# Ray would ask for a token of its own making, which a node that a test adds does not have.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+# Five refused health checks are the death of a node. By default that takes Ray 15 to 40 s; a slow answer is no refusal.
+os.environ.setdefault("RAY_health_check_initial_delay_ms", "200")
+os.environ.setdefault("RAY_health_check_period_ms", "200")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -132,8 +132,8 @@ def _start_manager(context: RolloutContext, store: RayObjects) -> Any:
 def on_this_node(actor_class: Any) -> Any:
     """The Ray actor class ``actor_class`` on the driver's node, whose death ends the run in any case.
 
-    Left to itself, Ray may place an actor on a node that has died without its notice, which comes 15 s late. No CPU is asked
-    for: all of this node's may be taken, and the actor would wait for one.
+    Left to itself, Ray may place an actor on a node that has died without its notice, which comes some 15 s late. No CPU is
+    asked for: all of this node's may be taken, and the actor would wait for one.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return actor_class.options(num_cpus=0, scheduling_strategy=here)
