@@ -211,6 +211,10 @@ class ManagerLife(RuleBasedStateMachine):
         self.capacity = {}
         self.names = (f"w{i}" for i in itertools.count())
         self.join(4)
+        self.process_began()
+
+    def process_began(self, resumed=False):
+        """A process starts the training, or resumes it from a checkpoint."""
 
     def picked(self, pick):
         running = list(self.model.running)
@@ -338,7 +342,7 @@ class ManagerLife(RuleBasedStateMachine):
     def forget(self, sample_id, output):
         del self.model.running[sample_id]
         self.model.outputs[sample_id] = output
-        for group in self.manager.take_filtered():
+        for group in self.newly_filtered():
             outputs = [self.model.outputs[f"{group.uid}#{i}"] for i in range(self.n)]
             rewards = [output.reward_score for output in outputs if not output.masked]
             assert len(rewards) > 1 and set(rewards) == {group.value}
@@ -349,6 +353,9 @@ class ManagerLife(RuleBasedStateMachine):
             assert self.filtered_this_round <= self.most_filtered
         if self.manager.round_open:
             self.manager.admit()
+
+    def newly_filtered(self):
+        return self.manager.take_filtered()
 
     @precondition(some_run)
     @rule(pick=PICK)
@@ -473,12 +480,15 @@ class ManagerLife(RuleBasedStateMachine):
     @precondition(lambda self: started(self) and self.checkpoints)
     @rule(pick=PICK)
     def crash_and_restore(self, pick):
-        data, model = self.checkpoints[pick % len(self.checkpoints)]
+        chosen = pick % len(self.checkpoints)
+        data, model = self.checkpoints[chosen]
+        del self.checkpoints[chosen + 1 :]
         self.manager = self.build()
         self.manager.load_state_dict(plain_codec.unpack(data))
         self.model = model.copy_without_owners()
         self.capacity = {}
         self.join(1 + pick % 5)
+        self.process_began(resumed=True)
 
     @precondition(started)
     @rule()

@@ -110,3 +110,26 @@ def test_stopped_run_goes_on_with_the_version_it_had(manager, output):
     fresh.load_state_dict(state)
     fresh.next_version(0, [])
     assert [group.uid for group in fresh.next_batch()] == ["0/0"]
+
+
+def test_uids_admitted_are_told_once_whatever_batches_are_taken(manager, output):
+    m = manager(batch=1, n=1, overlap=1.0)
+    offered(m)
+    finish(m, m.claim("w0"), output, "0/0")
+    taken = m.next_batch()
+    assert m.take_admitted() == ("0/0", "0/1") and m.take_admitted() == ()
+    train(m, taken)
+    assert m.take_admitted() == ("0/2",)
+
+
+def test_uids_admitted_are_told_after_a_restore_from_between_a_batch_and_its_update(manager, output):
+    """The checkpoint is of the step before, so the ledger's lines of this step are undone."""
+    m = manager(batch=1, n=1, overlap=1.0)
+    offered(m)
+    finish(m, m.claim("w0"), output, "0/0")
+    m.next_batch()
+    fresh = manager(batch=1, n=1, overlap=1.0, prompts=0)
+    fresh.load_state_dict(m.state_dict())
+    assert fresh.take_admitted() == ("0/0", "0/1")
+    fresh.next_version(0, [])
+    assert [group.uid for group in fresh.next_batch()] == ["0/0"]

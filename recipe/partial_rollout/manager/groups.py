@@ -97,7 +97,7 @@ class Groups:
     taken: dict[str, PromptGroup] = field(default_factory=dict)
     """TAKEN groups, by uid"""
     admitted: list[str] = field(default_factory=list)
-    """uids of the groups entered since the last batch was taken"""
+    """uids of the groups entered that are not in the ledger yet"""
     filtered: list[FilteredGroup] = field(default_factory=list)
     """FILTERED groups that are not in the ledger yet"""
 
@@ -166,7 +166,6 @@ class Groups:
             self._move(group, GroupState.TAKEN)
             self.ready_queue.remove(group)
             self.taken[group.uid] = group
-        self.admitted = []
         return [TakenGroup(g.uid, g.order, g.prompt.epoch, g.prompt.row, g.outputs, g.birth) for g in batch]
 
     def train(self, uids: Iterable[str]) -> None:
@@ -181,6 +180,11 @@ class Groups:
             self.counters.trained_tokens += group.finished_length
             group.drop_outputs()
         self.lengths.fold(self.counters.trained_groups)
+
+    def take_admitted(self) -> tuple[str, ...]:
+        """Uids of the groups entered since the last call."""
+        admitted, self.admitted = tuple(self.admitted), []
+        return admitted
 
     def take_filtered(self) -> tuple[FilteredGroup, ...]:
         """Groups filtered since the last call."""

@@ -223,8 +223,10 @@ class PromptsManager:
         return self._round.complete()
 
     def take_batch(self) -> list[TakenGroup[FinishedOutput]]:
-        """READY -> TAKEN: the N oldest ready groups; see ``Round.batch``."""
-        return self._state.groups.take(self._round.batch())
+        """READY -> TAKEN: the N oldest ready groups; see ``Round.batch``. ``close_round`` has told the uids admitted."""
+        taken = self._state.groups.take(self._round.batch())
+        self.take_admitted()
+        return taken
 
     def next_batch(self) -> list[TakenGroup[FinishedOutput]]:
         """Separate placement: ``take_batch``, while all other samples run on; see ``Round.next_batch``."""
@@ -237,6 +239,10 @@ class PromptsManager:
     def acknowledge(self, uids: Iterable[str]) -> None:
         """TAKEN -> TRAINED: the trainer has updated on these groups, and they are forgotten."""
         self._state.groups.train(uids)
+
+    def take_admitted(self) -> tuple[str, ...]:
+        """Separate placement: the uids admitted since this was last asked, for the ledger."""
+        return self._state.groups.take_admitted()
 
     def take_filtered(self) -> tuple[FilteredGroup, ...]:
         """The groups filtered since this was last asked, for the ledger."""
