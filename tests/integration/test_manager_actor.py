@@ -193,3 +193,41 @@ def test_a_scripted_engine_trains_every_prompt_once(start):
     trained, metrics = asyncio.run(train())
     assert sorted(trained) == sorted(f"0/{i}" for i in range(40))
     assert metrics["lost_samples"] == 0 and metrics["length/bias"] == pytest.approx(1.0)
+
+
+def test_trainer_takes_batch_after_batch_while_samples_run_on(start):
+    """Separate placement: two workers that nobody interrupts, prompts of very different lengths."""
+    actor = start(batch=4, n=2, workers=(("w0", 6), ("w1", 6)))
+    total, versions = 40, 10
+
+    async def worker(name):
+        running = {}
+        while True:
+            if running:
+                await asyncio.sleep(0.002)
+                ended = tuple((sample, output_of()) for sample, left in running.items() if left == 1)
+                running = {sample: left - 1 for sample, left in running.items() if left > 1}
+                grants = await actor.report.remote(Report(name, finished=ended))
+            else:
+                grants = await actor.claim.remote(name)
+            running |= {grant.sample_id: 1 + grant.row["index"] % 7 for grant in grants}
+
+    async def train():
+        workers = [asyncio.ensure_future(worker(name)) for name in ("w0", "w1")]
+        trained, admitted, offered = [], [], 0
+        wanted = await actor.wanted.remote()
+        for version in range(versions):
+            first, offered = offered, min(offered + wanted, total)
+            await actor.next_version.remote(version, prompts(offered - first, start=first), total - offered)
+            batch = await asyncio.wait_for(actor.next_batch.remote(), 20)
+            account = await actor.finish_step.remote([group.uid for group in batch])
+            trained += [group.uid for group in batch]
+            admitted += account.admitted
+            wanted = account.wanted
+        for task in workers:
+            task.cancel()
+        return trained, admitted, account.metrics
+
+    trained, admitted, metrics = asyncio.run(train())
+    assert sorted(trained) == sorted(admitted) == sorted(f"0/{i}" for i in range(total))
+    assert metrics["lost_samples"] == 0 and metrics["inflight/groups"] == 0

@@ -34,7 +34,7 @@ def modules(room):
 @pytest.mark.parametrize("room", ["manager", "checkpoint", "records", "planner"])
 def test_pure_rooms_know_nothing_of_ray_torch_verl_or_vllm(room):
     for path in modules(room):
-        allowed = {"asyncio", "ray"} if path.stem in ("actor", "condition", "output_store") else set()
+        allowed = {"asyncio", "ray"} if path.stem in ("actor", "condition", "output_store", "state_file") else set()
         found = imports(path) & {"ray", "asyncio", "torch", "verl", "vllm"}
         assert found <= allowed, path
 

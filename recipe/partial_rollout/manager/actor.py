@@ -1,22 +1,21 @@
 """``PromptsManager`` behind Ray: adds waiting, deadlines and failure propagation; it makes no decisions.
 
 One condition guards the state, and every change notifies it. ``claim`` waits on it for work, ``wait_round`` for the end
-of the round. The first failure that anyone reports is raised to everyone who waits.
+of the round, ``next_batch`` for a batch of separate placement, whose round does not end. The first failure that anyone
+reports is raised to everyone who waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from recipe.partial_rollout.checkpoint.snapshot import Written, read_snapshot, write_snapshot
+from recipe.partial_rollout.checkpoint.snapshot import Written
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.codec import encode
 from recipe.partial_rollout.manager.condition import ManagerCondition
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.group_filter import GroupFilter
@@ -29,11 +28,13 @@ from recipe.partial_rollout.manager.messages import (
     RoundEnd,
     RoundStart,
     Standing,
+    StepAccount,
 )
 from recipe.partial_rollout.manager.output_store import InProcess, OutputStore
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.report_book import ReportBook
 from recipe.partial_rollout.manager.stall_clock import StallClock
+from recipe.partial_rollout.manager.state_file import StateFile
 from recipe.partial_rollout.manager.types import FilteredGroup, FinishedOutput, Grant, Prompt, TakenGroup
 
 
@@ -68,6 +69,7 @@ class ManagerActor:
         self._progress = StallClock(stall_s)
         self._store = store
         self._manager = PromptsManager(admission, scheduling, time.monotonic, failures, group_filter)
+        self._saved = StateFile(self._manager, store, self._changed)
         self._book = ReportBook(self._manager, store, self._changed.fail, self._retry_later)
         self._retries: set[asyncio.Task[None]] = set()
         self._unflushed: set[str] = set()
@@ -93,15 +95,18 @@ class ManagerActor:
         """
         async with self._changed:
             await self._until_flushed()
-            self._manager.offer(prompts)
-            self._manager.note_source(source_left)
             self._manager.advance_version(version)
-            carried = self._manager.carried_groups
-            if self._manager.exhausted:
-                return RoundStart(0, carried, exhausted=True)
-            admitted = self._manager.open_round()
-            self._suspended = False
-            self._changed.notify()
+            return self._begin(prompts, source_left, self._manager.open_round)
+
+    def _begin(self, prompts: list[Prompt], source_left: int, admit: Callable[[], int]) -> RoundStart:
+        self._manager.offer(prompts)
+        self._manager.note_source(source_left)
+        carried = self._manager.carried_groups
+        if self._manager.exhausted:
+            return RoundStart(0, carried, exhausted=True)
+        admitted = admit()
+        self._suspended = False
+        self._changed.notify()
         return RoundStart(admitted, carried)
 
     async def offer(self, prompts: list[Prompt], source_left: int) -> None:
@@ -120,21 +125,27 @@ class ManagerActor:
 
         Returns early with ``PromptsWanted``, the round still open, when dynamic sampling runs low on reserve prompts.
         """
-        garbage.hold()
-        self._progress.touch()
         async with self._changed:
-            while not self._suspended and not self._manager.round_complete():
-                self._changed.raise_failure()
-                if self._manager.short_of_prompts:
-                    return PromptsWanted(self._manager.wanted)
-                await self._changed.wait(self._progress.left_s)
-                if self._progress.stalled and not self._retries and not self._manager.round_complete():
-                    raise RolloutFailedError(f"{self._progress.words}; {self._manager.unfinished_report()}")
+            if wanted := await self._until_complete():
+                return wanted
             if self._suspended:
                 # The trainer waits no longer: if the last reports complete a batch, it goes into the checkpoint.
                 return RoundEnd(decided_at=time.time())
             self._unflushed = set(self._manager.workers)
             return RoundEnd(time.time(), self._manager.close_round(), self._manager.wanted)
+
+    async def _until_complete(self) -> PromptsWanted | None:
+        """Wait until the batch is complete or the round suspended; see ``wait_round``."""
+        garbage.hold()
+        self._progress.touch()
+        while not self._suspended and not self._manager.round_complete():
+            self._changed.raise_failure()
+            if self._manager.short_of_prompts:
+                return PromptsWanted(self._manager.wanted)
+            await self._changed.wait(self._progress.left_s)
+            if self._progress.stalled and not self._retries and not self._manager.round_complete():
+                raise RolloutFailedError(f"{self._progress.words}; {self._manager.unfinished_report()}")
+        return None
 
     async def note_decoding(self) -> None:
         """Note that an engine has made tokens that no worker has reported yet."""
@@ -178,44 +189,58 @@ class ManagerActor:
         """``PromptsManager.standing``; it waits for nobody, and nobody for it."""
         return self._manager.standing()
 
+    # -- trainer in separate placement -----------------------------------------------------------------------------
+
+    async def next_version(self, version: int, prompts: list[Prompt], source_left: int) -> RoundStart:
+        """All engines hold ``version``: take new prompts, admit this version's groups; whatever runs, runs on.
+
+        ``source_left``: see ``prepare_round``.
+
+        Raises:
+            RuntimeError: see ``Round.next_version``.
+        """
+        async with self._changed:
+            return self._begin(prompts, source_left, lambda: self._manager.next_version(version, ()))
+
+    async def next_batch(self) -> list[TakenGroup[FinishedOutput]] | PromptsWanted:
+        """Wait until the batch of this version is complete, and take it; all other samples run on.
+
+        Returns ``PromptsWanted`` as ``wait_round`` does, and no groups if the round was suspended. The caller fetches the
+        outputs from the store. A caller that does not wait for the answer loses nothing: a checkpoint has the groups.
+
+        Raises:
+            RuntimeError: the trainer has this version's batch already, or there is no version yet.
+        """
+        async with self._changed:
+            if not self._suspended:
+                self._manager.require_open("next_batch")
+            if wanted := await self._until_complete():
+                return wanted
+            if self._suspended:
+                return []
+            self._changed.raise_failure()
+            self._store.seal()
+            taken = self._manager.next_batch()
+            garbage.release()
+            self._manager.admit()
+            self._changed.notify()
+            return taken
+
+    async def finish_step(self, uids: list[str]) -> StepAccount:
+        """The trainer has updated on these groups; the caller must note the account in the ledger before it saves."""
+        manager = self._manager
+        manager.acknowledge(uids)
+        return StepAccount(manager.take_admitted(), manager.take_filtered(), manager.wanted, manager.metrics())
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     async def save(self, path: str) -> Written:
-        """Write the manager's present state to ``path``; it answers others while the file is written.
-
-        Raises:
-            UnsaveableError: a dataset row or an output holds a value that cannot be saved; the message names it.
-            RolloutFailedError, TimeoutError: outputs are lost, or do not arrive.
-        """
-        start = time.perf_counter()
-        async with self._changed:
-            self._store.seal()
-            captured = self._manager.capture()
-            blocked_s = time.perf_counter() - start
-        written = await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured, self._store.fetch)))
-        return replace(written, seconds=time.perf_counter() - start, blocked_s=blocked_s)
+        """``StateFile.save``."""
+        return await self._saved.save(Path(path))
 
     async def load(self, path: str) -> Restored:
-        """Restore the snapshot at ``path``; before the first round.
-
-        Raises:
-            TornCheckpointError, ForeignCheckpointError: see ``read_snapshot``.
-            ValueError: it was made with sizes that this run cannot resume from.
-        """
-        state = await asyncio.to_thread(read_snapshot, Path(path))
-        return await self._changed.change(lambda: self._restore(state))
-
-    def _restore(self, state: dict[str, Any]) -> Restored:
-        self._manager.load_state_dict(state)
-        self._manager.store_outputs(self._store.put)
-        gauges = self._manager.metrics()
-        return Restored(
-            version=self._manager.version,
-            groups=int(gauges["inflight/groups"]),
-            ready_groups=int(gauges["buffer/ready_groups"]),
-            unfinished_samples=int(gauges["inflight/samples"]),
-            cached_tokens=self._manager.cached_tokens,
-        )
+        """``StateFile.load``; before the first round."""
+        return await self._saved.load(Path(path))
 
     async def abandon(self, reason: str) -> None:
         """Fail everyone who waits, because something outside the manager has died."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recipe.partial_rollout.manager.types import Progress, SampleOutput
+from recipe.partial_rollout.manager.types import FilteredGroup, Progress, SampleOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,20 @@ class PromptsWanted:
     """A request for prompts: the round continues and may filter more groups than the reserve can replace."""
 
     count: int
-    """prompts to offer before ``wait_round`` is called again"""
+    """prompts to offer before ``wait_round`` or ``next_batch`` is called again"""
+
+
+@dataclass(frozen=True, slots=True)
+class StepAccount:
+    """What became of the prompts in a step of separate placement: since the account of the step before."""
+
+    admitted: tuple[str, ...]
+    """uids of the groups admitted, in order"""
+    filtered: tuple[FilteredGroup, ...]
+    wanted: int
+    """prompts to offer with the next version (``PromptsManager.wanted``)"""
+    metrics: dict[str, float]
+    """``PromptsManager.metrics`` once the step is trained"""
 
 
 @dataclass(frozen=True, slots=True)

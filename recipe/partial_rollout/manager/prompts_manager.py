@@ -232,6 +232,10 @@ class PromptsManager:
         """Separate placement: ``take_batch``, while all other samples run on; see ``Round.next_batch``."""
         return self._state.groups.take(self._round.next_batch())
 
+    def require_open(self, verb: str) -> None:
+        """See ``Round.require_open``."""
+        self._round.require_open(verb)
+
     def next_version(self, version: int, prompts: Iterable[Prompt]) -> int:
         """Separate placement: all engines hold ``version``; opens the one round the first time; ``Round.next_version``."""
         return self._round.next_version(version, prompts)

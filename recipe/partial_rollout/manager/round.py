@@ -115,11 +115,15 @@ class Round:
         Raises:
             RuntimeError: it is not complete, or the round is not OPEN.
         """
-        if self._phase is not RoundState.OPEN:
-            raise RuntimeError(f"next_batch: the round is {self._phase}: call next_version first")
+        self.require_open("next_batch")
         batch = self.batch()
         self._phase = RoundState.AHEAD
         return batch
+
+    def require_open(self, verb: str) -> None:
+        """Raise RuntimeError, which names the state, unless the batch of this version is to come."""
+        if self._phase is not RoundState.OPEN:
+            raise RuntimeError(f"{verb}: the round is {self._phase}: call next_version first")
 
     @property
     def overdue(self) -> int:
