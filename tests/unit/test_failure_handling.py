@@ -347,7 +347,7 @@ def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, monkeypa
             asyncio.run_coroutine_threadsafe(release.wait(), loop).result(10)
             raise TornCheckpointError("written at last")
 
-        monkeypatch.setattr("recipe.partial_rollout.manager.actor.write_snapshot", slow)
+        monkeypatch.setattr("recipe.partial_rollout.manager.state_file.write_snapshot", slow)
         saving = asyncio.ensure_future(actor.save(str(tmp_path / "s")))
         await asyncio.sleep(0.05)
         figures = await asyncio.wait_for(actor.metrics(), 1)
