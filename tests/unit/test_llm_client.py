@@ -348,6 +348,25 @@ def test_validation_call_is_verls_own(engine):
     assert engine.requests == [("r", [1], {"top_p": 1.0, "detokenize": False})]
 
 
+def test_validation_calls_go_to_the_replicas_without_verls_load_balancer_once_that_is_dead(engine, monkeypatch):
+    asked = []
+
+    async def acquire(self, request_id, **extra):
+        asked.append(request_id)
+        raise RayActorError
+
+    def release(self, server_id, request_id=None):
+        raise AssertionError("the dead load balancer counts nothing")
+
+    monkeypatch.setattr(LLMServerClient, "_acquire_server", acquire)
+    monkeypatch.setattr(LLMServerClient, "_release_server", release)
+    client = PartialRolloutLLMClient(CONFIG)
+    client.use_replicas(ReplicaChoice({"a": 1, "b": 2}))
+    engine.answers = [tokens(i) for i in range(20)]
+    assert [generate(client, None).token_ids for _ in range(20)] == [[i] for i in range(20)]
+    assert len(asked) == 1
+
+
 def test_engine_calls_are_noted_with_replica_tokens_and_version(engine):
     engine.answers = [tokens(5, 6, version=9)]
 

@@ -56,6 +56,14 @@ def test_choice_travels_to_its_worker():
     assert [replicas.take(sample()) for _ in range(2)] == [("b", "B"), ("a", "A")]
 
 
+def test_requests_without_a_sample_spread_over_the_living_replicas_and_stay_for_their_next_turn():
+    replicas = choice(a=3, b=1, c=2)
+    replicas.leave(sample("c"))
+    taken = {f"r{i}": replicas.of_request(f"r{i}") for i in range(100)}
+    assert set(taken.values()) == {("a", "A"), ("b", "B")}
+    assert all(replicas.of_request(request_id) == own for request_id, own in taken.items())
+
+
 def test_choice_by_number_is_that_of_a_full_search():
     rng = random.Random(0)
     replicas = ReplicaChoice({f"r{i}": i for i in range(5)})

@@ -50,8 +50,8 @@ class ReplicaRoster:
             await self._balancer.remove_servers.remote(gone)
             await self._balancer.add_servers.remote(new)
         except RayActorError as error:
-            # Ray may have placed it on a node that has died. Training goes on without it; validation names it.
-            logger.warning("verl's load balancer is dead, and a validation will fail: %s", one_line(error))
+            # Ray may have placed it on a node that has died.
+            logger.warning("verl's load balancer is dead, and the workers do without it: %s", one_line(error))
         await pool.ask_each("use_replicas", self.choice_of)
         self._addresses = control.addresses
         self._trace.use_replicas(control.addresses)

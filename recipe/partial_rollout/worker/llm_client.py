@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any, Self
 
 import numpy as np
+from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -125,12 +126,13 @@ class PartialRolloutLLMClient(ObservedLLMClient):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._replicas: ReplicaChoice | None = None
+        self._balancer_lives = True
         self._tokenizer: Any = None
         custom = getattr(self.config.actor_rollout_ref.rollout, "custom", None) or {}
         self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
 
     def use_replicas(self, replicas: ReplicaChoice) -> None:
-        """Let ``replicas`` choose the replica for training samples; verl's load balancer chooses for all other calls."""
+        """Let ``replicas`` choose for training samples, and for all other calls once verl's load balancer has died."""
         self._replicas = replicas
 
     def use_tokenizer(self, tokenizer: Any) -> None:
@@ -145,15 +147,23 @@ class PartialRolloutLLMClient(ObservedLLMClient):
 
     async def _choose_server(self, request_id: str, **extra: Any):
         sample = LIVE_SAMPLE.get()
-        if sample is None or self._replicas is None:
+        if self._replicas is None:
             return await super()._choose_server(request_id, **extra)
-        return self._replicas.take(sample)
+        if sample is not None:
+            return self._replicas.take(sample)
+        if self._balancer_lives:
+            try:
+                return await super()._choose_server(request_id, **extra)
+            except RayActorError:
+                # It died with its node, which may be any.
+                self._balancer_lives = False
+        return self._replicas.of_request(request_id)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-        if LIVE_SAMPLE.get() is None or self._replicas is None:
-            super()._release_server(server_id, request_id)
-        else:
+        if LIVE_SAMPLE.get() is not None and self._replicas is not None:
             self._replicas.release(server_id)
+        elif self._balancer_lives:
+            super()._release_server(server_id, request_id)
 
     async def generate(  # type: ignore[override]
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 from recipe.partial_rollout.worker.live_sample import LiveSample
@@ -39,6 +40,12 @@ class ReplicaChoice:
             own = next(iter(self._with[self._fewest]))
         sample.replica, sample.resumes = own, False
         self._move(own, self._running[own] + 1)
+        return own, self._servers[own]
+
+    def of_request(self, request_id: str) -> tuple[str, Any]:
+        """Address and handle for the calls of a request that no training sample makes; they are not counted."""
+        addresses = sorted(self._running)
+        own = addresses[zlib.crc32(request_id.encode()) % len(addresses)]
         return own, self._servers[own]
 
     def release(self, address: str) -> None:
