@@ -11,6 +11,7 @@ from recipe.partial_rollout.tools.audit import audit
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 ENGINE, WORKER, REWARD = "VLLM::EngineCore", "ray::PartialRolloutAgentLoopWorker", "ray::RewardLoopWorker"
+BALANCER = "ray::GlobalRequestLoadBalancer"
 RUN = (
     "data.train_batch_size=4",
     # 400 steps, more than the first run gets to
@@ -21,6 +22,8 @@ RUN = (
     "actor_rollout_ref.rollout.n=4",
     "partial_rollout.max_staleness=4",
     "partial_rollout.reward_in_worker=False",
+    "trainer.test_freq=2",
+    "data.val_max_samples=4",
     "trainer.resume_mode=auto",
     "trainer.save_freq=1",
     "trainer.max_actor_ckpt_to_keep=2",
@@ -32,8 +35,9 @@ def test_training_over_two_nodes_outlives_a_worker_and_an_engine_and_resumes_aft
 ):
     """Two nodes with a trainer, a replica, an agent-loop and a reward worker each; a third without a device or a trainer.
 
-    The third node dies in mid-round, then the engine of the second: the others take over what they held. Then the second
-    node dies: the run ends and names it. One node with two devices goes on from its checkpoint.
+    The third node dies in mid-round, and verl's load balancer, which might have been there, then the engine of the second
+    node: the others take over what they held. Then the second node dies: the run ends and names it. A node with two devices
+    goes on from its checkpoint.
     """
     first = start_node("first", num_cpus=32, num_gpus=1)
     second = start_node("second", first.address, num_cpus=32, num_gpus=1)
@@ -60,13 +64,14 @@ def test_training_over_two_nodes_outlives_a_worker_and_an_engine_and_resumes_aft
         """Whether a step's figure has reached ``value``."""
         return any(line["data"].get(figure, 0) >= value for line in lines_of("metrics.jsonl"))
 
-    def begun():
-        return sum(event["event"] == "begin" for event in lines_of("trace.jsonl"))
+    def validated():
+        """Number of validations."""
+        return sum(any(key.startswith("val-") for key in line["data"]) for line in lines_of("metrics.jsonl"))
 
-    def wait_for_round():
-        before = begun()
-        wait_for(lambda: begun() > before, "the next round", 60)
-        time.sleep(0.5)
+    def in_mid_round():
+        """Whether a round has gone on for two seconds; one whose batch was complete beforehand and its update take one."""
+        last = lines_of("trace.jsonl")[-1]
+        return last["event"] == "begin" and time.time() - last["start"] > 2
 
     def said(pattern):
         return re.search(pattern, run.terminal())
@@ -79,9 +84,12 @@ def test_training_over_two_nodes_outlives_a_worker_and_an_engine_and_resumes_aft
     for title, where in ((ENGINE, [1, 1, 0]), (WORKER, [1, 1, 1]), (REWARD, [1, 1, 1])):
         assert [len(node.processes(title)) for node in (first, second, third)] == where
 
-    wait_for_round()
+    wait_for(in_mid_round, "the middle of a round", 60)
     note("third node killed")
     third.kill()
+    for process in first.processes(BALANCER) + second.processes(BALANCER):
+        process.kill()
+    validations = validated()
     wait_for(lambda: reached("partial_rollout/failures/workers_restarted_total", 1), "a worker in the dead one's place")
     note("the step after")
     taken_over = said(
@@ -91,7 +99,7 @@ def test_training_over_two_nodes_outlives_a_worker_and_an_engine_and_resumes_aft
     note(taken_over[0])
     assert [len(node.processes(WORKER)) for node in (first, second)] == [2, 1]
 
-    wait_for_round()
+    wait_for(in_mid_round, "the middle of a round", 60)
     note("engine of the second node killed")
     second.processes(ENGINE)[0].kill()
     wait_for(
@@ -100,9 +108,10 @@ def test_training_over_two_nodes_outlives_a_worker_and_an_engine_and_resumes_aft
     note("the step after")
     assert said("vLLM replica .* died: ") and said("vLLM replica .* is back as ")
     assert [len(node.processes(ENGINE)) for node in (first, second)] == [1, 1]
+    wait_for(lambda: validated() > validations, "a validation without verl's load balancer", 60)
     assert not reached("partial_rollout/failures/masked_total", 1)
 
-    wait_for_round()
+    wait_for(in_mid_round, "the middle of a round", 60)
     note("second node killed")
     second.kill()
     assert run.process.wait(60) == 1, run.terminal()[-3000:]
