@@ -83,7 +83,7 @@ ARMS = {
         _overtaking(1.0, 2.0),
         _overtaking(2.0, 1.5),
         *_changed(_bounded(1.5), *_CHANGES),
-        *_changed(_MASKED, *(name for name in _CHANGES if name not in ("mask", "m2"))),
+        *_changed(_MASKED, *(name for name in _CHANGES if name not in ("mask", "m2", "uncorrected"))),
         *_changed(_in_order(3.0), "mask"),
         *_changed(_overtaking(1.0, 2.0), *_CHANGES),
         replace(_COLOCATE, name="v1_colocate_async"),
