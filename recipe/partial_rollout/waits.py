@@ -34,6 +34,11 @@ def means_death(error: BaseException) -> bool:
     return isinstance(error, RayActorError) or "EngineDead" in f"{type(error).__name__} {error}"
 
 
+async def result_of(ref: Awaitable[T]) -> T:
+    """A coroutine for a Ray reference."""
+    return await ref
+
+
 async def within(awaitable: Awaitable[T], deadline_s: float, what: str, key: str) -> T:
     """``awaitable``'s result.
 
@@ -41,11 +46,7 @@ async def within(awaitable: Awaitable[T], deadline_s: float, what: str, key: str
         TimeoutError: nothing within ``deadline_s``; names ``what`` was awaited and the config ``key`` of the deadline.
     """
     try:
-        return await asyncio.wait_for(awaitable, deadline_s)
+        # As a task: if the caller is cancelled, a ``gather`` that nobody asks any more would print a traceback.
+        return await asyncio.wait_for(result_of(awaitable), deadline_s)
     except TimeoutError as error:
         raise TimeoutError(f"{what} took more than {deadline_s:g} s (partial_rollout.deadlines.{key})") from error
-
-
-async def result_of(ref: Awaitable[T]) -> T:
-    """A coroutine for a Ray reference."""
-    return await ref

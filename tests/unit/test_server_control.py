@@ -1,6 +1,7 @@
 """A replica that dies is left out, and comes back before the next weight sync."""
 
 import asyncio
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -137,3 +138,20 @@ def test_replica_that_does_not_say_is_named_at_the_deadline():
     control.servers["a"].kv_tokens.remote = lambda: asyncio.sleep(5)
     with pytest.raises(TimeoutError, match=r"asking the vLLM replicas a for their kv_tokens .*deadlines\.interrupt_s"):
         asyncio.run(control.kv_tokens())
+
+
+def test_question_that_is_abandoned_prints_nothing():
+    complaints = []
+
+    async def abandon():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        control = control_of(Answers(kv_tokens=1))
+        control.servers["a"].kv_tokens.remote = lambda: asyncio.sleep(5)
+        asking = asyncio.create_task(control.kv_tokens())
+        await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.wait([asking])
+        gc.collect()
+
+    asyncio.run(abandon())
+    assert complaints == []
