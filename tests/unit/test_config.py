@@ -197,6 +197,14 @@ def test_mistake_is_refused_in_one_line(configure, override, message):
         ),
         (("partial_rollout.overlap=auto", "partial_rollout.mode=ssim"), "overlap=auto: a number in mode ssim"),
         (
+            ("partial_rollout.placement=separate", "partial_rollout.enable=False"),
+            "partial_rollout.placement=separate: colocated with partial_rollout.enable=False",
+        ),
+        (
+            ("partial_rollout.placement=separate", "partial_rollout.overlap=auto"),
+            "partial_rollout.overlap=auto: a number with partial_rollout.placement=separate",
+        ),
+        (
             ("partial_rollout.overlap=auto", "partial_rollout.overlap_auto.start=9"),
             "partial_rollout.overlap_auto.start=9.0: at most partial_rollout.max_staleness=8",
         ),

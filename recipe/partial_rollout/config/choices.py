@@ -29,6 +29,17 @@ class Mode(Choice):
     APRIL = "april", "at the start of a round, up to `over_sampling_batch_size` groups are unfinished"
 
 
+class Placement(Choice):
+    """``partial_rollout.placement``."""
+
+    COLOCATED = "colocated", "trainer and engines share the devices and take turns"
+    SEPARATE = (
+        "separate",
+        "engines have devices of their own and decode while the trainer updates "
+        "([docs/placement.md](../../docs/placement.md))",
+    )
+
+
 class SchedulingPolicy(Choice):
     """``partial_rollout.scheduling.policy``."""
 

@@ -15,6 +15,7 @@ from recipe.partial_rollout.config.choices import (
     Correction,
     Mode,
     OnDrift,
+    Placement,
     Proximal,
     ResumeKV,
     SchedulingPolicy,
@@ -71,6 +72,7 @@ class PartialRolloutConfig:
     """The recipe's settings, checked. Sizes that a key leaves to verl's config are filled in by ``from_config``."""
 
     enable: bool = key(True, "`false` is noPR: verl's own synchronous rollout, batch for batch.")
+    placement: Placement = key(Placement.COLOCATED, "Where the engines run.")
     mode: Mode = key(Mode.WINDOW, "How many prompts a round takes on.")
     overlap: float = key(
         1.0,
@@ -189,6 +191,11 @@ class PartialRolloutConfig:
     """``algorithm.filter_groups``; None: every group is trained"""
 
     @property
+    def separate(self) -> bool:
+        """Whether engines decode while the trainer updates."""
+        return self.enable and self.placement is Placement.SEPARATE
+
+    @property
     def policy(self) -> SchedulingPolicy:
         return self.scheduling.policy
 
@@ -244,6 +251,7 @@ class PartialRolloutConfig:
 
     def __post_init__(self) -> None:
         """Check the keys against each other."""
+        self._check_placement()
         if self.adapts_overlap and self.mode is not Mode.WINDOW:
             raise fail(f"{ROOT}.overlap", AUTO, f"a number in mode {self.mode}")
         if self.overlap > self.max_staleness:
@@ -264,6 +272,14 @@ class PartialRolloutConfig:
             raise fail(f"{ROOT}.ramp_rounds", self.ramp_rounds, "0 in mode ssim, which refills in mid-round")
         if self.mode is not Mode.WINDOW and self.max_staleness < 1:
             raise fail(f"{ROOT}.max_staleness", self.max_staleness, f"at least 1 in mode {self.mode}")
+
+    def _check_placement(self) -> None:
+        if self.placement is not Placement.SEPARATE:
+            return
+        if not self.enable:
+            raise fail(f"{ROOT}.placement", self.placement, f"colocated with {ROOT}.enable=False")
+        if self.adapts_overlap:
+            raise fail(f"{ROOT}.overlap", AUTO, f"a number with {ROOT}.placement=separate: auto models one side only")
 
 
 FLAGS = tuple(each.name for each in declarations(PartialRolloutConfig) if each.kind is bool)

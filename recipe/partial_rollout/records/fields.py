@@ -81,6 +81,9 @@ class Fields:
     def optional_integer(self, key: str) -> int | None:
         return None if self.values.get(key) is None else self.integer(key)
 
+    def optional_text(self, key: str) -> str | None:
+        return None if self.values.get(key) is None else self.text(key)
+
     def optional_number(self, key: str) -> float | None:
         return None if self.values.get(key) is None else self.number(key)
 

@@ -42,6 +42,8 @@ class RunSettings:
     """version"""
     overtake: float | None = None
     """``partial_rollout.scheduling.overtake``, a share of N; None: no limit, and under noPR"""
+    placement: str = "colocated"
+    """``partial_rollout.placement``; separate: engines decode while the trainer updates"""
     complete: bool = False
     """whether the training reached its end"""
 
@@ -78,5 +80,6 @@ class RunSettings:
             verl=fields.text("verl"),
             vllm=fields.text("vllm"),
             overtake=fields.optional_number("overtake"),
+            placement=fields.optional_text("placement") or "colocated",
             complete=fields.flag("complete"),
         )

@@ -62,4 +62,5 @@ def run_settings(settings: PartialRolloutConfig, experiment: str, replicas: int)
         verl=version("verl"),
         vllm=version("vllm"),
         overtake=settings.scheduling.overtake if settings.enable else None,
+        placement=str(settings.placement),
     )
