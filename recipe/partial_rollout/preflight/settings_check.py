@@ -12,6 +12,7 @@ from recipe.partial_rollout.config.errors import fail
 from recipe.partial_rollout.config.settings import OVERLONG, PartialRolloutConfig, check_keys
 from recipe.partial_rollout.preflight.checkpoints import check_checkpoints
 from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs
+from recipe.partial_rollout.preflight.placement_check import check_placement
 from recipe.partial_rollout.training.correction_check import check_correction
 
 _GROUPED = (
@@ -51,6 +52,7 @@ def check_settings(config: DictConfig) -> PartialRolloutConfig:
     _check_overlong(config)
     if settings.enable:
         _check_partial_rollout(config)
+        check_placement(config, settings)
         check_correction(config, settings)
     return settings
 
@@ -166,12 +168,6 @@ def _check_partial_rollout(config: DictConfig) -> None:
             rollout.calculate_log_probs,
             True,
             "True: samples span policy versions, so the engine's own log-probs are needed",
-        ),
-        (
-            "actor_rollout_ref.rollout.checkpoint_engine.backend",
-            rollout.checkpoint_engine.backend,
-            "naive",
-            "naive: trainer and engines share their devices",
         ),
     )
     for key, value, wanted, why in required:

@@ -1,0 +1,120 @@
+"""Separate placement is refused in one line, before Ray starts, where the engines cannot have devices of their own."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.partial_rollout.config.errors import ConfigError
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.preflight.placement_check import (
+    check_devices_of_ray,
+    check_placement,
+    rollout_devices,
+)
+
+ROLLOUT = "actor_rollout_ref.rollout"
+BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
+ONE_NODE = (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1", f"{BACKEND}=shm")
+
+
+@pytest.fixture
+def placed(composed_config):
+    """``placed(*overrides)``: a config with separate placement."""
+
+    def build(*overrides):
+        given = {override.split("=")[0]: override for override in ("partial_rollout.placement=separate", *overrides)}
+        config = composed_config("quickstart_cpu", *given.values())
+        OmegaConf.resolve(config)
+        return config
+
+    return build
+
+
+def check(config):
+    check_placement(config, PartialRolloutConfig.from_config(config))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            (f"{ROLLOUT}.free_cache_engine=True",),
+            "rollout.free_cache_engine=True: False with partial_rollout.placement=separate: the engines never sleep",
+        ),
+        (
+            ("reward.reward_model.enable=True", "reward.reward_model.enable_resource_pool=False"),
+            "reward.reward_model.enable_resource_pool=False: True with partial_rollout.placement=separate",
+        ),
+        (("actor_rollout_ref.model.lora_rank=8",), "actor_rollout_ref.model.lora.merge=False: True with"),
+        (
+            (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=0"),
+            f"{ROLLOUT}.n_gpus_per_node=0: an integer of at least 1 with partial_rollout.placement=separate",
+        ),
+        (
+            (*ONE_NODE, f"{ROLLOUT}.n_gpus_per_node=3", f"{ROLLOUT}.tensor_model_parallel_size=2"),
+            f"{ROLLOUT}.n_gpus_per_node=3: with rollout.nnodes=1 it must make whole replicas of 2 devices",
+        ),
+        (
+            (
+                *ONE_NODE,
+                f"{ROLLOUT}.nnodes=3",
+                f"{ROLLOUT}.n_gpus_per_node=2",
+                f"{ROLLOUT}.tensor_model_parallel_size=4",
+            ),
+            f"{ROLLOUT}.n_gpus_per_node=2: with rollout.nnodes=3 it must make whole replicas of 4 devices",
+        ),
+        (
+            (
+                *ONE_NODE,
+                f"{ROLLOUT}.n_gpus_per_node=2",
+                f"{ROLLOUT}.tensor_model_parallel_size=2",
+                "trainer.n_gpus_per_node=1",
+            ),
+            "trainer.n_gpus_per_node=1: times trainer.nnodes=1 it must be divisible by a replica's 2 devices",
+        ),
+        (
+            (*ONE_NODE, f"{BACKEND}=naive"),
+            f"{BACKEND}=naive: shm (one node) or nccl (GPUs) with partial_rollout.placement=separate",
+        ),
+        ((*ONE_NODE, "trainer.nnodes=2"), f"trainer.nnodes=2: 1 with {BACKEND}=shm"),
+        ((*ONE_NODE, f"{ROLLOUT}.nnodes=2"), f"{ROLLOUT}.nnodes=2: 1 with {BACKEND}=shm"),
+    ],
+)
+def test_split_that_cannot_work_is_refused_in_one_line(placed, overrides, message):
+    with pytest.raises(ConfigError) as refused:
+        check(placed(*overrides))
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ONE_NODE,
+        (*ONE_NODE, f"{ROLLOUT}.n_gpus_per_node=3"),
+        (*ONE_NODE, f"{BACKEND}=nccl", f"{ROLLOUT}.nnodes=3", "trainer.nnodes=2"),
+        (*ONE_NODE, "actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.merge=True"),
+    ],
+)
+def test_any_ratio_of_trainers_to_engines_passes(placed, overrides, capsys):
+    check(placed(*overrides))
+    assert not capsys.readouterr().err
+
+
+def test_small_overlap_starves_the_trainer_and_is_warned_of(placed, capsys):
+    check(placed("partial_rollout.overlap=0.5"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: partial_rollout.overlap=0.5 with partial_rollout.placement=separate")
+
+
+def test_shared_devices_take_weights_directly(placed):
+    config = placed("partial_rollout.placement=colocated", f"{BACKEND}=nccl")
+    with pytest.raises(ConfigError, match=r"backend=nccl: with partial_rollout\.enable=True it must be naive"):
+        check(config)
+    assert rollout_devices(config) == 0
+
+
+def test_more_devices_than_ray_has_are_refused(placed):
+    config = placed(*ONE_NODE, f"{ROLLOUT}.n_gpus_per_node=3", "trainer.n_gpus_per_node=2")
+    check_devices_of_ray(config, available=5)
+    with pytest.raises(ConfigError, match=r"n_gpus_per_node=3: .* it needs 5 in Ray, which has 4"):
+        check_devices_of_ray(config, available=4)
+    check_devices_of_ray(placed("partial_rollout.placement=colocated", "trainer.n_gpus_per_node=8"), available=1)
