@@ -77,6 +77,11 @@ def refusal(function, passed):
     return f"also requires {', '.join(sorted(missing))}" if missing else None
 
 
+def is_async(function):
+    """Also of a generator, which verl's abstract methods declare without a ``yield``."""
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+
+
 def source_of(function):
     """Of its whole module, where its ``**kwargs`` end."""
     return inspect.getsource(inspect.getmodule(function))
@@ -151,7 +156,7 @@ def test_override_accepts_every_call_of_what_it_replaces(cls, base, name):
         assert isinstance(mine, property) == isinstance(theirs, property), f"{cls.__name__}.{name}"
         return
     mine, theirs = getattr(cls, name), getattr(base, name)
-    assert inspect.iscoroutinefunction(mine) == inspect.iscoroutinefunction(theirs), f"{cls.__name__}.{name}"
+    assert is_async(mine) == is_async(theirs), f"{cls.__name__}.{name}"
     taken = parameters(mine)
     kinds = {p.kind for p in taken}
     accepted = {p.name for p in taken}

@@ -212,18 +212,33 @@ CONTRACT = (
         has="backend actor_wg replicas",
         calls={"update_weights": "global_steps", "sleep_replicas": "", "wake_up_replicas": ""},
     ),
+    Uses("verl.checkpoint_engine:CheckpointEngineRegistry", "shm_weights", calls={"register": "backend"}),
+    Uses(
+        "verl.checkpoint_engine.base:CheckpointEngineWithCache",
+        "shm_weights",
+        calls={
+            "prepare": "",
+            "build_topology": "actor_wg_world_size, rollout_world_size, metadata",
+            "init_process_group": "",
+            "finalize": "",
+            "send_weights": "weights, global_steps",
+            "receive_weights": "global_steps",
+            "get_weights": "",
+        },
+    ),
     Uses(
         "verl.workers.config:RolloutConfig",
-        "main_ppo settings_check settings observed_worker llm_client replica ray_trainer",
-        has="name n custom agent scheduling_policy free_cache_engine enable_prefix_caching calculate_log_probs "
-        "checkpoint_engine prompt_length response_length max_model_len max_num_seqs temperature top_p top_k",
+        "main_ppo settings_check placement_check settings observed_worker llm_client replica ray_trainer",
+        has="name n nnodes n_gpus_per_node custom agent scheduling_policy free_cache_engine enable_prefix_caching "
+        "calculate_log_probs checkpoint_engine prompt_length response_length max_model_len max_num_seqs temperature "
+        "top_p top_k",
     ),
     Uses(
         "verl.workers.config:AgentLoopConfig",
         "main_ppo observed_worker",
         has="agent_loop_manager_class default_agent_loop",
     ),
-    Uses("verl.workers.config:CheckpointEngineConfig", "settings_check", has="backend"),
+    Uses("verl.workers.config:CheckpointEngineConfig", "placement_check", has="backend"),
     Uses(
         "verl.workers.config:HFModelConfig",
         "task_runner attention",

@@ -1,0 +1,162 @@
+"""The checkpoint engine ``shm``: what the trainer's rank 0 writes is what every engine reads, and nothing stays behind."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from verl.checkpoint_engine import CheckpointEngineRegistry
+
+from verl_ext import job_folder, shm_weights, weight_file
+
+TENSORS = {
+    "odd": torch.arange(7, dtype=torch.bfloat16),
+    "matrix": torch.randn(3, 5),
+    "transposed": torch.randn(4, 6).t(),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "empty": torch.empty(0, 3),
+    "counts": torch.tensor([1, 2, 3], dtype=torch.int64),
+    "flags": torch.tensor([True, False, True]),
+    "small": torch.tensor([0.5, -2.0]).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.fixture
+def ends(tmp_path, monkeypatch):
+    """``ends(job)``: the engines of two trainers (the first is the master) and of two receivers of a job."""
+
+    def build(job="job"):
+        monkeypatch.setattr(shm_weights, "job_key", lambda: job)
+        make = CheckpointEngineRegistry.get("shm")
+        trainers = [make(bucket_size=1, is_master=rank == 0, root=str(tmp_path)) for rank in range(2)]
+        return trainers, [make(bucket_size=1, root=str(tmp_path), deadline_s=0.2) for _ in range(2)]
+
+    return build
+
+
+async def everything(weights):
+    return {name: tensor.clone() async for name, tensor in weights}
+
+
+def same(got, wanted):
+    assert list(got) == list(wanted)
+    for name, tensor in wanted.items():
+        assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape, name
+        assert torch.equal(got[name].contiguous().view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), (
+            name
+        )
+
+
+def test_file_gives_back_every_dtype_and_shape(tmp_path):
+    size = weight_file.write(tmp_path / "0", TENSORS.items())
+    assert size == (tmp_path / "0").stat().st_size
+    same(dict(weight_file.read(tmp_path / "0")), TENSORS)
+
+
+def test_file_appears_only_when_it_is_whole(tmp_path):
+    seen = []
+
+    def tensors():
+        yield "first", torch.zeros(1000)
+        seen.append((tmp_path / "1").exists())
+        yield "second", torch.zeros(1000)
+
+    weight_file.write(tmp_path / "1", tensors())
+    assert seen == [False] and [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+def test_write_that_fails_leaves_nothing_and_spares_the_old_file(tmp_path):
+    def tensors():
+        yield "first", torch.zeros(1000)
+        raise OSError("No space left on device")
+
+    weight_file.write(tmp_path / "1", [("old", torch.ones(2))])
+    with pytest.raises(OSError, match="No space left"):
+        weight_file.write(tmp_path / "1", tensors())
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    same(dict(weight_file.read(tmp_path / "1")), {"old": torch.ones(2)})
+
+
+def test_mapped_tensor_outlives_its_file_and_is_the_readers_own(tmp_path):
+    weight_file.write(tmp_path / "1", [("a", torch.ones(3))])
+    ((_, mine),), ((_, other),) = weight_file.read(tmp_path / "1"), weight_file.read(tmp_path / "1")
+    (tmp_path / "1").unlink()
+    mine += 1
+    assert mine.tolist() == [2, 2, 2] and other.tolist() == [1, 1, 1]
+
+
+def test_every_receiver_gets_what_the_master_sent_and_every_trainer_iterates(ends):
+    trainers, receivers = ends()
+    gathered = []
+
+    def weights(rank):
+        for item in TENSORS.items():
+            gathered.append(rank)
+            yield item
+
+    async def sync():
+        sending = [trainer.send_weights(weights(rank), global_steps=3) for rank, trainer in enumerate(trainers)]
+        receiving = [everything(receiver.receive_weights(global_steps=3)) for receiver in receivers]
+        return (await asyncio.gather(*receiving, *sending))[: len(receivers)]
+
+    for got in asyncio.run(sync()):
+        same(got, TENSORS)
+    assert sorted(gathered) == [0] * len(TENSORS) + [1] * len(TENSORS)
+
+
+def test_version_is_loaded_again_from_the_cache_until_it_is_removed(ends, tmp_path):
+    (master, _), (receiver, _) = ends()
+
+    async def sync():
+        await master.send_weights([("a", torch.ones(2))], global_steps=1)
+        await everything(receiver.receive_weights(global_steps=1))
+        again = await everything(receiver.get_weights())
+        for engine in (master, receiver):
+            engine.finalize()
+        return again
+
+    same(asyncio.run(sync()), {"a": torch.ones(2)})
+    assert not list((tmp_path / "verl-weights-job").iterdir())
+
+
+def test_receiver_without_a_file_gives_up_and_says_where_it_looked(ends):
+    _, (receiver, _) = ends()
+    with pytest.raises(TimeoutError, match=r"did not write .*verl-weights-job/7 within 0.2 s .*shm\.deadline_s"):
+        asyncio.run(everything(receiver.receive_weights(global_steps=7)))
+    with pytest.raises(RuntimeError, match="no weights have been received"):
+        asyncio.run(everything(receiver.get_weights()))
+
+
+def test_two_nodes_are_refused():
+    with pytest.raises(ValueError, match="on 2 nodes, and must be on one"):
+        shm_weights.ShmCheckpointEngine.build_topology(1, 1, [{"node_id": "a"}, {"node_id": "b"}])
+    assert shm_weights.ShmCheckpointEngine.build_topology(2, 1, [{"node_id": "a"}] * 3) == ({}, {})
+
+
+def test_folder_of_a_killed_job_is_removed_by_the_next_and_that_of_a_living_one_stays(ends, tmp_path):
+    living, _ = ends("living")
+    killed = tmp_path / "verl-weights-killed"
+    code = (
+        "import os, sys, pathlib; from verl_ext import job_folder;"
+        "root = pathlib.Path(sys.argv[1]); held = job_folder.claim(root, 'killed');"
+        "(root / 'verl-weights-killed' / '4.part').write_bytes(b'half'); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path.cwd(), timeout=60)
+    assert [path.name for path in killed.iterdir()] == ["4.part"]
+    asyncio.run(living[0].send_weights([("a", torch.ones(1))], global_steps=2))
+    ends("next")
+    assert not killed.exists()
+    assert [path.name for path in (tmp_path / "verl-weights-living").iterdir()] == ["2"]
+
+
+def test_claim_begins_with_an_empty_folder(tmp_path):
+    os.close(job_folder.claim(tmp_path, "again"))
+    (tmp_path / "verl-weights-again" / "9").write_bytes(b"old")
+    held = job_folder.claim(tmp_path, "again")
+    assert not list((tmp_path / "verl-weights-again").iterdir())
+    assert job_folder.sweep(tmp_path) == []
+    os.close(held)
+    assert job_folder.sweep(tmp_path) == [tmp_path / "verl-weights-again"]
