@@ -1,7 +1,8 @@
 """Patch: vLLM's engine core counts the requests that it preempts for want of KV blocks, and says how many.
 
 vLLM counts them with its statistics only, which verl switches off (``rollout.disable_log_stats=True``) and which cost
-every step. This costs nothing while nothing is preempted. A pair of vLLM and torch that is not tested is left alone, with
+every step. This costs nothing while nothing is preempted. What is preempted while the scheduler is paused does not count:
+vLLM empties its cache that way. A pair of vLLM and torch that is not tested is left alone, with
 a warning; then there is no count.
 """
 
@@ -24,11 +25,13 @@ logger = logging.getLogger(__name__)
 def _count_in_scheduler(module: Any) -> None:
     if hasattr(module.Scheduler, "preempted"):
         return
+    from vllm.v1.core.sched.interface import PauseState
+
     original = module.Scheduler._preempt_request
 
     @functools.wraps(original)
     def _preempt_request(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.preempted += 1
+        self.preempted += self.pause_state is PauseState.UNPAUSED
         return original(self, *args, **kwargs)
 
     module.Scheduler.preempted = 0

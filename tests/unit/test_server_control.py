@@ -15,13 +15,18 @@ class FakeReplica:
     def __init__(self, address):
         self.server_address, self.server_handle = address, f"handle of {address}"
         self.dead_with = None
-        self.aborts = self.resumes = self.tokens = self.hangs_s = 0
+        self.aborts = self.holds = self.resumes = self.tokens = self.hangs_s = 0
 
     async def abort_all_requests(self, reject_request):
         assert reject_request
         self.aborts += 1
         if self.dead_with:
             raise self.dead_with
+
+    async def hold_generation(self):
+        await self.check_alive()
+        await asyncio.sleep(self.hangs_s)
+        self.holds += 1
 
     async def resume_generation(self):
         self.resumes += 1
@@ -55,6 +60,27 @@ def test_dead_replica_is_left_out_and_restarted_under_a_new_address():
     asyncio.run(run())
     assert control.addresses == ["a", "b'"] and len(control.servers) == 2
     assert control.restarted == 1 and replicas[1].aborts == 2
+
+
+def test_replica_that_dies_in_a_hold_is_left_out_and_the_others_stand_still():
+    replicas = [FakeReplica("a"), FakeReplica("b")]
+    control = ServerControl(replicas, 5.0)
+    replicas[1].dead_with = RuntimeError("EngineDeadError: EngineCore encountered an issue")
+
+    async def run():
+        assert 0 <= await control.hold() < 5
+        assert list(control.servers) == ["a"]
+        await control.hold()
+
+    asyncio.run(run())
+    assert [replica.holds for replica in replicas] == [2, 0]
+
+
+def test_replica_that_does_not_hold_is_named_at_the_deadline():
+    replica = FakeReplica("a")
+    replica.hangs_s = 60
+    with pytest.raises(TimeoutError, match=r"holding the vLLM replicas a took more than .*deadlines\.interrupt_s"):
+        asyncio.run(ServerControl([replica], 0.05).hold())
 
 
 def test_replica_that_died_once_too_often_is_named():

@@ -82,6 +82,7 @@ from verl_ext import vllm_plugin
 vllm_plugin.register(); vllm_plugin.register()
 """
 LOAD = """
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 """
@@ -91,10 +92,13 @@ scheduler = object.__new__(Scheduler)
 core = object.__new__(EngineCore)
 core.scheduler = scheduler
 utility = core.partial_rollout_preemptions
-first = utility()
-try: scheduler._preempt_request(None, 0.0)
-except AttributeError: pass
-print(first, utility(), hasattr(original, "__wrapped__"))
+counts = [utility()]
+for state in (PauseState.UNPAUSED, PauseState.PAUSED_ALL):
+    scheduler.set_pause_state(state)
+    try: scheduler._preempt_request(None, 0.0)
+    except AttributeError: pass
+    counts.append(utility())
+print(*counts, hasattr(original, "__wrapped__"))
 """
 
 
@@ -223,7 +227,7 @@ def test_vllm_still_does_not_say_how_often_a_request_was_preempted():
 
 def test_engine_core_counts_what_its_scheduler_preempts(on_a_cpu, patched_first):
     """In a process where both were imported before the patch, and in one where they come after it."""
-    assert on_a_cpu["preemptions"] == patched_first["preemptions"] == "0 1 False"
+    assert on_a_cpu["preemptions"] == patched_first["preemptions"] == "0 1 1 False"
 
 
 def test_preemptions_of_an_untested_vllm_are_not_counted(monkeypatch):

@@ -204,6 +204,7 @@ CONTRACT = (
             "clear_kv_cache": "",
             "collective_rpc": "method",
             "generate": "prompt_ids, sampling_params, request_id",
+            "resume_engine_generation": "",
         },
     ),
     Uses(
@@ -363,8 +364,8 @@ CONTRACT = (
     # -- vLLM -----------------------------------------------------------------------------------------------------------
     Uses(
         "vllm.v1.engine.async_llm:AsyncLLM",
-        "admitting_engine kept_kv replica vllm_preemptions",
-        has="output_processor engine_core vllm_config",
+        "admitting_engine hold kept_kv replica vllm_preemptions",
+        has="output_processor engine_core vllm_config errored dead_error",
         calls={
             "check_health": "",
             "add_request": "request_id, prompt, params, *, lora_request, priority",
@@ -372,6 +373,7 @@ CONTRACT = (
             "generate": "*, prompt, sampling_params, request_id, lora_request, priority",
             "reset_mm_cache": "",
             "reset_encoder_cache": "",
+            "reset_prefix_cache": "*, reset_running_requests, reset_connector",
         },
     ),
     Uses(
@@ -380,12 +382,21 @@ CONTRACT = (
         has="request_id",
         calls={"get": "", "get_nowait": "", "close": ""},
     ),
-    Uses("vllm.v1.engine.output_processor:OutputProcessor", "replica", has="request_states"),
-    Uses("vllm.v1.engine.output_processor:RequestState", "replica", has="detokenizer"),
-    Uses("vllm.v1.engine.core_client:AsyncMPClient", "vllm_preemptions", calls={"call_utility_async": "method"}),
+    Uses("vllm.v1.engine.output_processor:OutputProcessor", "hold replica", has="request_states"),
+    Uses("vllm.v1.engine.output_processor:RequestState", "hold replica", has="detokenizer external_req_id"),
+    Uses(
+        "vllm.v1.engine.core_client:AsyncMPClient",
+        "hold vllm_preemptions",
+        has="outputs_queue",
+        calls={"call_utility_async": "method", "pause_scheduler_async": "*, mode, clear_cache"},
+    ),
+    Uses("vllm.v1.core.sched.interface:PauseState", "vllm_preemptions", has="UNPAUSED"),
     Uses("vllm.v1.engine.core:EngineCore", "vllm_preemptions", has="scheduler"),
     Uses(
-        "vllm.v1.core.sched.scheduler:Scheduler", "vllm_preemptions", calls={"_preempt_request": "request, timestamp"}
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        "vllm_preemptions",
+        has="pause_state",
+        calls={"_preempt_request": "request, timestamp"},
     ),
     Uses("vllm.config:VllmConfig", "replica", has="cache_config parallel_config"),
     Uses("vllm.config:CacheConfig", "replica", has="kv_cache_size_tokens num_gpu_blocks block_size"),
@@ -405,7 +416,7 @@ CONTRACT = (
     ),
     Uses(
         "vllm.v1.engine.detokenizer:IncrementalDetokenizer",
-        "resumption replica",
+        "resumption hold replica",
         calls={
             "num_output_tokens": "",
             "from_new_request": "tokenizer, request",

@@ -1,8 +1,9 @@
-"""verl's vLLM replica, whose server can be interrupted at once, reports failed weight syncs, and can keep KV blocks.
+"""verl's vLLM replica, whose server can be interrupted at once or held, reports failed weight syncs, can keep KV blocks.
 
 It also reports the size of its KV cache, and how often the engine preempted a request for lack of blocks.
 
-Interruption does not wait for requests that the engine still queues: see ``admitting_engine``.
+Interruption does not wait for requests that the engine still queues: see ``admitting_engine``. A hold keeps the requests
+while the weights change: see ``hold``, and ``version_marks`` for what the caller learns of it.
 
 verl's sender waits for the receiver's answer without looking at the receiver's error, so a sync that fails in the engine
 would hang the trainer. The server keeps the error, and ``RecipeCheckpointManager`` asks for it while it waits.
@@ -23,7 +24,9 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.engine.admitting_engine import AdmittingEngine
+from recipe.partial_rollout.engine.hold import freeze, tokens_made
 from recipe.partial_rollout.engine.kept_kv import SaltedEngine
+from recipe.partial_rollout.engine.version_marks import VersionMarks
 from recipe.partial_rollout.waits import one_line
 from verl_ext.vllm_preemptions import preemptions_of
 
@@ -41,11 +44,25 @@ ProcessId = tuple[int, float]
 
 
 class RecipeVLLMServer(vLLMHttpServer):
-    """``vLLMHttpServer`` that aborts queued requests, reports failed weight syncs, obeys ``rollout.custom.resume_kv``."""
+    """``vLLMHttpServer`` that aborts queued requests, holds running ones, obeys ``rollout.custom.resume_kv``.
+
+    ========================  ==================================================================================
+    after                     requests that run      requests that arrive          ends with
+    ========================  ==================================================================================
+    ``abort_all_requests``    end                    refused or parked at the gate  ``resume_generation``
+    ``hold``                  stay                   accepted, scheduled later      ``resume_generation``
+    both, in either order     end                    refused or parked at the gate  one ``resume_generation``
+    ========================  ==================================================================================
+    """
 
     _weight_sync_error: str | None = None
     _decoded = 0
     """tokens of the calls that have returned"""
+    _held = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._marks = VersionMarks()
 
     @property
     def _keeps_kv(self) -> bool:
@@ -66,12 +83,19 @@ class RecipeVLLMServer(vLLMHttpServer):
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **options: Any
     ) -> TokenOutput:
-        """As verl's; ``extra_fields["queued_s"]`` also gives the seconds that the engine queued the request."""
+        """As verl's, with more ``extra_fields``.
+
+        ``queued_s``: seconds that the engine queued the request. ``version_marks``, if it was held: see ``spans``.
+        """
+        self._marks.begin(request_id)
         try:
             output = await super().generate(prompt_ids, sampling_params, request_id, **options)
         finally:
             queued_s = self.engine.take_queued_s(request_id)
+            marks = self._marks.take(request_id)
         output.extra_fields["queued_s"] = queued_s
+        if marks:
+            output.extra_fields["version_marks"] = [tuple(mark) for mark in marks]
         self._decoded += len(output.token_ids)
         return output
 
@@ -79,8 +103,32 @@ class RecipeVLLMServer(vLLMHttpServer):
         """As verl's, but with ``resume_kv=keep`` the blocks stay."""
         return await super().abort_all_requests(reset_prefix_cache and not self._keeps_kv, reject_request)
 
+    async def hold(self) -> None:
+        """Freeze all requests in the engine until ``resume_generation``; notes the version that made their tokens.
+
+        Returns when the engine is idle. It drops what depends on the weights, but with ``resume_kv=keep`` the blocks stay.
+
+        Raises:
+            EngineDeadError: the engine has died.
+        """
+        if self.node_rank != 0:
+            return
+        self._held = True
+        await freeze(self.engine, clear_kv=not self._keeps_kv)
+        self._marks.note(tokens_made(self.engine), self.global_steps)
+
+    async def resume_engine_generation(self) -> None:
+        """As verl's; ends a hold."""
+        self._held = False
+        await super().resume_engine_generation()
+
     async def clear_kv_cache(self) -> None:
-        """As verl's, which calls it after a weight sync; with ``resume_kv=keep`` the blocks stay."""
+        """As verl's, which calls it after a weight sync; with ``resume_kv=keep`` the blocks stay.
+
+        During a hold it does nothing: the hold has dropped everything, and nothing has been computed since.
+        """
+        if self._held:
+            return
         if not self._keeps_kv:
             await super().clear_kv_cache()
         elif self.node_rank == 0:
@@ -177,6 +225,10 @@ class RecipeVLLMReplica(vLLMReplica):
     async def running_tokens(self) -> int:
         """Tokens made so far by the requests that it runs."""
         return sum(await asyncio.gather(*[server.running_tokens.remote() for server in self.servers]))
+
+    async def hold_generation(self) -> None:
+        """Freeze its requests until ``resume_generation``; returns when its engine is idle."""
+        await asyncio.gather(*[server.hold.remote() for server in self.servers])
 
     async def relaunch(self) -> None:
         """Replace dead servers by new ones, which are asleep and hold the weights that the model was first loaded with."""

@@ -1,8 +1,10 @@
-"""Interrupting, resuming and restarting the vLLM replicas around a weight sync.
+"""Interrupting, holding, resuming and restarting the vLLM replicas around a weight sync.
 
 Interruption is ``abort_all_requests`` on all replicas at once: each closes its gate, aborts what runs (the partial
 tokens come back to the callers), waits until the engine is quiet and drops the caches of the old weights. Requests that
 still arrive are refused, not parked, so nothing of a round is queued at a replica between rounds.
+
+A hold freezes the requests in the engines instead, and they go on with the resumption (``engine/hold``).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServerControl:
-    """Interrupts, resumes and restarts a set of replicas.
+    """Interrupts, holds, resumes and restarts a set of replicas.
 
     A replica that dies is left out from its first failure on, and the others take over its samples. ``restart_dead``
     brings it back before the next weight sync, which gives it the trainer's weights. So every request to all replicas
@@ -74,8 +76,16 @@ class ServerControl:
         """
         return await self._all("interrupting", lambda replica: replica.abort_all_requests(reject_request=True))
 
+    async def hold(self) -> float:
+        """Freeze every running request; returns the seconds until all engines stood still.
+
+        Raises:
+            ReplicaError: no replica is alive.
+        """
+        return await self._all("holding", lambda replica: replica.hold_generation())  # type: ignore[attr-defined]
+
     async def resume(self) -> float:
-        """Let the replicas accept requests again; returns the seconds it took."""
+        """Let the replicas accept requests, and go on with those that are held; returns the seconds it took."""
         return await self._all("resuming", lambda replica: replica.resume_generation())
 
     async def sleep(self) -> float:

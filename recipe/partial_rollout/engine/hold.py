@@ -1,0 +1,72 @@
+"""A hold: vLLM's engine stands still with its requests in place, while its weights change.
+
+An interruption ends every request, and each comes back as a new one. A hold ends none: requests keep their seats and
+their tokens, and go on after ``resume_generation``. Requests that arrive meanwhile are accepted, and scheduled then.
+
+``freeze`` returns when every token of the old weights is counted: the engine core answers once no step is in flight,
+asynchronous scheduling included, and sends its answer behind the tokens; then they are awaited at the output processor.
+
+With ``resume_kv=recompute`` a hold also empties the KV cache. vLLM preempts the running requests for that: they queue
+again in their order, and prefill prompt and tokens under the new weights. With ``keep`` they go on over the old blocks.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+async def freeze(engine: Any, *, clear_kv: bool) -> None:
+    """Hold ``engine``; returns when its output processor has every token made so far. Holding it twice is the same as once.
+
+    Args:
+        engine: vLLM's ``AsyncLLM``. clear_kv: empty the KV cache, those of running requests and of connectors too.
+
+    Raises:
+        EngineDeadError: the engine has died.
+        RuntimeError: vLLM could not empty the cache, because a KV transfer is under way.
+    """
+    # All that ``pause_generation`` does beyond this is to sleep for 20 ms, so that outputs may be processed meanwhile.
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+    await _all_processed(engine)
+    if clear_kv:
+        await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    # Of the vision tower. The cache of multi-modal inputs depends on no weights, and emptying it while requests arrive
+    # would leave vLLM's front and core with different contents.
+    await engine.reset_encoder_cache()
+
+
+async def _all_processed(engine: Any) -> None:
+    """Wait until vLLM's output handler has processed everything received, and waits for more itself."""
+    received: asyncio.Queue[Any] = engine.engine_core.outputs_queue
+    # A handler that is busy with the last outputs leaves an empty queue too, but does not wait at it.
+    while received.qsize() or not received._getters:  # type: ignore[attr-defined]
+        if engine.errored:
+            raise engine.dead_error
+        await asyncio.sleep(0)
+
+
+def tokens_made(engine: Any) -> dict[str, int]:
+    """Tokens made so far by each unfinished request of ``engine``, by the request id that ``generate`` was given."""
+    states = engine.output_processor.request_states.values()
+    return {
+        state.external_req_id: state.detokenizer.num_output_tokens()
+        for state in states
+        if state.detokenizer is not None
+    }
+
+
+def has_pause_modes() -> bool:
+    """Whether the installed vLLM can pause and keep its requests; read in its source, as importing it takes seconds."""
+    package = find_spec("vllm")
+    source = Path((package and package.origin) or "").parent / "v1" / "engine" / "async_llm.py"
+    if not source.is_file():
+        return False
+    functions = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.AsyncFunctionDef)]
+    return any(
+        function.name == "pause_generation" and "mode" in [argument.arg for argument in function.args.kwonlyargs]
+        for function in functions
+    )

@@ -1,0 +1,231 @@
+"""A hold keeps the engine's requests, and counts every token of the old weights before they change."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from recipe.partial_rollout.engine import hold
+from recipe.partial_rollout.engine.replica import RecipeVLLMServer, vLLMHttpServer
+
+CHUNK = 2
+"""requests whose tokens vLLM's output handler processes before it lets others run; 128 in vLLM"""
+
+
+class Engine:
+    """``AsyncLLM`` as far as a hold knows it: tokens come in steps, for each request one.
+
+    Args:
+        in_flight: steps that the core still finishes after it is asked to pause.
+    """
+
+    def __init__(self, *request_ids, in_flight=0):
+        self.output_processor = SimpleNamespace(request_states={name: State(name) for name in request_ids})
+        self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue(), pause_scheduler_async=self.pause)
+        self.in_flight, self.did = in_flight, []
+        self.errored, self.dead_error, self.dies = False, EngineDeadError(), False
+        self.output_handler = asyncio.ensure_future(self.handle())
+
+    async def handle(self):
+        while True:
+            names = await self.engine_core.outputs_queue.get()
+            if self.dies:
+                self.errored = True
+                return
+            for start in range(0, len(names), CHUNK):
+                for name in names[start : start + CHUNK]:
+                    self.output_processor.request_states[name].made += 1
+                await asyncio.sleep(0)
+
+    def step(self):
+        self.engine_core.outputs_queue.put_nowait(list(self.output_processor.request_states))
+
+    async def pause(self, *, mode, clear_cache):
+        assert (mode, clear_cache) == ("keep", False)
+        self.did.append("paused")
+        for _ in range(self.in_flight):
+            self.step()
+        self.in_flight = 0
+
+    async def reset_prefix_cache(self, **which):
+        self.did.append(f"blocks dropped {which}")
+
+    async def reset_encoder_cache(self):
+        self.did.append("encodings dropped")
+
+    async def resume_generation(self):
+        self.did.append("resumed")
+
+    async def reset_mm_cache(self):
+        self.did.append("inputs dropped")
+
+
+class State:
+    """vLLM's ``RequestState``: known to the processor under an id of vLLM's own."""
+
+    def __init__(self, name):
+        self.external_req_id, self.made = name.removesuffix("-internal"), 0
+        self.detokenizer = SimpleNamespace(num_output_tokens=lambda: self.made)
+
+
+def server(engine, *begun, resume_kv="recompute", version=3):
+    made = object.__new__(RecipeVLLMServer)
+    made.config = SimpleNamespace(custom={"resume_kv": resume_kv})
+    made.engine, made.node_rank, made.global_steps = engine, 0, version
+    made._marks = hold_marks(*begun)
+    made._submission_paused = made._rejecting = False
+    made._resume_event, made._admitting = asyncio.Event(), 0
+    return made
+
+
+def hold_marks(*begun):
+    from recipe.partial_rollout.engine.version_marks import VersionMarks
+
+    marks = VersionMarks()
+    for name in begun:
+        marks.begin(name)
+    return marks
+
+
+DROPPED = "blocks dropped {'reset_running_requests': True, 'reset_connector': True}"
+
+
+@pytest.mark.parametrize("resume_kv", ["recompute", "keep"])
+def test_hold_drops_the_blocks_unless_they_are_kept_and_the_sync_within_it_drops_no_more(resume_kv):
+    async def run():
+        engine = Engine("r-internal")
+        held = server(engine, resume_kv=resume_kv)
+        await held.hold()
+        await held.clear_kv_cache()
+        await held.resume_generation()
+        did, engine.did = engine.did, []
+        await held.clear_kv_cache()
+        return did, engine.did
+
+    during, after = asyncio.run(run())
+    dropped = [DROPPED] if resume_kv == "recompute" else []
+    assert during == ["paused", *dropped, "encodings dropped", "resumed"]
+    assert "encodings dropped" in after, "without a hold it is verl's again"
+
+
+@pytest.mark.parametrize("requests", [1, 3, 16])
+@pytest.mark.parametrize("in_flight", [0, 1, 2])
+def test_tokens_in_flight_at_the_hold_are_the_old_weights(requests, in_flight):
+    """They arrive at the output handler when the pause has been answered: a count at that moment would miss them."""
+    names = [f"r{i}" for i in range(requests)]
+
+    async def run():
+        engine = Engine(*[f"{name}-internal" for name in names], in_flight=in_flight)
+        held = server(engine, *names)
+        for _ in range(3):
+            engine.step()
+        await asyncio.sleep(0)
+        await held.hold()
+        return [held._marks.take(name) for name in names]
+
+    assert asyncio.run(run()) == [[(3 + in_flight, 3)]] * requests
+
+
+def test_hold_of_an_engine_that_dies_ends():
+    async def run():
+        engine = Engine("r-internal", in_flight=1)
+        engine.dies = True
+        await asyncio.wait_for(server(engine).hold(), 5)
+
+    with pytest.raises(EngineDeadError):
+        asyncio.run(run())
+
+
+def test_marks_of_a_request_that_is_held_again_and_again():
+    async def run():
+        engine = Engine("r-internal")
+        held = server(engine, "r")
+        await held.hold()
+        for made, version in ((2, 4), (0, 5), (1, 6)):
+            await held.resume_generation()
+            for _ in range(made):
+                engine.step()
+            held.global_steps = version
+            await held.hold()
+            await held.hold()
+        return held._marks.take("r")
+
+    assert asyncio.run(run()) == [(2, 4), (3, 6)], "held without a token at first, and later without a new one"
+
+
+def test_request_that_is_aborted_during_a_hold_ends_and_one_resumption_suffices(monkeypatch):
+    async def run():
+        engine = Engine("r-internal")
+        held = server(engine)
+        aborted = []
+
+        async def pause_generation(**options):
+            aborted.append(options)
+
+        engine.pause_generation = pause_generation
+        for first, then in ((held.hold, held.abort_all_requests), (held.abort_all_requests, held.hold)):
+            engine.did = []
+            await first()
+            await then()
+            assert held._submission_paused and held._held
+            await held.clear_kv_cache()
+            await held.resume_generation()
+            assert not held._submission_paused and not held._held
+            assert engine.did[0] == "paused" and engine.did[-1] == "resumed"
+        return aborted
+
+    assert len(asyncio.run(run())) == 2
+
+
+def test_server_without_an_engine_has_nothing_to_hold():
+    async def run():
+        headless = server(None)
+        headless.node_rank = 1
+        await headless.hold()
+        assert not headless._held
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_answer_of_a_held_request_has_its_marks_and_the_server_keeps_none(monkeypatch, fails):
+    async def generate(self, prompt_ids, sampling_params, request_id, **options):
+        self._marks.note({request_id: 2}, 3)
+        if fails:
+            raise OSError("the engine says so")
+        return SimpleNamespace(token_ids=[5, 6, 7], extra_fields={"global_steps": 4})
+
+    monkeypatch.setattr(vLLMHttpServer, "generate", generate)
+
+    async def run():
+        held = server(SimpleNamespace(take_queued_s=lambda request_id: 0.0))
+        try:
+            return await held.generate([1], {}, "r")
+        finally:
+            assert held._marks._of == {}
+
+    if fails:
+        with pytest.raises(OSError):
+            asyncio.run(run())
+    else:
+        assert asyncio.run(run()).extra_fields["version_marks"] == [(2, 3)]
+
+
+def test_installed_vllm_can_hold():
+    assert hold.has_pause_modes()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [None, "class AsyncLLM:\n    async def pause_generation(self, *, wait_for_inflight_requests=False): ...\n"],
+)
+def test_vllm_without_pause_modes_is_found_out(tmp_path, monkeypatch, source):
+    at = tmp_path / "v1" / "engine" / "async_llm.py"
+    at.parent.mkdir(parents=True)
+    if source is not None:
+        at.write_text(source)
+    monkeypatch.setattr(hold, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert not hold.has_pause_modes()
+    monkeypatch.setattr(hold, "find_spec", lambda name: None)
+    assert not hold.has_pause_modes()
