@@ -144,7 +144,7 @@ def test_bubble_weighs_rounds_by_their_time(tmp_path):
 def test_running_curve_steps_at_every_call_and_is_cut_at_the_round(tmp_path):
     calls = [(0, -5, 4, 1), (1, 2, 99, 1), (1, 3, 3, 0)]
     path = build_run(tmp_path / "a", rounds=[build_round(1, start=0, end=10, calls=calls)])
-    curve = running_curve(load_run(path).rounds[0], replicas=2)
+    curve = running_curve(load_run(path).rounds[0].phase, replicas=2)
     assert (curve.times - ZERO).tolist() == [0, 2, 3, 4, 10]
     assert curve.running.tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 0]]
 

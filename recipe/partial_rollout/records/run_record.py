@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from recipe.partial_rollout.records import run_trace, step_metrics
+from recipe.partial_rollout.records.dealt_calls import dealt
 from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.run_settings import RunSettings
 from recipe.partial_rollout.records.trace_events import Phase, Probe
@@ -64,6 +66,12 @@ class RunRecord:
         return [step.round for step in self.steps]
 
     @property
+    def decoding(self) -> list[RolloutPhase]:
+        """[step] what the engines ran in the span of each round; computed anew each time."""
+        phases = [round_.phase for round_ in self.rounds]
+        return dealt(phases) if self.settings.separate else phases
+
+    @property
     def trained_groups(self) -> list[TrainedGroup]:
         """Groups in training order."""
         return [group for step in self.steps for group in step.round.trained]
@@ -88,7 +96,10 @@ def load_run(directory: Path) -> RunRecord:
     resumed = sorted(directory.glob("metrics_from_*.jsonl"), key=lambda path: path.stat().st_mtime)
     metrics, metric_warnings = _read_metrics([directory / step_metrics.NAME, *resumed])
     steps, join_warnings = _join(directory, rounds, metrics)
-    warnings += metric_warnings + join_warnings + _clock_warnings(directory, steps)
+    warnings += metric_warnings + join_warnings
+    if not settings.separate:
+        # There verl's timer is the trainer's wait, and the rounds cover the run.
+        warnings += _clock_warnings(directory, steps)
     return RunRecord(
         str(directory),
         settings,

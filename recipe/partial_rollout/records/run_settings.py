@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
+from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.records.fields import RunRecordError, read_object
 
 NAME = "run.json"
@@ -43,9 +44,14 @@ class RunSettings:
     overtake: float | None = None
     """``partial_rollout.scheduling.overtake``, a share of N; None: no limit, and under noPR"""
     placement: str = "colocated"
-    """``partial_rollout.placement``; separate: engines decode while the trainer updates"""
+    """``partial_rollout.placement``"""
     complete: bool = False
     """whether the training reached its end"""
+
+    @property
+    def separate(self) -> bool:
+        """Whether the engines decode while the trainer updates; a round's span is then the time from batch to batch."""
+        return self.placement == Placement.SEPARATE
 
     @property
     def full_concurrency(self) -> int:

@@ -72,7 +72,7 @@ class RunTrace:
         self._lines.add(to_json(self.last_round))
 
     def phase(self, name: str, step: int, start: float, end: float) -> None:
-        """Note a phase that is not a rollout: ``train``, ``validate`` or ``sync``."""
+        """Note a phase that is not a rollout; ``name`` is a ``PhaseName``."""
         self._lines.add(to_json(Phase(name, step, start, end)))
 
     def sync(self) -> None:

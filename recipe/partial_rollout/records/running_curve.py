@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recipe.partial_rollout.records.rollout_phase import RolloutPhase
+if TYPE_CHECKING:
+    from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import ClassVar
 
 
@@ -25,13 +26,32 @@ class Begin:
     start: float
 
 
+class PhaseName(StrEnum):
+    """What a ``Phase`` is; the last four are of separate placement."""
+
+    TRAIN = "train"
+    """from the batch to the log; under separate placement the sync, staging and hold of the step lie in it"""
+    VALIDATE = "validate"
+    SYNC = "sync"
+    """new weights on their way to the replicas, from the trainer to the last replica"""
+    WAIT = "wait"
+    """the trainer waits for its batch"""
+    STAGE = "stage"
+    """new weights leave the trainer while the engines decode"""
+    HOLD = "hold"
+    """all engines are held, from the request to the resumption, while they load the weights"""
+    FLUSH = "flush"
+    """the engines are stopped for a checkpoint"""
+
+
 @dataclass(frozen=True, slots=True)
 class Phase:
     """A phase that is not a rollout."""
 
     EVENT: ClassVar[str] = "phase"
     name: str
-    """``train``, ``validate``, or ``sync``: new weights on their way to the replicas"""
+    """a ``PhaseName``; another version of the recipe may have others"""
     step: int
+    """or, of a ``sync``, the policy version"""
     start: float
     end: float

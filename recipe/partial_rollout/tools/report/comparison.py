@@ -98,7 +98,8 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
 
 
 def _ratios(base: Summary, other: Summary) -> dict[str, float | None]:
-    ratios: dict[str, float | None] = {}
+    pair = [summary.wall and summary.wall.per_token for summary in (other, base)]
+    ratios: dict[str, float | None] = {"wall_s_per_trained_token": ratio(*pair)}
     for name in ("rollout_s", "train_s", "step_s"):
         mine, theirs = getattr(other, name), getattr(base, name)
         ratios[name] = ratio(mine, theirs)
@@ -107,6 +108,9 @@ def _ratios(base: Summary, other: Summary) -> dict[str, float | None]:
         )
     for name in ("decoded_tokens_per_s", "efficiency", "trained_tokens", "decoded_tokens", "mean_trained_length"):
         ratios[name] = ratio(getattr(other, name), getattr(base, name))
+    if (base.rollout_s is None) is not (other.rollout_s is None):
+        # One is per second of rollout, the other per second of the run.
+        ratios |= {"decoded_tokens_per_s": None, "efficiency": None}
     return ratios
 
 

@@ -14,16 +14,22 @@ def headline(comparison: Comparison) -> str:
 
 def _alone(side: Side) -> str:
     summary = side.summary
+    spent = "waiting for batches" if side.run.settings.separate else "rollout"
+    share = units.share(ratio(summary.phases_s["gen"], summary.step_s))
     return (
         f"{side.name} trained {summary.trained_groups:,} groups in {summary.steps:,} steps of "
-        f"{units.seconds(ratio(summary.step_s, summary.steps))}, {units.share(ratio(summary.rollout_s, summary.step_s))} "
-        "of it rollout"
+        f"{units.seconds(ratio(summary.step_s, summary.steps))}, {share} of it {spent}"
     )
 
 
 def _against(base: Side, contrast: Contrast) -> str:
     other, ratios = contrast.side, contrast.ratios
     work = f"The same {other.summary.trained_groups:,} groups" if contrast.equal_work.equal else "Not equal work"
+    if any(side.run.settings.separate for side in (base, other)):
+        return (
+            f"{work}: per trained token, {other.name} took {_part(ratios['wall_s_per_trained_token'])} "
+            f"{base.name}'s wall time, first batch to last"
+        )
     return (
         f"{work}: per trained token, {other.name} took {_part(ratios['rollout_s_per_trained_token'])} "
         f"{base.name}'s rollout time and {_part(ratios['step_s_per_trained_token'])} its step time"
@@ -55,17 +61,22 @@ def _part(value: float | None) -> str:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Two to four sentences for each run but the base."""
+    """Two or three sentences for each run but the base."""
     lines = [f"{line}." for line in headline(comparison).splitlines()]
     for contrast in comparison.others:
-        lines += [_why(comparison.base, contrast.side), _cost(comparison.base, contrast.side)]
+        base, other = comparison.base, contrast.side
+        placements = {side.run.settings.separate for side in (base, other)}
+        # Slots and speed in rollout are no match for those of a whole run.
+        lines += [_why(base, other)] if len(placements) == 1 else []
+        lines += [*_who_waits(base, other), _cost(base, other)]
     return lines
 
 
 def _why(base: Side, other: Side) -> str:
+    during = [f"{side.name}'s {'whole run' if side.run.settings.separate else 'rollouts'}" for side in (base, other)]
     empty = (
         f"Of the slots that a full batch fills, {units.share(base.summary.bubble_fraction)} stood empty during "
-        f"{base.name}'s rollouts and {units.share(other.summary.bubble_fraction)} during {other.name}'s"
+        f"{during[0]} and {units.share(other.summary.bubble_fraction)} during {during[1]}"
     )
     if base.summary.efficiency is None or other.summary.efficiency is None:
         return f"{empty}."
@@ -73,6 +84,24 @@ def _why(base: Side, other: Side) -> str:
         f"{empty}; the engines decoded at {units.share(base.summary.efficiency)} and "
         f"{units.share(other.summary.efficiency)} of the speed they have when kept full."
     )
+
+
+def _who_waits(base: Side, other: Side) -> list[str]:
+    """A sentence where a run has separate placement."""
+    mine, theirs = other.summary.lanes, base.summary.lanes
+    if mine is None or theirs is None or not any(side.run.settings.separate for side in (base, other)):
+        return []
+    holds = [
+        f"; {side.name} held its engines {units.share(side.summary.lanes and side.summary.lanes.held)} of it, "
+        f"{units.seconds(side.summary.hold_s.mean)} for each update of the weights"
+        for side in (base, other)
+        if side.summary.hold_s
+    ]
+    return [
+        f"From the first batch to the last, the trainer waited {units.share(mine.trainer_waits)} of the time under "
+        f"{other.name} and {units.share(theirs.trainer_waits)} under {base.name}, an engine stood idle "
+        f"{units.share(mine.engines_idle)} and {units.share(theirs.engines_idle)}{''.join(holds)}."
+    ]
 
 
 def _cost(base: Side, other: Side) -> str:

@@ -9,10 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 from recipe.partial_rollout.records.run_record import Step
 from recipe.partial_rollout.records.run_settings import RunSettings
 from recipe.partial_rollout.records.running_curve import bubble_fraction
-from recipe.partial_rollout.tools.report.comparison import Comparison, Side
+from recipe.partial_rollout.tools.report.comparison import Comparison
 from recipe.partial_rollout.tools.report.picture import DPI, hue, mark
 from recipe.partial_rollout.tools.report.summary import ratio
 
@@ -23,10 +24,20 @@ SMOOTHED_SHARE = 12
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """A step of a run, as a panel needs it."""
+
+    settings: RunSettings
+    step: Step
+    decoding: RolloutPhase
+    """What the engines ran in the span of its round."""
+
+
+@dataclass(frozen=True, slots=True)
 class Panel:
     title: str
-    figure: Callable[[RunSettings, Step], float | None]
-    peak: Callable[[RunSettings, Step], float | None] | None = None
+    figure: Callable[[Shown], float | None]
+    peak: Callable[[Shown], float | None] | None = None
     """A second, thin line of each run."""
     reach: float | None = 0.0
     """The axis includes 0 and at least this value; None if it follows the figures."""
@@ -36,30 +47,39 @@ def _mean(values: list[int]) -> float | None:
     return ratio(sum(values), len(values))
 
 
-def _bubble(settings: RunSettings, step: Step) -> float | None:
-    return bubble_fraction([step.round.phase], settings.full_concurrency)
+def _speed(shown: Shown) -> float | None:
+    decoding = shown.decoding
+    return ratio(decoding.decoded_tokens, decoding.seconds if shown.settings.separate else shown.step.seconds("gen"))
+
+
+def _bubble(shown: Shown) -> float | None:
+    return bubble_fraction([shown.decoding], shown.settings.full_concurrency)
 
 
 PANELS = (
-    Panel("decoded tokens/s in rollout", lambda _, step: ratio(step.round.phase.decoded_tokens, step.seconds("gen"))),
+    Panel("decoded tokens/s in rollout", _speed),
     Panel("empty slots in rollout (bubble)", _bubble, reach=1.0),
     Panel(
         "staleness of trained samples: mean, and max (thin)",
-        lambda _, step: _mean(step.staleness),
-        peak=lambda _, step: max(step.staleness, default=None),
+        lambda shown: _mean(shown.step.staleness),
+        peak=lambda shown: max(shown.step.staleness, default=None),
         reach=1.0,
     ),
-    Panel("mean reward", lambda _, step: step.metrics.get("critic/score/mean"), reach=None),
-    Panel("mean trained length, tokens", lambda _, step: _mean(step.lengths)),
-    Panel("entropy", lambda _, step: step.metrics.get("actor/entropy"), reach=None),
+    Panel("mean reward", lambda shown: shown.step.metrics.get("critic/score/mean"), reach=None),
+    Panel("mean trained length, tokens", lambda shown: _mean(shown.step.lengths)),
+    Panel("entropy", lambda shown: shown.step.metrics.get("actor/entropy"), reach=None),
 )
 
 
 def draw_panels(comparison: Comparison, title: str, path: Path) -> None:
     figure = Figure(figsize=(14, 8), dpi=DPI, layout="constrained")
     grid = figure.subplots(2, 3, sharex=True)
+    runs = [
+        [Shown(side.run.settings, *pair) for pair in zip(side.run.steps, side.run.decoding, strict=True)]
+        for side in comparison.sides
+    ]
     for axes, panel in zip(grid.flat, PANELS, strict=True):
-        _draw_panel(axes, panel, comparison)
+        _draw_panel(axes, panel, comparison, runs)
     for axes in grid[1]:
         axes.set_xlabel("step")
     figure.suptitle(title, fontsize=14, fontweight="bold")
@@ -68,13 +88,13 @@ def draw_panels(comparison: Comparison, title: str, path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_panel(axes: Axes, panel: Panel, comparison: Comparison) -> None:
+def _draw_panel(axes: Axes, panel: Panel, comparison: Comparison, runs: list[list[Shown]]) -> None:
     drawn = False
-    for index, side in enumerate(comparison.sides):
+    for index, (side, shown) in enumerate(zip(comparison.sides, runs, strict=True)):
         if panel.peak:
-            steps, peaks = _series(side, panel.peak)
+            steps, peaks = _series(shown, panel.peak)
             axes.plot(steps, peaks, color=hue(index), linewidth=1, alpha=0.55, drawstyle="steps-mid")
-        steps, values = _series(side, panel.figure)
+        steps, values = _series(shown, panel.figure)
         _draw_series(axes, steps, values, label=side.name, colour=hue(index), marker=mark(index))
         drawn |= len(values) > 0
     axes.set_title(panel.title, fontsize=11, loc="left")
@@ -91,9 +111,9 @@ def _draw_panel(axes: Axes, panel: Panel, comparison: Comparison) -> None:
         axes.set_ylim(-0.02 * top, top)
 
 
-def _series(side: Side, figure: Callable[[RunSettings, Step], float | None]) -> tuple[np.ndarray, np.ndarray]:
+def _series(run: list[Shown], figure: Callable[[Shown], float | None]) -> tuple[np.ndarray, np.ndarray]:
     """The steps whose figure is known, and the figures."""
-    points = [(step.number, figure(side.run.settings, step)) for step in side.run.steps]
+    points = [(shown.step.number, figure(shown)) for shown in run]
     known = [(number, value) for number, value in points if value is not None]
     return np.array([number for number, _ in known]), np.array([value for _, value in known])
 

@@ -112,8 +112,8 @@ def _segment_events(run: RunRecord, segments: Segments, pid: int, flows: Iterato
 def _counters(run: RunRecord, pid: int) -> Iterator[Event]:
     """Running samples of each replica, and the staleness of each trained batch."""
     origin, replicas = run.rounds[0].phase.start, run.settings.replicas
-    for step in run.steps:
-        curve = running_curve(step.round, replicas)
+    for step, phase in zip(run.steps, run.decoding, strict=True):
+        curve = running_curve(phase, replicas)
         times = np.maximum(np.rint((curve.times - origin) * 1e6), 0).astype(int).tolist()
         for replica in range(replicas):
             running = curve.running[replica]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from recipe.partial_rollout.tools.report import units
+from recipe.partial_rollout.tools.report.lanes import LaneShares
 from recipe.partial_rollout.tools.report.summary import LengthBias, Spread, Summary, Wait, ratio
 
 
@@ -21,8 +22,12 @@ def _bias(bias: LengthBias | None) -> str:
     return f"{bias.ratio:.2f}" + (f" ({bias.unfinished_groups} unfinished)" if bias.unfinished_groups else "")
 
 
-def _kilotoken(seconds: float, summary: Summary) -> str:
-    return units.seconds(ratio(1000 * seconds, summary.trained_tokens))
+def _kilotoken(seconds: float | None, tokens: float) -> str:
+    return units.seconds(None if seconds is None else ratio(1000 * seconds, tokens))
+
+
+def _lane(shares: LaneShares | None, name: str) -> str:
+    return units.share(shares and getattr(shares, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +64,55 @@ FIGURES = (
         "decoded_tokens",
     ),
     Figure(
+        "wall time per 1,000 trained tokens",
+        lambda s: _kilotoken(s.wall.seconds, s.wall.tokens) if s.wall else units.UNKNOWN,
+        "From the first batch to the last, validation and checkpoints included: the figure to compare placements by.",
+        "wall_s_per_trained_token",
+    ),
+    Figure(
+        "trainer waits for batches",
+        lambda s: _lane(s.lanes, "trainer_waits"),
+        "Share of that time; where engines and trainer take turns, it is that of rollout.",
+    ),
+    Figure(
+        "engines idle",
+        lambda s: _lane(s.lanes, "engines_idle"),
+        "Share of that time in which a replica ran no sample, mean over replicas; being held or validating is not idle.",
+    ),
+    Figure(
+        "engines held",
+        lambda s: _lane(s.lanes, "held"),
+        "Share of that time in which all engines stood still for new weights or a checkpoint (separate placement).",
+        always=False,
+    ),
+    Figure(
+        "a hold, mean / max",
+        lambda s: f"{units.seconds(s.hold_s.mean)} / {units.seconds(s.hold_s.max)}" if s.hold_s else units.UNKNOWN,
+        "From the request to hold all engines for new weights until they go on, loading included (separate placement).",
+        always=False,
+    ),
+    Figure(
         "rollout per 1,000 trained tokens",
-        lambda s: _kilotoken(s.rollout_s, s),
-        "Seconds of rollout for equal work: the figure to compare runs by.",
+        lambda s: _kilotoken(s.rollout_s, s.trained_tokens),
+        "Seconds of rollout for equal work; none under separate placement, where all of the run is rollout.",
         "rollout_s_per_trained_token",
     ),
     Figure(
         "training per 1,000 trained tokens",
-        lambda s: _kilotoken(s.train_s, s),
-        "Seconds of a step outside rollout, for equal work.",
+        lambda s: _kilotoken(s.train_s, s.trained_tokens),
+        "Seconds of a step outside rollout (separate: outside the wait for the batch), for equal work.",
         "train_s_per_trained_token",
     ),
     Figure(
         "step per 1,000 trained tokens",
-        lambda s: _kilotoken(s.step_s, s),
+        lambda s: _kilotoken(s.step_s, s.trained_tokens),
         "Seconds of whole steps, for equal work.",
         "step_s_per_trained_token",
     ),
     Figure(
         "decoded tokens/s in rollout",
         lambda s: units.count(s.decoded_tokens_per_s),
-        "Decoded tokens over the seconds of rollout.",
+        "Decoded tokens over the seconds of rollout; under separate placement over those of the run.",
         "decoded_tokens_per_s",
     ),
     Figure(
@@ -142,7 +175,11 @@ FIGURES = (
 )
 
 PHASES = {
-    "gen": ("rollout", "Generation; under PR until the batch is complete and the engines are quiet."),
+    "gen": (
+        "rollout",
+        "Generation; under PR until the batch is complete and the engines are quiet. Under separate placement the wait "
+        "for the batch.",
+    ),
     "reward": ("reward", "Rewards that the trainer computes; those of the workers are part of the rollout."),
     "old_log_prob": (
         "log-probs before the update",
@@ -160,6 +197,7 @@ PHASES = {
 SETTINGS = {
     "experiment": "trainer.experiment_name",
     "arm": "noPR: verl's synchronous rollout. PR: partial rollout.",
+    "placement": "Whether engines and trainer take turns or have devices of their own: partial_rollout.placement.",
     "mode": "How many prompts may be in flight, and since when: partial_rollout.mode.",
     "policy": "Which samples get slots first: partial_rollout.scheduling.policy.",
     "overtake": "How far a group may overtake an older one, as a share of a batch: partial_rollout.scheduling.overtake.",

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from recipe.partial_rollout.records import length_bias as records
 from recipe.partial_rollout.records.running_curve import bubble_fraction
 from recipe.partial_rollout.records.spread import Spread, spread
+from recipe.partial_rollout.records.trace_events import PhaseName
+from recipe.partial_rollout.tools.report.lanes import LaneShares, lane_shares
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.records.run_record import RunRecord, Step
@@ -33,6 +35,28 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """Seconds, over the updates of the weights."""
+
+    mean: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wall:
+    """Everything between two moments, validation and checkpoints included; of a resumed run, its pauses too."""
+
+    seconds: float
+    """From the first batch to the last."""
+    tokens: int
+    """Trained ones of the batches after the first."""
+
+    @property
+    def per_token(self) -> float | None:
+        return ratio(self.seconds, self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class LengthBias:
     """Mean length of the first groups trained over that of equally many first groups dispatched."""
 
@@ -50,13 +74,21 @@ class Summary:
     trained_samples: int
     trained_tokens: int
     decoded_tokens: int
-    rollout_s: float
+    wall: Wall | None
+    """None if the run has one batch only."""
+    lanes: LaneShares | None
+    """None if the run has one batch only."""
+    hold_s: Hold | None
+    """None where engines are never held."""
+    rollout_s: float | None
+    """None under separate placement, where all of the run is rollout."""
     train_s: float
-    """Step minus rollout."""
+    """Step minus rollout; under separate placement minus the wait for the batch."""
     step_s: float
     phases_s: dict[str, float]
     """By verl's timer name; `other` is what no listed timer covers."""
     decoded_tokens_per_s: float | None
+    """In rollout; under separate placement from the first moment to the last batch."""
     efficiency: float | None
     """Decoded tokens over those that full engines decode in the same time; None if no run has a probe."""
     bubble_fraction: float | None
@@ -88,6 +120,19 @@ def ratio(part: float | None, whole: float | None) -> float | None:
 def wait(values: Sequence[float | None]) -> Wait | None:
     known = [value for value in values if value is not None]
     return Wait(statistics.median(known), max(known)) if known else None
+
+
+def _wall(run: RunRecord) -> Wall | None:
+    first, *later = run.steps
+    if not later:
+        return None
+    tokens = sum(group.tokens for step in later for group in step.round.trained)
+    return Wall(later[-1].round.phase.end - first.round.phase.end, tokens)
+
+
+def _hold(run: RunRecord) -> Hold | None:
+    holds = [phase.end - phase.start for phase in run.phases if phase.name == PhaseName.HOLD]
+    return Hold(statistics.fmean(holds), max(holds)) if holds else None
 
 
 def full_tokens_per_s(runs: Sequence[RunRecord]) -> float | None:
@@ -133,21 +178,25 @@ def summarize(run: RunRecord, full_speed: float | None) -> Summary:
     decoded = sum(step.round.phase.decoded_tokens for step in run.steps)
     tokens = sum(group.tokens for group in groups)
     step_s = sum(step.seconds("step") for step in run.steps)
-    rollout_s = sum(step.seconds("gen") for step in run.steps)
-    speed = ratio(decoded, rollout_s)
+    gen_s = sum(step.seconds("gen") for step in run.steps)
+    separate = run.settings.separate
+    speed = ratio(decoded, sum(round_.phase.seconds for round_ in run.rounds) if separate else gen_s)
     return Summary(
         steps=len(run.steps),
         trained_groups=len(groups),
         trained_samples=len(lengths),
         trained_tokens=tokens,
         decoded_tokens=decoded,
-        rollout_s=rollout_s,
-        train_s=step_s - rollout_s,
+        wall=_wall(run),
+        lanes=lane_shares(run),
+        hold_s=_hold(run),
+        rollout_s=None if separate else gen_s,
+        train_s=step_s - gen_s,
         step_s=step_s,
         phases_s=_phases(run, step_s),
         decoded_tokens_per_s=speed,
         efficiency=ratio(speed, full_speed),
-        bubble_fraction=bubble_fraction([round_.phase for round_ in run.rounds], run.settings.full_concurrency),
+        bubble_fraction=bubble_fraction(run.decoding, run.settings.full_concurrency),
         staleness=spread([age for step in run.steps for age in step.staleness]),
         off_policy_token_fraction=ratio(sum(group.off_policy_tokens for group in groups), tokens),
         mean_trained_length=statistics.fmean(lengths) if lengths else None,

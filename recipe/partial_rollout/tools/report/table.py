@@ -74,6 +74,8 @@ def _phases(comparison: Comparison) -> Table:
         spent = base.summary.phases_s[name]
         if not any(side.summary.phases_s[name] for side in comparison.sides):
             continue
+        if name == "gen" and any(side.run.settings.separate for side in comparison.sides):
+            label += " (separate: wait)"
         row = [label, *_share_of_step(name, base)]
         for contrast in comparison.others:
             mine = contrast.side.summary.phases_s[name]

@@ -20,10 +20,21 @@ from recipe.partial_rollout.records.running_curve import RunningCurve
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.concurrency import running_curve
-from recipe.partial_rollout.tools.report.picture import DPI, hue
+from recipe.partial_rollout.tools.report.lane_strip import strip_of
+from recipe.partial_rollout.tools.report.lanes import Trainer
+from recipe.partial_rollout.tools.report.picture import (
+    DPI,
+    HELD_COLOUR,
+    IDLE_COLOUR,
+    TRAIN_COLOUR,
+    TRAINER_COLOURS,
+    VALIDATE_COLOUR,
+    hue,
+)
 from recipe.partial_rollout.tools.report.summary import ratio, summarize
 
-EMPTY_COLOUR, TRAIN_COLOUR, VALIDATE_COLOUR = "#FBF3D0", "#DCDCDC", "#C9B8D8"
+PANEL_HEIGHT = 3.5
+"""Inches."""
 MAX_ROUND_LABELS = 26
 CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS = 30, 10
 """A run of more than 30 rounds gets a close-up of 10."""
@@ -33,15 +44,25 @@ Span = tuple[float, float]
 
 
 def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
+    """A panel a run; below that of a run with separate placement, a strip with the lanes of engines and trainer."""
     sides = comparison.sides
-    figure = Figure(figsize=(14, 1 + 3.5 * len(sides)), dpi=DPI, layout="constrained")
-    rows = figure.subplots(len(sides), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    strips = [strip_of(side.run, side.run.rounds[0].phase.start, run_end(side.run)) for side in sides]
+    heights = [height for strip in strips for height in (PANEL_HEIGHT, *([strip.height] if strip else []))]
+    figure = Figure(figsize=(14, 1 + sum(heights)), dpi=DPI, layout="constrained")
+    rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     longest = max(_duration(side.run) for side in sides)
-    for index, (axes, side) in enumerate(zip(rows, sides, strict=True)):
+    places, panels = iter(rows), []
+    for index, (side, strip) in enumerate(zip(sides, strips, strict=True)):
+        panels.append(axes := next(places))
         _draw_side(axes, side, hue(index))
         _label_rounds(axes, side.run, longest)
         _label_end(axes, side.run, longest)
-    rows[0].set(xlim=(0, longest * 1.005), ylim=(0, None))
+        if strip:
+            strip.draw(next(places), hue(index), longest)
+    tallest = max(axes.get_ylim()[1] for axes in panels)
+    for axes in panels:
+        axes.set_ylim(0, tallest)
+    rows[0].set_xlim(0, longest * 1.005)
     lower = rows[-1]
     lower.set_xlabel(f"seconds from the start of round {comparison.base.run.rounds[0].step}")
     lower.xaxis.set_major_formatter("{x:,.0f}")
@@ -65,20 +86,32 @@ def close_up(comparison: Comparison) -> Comparison | None:
 
 
 def _cut(side: Side, rounds: slice, full_speed: float | None) -> Side:
-    run = dataclasses.replace(side.run, steps=side.run.steps[rounds])
+    run = _cut_separate(side.run, rounds) if side.run.settings.separate else side.run
+    run = dataclasses.replace(run, steps=run.steps[rounds])
     return Side(side.name, run, summarize(run, full_speed))
+
+
+def _cut_separate(run: RunRecord, rounds: slice) -> RunRecord:
+    """The run with calls and phases cut where `rounds` end: neither stops there by itself."""
+    steps = [
+        dataclasses.replace(step, round=dataclasses.replace(step.round, phase=phase))
+        for step, phase in zip(run.steps, run.decoding, strict=True)
+    ]
+    end = run.rounds[rounds][-1].phase.end
+    phases = [dataclasses.replace(phase, end=min(phase.end, end)) for phase in run.phases if phase.start < end]
+    return dataclasses.replace(run, steps=steps, phases=phases)
 
 
 def _draw_side(axes: Axes, side: Side, colour: str) -> None:
     settings, origin = side.run.settings, side.run.rounds[0].phase.start
     full, curve = settings.full_concurrency, _whole_curve(side.run)
     layers = np.vstack([np.zeros(len(curve.times)), np.cumsum(curve.running, axis=0)])
-    training, validation = _between_rounds(side.run)
+    training, validation = ([], []) if settings.separate else _between_rounds(side.run)
     whole_height = {"yrange": (0, 1), "transform": axes.get_xaxis_transform(), "linewidth": 0, "antialiased": False}
     axes.broken_barh(training, color=TRAIN_COLOUR, zorder=0, **whole_height)
     axes.broken_barh(validation, color=VALIDATE_COLOUR, zorder=0, **whole_height)
     rollouts = [(round_.phase.start - origin, round_.phase.seconds) for round_ in side.run.rounds]
-    axes.broken_barh(rollouts, (0, full), color=EMPTY_COLOUR, linewidth=0, antialiased=False, zorder=0)
+    axes.broken_barh(rollouts, (0, full), color=IDLE_COLOUR, linewidth=0, antialiased=False, zorder=0)
     style = {"step": "post", "linewidth": 0, "antialiased": False, "zorder": 2}
     for below, above, shade in zip(layers, layers[1:], _shades(colour, settings.replicas), strict=False):
         axes.fill_between(curve.times - origin, below, above, color=shade, **style)
@@ -90,6 +123,13 @@ def _draw_side(axes: Axes, side: Side, colour: str) -> None:
 
 def _side_title(side: Side) -> str:
     summary = side.summary
+    if summary.lanes is not None and side.run.settings.separate:
+        shares = summary.lanes
+        return (
+            f"{side.name}, separate: trainer waits {units.share(shares.trainer_waits)}, engines idle "
+            f"{units.share(shares.engines_idle)}, held {units.share(shares.held)}; "
+            f"slots empty {units.share(summary.bubble_fraction)}; {units.count(summary.decoded_tokens_per_s)} tokens/s"
+        )
     return (
         f"{side.name}: rollout {units.seconds(summary.rollout_s)}, "
         f"{units.share(ratio(summary.rollout_s, summary.step_s))} of step time; "
@@ -99,8 +139,8 @@ def _side_title(side: Side) -> str:
 
 
 def _whole_curve(run: RunRecord) -> RunningCurve:
-    """The rounds' curves one after another; every one ends at 0, so nothing runs between them."""
-    curves = [running_curve(round_, run.settings.replicas) for round_ in run.rounds]
+    """The rounds' curves one after another; every one ends at 0, so nothing runs between rounds that do not touch."""
+    curves = [running_curve(phase, run.settings.replicas) for phase in run.decoding]
     return RunningCurve(
         np.concatenate([curve.times for curve in curves]), np.concatenate([curve.running for curve in curves], axis=1)
     )
@@ -110,6 +150,8 @@ def run_end(run: RunRecord) -> float:
     """Where training of the last step ends."""
     last = run.steps[-1]
     ends = [phase.end for phase in run.phases if phase.step == last.number]
+    if run.settings.separate:
+        return max([*ends, last.round.phase.end])
     return max([*ends, last.round.phase.end + last.seconds("step") - last.seconds("gen")])
 
 
@@ -173,15 +215,27 @@ def _draw_legend(figure: Figure, comparison: Comparison) -> None:
         handles.append(tuple(Patch(color=shade) for shade in _shades(hue(index), min(replicas, 6))))
         labels.append(f"running, {side.name}" + (f" (replicas 0 to {replicas - 1}, upwards)" if replicas > 1 else ""))
     fulls = sorted({side.run.settings.full_concurrency for side in comparison.sides})
-    handles += [Line2D([], [], color="black", linestyle="--", linewidth=1.2), Patch(color=EMPTY_COLOUR)]
-    labels += [f"full: {' and '.join(map(str, fulls))}", "rollout, slots empty"]
-    handles.append(Patch(color=TRAIN_COLOUR))
-    labels.append("training (between rounds)")
-    if any(phase.name == "validate" for side in comparison.sides for phase in side.run.phases):
-        handles.append(Patch(color=VALIDATE_COLOUR))
-        labels.append("validation")
+    handles.append(Line2D([], [], color="black", linestyle="--", linewidth=1.2))
+    labels.append(f"full: {' and '.join(map(str, fulls))}")
+    colours = _legend_colours(comparison)
+    handles += [Patch(color=colour) for colour in colours.values()]
+    labels += list(colours)
     handler = {tuple: HandlerTuple(ndivide=None, pad=0.0)}
     figure.legend(
         handles, labels, handler_map=handler, loc="outside lower center", ncols=min(6, len(labels)),
         frameon=False, fontsize=9, handlelength=2.4, columnspacing=1.4,
     )  # fmt: skip
+
+
+def _legend_colours(comparison: Comparison) -> dict[str, str]:
+    """What the colours mean besides those of the runs."""
+    runs = [side.run for side in comparison.sides]
+    separate, in_turns = ([run for run in runs if run.settings.separate is wanted] for wanted in (True, False))
+    validates = any(phase.name == "validate" for run in runs for phase in run.phases)
+    return {
+        ("slots empty, trainer waits" if separate else "rollout, slots empty"): IDLE_COLOUR,
+        **({"training (between rounds)": TRAIN_COLOUR} if in_turns else {}),
+        **({"engines held, weights load": HELD_COLOUR} if separate else {}),
+        **({str(state): TRAINER_COLOURS[state] for state in (Trainer.TRAIN, Trainer.STAGE)} if separate else {}),
+        **({"validation": VALIDATE_COLOUR} if validates else {}),
+    }

@@ -1,0 +1,111 @@
+"""What the engines and the trainer of a run did at each moment: its two lanes.
+
+    engines |==decoding=====================|held|==decoding=======...      else idle
+    trainer |waiting| training | staging    |load| waiting | training ...   else the driver's own work
+
+Each is in one state at a time. Where phases of the trace overlap, the narrower one counts: staging and loading lie within
+the sync, and under separate placement the sync lies within the training phase.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from recipe.partial_rollout.records.trace_events import PhaseName
+from recipe.partial_rollout.tools.report.concurrency import running_curve
+from recipe.partial_rollout.tools.report.spans import Span, seconds, union, within, without
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.records.run_record import RunRecord
+
+
+class Trainer(StrEnum):
+    """A state of the trainer, and what a legend calls it."""
+
+    WAIT = "waiting for the batch"
+    TRAIN = "log-probs, update"
+    STAGE = "staging weights"
+    LOAD = "loading weights"
+    VALIDATE = "validation"
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Unix seconds; spans are by start, those of one lane do not overlap."""
+
+    trainer: dict[Trainer, list[Span]]
+    held: list[Span]
+    """All engines are held, for new weights or for a checkpoint."""
+    decoding: list[list[Span]]
+    """[replica] it runs a training sample's call and is not held"""
+
+    def within(self, start: float, end: float) -> Lanes:
+        """The lanes between two moments."""
+        return Lanes(
+            {state: within(spans, start, end) for state, spans in self.trainer.items()},
+            within(self.held, start, end),
+            [within(spans, start, end) for spans in self.decoding],
+        )
+
+    def idle(self, start: float, end: float) -> list[list[Span]]:
+        """[replica] when, between two moments, it neither decodes nor is held nor serves a validation"""
+        busy = self.held, self.trainer[Trainer.VALIDATE]
+        return [without([(start, end)], spans, *busy) for spans in self.decoding]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneShares:
+    """Shares of the time from the first batch to the last, 0 to 1."""
+
+    trainer_waits: float
+    engines_idle: float
+    """Mean over the replicas; a held or a validating engine is not idle."""
+    held: float | None
+    """None without separate placement."""
+
+
+def lane_shares(run: RunRecord) -> LaneShares | None:
+    """The shares of a run of any arm; None if it has one batch only."""
+    start, end = (run.rounds[at].phase.end for at in (0, -1))
+    if end <= start:
+        return None
+    lanes = lanes_of(run).within(start, end)
+    idle = statistics.fmean(map(seconds, lanes.idle(start, end)))
+    held = seconds(lanes.held) / (end - start) if run.settings.separate else None
+    return LaneShares(seconds(lanes.trainer[Trainer.WAIT]) / (end - start), idle / (end - start), held)
+
+
+def lanes_of(run: RunRecord) -> Lanes:
+    """The lanes of a run of any arm; one without separate placement waits while its engines run a round."""
+    spans = {name: union((p.start, p.end) for p in run.phases if p.name == name) for name in PhaseName}
+    if not run.settings.separate:
+        spans[PhaseName.WAIT] = union((round_.phase.start, round_.phase.end) for round_ in run.rounds)
+    held = union([*spans[PhaseName.HOLD], *spans[PhaseName.FLUSH]])
+    validate, wait = spans[PhaseName.VALIDATE], spans[PhaseName.WAIT]
+    send = union([*spans[PhaseName.SYNC], *spans[PhaseName.STAGE]])
+    # Who comes first here takes its moments from those after it.
+    trainer = {
+        Trainer.VALIDATE: validate,
+        Trainer.WAIT: without(wait, validate),
+        Trainer.LOAD: without(spans[PhaseName.HOLD], validate, wait),
+        Trainer.STAGE: without(send, validate, wait, held),
+        Trainer.TRAIN: without(spans[PhaseName.TRAIN], validate, wait, held, send),
+    }
+    return Lanes(trainer, held, [without(spans, held) for spans in _running(run)])
+
+
+def _running(run: RunRecord) -> list[list[Span]]:
+    """[replica] when it had a call"""
+    replicas = range(run.settings.replicas)
+    found: list[list[Span]] = [[] for _ in replicas]
+    for phase in run.decoding:
+        curve = running_curve(phase, len(replicas))
+        for replica in replicas:
+            busy = np.flatnonzero(curve.running[replica, :-1] > 0)
+            found[replica] += [(float(curve.times[i]), float(curve.times[i + 1])) for i in busy]
+    return [union(spans) for spans in found]
