@@ -70,12 +70,12 @@ def engine(monkeypatch):
     return script
 
 
-def tokens(*ids, stop="completed", version=0, log_probs=True):
+def tokens(*ids, stop="completed", version=0, log_probs=True, marks=None):
     return TokenOutput(
         token_ids=list(ids),
         log_probs=[-0.1 * i for i in ids] if log_probs else None,
         stop_reason=stop,
-        extra_fields={"global_steps": version},
+        extra_fields={"global_steps": version} | ({"version_marks": marks} if marks else {}),
     )
 
 
@@ -110,6 +110,68 @@ def test_aborted_call_resumes_from_its_tokens_with_the_budget_that_is_left(engin
     assert keeper.handed_in == [("0/0#0", [5, 6, 7], 3)]
     assert [segment.version for segment in sample.segments] == [3, 4]
     assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (3, 4)
+
+
+def of(segments):
+    """Tokens, version and stop reason of each segment; checks the log-probs."""
+    for segment in segments:
+        assert segment.log_probs == pytest.approx(-0.1 * segment.token_ids)
+    return [(list(segment.token_ids), segment.version, segment.stop_reason) for segment in segments]
+
+
+def test_held_call_is_a_segment_for_each_version_and_none_is_empty(engine):
+    engine.answers = [tokens(5, 6, 7, 8, version=6, marks=[(1, 3), (3, 4)])]
+    keeper, sample = Keeper(), live()
+    sample.keeper = keeper
+    output = generate(PartialRolloutLLMClient(CONFIG), sample)
+    assert of(sample.segments) == [([5], 3, None), ([6, 7], 4, None), ([8], 6, "completed")]
+    assert output.token_ids == [5, 6, 7, 8] and output.stop_reason == "completed"
+    assert output.extra_fields == {"global_steps": 6, "min_global_steps": 3, "max_global_steps": 6}
+    assert len(engine.requests) == 1 and keeper.handed_in == [], "it never left its engine"
+
+
+def test_call_that_ended_in_its_hold_has_no_token_of_the_newer_version(engine):
+    engine.answers = [tokens(5, 6, version=4, marks=[(2, 3)])]
+    sample = live()
+    generate(PartialRolloutLLMClient(CONFIG), sample)
+    assert of(sample.segments) == [([5, 6], 3, "completed")]
+
+
+def test_held_call_that_is_interrupted_later_resumes_from_all_its_tokens(engine):
+    engine.answers = [tokens(5, 6, 7, stop="aborted", version=4, marks=[(2, 3)]), tokens(8, version=5)]
+    keeper = Keeper()
+    sample = live(keeper)
+    generate(PartialRolloutLLMClient(CONFIG), sample)
+    assert of(sample.segments) == [([5, 6], 3, None), ([7], 4, None), ([8], 5, "completed")]
+    assert engine.requests[1][1] == [1, 2, 3, 5, 6, 7] and engine.requests[1][2]["max_tokens"] == 7
+    assert keeper.handed_in == [("0/0#0", [5, 6], 3), ("0/0#0", [7], 4)]
+
+
+def test_held_call_aborted_at_its_budget_is_complete(engine):
+    engine.answers = [tokens(5, 6, stop="aborted", version=4, marks=[(1, 3)])]
+    sample = live()
+    assert generate(PartialRolloutLLMClient(CONFIG), sample, max_tokens=2).stop_reason == "completed"
+    assert of(sample.segments) == [([5], 3, None), ([6], 4, "completed")]
+
+
+def test_call_that_was_held_and_aborted_without_a_token_adds_no_segment(engine):
+    engine.answers = [tokens(stop="aborted", version=4), tokens(5, version=4)]
+    sample = live()
+    generate(PartialRolloutLLMClient(CONFIG), sample)
+    assert of(sample.segments) == [([5], 4, "completed")]
+
+
+def test_marks_that_do_not_fit_the_tokens_are_refused(engine):
+    engine.answers = [tokens(5, 6, marks=[(3, 3)])]
+    with pytest.raises(RuntimeError, match=r"version marks \[\(3, 3\)\] do not fit a request of 2 tokens"):
+        generate(PartialRolloutLLMClient(CONFIG), live())
+
+
+def test_held_sample_goes_on_from_its_journal(engine):
+    engine.answers = [tokens(8, version=6)]
+    sample = live(restored=journal(([5], 3, None), ([6, 7], 4, None)))
+    assert generate(PartialRolloutLLMClient(CONFIG), sample).token_ids == [5, 6, 7, 8]
+    assert engine.requests[0][1] == [1, 2, 3, 5, 6, 7]
 
 
 def test_every_engine_call_has_its_own_request_id(engine):
@@ -289,6 +351,25 @@ def test_stop_string_that_begins_in_the_journal_is_found(engine):
     assert stopped(engine, "opcd", stop=["stop"], sample=sample) == "astop"
 
 
+@pytest.mark.parametrize("held_after", range(1, 6))
+def test_stop_string_across_an_interruption_ends_the_turn_wherever_the_call_was_held(engine, held_after):
+    letters = text("opcdef")
+    engine.answers = [
+        tokens(*text("st"), stop="aborted", version=3),
+        tokens(*letters, version=5, marks=[(held_after, 4)]),
+    ]
+    client, sample = PartialRolloutLLMClient(CONFIG), live()
+    client.use_tokenizer(TOKENIZER)
+    output = generate(client, sample, max_tokens=99, stop=["stop"])
+    assert TOKENIZER.decode(output.token_ids) == "stop" and output.stop_reason == "completed"
+    rest = (
+        [([letters[0]], 4, None), ([letters[1]], 5, "completed")]
+        if held_after == 1
+        else [(letters[:2], 4, "completed")]
+    )
+    assert of(sample.segments) == [(text("st"), 3, None), *rest]
+
+
 def test_stop_strings_need_a_tokenizer(engine):
     with pytest.raises(SamplingError, match=r"asks for stop=\['x'\].*use stop_token_ids"):
         generate(PartialRolloutLLMClient(CONFIG), live(), stop=["x"])
@@ -339,12 +420,13 @@ def test_tokens_without_log_probs_are_refused(engine):
 
 
 def test_validation_call_is_verls_own(engine):
-    engine.answers = [tokens(5, stop="aborted")]
+    engine.answers = [tokens(5, stop="aborted", marks=[(1, 3)])]
 
     async def run():
         return await PartialRolloutLLMClient(CONFIG).generate("r", prompt_ids=[1], sampling_params={"top_p": 1.0})
 
-    assert asyncio.run(run()).stop_reason == "aborted"
+    output = asyncio.run(run())
+    assert output.stop_reason == "aborted" and output.extra_fields == {"global_steps": 0}
     assert engine.requests == [("r", [1], {"top_p": 1.0, "detokenize": False})]
 
 

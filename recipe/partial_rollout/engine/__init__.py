@@ -1,1 +1,1 @@
-"""Inside the vLLM server process: interruption and kept KV blocks."""
+"""Inside the vLLM server process: interruption, holds and kept KV blocks."""

@@ -41,7 +41,7 @@ class GroupState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The tokens that one engine call added to a sample."""
+    """The tokens that one engine call added to a sample; if it was held, those that one version made."""
 
     token_ids: np.ndarray
     """int32 [segment_length]"""
@@ -50,7 +50,7 @@ class Segment:
     version: int
     """policy version that made the tokens"""
     stop_reason: str | None = None
-    """the engine's stop reason if the turn is complete; None if the engine call was interrupted"""
+    """the engine's stop reason if the turn is complete; None if the engine call was interrupted, or held after it"""
 
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.log_probs.shape:

@@ -2,7 +2,8 @@
 
 ``ObservedLLMClient`` is verl's client and notes every engine call; noPR uses it. ``PartialRolloutLLMClient`` turns an
 aborted call into a cached segment and continues once the manager grants the sample a slot again. The agent loop above
-does not notice, so tools are not called twice and conversation state stays in place.
+does not notice, so tools are not called twice and conversation state stays in place. A call that was held while the
+weights changed becomes a segment for each version.
 
 A context variable names the training sample; without one (validation, probe) a call is verl's own.
 """
@@ -20,6 +21,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.engine.kept_kv import request_id_of
+from recipe.partial_rollout.engine.version_marks import spans
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.waits import ReplicaError, means_death, one_line
@@ -28,6 +30,7 @@ from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.resumption import StopStrings, check_sampling, sampling_of_call
 
 ABORTED = ("aborted", "abort")
+_MARKS = "version_marks"
 _ID_DIGITS = 12
 """of the 32 in verl's request ids: enough to tell the samples of a run apart in its trace"""
 
@@ -36,7 +39,7 @@ _REPLICA: ContextVar[list[str] | None] = ContextVar("replica", default=None)
 
 
 def _version(output: TokenOutput) -> int:
-    """Policy version that made ``output``; -1 if the replica did not say."""
+    """Policy version that made the last token of ``output``; -1 if the replica did not say."""
     version = output.extra_fields.get("global_steps")
     return -1 if version is None else int(version)
 
@@ -180,7 +183,9 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         """
         sample = LIVE_SAMPLE.get()
         if sample is None:
-            return await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
+            last = await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
+            last.extra_fields.pop(_MARKS, None)
+            return last
         prompt_ids = [int(token) for token in prompt_ids]
         if self.config.actor_rollout_ref.rollout.scheduling_policy == "priority":
             kwargs["priority"] = sample.priority
@@ -205,12 +210,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                 except ReplicaError as error:
                     self._leave(sample, error)
                     continue
-            segment = self._segment(sample.id, last, budget - len(done))
-            segment = stops.end(segment) if stops else segment
-            if len(segment) or segment.stop_reason is not None:
-                turn.append(segment)
-                sample.add(segment)
-            if segment.stop_reason is None:
+            if not self._add(sample, turn, self._segments(sample.id, last, budget - len(done)), stops):
                 sample.resumes = True
                 if not self._keeps_kv:
                     # The replica's cache is emptied with its weights, so the sample may resume anywhere.
@@ -232,8 +232,23 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         return min(rollout.response_length, rollout.prompt_length + rollout.response_length - len(prompt_ids))
 
     @staticmethod
-    def _segment(sample_id: str, output: TokenOutput, budget: int) -> Segment:
-        """The tokens of one call; a call that is aborted after its last token counts as complete."""
+    def _add(sample: LiveSample, turn: list[Segment], segments: list[Segment], stops: StopStrings | None) -> bool:
+        """Add a call's ``segments`` to the turn, up to a stop string; whether the turn is complete."""
+        for segment in segments:
+            segment = stops.end(segment) if stops else segment
+            if len(segment) or segment.stop_reason is not None:
+                turn.append(segment)
+                sample.add(segment)
+            if segment.stop_reason is not None:
+                return True
+        return False
+
+    @staticmethod
+    def _segments(sample_id: str, output: TokenOutput, budget: int) -> list[Segment]:
+        """The tokens of one call, a segment for each version that made some; only the last may have a stop reason.
+
+        A call that is aborted after its last token counts as complete.
+        """
         log_probs = output.log_probs or []
         if len(log_probs) != len(output.token_ids):
             raise RuntimeError(
@@ -242,12 +257,12 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             )
         interrupted = output.stop_reason in ABORTED and len(output.token_ids) < budget
         stop_reason = "completed" if output.stop_reason in (None, *ABORTED) else output.stop_reason
-        return Segment(
-            token_ids=np.asarray(output.token_ids, dtype=np.int32),
-            log_probs=np.asarray(log_probs, dtype=np.float32),
-            version=_version(output),
-            stop_reason=None if interrupted else stop_reason,
-        )
+        token_ids, made = np.asarray(output.token_ids, dtype=np.int32), np.asarray(log_probs, dtype=np.float32)
+        *earlier, last = spans(len(token_ids), output.extra_fields.pop(_MARKS, ()), _version(output))
+        return [
+            *[Segment(token_ids[a:b], made[a:b], version) for a, b, version in earlier],
+            Segment(token_ids[last.start :], made[last.start :], last.version, None if interrupted else stop_reason),
+        ]
 
     @staticmethod
     def _merge(turn: list[Segment], last: TokenOutput | None) -> TokenOutput:

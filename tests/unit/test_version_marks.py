@@ -1,0 +1,54 @@
+"""A request's tokens are told apart by the version that made them, whatever the order of holds and tokens."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.partial_rollout.engine.version_marks import VersionMarks, spans
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=8),
+    st.integers(0, 4),
+    st.booleans(),
+)
+def test_every_token_has_the_version_that_made_it(holds, last, told):
+    """``holds``: tokens made before each hold, and whether the weights change in it."""
+    marks, made, version = VersionMarks(), [], 3
+    marks.begin("r")
+    for tokens, changes in holds:
+        made += [version] * tokens
+        marks.note({"r": len(made)}, version)
+        version += changes
+    made += [version] * last
+    taken = marks.take("r")
+    found = spans(len(made), taken, version)
+    assert list(itertools.chain(*[[span.version] * (span.stop - span.start) for span in found])) == made
+    assert [span.start for span in found] == [0, *[span.stop for span in found[:-1]]]
+    assert all(span.stop > span.start for span in found) or (not made and len(found) == 1)
+    assert all(a.version != b.version for a, b in itertools.pairwise(found))
+
+
+def test_requests_have_their_own_marks_and_an_ended_one_has_none_left():
+    marks = VersionMarks()
+    for name in "ab":
+        marks.begin(name)
+    marks.note({"a": 2, "b": 0, "another server's": 9}, 3)
+    assert (marks.take("a"), marks.take("b"), marks.take("another server's")) == ([(2, 3)], [], [])
+    marks.note({"a": 3}, 4)
+    assert marks.take("a") == []
+
+
+def test_server_that_was_told_no_version_marks_it_unknown():
+    marks = VersionMarks()
+    marks.begin("r")
+    marks.note({"r": 2}, None)
+    assert spans(3, marks.take("r"), 1) == [(0, 2, -1), (2, 3, 1)]
+
+
+@pytest.mark.parametrize("marks", [[(4, 1)], [(2, 1), (1, 2)], [(-1, 1)]])
+def test_marks_of_another_request_are_refused(marks):
+    with pytest.raises(RuntimeError, match="do not fit a request of 3 tokens"):
+        spans(3, marks, 5)
