@@ -8,6 +8,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from recipe.partial_rollout.engine import hold
 from recipe.partial_rollout.engine.replica import RecipeVLLMServer, vLLMHttpServer
+from recipe.partial_rollout.engine.version_marks import VersionMarks
 
 CHUNK = 2
 """requests whose tokens vLLM's output handler processes before it lets others run; 128 in vLLM"""
@@ -23,7 +24,7 @@ class Engine:
     def __init__(self, *request_ids, in_flight=0):
         self.output_processor = SimpleNamespace(request_states={name: State(name) for name in request_ids})
         self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue(), pause_scheduler_async=self.pause)
-        self.in_flight, self.did = in_flight, []
+        self.in_flight, self.did, self.aborts = in_flight, [], 0
         self.errored, self.dead_error, self.dies = False, EngineDeadError(), False
         self.output_handler = asyncio.ensure_future(self.handle())
 
@@ -47,6 +48,9 @@ class Engine:
         for _ in range(self.in_flight):
             self.step()
         self.in_flight = 0
+
+    async def pause_generation(self, **options):
+        self.aborts += 1
 
     async def reset_prefix_cache(self, **which):
         self.did.append(f"blocks dropped {which}")
@@ -73,19 +77,12 @@ def server(engine, *begun, resume_kv="recompute", version=3):
     made = object.__new__(RecipeVLLMServer)
     made.config = SimpleNamespace(custom={"resume_kv": resume_kv})
     made.engine, made.node_rank, made.global_steps = engine, 0, version
-    made._marks = hold_marks(*begun)
+    made._marks = VersionMarks()
+    for name in begun:
+        made._marks.begin(name)
     made._submission_paused = made._rejecting = False
     made._resume_event, made._admitting = asyncio.Event(), 0
     return made
-
-
-def hold_marks(*begun):
-    from recipe.partial_rollout.engine.version_marks import VersionMarks
-
-    marks = VersionMarks()
-    for name in begun:
-        marks.begin(name)
-    return marks
 
 
 DROPPED = "blocks dropped {'reset_running_requests': True, 'reset_connector': True}"
@@ -154,16 +151,10 @@ def test_marks_of_a_request_that_is_held_again_and_again():
     assert asyncio.run(run()) == [(2, 4), (3, 6)], "held without a token at first, and later without a new one"
 
 
-def test_request_that_is_aborted_during_a_hold_ends_and_one_resumption_suffices(monkeypatch):
+def test_request_that_is_aborted_during_a_hold_ends_and_one_resumption_suffices():
     async def run():
         engine = Engine("r-internal")
         held = server(engine)
-        aborted = []
-
-        async def pause_generation(**options):
-            aborted.append(options)
-
-        engine.pause_generation = pause_generation
         for first, then in ((held.hold, held.abort_all_requests), (held.abort_all_requests, held.hold)):
             engine.did = []
             await first()
@@ -173,9 +164,9 @@ def test_request_that_is_aborted_during_a_hold_ends_and_one_resumption_suffices(
             await held.resume_generation()
             assert not held._submission_paused and not held._held
             assert engine.did[0] == "paused" and engine.did[-1] == "resumed"
-        return aborted
+        return engine.aborts
 
-    assert len(asyncio.run(run())) == 2
+    assert asyncio.run(run()) == 2
 
 
 def test_server_without_an_engine_has_nothing_to_hold():

@@ -46,23 +46,23 @@ ProcessId = tuple[int, float]
 class RecipeVLLMServer(vLLMHttpServer):
     """``vLLMHttpServer`` that aborts queued requests, holds running ones, obeys ``rollout.custom.resume_kv``.
 
-    ========================  ==================================================================================
-    after                     requests that run      requests that arrive          ends with
-    ========================  ==================================================================================
-    ``abort_all_requests``    end                    refused or parked at the gate  ``resume_generation``
-    ``hold``                  stay                   accepted, scheduled later      ``resume_generation``
-    both, in either order     end                    refused or parked at the gate  one ``resume_generation``
-    ========================  ==================================================================================
+    ``resume_generation`` ends either, or both:
+
+    ======================  ====================  ==============================
+    after                   requests in it        requests that arrive
+    ======================  ====================  ==============================
+    ``abort_all_requests``  end                   refused, or parked at the gate
+    ``hold``                stay as they are      accepted, scheduled later
+    both, in either order   end                   refused, or parked at the gate
+    ======================  ====================  ==============================
     """
 
     _weight_sync_error: str | None = None
     _decoded = 0
     """tokens of the calls that have returned"""
     _held = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._marks = VersionMarks()
+    _marks: VersionMarks
+    """of the requests in the engine"""
 
     @property
     def _keeps_kv(self) -> bool:
@@ -75,7 +75,8 @@ class RecipeVLLMServer(vLLMHttpServer):
         self.front_engine()
 
     def front_engine(self) -> None:
-        """Wrap vLLM's engine in the recipe's own engines."""
+        """Wrap vLLM's engine in the recipe's own engines, and note what they do."""
+        self._marks = VersionMarks()
         self.engine = AdmittingEngine(self.engine)
         if self._keeps_kv:
             self.engine = SaltedEngine(self.engine, lambda: self.global_steps)
