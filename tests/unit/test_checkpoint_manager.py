@@ -7,6 +7,7 @@ from ray.exceptions import RayActorError
 from verl.checkpoint_engine import CheckpointEngineManager
 
 from recipe.partial_rollout.rollout.server_control import ServerControl
+from recipe.partial_rollout.rollout.sync_frame import QuietReplicas
 from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager, WeightSyncError
 from recipe.partial_rollout.waits import ReplicaError
 
@@ -83,7 +84,7 @@ def build(*, restarts=1, pr=True, sync_kills=False, note=None):
     verls = CheckpointEngineManager.__new__(CheckpointEngineManager)
     verls.backend, verls.replicas = "naive", replicas
     verls.actor_wg = Trainer(replicas, dies=replicas[1] if sync_kills else None)
-    return RecipeCheckpointManager(verls, 5.0, control if pr else None, note), control, replicas
+    return RecipeCheckpointManager(verls, 5.0, QuietReplicas(control) if pr else None, note), control, replicas
 
 
 def between_two_rounds(manager, control):

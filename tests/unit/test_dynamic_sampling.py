@@ -14,12 +14,14 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.group_filter import GroupFilter, MissingMetricError
-from recipe.partial_rollout.manager.messages import Flushed, PromptsWanted, Report, RolloutFailedError
+from recipe.partial_rollout.manager.messages import PromptsWanted, Report, RolloutFailedError
 from recipe.partial_rollout.records.ledger import NAME, Ledger, read_ledger
 from recipe.partial_rollout.records.ledger_events import Filtered
+from recipe.partial_rollout.rollout.batch_wait import BatchWait
 from recipe.partial_rollout.rollout.round_book import RoundBook
 from recipe.partial_rollout.rollout.rounds import Rounds
 from recipe.partial_rollout.rollout.stop import StopSignals
+from recipe.partial_rollout.rollout.supervision import Supervision
 
 ACC = GroupFilter("acc")
 
@@ -366,15 +368,27 @@ def context_of(source, directory):
         stop=StopSignals(),
         ledger=Ledger(directory),
         settings=settings,
-        control=SimpleNamespace(running_tokens=None),
+        control=SimpleNamespace(running_tokens=no_tokens),
+        trainers=Trainers(),
     )
 
 
-def rounds_of(actor, source, directory):
-    """The recipe's rounds around ``actor``, without workers, engines and Ray; and their book."""
+async def no_tokens():
+    return {}
+
+
+class Trainers:
+    """A ``TrainerWatch`` in which nobody dies."""
+
+    async def alive_during(self, awaitable, what):
+        return await awaitable
+
+
+def wait_of(actor, source, directory):
+    """The trainer's wait around ``actor``, without workers, engines and Ray; and the book of its rounds."""
     context = context_of(source, directory)
     book = RoundBook(context, probe=None, overlap=None)
-    return Rounds(context, Here(actor), None, NoWorkers(), None, None, None, book), book
+    return BatchWait(context, Here(actor), Supervision(NoWorkers(), Here(actor))), book
 
 
 class Prompts:
@@ -406,14 +420,14 @@ async def run_worker(manager, output, dull):
 def test_trainer_offers_prompts_for_as_long_as_a_round_filters(prompts, output, tmp_path):
     async def life():
         manager, source = actor(), Prompts(prompts, 12)
-        rounds, book = rounds_of(manager, source, tmp_path)
+        wait, book = wait_of(manager, source, tmp_path)
         await manager.register_worker("w0", 2)
-        rounds._prepare(1, await manager.wanted())
-        await rounds._readied()
+        first = source.take(await manager.wanted())
+        await manager.prepare_round(0, first, source.left)
         working = asyncio.ensure_future(run_worker(manager, output, dull=9))
-        await asyncio.wait_for(rounds._until_complete(), 10)
+        await asyncio.wait_for(wait.until(manager.wait_round), 10)
         working.cancel()
-        figures = book.note_filtered(1, await manager.take_filtered(), Flushed(0.0, await manager.metrics()))
+        figures = book.note_filtered(1, await manager.take_filtered(), await manager.metrics())
         return numbers(await manager.take_batch()), figures, source.left
 
     trained, figures, left = asyncio.run(life())
@@ -426,7 +440,8 @@ def test_trainer_offers_prompts_for_as_long_as_a_round_filters(prompts, output, 
 def test_trainer_is_told_that_the_data_is_exhausted_before_the_next_slot(prompts, tmp_path):
     async def life():
         manager = ManagerActor(Admission(Mode.WINDOW, 2, 2, 0.0, 4, 4, 4), Scheduling(), stall_s=30.0, group_filter=ACC)
-        rounds, _ = rounds_of(manager, Prompts(prompts, 1), tmp_path)
+        context, pool = context_of(Prompts(prompts, 1), tmp_path), NoWorkers()
+        rounds = Rounds(context, Here(manager), None, pool, None, None, None, None, Supervision(pool, Here(manager)))
         rounds._prepare(1, await manager.wanted())
         await rounds._readied()
         return rounds.exhausted
@@ -437,7 +452,7 @@ def test_trainer_is_told_that_the_data_is_exhausted_before_the_next_slot(prompts
 def test_equal_groups_that_are_trained_all_the_same_are_warned_of(prompts, tmp_path, capsys):
     book = RoundBook(context_of(None, tmp_path), probe=None, overlap=None)
     for total in (2, 2, 3):
-        book.note_filtered(1, (), Flushed(0.0, {"filter/spared_total": total}))
+        book.note_filtered(1, (), {"filter/spared_total": total})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" (")[0] for line in lines] == [
         f"step 1: groups of equal acc that are trained all the same: {count}" for count in (2, 1)

@@ -10,7 +10,7 @@ from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
-from recipe.partial_rollout.rollout.engine_watch import wait_round, watch_engines
+from recipe.partial_rollout.rollout.engine_watch import watch_engines, while_decoding
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ async def round_of_one_sample(prompts, engines):
     await actor.register_worker("w0", 4)
     await actor.prepare_round(0, prompts(1), False)
     (grant,) = await actor.claim("w0")
-    waiting = wait_round(Remote(actor), engines.running_tokens, stall_s=0.4)
+    waiting = while_decoding(actor.wait_round(), Remote(actor), engines.running_tokens, stall_s=0.4)
     return actor, asyncio.ensure_future(waiting), grant.sample_id
 
 

@@ -28,7 +28,7 @@ def round_in(state):
 def rounds_in(state):
     """``Rounds`` whose last round is in ``state``; None: there was none yet. Whatever they ask anyone fails."""
     settings = SimpleNamespace(deadlines=None, batch_groups=1, dashboard=SimpleNamespace(progress_s=0))
-    rounds = Rounds(SimpleNamespace(settings=settings, control=None), *[None] * 7)
+    rounds = Rounds(SimpleNamespace(settings=settings, control=None), *[None] * 8)
     rounds._round = None if state is None else round_in(state)
     return rounds
 

@@ -92,6 +92,12 @@ class Rounds:
         batch.meta_info["timing"] = {}
         return batch
 
+    def begin(self):
+        pass
+
+    def end(self):
+        pass
+
     def finish_round(self):
         self.asked.append("finish")
         self.round.finish()

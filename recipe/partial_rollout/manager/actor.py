@@ -232,6 +232,10 @@ class ManagerActor:
         manager.acknowledge(uids)
         return StepAccount(manager.take_admitted(), manager.take_filtered(), manager.wanted, manager.metrics())
 
+    async def begin_flush(self) -> None:
+        """The workers are about to report everything that they have, and ``flush`` waits for it; claims go on."""
+        self._unflushed = set(self._manager.workers)
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     async def save(self, path: str) -> Written:

@@ -1,8 +1,9 @@
-"""verl's agent-loop manager under PR: verl's trainer calls it, and ``Rounds`` plays the rounds."""
+"""verl's agent-loop manager under PR: verl's trainer calls it; ``Rounds`` (colocated) or ``Stream`` (separate) answers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ from recipe.partial_rollout.rollout.replica_roster import ReplicaRoster
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.rollout.round_book import RoundBook
 from recipe.partial_rollout.rollout.rounds import Rounds
+from recipe.partial_rollout.rollout.split_calls import SplitCalls
+from recipe.partial_rollout.rollout.stream import Stream
+from recipe.partial_rollout.rollout.supervision import Supervision
+from recipe.partial_rollout.rollout.sync_frame import HeldReplicas, QuietReplicas, SyncFrame
 from recipe.partial_rollout.rollout.worker_pool import WorkerPool
 from recipe.partial_rollout.rollout.worker_slots import WorkerSlots
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
@@ -30,14 +35,14 @@ from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 
 
 class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
-    """Forwards to its ``Rounds``; validation is verl's own, observed."""
+    """Forwards to its ``Rounds`` or ``Stream``, which have the same verbs; validation is verl's own, observed."""
 
     worker_class = PartialRolloutAgentLoopWorker
     client_class = PartialRolloutLLMClient
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._connected: Rounds | None = None
+        self._connected: Rounds | Stream | None = None
 
     def connect(self, context: RolloutContext) -> None:
         """Start the manager actor and the workers' claim loops; called once, after the workers are up."""
@@ -57,11 +62,14 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             restarts=settings.failures.worker_restarts,
             deadline_s=settings.deadlines.worker_start_s,
         )
-        self._observe(context, pool.take_calls)
         auto = OverlapControl.of(settings, len(control), lambda: context.slots.per_replica)
         overlap = OverlapSteering(settings.overlap, least=1 / settings.batch_groups, control=auto)
+        supervision = Supervision(pool, manager)
+        split = SplitCalls(pool, supervision, settings.deadlines.interrupt_s)
+        self._observe(context, split.take_others if settings.separate else pool.take_calls)
         book = RoundBook(context, self._phases.probe, overlap)
-        self._connected = Rounds(context, manager, store, pool, roster, slots, overlap, book)
+        parts = (context, manager, store, pool, roster, slots, overlap, book, supervision)
+        self._connected = Stream(*parts, split) if settings.separate else Rounds(*parts)
         auto_await(pool.start)()
 
     def _spawn(self, i: int) -> Any:
@@ -71,13 +79,30 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         )
 
     @property
-    def _rounds(self) -> Rounds:
+    def _rounds(self) -> Rounds | Stream:
         assert self._connected is not None
         return self._connected
 
+    def sync_frame(self, context: RolloutContext) -> SyncFrame:
+        """What a weight sync does around its transfer; after ``connect``."""
+        if isinstance(self._connected, Stream):
+            return HeldReplicas(context.control, self._connected, partial(context.trace.phase, "hold"))
+        return QuietReplicas(context.control)
+
+    def begin(self) -> None:
+        """``Stream.begin``; colocated rounds begin one by one."""
+        if isinstance(self._connected, Stream):
+            self._connected.begin()
+
+    @auto_await
+    async def end(self) -> None:
+        """``Stream.end``; a colocated round has ended by itself."""
+        if isinstance(self._connected, Stream):
+            await self._connected.end()
+
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Validation: verl's own. Training: ``Rounds.play``, which fills the slots of ``prompts``."""
+        """Validation: verl's own. Training: ``play``, which fills the slots of ``prompts``."""
         if not prompts.meta_info.get("validate", False):
             return await self._rounds.play(prompts)
         await self._rounds.make_way_for_validation()

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from recipe.partial_rollout.manager.messages import PromptsWanted, RoundEnd
-from recipe.partial_rollout.waits import result_of
-
+T = TypeVar("T")
 RunningTokens = Callable[[], Awaitable[dict[str, int]]]
 """``ServerControl.running_tokens``"""
 
@@ -20,12 +18,12 @@ ASKED_IN_A_STALL = 4
 """times that the engines are asked within ``stall_s``; a stall is noticed at most ``stall_s`` over this number late"""
 
 
-async def wait_round(manager: Any, running_tokens: RunningTokens, stall_s: float) -> RoundEnd | PromptsWanted:
-    """``ManagerActor.wait_round`` of the actor ``manager``; meanwhile tell it whenever the engines have made tokens."""
+async def while_decoding(answer: Awaitable[T], manager: Any, running_tokens: RunningTokens, stall_s: float) -> T:
+    """``answer``'s result; meanwhile the actor ``manager`` is told whenever the engines have made tokens."""
     every_s = stall_s / ASKED_IN_A_STALL
     watching = asyncio.ensure_future(watch_engines(running_tokens, every_s, manager.note_decoding.remote))
     try:
-        return await result_of(manager.wait_round.remote())
+        return await answer
     finally:
         watching.cancel()
 
@@ -34,7 +32,7 @@ async def watch_engines(running_tokens: RunningTokens, every_s: float, note: Cal
     """Every ``every_s`` seconds, for ever: call ``note`` if an engine has made a token since the last time.
 
     Args:
-        running_tokens: ``ServerControl.running_tokens``. No request runs in any engine yet.
+        running_tokens: ``ServerControl.running_tokens``. Requests that run already count as progress once.
     """
     before: dict[str, int] = {}
     while True:

@@ -6,17 +6,14 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from recipe.partial_rollout.manager.messages import Flushed
 from recipe.partial_rollout.manager.types import FilteredGroup
-from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout import metrics
 from recipe.partial_rollout.rollout.engine_probe import EngineProbe
 from recipe.partial_rollout.rollout.length_window import LengthWindow
-from recipe.partial_rollout.rollout.played_round import PlayedRound
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+from recipe.partial_rollout.rollout.trained_round import TrainedRound
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
@@ -43,55 +40,42 @@ class RoundBook:
         """Continue from a checkpoint whose manager had counted ``spared`` groups."""
         self._spared = spared
 
-    def note(
-        self,
-        played: PlayedRound,
-        flushed: Flushed,
-        calls: tuple[EngineCall, ...],
-        flush_s: float,
-        filtered: tuple[FilteredGroup, ...],
-    ) -> dict[str, float]:
-        """Book a round; returns its metrics, without the ``partial_rollout/`` prefix.
-
-        Args:
-            calls: engine calls of all workers in the round.
-            flush_s: seconds that the trainer waited for the last reports.
-            filtered: groups that dynamic sampling left out.
-        """
-        context, step, version, groups = self._context, played.step, played.step - 1, played.groups
+    def note(self, played: TrainedRound) -> dict[str, float]:
+        """Book a round; returns its metrics, without the ``partial_rollout/`` prefix."""
+        context, step, version, groups = self._context, played.step, played.version, played.groups
         assert context.ledger is not None
-        context.ledger.admitted(step, version, played.end.admitted)
-        phase = RolloutPhase(played.began, played.quiet_at, calls)
-        waits = {**played.waits(flushed, calls), "flush_s": flush_s}
-        self._overlap.observe(phase.calls, [[output.response_length for output in g.outputs] for g in groups])
+        context.ledger.admitted(step, version, played.admitted)
+        self._overlap.observe(played.phase.calls, [[output.response_length for output in g.outputs] for g in groups])
         trained = [TrainedGroup.of(group, version) for group in groups]
         figures = {
-            **metrics.phase_metrics(phase, context.full_concurrency, self._probe.full_tokens_per_s),
+            **metrics.phase_metrics(played.phase, context.full_concurrency, self._probe.full_tokens_per_s),
             **metrics.batch_metrics(groups, version),
             **self._lengths.observe(trained),
-            **flushed.metrics,
-            **{f"timing/{name}": seconds for name, seconds in waits.items()},
+            **played.gauges,
+            **{f"timing/{name}": seconds for name, seconds in played.waits.items()},
             "overlap": played.start.carried_groups / context.settings.batch_groups,
             "admission/admitted": played.start.admitted,
             "failures/replicas_restarted_total": context.control.restarted,
             **self._overlap.metrics(),
-            **self.note_filtered(step, filtered, flushed),
+            **self.note_filtered(step, played.filtered, played.gauges),
         }
         context.trace.round(
             Round(
                 step=step,
                 version=version,
-                phase=phase,
+                phase=played.phase,
                 trained=trained,
-                interrupt_s=waits["interrupt_s"],
-                resume_s=waits["resume_s"],
+                interrupt_s=played.waits.get("interrupt_s"),
+                resume_s=played.waits.get("resume_s"),
                 carried_groups=played.start.carried_groups,
-                lost_samples=int(flushed.metrics["lost_samples"]),
+                lost_samples=int(played.gauges["lost_samples"]),
             )
         )
         return figures
 
-    def note_filtered(self, step: int, filtered: tuple[FilteredGroup, ...], flushed: Flushed) -> dict[str, float]:
+    def note_filtered(
+        self, step: int, filtered: tuple[FilteredGroup, ...], gauges: dict[str, float]
+    ) -> dict[str, float]:
         """Book what dynamic sampling did in ``step``; returns metrics: groups filtered, and all groups consumed."""
         group_filter, ledger = self._context.settings.group_filter, self._context.ledger
         if group_filter is None:
@@ -99,7 +83,7 @@ class RoundBook:
         assert ledger is not None
         if filtered:
             ledger.filtered(step, step - 1, filtered)
-        spared = int(flushed.metrics["filter/spared_total"]) - self._spared
+        spared = int(gauges["filter/spared_total"]) - self._spared
         self._spared += spared
         if spared > 0:
             limit = f"algorithm.filter_groups.max_num_gen_batches={group_filter.max_num_gen_batches}"

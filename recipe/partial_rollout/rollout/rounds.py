@@ -18,35 +18,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from ray.exceptions import RayActorError
 from tqdm import tqdm
 from verl.protocol import DataProto
 
-from recipe.partial_rollout.manager.messages import Flushed, PromptsWanted, RolloutFailedError, RoundEnd, RoundStart
+from recipe.partial_rollout.manager.messages import Flushed, RoundStart
 from recipe.partial_rollout.manager.output_store import OutputStore, fetch_groups
 from recipe.partial_rollout.manager.types import FilteredGroup, TakenGroup
-from recipe.partial_rollout.rollout import metrics
-from recipe.partial_rollout.rollout.batch import assemble_batch
-from recipe.partial_rollout.rollout.engine_watch import wait_round
+from recipe.partial_rollout.records.rollout_phase import RolloutPhase
+from recipe.partial_rollout.rollout.batch_wait import BatchWait
+from recipe.partial_rollout.rollout.filled_slots import fill_slots
 from recipe.partial_rollout.rollout.live_round import LiveRound
 from recipe.partial_rollout.rollout.played_round import PlayedRound, check_batch
 from recipe.partial_rollout.rollout.replica_roster import ReplicaRoster
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.rollout.round_watch import RoundWatch
 from recipe.partial_rollout.rollout.stop import StopTraining
+from recipe.partial_rollout.rollout.trained_round import TrainedRound
 from recipe.partial_rollout.rollout.worker_pool import WorkerPool
 from recipe.partial_rollout.rollout.worker_slots import WorkerSlots
-from recipe.partial_rollout.waits import one_line, result_of, within
+from recipe.partial_rollout.waits import result_of, within
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
     from recipe.partial_rollout.rollout.round_book import RoundBook
-
-T = TypeVar("T")
+    from recipe.partial_rollout.rollout.supervision import Supervision
 
 
 class Rounds:
@@ -61,6 +59,7 @@ class Rounds:
         slots: slots of each worker.
         overlap: decides how much is in flight.
         book: books finished rounds.
+        supervision: of the workers.
     """
 
     def __init__(
@@ -73,6 +72,7 @@ class Rounds:
         slots: WorkerSlots,
         overlap: OverlapSteering,
         book: RoundBook,
+        supervision: Supervision,
     ) -> None:
         self._context = context
         self._deadlines = context.settings.deadlines
@@ -83,6 +83,8 @@ class Rounds:
         self._slots = slots
         self.overlap = overlap
         self._book = book
+        self._supervision = supervision
+        self._wait = BatchWait(context, manager, supervision)
         self._watch = RoundWatch(
             context.settings, context.control, standing=lambda: result_of(manager.standing.remote())
         )
@@ -114,24 +116,24 @@ class Rounds:
         step = int(slots.meta_info["global_steps"])
         began = time.time()
         self._context.trace.begin(step)
-        opened, start = await self._supervised(self._open_round(step), "opening the round")
+        opened, start = await self._supervision.during(self._open_round(step), "opening the round")
         opened_at = time.time()
-        await self._supervised(self._pool.open_round(), "opening the round")
+        await self._supervision.during(self._pool.open_round(), "opening the round")
         try:
-            complete = self._context.trainers.alive_during(self._until_complete(), "the round")
+            complete = self._wait.until(lambda: result_of(self._manager.wait_round.remote()))
             ended = await self._watch.during(step, complete)
         except StopTraining:
             await self._give_up(opened)
             raise
-        await self._supervised(self._interrupt(opened), "interrupting the round")
+        await self._supervision.during(self._interrupt(opened), "interrupting the round")
         quiet_at = time.time()
-        groups = await self._supervised(self._take_batch(), "taking the batch")
+        groups = await self._supervision.during(self._take_batch(), "taking the batch")
         settings = self._context.settings
         check_batch(groups, settings.batch_groups, settings.failures.max_masked_fraction)
         opened.flush(PlayedRound(step, start, ended, began, opened_at, quiet_at, groups, *self._begin_collecting()))
         if step < self._context.last_step:
             self._prepare(step + 1, ended.wanted)
-        return self._batch_of(groups, slots)
+        return fill_slots(self._context, groups, slots)
 
     async def finish_round(self) -> None:
         """End the round, after the trainer has updated on its batch: wait for the last reports, and book the round.
@@ -146,11 +148,11 @@ class Rounds:
             raise RuntimeError("no round has been played: there is nothing to finish")
         played = self._round.played()
         waiting_since = time.time()
-        flushed = await self._supervised(
+        flushed = await self._supervision.during(
             self._collect(played.flushing, played.flushed), "collecting the interrupted samples"
         )
         flush_s = time.time() - waiting_since
-        calls = await self._supervised(
+        calls = await self._supervision.during(
             within(
                 self._pool.take_calls(),
                 self._deadlines.interrupt_s,
@@ -161,17 +163,28 @@ class Rounds:
         )
         filtered: tuple[FilteredGroup, ...] = ()
         if self._context.settings.group_filter is not None:
-            filtered = await self._supervised(
+            filtered = await self._supervision.during(
                 result_of(self._manager.take_filtered.remote()), "collecting the filtered groups"
             )
         self._figures = {
-            **self._book.note(played, flushed, calls, flush_s, filtered),
+            **self._book.note(
+                TrainedRound(
+                    step=played.step,
+                    start=played.start,
+                    admitted=played.end.admitted,
+                    phase=RolloutPhase(played.began, played.quiet_at, calls),
+                    groups=played.groups,
+                    filtered=filtered,
+                    gauges=flushed.metrics,
+                    waits={**played.waits(flushed, calls), "flush_s": flush_s},
+                )
+            ),
             "failures/workers_restarted_total": self._pool.restarted,
             **await self._context.engine_metrics(),
         }
         await self._slots.reckon(calls)
         if self._next is not None:
-            await self._supervised(self._readied(), "preparing the next round")
+            await self._supervision.during(self._readied(), "preparing the next round")
         await self._manager.acknowledge.remote([group.uid for group in played.groups])
         assert self._context.ledger is not None
         self._context.ledger.trained(played.step, played.step - 1, played.groups)
@@ -252,20 +265,6 @@ class Rounds:
             await self._manager.set_overlap.remote(change.overlap)
             tqdm.write(f"partial_rollout.overlap is now {change.overlap:g}: {change.reason}")
 
-    async def _until_complete(self) -> RoundEnd:
-        """Wait for the batch; meanwhile offer prompts to replace the groups that dynamic sampling filters."""
-        while True:
-            waiting = wait_round(self._manager, self._context.control.running_tokens, self._deadlines.stall_s)
-            ended = await self._supervised(self._context.stop.unless_stopped(waiting), "the round")
-            if not isinstance(ended, PromptsWanted):
-                return ended
-            source = self._context.source
-            assert source is not None
-            prompts = source.take(ended.count)
-            await self._supervised(
-                result_of(self._manager.offer.remote(prompts, source.left)), "offering prompts in the round"
-            )
-
     async def _interrupt(self, opened: LiveRound) -> None:
         await asyncio.gather(self._context.control.interrupt(), self._pool.close_round())
         opened.interrupt()
@@ -273,21 +272,14 @@ class Rounds:
     async def _give_up(self, opened: LiveRound) -> None:
         """End the round without a batch; the manager keeps what it decoded."""
         await self._manager.suspend_round.remote()
-        await self._supervised(self._interrupt(opened), "interrupting the round")
+        await self._supervision.during(self._interrupt(opened), "interrupting the round")
         opened.flush(None)
-        await self._supervised(self._collect(*self._begin_collecting()), "collecting the interrupted samples")
+        await self._supervision.during(self._collect(*self._begin_collecting()), "collecting the interrupted samples")
         opened.finish()
 
     async def _take_batch(self) -> list[TakenGroup]:
         taken = await self._manager.take_batch.remote()
         return await asyncio.to_thread(fetch_groups, taken, self._store.fetch)
-
-    def _batch_of(self, groups: list[TakenGroup], slots: DataProto) -> DataProto:
-        sizes = self._context.sizes
-        slot_uids = list(slots.non_tensor_batch["uid"][:: self._context.settings.samples_per_group])
-        batch = assemble_batch(groups, slot_uids, sizes.prompt, sizes.response, self._context.pad_id)
-        batch.meta_info["timing"] = metrics.timing_metrics(groups)
-        return batch
 
     def _begin_collecting(self) -> tuple[list[Any], Any]:
         """Ray references: one a worker, resolved once it has reported everything; the manager's, once all have."""
@@ -304,12 +296,3 @@ class Rounds:
             "collecting the interrupted samples from the agent-loop workers",
             "interrupt_s",
         )
-
-    async def _supervised(self, awaitable: Awaitable[T], what: str) -> T:
-        """``awaitable``, while dead workers are replaced."""
-        try:
-            return await self._pool.while_serving(
-                awaitable, what, release=lambda name: result_of(self._manager.release_worker.remote(name))
-            )
-        except RayActorError as error:
-            raise RolloutFailedError(f"an actor died during {what}: {one_line(error)}") from error

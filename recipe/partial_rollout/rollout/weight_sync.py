@@ -1,9 +1,7 @@
 """Weight sync with a deadline, which notices the failure of a replica during the sync.
 
-A replica that is dead before the sync is restarted for it (PR); one that dies during it ends the run.
-
-Under PR the replicas are quiet from the interruption of a round to the end of this sync, which resumes them: training
-samples wait in their workers for the next round, so validation can run in between.
+A replica that is dead before the sync is restarted for it (PR); one that dies during it ends the run. What else PR does
+around a sync is its placement's ``SyncFrame``.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from ray.exceptions import RayActorError, RayError
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.ray_utils import auto_await
 
-from recipe.partial_rollout.rollout.server_control import ServerControl
+from recipe.partial_rollout.rollout.sync_frame import SyncFrame
 from recipe.partial_rollout.waits import one_line
 
 _LOOK_EVERY_S = 1.0
@@ -34,7 +32,7 @@ class RecipeCheckpointManager:
     Args:
         verls: the checkpoint manager that verl made.
         deadline_s: seconds that one sync may take.
-        resume: the replicas to resume after a sync; None under noPR.
+        frame: what PR does around a sync; None under noPR.
         note: called after each sync with its version, start and end (unix seconds).
     """
 
@@ -42,23 +40,23 @@ class RecipeCheckpointManager:
         self,
         verls: CheckpointEngineManager,
         deadline_s: float,
-        resume: ServerControl | None,
+        frame: SyncFrame | None,
         note: Callable[[int, float, float], None] | None = None,
     ) -> None:
         self._verls = verls
         self._deadline_s = deadline_s
-        self._resume = resume
+        self._frame = frame
         self._note = note
 
     @auto_await
     async def sleep_replicas(self) -> None:
-        """As verl's, which calls it when a round is over; a dead replica is left out (PR)."""
-        await (self._verls.sleep_replicas() if self._resume is None else self._resume.sleep())
+        """As verl's, which calls it when it has a batch; a dead replica is left out (PR)."""
+        await (self._verls.sleep_replicas() if self._frame is None else self._frame.sleep())
 
     @auto_await
     async def wake_up_replicas(self) -> None:
         """As verl's; a dead replica is left out (PR)."""
-        await (self._verls.wake_up_replicas() if self._resume is None else self._resume.wake_up())
+        await (self._verls.wake_up_replicas() if self._frame is None else self._frame.wake_up())
 
     @auto_await
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
@@ -76,8 +74,8 @@ class RecipeCheckpointManager:
     async def _send(self, global_steps: int | None) -> dict[str, Any]:
         if self._verls.backend != "naive":
             return await self._verls.update_weights(global_steps)  # type: ignore[arg-type]
-        if self._resume is not None:
-            await self._resume.restart_dead()
+        if self._frame is not None:
+            await self._frame.before(global_steps or 0)
         trainer: Any = self._verls.actor_wg
         refs = trainer.update_weights(global_steps=global_steps, mode=self._verls.backend)
         syncing = asyncio.ensure_future(_all(refs))
@@ -92,8 +90,8 @@ class RecipeCheckpointManager:
             ) from error
         finally:
             syncing.cancel()
-        if self._resume is not None:
-            await self._resume.resume()
+        if self._frame is not None:
+            await self._frame.after(global_steps or 0)
         return {}
 
     async def _look(self, waited_s: float, version: int | None) -> None:

@@ -138,30 +138,29 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         facts = run_settings(self.settings, self.config.trainer.experiment_name, len(control))
         self.gpus = GpuWatch.of_cluster()
         self.trace = RunTrace(self.run_dir, control.addresses, facts, resumed_step, append=not starts_over)
+        if self.settings.enable:
+            self.ledger = open_ledger(self.run_dir, self.settings, self.steps, resumed_step, start_over=starts_over)
+        context = RolloutContext(
+            settings=self.settings,
+            control=control,
+            slots=slots,
+            sizes=sizes,
+            trace=self.trace,
+            source=self.prompt_source,
+            ledger=self.ledger,
+            stop=self.stop,
+            trainers=TrainerWatch(self.actor_rollout_wg.workers),
+            pad_id=self.tokenizer.pad_token_id,
+            steps_per_epoch=self.steps.per_epoch,
+            last_step=self.steps.last,
+        )
+        self._rollout.connect(context)
         verls: Any = self.checkpoint_manager
         self.checkpoint_manager: Any = RecipeCheckpointManager(
             verls,
             deadlines.weight_sync_s,
-            resume=control if self.settings.enable else None,
+            frame=self._rollout.sync_frame(context) if self.settings.enable else None,
             note=partial(self.trace.phase, "sync"),
-        )
-        if self.settings.enable:
-            self.ledger = open_ledger(self.run_dir, self.settings, self.steps, resumed_step, start_over=starts_over)
-        self._rollout.connect(
-            RolloutContext(
-                settings=self.settings,
-                control=control,
-                slots=slots,
-                sizes=sizes,
-                trace=self.trace,
-                source=self.prompt_source,
-                ledger=self.ledger,
-                stop=self.stop,
-                trainers=TrainerWatch(self.actor_rollout_wg.workers),
-                pad_id=self.tokenizer.pad_token_id,
-                steps_per_epoch=self.steps.per_epoch,
-                last_step=self.steps.last,
-            )
         )
 
     def send_loss(self) -> None:
@@ -185,6 +184,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             try:
                 table = self.step_log.open(resumes=self.resume_from is not None)
                 with observed_tracking(self._observe_step, after=self._after_log, table=table):
+                    if self.settings.enable:
+                        self._rollout.begin()
                     super().fit()
             except StopTraining:
                 self._save_before_stop()
@@ -192,6 +193,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             exhausted = self.settings.group_filter is not None and self._rollout.exhausted
             if exhausted:
                 self._save_where_data_ended()
+            if self.settings.enable:
+                self._rollout.end()
             if self.settings.probe_s:
                 self._probe("after training")
         self.trace.complete()
@@ -280,9 +283,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def _complete_step(self) -> None:
         """End the round of a trained batch, here and nowhere else; from now on a checkpoint is of this step.
 
-        Called after the actor's update, as late as verl's ``fit`` allows, so that the workers report while the trainer
-        updates. The critic's warm-up has no such update; there it is called before validation or logging, whichever
-        comes first.
+        Called after the actor's update, in the critic's warm-up after the critic's: as late as verl's ``fit`` allows, so
+        that the workers report while the trainer updates.
         """
         if self._completed_step == self.global_steps:
             return
@@ -298,6 +300,13 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         if self.settings.enable:
             self._measured = kv_gap(batch.batch, proximal.batch["old_log_probs"], self.global_steps - 1)
         return proximal, flops
+
+    def _update_critic(self, batch: DataProto) -> DataProto:
+        output = super()._update_critic(batch)
+        if self.config.trainer.critic_warmup > self.global_steps:
+            # The actor is not updated, and the engines begin the next version.
+            self._complete_step()
+        return output
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         if self.settings.enable:

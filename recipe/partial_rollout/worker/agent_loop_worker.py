@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
+from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.manager.types import Grant, SampleOutput
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
@@ -44,6 +45,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             self._run_granted,
             grant_s=settings.deadlines.grant_s,
             sample_s=settings.failures.sample_timeout_s,
+            rounds_end=settings.placement == Placement.COLOCATED,
         )
 
     def use_replicas(self, replicas: ReplicaChoice) -> None:

@@ -37,6 +37,7 @@ class ClaimLoop:
         run: runs the agent loop of a granted sample to its end, with ``LIVE_SAMPLE`` set.
         grant_s: seconds that a sample may wait for its slot in an open round.
         sample_s: seconds that an agent loop may spend between two engine calls; None: no limit.
+        rounds_end: whether garbage collections can wait for the end of a round; that of separate placement never ends.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class ClaimLoop:
         *,
         grant_s: float,
         sample_s: float | None,
+        rounds_end: bool = True,
     ) -> None:
         self._name = name
         self._manager = manager
         self._run_agent_loop = run
         self._sample_s = sample_s
+        self._rounds_end = rounds_end
         self.capacity = capacity
         self._gate = GrantGate(grant_s)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,7 +81,8 @@ class ClaimLoop:
 
     def open_round(self) -> None:
         """Engine calls are allowed from here on."""
-        garbage.hold()
+        if self._rounds_end:
+            garbage.hold()
         self._gate.open()
 
     def close_round(self) -> None:

@@ -1,0 +1,106 @@
+"""What PR does before and after new weights go to the replicas.
+
+==========  ===============================================  ======================================================
+placement   before                                           after
+==========  ===============================================  ======================================================
+colocated   dead replicas are restarted; the others are      the replicas accept requests; training samples wait in
+            quiet since the interruption of the round        their workers for the next round
+separate    the next prompts are read, dead replicas are     the manager begins the version, and the engines go on
+            restarted, and the engines are held
+==========  ===============================================  ======================================================
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from recipe.partial_rollout.rollout.server_control import ServerControl
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.rollout.stream import Stream
+
+
+class SyncFrame(Protocol):
+    """Around a weight sync, and around verl's putting the replicas to sleep."""
+
+    async def before(self, version: int) -> None:
+        """Afterwards every replica is alive and decodes nothing."""
+        ...
+
+    async def after(self, version: int) -> None:
+        """Every replica holds ``version``."""
+        ...
+
+    async def sleep(self) -> None:
+        """verl has a batch and wants the replicas' device memory."""
+        ...
+
+    async def wake_up(self) -> None:
+        """verl wants the replicas to have their memory."""
+        ...
+
+
+class QuietReplicas:
+    """Colocated: nothing decodes during a sync.
+
+    Args:
+        control: of the replicas.
+    """
+
+    def __init__(self, control: ServerControl) -> None:
+        self._control = control
+
+    async def before(self, version: int) -> None:
+        """See ``SyncFrame``."""
+        await self._control.restart_dead()
+
+    async def after(self, version: int) -> None:
+        """See ``SyncFrame``."""
+        await self._control.resume()
+
+    async def sleep(self) -> None:
+        """See ``SyncFrame``."""
+        await self._control.sleep()
+
+    async def wake_up(self) -> None:
+        """See ``SyncFrame``."""
+        await self._control.wake_up()
+
+
+class HeldReplicas:
+    """Separate: engines decode until the weights are loaded, and go on with the same samples.
+
+    Args:
+        control: of the replicas.
+        stream: begins the versions.
+        note: called after each hold with its version, start and end (unix seconds).
+    """
+
+    def __init__(self, control: ServerControl, stream: Stream, note: Callable[[int, float, float], None]) -> None:
+        self._control = control
+        self._stream = stream
+        self._note = note
+        self._held_at = 0.0
+
+    async def before(self, version: int) -> None:
+        """See ``SyncFrame``."""
+        await self._stream.prepare_version(version)
+        await self._control.restart_dead()
+        self._held_at = time.time()
+        await self._control.hold()
+        # A replica that died since is restarted while the others are held: it cannot miss a version.
+        await self._control.restart_dead()
+
+    async def after(self, version: int) -> None:
+        """See ``SyncFrame``."""
+        await self._stream.next_version(version)
+        await self._control.resume()
+        self._note(version, self._held_at, time.time())
+
+    async def sleep(self) -> None:
+        """The engines have devices of their own and decode on."""
+
+    async def wake_up(self) -> None:
+        """They never sleep."""
