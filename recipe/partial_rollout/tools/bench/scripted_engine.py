@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.manager.types import SampleOutput, Segment
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.planner.replica_model import Decoding, ReplicaModel
@@ -101,12 +102,14 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
     Args:
         curve: of each replica.
         replicas: that are this worker's.
+        placement: of the run.
     """
 
-    def __init__(self, curve: EngineCurve, replicas: int) -> None:
+    def __init__(self, curve: EngineCurve, replicas: int, placement: Placement = Placement.COLOCATED) -> None:
         # verl's own set-up is left out: no tokenizer, no rewards, no configuration.
         self.config = SimpleNamespace(  # type: ignore[assignment]
             partial_rollout=SimpleNamespace(
+                placement=placement,
                 deadlines=SimpleNamespace(grant_s=3600.0),
                 failures=SimpleNamespace(sample_timeout_s=None),
             )
