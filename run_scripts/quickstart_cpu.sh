@@ -4,6 +4,7 @@
 #
 #   bash run_scripts/quickstart_cpu.sh
 #   bash run_scripts/quickstart_cpu.sh trainer.total_training_steps=8 partial_rollout.max_staleness=2
+#   PLACEMENT=separate bash run_scripts/quickstart_cpu.sh    # PR's engine decodes while the trainer updates (docs/placement.md)
 #
 # Arguments are hydra overrides for both runs. OUT=dir (default outputs/quickstart) chooses where everything goes.
 # WARM_START=train trains the task's warm start, in four minutes, instead of unpacking the one that ships (seed 0, int8 weights).
@@ -14,6 +15,12 @@ case ${WARM_START:-ready} in
   ready) train_task=() ;;
   train) train_task=(--train) ;;
   *) printf 'quickstart: WARM_START=%s: choose ready or train\n' "$WARM_START" >&2 && exit 2 ;;
+esac
+placement=${PLACEMENT:-colocated}
+case $placement in
+  colocated) how='rounds are interrupted, unfinished samples resume in the next' ;;
+  separate) how='the engine decodes while the trainer updates' ;;
+  *) printf 'quickstart: PLACEMENT=%s: choose colocated or separate\n' "$placement" >&2 && exit 2 ;;
 esac
 bash run_scripts/setup.sh --quiet
 source run_scripts/env_cpu.sh
@@ -35,8 +42,8 @@ say "the embedded task and its warm start, in $out/task"
 python -m recipe.partial_rollout.tasks.ready_start --out "$out/task" "${train_task[@]}"
 say "noPR: every round waits for its slowest sample"
 train noPR partial_rollout.enable=False "$@"
-say "PR: rounds are interrupted, unfinished samples resume in the next"
-train PR partial_rollout.enable=True "$@"
+say "PR: $how"
+train PR partial_rollout.enable=True partial_rollout.placement="$placement" "$@"
 say "comparison"
 python -m recipe.partial_rollout.tools report "$out/noPR" "$out/PR" --out "$out"
 printf '\nquick start done in %d s, set-up included; pictures and tables are in %s; SwanLab: bash run_scripts/dashboard.sh %s\n' \

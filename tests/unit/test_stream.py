@@ -171,7 +171,7 @@ class Life:
         self.stream = Stream(
             context, Local(self.manager), InProcess(), pool, others, others, steering, notes, Supervision(), self.calls
         )
-        self.frame = HeldReplicas(self.control, self.stream, lambda *hold: notes.phase("hold", *hold[:1], 0, 0))
+        self.frame = HeldReplicas(self.control, self.stream)
 
     async def start(self):
         self.worker.connect("w0", Local(self.manager), 4, ReplicaChoice({}))
@@ -301,7 +301,19 @@ def test_next_batch_and_the_figures_wait_for_the_update():
             await life.stream.finish_round()
         return life.stream.take_step_metrics()
 
-    assert lived(body)["length/bias"] == 1.0
+    assert lived(body) == {"length/bias": 1.0, "failures/workers_restarted_total": 0}
+
+
+def test_hold_of_a_sync_is_a_figure_of_its_step_and_a_phase_of_its_version():
+    async def body():
+        life = Life([5, 5, 5, 5])
+        await life.start()
+        life.stream.take_step_metrics()
+        await life.step(1)
+        return life.stream.take_step_metrics(), life.notes.phases
+
+    figures, phases = lived(body)
+    assert 0 <= figures["timing/hold_s"] < 5 and ("hold", 1) in phases
 
 
 def test_checkpoint_holds_every_token_and_the_samples_run_on(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
     def sync_frame(self, context: RolloutContext) -> SyncFrame:
         """What a weight sync does around its transfer; after ``connect``."""
         if isinstance(self._connected, Stream):
-            return HeldReplicas(context.control, self._connected, partial(context.trace.phase, "hold"))
+            return HeldReplicas(context.control, self._connected)
         return QuietReplicas(context.control)
 
     def begin(self) -> None:

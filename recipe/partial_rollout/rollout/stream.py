@@ -179,6 +179,11 @@ class Stream:
             self._state = StreamState.RUNNING
             await self._pool.open_round()
 
+    def note_phase(self, name: str, version: int, start: float, end: float) -> None:
+        """Note a phase of the sync of ``version``: ``stage`` or ``hold``; moments in unix seconds."""
+        self._context.trace.phase(name, version, start, end)
+        self._figures[f"timing/{name}_s"] = end - start
+
     async def _steer(self) -> None:
         if (change := self.overlap.poll()) is not None:
             await self._manager.set_overlap.remote(change.overlap)

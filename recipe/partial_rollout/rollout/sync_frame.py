@@ -13,7 +13,6 @@ separate    the next prompts are read, dead replicas are     the manager begins 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from recipe.partial_rollout.rollout.server_control import ServerControl
@@ -74,14 +73,12 @@ class HeldReplicas:
 
     Args:
         control: of the replicas.
-        stream: begins the versions.
-        note: called after each hold with its version, start and end (unix seconds).
+        stream: begins the versions, and is told of each hold.
     """
 
-    def __init__(self, control: ServerControl, stream: Stream, note: Callable[[int, float, float], None]) -> None:
+    def __init__(self, control: ServerControl, stream: Stream) -> None:
         self._control = control
         self._stream = stream
-        self._note = note
         self._held_at = 0.0
 
     async def before(self, version: int) -> None:
@@ -97,7 +94,7 @@ class HeldReplicas:
         """See ``SyncFrame``."""
         await self._stream.next_version(version)
         await self._control.resume()
-        self._note(version, self._held_at, time.time())
+        self._stream.note_phase("hold", version, self._held_at, time.time())
 
     async def sleep(self) -> None:
         """The engines have devices of their own and decode on."""
