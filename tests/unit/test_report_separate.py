@@ -1,7 +1,11 @@
 """The report of runs with separate placement: their lanes, their figures at equal work, and what compares with what."""
 
 import dataclasses
+import itertools
+import json
+import re
 import runpy
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,7 @@ from recipe.partial_rollout.tools.report.comparison import compare
 from recipe.partial_rollout.tools.report.findings import findings
 from recipe.partial_rollout.tools.report.lane_strip import strip_of
 from recipe.partial_rollout.tools.report.lanes import Trainer, lanes_of
+from recipe.partial_rollout.tools.report.perfetto import chrome_trace
 from recipe.partial_rollout.tools.report.spans import common, seconds, union, within, without
 from recipe.partial_rollout.tools.report.table import tables
 from recipe.partial_rollout.tools.report.timeline import _cut, run_end
@@ -222,3 +227,42 @@ def test_report_of_both_placements_is_written(tmp_path):
     assert main([*map(str, runs), "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert "| engines held | - | 6.2% |  |" in (tmp_path / "out" / "report.md").read_text()
+
+
+# -- page and Chrome trace ---------------------------------------------------------------------------------------------
+
+
+def test_page_draws_what_lies_in_a_phase_over_it(tmp_path):
+    write_run(tmp_path / "PR")
+    assert main([str(tmp_path / "PR"), "--out", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    (run,) = json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)[1])
+    assert [name for name, step, *_ in run["phases"] if step == 2] == ["wait", "train", "sync", "stage", "hold"]
+    assert "all engines held" in page
+
+
+def test_chrome_trace_has_a_thread_that_says_when_an_engine_is_held(run):
+    events = chrome_trace(compare([run]))["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices = [event for event in events if event["ph"] == "X"]
+    tracks = defaultdict(list)
+    for event in slices:
+        tracks[event["pid"], event["tid"]].append(
+            (event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+        )
+    assert set(tracks) <= set(names)
+    driver = {names[at]: spans for at, spans in tracks.items() if at[0] == 1}
+    assert driver["engines held"] == [("hold 1", 18, 19), ("hold 2", 30, 31)]
+    assert driver["staging weights"] == [("stage 1", 16, 18), ("stage 2", 28, 30)]
+    assert [name for name, *_ in driver["trainer"]] == ["wait 1", "train 1", "wait 2", "train 2", "wait 3", "train 3"]
+    (engine,) = [spans for (pid, _), spans in tracks.items() if pid == 3 and names[pid, _] == "engine"]
+    assert engine[1:4] == [("decoding", 12, 18), ("held", 18, 19), ("decoding", 19, 21)]
+    for spans in tracks.values():
+        assert all(before[2] <= after[1] for before, after in itertools.pairwise(spans))
+
+
+def test_counter_of_running_samples_counts_calls_that_end_later(run):
+    events = chrome_trace(compare([run]))["traceEvents"]
+    of_long = [event for event in events if event["ph"] == "C" and event["pid"] == 2]
+    assert [event["args"]["running"] for event in of_long if event["ts"] in (0, 39_000_000)] == [1]
+    assert of_long[-1]["ts"] == 40_000_000 and of_long[-1]["args"]["running"] == 0

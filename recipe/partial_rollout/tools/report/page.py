@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from recipe.partial_rollout.records.run_record import RunRecord
+from recipe.partial_rollout.records.trace_events import Phase, PhaseName
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.findings import cautions, findings
 from recipe.partial_rollout.tools.report.picture import hue
@@ -24,6 +25,20 @@ from recipe.partial_rollout.tools.table import Table
 
 LONGEST_MS = 2**32 - 1
 """The page counts milliseconds in 32 bits: 49 days."""
+
+PHASE_ORDER: tuple[str, ...] = (
+    PhaseName.WAIT,
+    PhaseName.TRAIN,
+    PhaseName.VALIDATE,
+    PhaseName.SYNC,
+    PhaseName.STAGE,
+    PhaseName.HOLD,
+)
+"""A phase is drawn over those before it, which it may lie in; others last."""
+SEPARATE_LEGEND = (
+    '\n<i style="background:#7fb08a"></i> staging weights <i style="background:#111"></i> all engines held. '
+    "Where the trainer has the colour of empty slots, it waits."
+)
 
 
 def page(comparison: Comparison, panels: bytes, *, made: str, reload_s: float | None = None) -> str:
@@ -40,6 +55,7 @@ def page(comparison: Comparison, panels: bytes, *, made: str, reload_s: float | 
         "title": html.escape(f"Partial rollout: {', '.join(names)}"),
         "refresh": f'<meta http-equiv="refresh" content="{reload_s:g}">' if reload_s else "",
         "cautions": "\n".join(f'<p class="caution"><b>{html.escape(line)}.</b></p>' for line in cautions(comparison)),
+        "separate": SEPARATE_LEGEND if any(side.run.settings.separate for side in comparison.sides) else "",
         "findings": "\n".join(f"<p>{html.escape(line)}</p>" for line in findings(comparison)),
         "tables": "\n".join(table_html(table) for table in tables(comparison)),
         "warnings": _warnings(comparison.warnings),
@@ -91,7 +107,7 @@ def _run_data(side: Side, colour: str) -> dict[str, Any]:
         "rounds": _rounds(run, origin),
         "phases": [
             [phase.name, phase.step, _ms(phase.start - origin), _ms(phase.end - origin)]
-            for phase in run.phases
+            for phase in sorted(run.phases, key=_drawn)
             if phase.end > origin
         ],
         "start": _column(start * 1e3, np.uint32),
@@ -101,6 +117,11 @@ def _run_data(side: Side, colour: str) -> dict[str, Any]:
         "sample": _column(segments.sample, np.uint32),
         "interrupted": _column(segments.interrupted, np.uint8),
     }
+
+
+def _drawn(phase: Phase) -> tuple[int, int]:
+    """Its place in the order of drawing."""
+    return phase.step, PHASE_ORDER.index(phase.name) if phase.name in PHASE_ORDER else len(PHASE_ORDER)
 
 
 def _rounds(run: RunRecord, origin: float) -> list[list[int | None]]:

@@ -1,6 +1,7 @@
 """A Chrome trace of runs, for `ui.perfetto.dev` or `chrome://tracing` (the Trace Event Format, JSON object form).
 
-A process is the driver of a run or one of its replicas, a thread a slot. An arrow leads from an interrupted segment to the
+A process is the driver of a run or one of its replicas, a thread a slot; under separate placement a replica's first thread
+says when it decodes and when it is held. An arrow leads from an interrupted segment to the
 one that resumes its sample. Times are microseconds from each run's first round, so that runs lie over each other.
 """
 
@@ -14,14 +15,26 @@ from typing import Any
 import numpy as np
 
 from recipe.partial_rollout.records.run_record import RunRecord
+from recipe.partial_rollout.records.trace_events import PhaseName
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.concurrency import running_curve
+from recipe.partial_rollout.tools.report.lanes import lanes_of
 from recipe.partial_rollout.tools.report.segments import Segments, segments_of
 
 Event = dict[str, Any]
-ROUNDS, TRAINER, SYNC = 1, 2, 3
-"""Threads of a driver; the trainer's has training and validation, which may contain a sync."""
+ROUNDS, TRAINER, SYNC, STAGE, HOLD = range(1, 6)
+"""Threads of a driver; the trainer's has waits, training and validation, which may contain a sync, and that the others."""
 DRIVER_THREADS = {ROUNDS: "rounds", TRAINER: "trainer", SYNC: "weight sync"}
+SEPARATE_THREADS = {STAGE: "staging weights", HOLD: "engines held"}
+PHASE_THREADS: dict[str, int] = {
+    PhaseName.SYNC: SYNC,
+    PhaseName.STAGE: STAGE,
+    PhaseName.HOLD: HOLD,
+    PhaseName.FLUSH: HOLD,
+}
+"""Those that are not the trainer's."""
+ENGINE = 1_000_000
+"""Thread of a replica, beside those of its slots, which count from 1."""
 
 
 def write_chrome_trace(comparison: Comparison, path: Path) -> None:
@@ -39,7 +52,7 @@ def chrome_trace(comparison: Comparison) -> dict[str, Any]:
         segments = segments_of(side.run)
         names += _names(side, segments, pid)
         events += [*_driver_events(side.run, pid), *_segment_events(side.run, segments, pid, flows)]
-        events += _counters(side.run, pid)
+        events += [*_engine_events(side.run, pid), *_counters(side.run, pid)]
         pid += 1 + side.run.settings.replicas
     # Python's sort is stable: what begins and ends at one moment keeps its order.
     events.sort(key=lambda event: event["ts"])
@@ -52,8 +65,12 @@ def _names(side: Side, segments: Segments, pid: int) -> Iterator[Event]:
         name = f"{side.name}{state}: " + (f"replica {process - 1}" if process else "driver")
         yield _meta("process_name", pid + process, 0, name=name)
         yield _meta("process_sort_index", pid + process, 0, sort_index=pid + process)
-    for thread, name in DRIVER_THREADS.items():
+    separate = side.run.settings.separate
+    for thread, name in (DRIVER_THREADS | SEPARATE_THREADS if separate else DRIVER_THREADS).items():
         yield _meta("thread_name", pid, thread, name=name)
+    for replica in range(side.run.settings.replicas if separate else 0):
+        yield _meta("thread_name", pid + 1 + replica, ENGINE, name="engine")
+        yield _meta("thread_sort_index", pid + 1 + replica, ENGINE, sort_index=0)
     for lane in segments.lanes:
         yield _meta("thread_name", pid + 1 + lane.replica, lane.slot + 1, name=f"slot {lane.slot}")
 
@@ -76,10 +93,21 @@ def _driver_events(run: RunRecord, pid: int) -> Iterator[Event]:
         if phase.start < origin:
             continue
         start, end = _us(phase.start - origin), _us(phase.end - origin)
-        sync = phase.name == "sync"
-        name = f"version {phase.step}" if sync else f"{phase.name} {phase.step}"
-        place = {"pid": pid, "tid": SYNC if sync else TRAINER, "cat": phase.name}
+        name = f"version {phase.step}" if phase.name == PhaseName.SYNC else f"{phase.name} {phase.step}"
+        place = {"pid": pid, "tid": PHASE_THREADS.get(phase.name, TRAINER), "cat": phase.name}
         yield {"ph": "X", "name": name, "ts": start, "dur": end - start, **place}
+
+
+def _engine_events(run: RunRecord, pid: int) -> Iterator[Event]:
+    """Under separate placement: when each replica decodes, and when it is held."""
+    if not run.settings.separate:
+        return
+    origin, lanes = run.rounds[0].phase.start, lanes_of(run)
+    for replica, decoding in enumerate(lanes.decoding):
+        place = {"pid": pid + 1 + replica, "tid": ENGINE, "cat": "engine"}
+        for name, spans in (("decoding", decoding), ("held", lanes.held)):
+            for start, end in ((_us(start - origin), _us(end - origin)) for start, end in spans):
+                yield {"ph": "X", "name": name, "ts": start, "dur": end - start, **place}
 
 
 def _segment_events(run: RunRecord, segments: Segments, pid: int, flows: Iterator[int]) -> Iterator[Event]:

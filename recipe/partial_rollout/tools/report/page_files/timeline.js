@@ -7,10 +7,16 @@
 
 const DRIVER = 30, AXIS = 20, LABELS = 74, LEAST_HEIGHT = 160, MOST_HEIGHT = 620, TIP_LINES = 14;
 const VERSIONS = ["#4e79a7", "#76b7b2", "#59a14f", "#b6992d", "#af7aa1", "#9c755f"];
-const [WHITE, BETWEEN, EMPTY, TRAIN, VALIDATE, SYNC, MARK, ROUND, ROUND_TOO] =
-  ["#ffffff", "#dcdcdc", "#fbf3d0", "#8a8a8a", "#c9b8d8", "#d55e00", "#111111", "#e8c547", "#d8a93a"].map(packed);
+const [WHITE, BETWEEN, EMPTY, TRAIN, VALIDATE, SYNC, MARK, ROUND, ROUND_TOO, STAGE] =
+  ["#ffffff", "#dcdcdc", "#fbf3d0", "#8a8a8a", "#c9b8d8", "#d55e00", "#111111", "#e8c547", "#d8a93a", "#7fb08a"].map(packed);
 const VERSION_PIXELS = VERSIONS.map(packed);
-const PHASE_PIXELS = { train: TRAIN, validate: VALIDATE, sync: SYNC };
+const PHASE_PIXELS = { wait: EMPTY, train: TRAIN, validate: VALIDATE, sync: SYNC, stage: STAGE, hold: MARK, flush: MARK };
+const SENDING = ["sync", "stage", "hold"], HOLDING = ["hold", "flush"];
+const PHASE_WORDS = {
+  wait: step => `the trainer waits for the batch of step ${step}`, sync: step => `weight sync of version ${step}`,
+  stage: step => `staging weights, step ${step}`, hold: step => `engines held for new weights, step ${step}`,
+  flush: step => `engines stopped for the checkpoint of step ${step}`,
+};
 
 // A colour as the pixels of an ImageData hold it, on little-endian machines.
 function packed(colour) {
@@ -80,6 +86,7 @@ class Timeline {
     this.pixels.fill(WHITE);
     this.drawDriver();
     this.drawCalls();
+    this.drawHolds();
     this.context.putImageData(this.image, 0, 0);
     this.drawLabels();
     this.drawChosen();
@@ -93,7 +100,14 @@ class Timeline {
       this.fill(this.x(start), this.x(end), 2, middle - 1, step % 2 ? ROUND : ROUND_TOO);
     }
     for (const [name, , start, end] of phases) {
-      this.fill(this.x(start), this.x(end), name === "sync" ? middle + (middle >> 1) : middle, this.top - 2, PHASE_PIXELS[name] ?? BETWEEN);
+      this.fill(this.x(start), this.x(end), SENDING.includes(name) ? middle + (middle >> 1) : middle, this.top - 2, PHASE_PIXELS[name] ?? BETWEEN);
+    }
+  }
+
+  // Over the calls, where there is room for it: they go on, but make no token.
+  drawHolds() {
+    for (const [name, , start, end] of this.run.phases) {
+      if (HOLDING.includes(name) && this.x(end) - this.x(start) > 0.7) this.fill(this.x(start), this.x(end), this.top, this.bottom, MARK);
     }
   }
 
@@ -196,7 +210,7 @@ class Timeline {
     const t = this.time(x), inside = ([, , start, end]) => start <= t && t <= end;
     if (y >= this.top / 2) {
       return this.run.phases.filter(inside).map(([name, step, start, end]) =>
-        name === "sync" ? `weight sync of version ${step}: ${seconds(end - start)}` : `${name}, step ${step}: ${seconds(end - start)}`);
+        `${PHASE_WORDS[name]?.(step) ?? `${name}, step ${step}`}: ${seconds(end - start)}`);
     }
     return this.run.rounds.filter(inside).flatMap(([step, version, start, end, interrupt, resume, carried]) => [
       `round of step ${step} under version ${version}: ${seconds(end - start)}, ${count(carried, "group")} carried into it`,
