@@ -81,8 +81,12 @@ CONTRACT = (
     Uses("verl.single_controller.ray.base:RayWorkerGroup", "worker_group", calls={"__init__": "*, master_port_range"}),
     Uses(
         "verl.workers.engine_workers:ActorRolloutRefWorker",
-        "ray_trainer weight_sync",
-        calls={"set_loss_fn": "loss_fn", "update_weights": "*, global_steps, mode"},
+        "ray_trainer weight_sync weight_transfer",
+        calls={
+            "set_loss_fn": "loss_fn",
+            "update_weights": "*, global_steps, mode",
+            "execute_checkpoint_engine": "method",
+        },
     ),
     Uses(
         "verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter",
@@ -149,7 +153,9 @@ CONTRACT = (
         "observed_worker",
         calls={"rollout_trace_attr": "*, step, sample_index, rollout_n, validate, name, trace"},
     ),
-    Uses("verl.utils.ray_utils", "weight_sync observed_manager ray_trainer", calls={"auto_await": "func"}),
+    Uses(
+        "verl.utils.ray_utils", "weight_sync weight_transfer observed_manager ray_trainer", calls={"auto_await": "func"}
+    ),
     Uses(
         "verl.workers.rollout.llm_server:LLMServerClient",
         "llm_client",
@@ -162,7 +168,13 @@ CONTRACT = (
             "_vllm_request_id": "request_id",
         },
     ),
-    Uses("verl.workers.rollout.llm_server:LLMServerManager", "ray_trainer", calls={"get_replicas": ""}),
+    Uses(
+        "verl.workers.rollout.llm_server:LLMServerManager",
+        "ray_trainer standalone_engines",
+        calls={"__init__": "config, worker_group, rollout_resource_pool", "get_replicas": ""},
+    ),
+    Uses("verl.trainer.ppo.ray_trainer", "standalone_engines", has="LLMServerManager"),
+    Uses("verl.workers.rollout.replica", "standalone_engines", has="RayWorkerGroup"),
     Uses(
         "verl.workers.rollout.router:GlobalRequestLoadBalancer",
         "replica_roster",
@@ -175,8 +187,8 @@ CONTRACT = (
     ),
     Uses(
         "verl.workers.rollout.replica:RolloutReplica",
-        "server_control weight_sync",
-        has="server_address server_handle",
+        "server_control sync_watch weight_transfer",
+        has="server_address server_handle workers",
         calls={"abort_all_requests": "*, reject_request", "resume_generation": "", "sleep": "", "wake_up": ""},
     ),
     Uses("verl.workers.rollout.replica:RolloutReplicaRegistry", "replica", calls={"register": "name, loader"}),
@@ -209,14 +221,28 @@ CONTRACT = (
     ),
     Uses(
         "verl.checkpoint_engine:CheckpointEngineManager",
-        "weight_sync",
-        has="backend actor_wg replicas",
-        calls={"update_weights": "global_steps", "sleep_replicas": "", "wake_up_replicas": ""},
+        "weight_sync weight_transfer",
+        has="backend backend_cls config actor_wg replicas",
+        calls={
+            "update_weights": "global_steps",
+            "sleep_replicas": "",
+            "wake_up_replicas": "",
+            "abort_replicas": "reject_request",
+            "resume_generation_replicas": "",
+            "release_kv_cache_replicas": "",
+            "resume_kv_cache_replicas": "",
+        },
+    ),
+    Uses(
+        "verl.checkpoint_engine:CheckpointEngineWorker",
+        "weight_transfer replica",
+        has="server_adapter",
+        calls={"update_weights": "*, global_steps"},
     ),
     Uses("verl.checkpoint_engine:CheckpointEngineRegistry", "shm_weights", calls={"register": "backend"}),
     Uses(
         "verl.checkpoint_engine.base:CheckpointEngineWithCache",
-        "shm_weights",
+        "shm_weights weight_transfer",
         calls={
             "prepare": "",
             "build_topology": "actor_wg_world_size, rollout_world_size, metadata",

@@ -1,0 +1,161 @@
+"""How new weights get from the trainer into the engines, in two parts: ``stage`` while they decode, ``load`` while held.
+
+===========  =========================================  ==================================================================
+backend      ``stage``                                  ``load``
+===========  =========================================  ==================================================================
+``naive``    nothing                                    each trainer sends to the engine on its own devices
+with cache   the trainer packs its weights (``shm``)    the worker beside each engine reads them, at no cost to the trainer
+the others   nothing                                    verl's gather and broadcast (``nccl``); not run, for lack of GPUs
+===========  =========================================  ==================================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from ray.exceptions import RayError
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.checkpoint_engine.base import CheckpointEngineWithCache
+from verl.utils.ray_utils import auto_await
+
+from recipe.partial_rollout.rollout.sync_watch import WeightSyncError, watched
+from recipe.partial_rollout.waits import one_line
+
+
+class WeightTransfer(Protocol):
+    """Both parts raise ``WeightSyncError``, which names the trainer or the replica that failed."""
+
+    async def stage(self, version: int) -> None:
+        """Do all that can be done while the engines decode."""
+        ...
+
+    async def load(self, version: int) -> None:
+        """Every engine, idle and alive, gets the weights and learns their version."""
+        ...
+
+
+def transfer_of(verls: CheckpointEngineManager, deadline_s: float) -> WeightTransfer:
+    """The transfer for ``rollout.checkpoint_engine.backend``.
+
+    Args:
+        verls: the checkpoint manager that verl made.
+        deadline_s: seconds for each part.
+    """
+    if verls.backend == "naive":
+        return DirectTransfer(verls, deadline_s)
+    if issubclass(verls.backend_cls, CheckpointEngineWithCache):
+        return CachedTransfer(verls, deadline_s)
+    return HeldTransfer(verls, deadline_s)
+
+
+class DirectTransfer:
+    """Trainer and engines share their devices."""
+
+    def __init__(self, verls: CheckpointEngineManager, deadline_s: float) -> None:
+        self._verls = verls
+        self._deadline_s = deadline_s
+
+    async def stage(self, version: int) -> None:
+        """See ``WeightTransfer``."""
+
+    async def load(self, version: int) -> None:
+        """See ``WeightTransfer``."""
+        what = f"weight sync of version {version}"
+        sending = _sent(self._verls, version, what)
+        await watched(sending, self._verls.replicas, self._deadline_s, what)
+
+
+class CachedTransfer:
+    """The trainer is done when its weights are packed; the engines load them on their own.
+
+    A replica that has died, and was restarted since, loads like the others. One that dies while it loads ends the run.
+    """
+
+    def __init__(self, verls: CheckpointEngineManager, deadline_s: float) -> None:
+        self._verls = verls
+        self._deadline_s = deadline_s
+        self._freeing: list[Any] = []
+        """references to the trainers' removal of what was loaded"""
+
+    async def stage(self, version: int) -> None:
+        """See ``WeightTransfer``."""
+        what = f"staging of version {version}"
+        # What the engines have loaded is removed meanwhile, and the trainer must be done with that.
+        freed, self._freeing = self._freeing, []
+        await watched(_all(freed, f"{what} failed in the trainer"), (), self._deadline_s, what)
+        await watched(_sent(self._verls, version, what), (), self._deadline_s, what)
+
+    async def load(self, version: int) -> None:
+        """See ``WeightTransfer``."""
+        what, replicas = f"loading of version {version}", self._verls.replicas
+        loads = [
+            _all(
+                [worker.update_weights.remote(global_steps=version) for worker in replica.workers],
+                f"{what} failed in vLLM replica {replica.server_address}",
+            )
+            for replica in replicas
+        ]
+        await watched(asyncio.gather(*loads), replicas, self._deadline_s, what)
+        trainers = self._verls.actor_wg
+        self._freeing = trainers.execute_checkpoint_engine(["finalize"] * trainers.world_size)  # type: ignore[attr-defined]
+
+
+class HeldTransfer:
+    """verl's own sync, without its abort: the engines are held instead. Not run on a GPU."""
+
+    def __init__(self, verls: CheckpointEngineManager, deadline_s: float) -> None:
+        self._held = HeldCheckpointManager(verls.config, verls.actor_wg, verls.replicas)
+        self._deadline_s = deadline_s
+        # verl blocks its thread. asyncio would wait for a thread of its own at the end, even after a failure.
+        self._thread = ThreadPoolExecutor(1)
+
+    async def stage(self, version: int) -> None:
+        """See ``WeightTransfer``."""
+
+    async def load(self, version: int) -> None:
+        """See ``WeightTransfer``."""
+        what = f"weight sync of version {version}"
+
+        async def sync() -> None:
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._held.update_weights, version)
+            except RayError as error:
+                raise WeightSyncError(f"{what} failed in the trainer or beside an engine: {one_line(error)}") from error
+
+        await watched(sync(), self._held.replicas, self._deadline_s, what)
+
+
+class HeldCheckpointManager(CheckpointEngineManager):
+    """verl's manager for engines that are held while it transfers, and keep their requests and their KV cache."""
+
+    @auto_await
+    async def abort_replicas(self, reject_request: bool = False) -> None:
+        """The engines are held already."""
+
+    @auto_await
+    async def resume_generation_replicas(self) -> None:
+        """Who has held them resumes them."""
+
+    @auto_await
+    async def release_kv_cache_replicas(self) -> None:
+        """It holds the cache of requests that go on. verl would first wait for them to end."""
+
+    @auto_await
+    async def resume_kv_cache_replicas(self) -> None:
+        """It was not released."""
+
+
+async def _sent(verls: CheckpointEngineManager, version: int, what: str) -> None:
+    trainers: Any = verls.actor_wg
+    await _all(trainers.update_weights(global_steps=version, mode=verls.backend), f"{what} failed in the trainer")
+
+
+async def _all(refs: Iterable[Awaitable[Any]], failed: str) -> None:
+    """Wait for Ray's ``refs``; the first error becomes a ``WeightSyncError`` that begins with ``failed``."""
+    try:
+        await asyncio.gather(*refs)
+    except RayError as error:
+        raise WeightSyncError(f"{failed}: {one_line(error)}") from error

@@ -1,0 +1,201 @@
+"""A weight transfer in two parts: the trainer packs while the engines decode, the engines load while they are held."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import RayActorError, RayTaskError
+from verl.checkpoint_engine import CheckpointEngineManager
+
+from recipe.partial_rollout.rollout import weight_transfer
+from recipe.partial_rollout.rollout.sync_watch import WeightSyncError, watched
+from recipe.partial_rollout.rollout.weight_transfer import CachedTransfer, HeldTransfer, transfer_of
+from verl_ext.shm_weights import ShmCheckpointEngine
+
+
+class Remote:
+    """An actor's method: what the call notes, waits for, and raises."""
+
+    def __init__(self, log, name, error=None, hangs=False):
+        self.log, self.name, self.error, self.hangs = log, name, error, hangs
+
+    async def remote(self, **given):
+        self.log.append((self.name, *given.values()))
+        if self.hangs:
+            await asyncio.sleep(60)
+        if self.error is not None:
+            raise self.error
+
+
+def replica_named(name, log, *, workers=2, **behaviour):
+    return SimpleNamespace(
+        server_address=name,
+        workers=[SimpleNamespace(update_weights=Remote(log, name, **behaviour)) for _ in range(workers)],
+        server_handle=SimpleNamespace(weight_sync_error=Answer()),
+    )
+
+
+class Answer:
+    """A server's answer to ``weight_sync_error``."""
+
+    said: object = None
+
+    async def remote(self):
+        if isinstance(self.said, Exception):
+            raise self.said
+        return self.said
+
+
+class Trainers:
+    """The trainers' worker group."""
+
+    world_size = 2
+
+    def __init__(self, log, error=None, hangs=False):
+        self.log, self.call = log, Remote(log, "trainer", error, hangs)
+
+    def update_weights(self, global_steps, mode):
+        return [self.call.remote(version=global_steps, mode=mode)]
+
+    def execute_checkpoint_engine(self, methods):
+        return [asyncio.to_thread(self.log.append, (method,)) for method in methods]
+
+
+def verls_manager(backend, backend_cls, log, replicas, **trainer):
+    verls = CheckpointEngineManager.__new__(CheckpointEngineManager)
+    verls.backend, verls.backend_cls, verls.replicas = backend, backend_cls, replicas
+    verls.actor_wg = Trainers(log, **trainer)
+    return verls
+
+
+@pytest.fixture
+def cached():
+    """``cached(trainer=..., **replicas)``: a transfer through a cache to two replicas, and what its actors noted."""
+
+    def build(trainer=None, deadline_s=5.0, **b):
+        log = []
+        replicas = [replica_named("a", log), replica_named("b", log, **b)]
+        verls = verls_manager("shm", ShmCheckpointEngine, log, replicas, **(trainer or {}))
+        return transfer_of(verls, deadline_s), log, replicas
+
+    return build
+
+
+def test_only_the_trainer_stages_and_only_the_engines_load(cached):
+    transfer, log, _ = cached()
+
+    async def two_syncs():
+        for version in (1, 2):
+            await transfer.stage(version)
+            log.append("held")
+            await transfer.load(version)
+        await transfer.stage(3)
+
+    asyncio.run(two_syncs())
+    loads = [("a", 1), ("a", 1), ("b", 1), ("b", 1)]
+    freed = [("finalize",), ("finalize",)]
+    assert log[:6] == [("trainer", 1, "shm"), "held", *loads]
+    assert log[6:8] == freed, "what was loaded is removed before the next version is packed"
+    assert log[8:10] == [("trainer", 2, "shm"), "held"]
+
+
+def test_naive_sends_in_the_second_part():
+    log = []
+    verls = verls_manager("naive", object, log, [replica_named("a", log)])
+    transfer = transfer_of(verls, 5.0)
+
+    async def sync():
+        await transfer.stage(3)
+        log.append("held")
+        await transfer.load(3)
+
+    asyncio.run(sync())
+    assert log == ["held", ("trainer", 3, "naive")]
+
+
+def test_failures_name_the_trainer_or_the_replica(cached):
+    full = RayTaskError("f", "Traceback\nOSError: No space left on device", OSError("No space left on device"))
+    transfer, _, _ = cached(trainer={"error": full})
+    with pytest.raises(WeightSyncError, match=r"staging of version 4 failed in the trainer: .*No space left"):
+        asyncio.run(transfer.stage(4))
+    transfer, _, _ = cached(error=RayActorError())
+    with pytest.raises(WeightSyncError, match=r"loading of version 4 failed in vLLM replica b: RayActorError"):
+        asyncio.run(transfer.load(4))
+
+
+def test_deadlines_name_what_was_awaited(cached):
+    transfer, _, _ = cached(trainer={"hangs": True}, deadline_s=0.05)
+    with pytest.raises(
+        WeightSyncError, match=r"staging of version 4 by the trainer took more than 0.05 s .*weight_sync_s"
+    ):
+        asyncio.run(transfer.stage(4))
+    transfer, _, _ = cached(hangs=True, deadline_s=0.05)
+    with pytest.raises(WeightSyncError, match=r"loading of version 4 to vLLM replicas a, b took more than 0.05 s"):
+        asyncio.run(transfer.load(4))
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"), [("ValueError: odd shape", "ValueError: odd shape"), (RayActorError(), "the server died")]
+)
+def test_engine_that_fails_while_its_sender_waits_ends_the_load_by_name(cached, said, reason, monkeypatch):
+    monkeypatch.setattr("recipe.partial_rollout.rollout.sync_watch._LOOK_EVERY_S", 0.02)
+    transfer, _, (_, b) = cached(hangs=True)
+    b.server_handle.weight_sync_error.said = said
+    with pytest.raises(WeightSyncError, match=rf"loading of version 4 failed in vLLM replica b: {reason}"):
+        asyncio.run(transfer.load(4))
+
+
+def test_dead_engine_does_not_stop_the_staging(cached, monkeypatch):
+    """It is restarted before the load."""
+    monkeypatch.setattr("recipe.partial_rollout.rollout.sync_watch._LOOK_EVERY_S", 0.01)
+    transfer, log, (a, _) = cached()
+    a.server_handle.weight_sync_error.said = RayActorError()
+    asyncio.run(transfer.stage(1))
+    assert log == [("trainer", 1, "shm")]
+
+
+def test_wait_that_is_over_at_once_asks_nobody():
+    async def at_once():
+        return 7
+
+    replica = SimpleNamespace(server_address="a", server_handle=None)
+    assert asyncio.run(watched(at_once(), [replica], 5.0, "a test")) == 7
+
+
+def test_other_backends_sync_as_verl_does_but_neither_abort_nor_release(monkeypatch):
+    """``nccl`` in verl's own ``update_weights``, with verl's workers and groups replaced."""
+    log = []
+    monkeypatch.setattr("verl.checkpoint_engine.base.ray.get", lambda results: results)
+
+    class Group:
+        world_size = 2
+
+        def __init__(self, name="engines", **given):
+            self.name = name
+
+        def update_weights(self, global_steps, mode=None):
+            log.append((self.name, global_steps))
+            return [{}]
+
+        def execute_checkpoint_engine(self, method):
+            log.append((self.name, method[0]))
+            return []
+
+    monkeypatch.setattr("verl.checkpoint_engine.base.RayWorkerGroup", Group)
+    made = SimpleNamespace(backend="nccl", custom_backend_module=None)
+    monkeypatch.setattr(
+        weight_transfer.HeldCheckpointManager, "build_process_group", lambda self, rollout: log.append("group")
+    )
+    monkeypatch.setattr("verl.checkpoint_engine.base.CheckpointEngineRegistry.get", lambda backend: object)
+    verls = verls_manager("nccl", object, log, [SimpleNamespace(workers=["w"], server_address="a", server_handle=None)])
+    verls.config, verls.actor_wg = made, Group("trainer")
+    transfer = transfer_of(verls, 5.0)
+
+    async def sync():
+        await transfer.stage(3)
+        log.append("held")
+        await transfer.load(3)
+
+    asyncio.run(sync())
+    assert isinstance(transfer, HeldTransfer) and not isinstance(transfer, CachedTransfer)
+    assert log == ["held", "group", ("trainer", 3), ("engines", 3), ("trainer", "finalize"), ("engines", "finalize")]
