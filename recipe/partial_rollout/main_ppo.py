@@ -22,6 +22,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from recipe.partial_rollout.config.devices import pinned_cores
 from recipe.partial_rollout.config.errors import ConfigError
 from recipe.partial_rollout.config.keys import refuse_unknown
 from recipe.partial_rollout.config.location import CONF_DIR
@@ -119,7 +120,7 @@ def run(config: DictConfig) -> None:
     show_warnings()
     runner = TaskRunner(config)
     check_prompts(config, runner.tokenizer, runner.train_dataset)
-    start_ray(config)
+    start_ray(config, pinned_cores(config))
     try:
         runner.train()
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import ray
@@ -18,16 +19,20 @@ from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 from recipe.partial_rollout.training.worker_group import with_master_ports
+from verl_ext import cores
 
 _SIZES = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
 """options of ``ray.init`` that give a Ray of the run's own its size, and which Ray refuses for a cluster that is joined"""
 
 
-def start_ray(config: DictConfig) -> None:
+def start_ray(config: DictConfig, trainer_cores: int = 0) -> None:
     """``ray.init`` with verl's runtime environment and the config's ``ray_kwargs.ray_init``, unless it is up.
 
     A cluster that is named by ``RAY_ADDRESS`` or ``ray_init.address`` is joined, and keeps its own resources. Otherwise a
     config that sizes Ray gets a Ray of its own, and not another one that happens to run on this machine.
+
+    Args:
+        trainer_cores: that the trainer and this process have to themselves; all that such a Ray runs leaves them alone.
     """
     if ray.is_initialized():
         return
@@ -39,8 +44,12 @@ def start_ray(config: DictConfig) -> None:
     elif sizes:
         print(f"joining Ray at {address}: {', '.join(sizes)} of ray_kwargs.ray_init do not apply to it")
         options = {name: value for name, value in options.items() if name not in sizes}
-    environment: Any = OmegaConf.merge(get_ppo_ray_runtime_env(config), options.pop("runtime_env", None) or {})
-    ray.init(runtime_env=OmegaConf.to_container(environment), **options)
+    variables = {"env_vars": cores.environment(trainer_cores) if trainer_cores else {}}
+    environment: Any = OmegaConf.merge(
+        get_ppo_ray_runtime_env(config), variables, options.pop("runtime_env", None) or {}
+    )
+    with cores.starting_others(trainer_cores) if trainer_cores else nullcontext():
+        ray.init(runtime_env=OmegaConf.to_container(environment), **options)
 
 
 def _remedy(config: DictConfig) -> str:

@@ -3,12 +3,12 @@
 import pytest
 from omegaconf import OmegaConf
 
+from recipe.partial_rollout.config.devices import engine_devices
 from recipe.partial_rollout.config.errors import ConfigError
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.preflight.placement_check import (
     check_devices_of_ray,
     check_placement,
-    rollout_devices,
 )
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -85,6 +85,18 @@ def test_split_that_cannot_work_is_refused_in_one_line(placed, overrides, messag
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_trainer_leaves_the_engines_a_core(placed, monkeypatch):
+    monkeypatch.setattr("verl_ext.cores.available", lambda: [0, 3])
+    check(placed("partial_rollout.trainer_cores=1"))
+    with pytest.raises(ConfigError, match=r"trainer_cores=2: less than the 2 cores of this machine, or null"):
+        check(placed("partial_rollout.trainer_cores=2"))
+    check(placed("partial_rollout.trainer_cores=2", "trainer.device=cuda"))
+    monkeypatch.setattr("verl_ext.cores.available", list)
+    check(placed())
+    with pytest.raises(ConfigError, match=r"trainer_cores=1: null: this system cannot pin"):
+        check(placed("partial_rollout.trainer_cores=1"))
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -109,7 +121,7 @@ def test_shared_devices_take_weights_directly(placed):
     config = placed("partial_rollout.placement=colocated", f"{BACKEND}=nccl")
     with pytest.raises(ConfigError, match=r"backend=nccl: with partial_rollout\.enable=True it must be naive"):
         check(config)
-    assert rollout_devices(config) == 0
+    assert engine_devices(config) == 0
 
 
 def test_more_devices_than_ray_has_are_refused(placed):

@@ -73,6 +73,12 @@ class PartialRolloutConfig:
 
     enable: bool = key(True, "`false` is noPR: verl's own synchronous rollout, batch for batch.")
     placement: Placement = key(Placement.COLOCATED, "Where the engines run.")
+    trainer_cores: int | None = key(
+        None,
+        "Cores that the trainer has to itself with `placement=separate` on a machine without a GPU; engines, agent loops "
+        "and all else run on the others. `null`: all share all.",
+        at_least=1,
+    )
     mode: Mode = key(Mode.WINDOW, "How many prompts a round takes on.")
     overlap: float = key(
         1.0,

@@ -8,19 +8,14 @@ from math import prod
 from omegaconf import DictConfig
 
 from recipe.partial_rollout.config.choices import Placement
+from recipe.partial_rollout.config.devices import engine_devices, pinned_cores, trainer_devices
 from recipe.partial_rollout.config.errors import fail
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from verl_ext import cores
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _BACKEND = f"{_ROLLOUT}.checkpoint_engine.backend"
 _WITH = "with partial_rollout.placement=separate"
-
-
-def rollout_devices(config: DictConfig) -> int:
-    """Devices that engines of their own have; 0 where they share the trainer's."""
-    rollout = config.actor_rollout_ref.rollout
-    separate = config.partial_rollout.placement == Placement.SEPARATE
-    return rollout.nnodes * rollout.n_gpus_per_node if separate else 0
 
 
 def check_placement(config: DictConfig, settings: PartialRolloutConfig) -> None:
@@ -43,6 +38,13 @@ def check_placement(config: DictConfig, settings: PartialRolloutConfig) -> None:
     if rollout.nnodes:
         _check_devices(config)
         _check_transfer(config)
+    have = len(cores.available())
+    if pinned_cores(config) >= max(have, 1):
+        raise fail(
+            "partial_rollout.trainer_cores",
+            settings.trainer_cores,
+            f"less than the {have} cores of this machine, or null" if have else "null: this system cannot pin",
+        )
     if settings.overlap < 1:
         print(
             f"warning: partial_rollout.overlap={settings.overlap:g} {_WITH}: fewer than N groups are in flight while the "
@@ -57,8 +59,7 @@ def check_devices_of_ray(config: DictConfig, available: int) -> None:
     Raises:
         ConfigError: in one line.
     """
-    engines, trainer = rollout_devices(config), config.trainer
-    trainers = trainer.nnodes * trainer.n_gpus_per_node
+    engines, trainers = engine_devices(config), trainer_devices(config)
     if engines and trainers + engines > available:
         rollout = config.actor_rollout_ref.rollout
         raise fail(
@@ -103,8 +104,7 @@ def _check_devices(config: DictConfig) -> None:
             per_node,
             f"with rollout.nnodes={nodes} it must make whole replicas of {size} devices each",
         )
-    trainers = trainer.nnodes * trainer.n_gpus_per_node
-    if trainers % size:
+    if trainer_devices(config) % size:
         raise fail(
             "trainer.n_gpus_per_node",
             trainer.n_gpus_per_node,
