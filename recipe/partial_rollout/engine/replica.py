@@ -265,7 +265,7 @@ class RecipeVLLMReplica(vLLMReplica):
 
 
 def _end_processes(_worker: Any, processes: list[ProcessId]) -> None:
-    """Kill those of ``processes`` that are alive, and wait for their end; runs in a trainer's worker on their node."""
+    """Kill those of ``processes`` that are alive, and wait for their end; runs in a worker of verl's on their node."""
     alive = []
     for pid, created in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -277,12 +277,17 @@ def _end_processes(_worker: Any, processes: list[ProcessId]) -> None:
 
 
 def _forget_server(worker: Any) -> None:
-    """Look the server up again, as verl's ``ServerAdapter`` does the first time; runs in a trainer's worker."""
+    """Look the server up again, as verl's ``ServerAdapter`` does the first time.
+
+    It runs in the worker that sends weights to the server: a trainer's (``rollout``), or, where the engines have devices
+    of their own, the ``CheckpointEngineWorker`` beside it (``server_adapter``).
+    """
     parts = [worker, *getattr(worker, "worker_dict", {}).values(), *getattr(worker, "fused_worker_dict", {}).values()]
     for part in parts:
-        adapter = getattr(part, "rollout", None)
-        if adapter is not None and hasattr(adapter, "server_handle"):
-            adapter.server_handle = None
+        for name in ("rollout", "server_adapter"):
+            adapter = getattr(part, name, None)
+            if adapter is not None and hasattr(adapter, "server_handle"):
+                adapter.server_handle = None
 
 
 def register() -> None:

@@ -13,6 +13,7 @@ verl's own.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from verl.utils.ray_utils import auto_await
 import recipe.partial_rollout.engine.replica as replica
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
 from recipe.partial_rollout.config.choices import OnDrift
+from recipe.partial_rollout.config.devices import engine_devices
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.engine.kept_kv import kv_gap
 from recipe.partial_rollout.records.ledger import Ledger
@@ -45,6 +47,7 @@ from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.run_files import name_metrics_file, open_ledger, run_settings
 from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.training_steps import TrainingSteps, step_of
+from verl_ext.standalone_engines import standalone_engines
 from verl_ext.tracking_observer import observed_tracking
 
 _PROBE_ROWS = 64
@@ -116,7 +119,9 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     def init_workers(self) -> None:
         """As verl's; then connect the recipe's parts to the replicas and workers that it made."""
-        super().init_workers()
+        alone = engine_devices(self.config) > 0
+        with standalone_engines(self.ray_worker_group_cls) if alone else nullcontext():
+            super().init_workers()
         if self.settings.enable:
             self.send_loss()
         deadlines = self.settings.deadlines

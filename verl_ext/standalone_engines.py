@@ -1,0 +1,52 @@
+"""Patch, for as long as a context lasts: the engines that verl's trainer starts get devices of their own.
+
+verl's ``RayPPOTrainer.init_workers`` hands its trainers to ``LLMServerManager``, which then puts the engines on their
+devices. Without trainers the same manager makes standalone replicas, on ``rollout.nnodes * rollout.n_gpus_per_node``
+devices. The trainer has no option for it, so the name that it calls is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from verl.trainer.ppo import ray_trainer
+from verl.workers.rollout import replica
+from verl.workers.rollout.llm_server import LLMServerManager
+
+from verl_ext.guard import VERL, require
+
+
+class StandaloneServerManager(LLMServerManager):
+    """``LLMServerManager`` that leaves the trainers' devices to them."""
+
+    def __init__(
+        self, config: Any, worker_group: Any = None, rollout_resource_pool: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, None, None, *args, **kwargs)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def standalone_engines(worker_group_class: type) -> Iterator[None]:
+    """In this context, ``RayPPOTrainer.init_workers`` starts standalone replicas.
+
+    Args:
+        worker_group_class: verl's ``RayWorkerGroup``, or a subclass, for the workers beside the engines.
+    """
+    require("verl", VERL, "standalone_engines")
+    with (
+        _replaced(ray_trainer, "LLMServerManager", StandaloneServerManager),
+        _replaced(replica, "RayWorkerGroup", worker_group_class),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
