@@ -3,9 +3,10 @@
 import pytest
 
 from recipe.partial_rollout.manager.types import TakenGroup
+from recipe.partial_rollout.records.dealt_calls import dealt
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.running_curve import bubble_fraction
+from recipe.partial_rollout.records.running_curve import bubble_fraction, bubble_of_ended
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout.metrics import batch_metrics, phase_metrics
 
@@ -34,6 +35,17 @@ def test_efficiency_is_the_rate_over_that_of_the_engine_kept_full():
     assert metrics["rollout/tokens_per_s"] == pytest.approx(40.0)
     assert metrics["rollout/efficiency"] == pytest.approx(0.5)
     assert "rollout/efficiency" not in phase_metrics(phase, full=2, full_tokens_per_s=None)
+
+
+def test_bubble_of_a_rollout_that_goes_on_counts_calls_where_they_end():
+    # One of two slots is busy from 0 to 25, the other from 12 to 18; each call is noted in the phase that saw it end.
+    ends = ((), (call(12.0, 18.0),), (call(0.0, 25.0),))
+    phases = [RolloutPhase(10.0 * at, 10.0 * at + 10, calls) for at, calls in enumerate(ends)]
+    noted = [phase_metrics(phase, 2, None, goes_on=True)["rollout/bubble_fraction"] for phase in phases]
+    assert noted == [1.0, pytest.approx(0.7), 0.0]
+    # The last call hides what was empty in its own phase: the share is never below 0.
+    assert bubble_fraction(dealt(phases), full=2) == pytest.approx(1 - 31 / 60)
+    assert bubble_of_ended(RolloutPhase(0.0, 20.0, (call(0.0, 30.0),)), full=2) == pytest.approx(0.25)
 
 
 def test_staleness_counts_from_the_first_generated_token(output):

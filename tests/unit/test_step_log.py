@@ -12,9 +12,9 @@ from recipe.partial_rollout.training.step_log import StepLog
 K3 = "rollout_corr/k3_kl"
 
 
-def build_log(tmp_path, *, enable=True):
+def build_log(tmp_path, *, enable=True, separate=False):
     config = OmegaConf.create({"trainer": {"logger": ["file"]}, "actor_rollout_ref": {"rollout": {}}})
-    settings = SimpleNamespace(enable=enable, dashboard=SimpleNamespace(pictures_every=0))
+    settings = SimpleNamespace(enable=enable, separate=separate, dashboard=SimpleNamespace(pictures_every=0))
     return StepLog(config, settings, tmp_path, total_steps=20)
 
 
@@ -48,3 +48,12 @@ def test_drift_is_noticed_under_partial_rollout_alone(tmp_path, monkeypatch, ena
 
     assert log.drifted is enable
     assert any("drift" in line for line in printed) is enable
+
+
+@pytest.mark.parametrize(("separate", "got"), [(False, "rollout"), (True, "wait")])
+def test_the_line_of_a_step_says_what_the_trainer_got_its_batch_from(tmp_path, monkeypatch, separate, got):
+    printed = []
+    monkeypatch.setattr(step_log.tqdm, "write", printed.append)
+    log = build_log(tmp_path, separate=separate)
+    log.extend({"training/global_step": 1, "timing_s/gen": 1.0, "timing_s/step": 3.0}, 1)
+    assert f"3.0 s = {got} 1.0 + train 2.0" in printed[0]

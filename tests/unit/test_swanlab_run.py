@@ -138,6 +138,12 @@ def test_the_timeline_tells_ended_from_interrupted_calls():
     assert {(0, 0x72, 0xB2, 255), (0xD5, 0x5E, 0, 255)} <= shown
 
 
+def test_the_timeline_of_a_rollout_that_goes_on_shows_calls_from_before_the_round():
+    round_ = Round(3, 2, RolloutPhase(100.0, 110.0, (EngineCall(0, 95.0, 112.0, 5, 2),)), [])
+    round_colour = (0xFB, 0xF3, 0xD0, 255)
+    assert round_colour in colours(timeline(round_)) and round_colour not in colours(timeline(round_of(64)))
+
+
 def test_pictures_of_a_round_without_calls_and_of_one_sample_are_drawn():
     empty = Round(1, 0, RolloutPhase(0.0, 0.0, ()), [TrainedGroup(0, 0, [5], [0])])
     assert timeline(empty).shape == length_histogram(empty).shape

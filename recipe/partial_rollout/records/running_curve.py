@@ -50,3 +50,14 @@ def bubble_fraction(phases: Sequence[RolloutPhase], full: int) -> float | None:
     if seconds <= 0:
         return None
     return 1 - sum(running_curve(phase).slot_seconds(full) for phase in phases) / (full * seconds)
+
+
+def bubble_of_ended(phase: RolloutPhase, full: int) -> float | None:
+    """As ``bubble_fraction``, of a phase that calls outlast: they are not known yet, so those that ended count whole.
+
+    Close in the mean over many phases, not for one of them (0 to 1); None if it took no time.
+    """
+    if phase.seconds <= 0:
+        return None
+    busy = sum(call.end - call.busy_from for call in phase.calls)
+    return max(0.0, 1 - busy / (full * phase.seconds))

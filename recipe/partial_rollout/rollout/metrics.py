@@ -8,13 +8,20 @@ import numpy as np
 
 from recipe.partial_rollout.manager.types import TakenGroup
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.running_curve import bubble_fraction
+from recipe.partial_rollout.records.running_curve import bubble_fraction, bubble_of_ended
 from recipe.partial_rollout.records.spread import spread
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 
-def phase_metrics(phase: RolloutPhase, full: int, full_tokens_per_s: float | None) -> dict[str, float]:
-    """Decoded tokens, seconds, tokens/s, bubble and (if the engine was probed) efficiency; both are shares, 0 to 1."""
+def phase_metrics(
+    phase: RolloutPhase, full: int, full_tokens_per_s: float | None, *, goes_on: bool = False
+) -> dict[str, float]:
+    """Decoded tokens, seconds, tokens/s, bubble and (if the engine was probed) efficiency; both are shares, 0 to 1.
+
+    Args:
+        goes_on: calls outlast the phase (separate placement). All figures are then those of the calls that ended.
+    """
+    bubble = bubble_of_ended(phase, full) if goes_on else bubble_fraction([phase], full)
     rate = phase.decoded_tokens / phase.seconds if phase.seconds > 0 else 0.0
     metrics = {
         "rollout/decoded_tokens": phase.decoded_tokens,
@@ -22,7 +29,7 @@ def phase_metrics(phase: RolloutPhase, full: int, full_tokens_per_s: float | Non
         "rollout/engine_calls": len(phase.calls),
         "timing/rollout_s": phase.seconds,
         "rollout/tokens_per_s": rate,
-        "rollout/bubble_fraction": bubble_fraction([phase], full) or 0.0,
+        "rollout/bubble_fraction": bubble or 0.0,
     }
     if full_tokens_per_s:
         metrics["rollout/efficiency"] = rate / full_tokens_per_s

@@ -48,7 +48,12 @@ class RoundBook:
         self._overlap.observe(played.phase.calls, [[output.response_length for output in g.outputs] for g in groups])
         trained = [TrainedGroup.of(group, version) for group in groups]
         figures = {
-            **metrics.phase_metrics(played.phase, context.full_concurrency, self._probe.full_tokens_per_s),
+            **metrics.phase_metrics(
+                played.phase,
+                context.full_concurrency,
+                self._probe.full_tokens_per_s,
+                goes_on=context.settings.separate,
+            ),
             **metrics.batch_metrics(groups, version),
             **self._lengths.observe(trained),
             **played.gauges,

@@ -12,12 +12,17 @@ from recipe.partial_rollout.records.round import Round
 
 MOST_CALLS = 2000
 """calls that a timeline draws; of more, an even choice"""
-_ENDED, _INTERRUPTED, _ENGINE = "#0072B2", "#D55E00", "#DCDCDC"
+_ENDED, _INTERRUPTED, _ENGINE, _ROUND = "#0072B2", "#D55E00", "#DCDCDC", "#FBF3D0"
+_TOLERANCE_S = 0.5
+"""a call that begins this much before its round belongs to it all the same: clocks of processes differ"""
 _SIZE, _DPI = (9.0, 4.0), 90
 
 
 def timeline(round_: Round) -> np.ndarray:
-    """A line for each engine call, those of a replica in one band, by start; [height, width, 4], uint8."""
+    """A line for each engine call, those of a replica in one band, by start; [height, width, 4], uint8.
+
+    Under separate placement the calls are those that ended since the batch before, and may have begun long before it.
+    """
     phase = round_.phase
     calls = sorted(phase.calls, key=lambda call: (str(call.replica), call.start))
     calls = calls[:: -(-len(calls) // MOST_CALLS)] if calls else []
@@ -32,6 +37,11 @@ def timeline(round_: Round) -> np.ndarray:
         if calls[i].replica != calls[i - 1].replica:
             axes.axhline(i - 0.5, color=_ENGINE, linewidth=1)
     axes.set(xlim=(0, max(phase.seconds, 1e-3)), ylim=(-1, len(calls) + 1), xlabel="seconds of the round")
+    if len(spans) and spans.min() < -_TOLERANCE_S:
+        axes.axvspan(0, phase.seconds, color=_ROUND, zorder=0, label="from the batch before to this one")
+        # As much before and after it as calls reach, at most its own length.
+        before, after = max(spans.min(), -phase.seconds), min(spans.max(), 2 * phase.seconds)
+        axes.set(xlim=(before, max(after, phase.seconds)), xlabel="seconds from the batch before")
     axes.set_ylabel("engine calls, by replica and start")
     axes.set_title(f"step {round_.step}: {len(phase.calls)} calls, {phase.decoded_tokens:,} tokens", loc="left")
     axes.legend(loc="lower right", fontsize=8)

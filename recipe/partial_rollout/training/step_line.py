@@ -12,10 +12,12 @@ class StepLine:
 
     Args:
         total_steps: steps of the training.
+        separate: whether engines decode while the trainer updates; it then waits for a batch, not for a rollout.
     """
 
-    def __init__(self, total_steps: int) -> None:
+    def __init__(self, total_steps: int, *, separate: bool = False) -> None:
         self._total = total_steps
+        self._got = "wait" if separate else "rollout"
 
     def show(self, data: dict[str, Any], step: int) -> None:
         """Print step ``step`` of metrics ``data``; a validation without training metrics gets a line of its own."""
@@ -36,7 +38,7 @@ class StepLine:
             f"step {step:>3}/{self._total}",
             f"reward {get('critic/score/mean'):.3f}",
             f"length {get('response_length/mean'):.0f}",
-            f"{total:.1f} s = rollout {rollout:.1f} + train {total - rollout:.1f}",
+            f"{total:.1f} s = {self._got} {rollout:.1f} + train {total - rollout:.1f}",
             f"{get('partial_rollout/rollout/tokens_per_s'):,.0f} tok/s",
         ]
         if "partial_rollout/rollout/efficiency" in data:

@@ -31,7 +31,7 @@ class StepLog:
     def __init__(self, config: DictConfig, settings: PartialRolloutConfig, directory: Path, total_steps: int) -> None:
         self._partial = settings.enable
         self._dashboard = Dashboard(config, settings, directory)
-        self._line = StepLine(total_steps)
+        self._line = StepLine(total_steps, separate=settings.separate)
         self._drift, self._lengths = PolicyDrift(), BatchLengths()
         self._began, self._last_s = 0.0, 0.0
         self.drifted = False

@@ -145,7 +145,7 @@ FIGURES = (
     Figure(
         "segments a sample, mean / p95 / max",
         lambda s: _spread(s.segments_per_sample),
-        "Engine calls of a trained sample: one, and one more for each interruption and each tool turn.",
+        "Engine calls of a trained sample: one, and one more for each interruption, each tool turn and each hold.",
     ),
     Figure(
         "mean trained length",

@@ -131,7 +131,9 @@ def _wall(run: RunRecord) -> Wall | None:
 
 
 def _hold(run: RunRecord) -> Hold | None:
-    holds = [phase.end - phase.start for phase in run.phases if phase.name == PhaseName.HOLD]
+    first = run.rounds[0].phase.start
+    # The first weights are loaded before anything decodes.
+    holds = [phase.end - phase.start for phase in run.phases if phase.name == PhaseName.HOLD and phase.start >= first]
     return Hold(statistics.fmean(holds), max(holds)) if holds else None
 
 
