@@ -87,6 +87,16 @@ class Fields:
     def optional_number(self, key: str) -> float | None:
         return None if self.values.get(key) is None else self.number(key)
 
+    def optional_spans(self, key: str) -> list[tuple[float, float]]:
+        """Pairs of start and end, in seconds; none if the field is missing."""
+        rows = self.items(key) if key in self.values else []
+        for row in rows:
+            match row:
+                case [int() | float() as start, int() | float() as end] if start <= end:
+                    continue
+            raise RunRecordError(f"{self.place}: '{key}' should hold pairs of start and end, got {row!r:.60}")
+        return [(float(start), float(end)) for start, end in rows]
+
     def span(self) -> tuple[float, float]:
         """`start` and `end`, in seconds."""
         start, end = self.number("start"), self.number("end")

@@ -29,6 +29,8 @@ class Round:
     """unfinished groups that it started with"""
     lost_samples: int = 0
     """samples unaccounted for so far, not only in this round"""
+    scorings: tuple[tuple[float, float], ...] = field(default=(), repr=False)
+    """start and end (unix seconds) of the reward calls of the samples that it trains, also from before the round"""
 
     def to_json(self) -> dict[str, Any]:
         """Its line, without the event's name."""
@@ -43,6 +45,7 @@ class Round:
             "trained": [group.to_trace() for group in self.trained],
             "carried_groups": self.carried_groups,
             "lost_samples": self.lost_samples,
+            "scorings": [list(span) for span in self.scorings],
         }
 
     @classmethod
@@ -64,4 +67,5 @@ class Round:
             resume_s=line.optional_number("resume_s"),
             carried_groups=line.integer("carried_groups"),
             lost_samples=line.integer("lost_samples"),
+            scorings=tuple(line.optional_spans("scorings")),
         )

@@ -12,9 +12,8 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
 from verl.utils.ray_utils import auto_await
 
-from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.rollout.engine_probe import EngineProbe, TakeCalls
-from recipe.partial_rollout.rollout.observed_phases import ObservedPhases
+from recipe.partial_rollout.rollout.observed_phases import ObservedPhases, TakeScorings
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient
 from recipe.partial_rollout.worker.observed_worker import ObservedAgentLoopWorker
@@ -37,11 +36,14 @@ class ObservedAgentLoopManager(AgentLoopManager):
 
     def connect(self, context: RolloutContext) -> None:
         """Observe for the trainer whose parts are ``context``; call it once, after the workers are up."""
-        self._observe(context, partial(_calls_of, self.agent_loop_workers))
+        workers = self.agent_loop_workers
+        self._observe(context, partial(_taken, workers, "take_calls"), partial(_taken, workers, "take_scorings"))
 
-    def _observe(self, context: RolloutContext, take_calls: TakeCalls) -> None:
+    def _observe(
+        self, context: RolloutContext, take_calls: TakeCalls, take_scorings: TakeScorings | None = None
+    ) -> None:
         probe = EngineProbe(context, self.agent_loop_workers, take_calls)
-        self._observed = ObservedPhases(context, take_calls, probe)
+        self._observed = ObservedPhases(context, take_calls, probe, take_scorings)
 
     @property
     def _phases(self) -> ObservedPhases:
@@ -75,6 +77,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         return self._phases.probe.concurrency
 
 
-async def _calls_of(workers: Sequence[Any]) -> tuple[EngineCall, ...]:
-    lists = await asyncio.gather(*[worker.take_calls.remote() for worker in workers])
-    return tuple(call for calls in lists for call in calls)
+async def _taken(workers: Sequence[Any], verb: str) -> tuple[Any, ...]:
+    """The joined answers of all workers to ``verb``."""
+    lists = await asyncio.gather(*[getattr(worker, verb).remote() for worker in workers])
+    return tuple(item for items in lists for item in items)

@@ -13,6 +13,7 @@ from recipe.partial_rollout.rollout import metrics
 from recipe.partial_rollout.rollout.engine_probe import EngineProbe
 from recipe.partial_rollout.rollout.length_window import LengthWindow
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+from recipe.partial_rollout.rollout.scorings import Scorings, scorings_of
 from recipe.partial_rollout.rollout.trained_round import TrainedRound
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class RoundBook:
         self._probe = probe
         self._overlap = overlap
         self._lengths = LengthWindow()
+        self._scorings = Scorings()
         self._spared = 0
         """groups of equal reward that were trained despite dynamic sampling"""
 
@@ -47,6 +49,7 @@ class RoundBook:
         context.ledger.admitted(step, version, played.admitted)
         self._overlap.observe(played.phase.calls, [[output.response_length for output in g.outputs] for g in groups])
         trained = [TrainedGroup.of(group, version) for group in groups]
+        scorings = scorings_of(groups)
         figures = {
             **metrics.phase_metrics(
                 played.phase,
@@ -55,6 +58,7 @@ class RoundBook:
                 goes_on=context.settings.separate,
             ),
             **metrics.batch_metrics(groups, version),
+            **self._scorings.observe(played.phase, scorings, played.waits.get("wait_s")),
             **self._lengths.observe(trained),
             **played.gauges,
             **{f"timing/{name}": seconds for name, seconds in played.waits.items()},
@@ -74,6 +78,7 @@ class RoundBook:
                 resume_s=played.waits.get("resume_s"),
                 carried_groups=played.start.carried_groups,
                 lost_samples=int(played.gauges["lost_samples"]),
+                scorings=scorings,
             )
         )
         return figures

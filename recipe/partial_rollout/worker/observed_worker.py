@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from typing import Any
 
@@ -42,6 +43,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         elif self.reward_loop_worker_handles:
             self.reward_loop_worker_handles = [RewardWorkers(self.reward_loop_worker_handles)]  # type: ignore[assignment]
         self._probe_over = asyncio.Event()
+        self._scorings: list[tuple[float, float]] = []
 
     def take_calls(self) -> list[EngineCall]:
         """Engine calls that ended since this was last called."""
@@ -85,6 +87,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
         deadline_s = self.config.partial_rollout.deadlines.reward_s
+        began = time.time()
         try:
             await asyncio.wait_for(super()._compute_score(outputs, kwargs), deadline_s)
         except TimeoutError as error:
@@ -94,6 +97,16 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             ) from error
         except Exception as error:
             raise RewardError(f"reward function failed on prompt {kwargs.get('uid')}: {one_line(error)}") from error
+        if outputs[-1].metrics.compute_score:
+            self._note_scoring(began, time.time())
+
+    def _note_scoring(self, began: float, ended: float) -> None:
+        self._scorings.append((began, ended))
+
+    def take_scorings(self) -> list[tuple[float, float]]:
+        """Start and end (unix seconds) of the reward calls that ended since this was last called."""
+        scorings, self._scorings = self._scorings, []
+        return scorings
 
     async def warm_up(self, rows: list[dict[str, Any]], concurrency: int) -> None:
         """Decode ``concurrency`` samples of a few tokens, because engines compile in their first steps."""

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from recipe.partial_rollout.records.time_spans import Span, overlap_s, seconds, union, within, without
 from recipe.partial_rollout.records.trace_events import PhaseName
 from recipe.partial_rollout.tools.report.concurrency import running_curve
-from recipe.partial_rollout.tools.report.spans import Span, seconds, union, within, without
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.records.run_record import RunRecord
@@ -57,6 +57,11 @@ class Lanes:
         busy = self.held, self.trainer[Trainer.VALIDATE]
         return [without([(start, end)], spans, *busy) for spans in self.decoding]
 
+    @property
+    def stuck(self) -> list[Span]:
+        """When nothing goes on: the trainer waits, and no engine decodes."""
+        return without(self.trainer[Trainer.WAIT], *self.decoding)
+
 
 @dataclass(frozen=True, slots=True)
 class LaneShares:
@@ -78,6 +83,24 @@ def lane_shares(run: RunRecord) -> LaneShares | None:
     idle = statistics.fmean(map(seconds, lanes.idle(start, end)))
     held = seconds(lanes.held) / (end - start) if run.settings.separate else None
     return LaneShares(seconds(lanes.trainer[Trainer.WAIT]) / (end - start), idle / (end - start), held)
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """The reward calls of the trained samples."""
+
+    calls: int
+    seconds: float
+    """Their sum."""
+    overlap: float
+    """Share of these seconds in which an engine decoded or the trainer did not wait, 0 to 1."""
+
+
+def scoring(run: RunRecord) -> Scoring | None:
+    """None if the trace has no reward calls that took time."""
+    spans = [span for round_ in run.rounds for span in round_.scorings]
+    total = seconds(spans)
+    return Scoring(len(spans), total, 1 - overlap_s(spans, lanes_of(run).stuck) / total) if total else None
 
 
 def lanes_of(run: RunRecord) -> Lanes:

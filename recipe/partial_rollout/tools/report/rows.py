@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from recipe.partial_rollout.tools.report import units
-from recipe.partial_rollout.tools.report.lanes import LaneShares
+from recipe.partial_rollout.tools.report.lanes import LaneShares, Scoring
 from recipe.partial_rollout.tools.report.summary import LengthBias, Spread, Summary, Wait, ratio
 
 
@@ -28,6 +28,12 @@ def _kilotoken(seconds: float | None, tokens: float) -> str:
 
 def _lane(shares: LaneShares | None, name: str) -> str:
     return units.share(shares and getattr(shares, name))
+
+
+def _scoring(scoring: Scoring | None) -> str:
+    if scoring is None:
+        return units.UNKNOWN
+    return f"{units.seconds(scoring.seconds / scoring.calls)}; {units.share(scoring.overlap)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,12 @@ FIGURES = (
         "empty slots in rollout (bubble)",
         lambda s: units.share(s.bubble_fraction),
         "Share of the slots that a full batch fills which stood empty, averaged over rollout time.",
+    ),
+    Figure(
+        "a reward call, mean; overlapped",
+        lambda s: _scoring(s.scoring),
+        "Mean seconds; share of all their seconds in which an engine decoded or the trainer had its batch.",
+        always=False,
     ),
     Figure(
         "GPU utilisation",

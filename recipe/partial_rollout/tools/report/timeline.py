@@ -4,6 +4,7 @@ Where a run has too many rounds to see each, `timeline_close.png` shows some fro
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from recipe.partial_rollout.records.running_curve import RunningCurve
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.concurrency import running_curve
-from recipe.partial_rollout.tools.report.lane_strip import strip_of
+from recipe.partial_rollout.tools.report.lane_strip import Strip, strip_of
 from recipe.partial_rollout.tools.report.lanes import Trainer
 from recipe.partial_rollout.tools.report.picture import (
     DPI,
     HELD_COLOUR,
     IDLE_COLOUR,
+    SCORING_COLOUR,
     TRAIN_COLOUR,
     TRAINER_COLOURS,
     VALIDATE_COLOUR,
@@ -67,7 +69,7 @@ def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
     lower.set_xlabel(f"seconds from the start of round {comparison.base.run.rounds[0].step}")
     lower.xaxis.set_major_formatter("{x:,.0f}")
     figure.suptitle(title, fontsize=14, fontweight="bold")
-    _draw_legend(figure, comparison)
+    _draw_legend(figure, comparison, strips)
     figure.savefig(path)
 
 
@@ -87,7 +89,11 @@ def close_up(comparison: Comparison) -> Comparison | None:
 
 def _cut(side: Side, rounds: slice, full_speed: float | None) -> Side:
     run = _cut_separate(side.run, rounds) if side.run.settings.separate else side.run
-    run = dataclasses.replace(run, steps=run.steps[rounds])
+    # A sample may be scored in one round and trained in another.
+    scorings = tuple(span for round_ in run.rounds for span in round_.scorings)
+    first, *others = run.steps[rounds]
+    first = dataclasses.replace(first, round=dataclasses.replace(first.round, scorings=scorings))
+    run = dataclasses.replace(run, steps=[first, *others])
     return Side(side.name, run, summarize(run, full_speed))
 
 
@@ -207,7 +213,7 @@ def _label_end(axes: Axes, run: RunRecord, longest: float) -> None:
         axes.text(*place, words, transform=axes.get_xaxis_transform(), fontsize=11, color="#555555", va="center")
 
 
-def _draw_legend(figure: Figure, comparison: Comparison) -> None:
+def _draw_legend(figure: Figure, comparison: Comparison, strips: Sequence[Strip | None]) -> None:
     handles: list[Any] = []
     labels: list[str] = []
     for index, side in enumerate(comparison.sides):
@@ -217,7 +223,7 @@ def _draw_legend(figure: Figure, comparison: Comparison) -> None:
     fulls = sorted({side.run.settings.full_concurrency for side in comparison.sides})
     handles.append(Line2D([], [], color="black", linestyle="--", linewidth=1.2))
     labels.append(f"full: {' and '.join(map(str, fulls))}")
-    colours = _legend_colours(comparison)
+    colours = _legend_colours(comparison, scoring=any(strip and strip.scorings for strip in strips))
     handles += [Patch(color=colour) for colour in colours.values()]
     labels += list(colours)
     handler = {tuple: HandlerTuple(ndivide=None, pad=0.0)}
@@ -227,7 +233,7 @@ def _draw_legend(figure: Figure, comparison: Comparison) -> None:
     )  # fmt: skip
 
 
-def _legend_colours(comparison: Comparison) -> dict[str, str]:
+def _legend_colours(comparison: Comparison, *, scoring: bool) -> dict[str, str]:
     """What the colours mean besides those of the runs."""
     runs = [side.run for side in comparison.sides]
     separate, in_turns = ([run for run in runs if run.settings.separate is wanted] for wanted in (True, False))
@@ -238,4 +244,5 @@ def _legend_colours(comparison: Comparison) -> dict[str, str]:
         **({"engines held, weights load": HELD_COLOUR} if separate else {}),
         **({str(state): TRAINER_COLOURS[state] for state in (Trainer.TRAIN, Trainer.STAGE)} if separate else {}),
         **({"validation": VALIDATE_COLOUR} if validates else {}),
+        **({"reward calls (height: how many)": SCORING_COLOUR} if scoring else {}),
     }

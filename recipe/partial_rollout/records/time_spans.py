@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 Span = tuple[float, float]
 """Start and end, in seconds; one that ends where it starts is left out of every result."""
@@ -68,3 +70,34 @@ def common(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
 def seconds(spans: Iterable[Span]) -> float:
     """Sum of the spans' lengths, as they are: where two overlap, both count."""
     return sum(end - start for start, end in spans)
+
+
+def at_once(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+    """Moments, and how many of `spans` there are from each to the next; the last count is 0.
+
+    >>> [column.tolist() for column in at_once([(0, 4), (1, 2)])]
+    [[0, 1, 2, 4], [1, 2, 1, 0]]
+    """
+    edges = np.array(spans).reshape(-1, 2)
+    moments, where = np.unique(edges.T.ravel(), return_inverse=True)
+    changes = np.zeros(len(moments), dtype=int)
+    np.add.at(changes, where, np.repeat([1, -1], len(edges)))
+    return moments, np.cumsum(changes)
+
+
+def overlap_s(spans: Sequence[Span], others: Iterable[Span]) -> float:
+    """Seconds of `spans` that lie in `others`: where two of the `spans` overlap, both count.
+
+    >>> overlap_s([(0, 4), (1, 4)], [(3, 9)])
+    2.0
+    """
+    places = union(others)
+    if not spans or not places:
+        return 0.0
+    edges = np.array(places)
+    lengths = edges[:, 1] - edges[:, 0]
+    ends = np.cumsum(lengths)
+    # Seconds of `others` before each of their edges: from edge to edge they grow with the time, or not at all.
+    before = np.stack([ends - lengths, ends], axis=1)
+    inside = np.interp(np.array(spans), edges.ravel(), before.ravel())
+    return float(np.sum(inside[:, 1] - inside[:, 0]))
