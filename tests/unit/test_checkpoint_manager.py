@@ -8,7 +8,8 @@ from verl.checkpoint_engine import CheckpointEngineManager
 
 from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.rollout.sync_frame import QuietReplicas
-from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager, WeightSyncError
+from recipe.partial_rollout.rollout.sync_watch import WeightSyncError
+from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
 from recipe.partial_rollout.waits import ReplicaError
 
 SERVER_DIED = RayActorError()

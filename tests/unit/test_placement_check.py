@@ -46,6 +46,10 @@ def check(config):
         ),
         (("actor_rollout_ref.model.lora_rank=8",), "actor_rollout_ref.model.lora.merge=False: True with"),
         (
+            (f"{ROLLOUT}.nnodes=0",),
+            f"{ROLLOUT}.nnodes=0: an integer of at least 1 with partial_rollout.placement=separate",
+        ),
+        (
             (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=0"),
             f"{ROLLOUT}.n_gpus_per_node=0: an integer of at least 1 with partial_rollout.placement=separate",
         ),
@@ -130,3 +134,22 @@ def test_more_devices_than_ray_has_are_refused(placed):
     with pytest.raises(ConfigError, match=r"n_gpus_per_node=3: .* it needs 5 in Ray, which has 4"):
         check_devices_of_ray(config, available=4)
     check_devices_of_ray(placed("partial_rollout.placement=colocated", "trainer.n_gpus_per_node=8"), available=1)
+
+
+def test_placement_is_one_override_without_a_gpu(composed_config):
+    for placement, backend in (("colocated", "naive"), ("separate", "shm"), ("elsewhere", "naive")):
+        config = composed_config("quickstart_cpu", f"partial_rollout.placement={placement}")
+        OmegaConf.resolve(config)
+        assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == backend
+    check(composed_config("quickstart_cpu", "partial_rollout.placement=separate"))
+
+
+def test_recipe_on_gpus_is_told_the_engines_devices_besides(composed_config):
+    recipe = ("recipe", "experiment=gsm8k_8gpu_4b", "partial_rollout.placement=separate")
+    with pytest.raises(ConfigError, match=r"rollout\.nnodes=0: an integer of at least 1"):
+        check(composed_config(*recipe))
+    split = ("trainer.n_gpus_per_node=3", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=5")
+    config = composed_config(*recipe, *split)
+    check(config)
+    assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == "nccl"
+    assert engine_devices(config) == 5

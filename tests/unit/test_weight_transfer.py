@@ -9,6 +9,7 @@ from verl.checkpoint_engine import CheckpointEngineManager
 
 from recipe.partial_rollout.rollout import weight_transfer
 from recipe.partial_rollout.rollout.sync_watch import WeightSyncError, watched
+from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
 from recipe.partial_rollout.rollout.weight_transfer import CachedTransfer, HeldTransfer, transfer_of
 from verl_ext.shm_weights import ShmCheckpointEngine
 
@@ -86,7 +87,7 @@ def test_only_the_trainer_stages_and_only_the_engines_load(cached):
 
     async def two_syncs():
         for version in (1, 2):
-            await transfer.stage(version)
+            assert await transfer.stage(version)
             log.append("held")
             await transfer.load(version)
         await transfer.stage(3)
@@ -99,13 +100,37 @@ def test_only_the_trainer_stages_and_only_the_engines_load(cached):
     assert log[8:10] == [("trainer", 2, "shm"), "held"]
 
 
+def test_engines_are_held_only_once_the_trainer_has_packed(cached):
+    transfer, log, _ = cached()
+    noted = []
+
+    class Frame:
+        def staged(self, version, start, end):
+            assert start <= end
+            log.append("staged")
+
+        async def before(self, version):
+            log.append("held")
+
+        async def after(self, version):
+            log.append("resumed")
+
+    sync = RecipeCheckpointManager(transfer._verls, 5.0, Frame(), lambda *phase: noted.append(phase))
+    sync.update_weights(1)
+    assert [step if isinstance(step, str) else step[0] for step in log] == [
+        *("trainer", "staged", "held", "a", "a", "b", "b"),
+        "resumed",
+    ]
+    assert noted[0][0] == 1
+
+
 def test_naive_sends_in_the_second_part():
     log = []
     verls = verls_manager("naive", object, log, [replica_named("a", log)])
     transfer = transfer_of(verls, 5.0)
 
     async def sync():
-        await transfer.stage(3)
+        assert not await transfer.stage(3)
         log.append("held")
         await transfer.load(3)
 
@@ -192,7 +217,7 @@ def test_other_backends_sync_as_verl_does_but_neither_abort_nor_release(monkeypa
     transfer = transfer_of(verls, 5.0)
 
     async def sync():
-        await transfer.stage(3)
+        assert not await transfer.stage(3)
         log.append("held")
         await transfer.load(3)
 

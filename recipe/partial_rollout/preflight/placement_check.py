@@ -35,9 +35,8 @@ def check_placement(config: DictConfig, settings: PartialRolloutConfig) -> None:
             )
         return
     _check_sharing(config)
-    if rollout.nnodes:
-        _check_devices(config)
-        _check_transfer(config)
+    _check_devices(config)
+    _check_transfer(config)
     have = len(cores.available())
     if pinned_cores(config) >= max(have, 1):
         raise fail(

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 class SyncFrame(Protocol):
     """Around a weight sync, and around verl's putting the replicas to sleep."""
 
+    def staged(self, version: int, start: float, end: float) -> None:
+        """The trainer has packed ``version``, and the engines have decoded meanwhile; moments in unix seconds."""
+        ...
+
     async def before(self, version: int) -> None:
         """Afterwards every replica is alive and decodes nothing."""
         ...
@@ -50,6 +54,9 @@ class QuietReplicas:
 
     def __init__(self, control: ServerControl) -> None:
         self._control = control
+
+    def staged(self, version: int, start: float, end: float) -> None:
+        """See ``SyncFrame``."""
 
     async def before(self, version: int) -> None:
         """See ``SyncFrame``."""
@@ -80,6 +87,10 @@ class HeldReplicas:
         self._control = control
         self._stream = stream
         self._held_at = 0.0
+
+    def staged(self, version: int, start: float, end: float) -> None:
+        """See ``SyncFrame``."""
+        self._stream.note_phase("stage", version, start, end)
 
     async def before(self, version: int) -> None:
         """See ``SyncFrame``."""

@@ -28,8 +28,8 @@ from recipe.partial_rollout.waits import one_line
 class WeightTransfer(Protocol):
     """Both parts raise ``WeightSyncError``, which names the trainer or the replica that failed."""
 
-    async def stage(self, version: int) -> None:
-        """Do all that can be done while the engines decode."""
+    async def stage(self, version: int) -> bool:
+        """Do all that can be done while the engines decode; returns whether that was anything."""
         ...
 
     async def load(self, version: int) -> None:
@@ -58,8 +58,9 @@ class DirectTransfer:
         self._verls = verls
         self._deadline_s = deadline_s
 
-    async def stage(self, version: int) -> None:
+    async def stage(self, version: int) -> bool:
         """See ``WeightTransfer``."""
+        return False
 
     async def load(self, version: int) -> None:
         """See ``WeightTransfer``."""
@@ -80,13 +81,14 @@ class CachedTransfer:
         self._freeing: list[Any] = []
         """references to the trainers' removal of what was loaded"""
 
-    async def stage(self, version: int) -> None:
+    async def stage(self, version: int) -> bool:
         """See ``WeightTransfer``."""
         what = f"staging of version {version}"
         # What the engines have loaded is removed meanwhile, and the trainer must be done with that.
         freed, self._freeing = self._freeing, []
         await watched(_all(freed, f"{what} failed in the trainer"), (), self._deadline_s, what)
         await watched(_sent(self._verls, version, what), (), self._deadline_s, what)
+        return True
 
     async def load(self, version: int) -> None:
         """See ``WeightTransfer``."""
@@ -112,8 +114,9 @@ class HeldTransfer:
         # verl blocks its thread. asyncio would wait for a thread of its own at the end, even after a failure.
         self._thread = ThreadPoolExecutor(1)
 
-    async def stage(self, version: int) -> None:
+    async def stage(self, version: int) -> bool:
         """See ``WeightTransfer``."""
+        return False
 
     async def load(self, version: int) -> None:
         """See ``WeightTransfer``."""

@@ -1,0 +1,81 @@
+"""Separate placement with engines on devices of their own: what dies there is replaced, or named."""
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from recipe.partial_rollout.tools.audit import audit
+from recipe.partial_rollout.tools.chaos.victim import processes_of_session
+
+HERE = Path(__file__).parent
+SEPARATE = (
+    "partial_rollout.placement=separate",
+    "data.train_batch_size=4",
+    "actor_rollout_ref.rollout.n=4",
+)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+
+
+def processes(run, name):
+    """Live processes of this run's session whose title contains ``name``."""
+    return [process for process in processes_of_session(run.process.pid) if name in title_of(process)]
+
+
+def title_of(process):
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
+
+
+def test_two_engines_beside_one_trainer_come_back_after_their_deaths(start, wait_for):
+    """The engine of one is killed, and then the server of the other; both load the next version."""
+    run = start(
+        *SEPARATE,
+        "data.train_max_samples=24",
+        "trainer.total_training_steps=null",
+        "data.max_response_length=400",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2",
+        "partial_rollout.failures.replica_restarts=2",
+        "partial_rollout.resume_kv=recompute",
+    )
+    metrics = run.directory / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and '"training/global_step"' in metrics.read_text(), "the first step")
+    killed, orphan = processes(run, "VLLM::EngineCore")
+    server = orphan.parent()
+    killed.kill()
+    wait_for(lambda: run.read().steps.keys() >= {1, 2, 3}, "the third step")
+    assert "RecipeVLLMServer" in title_of(server)
+    server.kill()
+    assert run.process.wait(300) == 0, run.terminal()[-3000:]
+    result, _ = audit(run.directory)
+    assert result.violations == [] and result.complete and len(result.trained) == 24
+    assert run.read().steps[6]["partial_rollout/failures/replicas_restarted_total"] == 2
+    assert not orphan.is_running(), "it would hold the memory of its device"
+    assert all(step["partial_rollout/timing/stage_s"] < 10 for step in run.read().steps.values())
+
+
+@pytest.mark.parametrize("victim", ["ray::CheckpointEngineWorker", "ray::WorkerDict"])
+def test_killed_sender_or_receiver_of_weights_ends_the_run_by_name(start, wait_for, victim):
+    run = start(*SEPARATE, "data.max_response_length=64", "trainer.total_training_steps=50")
+    metrics = run.directory / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and '"training/global_step"' in metrics.read_text(), "the first step")
+    processes(run, victim)[0].kill()
+    began = time.monotonic()
+    assert run.process.wait(60) == 1, run.terminal()[-3000:]
+    assert time.monotonic() - began < 30.0
+    error = run.terminal()[run.terminal().index("training failed:") :]
+    names = {"ray::CheckpointEngineWorker": "failed in vLLM replica", "ray::WorkerDict": "trainer"}
+    assert names[victim] in error, error
+
+
+def test_load_that_fails_in_the_engine_ends_the_run_by_name(start, wait_for, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    extension = "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=bad_sync.FailingExtension"
+    run = start(*SEPARATE, "data.max_response_length=32", "trainer.total_training_steps=3", extension)
+    wait_for(lambda: "Training Progress" in run.terminal(), "training")
+    assert run.process.wait(90) == 1, run.terminal()[-3000:]
+    error = run.terminal()[run.terminal().index("training failed:") :]
+    assert "loading of version 1 failed in vLLM replica" in error and "no_such_weight" in error, error
