@@ -87,7 +87,7 @@ def test_speeds_that_are_given_replace_those_of_the_preset():
         ([*PRESET, "--max-staleness", "0"], "no --overlaps between 0 and max_staleness=0"),
         ([*PRESET, "--hold-seconds", "-1"], "--hold-seconds is -1; it should be at least 0"),
         ([*PRESET, "--train-seconds", "5", "--train-fixed", "6"], "--train-fixed is 6; it should be at most the 5 s"),
-        ([*PRESET, "--validate", "/nowhere"], "--placement separate with --validate: there is no run"),
+        ([*PRESET, "--validate", "/nowhere"], "--placement separate with --validate: a replayed run has"),
         ([*PRESET, "--measure", "/nowhere"], "--placement separate with --measure: that only measures an engine"),
         ([*LOGNORMAL, "--hold-seconds", "1"], "--hold-seconds is 1; it needs --placement separate"),
         ([*LOGNORMAL, "--train-fixed", "1"], "--train-fixed is 1; it needs --placement separate"),

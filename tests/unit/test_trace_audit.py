@@ -115,6 +115,15 @@ def test_run_without_a_trace_is_judged_by_its_ledger_and_says_so(whole, capsys):
     assert "none: not compared" in capsys.readouterr().out
 
 
+def test_calls_and_reward_calls_that_outlast_their_rounds_are_no_violation(whole):
+    # Under separate placement rounds touch, a call may begin many rounds before, and end while the batch trains.
+    calls = [[0, -40.0, 5.0, 20, 1, 0, 0, 0.0, "0/3#1", False]]
+    late = changed(calls=calls, scorings=[[-3.0, 9.0]], interrupt_s=None, resume_s=None)
+    phases = [("wait", 1.0, 3.0), ("stage", 3.5, 4.0), ("hold", 4.0, 4.1), ("sync", 3.5, 4.1), ("flush", 4.2, 4.4)]
+    events = [{"event": "phase", "name": name, "step": 2, "start": a, "end": b} for name, a, b in phases]
+    assert tamper(whole, lambda event: [*late(event), *events]) == []
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

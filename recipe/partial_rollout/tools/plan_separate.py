@@ -91,7 +91,7 @@ def check(options: argparse.Namespace) -> None:
         if value is not None and not value >= 0:
             raise ValueError(f"{option} is {value:g}; it should be at least 0")
     if options.placement == SEPARATE and options.validate:
-        raise ValueError("--placement separate with --validate: there is no run of separate placement to replay")
+        raise ValueError("--placement separate with --validate: a replayed run has the placement that it had")
     if options.placement == SEPARATE and options.measure:
         raise ValueError("--placement separate with --measure: that only measures an engine; plan with its curve later")
 

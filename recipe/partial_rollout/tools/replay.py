@@ -20,12 +20,14 @@ from recipe.partial_rollout.planner.forecast import baseline
 from recipe.partial_rollout.planner.lengths import of_run
 from recipe.partial_rollout.planner.simulation import Simulation
 from recipe.partial_rollout.records.run_record import RunRecord
+from recipe.partial_rollout.tools.replay_separate import play_separate
 from recipe.partial_rollout.tools.table import Table
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A run and its forecast; milliseconds of rollout per 1,000 trained tokens, staleness in versions."""
+    """A run and its forecast; milliseconds per 1,000 trained tokens, of rollout or, under separate placement, of wall time;
+    staleness in versions."""
 
     name: str
     measured_ms: float
@@ -69,17 +71,20 @@ def replay(run: RunRecord) -> Replay:
     cluster = Cluster(curve, replicas, settings.slots_per_replica, settings.resume_kv == "keep")
     # If the run did not drain, its groups repeat past their end, so that the last rounds are as full as all others.
     groups = len(run.trained_groups) if settings.drain else None
-    simulation = Simulation(admission, scheduling, cluster, of_run(run), seed=None, groups=groups)
-    played = list(simulation.rounds(len(run.steps)))[1:]
+    if run.settings.separate:
+        measured_s, forecast_s, batches = play_separate(run, admission, scheduling, cluster, groups)
+    else:
+        simulation = Simulation(admission, scheduling, cluster, of_run(run), seed=None, groups=groups)
+        played = list(simulation.rounds(len(run.steps)))[1:]
+        measured_s = sum(step.round.phase.seconds for step in run.steps[1:])
+        forecast_s, batches = sum(round_.seconds for round_ in played), played
     steps = run.steps[1:]
-    ages = np.concatenate([round_.staleness.ravel() for round_ in played])
+    ages = np.concatenate([batch.staleness.ravel() for batch in batches])
     measured = np.array([age for step in steps for age in step.staleness])
-    tokens = sum(sum(step.lengths) for step in steps)
-    seconds = sum(step.round.phase.seconds for step in steps)
     return Replay(
         name="/".join(Path(run.directory).absolute().parts[-2:]),
-        measured_ms=1e6 * seconds / tokens,
-        forecast_ms=1e6 * sum(round_.seconds for round_ in played) / sum(r.trained_tokens for r in played),
+        measured_ms=1e6 * measured_s / sum(sum(step.lengths) for step in steps),
+        forecast_ms=1e6 * forecast_s / sum(int(batch.lengths.sum()) for batch in batches),
         measured_staleness=float(measured.mean()),
         forecast_staleness=float(ages.mean()),
         measured_staleness_max=int(measured.max()),
