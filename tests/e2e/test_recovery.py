@@ -22,6 +22,7 @@ SMALL = (
     "partial_rollout.overlap=1.0",
     "partial_rollout.max_staleness=2",
 )
+SEPARATE = "partial_rollout.placement=separate"
 
 
 @pytest.mark.nightly
@@ -47,7 +48,8 @@ def sealed(run_dir, step):
 
 def test_training_that_is_stopped_killed_and_robbed_of_its_worker_loses_nothing(start, wait_for, tmp_path):
     """The first process is stopped; the second is killed with all that it started; the third loses its worker, and ends
-    before its data does and without draining; the fourth has more steps and goes on with it."""
+    before its data does and without draining; the fourth has more steps and goes on with it. The second and the third have
+    the engine decode while they train, so each placement goes on from the other's checkpoint."""
     run_dir = tmp_path / "kept"
     ours = (*SMALL, "data.train_max_samples=32", f"trainer.default_local_dir={run_dir}", "trainer.resume_mode=auto")
     # The manifest is sealed before the weight sync and the validation of its step: the signal comes in that step.
@@ -60,7 +62,7 @@ def test_training_that_is_stopped_killed_and_robbed_of_its_worker_loses_nothing(
     time.sleep(2)
     assert processes_of_session(first.process.pid) == [], "nothing of the run is left"
 
-    second = start(*ours, "trainer.save_freq=1", name="second")
+    second = start(*ours, SEPARATE, "trainer.save_freq=1", name="second")
     wait_for(lambda: sealed(run_dir, 3) or second.process.poll() is not None, "a checkpoint of the resumed training")
     time.sleep(1)
     assert second.process.poll() is None, second.terminal()[-3000:]
@@ -68,7 +70,7 @@ def test_training_that_is_stopped_killed_and_robbed_of_its_worker_loses_nothing(
     second.process.wait(10)
     wait_for(lambda: processes_of_session(second.process.pid) == [], "the end of what was killed", 30)
 
-    short = ("trainer.total_training_steps=7", "partial_rollout.drain=False", "trainer.save_freq=1")
+    short = (SEPARATE, "trainer.total_training_steps=7", "partial_rollout.drain=False", "trainer.save_freq=1")
     third = start(*ours, *short, name="third")
     wait_for(lambda: "Training Progress" in third.terminal(), "the training that goes on after the kill")
     time.sleep(3)
