@@ -39,7 +39,9 @@ def run(module_train):
 
 
 def phases(run, name):
-    return [(event["start"], event["end"]) for event in run.trace if event["event"] == "phase" and event["name"] == name]
+    return [
+        (event["start"], event["end"]) for event in run.trace if event["event"] == "phase" and event["name"] == name
+    ]
 
 
 def overlap_s(spans, others):

@@ -7,7 +7,7 @@ from ray.exceptions import RayActorError
 from verl.checkpoint_engine import CheckpointEngineManager
 
 from recipe.partial_rollout.rollout.server_control import ServerControl
-from recipe.partial_rollout.rollout.sync_frame import QuietReplicas
+from recipe.partial_rollout.rollout.sync_frame import HeldReplicas, QuietReplicas
 from recipe.partial_rollout.rollout.sync_watch import WeightSyncError
 from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
 from recipe.partial_rollout.waits import ReplicaError
@@ -53,6 +53,9 @@ class FakeReplica:
     async def check_alive(self):
         self.answer("check_alive")
 
+    async def hold_generation(self):
+        self.answer("hold")
+
     async def resume_generation(self):
         self.answer("resume")
 
@@ -77,6 +80,30 @@ class Trainer:
             self.got = {replica.server_address: global_steps for replica in self.replicas}
 
         return [send()]
+
+
+class Versions:
+    """The calls of a ``Stream`` that a sync makes; notes what the replicas had been asked until then."""
+
+    def __init__(self, replica):
+        self.replica, self.prepared, self.begun, self.phases = replica, [], [], []
+
+    async def prepare_version(self, version):
+        self.prepared.append((version, list(self.replica.asked)))
+
+    async def next_version(self, version):
+        self.begun.append((version, list(self.replica.asked)))
+
+    def note_phase(self, name, version, start, end):
+        self.phases.append((name, version))
+
+
+def separate(**options):
+    """A manager of separate placement; its control, replicas, and versions."""
+    manager, control, replicas = build(**options)
+    versions = Versions(replicas[0])
+    manager._frame = HeldReplicas(control, versions)
+    return manager, control, replicas, versions
 
 
 def build(*, restarts=1, pr=True, sync_kills=False, note=None):
@@ -142,3 +169,45 @@ def test_baseline_asks_as_verl_does_and_fails_as_verl_does():
     dead.dies_in, dead.dies_with = "sleep", SERVER_DIED
     with pytest.raises(RayActorError):
         manager.sleep_replicas()
+
+
+def test_engines_of_their_own_decode_until_the_weights_go_out_and_begin_the_version_before_they_go_on():
+    manager, _, (first, second), versions = separate()
+    manager.sleep_replicas()
+    manager.update_weights(3)
+    assert first.asked == second.asked == ["check_alive", "hold", "check_alive", "resume"]
+    assert versions.prepared == [(3, [])], "the next prompts are read while the engines decode"
+    assert versions.begun == [(3, ["check_alive", "hold", "check_alive"])] and versions.phases == [("hold", 3)]
+
+
+@pytest.mark.parametrize("dies_with", [SERVER_DIED, ENGINE_DIED], ids=["server", "engine"])
+@pytest.mark.parametrize("dies_in", ["check_alive", "hold"])
+def test_engine_that_dies_while_it_decodes_or_is_held_is_restarted_and_gets_the_weights(dies_in, dies_with):
+    manager, control, (alive, dead), versions = separate()
+    dead.dies_in, dead.dies_with = dies_in, dies_with
+    manager.update_weights(3)
+    assert manager._verls.actor_wg.got == {"a": 3, "b'": 3} and control.restarted == 1
+    assert [version for version, _ in versions.begun] == [3] and alive.asked[-1] == "resume"
+
+
+def test_engine_that_dies_while_it_loads_ends_the_run_by_name():
+    manager, _, _, versions = separate(sync_kills=True)
+    with pytest.raises(WeightSyncError, match=r"weight sync of version 3 failed in vLLM replica b: the server died"):
+        manager.update_weights(3)
+    assert versions.begun == [], "no version begins that an engine lacks"
+
+
+def test_engine_that_dies_as_it_goes_on_is_restarted_for_the_next_version():
+    manager, control, (_, dead), versions = separate()
+    dead.dies_in, dead.dies_with = "resume", ENGINE_DIED
+    manager.update_weights(3)
+    assert set(control.servers) == {"a"}
+    manager.update_weights(4)
+    assert set(control.servers) == {"a", "b'"} and [version for version, _ in versions.begun] == [3, 4]
+
+
+def test_engines_of_their_own_never_sleep():
+    manager, _, (first, _), _ = separate()
+    manager.sleep_replicas()
+    manager.wake_up_replicas()
+    assert first.asked == []
