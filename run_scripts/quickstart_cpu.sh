@@ -16,11 +16,14 @@ case ${WARM_START:-ready} in
   train) train_task=(--train) ;;
   *) printf 'quickstart: WARM_START=%s: choose ready or train\n' "$WARM_START" >&2 && exit 2 ;;
 esac
-placement=${PLACEMENT:-colocated}
-case $placement in
+placement=(partial_rollout.placement="${PLACEMENT:-colocated}")
+case ${PLACEMENT:-colocated} in
   colocated) how='rounds are interrupted, unfinished samples resume in the next' ;;
-  separate) how='the engine decodes while the trainer updates' ;;
-  *) printf 'quickstart: PLACEMENT=%s: choose colocated or separate\n' "$placement" >&2 && exit 2 ;;
+  separate)
+    how='the engine decodes while the trainer updates, on cores of its own'
+    if (($(nproc) > 1)); then placement+=(partial_rollout.trainer_cores="$(($(nproc) / 2))"); fi
+    ;;
+  *) printf 'quickstart: PLACEMENT=%s: choose colocated or separate\n' "$PLACEMENT" >&2 && exit 2 ;;
 esac
 bash run_scripts/setup.sh --quiet
 source run_scripts/env_cpu.sh
@@ -43,7 +46,7 @@ python -m recipe.partial_rollout.tasks.ready_start --out "$out/task" "${train_ta
 say "noPR: every round waits for its slowest sample"
 train noPR partial_rollout.enable=False "$@"
 say "PR: $how"
-train PR partial_rollout.enable=True partial_rollout.placement="$placement" "$@"
+train PR partial_rollout.enable=True "${placement[@]}" "$@"
 say "comparison"
 python -m recipe.partial_rollout.tools report "$out/noPR" "$out/PR" --out "$out"
 printf '\nquick start done in %d s, set-up included; pictures and tables are in %s; SwanLab: bash run_scripts/dashboard.sh %s\n' \

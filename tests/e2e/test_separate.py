@@ -9,8 +9,8 @@ from recipe.partial_rollout.tools.report.command import main as report
 
 pytestmark = pytest.mark.timeout(900)
 
-# 24 prompts, 4 a step, whose samples decode for longer than the trainer takes for a batch. A learning rate of 0 makes versions differ in name only, so that the trainer can recompute what
-# the engine reported, however often a sample was held.
+# 24 prompts, 4 a step, whose samples decode for longer than the trainer takes for a batch. A learning rate of 0 makes
+# versions differ in name only, so that the trainer can recompute what the engine reported, however often it was held.
 SMALL = (
     "data.train_batch_size=4",
     "data.train_max_samples=24",
