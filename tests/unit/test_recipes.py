@@ -100,6 +100,17 @@ def test_check_passes_where_nothing_but_data_and_model_is_missing(
     assert ("expected" in said) == (arm == "pr")
 
 
+def test_plan_of_separate_placement_names_both_sides(build, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    rollout = "actor_rollout_ref.rollout"
+    split = ("trainer.n_gpus_per_node=4", f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=12")
+    config = build("gsm8k_8gpu_4b", "pr", f"recipe.data={tmp_path}", "partial_rollout.placement=separate", *split)
+    assert checks.dry_run(config) == checks.INPUTS_MISSING
+    said = capsys.readouterr().out
+    assert "devices   1 x 4 cuda for the trainer, 1 x 12 for 12 engine replicas; weights by nccl" in said
+    assert "PR, separate, overlap 1," in said and "plan --placement separate" in said
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_sizes_fit_a_device(build, experiment):
     config = build(experiment, "pr")

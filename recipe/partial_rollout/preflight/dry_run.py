@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.errors import ConfigError
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission
@@ -120,6 +121,8 @@ def _check_contents(config: DictConfig) -> str:
 
 def _expected(config: DictConfig, settings: PartialRolloutConfig, sizes: Sizes, memory: DeviceMemory | None) -> str:
     """What the planner's simulation says, for assumed lengths and an assumed engine."""
+    if settings.placement is Placement.SEPARATE:
+        return "not forecast: the split decides; python -m recipe.partial_rollout.tools plan --placement separate"
     if sizes.in_flight > _MOST_FORECAST:
         return "not forecast: too many samples for a check of seconds; python -m recipe.partial_rollout.tools plan"
     cap, n = config.data.max_response_length, settings.samples_per_group

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.partial_rollout.config.devices import trainer_devices
 from recipe.partial_rollout.preflight.model_shape import ModelShape
 
 _GIB = 1 << 30
@@ -37,7 +38,7 @@ class DeviceMemory:
     def of(cls, config: DictConfig, shape: ModelShape) -> DeviceMemory:
         """For FSDP2; ``recipe.gpu_gib`` says how much memory a device has."""
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-        devices = config.trainer.n_gpus_per_node * config.trainer.nnodes
+        devices = trainer_devices(config)
         fsdp = actor.get("fsdp_config") or {}
         shards = fsdp.get("fsdp_size", -1)
         shards = devices if shards < 1 else min(shards, devices)

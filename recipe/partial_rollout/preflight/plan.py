@@ -9,7 +9,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.choices import Mode
+from recipe.partial_rollout.config.choices import Mode, Placement
+from recipe.partial_rollout.config.devices import engine_devices, trainer_devices
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.preflight.memory import DeviceMemory
@@ -18,9 +19,8 @@ from recipe.partial_rollout.preflight.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Devices and samples of a run."""
+    """Replicas and samples of a run."""
 
-    devices: int
     replicas: int
     in_flight: int
     """samples, at most"""
@@ -30,7 +30,7 @@ class Sizes:
     @classmethod
     def of(cls, config: DictConfig, settings: PartialRolloutConfig, kv_tokens: int | None) -> Sizes:
         rollout = config.actor_rollout_ref.rollout
-        devices = config.trainer.n_gpus_per_node * config.trainer.nnodes
+        devices = engine_devices(config) or trainer_devices(config)
         parallel = (
             rollout.tensor_model_parallel_size,
             rollout.data_parallel_size,
@@ -46,7 +46,7 @@ class Sizes:
         seats = settings.slots_per_replica if settings.enable else rollout.max_num_seqs
         if kv_tokens is not None:
             seats = min(seats, max(1, kv_tokens // (rollout.prompt_length + -(-rollout.response_length // 2))))
-        return cls(devices, max(1, devices // prod(parallel)), in_flight, seats)
+        return cls(max(1, devices // prod(parallel)), in_flight, seats)
 
 
 def _in_flight(settings: PartialRolloutConfig, admission: Admission) -> int:
@@ -77,9 +77,7 @@ def lines(
     yield _line("trainer", _trainer(config, settings))
     size = f"{shape.parameters / 1e6:,.1f} M parameters" if shape else "size not known: no config.json of a dense model"
     yield _line("model", f"{config.actor_rollout_ref.model.path}: {size}")
-    yield _line(
-        "devices", f"{trainer.nnodes} x {trainer.n_gpus_per_node} {trainer.device}; {sizes.replicas} engine replicas"
-    )
+    yield _line("devices", _devices(config, sizes.replicas))
     yield _line("batch", f"{settings.batch_groups} prompts x {n} samples; prompts up to {data.max_prompt_length:,} tokens, "
                 f"responses up to {data.max_response_length:,}")  # fmt: skip
     if prompts:
@@ -106,6 +104,15 @@ def _line(name: str, text: str) -> str:
     return f"  {name:<10}{text}"
 
 
+def _devices(config: DictConfig, replicas: int) -> str:
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    theirs = f"{trainer.nnodes} x {trainer.n_gpus_per_node} {trainer.device}"
+    if not engine_devices(config):
+        return f"{theirs}; {replicas} engine replicas"
+    engines = f"{rollout.nnodes} x {rollout.n_gpus_per_node} for {replicas} engine replicas"
+    return f"{theirs} for the trainer, {engines}; weights by {rollout.checkpoint_engine.backend}"
+
+
 def _trainer(config: DictConfig, settings: PartialRolloutConfig) -> str:
     algorithm = f"{config.algorithm.adv_estimator}, {config.actor_rollout_ref.actor.strategy}"
     if config.trainer.use_v1:
@@ -113,7 +120,8 @@ def _trainer(config: DictConfig, settings: PartialRolloutConfig) -> str:
     if not settings.enable:
         return f"noPR, verl's synchronous rollout; {algorithm}"
     overlap = "auto" if settings.adapts_overlap else f"{settings.overlap:g}"
-    return f"PR, mode {settings.mode}, overlap {overlap}, max_staleness {settings.max_staleness}; {algorithm}"
+    how = "separate" if settings.placement is Placement.SEPARATE else f"mode {settings.mode}"
+    return f"PR, {how}, overlap {overlap}, max_staleness {settings.max_staleness}; {algorithm}"
 
 
 def _memory(config: DictConfig, memory: DeviceMemory) -> Iterator[str]:

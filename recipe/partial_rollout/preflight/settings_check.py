@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.choices import ResumeKV
+from recipe.partial_rollout.config.devices import trainer_devices
 from recipe.partial_rollout.config.errors import fail
 from recipe.partial_rollout.config.settings import OVERLONG, PartialRolloutConfig, check_keys
 from recipe.partial_rollout.preflight.checkpoints import check_checkpoints
@@ -66,7 +67,7 @@ def _check_trainer(config: DictConfig, settings: PartialRolloutConfig) -> None:
         )
     if config.trainer.device == "cpu" and config.actor_rollout_ref.actor.strategy == "megatron":
         raise fail("engine", "megatron", "fsdp2 with trainer.device=cpu")
-    devices = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    devices = trainer_devices(config)
     if config.partial_rollout.reward_in_worker and config.reward.reward_model.enable:
         raise fail("partial_rollout.reward_in_worker", True, "False with reward.reward_model.enable=True")
     if devices < 1:
