@@ -25,6 +25,7 @@ from recipe.partial_rollout.tools.report.comparison import compare
 from recipe.partial_rollout.tools.report.findings import findings
 from recipe.partial_rollout.tools.report.lane_strip import strip_of
 from recipe.partial_rollout.tools.report.lanes import Trainer, lanes_of
+from recipe.partial_rollout.tools.report.panels import Over, Shown, _bubble, _speed
 from recipe.partial_rollout.tools.report.perfetto import chrome_trace
 from recipe.partial_rollout.tools.report.table import tables
 from recipe.partial_rollout.tools.report.timeline import _cut, run_end
@@ -139,6 +140,11 @@ def test_engines_that_are_stopped_for_a_checkpoint_are_held(tmp_path):
     assert compare([run]).base.summary.hold_s.max == pytest.approx(1)
 
 
+def test_loading_the_first_weights_is_no_hold(tmp_path):
+    run = load_run(write_run(tmp_path / "a", phases=[("hold", 0, -60, -1), *RUN["PHASES"]]))
+    assert compare([run]).base.summary.hold_s.max == pytest.approx(1)
+
+
 def test_engine_that_validates_is_not_idle(tmp_path):
     # Replica 1 had no call from 21 to 25, replica 0 one.
     run = load_run(write_run(tmp_path / "a", phases=[*RUN["PHASES"], ("validate", 2, 21, 25)]))
@@ -221,6 +227,21 @@ def test_close_up_keeps_what_ran_in_its_rounds_and_ended_later(run):
     assert sum(call.tokens for call in calls) == 100 + 100 + 120 + 90
     assert run_end(side.run) - ZERO == 22
     assert sum(call.end - call.start for phase in side.run.decoding for call in phase.calls) == pytest.approx(41)
+
+
+def test_panels_of_both_placements_are_over_whole_steps(tmp_path, run):
+    # In turns: 200 tokens in a rollout of 10 s, by one of two replicas; timers of the steps say 20, 12 and 18 s.
+    in_turns = load_run(write_in_turns(tmp_path / "noPR"))
+
+    def shown(run, over):
+        return Shown(run.settings, run.steps[0], run.decoding[0], over)
+
+    assert _speed(shown(in_turns, Over.ROLLOUT)) == pytest.approx(200 / 10)
+    assert _speed(shown(in_turns, Over.STEP)) == pytest.approx(200 / 20)
+    assert _bubble(shown(in_turns, Over.ROLLOUT)) == pytest.approx(3 / 4)
+    assert _bubble(shown(in_turns, Over.STEP)) == pytest.approx(7 / 8)
+    assert _speed(shown(run, Over.STEP)) == pytest.approx(200 / 10)
+    assert _bubble(shown(run, Over.STEP)) == pytest.approx(2 / 4)
 
 
 def test_report_of_both_placements_is_written(tmp_path):

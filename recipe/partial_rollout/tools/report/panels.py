@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,14 @@ SMOOTHED_SHARE = 12
 """The running mean spans the number of steps over this."""
 
 
+class Over(StrEnum):
+    """What the figures of the engines are over; the same for all runs of a picture."""
+
+    ROLLOUT = "in rollout"
+    STEP = "over the whole step"
+    """Where a run has separate placement, whose rollout has no end."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shown:
     """A step of a run, as a panel needs it."""
@@ -31,11 +40,13 @@ class Shown:
     step: Step
     decoding: RolloutPhase
     """What the engines ran in the span of its round."""
+    over: Over
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
     title: str
+    """``{over}`` in it is for an ``Over``."""
     figure: Callable[[Shown], float | None]
     peak: Callable[[Shown], float | None] | None = None
     """A second, thin line of each run."""
@@ -47,18 +58,27 @@ def _mean(values: list[int]) -> float | None:
     return ratio(sum(values), len(values))
 
 
+def _seconds(shown: Shown) -> float:
+    """Those that the figures of the engines are over."""
+    if shown.settings.separate:
+        return shown.decoding.seconds
+    return shown.step.seconds("gen" if shown.over is Over.ROLLOUT else "step")
+
+
 def _speed(shown: Shown) -> float | None:
-    decoding = shown.decoding
-    return ratio(decoding.decoded_tokens, decoding.seconds if shown.settings.separate else shown.step.seconds("gen"))
+    return ratio(shown.decoding.decoded_tokens, _seconds(shown))
 
 
 def _bubble(shown: Shown) -> float | None:
-    return bubble_fraction([shown.decoding], shown.settings.full_concurrency)
+    empty = bubble_fraction([shown.decoding], shown.settings.full_concurrency)
+    if empty is None or shown.settings.separate or shown.over is Over.ROLLOUT:
+        return empty
+    return 1 - (1 - empty) * (ratio(shown.step.seconds("gen"), shown.step.seconds("step")) or 0.0)
 
 
 PANELS = (
-    Panel("decoded tokens/s in rollout", _speed),
-    Panel("empty slots in rollout (bubble)", _bubble, reach=1.0),
+    Panel("decoded tokens/s {over}", _speed),
+    Panel("empty slots {over} (bubble)", _bubble, reach=1.0),
     Panel(
         "staleness of trained samples: mean, and max (thin)",
         lambda shown: _mean(shown.step.staleness),
@@ -74,11 +94,13 @@ PANELS = (
 def draw_panels(comparison: Comparison, title: str, path: Path) -> None:
     figure = Figure(figsize=(14, 8), dpi=DPI, layout="constrained")
     grid = figure.subplots(2, 3, sharex=True)
+    over = Over.STEP if any(side.run.settings.separate for side in comparison.sides) else Over.ROLLOUT
     runs = [
-        [Shown(side.run.settings, *pair) for pair in zip(side.run.steps, side.run.decoding, strict=True)]
+        [Shown(side.run.settings, *pair, over) for pair in zip(side.run.steps, side.run.decoding, strict=True)]
         for side in comparison.sides
     ]
     for axes, panel in zip(grid.flat, PANELS, strict=True):
+        axes.set_title(panel.title.format(over=over), fontsize=11, loc="left")
         _draw_panel(axes, panel, comparison, runs)
     for axes in grid[1]:
         axes.set_xlabel("step")
@@ -97,7 +119,6 @@ def _draw_panel(axes: Axes, panel: Panel, comparison: Comparison, runs: list[lis
         steps, values = _series(shown, panel.figure)
         _draw_series(axes, steps, values, label=side.name, colour=hue(index), marker=mark(index))
         drawn |= len(values) > 0
-    axes.set_title(panel.title, fontsize=11, loc="left")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
     axes.spines[["top", "right"]].set_visible(False)
