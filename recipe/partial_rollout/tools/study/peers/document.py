@@ -58,16 +58,19 @@ def table_of(rows: Sequence[Row]) -> Table:
     """Medians over seeds, the spread of the main ratio, and the largest staleness."""
 
     def cells(row: Row) -> list[str]:
-        low, high = row.spread("rollout_ratio")
         return [
             CAPTIONS.get(row.arm, row.arm),
-            f"{row.median('rollout_ms'):.0f}",
-            f"{row.median('tokens_per_s'):,.0f}",
-            f"{row.median('rollout_ratio'):.2f} ({low:.2f} to {high:.2f})",
-            f"{row.median('steady_rollout_ratio'):.2f}",
+            _or_dash(row.median("wall_ms"), ".0f"),
+            _with_spread(row, "wall_ratio"),
+            _or_dash(row.median("trainer_waits"), ".0%"),
+            _or_dash(row.median("engines_held"), ".1%"),
+            _or_dash(row.median("rollout_ms"), ".0f"),
+            _or_dash(row.median("tokens_per_s"), ",.0f"),
+            _with_spread(row, "rollout_ratio"),
+            _or_dash(row.median("steady_rollout_ratio"), ".2f"),
             f"{row.median('step_ratio'):.2f}",
-            f"{row.median('efficiency'):.2f}",
-            f"{row.median('steady_efficiency'):.2f}",
+            _or_dash(row.median("efficiency"), ".2f"),
+            _or_dash(row.median("steady_efficiency"), ".2f"),
             f"{row.median('staleness_mean'):.2f}",
             _or_dash(row.median("staleness_p95"), ".1f"),
             f"{row.spread('staleness_max')[1]:.0f}",
@@ -85,6 +88,10 @@ def table_of(rows: Sequence[Row]) -> Table:
 
     header = [
         "arm",
+        "wall ms / 1,000 trained tokens, first batch to last",
+        f"the same / {BASELINE.name} (spread)",
+        "trainer without a batch",
+        "engines held for weights",
         "rollout ms / 1,000 trained tokens",
         "trained tokens / s",
         f"rollout / {BASELINE.name} (spread)",
@@ -116,22 +123,33 @@ def _mean_and_error(values: Sequence[float]) -> str:
     return with_error(float(np.mean(values)), error)
 
 
+def _with_spread(row: Row, name: str) -> str:
+    """Median, lowest and highest."""
+    low, high = row.spread(name)
+    return "-" if np.isnan(low) else f"{row.median(name):.2f} ({low:.2f} to {high:.2f})"
+
+
 def _or_dash(value: float, form: str) -> str:
     return "-" if np.isnan(value) else format(value, form)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Speed against staleness: an arm is better the lower and the further left it stands."""
+    """Speed against staleness: an arm is better the lower and the further left it stands.
+
+    Speed is rollout time, and wall time where engines of an arm decode while the trainer updates.
+    """
+    separate = any(np.isnan(row.median("rollout_ratio")) for row in rows)
+    ratio, meaning = ("wall_ratio", "wall time") if separate else ("rollout_ratio", "rollout time")
     figure = Figure(figsize=(7, 4.4), layout="constrained")
     axes = figure.subplots()
     for row in rows:
-        x, y = row.median("staleness_mean"), row.median("rollout_ratio")
-        low, high = row.spread("rollout_ratio")
+        x, y = row.median("staleness_mean"), row.median(ratio)
+        low, high = row.spread(ratio)
         colour = OURS_HUE if row.arm.startswith("PR") else OTHERS_HUE if row.arm.startswith("v1") else BASELINE_HUE
         axes.errorbar(x, y, [[y - low], [high - y]], fmt="o", color=colour, capsize=3)
         axes.annotate(CAPTIONS.get(row.arm, row.arm), (x, y), xytext=(6, 4), textcoords="offset points", fontsize=9)
     axes.set_xlabel("mean staleness of trained samples (versions)")
-    axes.set_ylabel(f"rollout time per trained token, {BASELINE.name} = 1")
+    axes.set_ylabel(f"{meaning} per trained token, {BASELINE.name} = 1")
     axes.set_ylim(bottom=0)
     plain(axes)
     figure.savefig(path, dpi=DPI)

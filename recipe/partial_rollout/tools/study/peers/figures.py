@@ -91,20 +91,38 @@ def _summary(figure: np.ndarray | None, of: Callable[[np.ndarray], float]) -> fl
 
 _ALL = slice(None)
 _STEADY = slice(FILLING, None)
+_BATCHES = slice(1, None)
+"""steps after the first batch: until then engines fill, and nothing is trained meanwhile"""
+
+
+def _rollout_ms(run: PeerRun, steps: slice = _ALL) -> float:
+    """NaN: the engines decode all the time, so that no seconds are the rollout's alone."""
+    return float("nan") if run.separate else run.ms_per_1000(run.rollout_s, steps)
+
+
+def _wall_ms(run: PeerRun) -> float:
+    """From the first batch to the last; comparable whether the engines share the trainer's devices or not."""
+    return run.ms_per_1000(run.step_s, _BATCHES)
+
+
+def _share(seconds: np.ndarray | None, run: PeerRun) -> float:
+    """Of the time from the first batch to the last; NaN: not logged."""
+    return float("nan") if seconds is None else float(seconds[_BATCHES].sum() / run.step_s[_BATCHES].sum())
+
 
 _FIGURES: dict[str, Callable[[PeerRun, PeerRun, float], float]] = {
-    "rollout_ms": lambda run, base, full: run.ms_per_1000(run.rollout_s, _ALL),
-    "rollout_ratio": lambda run, base, full: (
-        run.ms_per_1000(run.rollout_s, _ALL) / base.ms_per_1000(base.rollout_s, _ALL)
-    ),
-    "steady_rollout_ratio": lambda run, base, full: (
-        run.ms_per_1000(run.rollout_s, _STEADY) / base.ms_per_1000(base.rollout_s, _STEADY)
-    ),
+    "wall_ms": lambda run, base, full: _wall_ms(run),
+    "wall_ratio": lambda run, base, full: _wall_ms(run) / _wall_ms(base),
+    "trainer_waits": lambda run, base, full: _share(run.rollout_s, run),
+    "engines_held": lambda run, base, full: _share(run.held_s, run),
+    "rollout_ms": lambda run, base, full: _rollout_ms(run),
+    "rollout_ratio": lambda run, base, full: _rollout_ms(run) / _rollout_ms(base),
+    "steady_rollout_ratio": lambda run, base, full: _rollout_ms(run, _STEADY) / _rollout_ms(base, _STEADY),
     "step_ratio": lambda run, base, full: run.ms_per_1000(run.step_s, _ALL) / base.ms_per_1000(base.step_s, _ALL),
-    "efficiency": lambda run, base, full: 1e6 / run.ms_per_1000(run.rollout_s, _ALL) / full,
-    "steady_efficiency": lambda run, base, full: 1e6 / run.ms_per_1000(run.rollout_s, _STEADY) / full,
+    "efficiency": lambda run, base, full: 1e6 / _rollout_ms(run) / full,
+    "steady_efficiency": lambda run, base, full: 1e6 / _rollout_ms(run, _STEADY) / full,
     "staleness_mean": lambda run, base, full: float(run.staleness.mean()),
-    "tokens_per_s": lambda run, base, full: 1e6 / run.ms_per_1000(run.rollout_s, _ALL),
+    "tokens_per_s": lambda run, base, full: 1e6 / _rollout_ms(run),
     "staleness_p95": lambda run, base, full: _if_logged(run.staleness_p95),
     "off_policy": lambda run, base, full: _if_logged(run.off_policy),
     "dropped": lambda run, base, full: float(run.dropped),

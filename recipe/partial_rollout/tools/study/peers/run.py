@@ -11,12 +11,16 @@ from recipe.partial_rollout.records.jsonl import read_lines
 from recipe.partial_rollout.records.step_metrics import read_metrics
 from recipe.partial_rollout.tools.study.held_out import QUALITY, held_out_rewards, seconds_to
 from recipe.partial_rollout.tools.study.machine import read_stolen_cpu
+from recipe.partial_rollout.tools.study.peers.arms import SEPARATE
 
 _STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
 """the recipe's and verl's name for the same: versions from a sample's first token to the update that trains it"""
 _DROPPED = "/off_policy/evicted_samples"
 _PROBE = "probe"
 _INTERRUPT = "partial_rollout/timing/interrupt_s"
+_HELD = ("partial_rollout/timing/hold_s", "timing_s/update_weights")
+"""the recipe's name and verl's: seconds of a step in which an engine beside the trainer decodes nothing for new weights.
+verl's trainer aborts all requests first, and resumes them last"""
 _SAMPLE = "peer/sample_s"
 """``sampler.SAMPLE_S``, which cannot be imported without verl's v1 trainers"""
 
@@ -28,7 +32,10 @@ class PeerRun:
     arm: str
     seed: int
     rollout_s: np.ndarray
+    """until the trainer has its batch: of decoding alone, or, in a separate run, of waiting while the engines decode on"""
     step_s: np.ndarray
+    """whole steps, which follow one another: from the demand for a batch until the engines have the weights that it made.
+    Validations, metrics and logs lie between them"""
     tokens: np.ndarray
     """trained response tokens"""
     staleness: np.ndarray
@@ -52,6 +59,13 @@ class PeerRun:
     """from the decision to interrupt a round until every engine is quiet; None: not logged, or never interrupted"""
     stolen_cpu: float | None
     """share of the run's processor time that the host gave to others (``machine.stolen_cpu``); None: not noted"""
+    held_s: np.ndarray | None = None
+    """in which the engines decoded nothing for new weights; None: they share the trainer's devices"""
+
+    @property
+    def separate(self) -> bool:
+        """Whether the engines decode while the trainer updates, so that all of the run is rollout."""
+        return self.arm in SEPARATE
 
     def ms_per_1000(self, seconds: np.ndarray, steps: slice) -> float:
         """``seconds`` (rollout or whole step) for 1,000 trained tokens, over ``steps``."""
@@ -84,8 +98,13 @@ def read_run(directory: Path, arm: str, seed: int, samples_per_step: int) -> Pee
     def if_logged(key: str) -> np.ndarray | None:
         return column(key) if steps and key in steps[0] else None
 
+    def holds() -> np.ndarray | None:
+        return column(next(key for key in _HELD if key in steps[0])) if arm in SEPARATE else None
+
     def interruptions() -> np.ndarray | None:
         """verl's trainer interrupts at the end of its ``gen`` timer, after sampling, and does nothing else there."""
+        if arm in SEPARATE:
+            return None
         sampled = if_logged(_SAMPLE)
         return if_logged(_INTERRUPT) if sampled is None else column("timing_s/gen") - sampled
 
@@ -106,6 +125,7 @@ def read_run(directory: Path, arm: str, seed: int, samples_per_step: int) -> Pee
         full_tokens_per_s=_probed(directory / "trace.jsonl"),
         interrupt_s=interruptions(),
         stolen_cpu=read_stolen_cpu(directory),
+        held_s=holds(),
     )
 
 

@@ -1,20 +1,30 @@
 """verl's own v1 trainer on the configs of this repository: the arms ``v1_*`` of a study, and ``arm=colocate_async``."""
 
+import os
+from contextlib import nullcontext
+
 import hydra
 from omegaconf import DictConfig
 from verl.trainer import main_ppo
 
+from recipe.partial_rollout.config.devices import pinned_cores
 from recipe.partial_rollout.config.location import CONF_DIR
 from recipe.partial_rollout.config.store import register_keys
 from recipe.partial_rollout.training.attention import choose_attention
+from verl_ext import cores
 
 
 @hydra.main(config_path=str(CONF_DIR), config_name="recipe", version_base=None)
 def main(config: DictConfig) -> None:
-    """Run verl's entry point, with an attention that is installed."""
+    """Run verl's entry point, with an attention that is installed, and cores split as the recipe splits them."""
     choose_attention(config)
-    # verl's own decorator would compose its default config.
-    main_ppo.main.__wrapped__(config)
+    own = pinned_cores(config)
+    if own:
+        # Ray, which is started below, hands it to all of its processes.
+        os.environ |= cores.environment(own)
+    with cores.starting_others(own) if own else nullcontext():
+        # verl's own decorator would compose its default config.
+        main_ppo.main.__wrapped__(config)
 
 
 if __name__ == "__main__":
