@@ -22,7 +22,7 @@ from recipe.partial_rollout.records.running_curve import bubble_fraction
 from recipe.partial_rollout.records.time_spans import common, overlap_s, seconds, union, within, without
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
-from recipe.partial_rollout.tools.report.findings import findings
+from recipe.partial_rollout.tools.report.findings import findings, headline
 from recipe.partial_rollout.tools.report.lane_strip import strip_of
 from recipe.partial_rollout.tools.report.lanes import Trainer, lanes_of
 from recipe.partial_rollout.tools.report.panels import Over, Shown, _bubble, _speed
@@ -199,6 +199,12 @@ def test_separate_is_compared_by_wall_time_and_never_by_rollout(tmp_path, run):
     assert not any("rollout" in line for line in findings(comparison))
 
 
+def test_all_runs_are_compared_by_wall_time_where_one_is_separate(tmp_path, run):
+    in_turns = [load_run(write_in_turns(tmp_path / name)) for name in ("noPR", "other")]
+    lines = headline(compare([*in_turns, run])).splitlines()
+    assert len(lines) == 2 and all(line.endswith("wall time, first batch to last") for line in lines)
+
+
 def test_runs_in_turns_have_no_rows_of_separate_placement(tmp_path):
     rows = cells(compare([load_run(write_in_turns(tmp_path / "a"))]))
     assert not {"engines held", "a hold, mean / max"} & rows.keys()
@@ -280,7 +286,7 @@ def test_trace_without_reward_calls_has_no_row_of_them(run):
 def test_slow_reward_calls_have_a_lane_in_both_placements(tmp_path, placement, names):
     slow = load_run(write_scored(tmp_path / "slow", [(12, 21), (13, 22)], placement=placement))
     assert strip_of(slow, ZERO, run_end(slow)).names == names
-    fast = load_run(write_scored(tmp_path / "fast", [(12, 12.5)], placement=placement))
+    fast = load_run(write_scored(tmp_path / "fast", [(12, 12.1)], placement=placement))
     strip = strip_of(fast, ZERO, run_end(fast))
     assert "scoring" not in (strip.names if strip else [])
 

@@ -9,7 +9,8 @@ def headline(comparison: Comparison) -> str:
     """A line for each run but the base, without full stops: the time that it needed for the base's work."""
     if not comparison.others:
         return _alone(comparison.base)
-    return "\n".join(_against(comparison.base, contrast) for contrast in comparison.others)
+    by_wall = any(side.run.settings.separate for side in comparison.sides)
+    return "\n".join(_against(comparison.base, contrast, by_wall=by_wall) for contrast in comparison.others)
 
 
 def _alone(side: Side) -> str:
@@ -22,10 +23,10 @@ def _alone(side: Side) -> str:
     )
 
 
-def _against(base: Side, contrast: Contrast) -> str:
+def _against(base: Side, contrast: Contrast, *, by_wall: bool) -> str:
     other, ratios = contrast.side, contrast.ratios
     work = f"The same {other.summary.trained_groups:,} groups" if contrast.equal_work.equal else "Not equal work"
-    if any(side.run.settings.separate for side in (base, other)):
+    if by_wall:
         return (
             f"{work}: per trained token, {other.name} took {_part(ratios['wall_s_per_trained_token'])} "
             f"{base.name}'s wall time, first batch to last"

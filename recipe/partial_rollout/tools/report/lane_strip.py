@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 
 from recipe.partial_rollout.records.run_record import RunRecord
-from recipe.partial_rollout.records.time_spans import Span, at_once, seconds, union
+from recipe.partial_rollout.records.time_spans import Span, at_once, seconds
 from recipe.partial_rollout.tools.report.lanes import Lanes, Trainer, lanes_of
 from recipe.partial_rollout.tools.report.picture import HELD_COLOUR, IDLE_COLOUR, SCORING_COLOUR, TRAINER_COLOURS
 
@@ -18,8 +18,8 @@ FILLED = 0.8
 """Share of this that a lane fills."""
 LEAST_PIXELS = 1.0
 """A hold is drawn at least this wide."""
-LEAST_SCORING = 0.02
-"""Reward calls have a lane if they go on for this share of the time at least."""
+LEAST_SCORING = 0.01
+"""Reward calls have a lane if one takes this share of a step at least, in the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,9 @@ def strip_of(run: RunRecord, start: float, end: float) -> Strip | None:
 
     Where engines and trainer take turns, the panel itself says who works.
     """
-    found = [(max(a, start), min(b, end)) for round_ in run.rounds for a, b in round_.scorings if a < end and b > start]
-    scorings = found if seconds(union(found)) >= LEAST_SCORING * (end - start) else []
+    calls = [span for round_ in run.rounds for span in round_.scorings]
+    step_s = (end - start) / len(run.rounds)
+    slow = bool(calls) and seconds(calls) / len(calls) >= LEAST_SCORING * step_s
+    scorings = [(max(a, start), min(b, end)) for a, b in calls if slow and a < end and b > start]
     lanes = lanes_of(run).within(start, end) if run.settings.separate else None
     return Strip(lanes, scorings, start, end) if lanes or scorings else None
