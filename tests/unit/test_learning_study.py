@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.preflight.placement_check import check_placement
 from recipe.partial_rollout.records.fields import Fields, RunRecordError
-from recipe.partial_rollout.tools.study.learning.arms import ARMS, LR, at_rates
+from recipe.partial_rollout.tools.study.learning.arms import ARMS, COMMON, LR, at_rates
 from recipe.partial_rollout.tools.study.learning.campaign import Campaign
 from recipe.partial_rollout.tools.study.learning.document import report
+from recipe.partial_rollout.tools.study.learning.eta import ETA_ARMS
 from recipe.partial_rollout.tools.study.learning.figures import Gap, compare
 from recipe.partial_rollout.tools.study.learning.run import LearningRun, read_run
 from recipe.partial_rollout.tools.study.runner import Study, StudyError
@@ -94,6 +97,18 @@ def test_every_arm_is_trained_at_every_rate():
 
 def test_arms_have_the_names_of_their_keys():
     assert all(name == arm.name for name, arm in ARMS.items())
+
+
+def test_eta_is_window_and_bound_of_separate_placement(composed_config):
+    etas = set()
+    for arm in ETA_ARMS:
+        config = composed_config("quickstart_cpu", *COMMON, *arm.overrides)
+        ours = config.partial_rollout
+        assert ours.overlap == ours.max_staleness and ours.placement == "separate", arm.name
+        assert ours.correction == ("none" if arm.name.endswith("_uncorrected") else "decoupled"), arm.name
+        check_placement(config, PartialRolloutConfig.from_config(config))
+        etas.add((int(ours.overlap), ours.correction))
+    assert len(etas) == len(ETA_ARMS) == 10 and {eta for eta, _ in etas} == {0, 1, 2, 4, 8}
 
 
 def test_final_reward_is_the_mean_of_the_last_three_validations():

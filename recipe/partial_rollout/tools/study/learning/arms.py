@@ -1,4 +1,4 @@
-"""The arms of ``study learning``: noPR, verl's ``colocate_async``, and PR by policy, overlap, loss and correction."""
+"""The arms of ``study learning``: noPR, verl's ``colocate_async``, and PR by policy, overlap, loss, correction and eta."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from recipe.partial_rollout.tools.study.arm import BASELINE, Arm
+from recipe.partial_rollout.tools.study.learning.eta import ETA_ARMS
 from recipe.partial_rollout.tools.study.peers.arms import ARMS as PEERS
 
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -86,6 +87,7 @@ ARMS = {
         *_changed(_MASKED, *(name for name in _CHANGES if name not in ("mask", "m2", "uncorrected"))),
         *_changed(_in_order(3.0), "mask"),
         *_changed(_overtaking(1.0, 2.0), *_CHANGES),
+        *ETA_ARMS,
         replace(_COLOCATE, name="v1_colocate_async"),
     )
 }
