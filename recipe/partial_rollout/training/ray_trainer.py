@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import need_critic
-from verl.utils.ray_utils import auto_await
 
 import recipe.partial_rollout.engine.replica as replica
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
@@ -33,18 +31,14 @@ from recipe.partial_rollout.engine.kept_kv import kv_gap
 from recipe.partial_rollout.records.ledger import Ledger
 from recipe.partial_rollout.records.run_trace import RunTrace
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
-from recipe.partial_rollout.rollout.kv_slots import ReplicaSlots, SampleSizes
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, SlotLoader, rows_of
-from recipe.partial_rollout.rollout.rollout_context import RolloutContext
-from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
-from recipe.partial_rollout.rollout.trainer_watch import TrainerWatch
 from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.behaviour_weights import weight_metrics
 from recipe.partial_rollout.training.gpu_watch import GpuWatch
 from recipe.partial_rollout.training.proximal import ProximalPolicy
-from recipe.partial_rollout.training.run_files import name_metrics_file, open_ledger, run_settings
+from recipe.partial_rollout.training.rollout_parts import rollout_context
 from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.training_steps import TrainingSteps, step_of
 from verl_ext.standalone_engines import standalone_engines
@@ -124,46 +118,14 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             super().init_workers()
         if self.settings.enable:
             self.send_loss()
-        deadlines = self.settings.deadlines
-        servers: Any = self.llm_server_manager
-        control = ServerControl(
-            servers.get_replicas(),
-            deadlines.interrupt_s,
-            restarts=self.settings.failures.replica_restarts,
-            start_deadline_s=deadlines.replica_start_s,
-        )
-        rollout = self.config.actor_rollout_ref.rollout
-        sizes = SampleSizes(rollout.prompt_length, rollout.response_length)
-        slots: Any = auto_await(ReplicaSlots.of)(self.settings, control, sizes)
-        print(slots.describe())
-        self.settings = replace(self.settings, slots_per_replica=slots.per_replica)
-        resumed_step = step_of(self.resume_from)
-        starts_over = self.config.trainer.resume_mode == "disable"
-        name_metrics_file(self.run_dir, resumed_step)
-        facts = run_settings(self.settings, self.config.trainer.experiment_name, len(control))
         self.gpus = GpuWatch.of_cluster()
-        self.trace = RunTrace(self.run_dir, control.addresses, facts, resumed_step, append=not starts_over)
-        if self.settings.enable:
-            self.ledger = open_ledger(self.run_dir, self.settings, self.steps, resumed_step, start_over=starts_over)
-        context = RolloutContext(
-            settings=self.settings,
-            control=control,
-            slots=slots,
-            sizes=sizes,
-            trace=self.trace,
-            source=self.prompt_source,
-            ledger=self.ledger,
-            stop=self.stop,
-            trainers=TrainerWatch(self.actor_rollout_wg.workers),
-            pad_id=self.tokenizer.pad_token_id,
-            steps_per_epoch=self.steps.per_epoch,
-            last_step=self.steps.last,
-        )
+        context = rollout_context(self)
+        self.settings, self.trace, self.ledger = context.settings, context.trace, context.ledger
         self._rollout.connect(context)
         verls: Any = self.checkpoint_manager
         self.checkpoint_manager: Any = RecipeCheckpointManager(
             verls,
-            deadlines.weight_sync_s,
+            self.settings.deadlines.weight_sync_s,
             frame=self._rollout.sync_frame(context) if self.settings.enable else None,
             note=partial(self.trace.phase, "sync"),
         )
