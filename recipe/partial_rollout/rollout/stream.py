@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +27,7 @@ from verl.protocol import DataProto
 
 from recipe.partial_rollout.manager.messages import RoundStart, StepAccount
 from recipe.partial_rollout.manager.output_store import OutputStore, fetch_groups
-from recipe.partial_rollout.manager.types import Prompt, TakenGroup
-from recipe.partial_rollout.records.rollout_phase import RolloutPhase
+from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.rollout.batch_wait import BatchWait
 from recipe.partial_rollout.rollout.filled_slots import fill_slots
 from recipe.partial_rollout.rollout.played_round import check_batch
@@ -38,8 +36,8 @@ from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.rollout.round_watch import RoundWatch
 from recipe.partial_rollout.rollout.split_calls import SplitCalls
 from recipe.partial_rollout.rollout.stop import StopTraining
+from recipe.partial_rollout.rollout.streamed_batch import StreamedBatch
 from recipe.partial_rollout.rollout.supervision import Supervision
-from recipe.partial_rollout.rollout.trained_round import TrainedRound
 from recipe.partial_rollout.rollout.worker_pool import WorkerPool
 from recipe.partial_rollout.rollout.worker_slots import WorkerSlots
 from recipe.partial_rollout.waits import result_of, within
@@ -60,20 +58,6 @@ class StreamState(StrEnum):
     """samples run"""
     STOPPED = "stopped"
     """the engines are quiet, and the manager knows every token"""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A batch that the trainer has; moments are in unix seconds."""
-
-    step: int
-    start: RoundStart
-    """of its version"""
-    since: float
-    """when the batch before it was taken"""
-    asked_at: float
-    taken_at: float
-    groups: list[TakenGroup]
 
 
 class Stream:
@@ -127,7 +111,7 @@ class Stream:
         """of the next version, taken from the source"""
         self._wanted: int | None = None
         """prompts that the next version needs; None: the manager is asked"""
-        self._batch: Batch | None = None
+        self._batch: StreamedBatch | None = None
         """with the trainer, until ``finish_round``"""
         self._step = 0
         """whose batch was taken last"""
@@ -220,7 +204,7 @@ class Stream:
         settings = self._context.settings
         check_batch(groups, settings.batch_groups, settings.failures.max_masked_fraction)
         self._context.trace.phase("wait", step, asked_at, taken_at)
-        self._batch = Batch(step, self._start, self._since, asked_at, taken_at, groups)
+        self._batch = StreamedBatch(step, self._start, self._since, asked_at, taken_at, groups)
         self._step, self._since = step, taken_at
         return fill_slots(self._context, groups, slots)
 
@@ -235,19 +219,10 @@ class Stream:
             raise RuntimeError("the trainer has no batch: there is nothing to finish")
         calls = await self._ended_calls.take_training()
         account: StepAccount = await self._supervision.during(
-            result_of(self._manager.finish_step.remote([group.uid for group in batch.groups])), "finishing the step"
+            result_of(self._manager.finish_step.remote(batch.uids)), "finishing the step"
         )
         self._wanted = account.wanted
-        trained = TrainedRound(
-            step=batch.step,
-            start=batch.start,
-            admitted=account.admitted,
-            phase=RolloutPhase(batch.since, batch.taken_at, calls),
-            groups=batch.groups,
-            filtered=account.filtered,
-            gauges=account.metrics,
-            waits={"wait_s": batch.taken_at - batch.asked_at},
-        )
+        trained = batch.trained(account, calls)
         self._figures = {
             **self._book.note(trained),
             "failures/workers_restarted_total": self._pool.restarted,
