@@ -6,6 +6,11 @@
 #   bash run_scripts/bench_peers_cpu.sh --arms noPR v1_colocate_async PR_bounded --repeats 1
 #   bash run_scripts/bench_peers_cpu.sh --report-only
 #
+# Separate placement against verl's separate_async, by wall time (two hours). One validation, at the end: during one the
+# engines beside a trainer go on decoding, and the steps around it find their batches ready.
+#   OUT=outputs/placement bash run_scripts/bench_peers_cpu.sh --arms noPR PR_more PR_separate_1.5 PR_separate_2 PR_separate_2_unpinned \
+#     v1_separate_async v1_separate_async_quick --repeats 3 --steps 36 trainer.val_before_train=False trainer.test_freq=36
+#
 # Arguments are those of recipe.partial_rollout.tools study peers. OUT=dir (default outputs/peers) chooses where the runs go.
 set -euo pipefail
 

@@ -101,7 +101,11 @@ def _rollout_ms(run: PeerRun, steps: slice = _ALL) -> float:
 
 
 def _wall_ms(run: PeerRun) -> float:
-    """From the first batch to the last; comparable whether the engines share the trainer's devices or not."""
+    """From the first batch to the last; comparable whether the engines share the trainer's devices or not.
+
+    What lies between two steps is left out: 1% of them in traces. So are validations, during which engines beside the
+    trainer go on decoding: a comparison of placements has none between its steps.
+    """
     return run.ms_per_1000(run.step_s, _BATCHES)
 
 
