@@ -47,6 +47,7 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
         self, bucket_size: int, is_master: bool = False, root: str = "/dev/shm", deadline_s: float = 600.0
     ) -> None:
         self.is_master = is_master
+        self._root = root
         self._deadline_s = deadline_s
         self._folder = job_folder.folder_of(Path(root), job_key())
         self._newest: Path | None = None
@@ -88,11 +89,17 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
             OSError: shared memory is full.
         """
         with torch.no_grad():
-            if self.is_master:
-                weight_file.write(self._folder / str(global_steps), weights)
-            else:
+            if not self.is_master:
                 for _ in weights:
                     pass
+                return
+            try:
+                weight_file.write(self._folder / str(global_steps), weights)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"{error.strerror}: {self._root} must hold the whole model (checkpoint_engine.engine_kwargs.shm.root)",
+                ) from error
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[weight_file.Named, None]:
         """The tensors of version ``global_steps``, once the trainer has written them.

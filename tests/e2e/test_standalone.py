@@ -57,18 +57,16 @@ def test_two_engines_beside_one_trainer_come_back_after_their_deaths(start, wait
     assert all(step["partial_rollout/timing/stage_s"] < 10 for step in run.read().steps.values())
 
 
-@pytest.mark.parametrize("victim", ["ray::CheckpointEngineWorker", "ray::WorkerDict"])
-def test_killed_sender_or_receiver_of_weights_ends_the_run_by_name(start, wait_for, victim):
+def test_killed_receiver_of_weights_ends_the_run_by_the_name_of_its_engine(start, wait_for):
     run = start(*SEPARATE, "data.max_response_length=64", "trainer.total_training_steps=50")
     metrics = run.directory / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and '"training/global_step"' in metrics.read_text(), "the first step")
-    processes(run, victim)[0].kill()
+    processes(run, "ray::CheckpointEngineWorker")[0].kill()
     began = time.monotonic()
     assert run.process.wait(60) == 1, run.terminal()[-3000:]
     assert time.monotonic() - began < 30.0
     error = run.terminal()[run.terminal().index("training failed:") :]
-    names = {"ray::CheckpointEngineWorker": "failed in vLLM replica", "ray::WorkerDict": "trainer"}
-    assert names[victim] in error, error
+    assert "failed in vLLM replica" in error, error
 
 
 def test_load_that_fails_in_the_engine_ends_the_run_by_name(start, wait_for, monkeypatch):

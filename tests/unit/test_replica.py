@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from recipe.partial_rollout.engine import replica
-from recipe.partial_rollout.engine.replica import _end_processes, leave_headroom
+from recipe.partial_rollout.engine.replica import _end_processes, _forget_server, leave_headroom
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,10 @@ def test_only_the_processes_that_a_killed_server_left_behind_are_ended():
         for process in (engine, other):
             process.kill()
             process.wait()
+
+
+def test_sender_looks_a_restarted_server_up_again_in_a_trainer_as_beside_an_engine():
+    fused, alone = Namespace(server_handle="dead"), Namespace(server_handle="dead")
+    _forget_server(Namespace(worker_dict={"actor_rollout": Namespace(rollout=fused)}))
+    _forget_server(Namespace(server_adapter=alone))
+    assert fused.server_handle is None and alone.server_handle is None

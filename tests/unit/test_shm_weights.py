@@ -80,6 +80,17 @@ def test_write_that_fails_leaves_nothing_and_spares_the_old_file(tmp_path):
     same(dict(weight_file.read(tmp_path / "1")), {"old": torch.ones(2)})
 
 
+def test_full_shared_memory_is_named_with_its_key(ends, tmp_path):
+    (master, _), _ = ends()
+
+    def tensors():
+        yield "first", torch.zeros(1000)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match=rf"No space left on device: {tmp_path} must hold the whole model \(.*shm\.root"):
+        asyncio.run(master.send_weights(tensors(), global_steps=1))
+
+
 def test_mapped_tensor_outlives_its_file_and_is_the_readers_own(tmp_path):
     weight_file.write(tmp_path / "1", [("a", torch.ones(3))])
     ((_, mine),), ((_, other),) = weight_file.read(tmp_path / "1"), weight_file.read(tmp_path / "1")

@@ -31,9 +31,23 @@ class Remote:
 def replica_named(name, log, *, workers=2, **behaviour):
     return SimpleNamespace(
         server_address=name,
-        workers=[SimpleNamespace(update_weights=Remote(log, name, **behaviour)) for _ in range(workers)],
+        workers=[
+            SimpleNamespace(update_weights=Remote(log, name, **behaviour), execute_checkpoint_engine=Place("here"))
+            for _ in range(workers)
+        ],
         server_handle=SimpleNamespace(weight_sync_error=Answer()),
     )
+
+
+class Place:
+    """A worker's answer to ``prepare``."""
+
+    def __init__(self, node):
+        self.node = node
+
+    async def remote(self, method):
+        assert method == "prepare"
+        return {"node_id": self.node}
 
 
 class Answer:
@@ -59,6 +73,8 @@ class Trainers:
         return [self.call.remote(version=global_steps, mode=mode)]
 
     def execute_checkpoint_engine(self, methods):
+        if methods[0] == "prepare":
+            return [Place("here").remote(method) for method in methods]
         return [asyncio.to_thread(self.log.append, (method,)) for method in methods]
 
 
@@ -136,6 +152,14 @@ def test_naive_sends_in_the_second_part():
 
     asyncio.run(sync())
     assert log == ["held", ("trainer", 3, "naive")]
+
+
+def test_engine_on_another_node_is_refused_before_anything_is_sent(cached):
+    transfer, log, (_, b) = cached()
+    b.workers[1].execute_checkpoint_engine.node = "there"
+    with pytest.raises(WeightSyncError, match=r"backend=shm: trainers and engines are on 2 nodes, and must be on one"):
+        asyncio.run(transfer.stage(0))
+    assert log == []
 
 
 def test_failures_name_the_trainer_or_the_replica(cached):

@@ -78,12 +78,16 @@ class CachedTransfer:
     def __init__(self, verls: CheckpointEngineManager, deadline_s: float) -> None:
         self._verls = verls
         self._deadline_s = deadline_s
+        self._met = False
         self._freeing: list[Any] = []
         """references to the trainers' removal of what was loaded"""
 
     async def stage(self, version: int) -> bool:
         """See ``WeightTransfer``."""
         what = f"staging of version {version}"
+        if not self._met:
+            await watched(self._meet(), (), self._deadline_s, "the first meeting of trainers and engines")
+            self._met = True
         # What the engines have loaded is removed meanwhile, and the trainer must be done with that.
         freed, self._freeing = self._freeing, []
         await watched(_all(freed, f"{what} failed in the trainer"), (), self._deadline_s, what)
@@ -101,8 +105,22 @@ class CachedTransfer:
             for replica in replicas
         ]
         await watched(asyncio.gather(*loads), replicas, self._deadline_s, what)
-        trainers = self._verls.actor_wg
-        self._freeing = trainers.execute_checkpoint_engine(["finalize"] * trainers.world_size)  # type: ignore[attr-defined]
+        self._freeing = self._ask_trainers("finalize")
+
+    async def _meet(self) -> None:
+        """Have the backend refuse places between which it cannot transfer, such as two nodes."""
+        verls = self._verls
+        workers: list[Any] = [worker for replica in verls.replicas for worker in replica.workers]
+        asked = [*self._ask_trainers("prepare"), *[w.execute_checkpoint_engine.remote("prepare") for w in workers]]
+        places = await _all(asked, "the first meeting of trainers and engines failed")
+        try:
+            verls.backend_cls.build_topology(len(places) - len(workers), len(workers), places)
+        except ValueError as error:
+            raise WeightSyncError(str(error)) from error
+
+    def _ask_trainers(self, method: str) -> list[Any]:
+        trainers: Any = self._verls.actor_wg
+        return trainers.execute_checkpoint_engine([method] * trainers.world_size)
 
 
 class HeldTransfer:
@@ -156,9 +174,9 @@ async def _sent(verls: CheckpointEngineManager, version: int, what: str) -> None
     await _all(trainers.update_weights(global_steps=version, mode=verls.backend), f"{what} failed in the trainer")
 
 
-async def _all(refs: Iterable[Awaitable[Any]], failed: str) -> None:
-    """Wait for Ray's ``refs``; the first error becomes a ``WeightSyncError`` that begins with ``failed``."""
+async def _all(refs: Iterable[Awaitable[Any]], failed: str) -> list[Any]:
+    """The results of Ray's ``refs``; the first error becomes a ``WeightSyncError`` that begins with ``failed``."""
     try:
-        await asyncio.gather(*refs)
+        return await asyncio.gather(*refs)
     except RayError as error:
         raise WeightSyncError(f"{failed}: {one_line(error)}") from error
