@@ -6,6 +6,7 @@ from omegaconf import OmegaConf
 from recipe.partial_rollout.config.devices import engine_devices
 from recipe.partial_rollout.config.errors import ConfigError
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.preflight import placement_check
 from recipe.partial_rollout.preflight.placement_check import (
     check_devices_of_ray,
     check_placement,
@@ -153,3 +154,9 @@ def test_recipe_on_gpus_is_told_the_engines_devices_besides(composed_config):
     check(config)
     assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == "nccl"
     assert engine_devices(config) == 5
+
+
+def test_vllm_that_cannot_hold_is_refused_in_one_line(placed, monkeypatch):
+    monkeypatch.setattr(placement_check, "has_pause_modes", lambda: False)
+    with pytest.raises(ConfigError, match=r"placement=separate: colocated with vLLM [\d.]+, which has no pause modes"):
+        check(placed(*ONE_NODE))

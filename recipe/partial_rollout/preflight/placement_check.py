@@ -11,7 +11,9 @@ from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.devices import engine_devices, pinned_cores, trainer_devices
 from recipe.partial_rollout.config.errors import fail
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.engine.hold import has_pause_modes
 from verl_ext import cores
+from verl_ext.guard import installed_pair
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _BACKEND = f"{_ROLLOUT}.checkpoint_engine.backend"
@@ -34,6 +36,7 @@ def check_placement(config: DictConfig, settings: PartialRolloutConfig) -> None:
                 "with partial_rollout.enable=True it must be naive: trainer and engines share their devices",
             )
         return
+    _check_engine()
     _check_sharing(config)
     _check_devices(config)
     _check_transfer(config)
@@ -66,6 +69,16 @@ def check_devices_of_ray(config: DictConfig, available: int) -> None:
             rollout.n_gpus_per_node,
             f"with rollout.nnodes={rollout.nnodes} and {trainers} device(s) for the trainer it needs {trainers + engines} "
             f"in Ray, which has {available}",
+        )
+
+
+def _check_engine() -> None:
+    if not has_pause_modes():
+        raise fail(
+            "partial_rollout.placement",
+            Placement.SEPARATE,
+            f"colocated with vLLM {installed_pair().vllm}, which has no pause modes to hold an engine with; the pinned set "
+            "has them (bash run_scripts/setup.sh)",
         )
 
 
