@@ -56,6 +56,7 @@ usable() {
 # uv finds a Python that lacks venv, and downloads one where there is none.
 make_venv() {
   local python
+  [[ ! -L $venv ]] || die "$name is a link to $(readlink "$venv"), which making it anew would empty: remove the link, or name another directory with PARTIAL_ROLLOUT_VENV"
   if python=$(find_python); then
     say "making $name with $("$python" --version)"
     "$python" -m venv --clear "$venv"

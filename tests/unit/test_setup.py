@@ -93,6 +93,16 @@ def test_scripts_that_call_it_hear_nothing_where_nothing_is_to_do(set_up):
     assert set_up("--quiet").said == []
 
 
+def test_environment_of_another_checkout_is_not_emptied_through_a_link(set_up, tmp_path):
+    theirs = tmp_path / "other" / ".venv"
+    theirs.mkdir(parents=True)
+    (theirs / "theirs").touch()
+    (tmp_path / ".venv").symlink_to(theirs)
+    done = set_up()
+    assert done.code == 1 and ".venv is a link to" in done.said[-1] and "PARTIAL_ROLLOUT_VENV" in done.said[-1]
+    assert (theirs / "theirs").exists()
+
+
 def test_a_changed_lock_file_is_installed(set_up, tmp_path):
     set_up()
     with (tmp_path / "requirements-cpu.txt").open("a") as file:
