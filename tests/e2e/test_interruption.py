@@ -1,7 +1,9 @@
 """Interruption of a real engine with a long queue: verl's own server decodes the queue first, ours aborts it at once."""
 
 import asyncio
+import runpy
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,36 +13,7 @@ KV_BLOCKS = 25
 """of 32 tokens, in the runs without enough of them: six samples to their end"""
 PROMPT = [4, 7, 8, 9, 10, 11]
 
-
-class Config(SimpleNamespace):
-    """verl's rollout config, as far as its server reads it."""
-
-    def get(self, key, default=None):
-        return getattr(self, key, default)
-
-
-def serve(engine, server_class):
-    """A ``server_class`` around ``engine``: verl's own methods without Ray, HTTP and weights."""
-    server = object.__new__(server_class)
-    server.config = Config(
-        max_model_len=128,
-        prompt_length=16,
-        response_length=RESPONSE,
-        full_determinism=False,
-        enable_rollout_routing_replay=False,
-        mtp=None,
-        custom={"resume_kv": "recompute"},
-    )
-    server.model_config = SimpleNamespace(processor=None, lora_rank=0, lora={})
-    server.node_rank = server.replica_rank = server._admitting = server.global_steps = 0
-    server._disaggregation_role, server._pd_decode_peers = "null", []
-    server._submission_paused = server._rejecting = False
-    server._resume_event = asyncio.Event()
-    server._resume_event.set()
-    server.engine = engine
-    if hasattr(server, "front_engine"):
-        server.front_engine()
-    return server
+serve = runpy.run_path(str(Path(__file__).with_name("bare_server.py")))["serve"]
 
 
 def start(server, count, name, temperature=1.0):

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
-from recipe.partial_rollout.tools.bench import distribution, manager, outputs, scale, snapshot
+from recipe.partial_rollout.tools.bench import distribution, hold, manager, outputs, scale, snapshot
 from recipe.partial_rollout.tools.command_line import described
 
 
@@ -44,6 +44,13 @@ BENCHMARKS = {
         "Measure the cost of engine outputs that nobody reads: one for every step, against the last one only.",
         "--running 64 --tokens 128 --repeats 3",
         "The same requests run both ways in turns, and the second way also with vLLM's statistics on.",
+    ),
+    "hold": Benchmark(
+        hold.add_arguments,
+        "Time holds of an engine: until it stands still, and until it decodes again.",
+        "--running 64 --repeats 10",
+        "With a kept and with an emptied KV cache, in turns. Exit code 1 if hold and resumption take more than 60 ms "
+        "beyond a step of the engine.",
     ),
     "scale": Benchmark(
         scale.add_arguments,
