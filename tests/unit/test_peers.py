@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,10 @@ from recipe.partial_rollout.tools.study.runner import Study
 
 STEPS = 8
 PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance"
+
+
+def arm_of(name):
+    return next(arm for arm in ARMS if arm.name == name)
 
 
 def build_run(arm, repeat, *, rollout_s=1.0, stale=0.0, full=None, tokens=1000.0, quality_s=None, **figures):
@@ -226,6 +231,25 @@ def test_driver_of_verls_trainer_runs_beside_the_trainer(monkeypatch):
     assert moves == [[0]]
 
 
+@pytest.mark.parametrize(("arm", "moves", "trainer"), [("quick", [[1], [0]], "0"), ("quick_unpinned", [], "")])
+def test_verls_processes_start_beside_the_trainers_core(monkeypatch, composed_config, tmp_path, arm, moves, trainer):
+    from recipe.partial_rollout.tools.study.peers import verl_trainer
+
+    command = Study(tmp_path, ARMS, (1,), STEPS, "quickstart_cpu").command(arm_of(f"v1_separate_async_{arm}"), 1)
+    config = composed_config("quickstart_cpu", *command[command.index("quickstart_cpu") + 1 :])
+    moved, started = [], []
+    monkeypatch.setenv(verl_trainer.cores.VARIABLE, "")
+    monkeypatch.setattr(verl_trainer.cores, "available", lambda: [0, 1])
+    monkeypatch.setattr(verl_trainer.cores, "move_to", lambda cores: moved.append(list(cores)))
+
+    def start(config):
+        started.append((list(moved), os.environ[verl_trainer.cores.VARIABLE]))
+
+    monkeypatch.setattr(verl_trainer.main_ppo.main, "__wrapped__", start)
+    verl_trainer.main.__wrapped__(config)
+    assert started == [(moves[:1], trainer)] and moved == moves
+
+
 def test_step_without_a_figure_is_named(tmp_path):
     write_run(tmp_path / "run", rollout_s=1.0)
     path = tmp_path / "run" / "metrics.jsonl"
@@ -303,8 +327,7 @@ def test_every_arm_composes(tmp_path):
 
 def test_verls_own_trainer_composes_in_a_process_of_its_own(tmp_path):
     """Whether it finds the recipe's keys shows only where nothing else has registered them."""
-    arm = next(arm for arm in ARMS if arm.name == "v1_colocate_async_quick")
-    command = Study(tmp_path, ARMS, (1,), STEPS, "quickstart_cpu").command(arm, 1)
+    command = Study(tmp_path, ARMS, (1,), STEPS, "quickstart_cpu").command(arm_of("v1_colocate_async_quick"), 1)
     done = subprocess.run([*command, "--cfg", "job"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     config = OmegaConf.create(done.stdout)
