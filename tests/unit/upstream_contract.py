@@ -41,6 +41,7 @@ CONTRACT = (
             "_load_checkpoint": "",
             "_compute_old_log_prob": "batch",
             "_update_actor": "batch",
+            "_update_critic": "batch",
             "_validate": "",
             "_balance_batch": "batch, metrics",
         },
