@@ -27,7 +27,7 @@ CONTRACT = (
     # -- the trainer ----------------------------------------------------------------------------------------------------
     Uses(
         "verl.trainer.ppo.ray_trainer:RayPPOTrainer",
-        "ray_trainer main_ppo task_runner",
+        "ray_trainer rollout_parts main_ppo task_runner",
         has="async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader train_dataset "
         "tokenizer config global_steps total_training_steps",
         reads="agent_loop_manager_class",
@@ -171,7 +171,7 @@ CONTRACT = (
     ),
     Uses(
         "verl.workers.rollout.llm_server:LLMServerManager",
-        "ray_trainer standalone_engines",
+        "rollout_parts standalone_engines",
         calls={"__init__": "config, worker_group, rollout_resource_pool", "get_replicas": ""},
     ),
     Uses("verl.trainer.ppo.ray_trainer", "standalone_engines", has="LLMServerManager"),
