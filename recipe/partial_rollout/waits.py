@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -10,11 +11,17 @@ from ray.exceptions import RayActorError
 
 T = TypeVar("T")
 
+_ACTOR = re.compile(r"^\s*class_name: (?:\S*\.)?(?P<name>\w+)$.*?^\s*pid: (?P<pid>\d+)$", re.MULTILINE | re.DOTALL)
+"""how Ray names the actor that died, in lines of their own"""
+
 
 def one_line(error: BaseException | None) -> str:
-    """Type and last line of ``error``; Ray puts a remote traceback before that line."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1].strip() if lines else '(no message)'}"
+    """Type and last line of ``error``; Ray puts a remote traceback before that line. A dead actor is named."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    message = lines[-1] if lines else "(no message)"
+    if isinstance(error, RayActorError) and (found := _ACTOR.search(str(error))):
+        message = f"{found['name']} (pid {found['pid']}): {message}"
+    return f"{type(error).__name__}: {message}"
 
 
 class ReplicaError(RuntimeError):
