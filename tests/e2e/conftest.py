@@ -15,7 +15,7 @@ from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = ("-m", "recipe.partial_rollout.main_ppo")
-MOST_STARTS = 12
+MOST_STARTS = 13
 """trainings of a session without the nightly tests; each keeps a core busy for most of 90 s before its first step"""
 
 
