@@ -19,6 +19,7 @@ from recipe.partial_rollout.records.ledger import NAME, Ledger, read_ledger
 from recipe.partial_rollout.records.ledger_events import Filtered
 from recipe.partial_rollout.rollout.batch_wait import BatchWait
 from recipe.partial_rollout.rollout.round_book import RoundBook
+from recipe.partial_rollout.rollout.round_parts import RoundParts
 from recipe.partial_rollout.rollout.rounds import Rounds
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.rollout.supervision import Supervision
@@ -441,7 +442,9 @@ def test_trainer_is_told_that_the_data_is_exhausted_before_the_next_slot(prompts
     async def life():
         manager = ManagerActor(Admission(Mode.WINDOW, 2, 2, 0.0, 4, 4, 4), Scheduling(), stall_s=30.0, group_filter=ACC)
         context, pool = context_of(Prompts(prompts, 1), tmp_path), NoWorkers()
-        rounds = Rounds(context, Here(manager), None, pool, None, None, None, None, Supervision(pool, Here(manager)))
+        rounds = Rounds(
+            RoundParts(context, Here(manager), None, pool, None, None, None, None, Supervision(pool, Here(manager)))
+        )
         rounds._prepare(1, await manager.wanted())
         await rounds._readied()
         return rounds.exhausted

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipe.partial_rollout.rollout.live_round import LiveRound, RoundState
+from recipe.partial_rollout.rollout.round_parts import RoundParts
 from recipe.partial_rollout.rollout.rounds import Rounds
 
 VERBS = ("open", "interrupt", "flush", "finish")
@@ -28,7 +29,7 @@ def round_in(state):
 def rounds_in(state):
     """``Rounds`` whose last round is in ``state``; None: there was none yet. Whatever they ask anyone fails."""
     settings = SimpleNamespace(deadlines=None, batch_groups=1, dashboard=SimpleNamespace(progress_s=0))
-    rounds = Rounds(SimpleNamespace(settings=settings, control=None), *[None] * 8)
+    rounds = Rounds(RoundParts(SimpleNamespace(settings=settings, control=None), *[None] * 8))
     rounds._round = None if state is None else round_in(state)
     return rounds
 

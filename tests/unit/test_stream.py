@@ -16,6 +16,7 @@ from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.rollout import stream as stream_module
 from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
+from recipe.partial_rollout.rollout.round_parts import RoundParts
 from recipe.partial_rollout.rollout.split_calls import SplitCalls
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.rollout.stream import Stream, StreamState
@@ -168,9 +169,8 @@ class Life:
         pool, others = Pool(self.worker, calls), SimpleNamespace(meet_new=notes.nothing, reckon=notes.nothing)
         self.calls = SplitCalls(pool, Supervision(), 5.0)
         steering = OverlapSteering(1.0, least=1.0, control=None)
-        self.stream = Stream(
-            context, Local(self.manager), InProcess(), pool, others, others, steering, notes, Supervision(), self.calls
-        )
+        parts = (context, Local(self.manager), InProcess(), pool, others, others, steering, notes, Supervision())
+        self.stream = Stream(RoundParts(*parts), self.calls)
         self.frame = HeldReplicas(self.control, self.stream)
 
     async def start(self):

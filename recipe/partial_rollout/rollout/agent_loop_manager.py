@@ -22,6 +22,7 @@ from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
 from recipe.partial_rollout.rollout.replica_roster import ReplicaRoster
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.rollout.round_book import RoundBook
+from recipe.partial_rollout.rollout.round_parts import RoundParts
 from recipe.partial_rollout.rollout.rounds import Rounds
 from recipe.partial_rollout.rollout.split_calls import SplitCalls
 from recipe.partial_rollout.rollout.stream import Stream
@@ -67,8 +68,8 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         split = SplitCalls(pool, supervision, settings.deadlines.interrupt_s)
         self._observe(context, split.take_others if settings.separate else pool.take_calls)
         book = RoundBook(context, self._phases.probe, overlap)
-        parts = (context, manager, store, pool, roster, slots, overlap, book, supervision)
-        self._connected = Stream(*parts, split) if settings.separate else Rounds(*parts)
+        parts = RoundParts(context, manager, store, pool, roster, slots, overlap, book, supervision)
+        self._connected = Stream(parts, split) if settings.separate else Rounds(parts)
         auto_await(pool.start)()
 
     def _spawn(self, i: int) -> Any:

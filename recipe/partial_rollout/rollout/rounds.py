@@ -19,72 +19,46 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tqdm import tqdm
 from verl.protocol import DataProto
 
 from recipe.partial_rollout.manager.messages import Flushed, RoundStart
-from recipe.partial_rollout.manager.output_store import OutputStore, fetch_groups
+from recipe.partial_rollout.manager.output_store import fetch_groups
 from recipe.partial_rollout.manager.types import FilteredGroup, TakenGroup
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 from recipe.partial_rollout.rollout.batch_wait import BatchWait
 from recipe.partial_rollout.rollout.filled_slots import fill_slots
 from recipe.partial_rollout.rollout.live_round import LiveRound
 from recipe.partial_rollout.rollout.played_round import PlayedRound, check_batch
-from recipe.partial_rollout.rollout.replica_roster import ReplicaRoster
-from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+from recipe.partial_rollout.rollout.round_parts import RoundParts
 from recipe.partial_rollout.rollout.round_watch import RoundWatch
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.rollout.trained_round import TrainedRound
-from recipe.partial_rollout.rollout.worker_pool import WorkerPool
-from recipe.partial_rollout.rollout.worker_slots import WorkerSlots
 from recipe.partial_rollout.waits import result_of, within
-
-if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
-    from recipe.partial_rollout.rollout.round_book import RoundBook
-    from recipe.partial_rollout.rollout.supervision import Supervision
 
 
 class Rounds:
     """Plays rounds, one after the other.
 
     Args:
-        context: parts of the trainer.
-        manager: handle of the manager actor.
-        store: holds the outputs of finished samples.
-        pool: the agent-loop workers, connected to ``manager``.
-        roster: announces restarted replicas.
-        slots: slots of each worker.
-        overlap: decides how much is in flight.
-        book: books finished rounds.
-        supervision: of the workers.
+        parts: of the rollout.
     """
 
-    def __init__(
-        self,
-        context: RolloutContext,
-        manager: Any,
-        store: OutputStore,
-        pool: WorkerPool,
-        roster: ReplicaRoster,
-        slots: WorkerSlots,
-        overlap: OverlapSteering,
-        book: RoundBook,
-        supervision: Supervision,
-    ) -> None:
+    def __init__(self, parts: RoundParts) -> None:
+        context, manager = parts.context, parts.manager
+        self._parts = parts
         self._context = context
         self._deadlines = context.settings.deadlines
         self._manager = manager
-        self._store = store
-        self._pool = pool
-        self._roster = roster
-        self._slots = slots
-        self.overlap = overlap
-        self._book = book
-        self._supervision = supervision
-        self._wait = BatchWait(context, manager, supervision)
+        self._store = parts.store
+        self._pool = parts.pool
+        self._roster = parts.roster
+        self._slots = parts.slots
+        self.overlap = parts.overlap
+        self._book = parts.book
+        self._supervision = parts.supervision
+        self._wait = BatchWait(context, manager, parts.supervision)
         self._watch = RoundWatch(
             context.settings, context.control, standing=lambda: result_of(manager.standing.remote())
         )
@@ -249,7 +223,7 @@ class Rounds:
 
     async def _open_round(self, step: int) -> tuple[LiveRound, RoundStart]:
         await self._roster.meet_new(self._pool)
-        await self._steer()
+        await self._parts.steer()
         if self._next is None:
             self._prepare(step, await self._manager.wanted.remote())
         start = await self._readied()
@@ -258,12 +232,6 @@ class Rounds:
         opened.open()
         self._round = opened
         return opened, start
-
-    async def _steer(self) -> None:
-        """Apply another overlap to the rounds prepared from here on."""
-        if (change := self.overlap.poll()) is not None:
-            await self._manager.set_overlap.remote(change.overlap)
-            tqdm.write(f"partial_rollout.overlap is now {change.overlap:g}: {change.reason}")
 
     async def _interrupt(self, opened: LiveRound) -> None:
         await asyncio.gather(self._context.control.interrupt(), self._pool.close_round())

@@ -20,31 +20,22 @@ import asyncio
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tqdm import tqdm
 from verl.protocol import DataProto
 
 from recipe.partial_rollout.manager.messages import RoundStart, StepAccount
-from recipe.partial_rollout.manager.output_store import OutputStore, fetch_groups
+from recipe.partial_rollout.manager.output_store import fetch_groups
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.rollout.batch_wait import BatchWait
 from recipe.partial_rollout.rollout.filled_slots import fill_slots
 from recipe.partial_rollout.rollout.played_round import check_batch
-from recipe.partial_rollout.rollout.replica_roster import ReplicaRoster
-from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+from recipe.partial_rollout.rollout.round_parts import RoundParts
 from recipe.partial_rollout.rollout.round_watch import RoundWatch
 from recipe.partial_rollout.rollout.split_calls import SplitCalls
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.rollout.streamed_batch import StreamedBatch
-from recipe.partial_rollout.rollout.supervision import Supervision
-from recipe.partial_rollout.rollout.worker_pool import WorkerPool
-from recipe.partial_rollout.rollout.worker_slots import WorkerSlots
 from recipe.partial_rollout.waits import result_of, within
-
-if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
-    from recipe.partial_rollout.rollout.round_book import RoundBook
 
 
 class StreamState(StrEnum):
@@ -64,43 +55,25 @@ class Stream:
     """Takes batches from a rollout that goes on.
 
     Args:
-        context: parts of the trainer.
-        manager: handle of the manager actor.
-        store: holds the outputs of finished samples.
-        pool: the agent-loop workers, connected to ``manager``.
-        roster: announces restarted replicas.
-        slots: slots of each worker.
-        overlap: decides how much is in flight.
-        book: books trained batches.
-        supervision: of the workers.
+        parts: of the rollout.
         ended_calls: the engine calls that ended.
     """
 
-    def __init__(
-        self,
-        context: RolloutContext,
-        manager: Any,
-        store: OutputStore,
-        pool: WorkerPool,
-        roster: ReplicaRoster,
-        slots: WorkerSlots,
-        overlap: OverlapSteering,
-        book: RoundBook,
-        supervision: Supervision,
-        ended_calls: SplitCalls,
-    ) -> None:
+    def __init__(self, parts: RoundParts, ended_calls: SplitCalls) -> None:
+        context, manager = parts.context, parts.manager
+        self._parts = parts
         self._context = context
         self._deadlines = context.settings.deadlines
         self._manager = manager
-        self._store = store
-        self._pool = pool
-        self._roster = roster
-        self._slots = slots
-        self.overlap = overlap
-        self._book = book
-        self._supervision = supervision
+        self._store = parts.store
+        self._pool = parts.pool
+        self._roster = parts.roster
+        self._slots = parts.slots
+        self.overlap = parts.overlap
+        self._book = parts.book
+        self._supervision = parts.supervision
         self._ended_calls = ended_calls
-        self._wait = BatchWait(context, manager, supervision)
+        self._wait = BatchWait(context, manager, parts.supervision)
         self._watch = RoundWatch(
             context.settings, context.control, standing=lambda: result_of(manager.standing.remote())
         )
@@ -148,7 +121,7 @@ class Stream:
         await self._roster.meet_new(self._pool)
         if self._state is StreamState.READY or version >= self._context.last_step:
             return
-        await self._steer()
+        await self._parts.steer()
         source = self._context.source
         assert source is not None
         self._start = await within(
@@ -167,11 +140,6 @@ class Stream:
         """Note a phase of the sync of ``version``: ``stage`` or ``hold``; moments in unix seconds."""
         self._context.trace.phase(name, version, start, end)
         self._figures[f"timing/{name}_s"] = end - start
-
-    async def _steer(self) -> None:
-        if (change := self.overlap.poll()) is not None:
-            await self._manager.set_overlap.remote(change.overlap)
-            tqdm.write(f"partial_rollout.overlap is now {change.overlap:g}: {change.reason}")
 
     # -- batches ---------------------------------------------------------------------------------------------------
 

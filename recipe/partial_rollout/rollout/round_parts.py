@@ -1,0 +1,49 @@
+"""What both placements play with: colocated ``Rounds``, and the ``Stream`` of separate placement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from recipe.partial_rollout.manager.output_store import OutputStore
+from recipe.partial_rollout.rollout.replica_roster import ReplicaRoster
+from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+from recipe.partial_rollout.rollout.supervision import Supervision
+from recipe.partial_rollout.rollout.worker_pool import WorkerPool
+from recipe.partial_rollout.rollout.worker_slots import WorkerSlots
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
+    from recipe.partial_rollout.rollout.round_book import RoundBook
+
+
+@dataclass(frozen=True, slots=True)
+class RoundParts:
+    """The parts of a rollout, connected to each other."""
+
+    context: RolloutContext
+    """parts of the trainer"""
+    manager: Any
+    """handle of the manager actor"""
+    store: OutputStore
+    """holds the outputs of finished samples"""
+    pool: WorkerPool
+    """the agent-loop workers, connected to ``manager``"""
+    roster: ReplicaRoster
+    """announces restarted replicas"""
+    slots: WorkerSlots
+    """slots of each worker"""
+    overlap: OverlapSteering
+    """decides how much is in flight"""
+    book: RoundBook
+    """books what is trained"""
+    supervision: Supervision
+    """of the workers"""
+
+    async def steer(self) -> None:
+        """Apply another overlap, if one is asked for, to what is admitted from here on."""
+        if (change := self.overlap.poll()) is not None:
+            await self.manager.set_overlap.remote(change.overlap)
+            tqdm.write(f"partial_rollout.overlap is now {change.overlap:g}: {change.reason}")
