@@ -59,9 +59,7 @@ def start_node():
         return SimpleNamespace(
             name=name,
             address=address,
-            processes=lambda title: [
-                process for process in processes_of_session(leader.pid) if title in title_of(process)
-            ],
+            processes=lambda title: processes_of_session(leader.pid, title),
             freeze=lambda: [process.suspend() for process in processes_of_session(leader.pid)],
             kill=lambda: kill_session(leader),
         )

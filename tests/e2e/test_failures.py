@@ -1,10 +1,8 @@
 """What dies is named, within 30 seconds of its death, and the run ends."""
 
-import contextlib
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from recipe.partial_rollout.tools.audit import audit
@@ -27,18 +25,8 @@ SHORT = (
 )
 
 
-def processes(run, name):
-    """Live processes of this run's session whose title contains ``name``."""
-    found = []
-    for process in processes_of_session(run.process.pid):
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if name in " ".join(process.cmdline()):
-                found.append(process)
-    return found
-
-
 def in_mid_round(run):
-    return "Training Progress" in run.terminal() and processes(run, "VLLM::EngineCore")
+    return "Training Progress" in run.terminal() and processes_of_session(run.process.pid, "VLLM::EngineCore")
 
 
 def check_ends_with(run, *words, within_s=30.0):
@@ -58,7 +46,7 @@ def test_killed_engine_ends_the_run_by_name(start, wait_for, enable):
     run = start(*LONG, f"partial_rollout.enable={enable}")
     wait_for(lambda: in_mid_round(run), "a round of training")
     time.sleep(3)
-    processes(run, "VLLM::EngineCore")[0].kill()
+    processes_of_session(run.process.pid, "VLLM::EngineCore")[0].kill()
     check_ends_with(run, "vLLM replica", "failed on request")
 
 
@@ -67,7 +55,7 @@ def test_killed_worker_that_may_not_be_restarted_ends_the_run_by_name(start, wai
     run = start(*LONG, "partial_rollout.failures.worker_restarts=0")
     wait_for(lambda: in_mid_round(run), "a round of training")
     time.sleep(3)
-    processes(run, "ray::PartialRolloutAgentLoopWorker")[0].kill()
+    processes_of_session(run.process.pid, "ray::PartialRolloutAgentLoopWorker")[0].kill()
     check_ends_with(run, "agent_loop_worker_0 died during the round", "worker_restarts=0")
 
 
@@ -91,7 +79,7 @@ def test_killed_replicas_come_back_and_the_other_takes_their_samples_over(start,
     )
     wait_for(lambda: in_mid_round(run), "a round of training")
     time.sleep(2)
-    killed, orphan = processes(run, "VLLM::EngineCore")
+    killed, orphan = processes_of_session(run.process.pid, "VLLM::EngineCore")
     server = orphan.parent()
     assert "RecipeVLLMServer" in " ".join(server.cmdline())
     killed.kill()

@@ -37,11 +37,6 @@ def test_killed_training_goes_on_from_its_checkpoint_and_loses_nothing(task, cou
     assert len(result.trained) == 24
 
 
-def workers_of(run):
-    found = processes_of_session(run.process.pid)
-    return [process for process in found if "ray::PartialRolloutAgentLoopWorker" in " ".join(process.cmdline())]
-
-
 def sealed(run_dir, step):
     return (run_dir / f"global_step_{step}" / "partial_rollout" / "manifest.json").exists()
 
@@ -74,7 +69,7 @@ def test_training_that_is_stopped_killed_and_robbed_of_its_worker_loses_nothing(
     third = start(*ours, *short, name="third")
     wait_for(lambda: "Training Progress" in third.terminal(), "the training that goes on after the kill")
     time.sleep(3)
-    (worker,) = workers_of(third)
+    (worker,) = processes_of_session(third.process.pid, "ray::PartialRolloutAgentLoopWorker")
     worker.kill()
     assert third.process.wait(300) == 0, third.terminal()[-3000:]
     result, _ = audit(run_dir)

@@ -1,10 +1,8 @@
 """Separate placement: what dies while the trainer updates, waits, or sends its weights heals or ends the run by name."""
 
-import contextlib
 import json
 import signal
 
-import psutil
 import pytest
 
 from recipe.partial_rollout.tools.audit import audit
@@ -27,15 +25,6 @@ SMALL = (
 )
 
 
-def processes(run, name):
-    found = []
-    for process in processes_of_session(run.process.pid):
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if name in " ".join(process.cmdline()):
-                found.append(process)
-    return found
-
-
 def trains_step(run, step):
     """Whether the trainer has the batch of ``step`` and updates on it."""
     trace = run.directory / "trace.jsonl"
@@ -54,7 +43,7 @@ def ends_with(run, *words):
 def test_worker_that_dies_while_the_trainer_updates_is_replaced_and_its_samples_go_on(start, wait_for):
     run = start(*SMALL)
     wait_for(lambda: trains_step(run, 2), "the update of step 2")
-    processes(run, "ray::PartialRolloutAgentLoopWorker")[0].kill()
+    processes_of_session(run.process.pid, "ray::PartialRolloutAgentLoopWorker")[0].kill()
     assert run.process.wait(300) == 0, run.terminal()[-3000:]
     result, _ = audit(run.directory)
     assert result.violations == [] and result.complete and len(result.trained) == 24
@@ -74,14 +63,14 @@ def test_worker_that_dies_while_the_trainer_updates_is_replaced_and_its_samples_
 def test_what_dies_while_the_trainer_updates_and_has_no_twin_ends_the_run_by_name(start, wait_for, victim, words):
     run = start(*SMALL)
     wait_for(lambda: trains_step(run, 2), "the update of step 2")
-    processes(run, victim)[0].kill()
+    processes_of_session(run.process.pid, victim)[0].kill()
     ends_with(run, *words)
 
 
 def test_stopped_engine_ends_the_run_by_the_deadline_of_its_hold(start, wait_for):
     run = start(*SMALL, "partial_rollout.deadlines.interrupt_s=8")
     wait_for(lambda: trains_step(run, 2), "the update of step 2")
-    processes(run, "VLLM::EngineCore")[0].send_signal(signal.SIGSTOP)
+    processes_of_session(run.process.pid, "VLLM::EngineCore")[0].send_signal(signal.SIGSTOP)
     ends_with(run, "the vLLM replicas", "took more than 8 s", "deadlines.interrupt_s")
 
 

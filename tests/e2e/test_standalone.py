@@ -3,7 +3,6 @@
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from recipe.partial_rollout.tools.audit import audit
@@ -16,18 +15,6 @@ SEPARATE = (
     "actor_rollout_ref.rollout.n=4",
 )
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
-
-
-def processes(run, name):
-    """Live processes of this run's session whose title contains ``name``."""
-    return [process for process in processes_of_session(run.process.pid) if name in title_of(process)]
-
-
-def title_of(process):
-    try:
-        return " ".join(process.cmdline())
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return ""
 
 
 def test_two_engines_beside_one_trainer_come_back_after_their_deaths(start, wait_for):
@@ -43,11 +30,11 @@ def test_two_engines_beside_one_trainer_come_back_after_their_deaths(start, wait
     )
     metrics = run.directory / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and '"training/global_step"' in metrics.read_text(), "the first step")
-    killed, orphan = processes(run, "VLLM::EngineCore")
+    killed, orphan = processes_of_session(run.process.pid, "VLLM::EngineCore")
     server = orphan.parent()
     killed.kill()
     wait_for(lambda: run.read().steps.keys() >= {1, 2, 3}, "the third step")
-    assert "RecipeVLLMServer" in title_of(server)
+    assert "RecipeVLLMServer" in " ".join(server.cmdline())
     server.kill()
     assert run.process.wait(300) == 0, run.terminal()[-3000:]
     result, _ = audit(run.directory)
@@ -61,7 +48,7 @@ def test_killed_receiver_of_weights_ends_the_run_by_the_name_of_its_engine(start
     run = start(*SEPARATE, "data.max_response_length=64", "trainer.total_training_steps=50")
     metrics = run.directory / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and '"training/global_step"' in metrics.read_text(), "the first step")
-    processes(run, "ray::CheckpointEngineWorker")[0].kill()
+    processes_of_session(run.process.pid, "ray::CheckpointEngineWorker")[0].kill()
     began = time.monotonic()
     assert run.process.wait(60) == 1, run.terminal()[-3000:]
     assert time.monotonic() - began < 30.0

@@ -86,13 +86,15 @@ class Victim:
         return moment
 
 
-def processes_of_session(leader: int) -> list[psutil.Process]:
-    """Live processes of the session whose leader has pid ``leader``."""
+def processes_of_session(leader: int, title: str = "") -> list[psutil.Process]:
+    """Live processes of the session whose leader has pid ``leader``, and whose command line contains ``title``."""
     found = []
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+            alive = os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE
+            if alive and title in " ".join(process.cmdline()):
                 found.append(process)
+        # psutil.ZombieProcess is a NoSuchProcess.
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue
     return found
