@@ -45,6 +45,10 @@ def check(config):
             ("reward.reward_model.enable=True", "reward.reward_model.enable_resource_pool=False"),
             "reward.reward_model.enable_resource_pool=False: True with partial_rollout.placement=separate",
         ),
+        (
+            ("trainer.critic_warmup=2",),
+            "trainer.critic_warmup=2: 0 with partial_rollout.placement=separate and no critic",
+        ),
         (("actor_rollout_ref.model.lora_rank=8",), "actor_rollout_ref.model.lora.merge=False: True with"),
         (
             (f"{ROLLOUT}.nnodes=0",),

@@ -61,7 +61,7 @@ CONTRACT = (
     Uses("verl.trainer.constants_ppo", "task_runner", calls={"get_ppo_ray_runtime_env": "config"}),
     Uses(
         "verl.trainer.ppo.utils",
-        "task_runner ray_trainer dry_run",
+        "task_runner ray_trainer dry_run placement_check",
         calls={
             "create_rl_dataset": "data_paths, data_config, tokenizer, processor, *, is_train, max_samples",
             "create_rl_sampler": "data_config, dataset",

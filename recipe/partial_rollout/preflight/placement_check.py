@@ -6,6 +6,7 @@ import sys
 from math import prod
 
 from omegaconf import DictConfig
+from verl.trainer.ppo.utils import need_critic
 
 from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.devices import engine_devices, pinned_cores, trainer_devices
@@ -38,6 +39,10 @@ def check_placement(config: DictConfig, settings: PartialRolloutConfig) -> None:
         return
     _check_engine()
     _check_sharing(config)
+    warmup = config.trainer.critic_warmup
+    if warmup and not need_critic(config):
+        # Its steps would begin a version without an update of anything, and so without an end of their batch.
+        raise fail("trainer.critic_warmup", warmup, f"0 {_WITH} and no critic")
     _check_devices(config)
     _check_transfer(config)
     have = len(cores.available())
