@@ -35,7 +35,14 @@ def test_samples_that_were_never_scored_have_no_reward_call(output):
 def test_reward_call_holds_up_a_round_in_which_no_engine_runs_any_more():
     # The engines are quiet from 6 s on; the round ends at 10 s, when the last score comes.
     metrics = Scorings().observe(RolloutPhase(0.0, 10.0, (call(0.0, 6.0),)), [(2.0, 5.0), (5.0, 10.0)])
-    assert metrics == {"rollout/scoring_s": 8.0, "rollout/scoring_overlap": pytest.approx(0.5)}
+    assert metrics["rollout/scoring_s"] == 8.0 and metrics["rollout/scoring_overlap"] == pytest.approx(0.5)
+
+
+def test_seconds_in_which_only_reward_calls_go_on_count_once():
+    # Alone: from 7 s, when the engines have stopped for a second, to 10 s; two calls, the same seconds.
+    spans = [(2.0, 5.0), (7.0, 10.0), (8.0, 10.0)]
+    metrics = Scorings().observe(RolloutPhase(0.0, 10.0, (call(0.0, 6.0),)), spans)
+    assert metrics["rollout/scoring_alone_s"] == pytest.approx(3.0)
 
 
 def test_reward_call_that_goes_on_while_the_trainer_updates_holds_nobody_up():
@@ -72,3 +79,5 @@ def test_dashboard_and_report_give_the_same_overlap(tmp_path):
     overlapped = sum(figures["rollout/scoring_s"] * figures["rollout/scoring_overlap"] for figures in shown)
     reported = summarize(run, None).scoring
     assert (reported.seconds, reported.overlap) == (pytest.approx(total), pytest.approx(overlapped / total))
+    # The second and the third batch's calls share moments, which count once in the report.
+    assert [figures["rollout/scoring_alone_s"] for figures in shown] == [5.0, 10.0, 4.5] and reported.alone == 13.0

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from recipe.partial_rollout.manager.types import SCORING_BEGAN, SCORING_ENDED, TakenGroup
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.time_spans import Span, overlap_s, seconds, without
+from recipe.partial_rollout.records.time_spans import Span, common, overlap_s, seconds, without
 
 _REMEMBERED = 64
 """rounds; a sample that was scored before them is taken to have held nobody up"""
@@ -27,7 +27,8 @@ class Scorings:
         """of each round: when the trainer waited and no engine ran a sample"""
 
     def observe(self, phase: RolloutPhase, scorings: Sequence[Span], waited_s: float | None = None) -> dict[str, float]:
-        """Metrics of a trained batch: seconds of its reward calls, and the share of these that overlapped; none without.
+        """Metrics of a trained batch: seconds of its reward calls, the share of these that overlapped, and the seconds in
+        which nothing else went on; none without a reward call.
 
         Args:
             phase: of its round.
@@ -38,5 +39,9 @@ class Scorings:
         total = seconds(scorings)
         if not total:
             return {}
-        blocked = overlap_s(scorings, [span for spans in self._blocked for span in spans])
-        return {"rollout/scoring_s": total, "rollout/scoring_overlap": 1 - blocked / total}
+        blocked = [span for spans in self._blocked for span in spans]
+        return {
+            "rollout/scoring_s": total,
+            "rollout/scoring_overlap": 1 - overlap_s(scorings, blocked) / total,
+            "rollout/scoring_alone_s": seconds(common(scorings, blocked)),
+        }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recipe.partial_rollout.records.time_spans import Span, overlap_s, seconds, union, within, without
+from recipe.partial_rollout.records.time_spans import Span, common, overlap_s, seconds, union, within, without
 from recipe.partial_rollout.records.trace_events import PhaseName
 from recipe.partial_rollout.tools.report.concurrency import running_curve
 
@@ -94,13 +94,18 @@ class Scoring:
     """Their sum."""
     overlap: float
     """Share of these seconds in which an engine decoded or the trainer did not wait, 0 to 1."""
+    alone: float
+    """Seconds of the run in which nothing but reward calls went on."""
 
 
 def scoring(run: RunRecord) -> Scoring | None:
     """None if the trace has no reward calls that took time."""
     spans = [span for round_ in run.rounds for span in round_.scorings]
     total = seconds(spans)
-    return Scoring(len(spans), total, 1 - overlap_s(spans, lanes_of(run).stuck) / total) if total else None
+    if not total:
+        return None
+    stuck = lanes_of(run).stuck
+    return Scoring(len(spans), total, 1 - overlap_s(spans, stuck) / total, seconds(common(spans, stuck)))
 
 
 def lanes_of(run: RunRecord) -> Lanes:

@@ -139,6 +139,12 @@ FIGURES = (
         always=False,
     ),
     Figure(
+        "reward calls alone, a step",
+        lambda s: units.seconds(s.scoring and s.scoring.alone / s.steps),
+        "Seconds in which nothing but reward calls went on: no engine decoded, and the trainer waited.",
+        always=False,
+    ),
+    Figure(
         "GPU utilisation",
         lambda s: units.share(s.gpu_utilisation),
         "Share of step time in which a GPU ran a kernel (NVML), averaged over GPUs; not how full the GPU was.",
