@@ -139,9 +139,9 @@ FIGURES = (
         always=False,
     ),
     Figure(
-        "reward calls alone, a step",
-        lambda s: units.seconds(s.scoring and s.scoring.alone / s.steps),
-        "Seconds in which nothing but reward calls went on: no engine decoded, and the trainer waited.",
+        "reward calls alone",
+        lambda s: units.share(s.scoring and ratio(s.scoring.alone, s.step_s)),
+        "Share of step time in which nothing but reward calls went on: no engine decoded, and the trainer waited.",
         always=False,
     ),
     Figure(
