@@ -55,10 +55,10 @@ class Limits:
 
     def set_for(self, pid: int) -> None:
         """From here on they hold for process ``pid`` and what it starts; Linux only."""
-        cpu = math.ceil(self.cpu_s)
+        cpu, memory = math.ceil(self.cpu_s), self.memory_mb * MIB
         for kind, most in (
             (resource.RLIMIT_CPU, (cpu, cpu + 1)),
-            (resource.RLIMIT_AS, (self.memory_mb * MIB,) * 2),
+            (resource.RLIMIT_AS, (memory, memory)),
             (resource.RLIMIT_FSIZE, (0, 0)),
             (resource.RLIMIT_CORE, (0, 0)),
         ):
