@@ -156,7 +156,10 @@ def tools(module_train, tmp_path_factory):
             "partial_rollout.overlap=auto",
             "+actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=200",
             "partial_rollout.reward_in_worker=False",
+            "partial_rollout.proximal=recompute",
             "partial_rollout.proximal_check_every=1",
+            "partial_rollout.early_passes=True",
+            "actor_rollout_ref.actor.use_kl_loss=True",
             f"reward.custom_reward_function.path={HERE / 'async_reward.py'}",
             "partial_rollout.failures.tool_timeout_s=2",
             "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
@@ -180,6 +183,15 @@ def test_tool_conversation_survives_interruptions(tools):
     assert run.steps[max(run.steps)]["partial_rollout/failures/retried_total"] == 1
     assert max(step["num_turns/max"] for step in run.steps.values()) == 6
     assert all(step["training/rollout_probs_diff_max"] < 1e-3 for step in run.steps.values())
+
+
+def test_passes_over_groups_that_are_ready_give_what_a_pass_over_the_batch_gives(tools):
+    """Conversations with tool calls, the log-probs before the update and the reference's, weights that move."""
+    run, _ = tools
+    assert max(step["partial_rollout/early_passes/share"] for step in run.steps.values()) > 0
+    assert all(step["partial_rollout/early_passes/error"] < 1e-5 for step in run.steps.values())
+    assert run.steps[1]["actor/kl_loss"] == pytest.approx(0, abs=1e-5), "before the first update it is the reference"
+    assert run.steps[4]["actor/kl_loss"] > 0
 
 
 def test_asynchronous_sandboxed_reward_function_trains(tools):

@@ -234,3 +234,56 @@ def test_run_that_dies_while_its_batch_trains_and_samples_run_trains_every_promp
     result, _ = audit(tmp_path)
     assert result.violations == [] and len({row.group.uid for row in result.trained}) == PROMPTS
     assert restored.groups == (4 if saved_with_the_trainer else 2) and restored.unfinished_samples
+
+
+def test_ready_groups_are_told_once_and_stay_ready(prompts, output):
+    async def life():
+        actor, (_, second, third, _) = await begun(prompts, batch=2)
+        asked = asyncio.ensure_future(actor.ready_groups([], 1))
+        await asyncio.sleep(0.01)
+        waited = not asked.done()
+        await actor.report(Report("w0", finished=((second.sample_id, output(7)),)))
+        told = await soon(asked)
+        again = asyncio.ensure_future(actor.ready_groups(uids(told), 1))
+        await actor.report(Report("w0", progress=(), finished=((third.sample_id, output(5)),)))
+        return waited, told, await soon(again), await soon(actor.next_batch()), await soon(actor.ready_groups([], 1))
+
+    waited, told, again, batch, after = played(life)
+    assert waited and uids(told) == ["0/1"] and told[0].outputs[0].response_length == 7
+    assert again is None, "the batch is complete: there is nothing to do early"
+    assert uids(batch) == ["0/1", "0/2"] and after is None
+
+
+def test_ready_groups_come_in_the_number_that_the_passes_take(prompts, output):
+    async def life():
+        actor, grants = await begun(prompts, batch=3)
+        asked = asyncio.ensure_future(actor.ready_groups([], 2))
+        await actor.report(Report("w0", finished=((grants[0].sample_id, output()),)))
+        await asyncio.sleep(0.01)
+        waited = not asked.done()
+        await actor.report(Report("w0", finished=((grants[1].sample_id, output()),)))
+        return waited, await soon(asked)
+
+    waited, told = played(life)
+    assert waited and uids(told) == ["0/0", "0/1"]
+
+
+def test_question_for_ready_groups_is_answered_in_time(prompts, monkeypatch):
+    monkeypatch.setattr(ManagerActor, "CLAIM_WAIT_S", 0.05)
+
+    async def life():
+        actor, _ = await begun(prompts, batch=2)
+        return await soon(actor.ready_groups([], 1))
+
+    assert played(life) == []
+
+
+def test_question_for_ready_groups_ends_with_the_round(prompts):
+    async def life():
+        actor, _ = await begun(prompts, batch=2)
+        asked = asyncio.ensure_future(actor.ready_groups([], 1))
+        await asyncio.sleep(0.01)
+        await actor.suspend_round()
+        return await soon(asked)
+
+    assert played(life) is None

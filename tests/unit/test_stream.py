@@ -163,6 +163,7 @@ class Life:
             ledger=ledger,
             stop=self.stop,
             trainers=notes,
+            early_passes=None,
             last_step=last_step,
             engine_metrics=notes.nothing,
         )

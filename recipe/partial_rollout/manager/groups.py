@@ -166,6 +166,11 @@ class Groups:
             self._move(group, GroupState.TAKEN)
             self.ready_queue.remove(group)
             self.taken[group.uid] = group
+        return self.views(batch)
+
+    @staticmethod
+    def views(batch: Iterable[PromptGroup]) -> list[TakenGroup[FinishedOutput]]:
+        """These groups as the trainer sees them; their state stays."""
         return [TakenGroup(g.uid, g.order, g.prompt.epoch, g.prompt.row, g.outputs, g.birth) for g in batch]
 
     def train(self, uids: Iterable[str]) -> None:

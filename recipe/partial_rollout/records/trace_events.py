@@ -27,7 +27,7 @@ class Begin:
 
 
 class PhaseName(StrEnum):
-    """What a ``Phase`` is; the last four are of separate placement."""
+    """What a ``Phase`` is; ``WAIT`` to ``FLUSH`` are of separate placement."""
 
     TRAIN = "train"
     """from the batch to the log; under separate placement the sync, staging and hold of the step lie in it"""
@@ -42,6 +42,8 @@ class PhaseName(StrEnum):
     """all engines are held, from the request to the resumption, while they load the weights"""
     FLUSH = "flush"
     """the engines are stopped for a checkpoint"""
+    EARLY_PASS = "early_pass"
+    """the trainer's forward passes over groups that are ready, while it waits for its batch; in both placements"""
 
 
 @dataclass(frozen=True, slots=True)

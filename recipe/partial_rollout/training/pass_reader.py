@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.partial_rollout.config.choices import Proximal
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
+
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 _DROPOUT = "actor_rollout_ref.model.lora.dropout"
 _READS_OLD_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
@@ -18,6 +21,12 @@ class PassReader(NamedTuple):
     value: Any
     allowed: str
     """the value without which it is not, and why"""
+
+
+def leaves_pass_out(config: DictConfig, settings: PartialRolloutConfig) -> bool:
+    """Whether the update's own forward pass gives the log-probs; ``config`` has been checked, or is one of noPR."""
+    auto = settings.enable and settings.proximal is Proximal.AUTO and reader_of_pass(config) is None
+    return auto or settings.proximal is Proximal.UPDATE
 
 
 def reader_of_pass(config: DictConfig) -> PassReader | None:

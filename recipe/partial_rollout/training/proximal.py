@@ -17,11 +17,10 @@ import torch
 from omegaconf import DictConfig
 from verl.protocol import DataProto
 
-from recipe.partial_rollout.config.choices import Proximal
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.behaviour_weights import effective_sample_size
-from recipe.partial_rollout.training.pass_reader import reader_of_pass
+from recipe.partial_rollout.training.pass_reader import leaves_pass_out
 
 _DERIVED = ("actor/entropy", "perf/mfu/actor_infer")
 _DERIVED_PREFIXES = ("rollout_corr/", "training/rollout_")
@@ -46,9 +45,8 @@ class ProximalPolicy:
     @classmethod
     def of(cls, config: DictConfig, settings: PartialRolloutConfig) -> ProximalPolicy:
         """What the settings ask for; ``config`` has been checked, or is one of noPR."""
-        auto = settings.enable and settings.proximal is Proximal.AUTO and reader_of_pass(config) is None
         return cls(
-            from_update=auto or settings.proximal is Proximal.UPDATE,
+            from_update=leaves_pass_out(config, settings),
             check_every=settings.proximal_check_every,
             rollout_correction=config.algorithm.rollout_correction,
             most_rows=config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
