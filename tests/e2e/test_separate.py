@@ -15,10 +15,10 @@ SMALL = (
     "data.train_batch_size=4",
     "data.train_max_samples=24",
     "trainer.total_training_steps=null",
-    "data.max_response_length=600",
+    "data.max_response_length=800",
     "actor_rollout_ref.rollout.ignore_eos=True",
     "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.rollout.max_model_len=680",
+    "actor_rollout_ref.rollout.max_model_len=880",
     "actor_rollout_ref.rollout.max_num_seqs=32",
     "actor_rollout_ref.actor.optim.lr=0.0",
     "data.val_max_samples=8",
@@ -36,7 +36,7 @@ def run(module_train):
         "partial_rollout.max_staleness=3",
         "partial_rollout.proximal_check_every=1",
         "partial_rollout.early_passes=True",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "partial_rollout.proximal=recompute",
         name="separate",
     )
 
