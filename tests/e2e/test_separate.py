@@ -9,17 +9,18 @@ from recipe.partial_rollout.tools.report.command import main as report
 
 pytestmark = pytest.mark.timeout(900)
 
-# 24 prompts, 4 a step, whose samples decode for longer than the trainer takes for a batch. A learning rate of 0 makes
+# 24 prompts, 4 a step, whose samples decode for longer than the trainer takes for a batch, three groups at a time, so that
+# groups become ready one after the other. A learning rate of 0 makes
 # versions differ in name only, so that the trainer can recompute what the engine reported, however often it was held.
 SMALL = (
     "data.train_batch_size=4",
     "data.train_max_samples=24",
     "trainer.total_training_steps=null",
-    "data.max_response_length=800",
+    "data.max_response_length=600",
     "actor_rollout_ref.rollout.ignore_eos=True",
     "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.rollout.max_model_len=880",
-    "actor_rollout_ref.rollout.max_num_seqs=32",
+    "actor_rollout_ref.rollout.max_model_len=680",
+    "actor_rollout_ref.rollout.max_num_seqs=12",
     "actor_rollout_ref.actor.optim.lr=0.0",
     "data.val_max_samples=8",
     "trainer.test_freq=2",
