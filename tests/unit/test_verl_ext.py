@@ -184,6 +184,16 @@ def test_verl_still_registers_fsdp_for_accelerators_only():
     assert 'backend=["fsdp", "fsdp2"], device=["cuda", "npu"]' in inspect.getsource(transformer_impl)
 
 
+def test_verl_still_pins_the_weights_of_a_reference_and_torch_refuses_it():
+    from torch.distributed.fsdp import CPUOffloadPolicy
+    from verl.workers.engine.fsdp import transformer_impl
+
+    assert "offload_policy = CPUOffloadPolicy(pin_memory=True)" in inspect.getsource(transformer_impl)
+    assert transformer_impl.CPUOffloadPolicy(pin_memory=True) == CPUOffloadPolicy(pin_memory=False)
+    with pytest.raises(RuntimeError):
+        torch.empty(1).pin_memory()
+
+
 def test_torch_still_refuses_gloo_twice():
     from torch.distributed import distributed_c10d
 

@@ -366,8 +366,8 @@ CONTRACT = (
     ),
     Uses(
         "verl.workers.engine.fsdp.transformer_impl",
-        "fsdp_engine like_length_batches check",
-        has="FSDPEngineWithLMHead FSDPEngineWithValueHead",
+        "fsdp_engine like_length_batches unpinned_reference check",
+        has="FSDPEngineWithLMHead FSDPEngineWithValueHead CPUOffloadPolicy",
         calls={"prepare_micro_batches": "*, data, dp_group"},
     ),
     Uses("verl.utils.device", "like_length_batches", calls={"get_device_name": ""}),
