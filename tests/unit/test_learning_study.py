@@ -107,8 +107,9 @@ def test_eta_is_window_and_bound_of_separate_placement(composed_config):
         assert ours.overlap == ours.max_staleness and ours.placement == "separate", arm.name
         assert ours.correction == ("none" if arm.name.endswith("_uncorrected") else "decoupled"), arm.name
         check_placement(config, PartialRolloutConfig.from_config(config))
-        etas.add((int(ours.overlap), ours.correction))
-    assert len(etas) == len(ETA_ARMS) == 10 and {eta for eta, _ in etas} == {0, 1, 2, 4, 8}
+        assert ours.trust_region == ("mask" if arm.name.endswith("_mask") else "none"), arm.name
+        etas.add((int(ours.overlap), ours.correction, ours.trust_region))
+    assert len(etas) == len(ETA_ARMS) == 15 and {eta for eta, *_ in etas} == {0, 1, 2, 4, 8}
 
 
 def test_final_reward_is_the_mean_of_the_last_three_validations():

@@ -30,6 +30,11 @@ def _uncorrected(arm: Arm) -> Arm:
     return replace(arm, name=f"{arm.name}_uncorrected", caption=f"{arm.caption}, correction=none", overrides=overrides)
 
 
+def _masked(arm: Arm) -> Arm:
+    overrides = (*arm.overrides, "partial_rollout.trust_region=mask")
+    return replace(arm, name=f"{arm.name}_mask", caption=f"{arm.caption}, trust region mask", overrides=overrides)
+
+
 _DECOUPLED = tuple(_decoupled(eta) for eta in _ETAS)
-ETA_ARMS = (*_DECOUPLED, *(_uncorrected(arm) for arm in _DECOUPLED))
-"""at eta 0 both losses are the same, and so are the samples of noPR"""
+ETA_ARMS = (*_DECOUPLED, *map(_uncorrected, _DECOUPLED), *map(_masked, _DECOUPLED))
+"""AReaL's loss, no correction, AReaL's loss with the recipe's mask; at eta 0 all are the same, with noPR's samples"""
