@@ -80,11 +80,18 @@ def test_pass_gets_a_multiple_of_its_unit(unit, asked):
     assert forward.asked == asked
 
 
+def test_rows_that_a_batch_has_twice_are_no_less_used():
+    results = RowResults(Forward(), unit=1)
+    results.compute(build_rows(A, A, B, C))
+    batch = build_rows(A, A, B)
+    assert results.known(batch) == 3 and results.unused(batch) == 1
+
+
 def test_results_of_other_weights_are_forgotten():
     forward = Forward()
     results = RowResults(forward, unit=1)
     results.compute(build_rows(A))
     results.forget()
-    assert len(results) == 0 and results.known(build_rows(A)) == 0
+    assert results.known(build_rows(A)) == 0
     results.of(build_rows(A))
     assert forward.asked == [1, 1]

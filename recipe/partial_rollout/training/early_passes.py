@@ -87,7 +87,7 @@ class EarlyPasses:
         """Results of the pass ``name``; without it among ``forwards``, ``KeyError``. Rows that it lacks are computed."""
         results = self._results[name]
         known = results.known(batch)
-        self._metrics |= {"early_passes/share": known / len(batch), "early_passes/unused_rows": len(results) - known}
+        self._metrics |= {"early_passes/share": known / len(batch), "early_passes/unused_rows": results.unused(batch)}
         found = results.of(batch)
         if name == OLD and self._check_every and step % self._check_every == 0:
             self._metrics["early_passes/error"] = self._error(batch, found)

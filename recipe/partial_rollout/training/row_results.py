@@ -43,9 +43,6 @@ class RowResults:
         """Drop all: the weights are about to change."""
         self._at.clear()
 
-    def __len__(self) -> int:
-        return len(self._at)
-
     def compute(self, rows: DataProto) -> None:
         """Run the pass over ``rows``."""
         results = self._forward(rows)
@@ -54,6 +51,10 @@ class RowResults:
     def known(self, rows: DataProto) -> int:
         """Rows whose results are here."""
         return sum(key in self._at for key in row_keys(rows))
+
+    def unused(self, batch: DataProto) -> int:
+        """Different rows whose results are here, and that ``batch`` does not have."""
+        return len(self._at.keys() - set(row_keys(batch)))
 
     def of(self, batch: DataProto) -> DataProto:
         """Results of all rows of ``batch``, in its order; runs the pass over those that are not here."""
