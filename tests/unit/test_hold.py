@@ -4,7 +4,10 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import OutputProcessor
 
 from recipe.partial_rollout.engine import hold
 from recipe.partial_rollout.engine.replica import RecipeVLLMServer, vLLMHttpServer
@@ -23,14 +26,16 @@ class Engine:
 
     def __init__(self, *request_ids, in_flight=0):
         self.output_processor = SimpleNamespace(request_states={name: State(name) for name in request_ids})
-        self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue(), pause_scheduler_async=self.pause)
+        self.engine_core = SimpleNamespace(
+            outputs_queue=asyncio.Queue(), pause_scheduler_async=self.pause, engine_ranks_managed=[0]
+        )
         self.in_flight, self.did, self.aborts = in_flight, [], 0
         self.errored, self.dead_error, self.dies = False, EngineDeadError(), False
         self.output_handler = asyncio.ensure_future(self.handle())
 
     async def handle(self):
         while True:
-            names = await self.engine_core.outputs_queue.get()
+            names = (await self.engine_core.outputs_queue.get()).outputs
             if self.dies:
                 self.errored = True
                 return
@@ -40,7 +45,8 @@ class Engine:
                 await asyncio.sleep(0)
 
     def step(self):
-        self.engine_core.outputs_queue.put_nowait(list(self.output_processor.request_states))
+        names = list(self.output_processor.request_states)
+        self.engine_core.outputs_queue.put_nowait(EngineCoreOutputs(outputs=names))
 
     async def pause(self, *, mode, clear_cache):
         assert (mode, clear_cache) == ("keep", False)
@@ -122,6 +128,30 @@ def test_tokens_in_flight_at_the_hold_are_the_old_weights(requests, in_flight):
         return [held._marks.take(name) for name in names]
 
     assert asyncio.run(run()) == [[(3 + in_flight, 3)]] * requests
+
+
+def test_vllms_own_output_handler_outlives_a_hold_and_logs_for_an_engine_that_it_knows():
+    logged = []
+
+    async def run():
+        engine = Engine("r-internal")
+        engine.output_handler.cancel()
+        engine.output_handler = None
+        engine.engine_core.engine_ranks_managed = [2, 3]
+        engine.engine_core.get_output_async = engine.engine_core.outputs_queue.get
+        engine.output_processor = OutputProcessor(None, log_stats=True)
+        engine.log_stats, engine.renderer = True, SimpleNamespace(stat_mm_cache=lambda: None)
+        engine.logger_manager = SimpleNamespace(record=lambda **seen: logged.append(seen))
+        AsyncLLM._run_output_handler(engine)  # type: ignore[arg-type]
+        for _ in range(2):
+            await asyncio.wait_for(hold.freeze(engine, clear_kv=False), 5)
+        await asyncio.sleep(0)
+        assert not engine.output_handler.done()
+        engine.output_handler.cancel()
+
+    asyncio.run(run())
+    nothing = {"scheduler_stats": None, "iteration_stats": None, "mm_cache_stats": None}
+    assert logged == [{"engine_idx": 2, **nothing}] * 2
 
 
 def test_hold_of_an_engine_that_dies_ends():

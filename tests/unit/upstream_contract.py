@@ -417,9 +417,10 @@ CONTRACT = (
     Uses(
         "vllm.v1.engine.core_client:AsyncMPClient",
         "hold vllm_preemptions",
-        has="outputs_queue",
+        has="outputs_queue engine_ranks_managed",
         calls={"call_utility_async": "method", "pause_scheduler_async": "*, mode, clear_cache"},
     ),
+    Uses("vllm.v1.engine:EngineCoreOutputs", "hold", has="engine_index"),
     Uses("vllm.v1.core.sched.interface:PauseState", "vllm_preemptions", has="UNPAUSED"),
     Uses("vllm.v1.engine.core:EngineCore", "vllm_preemptions", has="scheduler"),
     Uses(

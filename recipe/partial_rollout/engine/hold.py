@@ -40,10 +40,14 @@ async def freeze(engine: Any, *, clear_kv: bool) -> None:
 
 
 async def _all_processed(engine: Any) -> None:
-    """Wait until vLLM's output handler has processed everything received, and waits for more itself."""
-    received: asyncio.Queue[Any] = engine.engine_core.outputs_queue
-    # A handler that is busy with the last outputs leaves an empty queue too, but does not wait at it.
-    while received.qsize() or not received._getters:  # type: ignore[attr-defined]
+    """Wait until vLLM's output handler has processed everything received so far."""
+    from vllm.v1.engine import EngineCoreOutputs
+
+    core = engine.engine_core
+    # The handler takes one item at a time and processes it whole. So once it has taken an item without tokens from
+    # behind all others, it has processed those. vLLM's loggers know the client's engines only: the item names one.
+    core.outputs_queue.put_nowait(EngineCoreOutputs(engine_index=core.engine_ranks_managed[0]))
+    while not core.outputs_queue.empty():
         if engine.errored:
             raise engine.dead_error
         await asyncio.sleep(0)
