@@ -310,17 +310,11 @@ def test_without_a_baseline_there_is_no_table(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: no complete run of noPR")
 
 
-def test_every_arm_composes(tmp_path):
-    from hydra import compose, initialize_config_dir
-
-    from recipe.partial_rollout import main_ppo
-
+def test_every_arm_composes(composed_config, tmp_path):
     study = Study(tmp_path, ARMS, (1,), STEPS, "quickstart_cpu")
     for arm in ARMS:
         command = study.command(arm, 1)
-        overrides = command[command.index("quickstart_cpu") + 1 :]
-        with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
-            config = compose("quickstart_cpu", overrides=overrides)
+        config = composed_config("quickstart_cpu", *command[command.index("quickstart_cpu") + 1 :])
         assert config.trainer.use_v1 == arm.name.startswith("v1")
     assert table_of(compare([build_run(arm.name, 1) for arm in ARMS])).rows[0][0] == "noPR"
 

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.tools.study.arm import BASELINE, Arm
 from recipe.partial_rollout.tools.study.learning.arms import ARMS, COMMON, at_rates
 from recipe.partial_rollout.tools.study.runner import Study, StudyError
+from recipe.partial_rollout.training.correction_check import check_correction
 
 STEPS = 4
 PR = Arm("PR", "PR", ("partial_rollout.max_staleness=4",))
@@ -27,18 +29,11 @@ def build_study(out, *, seeds=(1, 2), **options):
     return Study(out, (BASELINE, PR), tuple(seeds), STEPS, "quickstart_cpu", **options)
 
 
-def test_every_arm_of_the_learning_study_composes_and_passes_the_recipes_checks(tmp_path):
-    from hydra import compose, initialize_config_dir
-
-    from recipe.partial_rollout import main_ppo
-    from recipe.partial_rollout.config.settings import PartialRolloutConfig
-    from recipe.partial_rollout.training.correction_check import check_correction
-
+def test_every_arm_of_the_learning_study_composes_and_passes_the_recipes_checks(composed_config, tmp_path):
     names = [name for name in ARMS if not name.startswith("v1")]
     study = Study(tmp_path, at_rates(names, (3e-4,)), (1,), STEPS, "quickstart_cpu", COMMON)
     for arm in study.arms:
-        with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
-            config = compose("quickstart_cpu", overrides=study.command(arm, 1)[5:])
+        config = composed_config("quickstart_cpu", *study.command(arm, 1)[5:])
         settings = PartialRolloutConfig.from_config(config)
         if settings.enable:
             check_correction(config, settings)
