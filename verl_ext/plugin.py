@@ -26,11 +26,19 @@ def install() -> None:
 
 def install_everywhere() -> None:
     """Register the import hooks of the patches that have nothing to do with the platform. Safe to call twice."""
-    from verl_ext import geometric_weights, like_length_batches, masked_weights, pooled_reward_model, weight_socket
+    from verl_ext import (
+        geometric_weights,
+        like_length_batches,
+        masked_weights,
+        pooled_reward_model,
+        quick_weight_socket,
+        weight_socket,
+    )
 
     like_length_batches.install()
     pooled_reward_model.install()
     weight_socket.install()
+    quick_weight_socket.install()
     geometric_weights.install()
     masked_weights.install()
 

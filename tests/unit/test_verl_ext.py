@@ -194,6 +194,27 @@ def test_verl_still_pins_the_weights_of_a_reference_and_torch_refuses_it():
         torch.empty(1).pin_memory()
 
 
+def test_engine_that_is_earlier_than_the_sender_tries_again_at_once(tmp_path):
+    import zmq
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+
+    receiver = BucketedWeightReceiver(f"ipc://{tmp_path}/none", torch.device("cpu"), use_shm=True)
+    receiver._init_socket()
+    assert receiver.socket.getsockopt(zmq.RECONNECT_IVL) == 1
+    receiver.socket.close(linger=0)
+    other = receiver.zmq_context.socket(zmq.REP)
+    assert other.getsockopt(zmq.RECONNECT_IVL) == 100, "other sockets of the process keep their interval"
+    other.close(linger=0)
+
+
+def test_verl_still_starts_the_receiver_before_the_sender_listens():
+    from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer, vllm_rollout
+
+    source = inspect.getsource(vllm_rollout.ServerAdapter.update_weights)
+    assert source.index('"update_weights_from_ipc"') < source.index("async_send_weights")
+    assert "RECONNECT_IVL" not in inspect.getsource(bucketed_weight_transfer)
+
+
 def test_torch_still_refuses_gloo_twice():
     from torch.distributed import distributed_c10d
 

@@ -370,6 +370,12 @@ CONTRACT = (
         has="FSDPEngineWithLMHead FSDPEngineWithValueHead CPUOffloadPolicy",
         calls={"prepare_micro_batches": "*, data, dp_group"},
     ),
+    Uses(
+        "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver",
+        "quick_weight_socket",
+        has="zmq_context",
+        calls={"_init_socket": ""},
+    ),
     Uses("verl.utils.device", "like_length_batches", calls={"get_device_name": ""}),
     Uses(
         "verl.utils.tracking:Tracking",
