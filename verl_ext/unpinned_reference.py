@@ -15,7 +15,7 @@ _TARGET = "verl.workers.engine.fsdp.transformer_impl"
 def _unpin(module) -> None:
     policy = module.CPUOffloadPolicy
 
-    def unpinned(pin_memory: bool):
+    def unpinned(pin_memory: bool = False):
         return policy(pin_memory=False)
 
     module.CPUOffloadPolicy = unpinned

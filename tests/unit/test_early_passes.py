@@ -37,12 +37,15 @@ def test_passes_are_those_that_the_update_waits_for(override, passes):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor_rollout_ref.actor.use_dynamic_bsz=False", "use_dynamic_bsz=False: True with"),
+        ("actor_rollout_ref.actor.use_dynamic_bsz=False", "actor.use_dynamic_bsz=False: True with"),
+        ("actor_rollout_ref.ref.log_prob_use_dynamic_bsz=False", "ref.log_prob_use_dynamic_bsz=False: True with"),
         ("actor_rollout_ref.actor.use_prefix_grouper=True", "use_prefix_grouper=True: False with"),
     ],
 )
 def test_passes_that_cannot_run_over_a_few_groups_are_refused(override, message):
-    config, _ = composed(SPLIT, "partial_rollout.early_passes=True", override)
+    config, _ = composed(
+        SPLIT, "actor_rollout_ref.actor.use_kl_loss=True", "partial_rollout.early_passes=True", override
+    )
     with pytest.raises(ConfigError, match=message):
         check_settings(config)
 

@@ -20,7 +20,12 @@ class Manager:
 
     def __init__(self):
         self.told, self.known = asyncio.Queue(), []
+        self.reasons = []
         self.ready_groups = SimpleNamespace(remote=self._ready_groups)
+        self.abandon = SimpleNamespace(remote=self._abandon)
+
+    async def _abandon(self, reason):
+        self.reasons.append(reason)
 
     async def _ready_groups(self, known, least):
         self.known.append((list(known), least))
@@ -140,15 +145,19 @@ def test_feed_ends_when_nothing_more_is_to_come(output):
 
 
 def test_error_of_a_pass_ends_the_wait(output):
+    told = []
+
     async def body():
         life = Life(Passes(error=MemoryError("no room")))
         life.passes.go.set()
         async with life.feed.during(1):
             life.tell(output, 5, 6)
             await soon()
+            told.extend(life.manager.reasons)
 
     with pytest.raises(MemoryError, match="no room"):
         lived(body)
+    assert told == ["a forward pass over ready groups failed: MemoryError: no room"]
 
 
 def test_users_stop_wins_over_the_error_of_a_pass(output):

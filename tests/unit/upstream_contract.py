@@ -42,7 +42,6 @@ CONTRACT = (
             "_compute_old_log_prob": "batch",
             "_compute_ref_log_prob": "batch",
             "_compute_values": "batch",
-            "_get_dp_size": "worker_group, role",
             "_update_actor": "batch",
             "_update_critic": "batch",
             "_validate": "",

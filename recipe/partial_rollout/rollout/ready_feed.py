@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ray.exceptions import RayActorError
 from verl.protocol import DataProto
 
 from recipe.partial_rollout.manager.output_store import OutputStore, fetch_groups
 from recipe.partial_rollout.manager.types import FinishedOutput, TakenGroup
 from recipe.partial_rollout.records.trace_events import PhaseName
 from recipe.partial_rollout.rollout.batch import assemble_batch
-from recipe.partial_rollout.waits import result_of
+from recipe.partial_rollout.waits import one_line, result_of
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.rollout_context import RolloutContext
@@ -75,6 +76,15 @@ class ReadyFeed:
         await self._settled(feeding)
 
     async def _feed(self, passes: Passes, step: int) -> None:
+        try:
+            await self._fed(passes, step)
+        except Exception as error:
+            # Whoever waits for the batch learns of it now, and not once the batch is complete.
+            with suppress(RayActorError):
+                await self._manager.abandon.remote(f"a forward pass over ready groups failed: {one_line(error)}")
+            raise
+
+    async def _fed(self, passes: Passes, step: int) -> None:
         known: list[str] = []
         while True:
             ready = await result_of(self._manager.ready_groups.remote(known, passes.least_groups))
@@ -101,7 +111,10 @@ class ReadyFeed:
         """Ask for no more groups, and wait for the pass that runs; raises what either raised."""
         feeding.cancel()
         running, self._running = self._running, None
-        if running is not None:
-            await self._context.trainers.alive_during(running, "a forward pass over ready groups")
-        with suppress(asyncio.CancelledError):
-            await feeding
+        try:
+            if running is not None:
+                await self._context.trainers.alive_during(running, "a forward pass over ready groups")
+        finally:
+            (ended,) = await asyncio.gather(feeding, return_exceptions=True)
+        if isinstance(ended, Exception):
+            raise ended

@@ -12,7 +12,7 @@ it runs. A batch then has only its last groups left to compute.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import gcd, lcm
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
+from recipe.partial_rollout.config.devices import trainer_devices
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training.pass_reader import leaves_pass_out
 from recipe.partial_rollout.training.row_results import Forward, RowResults
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
     from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 
 OLD, REFERENCE, VALUES = "old_log_prob", "ref_log_prob", "values"
+DYNAMIC = {
+    OLD: "actor_rollout_ref.actor.use_dynamic_bsz",
+    REFERENCE: "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
+    VALUES: "critic.use_dynamic_bsz",
+}
+"""verl's key of each pass for micro-batches by tokens, instead of a fixed number of rows"""
 
 
 def passes_of(config: DictConfig, settings: PartialRolloutConfig) -> list[str]:
@@ -65,10 +72,8 @@ class EarlyPasses:
         if not settings.enable or not settings.early_passes:
             return None
         forwards = {name: _forward(trainer, name) for name in passes_of(config, settings)}
-        unit = trainer._get_dp_size(trainer.actor_rollout_wg, "actor")
-        if VALUES in forwards:
-            unit = lcm(unit, trainer._get_dp_size(trainer.critic_wg, "critic"))
-        return cls(forwards, unit, settings.samples_per_group, settings.proximal_check_every)
+        # Actor, reference and critic may be split differently: each has a number of ranks that divides the devices.
+        return cls(forwards, trainer_devices(config), settings.samples_per_group, settings.proximal_check_every)
 
     def __contains__(self, name: str) -> bool:
         return name in self._forwards
