@@ -95,16 +95,29 @@ async def run_limited(command: Sequence[str], given: bytes, limits: Limits) -> E
     Raises:
         OSError: it did not start.
     """
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, env={}, start_new_session=True
+    # Not ``stdout=PIPE``: asyncio would report the end of a process only once its whole output is read, and nobody reads on
+    # beyond the limit.
+    output_pipe, its_end = os.pipe()
+    printed = asyncio.StreamReader()
+    reading, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(printed), os.fdopen(output_pipe, "rb", buffering=0)
     )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=its_end, stderr=STDOUT, env={}, start_new_session=True
+        )
+    except BaseException:
+        reading.close()
+        raise
+    finally:
+        os.close(its_end)
     over, output = Limit.TIME, b""
     try:
         # A process that has ended already takes no limits.
         with contextlib.suppress(ProcessLookupError):
             limits.set_for(process.pid)
         async with asyncio.timeout(limits.timeout_s):
-            output = await _exchange(process, given)
+            output = await _exchange(process, printed, given)
             over = Limit.OUTPUT if len(output) > MOST_OUTPUT else None
             if over is None:
                 await process.wait()
@@ -113,20 +126,21 @@ async def run_limited(command: Sequence[str], given: bytes, limits: Limits) -> E
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        reading.close()
         status = await process.wait()
     ended = Ended(output[:MOST_OUTPUT].decode(errors="replace"), status, over)
     return ended if over else Ended(ended.output, status, _limit_behind(ended))
 
 
-async def _exchange(process: Process, given: bytes) -> bytes:
+async def _exchange(process: Process, printed: asyncio.StreamReader, given: bytes) -> bytes:
     """Its output, or the first ``MOST_OUTPUT + 1`` bytes."""
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
     # It may end without reading its input; its output says why.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         process.stdin.write(given)
         process.stdin.close()
     try:
-        return await process.stdout.readexactly(MOST_OUTPUT + 1)
+        return await printed.readexactly(MOST_OUTPUT + 1)
     except asyncio.IncompleteReadError as ended:
         return ended.partial
 
