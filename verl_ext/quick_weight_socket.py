@@ -2,7 +2,7 @@
 
 verl starts the engine's receiver first and binds the sender's socket then (``ServerAdapter.update_weights``). Whichever is
 quicker decides: a receiver that finds no socket waits for ZeroMQ's default reconnect interval, and the engine stands still
-meanwhile. With a small model every second sync did: loading took 120 to 190 ms instead of 20.
+meanwhile. With a small model about every second sync did: loading took 120 to 190 ms instead of 20.
 """
 
 import wrapt

@@ -1,5 +1,8 @@
 """Passes over groups that are ready: which run, over how many, and what the batch takes from them."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -53,6 +56,15 @@ def test_passes_that_cannot_run_over_a_few_groups_are_refused(override, message)
 @pytest.mark.parametrize(("unit", "samples", "groups"), [(1, 8, 1), (8, 8, 1), (16, 8, 2), (6, 4, 3)])
 def test_ranks_get_equal_shares(unit, samples, groups):
     assert EarlyPasses({}, unit, samples, check_every=0).least_groups == groups
+
+
+def test_rows_of_a_pass_are_split_evenly_however_actor_reference_and_critic_are_split():
+    config, settings = composed(
+        SPLIT, "critic.enable=True", "partial_rollout.early_passes=True", "trainer.n_gpus_per_node=16"
+    )
+    trainer: Any = SimpleNamespace(config=config, settings=settings)
+    early = EarlyPasses.of(trainer)
+    assert early is not None and early.least_groups == 2, "16 rows, in groups of 8"
 
 
 def build_rows(*tokens):
