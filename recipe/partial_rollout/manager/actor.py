@@ -28,17 +28,17 @@ from recipe.partial_rollout.manager.messages import (
     RoundEnd,
     RoundStart,
     Standing,
-    StepAccount,
 )
 from recipe.partial_rollout.manager.output_store import InProcess, OutputStore
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.report_book import ReportBook
 from recipe.partial_rollout.manager.stall_clock import StallClock
 from recipe.partial_rollout.manager.state_file import StateFile
+from recipe.partial_rollout.manager.stream_verbs import StreamVerbs
 from recipe.partial_rollout.manager.types import FilteredGroup, FinishedOutput, Grant, Prompt, TakenGroup
 
 
-class ManagerActor:
+class ManagerActor(StreamVerbs):
     """Ray actor (``ray.remote(ManagerActor)``) around one ``PromptsManager``.
 
     Args:
@@ -206,53 +206,6 @@ class ManagerActor:
     async def standing(self) -> Standing:
         """``PromptsManager.standing``; it waits for nobody, and nobody for it."""
         return self._manager.standing()
-
-    # -- trainer in separate placement -----------------------------------------------------------------------------
-
-    async def next_version(self, version: int, prompts: list[Prompt], source_left: int) -> RoundStart:
-        """All engines hold ``version``: take new prompts, admit this version's groups; whatever runs, runs on.
-
-        ``source_left``: see ``prepare_round``.
-
-        Raises:
-            RuntimeError: see ``Round.next_version``.
-        """
-        async with self._changed:
-            return self._begin(prompts, source_left, lambda: self._manager.next_version(version, ()))
-
-    async def next_batch(self) -> list[TakenGroup[FinishedOutput]] | PromptsWanted:
-        """Wait until the batch of this version is complete, and take it; all other samples run on.
-
-        Returns ``PromptsWanted`` as ``wait_round`` does, and no groups if the round was suspended. The caller fetches the
-        outputs from the store. A caller that does not wait for the answer loses nothing: a checkpoint has the groups.
-
-        Raises:
-            RuntimeError: the trainer has this version's batch already, or there is no version yet.
-        """
-        async with self._changed:
-            if not self._suspended:
-                self._manager.require_open("next_batch")
-            if wanted := await self._until_complete():
-                return wanted
-            if self._suspended:
-                return []
-            self._changed.raise_failure()
-            self._store.seal()
-            taken = self._manager.next_batch()
-            garbage.release()
-            self._manager.admit()
-            self._changed.notify()
-            return taken
-
-    async def finish_step(self, uids: list[str]) -> StepAccount:
-        """The trainer has updated on these groups; the caller must note the account in the ledger before it saves."""
-        manager = self._manager
-        manager.acknowledge(uids)
-        return StepAccount(manager.take_admitted(), manager.take_filtered(), manager.wanted, manager.metrics())
-
-    async def begin_flush(self) -> None:
-        """The workers are about to report everything that they have, and ``flush`` waits for it; claims go on."""
-        self._unflushed = set(self._manager.workers)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
