@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import signal
 import sys
 import time
 from itertools import product
@@ -165,7 +166,30 @@ time.sleep(60)
 
     with pytest.raises(TimeoutError):
         asyncio.run(call())
-    assert not is_alive(int(os.readlink(told)))
+    assert_ends(int(os.readlink(told)))
+
+
+def test_process_that_leaves_the_session_with_the_input_holds_nobody_up(tmp_path):
+    told = tmp_path / "pid"
+    code = f"""
+import os, subprocess, time
+child = subprocess.Popen(["/bin/sleep", "60"], start_new_session=True)
+os.symlink(str(child.pid), {str(told)!r})
+time.sleep(60)
+"""
+    try:
+        # More input than a pipe holds, and nobody reads it.
+        assert ended(code, given=bytes(1 << 20), timeout_s=1.0).over is Limit.TIME
+    finally:
+        os.kill(int(os.readlink(told)), signal.SIGKILL)
+
+
+def assert_ends(pid):
+    """A killed process goes once the system has time for it."""
+    deadline = time.monotonic() + 10
+    while is_alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still alive"
+        time.sleep(0.01)
 
 
 def is_alive(pid):

@@ -13,7 +13,7 @@ import math
 import os
 import resource
 import signal
-from asyncio.subprocess import PIPE, STDOUT, Process
+from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -111,13 +111,14 @@ async def run_limited(command: Sequence[str], given: bytes, limits: Limits) -> E
         raise
     finally:
         os.close(its_end)
+    assert process.stdin is not None
     over, output = Limit.TIME, b""
     try:
         # A process that has ended already takes no limits.
         with contextlib.suppress(ProcessLookupError):
             limits.set_for(process.pid)
         async with asyncio.timeout(limits.timeout_s):
-            output = await _exchange(process, printed, given)
+            output = await _exchange(process.stdin, printed, given)
             over = Limit.OUTPUT if len(output) > MOST_OUTPUT else None
             if over is None:
                 await process.wait()
@@ -127,18 +128,20 @@ async def run_limited(command: Sequence[str], given: bytes, limits: Limits) -> E
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         reading.close()
+        # What has left the session may hold its end of this pipe unread, and asyncio would wait for it.
+        if process.stdin.transport.get_write_buffer_size():
+            process.stdin.transport.abort()
         status = await process.wait()
     ended = Ended(output[:MOST_OUTPUT].decode(errors="replace"), status, over)
     return ended if over else Ended(ended.output, status, _limit_behind(ended))
 
 
-async def _exchange(process: Process, printed: asyncio.StreamReader, given: bytes) -> bytes:
-    """Its output, or the first ``MOST_OUTPUT + 1`` bytes."""
-    assert process.stdin is not None
+async def _exchange(given_to: asyncio.StreamWriter, printed: asyncio.StreamReader, given: bytes) -> bytes:
+    """The output of the process, or the first ``MOST_OUTPUT + 1`` bytes."""
     # It may end without reading its input; its output says why.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        process.stdin.write(given)
-        process.stdin.close()
+        given_to.write(given)
+        given_to.close()
     try:
         return await printed.readexactly(MOST_OUTPUT + 1)
     except asyncio.IncompleteReadError as ended:
