@@ -107,6 +107,7 @@ class Model:
     offered: int = 0
     version: int = 0
     running: dict = field(default_factory=dict)
+    scoring: dict = field(default_factory=dict)
     holders: dict = field(default_factory=dict)
     """worker that still has the conversation of a sample, by sample"""
     failed: list = field(default_factory=list)
@@ -139,6 +140,10 @@ def started(self):
 
 def some_run(self):
     return self.manager is not None and bool(self.model.running)
+
+
+def some_end(self):
+    return self.manager is not None and bool(self.model.running or self.model.scoring)
 
 
 class ManagerLife(RuleBasedStateMachine):
@@ -216,8 +221,8 @@ class ManagerLife(RuleBasedStateMachine):
     def process_began(self, resumed=False):
         """A process starts the training, or resumes it from a checkpoint."""
 
-    def picked(self, pick):
-        running = list(self.model.running)
+    def picked(self, pick, *more):
+        running = [*self.model.running, *more]
         return running[pick % len(running)]
 
     # -- workers ---------------------------------------------------------------------------------------------------
@@ -244,6 +249,7 @@ class ManagerLife(RuleBasedStateMachine):
         self.manager.release_worker(worker)
         del self.capacity[worker]
         self.model.running = {s: w for s, w in self.model.running.items() if w != worker}
+        self.model.scoring = {s: w for s, w in self.model.scoring.items() if w != worker}
         self.model.holders = {s: w for s, w in self.model.holders.items() if w != worker}
 
     @precondition(lambda self: started(self) and self.manager.round_open and self.capacity)
@@ -263,7 +269,8 @@ class ManagerLife(RuleBasedStateMachine):
             assert len(shared) <= max(0, below_share), "more than its share"
         for grant in grants:
             sample_id = grant.sample_id
-            assert sample_id not in model.running and sample_id not in model.outputs and sample_id not in model.failed
+            assert sample_id not in model.running and sample_id not in model.scoring
+            assert sample_id not in model.outputs and sample_id not in model.failed
             held = model.holders.get(sample_id) == worker
             assert grant.held == held
             assert_same_segments(grant.segments, [] if held else model.journals.get(sample_id, []))
@@ -277,19 +284,23 @@ class ManagerLife(RuleBasedStateMachine):
         return self.model.version
 
     def held(self, worker):
-        """Samples that ``worker`` runs, or still has the conversation of."""
+        """Samples that ``worker`` runs, or still has the conversation of; those that it scores need no slot."""
         model = self.model
-        return [s for s, holder in model.holders.items() if holder == worker and s not in model.outputs]
+        ended = model.outputs.keys() | model.scoring.keys()
+        return [s for s, holder in model.holders.items() if holder == worker and s not in ended]
+
+    def unscored(self):
+        """Unfinished samples but for those that are being scored."""
+        return int(self.manager.metrics()["inflight/samples"]) - len(self.model.scoring)
 
     def below_share(self, worker):
-        unfinished = int(self.manager.metrics()["inflight/samples"])
-        share = math.ceil(unfinished * self.capacity[worker] / sum(self.capacity.values()))
+        share = math.ceil(self.unscored() * self.capacity[worker] / sum(self.capacity.values()))
         return share - len(self.held(worker))
 
     def unowned(self):
         """Samples that any worker could claim."""
         held = sum(len(self.held(worker)) for worker in self.capacity)
-        return int(self.manager.metrics()["inflight/samples"]) - held - len(self.model.failed)
+        return self.unscored() - held - len(self.model.failed)
 
     def free(self, worker):
         return self.capacity[worker] - sum(w == worker for w in self.model.running.values())
@@ -326,11 +337,20 @@ class ManagerLife(RuleBasedStateMachine):
 
     @precondition(some_run)
     @rule(pick=PICK, length=st.integers(0, 4))
+    def score(self, pick, length):
+        sample_id = self.picked(pick)
+        self.extend(sample_id, length, "completed")
+        self.manager.score(sample_id)
+        self.model.scoring[sample_id] = self.model.running.pop(sample_id)
+
+    @precondition(some_end)
+    @rule(pick=PICK, length=st.integers(0, 4))
     def finish(self, pick, length):
-        self.end_sample(self.picked(pick), length)
+        self.end_sample(self.picked(pick, *self.model.scoring), length)
 
     def end_sample(self, sample_id, length):
-        self.extend(sample_id, length, "completed")
+        if sample_id in self.model.running:
+            self.extend(sample_id, length, "completed")
         output = output_of(self.model.journals[sample_id], self.model.tools.get(sample_id, []), self.reward(sample_id))
         self.manager.finish(sample_id, output)
         self.forget(sample_id, output)
@@ -340,7 +360,7 @@ class ManagerLife(RuleBasedStateMachine):
         return 0.0 if self.every and int(uid[2:]) % self.every == 0 else float(index)
 
     def forget(self, sample_id, output):
-        del self.model.running[sample_id]
+        self.leave_worker(sample_id)
         self.model.outputs[sample_id] = output
         for group in self.newly_filtered():
             outputs = [self.model.outputs[f"{group.uid}#{i}"] for i in range(self.n)]
@@ -354,13 +374,17 @@ class ManagerLife(RuleBasedStateMachine):
         if self.manager.round_open:
             self.manager.admit()
 
+    def leave_worker(self, sample_id):
+        model = self.model
+        del (model.running if sample_id in model.running else model.scoring)[sample_id]
+
     def newly_filtered(self):
         return self.manager.take_filtered()
 
-    @precondition(some_run)
+    @precondition(some_end)
     @rule(pick=PICK)
     def fail(self, pick):
-        sample_id = self.picked(pick)
+        sample_id = self.picked(pick, *self.model.scoring)
         model = self.model
         count = model.failures[sample_id] = model.failures.get(sample_id, 0) + 1
         again = self.failures.on_sample_error is OnSampleError.RETRY and count <= self.failures.sample_retries
@@ -368,7 +392,7 @@ class ManagerLife(RuleBasedStateMachine):
         assert self.manager.fail(sample_id, "boom") is (FailureVerdict.RETRY if again else FailureVerdict.MASK)
         if again:
             model.failed.append(sample_id)
-            del model.running[sample_id]
+            self.leave_worker(sample_id)
         else:
             self.forget(sample_id, masked_output_of(model.journals.get(sample_id, [])))
 
@@ -445,7 +469,7 @@ class ManagerLife(RuleBasedStateMachine):
         """End a sample, one of each ``every`` prompts only when nothing else runs; False: none runs."""
         self.retry_all()
         self.claim_all()
-        running = list(self.model.running)
+        running = [*self.model.running, *self.model.scoring]
         fast = [s for s in running if int(s.split("/")[1].split("#")[0]) % every]
         if running:
             self.end_sample((fast or running)[0], 1)
@@ -529,6 +553,7 @@ class ManagerLife(RuleBasedStateMachine):
         for sample in unfinished:
             assert self.manager._samples.unfinished[sample.id] is sample
             assert (sample.state is SampleState.RUNNING) == (sample.id in self.model.running)
+            assert (sample.state is SampleState.SCORING) == (sample.id in self.model.scoring)
             assert (sample.state is SampleState.FAILED) == (sample.id in self.model.failed)
 
     def with_the_trainer(self):
@@ -569,7 +594,7 @@ class ManagerLife(RuleBasedStateMachine):
                 self.offer_in_the_round()
             self.retry_all()
             self.claim_all()
-            for sample_id in list(self.model.running):
+            for sample_id in [*self.model.running, *self.model.scoring]:
                 self.end_sample(sample_id, 1)
             if self.manager.round_complete():
                 self.take_batch()

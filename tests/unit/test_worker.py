@@ -80,7 +80,7 @@ class AfterTurn(ScriptedWorker):
         await asyncio.sleep(60)
 
 
-async def start(lengths, *, batch=1, grant_s=60.0, sample_s=None, failures=RETRY, kind=ScriptedWorker):
+async def start(lengths, *, batch=1, slots=16, grant_s=60.0, sample_s=None, failures=RETRY, kind=ScriptedWorker):
     """A manager with a prompt for each list of ``lengths``, and the worker that serves it, in an open first round."""
     n = len(lengths[0])
     admission = Admission(Mode.WINDOW, batch, n, len(lengths) / batch - 1, batch, batch * n, max_staleness=4)
@@ -88,7 +88,7 @@ async def start(lengths, *, batch=1, grant_s=60.0, sample_s=None, failures=RETRY
     worker = kind(CURVE, 1)
     worker.config.partial_rollout.deadlines.grant_s = grant_s
     worker.config.partial_rollout.failures.sample_timeout_s = sample_s
-    worker.connect("w0", manager, 16, ReplicaChoice({}))
+    worker.connect("w0", manager, slots, ReplicaChoice({}))
     serving = asyncio.create_task(worker.serve())
     await asyncio.sleep(0.01)
     worker.begin(0, time.monotonic())
@@ -313,16 +313,16 @@ def test_sample_may_wait_for_its_round_and_decode_for_longer_than_its_timeout():
     assert output.response_length == 120 and not output.masked and figures["failures/failed_total"] == 0
 
 
-@pytest.mark.parametrize("noted_after_s", [60.0, 0.0], ids=["at the end of the round", "before it"])
-def test_turn_is_known_while_its_reward_call_goes_on(monkeypatch, noted_after_s):
-    monkeypatch.setattr(agent_loop_worker, "_NOTED_AFTER_S", noted_after_s)
+@pytest.mark.parametrize("after_s", [60.0, 0.0], ids=["at the end of the round", "before it"])
+def test_turn_is_known_while_its_reward_call_goes_on(monkeypatch, after_s):
+    monkeypatch.setattr(agent_loop_worker, "_FREES_SLOT_AFTER_S", after_s)
 
     async def body():
         manager, worker, serving = await start([[60], [7]], kind=AfterTurn)
         await asyncio.sleep(0.1)
         state = manager.actor._manager
         before = state.cached_tokens
-        if noted_after_s:
+        if after_s:
             await finish_round(manager, worker)
         saved = state.state_dict()
         serving.cancel()
@@ -330,7 +330,43 @@ def test_turn_is_known_while_its_reward_call_goes_on(monkeypatch, noted_after_s)
 
     decoded, before, saved, ends = asyncio.run(body())
     assert saved == [7] and ends == ["completed"]
-    assert before == (0 if noted_after_s else 7) and decoded >= 7
+    assert before == (0 if after_s else 7) and decoded >= 7
+
+
+def test_slot_of_a_sample_that_awaits_its_reward_goes_to_another():
+    class Slow(AfterTurn):
+        async def _compute_score(self, outputs, kwargs):
+            await asyncio.sleep(0.5)
+
+    async def body():
+        manager, worker, serving = await start([[7], [20]], kind=Slow, slots=1)
+        state = manager.actor._manager
+        await asyncio.sleep(0.3)
+        states = [sample.state for sample in state._samples.unfinished.values()]
+        groups = await finish_round(manager, worker)
+        serving.cancel()
+        return states, worker.decoded(), [group.uid for group in groups]
+
+    states, decoded, batch = asyncio.run(body())
+    assert states == ["scoring"] and decoded == 27, "the second sample ran to its end during the reward call of the first"
+    assert batch == ["0/1"], "the first to be complete"
+
+
+def test_reward_call_that_fails_without_a_slot_is_a_failed_sample():
+    class Fails(AfterTurn):
+        async def _compute_score(self, outputs, kwargs):
+            await asyncio.sleep(0.2)
+            raise RuntimeError("no such sandbox")
+
+    async def body():
+        manager, worker, serving = await start([[7, 7]], kind=Fails)
+        (group,) = await finish_round(manager, worker)
+        serving.cancel()
+        return group.outputs, manager.actor._manager.metrics()
+
+    outputs, figures = asyncio.run(body())
+    assert all(output.masked and "no such sandbox" in output.extra_fields["sample_error"] for output in outputs)
+    assert figures["failures/retried_total"] == 2
 
 
 def test_turn_and_tool_call_are_known_before_the_tool_is_called_and_outlive_the_worker():
@@ -398,7 +434,7 @@ def test_single_turn_samples_cost_no_report_of_their_own_for_their_turn():
 
 
 def test_long_reward_call_of_the_probe_is_nobodys_progress(monkeypatch):
-    monkeypatch.setattr(agent_loop_worker, "_NOTED_AFTER_S", 0.0)
+    monkeypatch.setattr(agent_loop_worker, "_FREES_SLOT_AFTER_S", 0.0)
 
     class Probed(AfterTurn):
         async def _compute_score(self, outputs, kwargs):

@@ -16,6 +16,8 @@ class Report:
     """booked first, because it includes the last progress of samples that the other fields name"""
     interrupted: tuple[str, ...] = ()
     """ids of samples that gave their slot back"""
+    scoring: tuple[str, ...] = ()
+    """ids of samples that gave their slot back and await their reward"""
     finished: tuple[tuple[str, SampleOutput], ...] = ()
     failed: tuple[tuple[str, str], ...] = ()
     """sample id and the error that its agent loop raised, in one line"""

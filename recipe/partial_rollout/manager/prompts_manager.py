@@ -6,7 +6,7 @@ A pure state machine, driven by verbs: no Ray, no asyncio, no torch, no clock of
   ends;
 * no group is trained later than ``max_staleness`` versions after its first sample started: ``round_complete`` stays False
   while stopping would leave more groups than the next rounds can train in time;
-* a sample has one owner: it is claimable, or one worker has a slot for it, or it awaits its retry, or it has ended.
+* a sample has one owner: it is claimable, or one worker runs or scores it, or it awaits its retry, or it has ended.
 
 These guarantees hold across ``state_dict`` and ``load_state_dict``. ``PromptsManager`` passes each verb to the owner of
 the state that it changes: ``Reserve`` (prompts that wait), ``Groups``, ``Samples``, ``Slots`` (workers and their claims),
@@ -141,12 +141,16 @@ class PromptsManager:
         """RUNNING -> INTERRUPTED: frees the slot; the worker keeps the conversation until the sample is granted again."""
         self._samples.interrupt(sample_id)
 
+    def score(self, sample_id: str) -> None:
+        """RUNNING -> SCORING: frees the slot; its worker, which has all its tokens, awaits its reward."""
+        self._samples.score(sample_id)
+
     def finish(self, sample_id: str, output: FinishedOutput) -> None:
-        """RUNNING -> FINISHED with its output; if it was the last of its group, see ``Round.sample_ended``."""
+        """RUNNING, SCORING -> FINISHED with its output; if it was the last of its group, see ``Round.sample_ended``."""
         self._round.sample_ended(self._samples.finish(sample_id, output))
 
     def fail(self, sample_id: str, error: str) -> FailureVerdict:
-        """RUNNING -> FAILED: its agent loop raised ``error`` (one line); returns the verdict.
+        """RUNNING, SCORING -> FAILED: its agent loop raised ``error`` (one line); returns the verdict.
 
         RETRY: call ``retry`` after ``retry_delay_s``. MASK: the sample is FINISHED, masked. RAISE: the run must end.
         """

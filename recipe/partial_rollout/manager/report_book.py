@@ -40,14 +40,16 @@ class ReportBook:
         """Book progress first: it includes the last progress of samples that the other fields name.
 
         Raises:
-            RuntimeError: the worker was released, so other workers have its samples; or a sample is not RUNNING, so the
-                report came twice.
+            RuntimeError: the worker was released, so other workers have its samples; or a sample does not run there,
+                so the report came twice.
         """
         self._manager.incarnation(report.worker)
         for progress in report.progress:
             self._book_progress(progress)
         for sample_id in report.interrupted:
             self._manager.interrupt(sample_id)
+        for sample_id in report.scoring:
+            self._manager.score(sample_id)
         try:
             for (sample_id, _), output in zip(report.finished, self._store.put(report.finished), strict=True):
                 self._manager.finish(sample_id, output)

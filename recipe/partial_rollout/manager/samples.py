@@ -1,19 +1,20 @@
 """Unfinished samples: the state of each, its journal, and its owner.
 
-========= ============================ ===============================================
-verb      leaves                       enters
-========= ============================ ===============================================
-enter                                  INTERRUPTED if it has a journal, else WAITING
-claim     WAITING, INTERRUPTED         RUNNING
-interrupt RUNNING                      INTERRUPTED
-finish    RUNNING                      FINISHED
-fail      RUNNING                      FAILED
-retry     FAILED                       as ``enter``
-mask      FAILED                       FINISHED
-release   RUNNING, INTERRUPTED         as ``enter``
-========= ============================ ===============================================
+========= ============================= ===============================================
+verb      leaves                        enters
+========= ============================= ===============================================
+enter                                   INTERRUPTED if it has a journal, else WAITING
+claim     WAITING, INTERRUPTED          RUNNING
+interrupt RUNNING                       INTERRUPTED
+score     RUNNING                       SCORING
+finish    RUNNING, SCORING              FINISHED
+fail      RUNNING, SCORING              FAILED
+retry     FAILED                        as ``enter``
+mask      FAILED                        FINISHED
+release   RUNNING, INTERRUPTED, SCORING as ``enter``
+========= ============================= ===============================================
 
-A sample has one owner: it is claimable, or one worker has a slot for it, or it awaits its retry, or it has ended.
+A sample has one owner: it is claimable, or one worker runs or scores it, or it awaits its retry, or it has ended.
 Only ``Samples`` writes ``Sample.state``, and every verb checks the present state first: a message that comes twice or
 late is an error, not a second copy.
 """
@@ -98,18 +99,25 @@ class Samples:
 
     def interrupt(self, sample_id: str) -> None:
         """Free its slot; the worker keeps the conversation."""
-        sample = self._leave_slot(sample_id, "interrupt")
+        sample = self.in_state(sample_id, SampleState.RUNNING, "interrupt")
+        self._slots.free(sample)
         self._move(sample, SampleState.INTERRUPTED)
         self._groups.counters.interrupted += 1
         self._slots.offer(sample)
 
+    def score(self, sample_id: str) -> None:
+        """Free its slot; the worker goes on to score it, and no token follows."""
+        sample = self.in_state(sample_id, SampleState.RUNNING, "score")
+        self._slots.score(sample)
+        self._move(sample, SampleState.SCORING)
+
     def finish(self, sample_id: str, output: FinishedOutput) -> PromptGroup:
         """Free its slot; ``output`` replaces the journal. Returns its group, which may now be complete."""
-        return self._end(self._leave_slot(sample_id, "finish"), output)
+        return self._end(self._leave_worker(sample_id, "finish"), output)
 
     def fail(self, sample_id: str, error: str) -> FailureVerdict:
         """Free its slot; nobody owns the sample until ``retry`` or ``mask``, as the verdict says."""
-        sample = self._leave_slot(sample_id, "fail")
+        sample = self._leave_worker(sample_id, "fail")
         sample.worker = None
         sample.failures += 1
         sample.error = error
@@ -137,7 +145,7 @@ class Samples:
         """Requeue the samples of a dead ``worker``; any other may continue from their journals. Returns how many."""
         held = self._slots.release(worker)
         for sample in held:
-            assert sample.state in (SampleState.RUNNING, SampleState.INTERRUPTED)
+            assert sample.state in (SampleState.RUNNING, SampleState.INTERRUPTED, SampleState.SCORING)
             self._requeue(sample)
         return len(held)
 
@@ -153,8 +161,10 @@ class Samples:
             raise RuntimeError(f"{verb}: sample {sample_id} is {actual}, not {state}")
         return sample
 
-    def _leave_slot(self, sample_id: str, verb: str) -> Sample:
-        sample = self.in_state(sample_id, SampleState.RUNNING, verb)
+    def _leave_worker(self, sample_id: str, verb: str) -> Sample:
+        sample = self.unfinished.get(sample_id)
+        if sample is None or sample.state is not SampleState.SCORING:
+            sample = self.in_state(sample_id, SampleState.RUNNING, verb)
         self._slots.free(sample)
         return sample
 

@@ -23,6 +23,8 @@ class WorkerSlots:
     capacity: int
     running: dict[str, Sample] = field(default_factory=dict)
     """by id"""
+    scoring: dict[str, Sample] = field(default_factory=dict)
+    """by id; they hold no slot"""
 
     @property
     def free(self) -> int:
@@ -69,12 +71,12 @@ class Slots:
         slots.capacity = capacity
 
     def release(self, worker: str) -> list[Sample]:
-        """Forget a dead worker; returns the samples that it ran or whose conversation it held. Nobody owns them now."""
+        """Forget a dead worker; returns the samples that it ran, scored or held the conversation of: nobody owns them now."""
         slots = self._workers.pop(worker, None)
         if slots is None:
             return []
         self._capacity -= slots.capacity
-        return [*slots.running.values(), *self._queue.drain(worker)]
+        return [*slots.running.values(), *slots.scoring.values(), *self._queue.drain(worker)]
 
     @property
     def workers(self) -> Iterable[str]:
@@ -108,9 +110,16 @@ class Slots:
         self._queue.refresh(group)
 
     def free(self, sample: Sample) -> None:
-        """Free the slot of ``sample``."""
+        """Free the slot of ``sample``, if it still has it; its worker no longer runs or scores it."""
         assert sample.worker is not None
-        del self._workers[sample.worker].running[sample.id]
+        slots = self._workers[sample.worker]
+        del (slots.running if sample.id in slots.running else slots.scoring)[sample.id]
+
+    def score(self, sample: Sample) -> None:
+        """Free the slot of ``sample``, which its worker goes on to score."""
+        assert sample.worker is not None
+        slots = self._workers[sample.worker]
+        slots.scoring[sample.id] = slots.running.pop(sample.id)
 
     def claim(
         self, worker: str, limit: int | None, unfinished: int, overdue: float, *, beyond_share: bool = False
@@ -122,11 +131,12 @@ class Slots:
 
         Args:
             limit: None stands for all its free slots.
-            unfinished: number of unfinished samples over all workers.
+            unfinished: number of unfinished samples over all workers; those that are being scored need no slot.
             overdue: groups born at this version, or before, are overdue.
             beyond_share: also take part of the samples that other workers have left unclaimed.
         """
         slots = self.incarnation(worker)
+        unfinished -= sum(len(each.scoring) for each in self._workers.values())
         shared = math.ceil(unfinished * slots.capacity / self._capacity)
         shared -= len(slots.running) + self._queue.size(worker)
         if beyond_share:

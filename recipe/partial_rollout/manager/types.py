@@ -18,6 +18,8 @@ class SampleState(StrEnum):
     """Has no tokens and runs nowhere."""
     RUNNING = "running"
     """A worker holds a slot for it."""
+    SCORING = "scoring"
+    """Has all its tokens, gave its slot back, and awaits its reward in its worker."""
     INTERRUPTED = "interrupted"
     """Gave its slot back before it ended; its tokens are cached."""
     FINISHED = "finished"

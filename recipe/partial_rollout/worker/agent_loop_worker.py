@@ -20,8 +20,8 @@ from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.tool_journal import journaled
 from recipe.partial_rollout.worker.turn_alignment import sample_output
 
-_NOTED_AFTER_S = 1.0
-"""a reward call longer than this has its turn reported first; most end sooner, and one report says it all"""
+_FREES_SLOT_AFTER_S = 0.1
+"""a reward call longer than this gives the slot back meanwhile; most end sooner, and one report says it all"""
 
 
 class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
@@ -98,7 +98,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
                 f"sample {sample.id} has multi-modal data ({', '.join(output.multi_modal_data)}): "
                 f"partial rollout trains text only; set partial_rollout.enable=False"
             )
-        late = asyncio.get_running_loop().call_later(_NOTED_AFTER_S, sample.keeper.note, sample)
+        late = asyncio.get_running_loop().call_later(_FREES_SLOT_AFTER_S, sample.keeper.score, sample)
         try:
             with sample.clock.stopped():
                 await self._compute_score([output], kwargs)

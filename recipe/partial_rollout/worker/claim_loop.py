@@ -7,8 +7,8 @@ Its control flow::
           +------------------- grants for the slots that came free ----------------------+
 
 A sample keeps its coroutine over interruptions; only its slot goes back to the manager. A finished turn is reported with
-the next event: an interruption, a tool call, the end of the sample. If a reward call delays that, the turn is reported by
-itself. The end of a round leaves nothing unreported.
+the next event: an interruption, a tool call, the end of the sample. If a reward call delays that, the turn is reported
+and the slot goes back: the sample needs no engine any more. The end of a round leaves nothing unreported.
 """
 
 from __future__ import annotations
@@ -183,6 +183,11 @@ class ClaimLoop:
     def note(self, sample: LiveSample) -> None:
         """Report what the manager does not know about the sample."""
         self._outbox.note(sample)
+        self._outbox.send()
+
+    def score(self, sample: LiveSample) -> None:
+        """Give the slot back, and report what the manager does not know about the sample; only its reward is to come."""
+        self._outbox.score(sample)
         self._outbox.send()
 
     async def tell(self, sample: LiveSample) -> None:

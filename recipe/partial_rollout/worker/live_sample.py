@@ -30,6 +30,10 @@ class SlotKeeper(Protocol):
         """Report what the manager does not know about the sample, which keeps its slot."""
         ...
 
+    def score(self, sample: LiveSample) -> None:
+        """Give the slot back, and report what the manager does not know about the sample; only its reward is to come."""
+        ...
+
     async def tell(self, sample: LiveSample) -> None:
         """As ``note``; returns once the manager knows."""
         ...

@@ -22,19 +22,22 @@ class _Unsent:
 
     progress: list[Progress] = field(default_factory=list)
     interrupted: list[str] = field(default_factory=list)
+    scoring: list[str] = field(default_factory=list)
     finished: list[tuple[str, SampleOutput]] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     told: list[asyncio.Future[None]] = field(default_factory=list)
     """futures resolved once the manager has this report"""
 
     def __bool__(self) -> bool:
-        return bool(self.progress or self.interrupted or self.finished or self.failed or self.told)
+        events = (self.progress, self.interrupted, self.scoring, self.finished, self.failed, self.told)
+        return any(events)
 
     def report(self, worker: str) -> Report:
         return Report(
             worker,
             progress=tuple(self.progress),
             interrupted=tuple(self.interrupted),
+            scoring=tuple(self.scoring),
             finished=tuple(self.finished),
             failed=tuple(self.failed),
         )
@@ -73,6 +76,11 @@ class Outbox:
         """Report that ``sample`` has given its slot back."""
         self.note(sample)
         self._unsent.interrupted.append(sample.id)
+
+    def score(self, sample: LiveSample) -> None:
+        """Report that ``sample`` awaits its reward and has given its slot back."""
+        self.note(sample)
+        self._unsent.scoring.append(sample.id)
 
     def finish(self, sample: LiveSample, output: SampleOutput) -> None:
         """Report that ``sample`` has ended with ``output``."""

@@ -25,5 +25,8 @@ class ProbeSlots:
     def note(self, sample: LiveSample) -> None:
         """Do nothing: nobody needs to know."""
 
+    def score(self, sample: LiveSample) -> None:
+        """Do nothing, as ``note``."""
+
     async def tell(self, sample: LiveSample) -> None:
         """Do nothing, as ``note``."""
