@@ -71,7 +71,7 @@ class Slots:
         slots.capacity = capacity
 
     def release(self, worker: str) -> list[Sample]:
-        """Forget a dead worker; returns the samples that it ran, scored or held the conversation of: nobody owns them now."""
+        """Forget a dead worker; returns the samples that it ran, scored or held: nobody owns them now."""
         slots = self._workers.pop(worker, None)
         if slots is None:
             return []
