@@ -29,7 +29,7 @@ class Engine:
         self.engine_core = SimpleNamespace(
             outputs_queue=asyncio.Queue(), pause_scheduler_async=self.pause, engine_ranks_managed=[0]
         )
-        self.in_flight, self.did, self.aborts = in_flight, [], 0
+        self.in_flight, self.did, self.aborts, self.modes = in_flight, [], 0, []
         self.errored, self.dead_error, self.dies = False, EngineDeadError(), False
         self.output_handler = asyncio.ensure_future(self.handle())
 
@@ -49,7 +49,8 @@ class Engine:
         self.engine_core.outputs_queue.put_nowait(EngineCoreOutputs(outputs=names))
 
     async def pause(self, *, mode, clear_cache):
-        assert (mode, clear_cache) == ("keep", False)
+        assert mode in ("keep", "wait") and type(mode) is str and not clear_cache
+        self.modes.append(mode)
         self.did.append("paused")
         for _ in range(self.in_flight):
             self.step()
@@ -110,6 +111,16 @@ def test_hold_drops_the_blocks_unless_they_are_kept_and_the_sync_within_it_drops
     dropped = [DROPPED] if resume_kv == "recompute" else []
     assert during == ["paused", *dropped, "encodings dropped", "resumed"]
     assert "encodings dropped" in after, "without a hold it is verl's again"
+
+
+def test_vllm_is_asked_to_let_requests_end_only_where_the_user_wants_it():
+    async def run(**custom):
+        held = server(engine := Engine("r-internal"))
+        held.config.custom.update(custom)
+        await held.hold()
+        return engine.modes
+
+    assert asyncio.run(run()) == ["keep"] and asyncio.run(run(hold="wait")) == ["wait"]
 
 
 @pytest.mark.parametrize("requests", [1, 3, 16])
