@@ -89,17 +89,17 @@ class Samples:
 
     def add_segment(self, sample_id: str, segment: Segment) -> None:
         """Append to the journal of a RUNNING sample."""
-        sample = self.in_state(sample_id, SampleState.RUNNING, "add_segment")
+        sample = self.in_state(sample_id, "add_segment", SampleState.RUNNING)
         if len(segment):
             sample.segments.append(segment)
 
     def add_tool_result(self, sample_id: str, result: dict[str, Any]) -> None:
         """Append to the journal of a RUNNING sample."""
-        self.in_state(sample_id, SampleState.RUNNING, "add_tool_result").tool_results.append(result)
+        self.in_state(sample_id, "add_tool_result", SampleState.RUNNING).tool_results.append(result)
 
     def interrupt(self, sample_id: str) -> None:
         """Free its slot; the worker keeps the conversation."""
-        sample = self.in_state(sample_id, SampleState.RUNNING, "interrupt")
+        sample = self.in_state(sample_id, "interrupt", SampleState.RUNNING)
         self._slots.free(sample)
         self._move(sample, SampleState.INTERRUPTED)
         self._groups.counters.interrupted += 1
@@ -107,7 +107,7 @@ class Samples:
 
     def score(self, sample_id: str) -> None:
         """Free its slot; the worker goes on to score it, and no token follows."""
-        sample = self.in_state(sample_id, SampleState.RUNNING, "score")
+        sample = self.in_state(sample_id, "score", SampleState.RUNNING)
         self._slots.score(sample)
         self._move(sample, SampleState.SCORING)
 
@@ -129,17 +129,17 @@ class Samples:
 
     def mask(self, sample_id: str) -> PromptGroup:
         """Replace the journal by a masked output; returns the sample's group."""
-        sample = self.in_state(sample_id, SampleState.FAILED, "mask")
+        sample = self.in_state(sample_id, "mask", SampleState.FAILED)
         self._groups.counters.masked += 1
         return self._end(sample, masked_output(sample.segments, sample.error))
 
     def retry_delay_s(self, sample_id: str) -> float:
         """Seconds that a FAILED sample waits for its ``retry``."""
-        return self._failures.delay_s(self.in_state(sample_id, SampleState.FAILED, "retry_delay_s").failures)
+        return self._failures.delay_s(self.in_state(sample_id, "retry_delay_s", SampleState.FAILED).failures)
 
     def retry(self, sample_id: str) -> None:
         """Make the sample claimable; any worker may continue from its journal."""
-        self._requeue(self.in_state(sample_id, SampleState.FAILED, "retry"))
+        self._requeue(self.in_state(sample_id, "retry", SampleState.FAILED))
 
     def release(self, worker: str) -> int:
         """Requeue the samples of a dead ``worker``; any other may continue from their journals. Returns how many."""
@@ -149,22 +149,20 @@ class Samples:
             self._requeue(sample)
         return len(held)
 
-    def in_state(self, sample_id: str, state: SampleState, verb: str) -> Sample:
-        """The sample, which must be in ``state`` for ``verb``.
+    def in_state(self, sample_id: str, verb: str, *states: SampleState) -> Sample:
+        """The sample, which must be in one of ``states`` for ``verb``.
 
         Raises:
             RuntimeError: it is not.
         """
         sample = self.unfinished.get(sample_id)
-        if sample is None or sample.state is not state:
+        if sample is None or sample.state not in states:
             actual = "unknown or finished" if sample is None else sample.state
-            raise RuntimeError(f"{verb}: sample {sample_id} is {actual}, not {state}")
+            raise RuntimeError(f"{verb}: sample {sample_id} is {actual}, not {' or '.join(states)}")
         return sample
 
     def _leave_worker(self, sample_id: str, verb: str) -> Sample:
-        sample = self.unfinished.get(sample_id)
-        if sample is None or sample.state is not SampleState.SCORING:
-            sample = self.in_state(sample_id, SampleState.RUNNING, verb)
+        sample = self.in_state(sample_id, verb, SampleState.RUNNING, SampleState.SCORING)
         self._slots.free(sample)
         return sample
 

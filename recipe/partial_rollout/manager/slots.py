@@ -52,6 +52,7 @@ class Slots:
         self._queue = ClaimQueue(policy)
         self._workers: dict[str, WorkerSlots] = {}
         self._capacity = 0
+        self._scoring = 0
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -76,6 +77,7 @@ class Slots:
         if slots is None:
             return []
         self._capacity -= slots.capacity
+        self._scoring -= len(slots.scoring)
         return [*slots.running.values(), *slots.scoring.values(), *self._queue.drain(worker)]
 
     @property
@@ -113,13 +115,18 @@ class Slots:
         """Free the slot of ``sample``, if it still has it; its worker no longer runs or scores it."""
         assert sample.worker is not None
         slots = self._workers[sample.worker]
-        del (slots.running if sample.id in slots.running else slots.scoring)[sample.id]
+        if sample.id in slots.running:
+            del slots.running[sample.id]
+        else:
+            del slots.scoring[sample.id]
+            self._scoring -= 1
 
     def score(self, sample: Sample) -> None:
         """Free the slot of ``sample``, which its worker goes on to score."""
         assert sample.worker is not None
         slots = self._workers[sample.worker]
         slots.scoring[sample.id] = slots.running.pop(sample.id)
+        self._scoring += 1
 
     def claim(
         self, worker: str, limit: int | None, unfinished: int, overdue: float, *, beyond_share: bool = False
@@ -136,8 +143,7 @@ class Slots:
             beyond_share: also take part of the samples that other workers have left unclaimed.
         """
         slots = self.incarnation(worker)
-        unfinished -= sum(len(each.scoring) for each in self._workers.values())
-        shared = math.ceil(unfinished * slots.capacity / self._capacity)
+        shared = math.ceil((unfinished - self._scoring) * slots.capacity / self._capacity)
         shared -= len(slots.running) + self._queue.size(worker)
         if beyond_share:
             shared = max(shared, math.ceil(self._queue.size(None) / len(self._workers)))
