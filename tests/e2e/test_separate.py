@@ -35,8 +35,6 @@ def run(module_train):
         "partial_rollout.resume_kv=recompute",
         "partial_rollout.overlap=1.5",
         "partial_rollout.max_staleness=3",
-        "partial_rollout.proximal_check_every=1",
-        "partial_rollout.early_passes=True",
         "partial_rollout.proximal=recompute",
         name="separate",
     )
@@ -78,14 +76,6 @@ def test_engine_decodes_while_the_trainer_updates(run):
     assert overlap_s(training, calls) > 1.0
     assert len(holds) == 7, "one a version, and the last step's"
     assert all(0 < step["partial_rollout/timing/hold_s"] < 10 for step in run.steps.values())
-
-
-def test_groups_that_are_ready_are_computed_while_the_trainer_waits(run):
-    assert max(step["partial_rollout/early_passes/share"] for step in run.steps.values()) > 0
-    assert all(step["partial_rollout/early_passes/error"] < 1e-5 for step in run.steps.values())
-    passes, waits = phases(run, "early_pass"), phases(run, "wait")
-    inside = overlap_s(passes, waits)
-    assert inside > 0.5 * sum(end - start for start, end in passes), "the last pass may outlast the wait"
 
 
 def test_validation_shares_the_engine(run):

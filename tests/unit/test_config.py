@@ -127,7 +127,6 @@ def test_slots_are_seats_at_most_unless_they_are_given(configure):
         ("engine=megatron", "engine=megatron: fsdp2 with trainer.device=cpu"),
         ("partial_rollout.correction=tis", "partial_rollout.correction=tis: one of decoupled, none"),
         ("partial_rollout.proximal=cached", "partial_rollout.proximal=cached: one of auto, recompute, update"),
-        ("partial_rollout.early_passes=True", "early_passes=True: False: no pass runs before the update"),
         (
             "partial_rollout.proximal_check_every=-1",
             "partial_rollout.proximal_check_every=-1: an integer of at least 0",
@@ -329,9 +328,7 @@ def test_without_partial_rollout_verls_own_choices_are_allowed(configure, overri
 )
 def test_flag_is_what_yaml_says_for_whoever_reads_it(configure, word, value):
     # Hydra's command line hands "no" over as a string; a config file says False.
-    # With several updates a batch early_passes has a pass to run.
-    split = "actor_rollout_ref.actor.ppo_mini_batch_size=1"
-    config = configure(split, *[f"partial_rollout.{key}={word}" for key in FLAGS])
+    config = configure(*[f"partial_rollout.{key}={word}" for key in FLAGS])
     assert check_config(config).enable is value
     assert {key: OmegaConf.select(config.partial_rollout, key) for key in FLAGS} == dict.fromkeys(FLAGS, value)
 

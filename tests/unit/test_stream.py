@@ -163,7 +163,6 @@ class Life:
             ledger=ledger,
             stop=self.stop,
             trainers=notes,
-            early_passes=None,
             last_step=last_step,
             engine_metrics=notes.nothing,
         )

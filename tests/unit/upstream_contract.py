@@ -27,7 +27,7 @@ CONTRACT = (
     # -- the trainer ----------------------------------------------------------------------------------------------------
     Uses(
         "verl.trainer.ppo.ray_trainer:RayPPOTrainer",
-        "ray_trainer pass_trainer early_passes rollout_parts main_ppo task_runner",
+        "ray_trainer rollout_parts main_ppo task_runner",
         has="async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader train_dataset "
         "tokenizer config global_steps total_training_steps",
         reads="agent_loop_manager_class",
@@ -40,8 +40,6 @@ CONTRACT = (
             "_save_checkpoint": "",
             "_load_checkpoint": "",
             "_compute_old_log_prob": "batch",
-            "_compute_ref_log_prob": "batch",
-            "_compute_values": "batch",
             "_update_actor": "batch",
             "_update_critic": "batch",
             "_validate": "",

@@ -136,11 +136,6 @@ class PartialRolloutConfig:
         "`actor/entropy`, and the difference that it makes, `partial_rollout/proximal/error` in nats. 0: never.",
         at_least=0,
     )
-    early_passes: bool = key(
-        False,
-        "Run the trainer's forward passes (log-probs before the update, the reference's, values) over groups as they "
-        "become ready, while the others decode ([docs/placement.md](../../docs/placement.md#early-passes)).",
-    )
     trust_region: TrustRegion = key(
         TrustRegion.AUTO,
         "How far the trained policy may move from the one that sampled a token. A masked token has no gradient; it still "

@@ -147,24 +147,6 @@ class ManagerActor(StreamVerbs):
                 raise RolloutFailedError(f"{self._progress.words}; {self._manager.unfinished_report()}")
         return None
 
-    async def ready_groups(self, known: list[str], least: int) -> list[TakenGroup[FinishedOutput]] | None:
-        """Groups that the coming batch has so far, without those ``known``, once there are ``least`` more; they stay ready.
-
-        Empty after ``CLAIM_WAIT_S`` without so many; None once the batch is complete, or is not awaited. The caller fetches
-        the outputs from the store.
-        """
-        seen, until = set(known), time.monotonic() + self.CLAIM_WAIT_S
-        async with self._changed:
-            while not self._suspended and self._manager.collecting:
-                self._changed.raise_failure()
-                if len(new := self._manager.coming_groups(seen)) >= least:
-                    self._store.seal()
-                    return new
-                if (left_s := until - time.monotonic()) <= 0:
-                    return []
-                await self._changed.wait(left_s)
-        return None
-
     async def note_decoding(self) -> None:
         """Note that an engine has made tokens that no worker has reported yet."""
         self._progress.touch()

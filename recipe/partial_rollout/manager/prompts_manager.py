@@ -15,7 +15,7 @@ the state that it changes: ``Reserve`` (prompts that wait), ``Groups``, ``Sample
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from recipe.partial_rollout.config.sections import Scheduling
@@ -235,15 +235,6 @@ class PromptsManager:
     def next_batch(self) -> list[TakenGroup[FinishedOutput]]:
         """Separate placement: ``take_batch``, while all other samples run on; see ``Round.next_batch``."""
         return self._state.groups.take(self._round.next_batch())
-
-    @property
-    def collecting(self) -> bool:
-        """See ``Round.collecting``."""
-        return self._round.collecting
-
-    def coming_groups(self, known: Collection[str]) -> list[TakenGroup[FinishedOutput]]:
-        """See ``Round.coming``, without the groups whose uids are ``known``; their state stays."""
-        return self._state.groups.views(group for group in self._round.coming() if group.uid not in known)
 
     def require_open(self, verb: str) -> None:
         """See ``Round.require_open``."""

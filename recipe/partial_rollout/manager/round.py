@@ -155,15 +155,6 @@ class Round:
         reserve = self._state.reserve
         return not (reserve.source_open or reserve or self._state.groups.waiting_or_active)
 
-    @property
-    def collecting(self) -> bool:
-        """Whether this version's batch is still to be completed."""
-        return self._phase is RoundState.OPEN and not self.complete()
-
-    def coming(self) -> list[PromptGroup]:
-        """The ready groups that the batch has so far, in its order; an older group that becomes ready may oust the last."""
-        return self._state.groups.oldest_ready(self.admission.batch_groups)
-
     def batch(self) -> list[PromptGroup]:
         """The N oldest ready groups; fewer only once the data ran out.
 

@@ -15,7 +15,6 @@ from recipe.partial_rollout.preflight.checkpoints import check_checkpoints
 from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs
 from recipe.partial_rollout.preflight.placement_check import check_placement
 from recipe.partial_rollout.training.correction_check import check_correction
-from recipe.partial_rollout.training.early_passes import DYNAMIC, passes_of
 
 _GROUPED = (
     "grpo",
@@ -56,27 +55,7 @@ def check_settings(config: DictConfig) -> PartialRolloutConfig:
         _check_partial_rollout(config)
         check_placement(config, settings)
         check_correction(config, settings)
-        _check_early_passes(config, settings)
     return settings
-
-
-def _check_early_passes(config: DictConfig, settings: PartialRolloutConfig) -> None:
-    if not settings.early_passes:
-        return
-    actor, with_it = config.actor_rollout_ref.actor, "with partial_rollout.early_passes=True"
-    passes = passes_of(config, settings)
-    if not passes:
-        raise fail(
-            "partial_rollout.early_passes",
-            True,
-            "False: no pass runs before the update; one does with several updates a batch, a KL term or a critic",
-        )
-    for name in passes:
-        if not OmegaConf.select(config, DYNAMIC[name]):
-            why = "passes over a few groups do not fill micro-batches of a fixed size"
-            raise fail(DYNAMIC[name], False, f"True {with_it}: {why}")
-    if actor.get("use_prefix_grouper"):
-        raise fail("actor_rollout_ref.actor.use_prefix_grouper", True, f"False {with_it}: it needs whole groups")
 
 
 def _check_trainer(config: DictConfig, settings: PartialRolloutConfig) -> None:

@@ -42,8 +42,6 @@ class PhaseName(StrEnum):
     """all engines are held, from the request to the resumption, while they load the weights"""
     FLUSH = "flush"
     """the engines are stopped for a checkpoint"""
-    EARLY_PASS = "early_pass"
-    """the trainer's forward passes over groups that are ready, while it waits for its batch; in both placements"""
 
 
 @dataclass(frozen=True, slots=True)

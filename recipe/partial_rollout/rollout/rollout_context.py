@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -17,9 +16,6 @@ from recipe.partial_rollout.rollout.prompt_source import PromptSource
 from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.rollout.trainer_watch import TrainerWatch
-
-if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.ready_feed import Passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +33,6 @@ class RolloutContext:
     """None under noPR"""
     stop: StopSignals
     trainers: TrainerWatch
-    early_passes: Passes | None
-    """None: the trainer computes a batch once it has it"""
     pad_id: int
     steps_per_epoch: int
     last_step: int

@@ -31,7 +31,6 @@ from recipe.partial_rollout.rollout.batch_wait import BatchWait
 from recipe.partial_rollout.rollout.filled_slots import fill_slots
 from recipe.partial_rollout.rollout.live_round import LiveRound
 from recipe.partial_rollout.rollout.played_round import PlayedRound, check_batch
-from recipe.partial_rollout.rollout.ready_feed import ReadyFeed
 from recipe.partial_rollout.rollout.round_parts import RoundParts
 from recipe.partial_rollout.rollout.round_watch import RoundWatch
 from recipe.partial_rollout.rollout.stop import StopTraining
@@ -60,7 +59,6 @@ class Rounds:
         self._book = parts.book
         self._supervision = parts.supervision
         self._wait = BatchWait(context, manager, parts.supervision)
-        self._feed = ReadyFeed(context, manager, parts.store)
         self._watch = RoundWatch(
             context.settings, context.control, standing=lambda: result_of(manager.standing.remote())
         )
@@ -95,16 +93,15 @@ class Rounds:
         opened, start = await self._supervision.during(self._open_round(step), "opening the round")
         opened_at = time.time()
         await self._supervision.during(self._pool.open_round(), "opening the round")
-        async with self._feed.during(step):
-            try:
-                complete = self._wait.until(lambda: result_of(self._manager.wait_round.remote()))
-                ended = await self._watch.during(step, complete)
-            except StopTraining:
-                await self._give_up(opened)
-                raise
-            await self._supervision.during(self._interrupt(opened), "interrupting the round")
-            quiet_at = time.time()
-            groups = await self._supervision.during(self._take_batch(), "taking the batch")
+        try:
+            complete = self._wait.until(lambda: result_of(self._manager.wait_round.remote()))
+            ended = await self._watch.during(step, complete)
+        except StopTraining:
+            await self._give_up(opened)
+            raise
+        await self._supervision.during(self._interrupt(opened), "interrupting the round")
+        quiet_at = time.time()
+        groups = await self._supervision.during(self._take_batch(), "taking the batch")
         settings = self._context.settings
         check_batch(groups, settings.batch_groups, settings.failures.max_masked_fraction)
         opened.flush(PlayedRound(step, start, ended, began, opened_at, quiet_at, groups, *self._begin_collecting()))

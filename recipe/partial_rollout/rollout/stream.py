@@ -30,7 +30,6 @@ from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.rollout.batch_wait import BatchWait
 from recipe.partial_rollout.rollout.filled_slots import fill_slots
 from recipe.partial_rollout.rollout.played_round import check_batch
-from recipe.partial_rollout.rollout.ready_feed import ReadyFeed
 from recipe.partial_rollout.rollout.round_parts import RoundParts
 from recipe.partial_rollout.rollout.round_watch import RoundWatch
 from recipe.partial_rollout.rollout.split_calls import SplitCalls
@@ -75,7 +74,6 @@ class Stream:
         self._supervision = parts.supervision
         self._ended_calls = ended_calls
         self._wait = BatchWait(context, manager, parts.supervision)
-        self._feed = ReadyFeed(context, manager, parts.store)
         self._watch = RoundWatch(
             context.settings, context.control, standing=lambda: result_of(manager.standing.remote())
         )
@@ -160,18 +158,17 @@ class Stream:
             raise RuntimeError(f"the rollout is {self._state}, not running: no batch can complete")
         step, asked_at = int(slots.meta_info["global_steps"]), time.time()
         self._context.trace.begin(step)
-        async with self._feed.during(step):
-            try:
-                complete = self._wait.until(lambda: result_of(self._manager.next_batch.remote()))
-                taken = await self._watch.during(step, complete)
-            except StopTraining:
-                await self._manager.suspend_round.remote()
-                await self._stop()
-                raise
-            taken_at = time.time()
-            groups = await self._supervision.during(
-                asyncio.to_thread(fetch_groups, taken, self._store.fetch), "taking the batch"
-            )
+        try:
+            complete = self._wait.until(lambda: result_of(self._manager.next_batch.remote()))
+            taken = await self._watch.during(step, complete)
+        except StopTraining:
+            await self._manager.suspend_round.remote()
+            await self._stop()
+            raise
+        taken_at = time.time()
+        groups = await self._supervision.during(
+            asyncio.to_thread(fetch_groups, taken, self._store.fetch), "taking the batch"
+        )
         settings = self._context.settings
         check_batch(groups, settings.batch_groups, settings.failures.max_masked_fraction)
         self._context.trace.phase("wait", step, asked_at, taken_at)

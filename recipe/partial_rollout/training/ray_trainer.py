@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import need_critic
 
 import recipe.partial_rollout.engine.replica as replica
@@ -26,6 +27,7 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, cl
 from recipe.partial_rollout.config.choices import OnDrift
 from recipe.partial_rollout.config.devices import engine_devices
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.engine.kept_kv import kv_gap
 from recipe.partial_rollout.records.ledger import Ledger
 from recipe.partial_rollout.records.run_trace import RunTrace
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
@@ -34,9 +36,7 @@ from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.behaviour_weights import weight_metrics
-from recipe.partial_rollout.training.early_passes import EarlyPasses
 from recipe.partial_rollout.training.gpu_watch import GpuWatch
-from recipe.partial_rollout.training.pass_trainer import PassTrainer
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.rollout_parts import rollout_context
 from recipe.partial_rollout.training.step_log import StepLog
@@ -47,7 +47,7 @@ from verl_ext.tracking_observer import observed_tracking
 _PROBE_ROWS = 64
 
 
-class PartialRolloutRayPPOTrainer(PassTrainer):
+class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     """``RayPPOTrainer`` whose batches come from rounds; reads ``config.partial_rollout``.
 
     Args:
@@ -119,7 +119,6 @@ class PartialRolloutRayPPOTrainer(PassTrainer):
         if self.settings.enable:
             self.send_loss()
         self.gpus = GpuWatch.of_cluster()
-        self.early_passes = EarlyPasses.of(self)
         context = rollout_context(self)
         self.settings, self.trace, self.ledger = context.settings, context.trace, context.ledger
         self._rollout.connect(context)
@@ -234,9 +233,6 @@ class PartialRolloutRayPPOTrainer(PassTrainer):
         if "training/global_step" in data:
             self._complete_step()
         figures = {**self._rollout.take_step_metrics(), **self.gpus.take_metrics(), **self._measured}
-        if self.early_passes is not None:
-            figures |= self.early_passes.take_metrics()
-            data = {key: value for key, value in data.items() if key != "perf/mfu/actor_infer"}
         ours = {f"partial_rollout/{key}": value for key, value in figures.items()}
         self._measured = {}
         data = self.step_log.extend({**self.proximal.metrics(data, step), **ours}, step)
@@ -263,6 +259,14 @@ class PartialRolloutRayPPOTrainer(PassTrainer):
             self._rollout.finish_round()
         self._completed_step = self.global_steps
         self.nodes.outlive()
+
+    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float | None]:
+        if self.settings.enable and not self.proximal.recomputes(self.global_steps):
+            return self.proximal.stand_in(batch), 0.0
+        proximal, flops = super()._compute_old_log_prob(batch)
+        if self.settings.enable:
+            self._measured = kv_gap(batch.batch, proximal.batch["old_log_probs"], self.global_steps - 1)
+        return proximal, flops
 
     def _update_critic(self, batch: DataProto) -> DataProto:
         output = super()._update_critic(batch)

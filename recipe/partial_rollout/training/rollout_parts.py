@@ -52,7 +52,6 @@ def rollout_context(trainer: PartialRolloutRayPPOTrainer) -> RolloutContext:
         ledger=ledger,
         stop=trainer.stop,
         trainers=TrainerWatch(trainer.actor_rollout_wg.workers),
-        early_passes=trainer.early_passes,
         pad_id=tokenizer.pad_token_id,
         steps_per_epoch=steps.per_epoch,
         last_step=steps.last,

@@ -38,7 +38,6 @@ _BOUNDED = (*_OURS, "partial_rollout.scheduling.policy=bounded")
 _PR_SEPARATE = (*_SEPARATE, _NO_DRAIN, "partial_rollout.scheduling.policy=bounded")
 _SPLIT = ("actor_rollout_ref.actor.ppo_mini_batch_size=4",)
 """two updates a batch, so that the log-probs before the first need a forward pass"""
-_EARLY = (*_SPLIT, "partial_rollout.early_passes=True")
 _SCARCE = ("actor_rollout_ref.rollout.max_num_seqs=64",)
 """seats of the engine: a quarter of the 256 samples, four batches, that the scarce arms keep in flight. With two batches a
 quarter is enough: by the time a batch is complete, nothing is queued any more"""
@@ -85,18 +84,12 @@ ARMS = (
     Arm("PR_bounded", "PR, bounded", _BOUNDED),
     Arm("PR_more", "PR, bounded, overlap 1.5", (*_BOUNDED, "partial_rollout.overlap=1.5")),
     Arm("PR_split", "PR, overlap 1.5, two updates", (*_BOUNDED, "partial_rollout.overlap=1.5", *_SPLIT)),
-    Arm("PR_split_early", "PR, overlap 1.5, two updates, early", (*_BOUNDED, "partial_rollout.overlap=1.5", *_EARLY)),
     Arm("PR_separate_1", "PR, separate, overlap 1", (*_PR_SEPARATE, "partial_rollout.overlap=1")),
     Arm("PR_separate_1.5", "PR, separate, overlap 1.5", (*_PR_SEPARATE, "partial_rollout.overlap=1.5")),
     Arm(
         "PR_separate_1.5_split",
         "PR, separate, overlap 1.5, two updates",
         (*_PR_SEPARATE, "partial_rollout.overlap=1.5", *_SPLIT),
-    ),
-    Arm(
-        "PR_separate_1.5_split_early",
-        "PR, separate, overlap 1.5, two updates, early",
-        (*_PR_SEPARATE, "partial_rollout.overlap=1.5", *_EARLY),
     ),
     Arm("PR_separate_2", "PR, separate, overlap 2", (*_PR_SEPARATE, "partial_rollout.overlap=2")),
     Arm(
