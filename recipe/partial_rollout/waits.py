@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 T = TypeVar("T")
 
@@ -36,9 +36,41 @@ class ReplicaError(RuntimeError):
         self.dead = dead
 
 
+AGAIN_S = 0.5
+"""seconds until an actor that Ray cannot reach is asked again"""
+
+
+def is_out_of_reach(error: BaseException | None) -> bool:
+    """Whether ``error`` says that Ray has lost its connection to the actor that was asked, which may live.
+
+    Ray decides within seconds whether it does: the next question is answered, or fails for good.
+    """
+    return isinstance(error, ActorUnavailableError) and not isinstance(error, RayTaskError)
+
+
 def means_death(error: BaseException) -> bool:
-    """Whether ``error`` says that a replica's process or its engine has died."""
-    return isinstance(error, RayActorError) or "EngineDead" in f"{type(error).__name__} {error}"
+    """Whether ``error`` says that an actor has died, or the engine of a replica."""
+    died = isinstance(error, RayActorError) and not is_out_of_reach(error)
+    return died or "EngineDead" in f"{type(error).__name__} {error}"
+
+
+async def answer_of(ask: Callable[[], Awaitable[T]]) -> T:
+    """The answer of an actor, which is asked again while Ray cannot reach it; the caller sets the deadline."""
+    while True:
+        try:
+            return await ask()
+        except ActorUnavailableError as error:
+            if not is_out_of_reach(error):
+                raise
+        await asyncio.sleep(AGAIN_S)
+
+
+class NoAnswerError(TimeoutError):
+    """Nothing came within ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"no answer within {seconds:g} s")
+        self.seconds = seconds
 
 
 async def result_of(ref: Awaitable[T]) -> T:

@@ -11,15 +11,16 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from recipe.partial_rollout.config.choices import Mode
-from recipe.partial_rollout.config.sections import Scheduling
+from recipe.partial_rollout.config.sections import Deadlines, Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 from recipe.partial_rollout.rollout.agent_loop_manager import on_this_node
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
+from recipe.partial_rollout.rollout.guard import Guard
+from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.rollout.worker_pool import WorkerPool
-from recipe.partial_rollout.waits import result_of
 from recipe.partial_rollout.worker import live_sample
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 
@@ -138,7 +139,9 @@ def test_samples_of_a_dead_node_go_on_on_the_drivers_node_from_what_the_manager_
         await worker.connect.remote(name, manager)
 
     async def round_with_a_death():
-        pool = WorkerPool(workers, spawn, connect, restarts=1, deadline_s=30.0)
+        deadlines = Deadlines(worker_start_s=30.0)
+        pool = WorkerPool(workers, spawn, connect, 1, deadlines, StopSignals())
+        guard = Guard(SimpleNamespace(settings=SimpleNamespace(deadlines=deadlines)), manager, pool)
         await pool.start()
         await manager.prepare_round.remote(0, [Prompt(f"0/{i}", 0, {"index": i}) for i in range(2)], True)
         await pool.open_round()
@@ -148,11 +151,7 @@ def test_samples_of_a_dead_node_go_on_on_the_drivers_node_from_what_the_manager_
             await asyncio.sleep(0.05)
         second.kill()
         workers[0].finish.remote()
-        waiting = pool.while_serving(
-            result_of(manager.wait_round.remote()),
-            "the round",
-            release=lambda name: result_of(manager.release_worker.remote(name)),
-        )
+        waiting = guard.wait(manager.wait_round.remote(), "the round", key=None)
         await asyncio.wait_for(waiting, 60)
         return pool.restarted
 

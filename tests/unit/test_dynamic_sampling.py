@@ -17,12 +17,11 @@ from recipe.partial_rollout.manager.group_filter import GroupFilter, MissingMetr
 from recipe.partial_rollout.manager.messages import PromptsWanted, Report, RolloutFailedError
 from recipe.partial_rollout.records.ledger import NAME, Ledger, read_ledger
 from recipe.partial_rollout.records.ledger_events import Filtered
-from recipe.partial_rollout.rollout.batch_wait import BatchWait
+from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.round_book import RoundBook
 from recipe.partial_rollout.rollout.round_parts import RoundParts
 from recipe.partial_rollout.rollout.rounds import Rounds
 from recipe.partial_rollout.rollout.stop import StopSignals
-from recipe.partial_rollout.rollout.supervision import Supervision
 
 ACC = GroupFilter("acc")
 
@@ -351,8 +350,11 @@ class Here:
 class NoWorkers:
     """A ``WorkerPool`` in which nobody dies."""
 
-    async def while_serving(self, awaitable, what, release):
-        return await awaitable
+    async def ended(self):
+        await asyncio.sleep(1e6)
+
+    async def ask(self, verb):
+        return []
 
 
 def context_of(source, directory):
@@ -381,15 +383,15 @@ async def no_tokens():
 class Trainers:
     """A ``TrainerWatch`` in which nobody dies."""
 
-    async def alive_during(self, awaitable, what):
-        return await awaitable
+    async def look(self, what):
+        await asyncio.sleep(1e6)
 
 
 def wait_of(actor, source, directory):
     """The trainer's wait around ``actor``, without workers, engines and Ray; and the book of its rounds."""
     context = context_of(source, directory)
     book = RoundBook(context, probe=None, overlap=None)
-    return BatchWait(context, Here(actor), Supervision(NoWorkers(), Here(actor))), book
+    return Guard(context, Here(actor), NoWorkers()), book
 
 
 class Prompts:
@@ -426,7 +428,7 @@ def test_trainer_offers_prompts_for_as_long_as_a_round_filters(prompts, output, 
         first = source.take(await manager.wanted())
         await manager.prepare_round(0, first, source.left)
         working = asyncio.ensure_future(run_worker(manager, output, dull=9))
-        await asyncio.wait_for(wait.until(manager.wait_round), 10)
+        await asyncio.wait_for(wait.batch(manager.wait_round), 10)
         working.cancel()
         figures = book.note_filtered(1, await manager.take_filtered(), await manager.metrics())
         return numbers(await manager.take_batch()), figures, source.left
@@ -442,9 +444,8 @@ def test_trainer_is_told_that_the_data_is_exhausted_before_the_next_slot(prompts
     async def life():
         manager = ManagerActor(Admission(Mode.WINDOW, 2, 2, 0.0, 4, 4, 4), Scheduling(), stall_s=30.0, group_filter=ACC)
         context, pool = context_of(Prompts(prompts, 1), tmp_path), NoWorkers()
-        rounds = Rounds(
-            RoundParts(context, Here(manager), None, pool, None, None, None, None, Supervision(pool, Here(manager)))
-        )
+        guard = Guard(context, Here(manager), pool)
+        rounds = Rounds(RoundParts(context, Here(manager), None, pool, None, None, None, None, guard))
         rounds._prepare(1, await manager.wanted())
         await rounds._readied()
         return rounds.exhausted

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from recipe.partial_rollout import waits
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
@@ -535,3 +536,21 @@ def test_resumed_call_that_was_aborted_in_the_queue_read_nothing_again(engine):
     client = PartialRolloutLLMClient(CONFIG)
     generate(client, live())
     assert [call.resumed_tokens for call in client.take_calls()] == [0, 0, 5]
+
+
+@pytest.mark.parametrize("sample", [live(), None], ids=["training", "validation"])
+def test_call_whose_connection_drops_is_made_again_and_its_replica_stays(engine, monkeypatch, sample):
+    monkeypatch.setattr(waits, "AGAIN_S", 0.001)
+    client, _ = two_replicas(dead=True)
+    engine.answers = [ActorUnavailableError("connection reset", None), *[tokens(i) for i in range(20)]]
+    assert generate(client, sample).token_ids == [0]
+    for _ in range(19):
+        generate(client, live())
+    assert len(engine.requests) == 21 and {call.replica for call in client.take_calls()[1:]} == {"a", "b"}
+
+
+def test_replicas_announced_during_a_call_are_those_of_the_next_one(engine):
+    client, _ = two_replicas(dead=True)
+    before = client._replicas
+    client.use_replicas(ReplicaChoice({"a": "A", "c": "C"}))
+    assert client._replicas is before and set(before.servers) == {"a", "c"}

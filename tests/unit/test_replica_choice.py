@@ -95,3 +95,21 @@ def test_slot_of_a_call_is_free_after_it():
     replicas.release("b")
     assert replicas.take(sample())[0] == "b"
     replicas.release("gone")
+
+
+def test_calls_that_go_on_while_a_restarted_replica_is_announced_keep_their_place():
+    """Separate placement: b has died, and c is announced while the calls at a are held."""
+    replicas = choice(a=8, b=0)
+    replicas.leave(sample("b"))
+    replicas.use({"a": "A", "c": "C"})
+    assert [replicas.take(sample())[0] for _ in range(8)] == ["c"] * 8, "c is the emptiest by far"
+    for _ in range(8):
+        replicas.release("a")
+    assert replicas._running == {"a": 0, "c": 8} and replicas.take(sample())[0] == "a"
+
+
+def test_replica_that_is_gone_takes_no_more_samples():
+    replicas = choice(a=1, b=0)
+    replicas.use({"a": "A"})
+    replicas.release("b")
+    assert [replicas.take(sample("b"))[0] for _ in range(2)] == ["a", "a"]

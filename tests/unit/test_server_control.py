@@ -5,8 +5,9 @@ import gc
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
+from recipe.partial_rollout import waits
 from recipe.partial_rollout.rollout.server_control import ServerControl
 from recipe.partial_rollout.waits import ReplicaError
 
@@ -181,3 +182,42 @@ def test_question_that_is_abandoned_prints_nothing():
 
     asyncio.run(abandon())
     assert complaints == []
+
+
+@pytest.mark.parametrize("verb", ["interrupt", "hold", "resume", "restart_dead", "kv_tokens"])
+def test_replica_that_ray_cannot_reach_for_a_moment_is_asked_again(verb, monkeypatch):
+    monkeypatch.setattr(waits, "AGAIN_S", 0.001)
+    errors = [ActorUnavailableError("connection reset", None)] * 2
+
+    class Blinking(FakeReplica):
+        def __getattribute__(self, name):
+            if name in ("server_address", "server_handle") or name.startswith("_"):
+                return super().__getattribute__(name)
+            return self._blinks(super().__getattribute__(name))
+
+        def _blinks(self, method):
+            async def ask(*args, **kwargs):
+                if errors:
+                    raise errors.pop()
+                return await method(*args, **kwargs)
+
+            return ask if callable(method) else method
+
+    replica = Blinking("a")
+    replica.server_handle = SimpleNamespace(kv_tokens=SimpleNamespace(remote=replica._blinks(tokens_of_kv)))
+    control = ServerControl([replica], 5.0, restarts=1)
+    asyncio.run(getattr(control, verb)())
+    assert not errors and control.servers.keys() == {"a"} and control.restarted == 0
+
+
+async def tokens_of_kv():
+    return 900
+
+
+def test_replica_that_stays_out_of_reach_ends_the_wait_by_name():
+    class Away(FakeReplica):
+        async def check_alive(self):
+            raise ActorUnavailableError("connection reset", None)
+
+    with pytest.raises(TimeoutError, match=r"looking after the vLLM replicas a took more than 0\.1 s .*interrupt_s"):
+        asyncio.run(ServerControl([Away("a")], 0.1).restart_dead())

@@ -15,6 +15,7 @@ from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.rollout import stream as stream_module
+from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
 from recipe.partial_rollout.rollout.round_parts import RoundParts
 from recipe.partial_rollout.rollout.split_calls import SplitCalls
@@ -55,20 +56,15 @@ class Pool:
     def begin(self, verb):
         return [asyncio.ensure_future(getattr(self.worker, verb)())]
 
-    async def answers(self, asked):
-        return await asyncio.gather(*asked)
+    async def ask(self, verb):
+        return [] if verb == "__ray_ready__" else await asyncio.gather(*self.begin(verb))
+
+    async def ended(self):
+        await asyncio.sleep(1e6)
 
     async def take_calls(self):
         taken, self.calls = tuple(self.calls), []
         return taken
-
-    async def while_serving(self, awaitable, what, release):
-        return await awaitable
-
-
-class Supervision:
-    async def during(self, awaitable, what):
-        return await awaitable
 
 
 class Control:
@@ -131,8 +127,8 @@ class Notes:
     async def nothing(self, *_):
         return {}
 
-    async def alive_during(self, awaitable, what):
-        return await awaitable
+    async def look(self, what):
+        await asyncio.sleep(1e6)
 
 
 class Life:
@@ -145,7 +141,7 @@ class Life:
         self.worker = ScriptedWorker(CURVE, 1, Placement.SEPARATE)
         self.source, self.stop = Source(lengths), StopSignals()
         self.control = Control(self.worker, self.asked)
-        deadlines = SimpleNamespace(interrupt_s=5.0, stall_s=20.0)
+        deadlines = SimpleNamespace(interrupt_s=5.0, stall_s=20.0, weight_sync_s=5.0)
         settings = SimpleNamespace(
             deadlines=deadlines,
             batch_groups=1,
@@ -167,9 +163,10 @@ class Life:
             engine_metrics=notes.nothing,
         )
         pool, others = Pool(self.worker, calls), SimpleNamespace(meet_new=notes.nothing, reckon=notes.nothing)
-        self.calls = SplitCalls(pool, Supervision(), 5.0)
+        guard = Guard(context, Local(self.manager), pool)
+        self.calls = SplitCalls(pool, guard)
         steering = OverlapSteering(1.0, least=1.0, control=None)
-        parts = (context, Local(self.manager), InProcess(), pool, others, others, steering, notes, Supervision())
+        parts = (context, Local(self.manager), InProcess(), pool, others, others, steering, notes, guard)
         self.stream = Stream(RoundParts(*parts), self.calls)
         self.frame = HeldReplicas(self.control, self.stream)
 

@@ -335,3 +335,17 @@ def test_tool_that_hangs_in_validation_is_an_error_of_the_tool():
     (tool,) = journaled([adder([], delay=lambda a: 60)], 0.1)
     with pytest.raises(ToolTimeoutError, match=r"tool add gave no answer within 0\.1 s"):
         run(None, lambda: tool.call({"a": 1}))
+
+
+def test_tool_that_lets_a_cancellation_out_has_failed_and_its_sample_goes_on():
+    async def add(a):
+        call = asyncio.ensure_future(asyncio.sleep(60))
+        await asyncio.sleep(0)
+        call.cancel()
+        await call
+
+    sample = live()
+    (tool,) = journaled([FunctionTool(name="add", fn=add, tool_schema=SCHEMA, is_async=True)], 5.0)
+    response, _, _ = run(sample, lambda: calls_in_verls_loop(tool, sample))
+    assert "it may have had its effect" in response.text
+    assert [entry["call"] for entry in sample.keeper.results if "error" in entry] == [0]

@@ -275,6 +275,32 @@ def test_last_replica_to_die_ends_the_run_whatever_failures_do():
         asyncio.run(play(refusing(1, dead=True), RETRY))
 
 
+def cancelled_within(times):
+    """A worker in which sample 0/0#0 lets out, ``times`` times, the cancellation of something that it awaited."""
+
+    class Cancelled(ScriptedWorker):
+        left = times
+
+        async def _run_agent_loop(self, *args, **kwargs):
+            if LIVE_SAMPLE.get().id == "0/0#0" and Cancelled.left:
+                Cancelled.left -= 1
+                call = asyncio.ensure_future(asyncio.sleep(60))
+                await asyncio.sleep(0)
+                call.cancel()
+                await call
+            return await super()._run_agent_loop(*args, **kwargs)
+
+    return Cancelled
+
+
+def test_sample_that_lets_a_cancellation_out_has_failed_like_any_other():
+    outputs, figures = asyncio.run(play(cancelled_within(1), RETRY))
+    assert [output.response_length for output in outputs] == [5, 5] and figures["failures/retried_total"] == 1
+    outputs, _ = asyncio.run(play(cancelled_within(99), RETRY))
+    assert [output.masked for output in outputs] == [True, False]
+    assert "CancelledError" in outputs[0].extra_fields["sample_error"]
+
+
 def hanging(times):
     """A worker in which the agent loop of sample 0/0#0 hangs ``times`` times before its first engine call."""
 

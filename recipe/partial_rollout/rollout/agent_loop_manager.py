@@ -16,6 +16,7 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.output_store import RayObjects
+from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.observed_manager import ObservedAgentLoopManager
 from recipe.partial_rollout.rollout.overlap_control import OverlapControl
 from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
@@ -26,7 +27,6 @@ from recipe.partial_rollout.rollout.round_parts import RoundParts
 from recipe.partial_rollout.rollout.rounds import Rounds
 from recipe.partial_rollout.rollout.split_calls import SplitCalls
 from recipe.partial_rollout.rollout.stream import Stream
-from recipe.partial_rollout.rollout.supervision import Supervision
 from recipe.partial_rollout.rollout.sync_frame import HeldReplicas, QuietReplicas, SyncFrame
 from recipe.partial_rollout.rollout.worker_pool import WorkerPool
 from recipe.partial_rollout.rollout.worker_slots import WorkerSlots
@@ -50,7 +50,9 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         store = RayObjects(settings.deadlines.interrupt_s)
         manager = _start_manager(context, store)
         slots = WorkerSlots(context, len(workers), manager)
-        roster = ReplicaRoster(control, self.llm_client._load_balancer, context.trace, len(workers))
+        roster = ReplicaRoster(
+            control, self.llm_client._load_balancer, context.trace, len(workers), settings.deadlines.interrupt_s
+        )
 
         async def introduce(i: int, name: str, worker: Any) -> None:
             await worker.connect.remote(name, manager, slots.per_worker, roster.choice_of(i))
@@ -60,15 +62,16 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             spawn=self._spawn,
             connect=introduce,
             restarts=settings.failures.worker_restarts,
-            deadline_s=settings.deadlines.worker_start_s,
+            deadlines=settings.deadlines,
+            stop=context.stop,
         )
         auto = OverlapControl.of(settings, len(control), lambda: context.slots.per_replica)
         overlap = OverlapSteering(settings.overlap, least=1 / settings.batch_groups, control=auto)
-        supervision = Supervision(pool, manager)
-        split = SplitCalls(pool, supervision, settings.deadlines.interrupt_s)
+        guard = Guard(context, manager, pool)
+        split = SplitCalls(pool, guard)
         self._observe(context, split.take_others if settings.separate else pool.take_calls)
         book = RoundBook(context, self._phases.probe, overlap)
-        parts = RoundParts(context, manager, store, pool, roster, slots, overlap, book, supervision)
+        parts = RoundParts(context, manager, store, pool, roster, slots, overlap, book, guard)
         self._connected = Stream(parts, split) if settings.separate else Rounds(parts)
         auto_await(pool.start)()
 

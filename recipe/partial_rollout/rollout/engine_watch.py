@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
 
-T = TypeVar("T")
 RunningTokens = Callable[[], Awaitable[dict[str, int]]]
 """``ServerControl.running_tokens``"""
 
@@ -18,25 +16,15 @@ ASKED_IN_A_STALL = 4
 """times that the engines are asked within ``stall_s``; a stall is noticed at most ``stall_s`` over this number late"""
 
 
-async def while_decoding(answer: Awaitable[T], manager: Any, running_tokens: RunningTokens, stall_s: float) -> T:
-    """``answer``'s result; meanwhile the actor ``manager`` is told whenever the engines have made tokens."""
-    every_s = stall_s / ASKED_IN_A_STALL
-    watching = asyncio.ensure_future(watch_engines(running_tokens, every_s, manager.note_decoding.remote))
-    try:
-        return await answer
-    finally:
-        watching.cancel()
-
-
-async def watch_engines(running_tokens: RunningTokens, every_s: float, note: Callable[[], Awaitable[object]]) -> None:
-    """Every ``every_s`` seconds, for ever: call ``note`` if an engine has made a token since the last time.
+async def watch_engines(running_tokens: RunningTokens, stall_s: float, note: Callable[[], Awaitable[object]]) -> None:
+    """A few times in ``stall_s`` seconds, for ever: call ``note`` if an engine has made a token since the last time.
 
     Args:
         running_tokens: ``ServerControl.running_tokens``. Requests that run already count as progress once.
     """
     before: dict[str, int] = {}
     while True:
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(stall_s / ASKED_IN_A_STALL)
         now = await running_tokens()
         if any(tokens != before.get(address, 0) for address, tokens in now.items()):
             await note()

@@ -15,6 +15,7 @@ from verl.utils.ray_utils import auto_await
 from recipe.partial_rollout.rollout.engine_probe import EngineProbe, TakeCalls
 from recipe.partial_rollout.rollout.observed_phases import ObservedPhases, TakeScorings
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+from recipe.partial_rollout.waits import result_of, within
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient
 from recipe.partial_rollout.worker.observed_worker import ObservedAgentLoopWorker
 
@@ -37,7 +38,8 @@ class ObservedAgentLoopManager(AgentLoopManager):
     def connect(self, context: RolloutContext) -> None:
         """Observe for the trainer whose parts are ``context``; call it once, after the workers are up."""
         workers = self.agent_loop_workers
-        self._observe(context, partial(_taken, workers, "take_calls"), partial(_taken, workers, "take_scorings"))
+        taken = partial(_taken, workers, context.settings.deadlines.interrupt_s)
+        self._observe(context, partial(taken, "take_calls"), partial(taken, "take_scorings"))
 
     def _observe(
         self, context: RolloutContext, take_calls: TakeCalls, take_scorings: TakeScorings | None = None
@@ -77,7 +79,8 @@ class ObservedAgentLoopManager(AgentLoopManager):
         return self._phases.probe.concurrency
 
 
-async def _taken(workers: Sequence[Any], verb: str) -> tuple[Any, ...]:
+async def _taken(workers: Sequence[Any], deadline_s: float, verb: str) -> tuple[Any, ...]:
     """The joined answers of all workers to ``verb``."""
-    lists = await asyncio.gather(*[getattr(worker, verb).remote() for worker in workers])
+    asked = asyncio.gather(*[result_of(getattr(worker, verb).remote()) for worker in workers])
+    lists = await within(asked, deadline_s, f"asking the agent-loop workers to {verb}", "interrupt_s")
     return tuple(item for items in lists for item in items)

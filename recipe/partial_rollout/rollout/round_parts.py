@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from recipe.partial_rollout.manager.output_store import OutputStore
+from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.replica_roster import ReplicaRoster
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
-from recipe.partial_rollout.rollout.supervision import Supervision
 from recipe.partial_rollout.rollout.worker_pool import WorkerPool
 from recipe.partial_rollout.rollout.worker_slots import WorkerSlots
 
@@ -39,11 +39,11 @@ class RoundParts:
     """decides how much is in flight"""
     book: RoundBook
     """books what is trained"""
-    supervision: Supervision
-    """of the workers"""
+    guard: Guard
+    """of the driver's waits"""
 
     async def steer(self) -> None:
         """Apply another overlap, if one is asked for, to what is admitted from here on."""
         if (change := self.overlap.poll()) is not None:
-            await self.manager.set_overlap.remote(change.overlap)
+            await self.guard.wait(self.manager.set_overlap.remote(change.overlap), "changing the overlap")
             tqdm.write(f"partial_rollout.overlap is now {change.overlap:g}: {change.reason}")

@@ -10,8 +10,7 @@ next round and grants its samples, which wait at their workers' gates. No engine
 A round ends once, in ``finish_round``, which the trainer calls after it has updated on the batch. Operations that need a
 finished round (validation, a checkpoint, the metrics of a step, the next round) fail before that; they never wait.
 
-During every wait the workers' ``serve`` calls are watched: a worker that dies is replaced, and others take over its
-samples. A trainer that dies while the batch is awaited ends the round.
+The ``Guard`` watches every wait: a worker that dies is replaced, and others take over its samples.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from recipe.partial_rollout.manager.messages import Flushed, RoundStart
 from recipe.partial_rollout.manager.output_store import fetch_groups
 from recipe.partial_rollout.manager.types import FilteredGroup, TakenGroup
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.rollout.batch_wait import BatchWait
 from recipe.partial_rollout.rollout.filled_slots import fill_slots
 from recipe.partial_rollout.rollout.live_round import LiveRound
 from recipe.partial_rollout.rollout.played_round import PlayedRound, check_batch
@@ -35,7 +33,7 @@ from recipe.partial_rollout.rollout.round_parts import RoundParts
 from recipe.partial_rollout.rollout.round_watch import RoundWatch
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.rollout.trained_round import TrainedRound
-from recipe.partial_rollout.waits import result_of, within
+from recipe.partial_rollout.waits import result_of
 
 
 class Rounds:
@@ -49,7 +47,6 @@ class Rounds:
         context, manager = parts.context, parts.manager
         self._parts = parts
         self._context = context
-        self._deadlines = context.settings.deadlines
         self._manager = manager
         self._store = parts.store
         self._pool = parts.pool
@@ -57,8 +54,7 @@ class Rounds:
         self._slots = parts.slots
         self.overlap = parts.overlap
         self._book = parts.book
-        self._supervision = parts.supervision
-        self._wait = BatchWait(context, manager, parts.supervision)
+        self._guard = parts.guard
         self._watch = RoundWatch(
             context.settings, context.control, standing=lambda: result_of(manager.standing.remote())
         )
@@ -90,18 +86,18 @@ class Rounds:
         step = int(slots.meta_info["global_steps"])
         began = time.time()
         self._context.trace.begin(step)
-        opened, start = await self._supervision.during(self._open_round(step), "opening the round")
+        opened, start = await self._open_round(step)
         opened_at = time.time()
-        await self._supervision.during(self._pool.open_round(), "opening the round")
+        await self._guard.wait(self._pool.open_round(), "opening the round", key=None)
         try:
-            complete = self._wait.until(lambda: result_of(self._manager.wait_round.remote()))
+            complete = self._guard.batch(lambda: result_of(self._manager.wait_round.remote()))
             ended = await self._watch.during(step, complete)
         except StopTraining:
             await self._give_up(opened)
             raise
-        await self._supervision.during(self._interrupt(opened), "interrupting the round")
+        await self._interrupt(opened)
         quiet_at = time.time()
-        groups = await self._supervision.during(self._take_batch(), "taking the batch")
+        groups = await self._take_batch()
         settings = self._context.settings
         check_batch(groups, settings.batch_groups, settings.failures.max_masked_fraction)
         opened.flush(PlayedRound(step, start, ended, began, opened_at, quiet_at, groups, *self._begin_collecting()))
@@ -122,24 +118,12 @@ class Rounds:
             raise RuntimeError("no round has been played: there is nothing to finish")
         played = self._round.played()
         waiting_since = time.time()
-        flushed = await self._supervision.during(
-            self._collect(played.flushing, played.flushed), "collecting the interrupted samples"
-        )
+        flushed = await self._collect(played.flushing, played.flushed)
         flush_s = time.time() - waiting_since
-        calls = await self._supervision.during(
-            within(
-                self._pool.take_calls(),
-                self._deadlines.interrupt_s,
-                "asking the agent-loop workers for their engine calls",
-                "interrupt_s",
-            ),
-            "collecting the engine calls",
-        )
+        calls = await self._guard.wait(self._pool.take_calls(), "collecting the engine calls", key=None)
         filtered: tuple[FilteredGroup, ...] = ()
         if self._context.settings.group_filter is not None:
-            filtered = await self._supervision.during(
-                result_of(self._manager.take_filtered.remote()), "collecting the filtered groups"
-            )
+            filtered = await self._guard.wait(self._manager.take_filtered.remote(), "collecting the filtered groups")
         self._figures = {
             **self._book.note(
                 TrainedRound(
@@ -158,8 +142,9 @@ class Rounds:
         }
         await self._slots.reckon(calls)
         if self._next is not None:
-            await self._supervision.during(self._readied(), "preparing the next round")
-        await self._manager.acknowledge.remote([group.uid for group in played.groups])
+            await self._readied()
+        uids = [group.uid for group in played.groups]
+        await self._guard.wait(self._manager.acknowledge.remote(uids), "acknowledging the batch")
         assert self._context.ledger is not None
         self._context.ledger.trained(played.step, played.step - 1, played.groups)
         self._round.finish()
@@ -181,7 +166,7 @@ class Rounds:
             RuntimeError: the last round is not finished, so its engine calls would be counted as validation's.
         """
         self._require_finished("validation")
-        await self._roster.meet_new(self._pool)
+        await self._guard.wait(self._roster.meet_new(self._pool), "announcing restarted replicas", key=None)
 
     async def save(self, path: Path) -> Any:
         """Write the manager's state to ``path``; returns the actor's account of it (``Written``).
@@ -190,15 +175,16 @@ class Rounds:
             RuntimeError: the last round is not finished, so its samples would be missing.
         """
         self._require_finished("a checkpoint")
-        return await self._manager.save.remote(str(path))
+        return await self._guard.wait(self._manager.save.remote(str(path)), f"saving {path}", "weight_sync_s")
 
     async def load(self, path: Path, step: int) -> None:
         """Restore the state at ``path``, from the checkpoint of ``step``, before the first round."""
-        await self._manager.load.remote(str(path))
+        await self._guard.wait(self._manager.load.remote(str(path)), f"loading {path}", "weight_sync_s")
         if self._context.settings.group_filter is not None:
-            self._book.resume(int((await self._manager.metrics.remote())["filter/spared_total"]))
+            metrics = await self._guard.wait(self._manager.metrics.remote(), "asking the manager for its metrics")
+            self._book.resume(int(metrics["filter/spared_total"]))
             # The data may have ended before the checkpoint: ``exhausted`` must say so before the first slot.
-            self._prepare(step + 1, await self._manager.wanted.remote())
+            self._prepare(step + 1, await self._wanted())
             await self._readied()
 
     def _require_finished(self, what: str) -> None:
@@ -217,15 +203,15 @@ class Rounds:
 
     async def _readied(self) -> RoundStart:
         what = "preparing the round, once the workers have reported of the last one,"
-        start = await within(result_of(self._preparing), self._deadlines.interrupt_s, what, "interrupt_s")
+        start = await self._guard.wait(result_of(self._preparing), what)
         self._exhausted = start.exhausted
         return start
 
     async def _open_round(self, step: int) -> tuple[LiveRound, RoundStart]:
-        await self._roster.meet_new(self._pool)
+        await self._guard.wait(self._roster.meet_new(self._pool), "announcing restarted replicas", key=None)
         await self._parts.steer()
         if self._next is None:
-            self._prepare(step, await self._manager.wanted.remote())
+            self._prepare(step, await self._wanted())
         start = await self._readied()
         opened, self._next = self._next, None
         assert opened is not None and opened.step == step
@@ -234,33 +220,31 @@ class Rounds:
         return opened, start
 
     async def _interrupt(self, opened: LiveRound) -> None:
-        await asyncio.gather(self._context.control.interrupt(), self._pool.close_round())
+        stopping = asyncio.gather(self._context.control.interrupt(), self._pool.close_round())
+        await self._guard.wait(stopping, "interrupting the round", key=None)
         opened.interrupt()
 
     async def _give_up(self, opened: LiveRound) -> None:
         """End the round without a batch; the manager keeps what it decoded."""
-        await self._manager.suspend_round.remote()
-        await self._supervision.during(self._interrupt(opened), "interrupting the round")
+        await self._guard.wait(self._manager.suspend_round.remote(), "suspending the round")
+        await self._interrupt(opened)
         opened.flush(None)
-        await self._supervision.during(self._collect(*self._begin_collecting()), "collecting the interrupted samples")
+        await self._collect(*self._begin_collecting())
         opened.finish()
 
     async def _take_batch(self) -> list[TakenGroup]:
-        taken = await self._manager.take_batch.remote()
-        return await asyncio.to_thread(fetch_groups, taken, self._store.fetch)
+        taken = await self._guard.wait(self._manager.take_batch.remote(), "taking the batch")
+        fetching = asyncio.to_thread(fetch_groups, taken, self._store.fetch)
+        return await self._guard.wait(fetching, "fetching the batch", key=None)
+
+    async def _wanted(self) -> int:
+        return await self._guard.wait(self._manager.wanted.remote(), "asking the manager how many prompts it wants")
 
     def _begin_collecting(self) -> tuple[list[Any], Any]:
         """Ray references: one a worker, resolved once it has reported everything; the manager's, once all have."""
         return self._pool.begin("flush"), self._manager.flush.remote()
 
     async def _collect(self, flushing: list[Any], flushed: Any) -> Flushed:
-        async def both() -> Flushed:
-            await self._pool.answers(flushing)
-            return await flushed
-
-        return await within(
-            both(),
-            self._deadlines.interrupt_s,
-            "collecting the interrupted samples from the agent-loop workers",
-            "interrupt_s",
-        )
+        what = "collecting the interrupted samples from the agent-loop workers"
+        await self._guard.wait(self._pool.answers("flush", flushing), what, key=None)
+        return await self._guard.wait(result_of(flushed), what)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from recipe.partial_rollout.waits import ReplicaError, means_death, one_line, within
+from recipe.partial_rollout.waits import ReplicaError, answer_of, means_death, one_line, result_of, within
 
 if TYPE_CHECKING:
     from verl.workers.rollout.replica import RolloutReplica
@@ -136,7 +136,7 @@ class ServerControl:
 
         async def ask(address: str, server: Any) -> tuple[str, Any]:
             method = getattr(server, verb, None)
-            return address, None if method is None else await method.remote()
+            return address, None if method is None else await answer_of(lambda: result_of(method.remote()))
 
         living = self.servers.items()
         answers = await within(
@@ -178,7 +178,7 @@ class ServerControl:
         start = time.monotonic()
         living = self._living
         answers = await within(
-            asyncio.gather(*[verb(replica) for replica in living], return_exceptions=True),
+            asyncio.gather(*[answer_of(lambda r=replica: verb(r)) for replica in living], return_exceptions=True),
             self._deadline_s,
             f"{what} the vLLM replicas {', '.join(self.addresses)}",
             "interrupt_s",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.rollout.supervision import Supervision
+from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.worker_pool import WorkerPool
-from recipe.partial_rollout.waits import within
 
 
 class SplitCalls:
@@ -13,14 +12,12 @@ class SplitCalls:
 
     Args:
         pool: the agent-loop workers.
-        supervision: of the workers.
-        deadline_s: seconds for all of them to answer.
+        guard: of the driver's waits.
     """
 
-    def __init__(self, pool: WorkerPool, supervision: Supervision, deadline_s: float) -> None:
+    def __init__(self, pool: WorkerPool, guard: Guard) -> None:
         self._pool = pool
-        self._supervision = supervision
-        self._deadline_s = deadline_s
+        self._guard = guard
         self._training: list[EngineCall] = []
         self._others: list[EngineCall] = []
 
@@ -37,9 +34,7 @@ class SplitCalls:
         return taken
 
     async def _collect(self) -> None:
-        what = "asking the agent-loop workers for their engine calls"
-        asked = within(self._pool.take_calls(), self._deadline_s, what, "interrupt_s")
-        for call in await self._supervision.during(asked, what):
+        for call in await self._guard.wait(self._pool.take_calls(), "collecting the engine calls", key=None):
             (self._training if _trains(call) else self._others).append(call)
 
 

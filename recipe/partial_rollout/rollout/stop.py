@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from recipe.partial_rollout.waits import NoAnswerError
 
 T = TypeVar("T")
 
@@ -15,6 +18,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _LOOK_EVERY_S = 0.2
 """interval of the checks: a signal handler cannot wake an event loop that Ray's driver runs one call at a time"""
+
+
+_GRACE_S = 10.0
+"""seconds that an agent-loop worker has to answer once a signal has come; Kubernetes kills 30 s after its own"""
 
 
 class StopTraining(Exception):
@@ -54,6 +61,11 @@ class StopSignals:
             file=sys.stderr,
         )
 
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has come."""
+        return self._number is not None
+
     def check(self) -> None:
         """Raise ``StopTraining`` if a signal has come."""
         if self._number is not None:
@@ -68,5 +80,25 @@ class StopSignals:
                 if done:
                     return task.result()
                 self.check()
+        finally:
+            task.cancel()
+
+    async def within(self, awaitable: Awaitable[T], deadline_s: float) -> T:
+        """``awaitable``'s result, within ``deadline_s`` seconds, or within ten of a signal.
+
+        Raises:
+            NoAnswerError: there was none.
+        """
+        task, began = asyncio.ensure_future(awaitable), time.monotonic()
+        until = began + deadline_s
+        try:
+            while True:
+                if self.asked:
+                    until = min(until, time.monotonic() + _GRACE_S)
+                left_s = until - time.monotonic()
+                if (await asyncio.wait({task}, timeout=max(0.0, min(_LOOK_EVERY_S, left_s))))[0]:
+                    return task.result()
+                if left_s <= 0:
+                    raise NoAnswerError(time.monotonic() - began)
         finally:
             task.cancel()

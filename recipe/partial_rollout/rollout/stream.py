@@ -10,7 +10,7 @@ Samples run on while the trainer has its batch. A weight sync *holds* the engine
 go on with the same samples. Only a checkpoint or the end of training interrupts them, so that the manager knows every
 token. The sync calls ``prepare_version`` before the hold and ``next_version`` once all engines have loaded.
 
-During the trainer's waits dead workers are replaced; one that dies while the trainer updates is replaced at the next wait,
+During the driver's waits dead workers are replaced; one that dies while the trainer updates is replaced at the next wait,
 and its samples go on from their journals.
 """
 
@@ -27,7 +27,6 @@ from verl.protocol import DataProto
 from recipe.partial_rollout.manager.messages import RoundStart, StepAccount
 from recipe.partial_rollout.manager.output_store import fetch_groups
 from recipe.partial_rollout.manager.types import Prompt
-from recipe.partial_rollout.rollout.batch_wait import BatchWait
 from recipe.partial_rollout.rollout.filled_slots import fill_slots
 from recipe.partial_rollout.rollout.played_round import check_batch
 from recipe.partial_rollout.rollout.round_parts import RoundParts
@@ -35,7 +34,7 @@ from recipe.partial_rollout.rollout.round_watch import RoundWatch
 from recipe.partial_rollout.rollout.split_calls import SplitCalls
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.rollout.streamed_batch import StreamedBatch
-from recipe.partial_rollout.waits import result_of, within
+from recipe.partial_rollout.waits import result_of
 
 
 class StreamState(StrEnum):
@@ -63,7 +62,6 @@ class Stream:
         context, manager = parts.context, parts.manager
         self._parts = parts
         self._context = context
-        self._deadlines = context.settings.deadlines
         self._manager = manager
         self._store = parts.store
         self._pool = parts.pool
@@ -71,9 +69,8 @@ class Stream:
         self._slots = parts.slots
         self.overlap = parts.overlap
         self._book = parts.book
-        self._supervision = parts.supervision
+        self._guard = parts.guard
         self._ended_calls = ended_calls
-        self._wait = BatchWait(context, manager, parts.supervision)
         self._watch = RoundWatch(
             context.settings, context.control, standing=lambda: result_of(manager.standing.remote())
         )
@@ -110,7 +107,11 @@ class Stream:
             return
         source = self._context.source
         assert source is not None
-        self._prompts = source.take(await self._manager.wanted.remote() if self._wanted is None else self._wanted)
+        wanted = self._wanted
+        if wanted is None:
+            asking = "asking the manager how many prompts it wants"
+            wanted = await self._guard.wait(result_of(self._manager.wanted.remote()), asking)
+        self._prompts = source.take(wanted)
 
     async def next_version(self, version: int) -> None:
         """All engines hold ``version``: admit its groups. The first time, let the workers call the engines.
@@ -118,23 +119,19 @@ class Stream:
         Raises:
             RuntimeError: the batch of the version before is not trained.
         """
-        await self._roster.meet_new(self._pool)
+        await self._guard.wait(self._roster.meet_new(self._pool), "announcing restarted replicas", key=None)
         if self._state is StreamState.READY or version >= self._context.last_step:
             return
         await self._parts.steer()
         source = self._context.source
         assert source is not None
-        self._start = await within(
-            result_of(self._manager.next_version.remote(version, self._prompts, source.left)),
-            self._deadlines.interrupt_s,
-            f"beginning policy version {version}",
-            "interrupt_s",
-        )
+        beginning = self._manager.next_version.remote(version, self._prompts, source.left)
+        self._start = await self._guard.wait(beginning, f"beginning policy version {version}")
         self._exhausted = self._start.exhausted
         if self._state is not StreamState.RUNNING:
             self._since = time.time()
             self._state = StreamState.RUNNING
-            await self._pool.open_round()
+            await self._guard.wait(self._pool.open_round(), "opening the round", key=None)
 
     def note_phase(self, name: str, version: int, start: float, end: float) -> None:
         """Note a phase of the sync of ``version``: ``stage`` or ``hold``; moments in unix seconds."""
@@ -159,16 +156,14 @@ class Stream:
         step, asked_at = int(slots.meta_info["global_steps"]), time.time()
         self._context.trace.begin(step)
         try:
-            complete = self._wait.until(lambda: result_of(self._manager.next_batch.remote()))
+            complete = self._guard.batch(lambda: result_of(self._manager.next_batch.remote()))
             taken = await self._watch.during(step, complete)
         except StopTraining:
-            await self._manager.suspend_round.remote()
-            await self._stop()
+            await self._suspend()
             raise
         taken_at = time.time()
-        groups = await self._supervision.during(
-            asyncio.to_thread(fetch_groups, taken, self._store.fetch), "taking the batch"
-        )
+        fetching = asyncio.to_thread(fetch_groups, taken, self._store.fetch)
+        groups = await self._guard.wait(fetching, "fetching the batch", key=None)
         settings = self._context.settings
         check_batch(groups, settings.batch_groups, settings.failures.max_masked_fraction)
         self._context.trace.phase("wait", step, asked_at, taken_at)
@@ -186,8 +181,8 @@ class Stream:
         if batch is None:
             raise RuntimeError("the trainer has no batch: there is nothing to finish")
         calls = await self._ended_calls.take_training()
-        account: StepAccount = await self._supervision.during(
-            result_of(self._manager.finish_step.remote(batch.uids)), "finishing the step"
+        account: StepAccount = await self._guard.wait(
+            self._manager.finish_step.remote(batch.uids), "finishing the step"
         )
         self._wanted = account.wanted
         trained = batch.trained(account, calls)
@@ -219,7 +214,7 @@ class Stream:
 
     async def make_way_for_validation(self) -> None:
         """Let validation use the replicas, which training samples use too, including those that were restarted."""
-        await self._roster.meet_new(self._pool)
+        await self._guard.wait(self._roster.meet_new(self._pool), "announcing restarted replicas", key=None)
 
     async def save(self, path: Path) -> Any:
         """Write the manager's state to ``path``, every token decoded so far included; returns its account (``Written``).
@@ -229,39 +224,44 @@ class Stream:
         """
         self._require_trained("a checkpoint")
         if self._state is not StreamState.RUNNING:
-            return await self._manager.save.remote(str(path))
+            return await self._write(path)
         began = time.time()
-        await self._manager.begin_flush.remote()
+        await self._guard.wait(self._manager.begin_flush.remote(), "beginning to collect the samples")
         await self._stop()
         try:
-            return await self._manager.save.remote(str(path))
+            return await self._write(path)
         finally:
-            await self._context.control.resume()
-            await self._pool.open_round()
+            await self._guard.wait(self._context.control.resume(), "resuming the replicas", key=None)
+            await self._guard.wait(self._pool.open_round(), "opening the round", key=None)
             self._state = StreamState.RUNNING
             self._context.trace.phase("flush", self._step, began, time.time())
 
     async def load(self, path: Path, step: int) -> None:
         """Restore the state at ``path``, from the checkpoint of ``step``, before the first version."""
-        await self._manager.load.remote(str(path))
+        await self._guard.wait(self._manager.load.remote(str(path)), f"loading {path}", "weight_sync_s")
         if self._context.settings.group_filter is not None:
-            self._book.resume(int((await self._manager.metrics.remote())["filter/spared_total"]))
+            metrics = await self._guard.wait(self._manager.metrics.remote(), "asking the manager for its metrics")
+            self._book.resume(int(metrics["filter/spared_total"]))
 
     async def end(self) -> None:
         """Interrupt what still runs: the training is over."""
         if self._state is StreamState.RUNNING:
-            await self._manager.suspend_round.remote()
-            await self._stop()
-            await self._context.control.resume()
+            await self._suspend()
+            await self._guard.wait(self._context.control.resume(), "resuming the replicas", key=None)
+
+    async def _write(self, path: Path) -> Any:
+        return await self._guard.wait(self._manager.save.remote(str(path)), f"saving {path}", "weight_sync_s")
+
+    async def _suspend(self) -> None:
+        """As ``_stop``; no sample can be claimed any more."""
+        await self._guard.wait(self._manager.suspend_round.remote(), "suspending the round")
+        await self._stop()
 
     async def _stop(self) -> None:
         """Interrupt the engines, and wait until the manager knows everything; it expects the workers' last reports."""
-
-        async def stop() -> None:
-            await asyncio.gather(self._context.control.interrupt(), self._pool.close_round())
-            await self._pool.answers(self._pool.begin("flush"))
-            await self._manager.flush.remote()
-
+        stopping = asyncio.gather(self._context.control.interrupt(), self._pool.close_round())
+        await self._guard.wait(stopping, "interrupting the round", key=None)
         what = "collecting the interrupted samples from the agent-loop workers"
-        await self._supervision.during(within(stop(), self._deadlines.interrupt_s, what, "interrupt_s"), what)
+        await self._guard.ask("flush")
+        await self._guard.wait(self._manager.flush.remote(), what)
         self._state = StreamState.STOPPED

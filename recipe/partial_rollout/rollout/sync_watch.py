@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ray.exceptions import RayActorError
 
-from recipe.partial_rollout.waits import one_line, result_of
+from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of
 
 if TYPE_CHECKING:
     from verl.workers.rollout.replica import RolloutReplica
@@ -63,6 +63,6 @@ async def _look(replicas: Sequence[RolloutReplica], what: str) -> None:
         except TimeoutError:
             error = None
         except RayActorError as died:
-            error = f"the server died: {one_line(died)}"
+            error = None if is_out_of_reach(died) else f"the server died: {one_line(died)}"
         if error is not None:
             raise WeightSyncError(f"{what} failed in vLLM replica {replica.server_address}: {error}")

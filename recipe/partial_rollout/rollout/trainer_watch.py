@@ -6,14 +6,12 @@ Trainers idle during a round, and a round may take an hour. In all other phases 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import RayActorError
 
-from recipe.partial_rollout.waits import one_line, result_of
-
-T = TypeVar("T")
+from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of
 
 LOOK_EVERY_S = 2.0
 
@@ -34,22 +32,12 @@ class TrainerWatch:
         self._trainers = trainers
         self._every_s = every_s
 
-    async def alive_during(self, awaitable: Awaitable[T], what: str) -> T:
-        """``awaitable``'s result; it is cancelled if a trainer dies meanwhile.
+    async def look(self, what: str) -> NoReturn:
+        """Ask them, for ever.
 
         Raises:
             TrainerLostError: one died; the message says during ``what``.
         """
-        main = asyncio.ensure_future(awaitable)
-        looking = asyncio.ensure_future(self._look(what))
-        try:
-            await asyncio.wait({main, looking}, return_when=asyncio.FIRST_COMPLETED)
-            return main.result() if main.done() else looking.result()
-        finally:
-            main.cancel()
-            looking.cancel()
-
-    async def _look(self, what: str) -> NoReturn:
         while True:
             await asyncio.gather(*[self._ask(rank, what) for rank in range(len(self._trainers))])
             await asyncio.sleep(self._every_s)
@@ -57,10 +45,9 @@ class TrainerWatch:
     async def _ask(self, rank: int, what: str) -> None:
         try:
             await result_of(self._trainers[rank].__ray_ready__.remote())
-        except ActorUnavailableError:
-            # Ray cannot reach it, and decides within seconds whether it is dead: the next answer says so.
-            return
-        except ActorDiedError as error:
+        except RayActorError as error:
+            if is_out_of_reach(error):
+                return
             raise TrainerLostError(
                 f"trainer {rank} of {len(self._trainers)} died during {what}: {one_line(error)}"
             ) from error

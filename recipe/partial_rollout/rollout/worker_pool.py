@@ -1,22 +1,25 @@
-"""The agent-loop workers of a run: watched through their ``serve`` calls, and replaced if they die.
+"""The agent-loop workers of a run: watched through their ``serve`` calls, asked with a deadline, replaced if they are lost.
 
-The live conversations of a dead worker's samples are lost. The manager requeues the samples with their journals, and the
+The live conversations of a lost worker's samples are lost. The manager requeues the samples with their journals, and the
 worker that claims one next continues from its journal.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from typing import Any
 
+import ray
 from ray.exceptions import RayActorError
 
+from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.waits import one_line, result_of, within
-
-T = TypeVar("T")
+from recipe.partial_rollout.rollout.stop import StopSignals
+from recipe.partial_rollout.waits import NoAnswerError, answer_of, is_out_of_reach, one_line, result_of, within
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +29,15 @@ class WorkerLostError(RuntimeError):
 
 
 class WorkerPool:
-    """Names, watches and replaces the workers.
+    """Names, asks and replaces the workers; the guard calls it, so that all are watched meanwhile.
 
     Args:
         workers: actor handles; changed in place when one is replaced, so that verl's manager sees the new one.
         spawn: makes the actor that replaces worker ``i``.
         connect: connects worker ``i``, under its name, to the manager and the replicas.
         restarts: replacements allowed over the whole run.
-        deadline_s: seconds for a new worker to be ready.
+        stop: once the user has asked to stop, workers have a shorter time to answer, and are not replaced.
+        kill: ends a worker, which may not answer.
     """
 
     def __init__(
@@ -42,20 +46,25 @@ class WorkerPool:
         spawn: Callable[[int], Any],
         connect: Callable[[int, str, Any], Awaitable[object]],
         restarts: int,
-        deadline_s: float,
+        deadlines: Deadlines,
+        stop: StopSignals,
+        kill: Callable[[Any], object] = ray.kill,
     ) -> None:
         self._workers = workers
         self._spawn = spawn
         self._connect = connect
         self._restarts_left = self._restarts = restarts
-        self._deadline_s = deadline_s
+        self._deadlines = deadlines
+        self._stop = stop
+        self._kill = kill
         self._names = [f"agent_loop_worker_{i}" for i in range(len(workers))]
         self._lives = [1] * len(workers)
-        self._serving: list[Any] = [None] * len(workers)
+        self._serving: list[Future[None] | None] = [None] * len(workers)
+        """of the ``serve`` calls; None for a worker that is gone for good"""
+        self._silent: dict[int, str] = {}
+        """why a worker was ended"""
+        self._wakes: set[Callable[[], object]] = set()
         self._open = False
-
-    def __len__(self) -> int:
-        return len(self._workers)
 
     @property
     def restarted(self) -> int:
@@ -67,8 +76,86 @@ class WorkerPool:
         await asyncio.gather(*[self._start(i) for i in range(len(self._workers))])
 
     async def _start(self, i: int) -> None:
-        await self._connect(i, self._names[i], self._workers[i])
-        self._serving[i] = self._workers[i].serve.remote()
+        connecting = self._connect(i, self._names[i], self._workers[i])
+        await within(connecting, self._deadlines.worker_start_s, f"starting {self._names[i]}", "worker_start_s")
+        self._watch(i)
+
+    # -- their life ------------------------------------------------------------------------------------------------
+
+    def _watch(self, i: int) -> None:
+        """Await ``serve``, once in a worker's life: each await of a Ray reference that goes on leaves a future behind."""
+        self._serving[i] = serving = self._workers[i].serve.remote().future()
+        serving.add_done_callback(lambda _: self._wake())
+
+    def _wake(self) -> None:
+        for wake in tuple(self._wakes):
+            # A wait that is over may have closed its event loop.
+            with contextlib.suppress(RuntimeError):
+                wake()
+
+    async def ended(self) -> int:
+        """Wait until a worker's ``serve`` has ended; returns the worker's number."""
+        woken, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def wake() -> object:
+            return loop.call_soon_threadsafe(woken.set)
+
+        self._wakes.add(wake)
+        try:
+            while True:
+                woken.clear()
+                for i, serving in enumerate(self._serving):
+                    if serving is not None and serving.done():
+                        return i
+                await woken.wait()
+        finally:
+            self._wakes.discard(wake)
+
+    async def replace(self, i: int, what: str, release: Callable[[str], Awaitable[int]]) -> None:
+        """Replace worker ``i``, whose ``serve`` has ended during ``what``; ``release`` requeues its samples.
+
+        Raises:
+            WorkerLostError: it failed, or a worker was lost once too often.
+        """
+        name, serving = self._names[i], self._serving[i]
+        assert serving is not None
+        error = serving.exception()
+        if is_out_of_reach(error) and await self._is_back(i):
+            self._watch(i)
+            return
+        if not isinstance(error, RayActorError):
+            raise WorkerLostError(f"{name} failed during {what}: {one_line(error)}") from error
+        why = self._silent.pop(i, None) or f"died during {what}: {one_line(error)}"
+        if self._stop.asked:
+            logger.warning("%s %s; %d of its samples go into the checkpoint", name, why, await release(name))
+            self._serving[i] = None
+            return
+        if not self._restarts_left:
+            raise WorkerLostError(
+                f"{name} {why}; it is not restarted again (partial_rollout.failures.worker_restarts={self._restarts})"
+            ) from error
+        self._restarts_left -= 1
+        self._lives[i] += 1
+        requeued = await release(name)
+        self._names[i] = f"agent_loop_worker_{i}.{self._lives[i]}"
+        logger.warning("%s %s; %s takes its %d samples over", name, why, self._names[i], requeued)
+        self._workers[i] = self._spawn(i)
+        await self._start(i)
+        if self._open:
+            await self.answers("open_round", [self._workers[i].open_round.remote()], first=i)
+
+    async def _is_back(self, i: int) -> bool:
+        """Whether worker ``i``, to which Ray lost its connection, answers again; its samples have gone on."""
+        worker, deadline_s = self._workers[i], self._deadlines.interrupt_s
+        try:
+            await self._stop.within(answer_of(lambda: result_of(worker.__ray_ready__.remote())), deadline_s)
+        except (RayActorError, NoAnswerError):
+            self._kill(worker)
+            return False
+        logger.warning("Ray lost its connection to %s for a moment; it goes on", self._names[i])
+        return True
+
+    # -- questions -------------------------------------------------------------------------------------------------
 
     async def open_round(self) -> None:
         """Workers may call the engines."""
@@ -80,81 +167,47 @@ class WorkerPool:
         self._open = False
         await self.ask("close_round")
 
-    async def ask(self, verb: str, *args: Any) -> list[Any]:
-        """The answers of the living workers; ``while_serving`` handles those that die meanwhile."""
-        return await self.answers(self.begin(verb, *args))
-
-    async def ask_each(self, verb: str, argument: Callable[[int], Any]) -> list[Any]:
-        """As ``ask``, with ``argument(i)`` for worker ``i``."""
-        return await self.answers([getattr(w, verb).remote(argument(i)) for i, w in enumerate(self._workers)])
-
     async def take_calls(self) -> tuple[EngineCall, ...]:
         """Engine calls of the living workers that ended since the last call."""
         return tuple(call for calls in await self.ask("take_calls") for call in calls)
+
+    async def ask(self, verb: str, *args: Any) -> list[Any]:
+        """The answers of the living workers to a question that may be asked twice.
+
+        A worker that gives none within ``deadlines.interrupt_s`` is ended, and then replaced.
+        """
+        return await self.answers(verb, self.begin(verb, *args), *args)
+
+    async def ask_each(self, verb: str, argument: Callable[[int], Any]) -> list[Any]:
+        """As ``ask``, with ``argument(i)`` for worker ``i``."""
+        arguments = [argument(i) for i in range(len(self._workers))]
+        asked = [getattr(worker, verb).remote(own) for worker, own in zip(self._workers, arguments, strict=True)]
+        found = await asyncio.gather(*[self._answer(i, verb, ref, arguments[i]) for i, ref in enumerate(asked)])
+        return [answer for answers in found for answer in answers]
 
     def begin(self, verb: str, *args: Any) -> list[Any]:
         """Ask every worker without waiting; returns references for ``answers``."""
         return [getattr(worker, verb).remote(*args) for worker in self._workers]
 
-    @staticmethod
-    async def answers(references: list[Any]) -> list[Any]:
-        """The answers of the living workers."""
+    async def answers(self, verb: str, asked: list[Any], *args: Any, first: int = 0) -> list[Any]:
+        """See ``ask``; ``asked`` are references that ``begin`` returned, from worker ``first`` on."""
+        found = await asyncio.gather(*[self._answer(first + k, verb, ref, *args) for k, ref in enumerate(asked)])
+        return [answer for answers in found for answer in answers]
 
-        async def one(reference: Any) -> list[Any]:
-            try:
-                return [await reference]
-            except RayActorError:
-                return []
+    async def _answer(self, i: int, verb: str, reference: Any, *args: Any) -> list[Any]:
+        """The answer of worker ``i``; none if it is lost."""
+        worker, asked = self._workers[i], [reference]
 
-        answers = await asyncio.gather(*[one(reference) for reference in references])
-        return [answer for found in answers for answer in found]
+        def ask() -> Awaitable[Any]:
+            return result_of(asked.pop() if asked else getattr(worker, verb).remote(*args))
 
-    async def while_serving(self, awaitable: Awaitable[T], what: str, release: Callable[[str], Awaitable[int]]) -> T:
-        """``awaitable``'s result; a worker that dies meanwhile is replaced, and ``release`` requeues its samples.
-
-        Raises:
-            WorkerLostError: a worker failed, or died once too often.
-        """
-        main = asyncio.ensure_future(awaitable)
         try:
-            while True:
-                watch = {asyncio.ensure_future(result_of(ref)): i for i, ref in enumerate(self._serving)}
-                try:
-                    await asyncio.wait({main, *watch}, return_when=asyncio.FIRST_COMPLETED)
-                    if main.done():
-                        return main.result()
-                    ended = next(task for task in watch if task.done())
-                    await self._replace(watch[ended], ended.exception(), what, release)
-                finally:
-                    for task in watch:
-                        task.cancel()
-        finally:
-            main.cancel()
-
-    async def _replace(
-        self, i: int, error: BaseException | None, what: str, release: Callable[[str], Awaitable[int]]
-    ) -> None:
-        name = self._names[i]
-        if not isinstance(error, RayActorError):
-            raise WorkerLostError(f"{name} failed during {what}: {one_line(error)}") from error
-        if not self._restarts_left:
-            raise WorkerLostError(
-                f"{name} died during {what} and is not restarted again "
-                f"(partial_rollout.failures.worker_restarts={self._restarts}): {one_line(error)}"
-            ) from error
-        self._restarts_left -= 1
-        self._lives[i] += 1
-        requeued = await release(name)
-        self._names[i] = f"agent_loop_worker_{i}.{self._lives[i]}"
-        logger.warning(
-            "%s died during %s, and %s takes its %d samples over: %s",
-            name,
-            what,
-            self._names[i],
-            requeued,
-            one_line(error),
-        )
-        self._workers[i] = self._spawn(i)
-        await within(self._start(i), self._deadline_s, f"starting {self._names[i]}", "worker_start_s")
-        if self._open:
-            await self._workers[i].open_round.remote()
+            return [await self._stop.within(answer_of(ask), self._deadlines.interrupt_s)]
+        except RayActorError:
+            return []
+        except NoAnswerError as late:
+            if self._workers[i] is worker:
+                limit = f"partial_rollout.deadlines.interrupt_s={self._deadlines.interrupt_s:g}"
+                self._silent[i] = f"did not answer {verb.strip('_')} within {late.seconds:g} s ({limit}) and was ended"
+                self._kill(worker)
+            return []

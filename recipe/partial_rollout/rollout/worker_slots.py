@@ -8,6 +8,7 @@ from typing import Any
 
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+from recipe.partial_rollout.waits import within
 
 
 class WorkerSlots:
@@ -33,4 +34,6 @@ class WorkerSlots:
         self._context.reckon_slots(calls)
         if self.per_worker != self._part():
             self.per_worker = self._part()
-            await self._manager.resize_workers.remote(self.per_worker)
+            resizing = self._manager.resize_workers.remote(self.per_worker)
+            deadline_s = self._context.settings.deadlines.interrupt_s
+            await within(resizing, deadline_s, "telling the manager of the workers' slots", "interrupt_s")

@@ -27,6 +27,9 @@ _FREES_SLOT_AFTER_S = 0.1
 class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     """The actor around a ``ClaimLoop``: forwards its verbs, and runs claimed samples in verl's agent loops."""
 
+    _serving: asyncio.Task[None] | None = None
+    """the ``ClaimLoop``'s"""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.tools = journaled(self.tools, self.config.partial_rollout.failures.tool_timeout_s)
@@ -49,7 +52,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         )
 
     def use_replicas(self, replicas: ReplicaChoice) -> None:
-        """From here on the replicas are these; call it between rounds."""
+        """From here on the replicas are these."""
         assert isinstance(self.llm_client, PartialRolloutLLMClient)
         self.llm_client.use_replicas(replicas)
 
@@ -60,8 +63,9 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         return self._connected
 
     async def serve(self) -> None:
-        """``ClaimLoop.serve``."""
-        await self._claims.serve()
+        """``ClaimLoop.serve``; a driver that lost its connection asks again, and awaits the same."""
+        self._serving = self._serving or asyncio.create_task(self._claims.serve())
+        await asyncio.shield(self._serving)
 
     def open_round(self) -> None:
         """``ClaimLoop.open_round``."""

@@ -142,7 +142,8 @@ class ClaimLoop:
         self._live.add(sample)
         try:
             output = await sample.clock.run(self._run_agent_loop(grant))
-        except Exception as error:
+        # A library may cancel what it awaits and let that out: the sample has failed like any other.
+        except (Exception, asyncio.CancelledError) as error:
             if _ends_the_run(error):
                 await self._manager.abandon.remote(one_line(error))
             else:
@@ -199,6 +200,6 @@ class ClaimLoop:
         await self._outbox.tell(sample)
 
 
-def _ends_the_run(error: Exception) -> bool:
+def _ends_the_run(error: BaseException) -> bool:
     """Whether a retry cannot help: no replica is left, or its slot did not come in time."""
     return isinstance(error, GrantTimeoutError) or (isinstance(error, ReplicaError) and error.dead)

@@ -24,7 +24,7 @@ from recipe.partial_rollout.engine.kept_kv import request_id_of
 from recipe.partial_rollout.engine.version_marks import spans
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.waits import ReplicaError, means_death, one_line
+from recipe.partial_rollout.waits import ReplicaError, answer_of, means_death, one_line
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.resumption import StopStrings, check_sampling, sampling_of_call
@@ -88,13 +88,14 @@ class ObservedLLMClient(LLMServerClient):
         if not params.get("stop"):
             # Tokens in, tokens out: no one reads the text that the server would otherwise decode token by token.
             kwargs["sampling_params"] = {"detokenize": False, **params}
-        replica: list[str] = []
+        replica, verls = list[str](), super().generate
         token = _REPLICA.set(replica)
         start = time.time()
         try:
-            output = await super().generate(request_id=request_id, **kwargs)
+            # A call that is made again goes to vLLM under an id of its own.
+            output = await answer_of(lambda: verls(request_id=request_id, **kwargs))
         except Exception as error:
-            name = replica[0] if replica else "(none acquired)"
+            name = replica[-1] if replica else "(none acquired)"
             raise ReplicaError(
                 f"vLLM replica {name} failed on request {request_id}: {one_line(error)}", dead=means_death(error)
             ) from error
@@ -108,7 +109,7 @@ class ObservedLLMClient(LLMServerClient):
         queued_s = float(output.extra_fields.pop("queued_s", None) or 0.0)
         self._calls.append(
             EngineCall(
-                replica[0],
+                replica[-1],
                 start,
                 time.time(),
                 tokens,
@@ -135,8 +136,14 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
 
     def use_replicas(self, replicas: ReplicaChoice) -> None:
-        """Let ``replicas`` choose for training samples, and for all other calls once verl's load balancer has died."""
-        self._replicas = replicas
+        """Let ``replicas`` choose for training samples, and for all other calls once verl's load balancer has died.
+
+        Calls that go on keep their place in the counts of those that stay.
+        """
+        if self._replicas is None:
+            self._replicas = replicas
+        else:
+            self._replicas.use(replicas.servers)
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Find stop strings with ``tokenizer``, the model's."""
@@ -157,9 +164,9 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         if self._balancer_lives:
             try:
                 return await super()._choose_server(request_id, **extra)
-            except RayActorError:
+            except RayActorError as error:
                 # It died with its node, which may be any.
-                self._balancer_lives = False
+                self._balancer_lives = not means_death(error)
         return self._replicas.of_request(request_id)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:

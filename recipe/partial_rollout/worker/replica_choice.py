@@ -25,13 +25,24 @@ class ReplicaChoice:
     """
 
     def __init__(self, servers: dict[str, Any], place: float = 0.0) -> None:
-        self._servers = dict(servers)
+        self.servers = dict(servers)
         addresses = list(servers)
         first = int(place * len(addresses))
         self._running = dict.fromkeys(addresses[first:] + addresses[:first], 0)
         self._with: dict[int, dict[str, None]] = {0: dict.fromkeys(self._running)}
         """addresses by number of running samples; of equals, the one that has had that number longest comes first"""
         self._fewest = 0
+
+    def use(self, servers: dict[str, Any]) -> None:
+        """From here on the replicas are ``servers``; those that stay keep their counts, whose calls may be held."""
+        self.servers = dict(servers)
+        for address in [address for address in self._running if address not in servers]:
+            self._withdraw(address, self._running.pop(address))
+        for address in servers:
+            if address not in self._running:
+                self._running[address] = 0
+                self._with.setdefault(0, {})[address] = None
+        self._fewest = min(self._with, default=0)
 
     def take(self, sample: LiveSample) -> tuple[str, Any]:
         """Address and handle for the next call of ``sample``, which counts as running there until ``release``."""
@@ -40,13 +51,13 @@ class ReplicaChoice:
             own = next(iter(self._with[self._fewest]))
         sample.replica, sample.resumes = own, False
         self._move(own, self._running[own] + 1)
-        return own, self._servers[own]
+        return own, self.servers[own]
 
     def of_request(self, request_id: str) -> tuple[str, Any]:
         """Address and handle for the calls of a request that no training sample makes; they are not counted."""
         addresses = sorted(self._running)
         own = addresses[zlib.crc32(request_id.encode()) % len(addresses)]
-        return own, self._servers[own]
+        return own, self.servers[own]
 
     def release(self, address: str) -> None:
         """Note that a call at ``address`` has ended."""

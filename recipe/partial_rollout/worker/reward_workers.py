@@ -10,10 +10,10 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from verl.protocol import DataProto
 
-from recipe.partial_rollout.waits import one_line
+from recipe.partial_rollout.waits import means_death, one_line
 
 
 class RewardWorkersLostError(RuntimeError):
@@ -46,7 +46,7 @@ class RewardWorkers:
                 raise
             except RayActorError as error:
                 lost = error
-                if isinstance(error, ActorDiedError) and handle in self._living:
+                if means_death(error) and handle in self._living:
                     self._living.remove(handle)
         raise RewardWorkersLostError(
             f"no reward worker answers (reward.num_workers): {one_line(lost) if lost else 'all have died'}"

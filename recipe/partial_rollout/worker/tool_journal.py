@@ -139,6 +139,13 @@ async def _once(tool: Any, run: Any) -> Result:
     except ToolTimeoutError:
         # There is no answer: a retry of the sample calls again if the tool allows it.
         raise
+    except asyncio.CancelledError as error:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            # The sample itself is being ended.
+            raise
+        cancelled = "the call was cancelled from within; it may have had its effect, and is not made again"
+        sample.add_tool_result({"call": number, "error": cancelled})
+        raise ToolError(cancelled) from error
     except Exception as error:
         sample.add_tool_result({"call": number, "error": str(error)})
         raise

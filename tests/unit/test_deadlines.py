@@ -1,0 +1,117 @@
+"""Every question to a Ray actor is asked inside a wait that has a deadline, or where this file says who ends it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import recipe.partial_rollout.waits as here
+
+PACKAGE = Path(here.__file__).parent
+ROOMS = ("rollout", "training", "engine", "worker", "manager", "task_runner.py")
+WAITS = {"within", "watched", "wait", "batch", "wait_for"}
+"""``waits.within``, ``sync_watch.watched``, ``Guard.wait`` and ``Guard.batch``; asyncio's own, which takes seconds"""
+
+ENDED_BY = {
+    "rollout/agent_loop_manager.py introduce": "WorkerPool._start, within worker_start_s",
+    "rollout/agent_loop_manager.py _spawn": "nobody waits: makes an actor",
+    "rollout/agent_loop_manager.py _start_manager": "nobody waits: makes an actor",
+    "rollout/engine_probe.py _keep_full": "the probe's seconds, and within reward_s after them",
+    "rollout/guard.py batch": "Guard._look, which asks the manager",
+    "rollout/observed_manager.py _taken": "within interrupt_s, two lines on",
+    "rollout/replica_roster.py _tell_balancer": "within interrupt_s, in the next line",
+    "rollout/rounds.py __init__": "RoundWatch, for whose answer nobody waits",
+    "rollout/rounds.py _begin_collecting": "_collect, by the guard",
+    "rollout/rounds.py _prepare": "_readied, by the guard",
+    "rollout/server_control.py ask": "_asked, within interrupt_s",
+    "rollout/stream.py __init__": "RoundWatch, for whose answer nobody waits",
+    "rollout/stream.py next_version": "the guard, in the next line",
+    "rollout/trainer_watch.py _ask": "whoever waits meanwhile: a trainer that hangs is awaited by nobody in a round",
+    "rollout/weight_transfer.py _meet": "watched, by stage",
+    "rollout/weight_transfer.py load": "watched, four lines on",
+    "rollout/worker_pool.py _watch": "nobody: it lasts as long as the worker",
+    "rollout/worker_pool.py ask": "WorkerPool._answer",
+    "rollout/worker_pool.py ask_each": "WorkerPool._answer",
+    "rollout/worker_pool.py begin": "WorkerPool._answer",
+    "rollout/worker_pool.py replace": "WorkerPool._answer",
+    "rollout/worker_slots.py reckon": "within interrupt_s, two lines on",
+    "training/gpu_watch.py of_cluster": "nobody waits: makes actors",
+    "training/gpu_watch.py take_metrics": "ray.get with a timeout",
+    "engine/replica.py _end_engines": "ServerControl.restart_dead, within replica_start_s",
+    "engine/replica.py check_alive": "ServerControl._all, within interrupt_s",
+    "engine/replica.py hold_generation": "ServerControl._all, within interrupt_s",
+    "engine/replica.py launch_servers": "verl at the start, ServerControl.restart_dead later",
+    "engine/replica.py relaunch": "ServerControl.restart_dead, within replica_start_s",
+    "engine/replica.py running_tokens": "ServerControl.running_tokens, within interrupt_s",
+    "worker/claim_loop.py _run_sample": "Guard._look, which asks the manager: a worker lives as long as its driver",
+    "worker/claim_loop.py flush": "Guard._look, as above",
+    "worker/claim_loop.py serve": "Guard._look, as above; a claim also ends after CLAIM_WAIT_S",
+    "worker/outbox.py _send_all": "Guard._look, as above",
+    "worker/reward_workers.py remote": "ObservedAgentLoopWorker._compute_score, within reward_s",
+    "manager/output_store.py fetch": "ray.get with a timeout",
+}
+"""file and function of each question outside such a call, and what ends it"""
+
+
+def asks(node):
+    """Whether ``node`` is ``actor.verb.remote(...)``, or a question to Ray itself."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return False
+    owner = node.func.value
+    if node.func.attr == "remote":
+        # ``ray.remote(...)`` is a decorator.
+        return not (isinstance(owner, ast.Name) and owner.id == "ray")
+    return isinstance(owner, ast.Name) and owner.id == "ray" and node.func.attr in ("get", "wait")
+
+
+def waits(node):
+    if not isinstance(node, ast.Call):
+        return False
+    return (node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")) in WAITS
+
+
+def unguarded(tree):
+    """Names of the functions in ``tree`` that ask outside a wait, one for each question."""
+    found = []
+
+    def visit(node, function, guarded):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = node.name
+        if asks(node) and not guarded:
+            found.append(function)
+        for child in ast.iter_child_nodes(node):
+            visit(child, function, guarded or waits(node))
+
+    visit(tree, "(module)", False)
+    return found
+
+
+def questions():
+    for room in ROOMS:
+        place = PACKAGE / room
+        for path in [place] if place.is_file() else sorted(place.glob("**/*.py")):
+            for function in unguarded(ast.parse(path.read_text())):
+                yield f"{path.relative_to(PACKAGE).as_posix()} {function}"
+
+
+def test_every_question_to_an_actor_has_a_deadline():
+    assert set(questions()) - set(ENDED_BY) == set(), "wait for it with the guard, or say here what ends the wait"
+
+
+def test_no_exception_is_left_that_nobody_needs():
+    assert set(ENDED_BY) - set(questions()) == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("async def f(w): await w.serve.remote()", ["f"]),
+        ("async def f(w): await gather(*[w.ask.remote() for w in ws])", ["f"]),
+        ("async def f(w): await within(w.ask.remote(), 5, 'x', 'y')", []),
+        ("async def f(self, w): await self._guard.wait(result_of(w.ask.remote()), 'x')", []),
+        ("def f(r): return ray.get(r)", ["f"]),
+        ("f = ray.remote(num_cpus=0)(F)", []),
+    ],
+)
+def test_the_test_itself_sees_a_bare_wait(code, found):
+    assert unguarded(ast.parse(code)) == found
