@@ -1,5 +1,6 @@
 """Keyword builders for the pure parts: a prompt, an output, a manager with small sizes."""
 
+import gc
 import itertools
 from copy import deepcopy
 from functools import cache
@@ -18,6 +19,16 @@ from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 # How long an example takes says how busy the machine is, and is no fact of the code.
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
+
+
+@pytest.fixture
+def no_garbage():
+    """For tests that parse code: garbage of other tests that logs a traceback meanwhile makes CPython 3.11's ast.parse fail
+    (gh-106905), because the traceback parses too."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def build_prompts(count, *, start=0, epoch=0):

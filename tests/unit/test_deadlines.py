@@ -7,6 +7,8 @@ import pytest
 
 import recipe.partial_rollout.waits as here
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 PACKAGE = Path(here.__file__).parent
 ROOMS = ("rollout", "training", "engine", "worker", "manager", "task_runner.py")
 WAITS = {"within", "watched", "wait", "batch", "wait_for"}

@@ -90,7 +90,7 @@ class Control:
 def context_with(chosen):
     """What the trainer lends, of which only two replicas and their slots are there."""
     settings = SimpleNamespace(batch_samples=96)
-    return RolloutContext(settings, Control(), chosen, *[None] * 7, pad_id=0, steps_per_epoch=1, last_step=1)
+    return RolloutContext(settings, Control(), chosen, *[None] * 6, pad_id=0, steps_per_epoch=1, last_step=1)
 
 
 def test_workers_get_their_part_of_the_slots_that_were_reckoned_anew():

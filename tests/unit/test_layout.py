@@ -11,6 +11,8 @@ import pytest
 
 import recipe.partial_rollout as package
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 ROOT = Path(package.__file__).parent
 KNOWS_RAY = {"manager.output_store", "waits", "main_ppo", "task_runner"}
 """besides the rooms of the driver, the workers and the engine's server"""

@@ -16,6 +16,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted([*(ROOT / "recipe").rglob("*.py"), *(ROOT / "verl_ext").rglob("*.py")])
 CONTRACT = runpy.run_path(str(Path(__file__).with_name("upstream_contract.py")))["CONTRACT"]

@@ -1,1 +1,1 @@
-"""``python -m recipe.partial_rollout.tools chaos``: kill a real training again and again, resume and audit it."""
+"""``python -m recipe.partial_rollout.tools chaos``: inflict faults on a real training, resume it and audit it."""

@@ -1,4 +1,4 @@
-"""``python -m recipe.partial_rollout.tools chaos --out DIR --kills 5 -- CONFIG_NAME [hydra overrides]``."""
+"""``python -m recipe.partial_rollout.tools chaos --out DIR --faults 8 -- CONFIG_NAME [hydra overrides]``."""
 
 from __future__ import annotations
 
@@ -8,60 +8,82 @@ import random
 import shutil
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError
 from recipe.partial_rollout.tools.audit import audit
+from recipe.partial_rollout.tools.chaos.faults import ORDERS, Kind, Outcome, inflict
 from recipe.partial_rollout.tools.chaos.survival import survival
 from recipe.partial_rollout.tools.chaos.victim import Victim
 from recipe.partial_rollout.tools.command_line import described
 
 _STARTED = "Training Progress"
+AGENT_LOOPS = Path(__file__).with_name("agent_loops.yaml")
+_INTERRUPT_S = 8.0
+"""``partial_rollout.deadlines.interrupt_s`` of the training: within it a worker must answer"""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 when nothing was lost, 1 otherwise."""
+    """Returns 0 when nothing was lost and nothing hung, 1 otherwise."""
     args = _arguments(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
-    run_dir = args.out / "run"
-    log = args.out / "terminal.log"
-    overrides = [
-        f"--config-name={args.config}",
-        f"trainer.default_local_dir={run_dir}",
-        "trainer.resume_mode=auto",
-        "trainer.save_freq=1",
-        *args.overrides,
-    ]
-    dice = random.Random(args.seed)
-    kills = [kill for life in range(args.kills) if (kill := _kill_once(overrides, log, dice, args, life)) is not None]
-    print(f"last life: to the end of the training (terminal: {log})", flush=True)
-    last = Victim(overrides, log)
+    dice, outcomes = random.Random(args.seed), list[Outcome]()
+    while len(outcomes) < args.faults:
+        before = len(outcomes)
+        if _live(args, dice, outcomes):
+            print(f"the training ended before fault {len(outcomes) + 1}", flush=True)
+            break
+        if len(outcomes) == before:
+            return 1
+        _forget_unfinished(args.out / "run")
+    print(f"last life: to the end of the training (terminal: {args.out / 'terminal.log'})", flush=True)
+    last = _begin(args)
     code = last.wait(args.deadline_s)
     if code != 0:
         last.kill()
-        print(f"the last life ended with exit code {code}; see {log}", file=sys.stderr)
+        print(f"the last life ended with exit code {code}; see {args.out / 'terminal.log'}", file=sys.stderr)
         return 1
-    return _judge(run_dir, args.out, kills)
+    return _judge(args.out, outcomes)
 
 
-def _kill_once(
-    overrides: list[str], log: Path, dice: random.Random, args: argparse.Namespace, life: int
-) -> float | None:
-    victim = Victim(overrides, log)
-    run_dir = Path(overrides[1].split("=", 1)[1])
+def _begin(args: argparse.Namespace) -> Victim:
+    orders = args.out / "orders"
+    orders.mkdir(exist_ok=True)
+    overrides = [
+        f"--config-name={args.config}",
+        f"trainer.default_local_dir={args.out / 'run'}",
+        "trainer.resume_mode=auto",
+        "trainer.save_freq=1",
+        f"partial_rollout.deadlines.interrupt_s={_INTERRUPT_S:g}",
+        f"partial_rollout.failures.worker_restarts={args.faults}",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={AGENT_LOOPS}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=faulty_agent",
+        *args.overrides,
+    ]
+    return Victim(overrides, args.out / "terminal.log", {ORDERS: str(orders.resolve())})
+
+
+def _live(args: argparse.Namespace, dice: random.Random, outcomes: list[Outcome]) -> bool:
+    """One life of the training, until a fault ends it or there are enough; returns whether it ended by itself, done."""
+    victim = _begin(args)
     try:
         victim.wait_for(_STARTED, args.deadline_s)
-        delay_s = dice.uniform(*args.between_s)
-        if victim.wait(delay_s) is not None:
-            print(f"life {life + 1} ended by itself (exit code {victim.exit_code}) before its kill", flush=True)
-            return None
-        steps = len(list(run_dir.glob("global_step_*")))
-        print(f"life {life + 1}: kill -9 {delay_s:.1f} s into training; {steps} checkpoints", flush=True)
+        while len(outcomes) < args.faults:
+            kind, delay_s = Kind(dice.choice(args.kinds)), dice.uniform(*args.between_s)
+            if victim.wait(delay_s) is not None:
+                print(f"the training ended by itself (exit code {victim.exit_code}): {victim.last_words}", flush=True)
+                return victim.exit_code == 0
+            outcomes.append(inflict(kind, victim, args.out / "run", args.out / "orders", _INTERRUPT_S))
+            last = outcomes[-1]
+            became = last.ended or ("killed" if kind is Kind.KILL else f"a step ended {last.silent_s:.1f} s later")
+            print(f"fault {len(outcomes)}: {kind} {delay_s:.1f} s after the last one: {became}", flush=True)
+            if victim.exit_code is not None:
+                return False
     finally:
-        moment = victim.kill()
-    _forget_unfinished(run_dir)
-    return moment
+        victim.kill()
+    return False
 
 
 def _forget_unfinished(run_dir: Path) -> None:
@@ -74,15 +96,16 @@ def _forget_unfinished(run_dir: Path) -> None:
             shutil.rmtree(step_dir)
 
 
-def _judge(run_dir: Path, out: Path, kills: list[float]) -> int:
-    audited, _ = audit(run_dir)
+def _judge(out: Path, outcomes: list[Outcome]) -> int:
+    audited, _ = audit(out / "run")
     print(audited.table())
-    survived = survival(run_dir, kills)
+    survived = survival(out / "run", [outcome.at for outcome in outcomes if outcome.kind is Kind.KILL])
+    hung = [violation for outcome in outcomes if (violation := outcome.violation) is not None]
     report = {
-        "kills": len(kills),
+        "faults": [{**asdict(outcome), "at": round(outcome.at, 1)} for outcome in outcomes],
         "lost": audited.lost,
         "repeated": audited.repeated,
-        "violations": audited.violations,
+        "violations": [*audited.violations, *hung],
         "max_staleness": max((s for row in audited.trained for s in row.group.staleness), default=0),
         "max_staleness_allowed": audited.sizes.max_staleness if audited.sizes else None,
         "trained_groups": len(audited.trained),
@@ -96,38 +119,40 @@ def _judge(run_dir: Path, out: Path, kills: list[float]) -> int:
     (out / "chaos.json").write_text(json.dumps(report, indent=2) + "\n")
     for key, value in report.items():
         print(f"{key:26} {value:.3f}" if isinstance(value, float) else f"{key:26} {value}")
-    return 1 if audited.violations else 0
+    return 1 if report["violations"] else 0
 
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         **described(
             "chaos",
-            "Kill a training again and again, resume it each time, and audit it at the end.",
+            "Inflict faults on a training at random moments, resume it where they end it, and audit it at the end.",
             "--out outputs/chaos quickstart_cpu trainer.total_training_steps=8",
-            "--out outputs/chaos --kills 2 --seed 7 --between-s 5 60 quickstart_cpu",
-            more="Each kill is a kill -9 at a random moment. Exit code: 0 if nothing was lost, else 1.",
+            "--out outputs/chaos --faults 2 --kinds kill --seed 7 --between-s 5 60 quickstart_cpu",
+            more="Kinds: kill -9 of everything, an agent-loop worker that stops, a dropped Ray connection, a "
+            "cancelled call in an agent loop. Exit code: 0 if nothing was lost and nothing hung, else 1.",
         )
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="where the run, its terminal and chaos.json go"
     )
-    parser.add_argument("--kills", type=int, default=5, metavar="N", help="number of kills")
-    parser.add_argument("--seed", type=int, default=0, help="of the random moments")
+    parser.add_argument("--faults", type=int, default=8, metavar="N", help="number of faults")
+    parser.add_argument("--kinds", nargs="+", choices=list(Kind), default=list(Kind), help="drawn from at random")
+    parser.add_argument("--seed", type=int, default=0, help="of kinds and moments")
     parser.add_argument(
         "--between-s",
         type=float,
         nargs=2,
         default=(1.0, 25.0),
         metavar=("MIN", "MAX"),
-        help="seconds from the start of training to the kill, drawn from this range",
+        help="seconds from the start of training, or the last fault, to the next; drawn from this range",
     )
     parser.add_argument(
         "--deadline-s",
         type=float,
         default=600.0,
         metavar="S",
-        help="seconds allowed for each start, and for the training after the last kill",
+        help="seconds allowed for each start, and for the training after the last fault",
     )
     parser.add_argument("config", metavar="CONFIG", help="hydra config name")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="hydra overrides")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -20,10 +21,13 @@ class Victim:
     Args:
         overrides: hydra's, the config name first.
         log: where the terminal's output goes; appended.
+        environment: variables beside this process's.
     """
 
-    def __init__(self, overrides: list[str], log: Path) -> None:
+    def __init__(self, overrides: list[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self._log = log
+        self.started = time.time()
+        """unix seconds"""
         self._start = log.stat().st_size if log.exists() else 0
         with log.open("a") as file:
             self._process = subprocess.Popen(
@@ -31,7 +35,9 @@ class Victim:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env={**os.environ, **(environment or {})},
             )
+        self.pid = self._process.pid
 
     @property
     def terminal(self) -> str:
@@ -44,6 +50,14 @@ class Victim:
     def exit_code(self) -> int | None:
         """None while it runs."""
         return self._process.poll()
+
+    @property
+    def last_words(self) -> str | None:
+        """The line with which it ended: its error, if it has one; None while it runs, or after its last step."""
+        if not self.exit_code:
+            return None
+        lines = [line for line in self.terminal.splitlines() if line.strip()]
+        return next((line for line in reversed(lines) if "training failed: " in line), lines[-1] if lines else "")
 
     def wait_for(self, text: str, deadline_s: float) -> None:
         """Return once it has printed ``text``, or has ended.
@@ -72,7 +86,7 @@ class Victim:
         """
         moment = time.time()
         # Those that are forked meanwhile are caught by the next pass.
-        while survivors := processes_of_session(self._process.pid):
+        while survivors := processes_of_session(self.pid):
             if time.time() - moment > _KILL_DEADLINE_S:
                 pids = ", ".join(str(process.pid) for process in survivors)
                 raise TimeoutError(f"processes {pids} outlive SIGKILL by {_KILL_DEADLINE_S:g} s; end them by hand")

@@ -1,0 +1,114 @@
+"""Real workers that stop answering: the driver's waits end in time, and the worker is replaced."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from recipe.partial_rollout.config.sections import Deadlines
+from recipe.partial_rollout.rollout.guard import Guard
+from recipe.partial_rollout.rollout.stop import StopSignals
+from recipe.partial_rollout.rollout.trainer_watch import TrainerWatch
+from recipe.partial_rollout.rollout.worker_pool import WorkerPool
+
+# Ray's workers cannot import a test module.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+INTERRUPT_S = 2.0
+
+
+class Worker:
+    async def serve(self):
+        await asyncio.sleep(1e6)
+
+    async def pid(self):
+        return os.getpid()
+
+    async def close_round(self):
+        return os.getpid()
+
+    async def hang(self, seconds):
+        """As a backtracking regular expression does: the event loop stands still."""
+        time.sleep(seconds)
+
+
+class Manager:
+    async def standing(self):
+        return None
+
+    async def note_decoding(self):
+        return None
+
+    async def release_worker(self, name):
+        return 3
+
+
+@pytest.fixture
+def guarded():
+    workers = [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(2)]
+    manager = ray.remote(Manager).options(num_cpus=0).remote()
+    deadlines, stop = Deadlines(interrupt_s=INTERRUPT_S, worker_start_s=30), StopSignals()
+
+    async def connect(i, name, worker):
+        await worker.pid.remote()
+
+    def spawn(i):
+        return ray.remote(Worker).options(num_cpus=0).remote()
+
+    async def no_tokens():
+        return {}
+
+    pool = WorkerPool(workers, spawn, connect, 1, deadlines, stop)
+    context = SimpleNamespace(
+        settings=SimpleNamespace(deadlines=deadlines),
+        stop=stop,
+        trainers=TrainerWatch([]),
+        control=SimpleNamespace(running_tokens=no_tokens),
+    )
+    asyncio.run(pool.start())
+    pids = ray.get([worker.pid.remote() for worker in workers], timeout=30)
+    yield workers, pids, pool, Guard(context, manager, pool, look_every_s=0.2)
+    for actor in [*workers, manager]:
+        ray.kill(actor)
+
+
+def stopped(worker, pid):
+    os.kill(pid, signal.SIGSTOP)
+
+
+def hanging(worker, pid):
+    worker.hang.remote(60)
+    time.sleep(0.2)
+
+
+@pytest.mark.parametrize("fault", [stopped, hanging])
+def test_question_to_a_worker_that_does_not_answer_ends_in_time_and_the_worker_is_replaced(guarded, fault):
+    workers, pids, pool, guard = guarded
+    fault(workers[1], pids[1])
+    began = time.monotonic()
+    answers = asyncio.run(guard.ask("close_round"))
+    assert answers == [pids[0]] and INTERRUPT_S <= time.monotonic() - began < INTERRUPT_S + 2
+    asyncio.run(guard.wait(asyncio.sleep(0.1), "the next wait"))
+    assert pool.restarted == 1
+    again = asyncio.run(guard.ask("close_round"))
+    assert again[0] == pids[0] and again[1] not in pids
+
+
+def test_worker_that_stops_while_the_batch_is_awaited_is_replaced(guarded):
+    workers, pids, pool, guard = guarded
+
+    async def batch():
+        await asyncio.sleep(1)
+        stopped(workers[0], pids[0])
+        while not pool.restarted:
+            await asyncio.sleep(0.1)
+        return "complete"
+
+    began = time.monotonic()
+    assert asyncio.run(guard.batch(batch)) == "complete"
+    assert time.monotonic() - began < 1 + INTERRUPT_S + 10

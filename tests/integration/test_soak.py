@@ -1,0 +1,175 @@
+"""Two thousand rounds over scripted engines: the memory of driver, manager and workers does not grow with them."""
+
+import itertools
+import os
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from verl.utils.ray_utils import auto_await
+
+from recipe.partial_rollout.config.choices import Mode, Placement
+from recipe.partial_rollout.config.sections import Deadlines, Scheduling
+from recipe.partial_rollout.manager.actor import ManagerActor
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.output_store import RayObjects
+from recipe.partial_rollout.manager.types import Prompt
+from recipe.partial_rollout.planner.engine_curve import EngineCurve
+from recipe.partial_rollout.records.ledger import Ledger
+from recipe.partial_rollout.records.run_settings import Arm, RunSettings
+from recipe.partial_rollout.records.run_trace import RunTrace
+from recipe.partial_rollout.rollout import rounds as rounds_module
+from recipe.partial_rollout.rollout import stream as stream_module
+from recipe.partial_rollout.rollout.guard import Guard
+from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
+from recipe.partial_rollout.rollout.round_book import RoundBook
+from recipe.partial_rollout.rollout.round_parts import RoundParts
+from recipe.partial_rollout.rollout.rounds import Rounds
+from recipe.partial_rollout.rollout.split_calls import SplitCalls
+from recipe.partial_rollout.rollout.stop import StopSignals
+from recipe.partial_rollout.rollout.stream import Stream
+from recipe.partial_rollout.rollout.trainer_watch import TrainerWatch
+from recipe.partial_rollout.rollout.worker_pool import WorkerPool
+from recipe.partial_rollout.tools.bench.scripted_engine import ScriptedWorker
+from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+
+# Ray's workers cannot import a test module.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ROUNDS = int(os.environ.get("PARTIAL_ROLLOUT_SOAK_ROUNDS", 2000))
+WARM_UP = ROUNDS // 10
+WORKERS, BATCH, N = 4, 2, 2
+MOST_KIB = 0.5
+"""memory that a round may leave behind in a process; the leak that this test is for left 50 in the driver"""
+
+
+class SoakWorker(ScriptedWorker):
+    def open_round(self):
+        for replica in self._scripted:
+            replica.start()
+        super().open_round()
+
+    def take_calls(self):
+        return []
+
+    def pid(self):
+        return os.getpid()
+
+
+class Control:
+    """A ``ServerControl`` of the workers' own replicas."""
+
+    restarted = 0
+
+    def __init__(self, pool_of):
+        self._pool_of = pool_of
+
+    async def interrupt(self):
+        await self._pool_of().ask("interrupt")
+
+    async def resume(self):
+        pass
+
+    async def running_tokens(self):
+        return {}
+
+    async def load(self):
+        return {}
+
+
+async def nothing(*_):
+    return {}
+
+
+class Soak:
+    """A driver's rollout in ``placement``, without engines and without a trainer."""
+
+    def __init__(self, directory, placement):
+        settings = SimpleNamespace(
+            deadlines=Deadlines(stall_s=60, interrupt_s=30),
+            batch_groups=BATCH,
+            group_filter=None,
+            separate=placement is Placement.SEPARATE,
+            failures=SimpleNamespace(max_masked_fraction=0.0),
+            dashboard=SimpleNamespace(progress_s=0),
+        )
+        lengths = np.random.default_rng(0)
+        rows = ({"lengths": lengths.geometric(1 / 15, N).tolist(), "index": i} for i in itertools.count())
+        prompts = (Prompt(f"0/{i}", 0, row) for i, row in enumerate(rows))
+        facts = RunSettings(Arm.PR, "soak", BATCH, N, WORKERS, 4, 4, "window", "bounded", "", "")
+        context = SimpleNamespace(
+            settings=settings,
+            control=Control(lambda: self.pool),
+            trace=RunTrace(directory, [], facts),
+            source=SimpleNamespace(left=1 << 30, take=lambda count: list(itertools.islice(prompts, count))),
+            ledger=Ledger(directory),
+            stop=StopSignals(),
+            trainers=TrainerWatch([]),
+            last_step=1 << 30,
+            full_concurrency=16,
+            engine_metrics=nothing,
+        )
+        store = RayObjects(30.0)
+        admission = Admission(Mode.WINDOW, BATCH, N, 1.0, 2 * BATCH, 2 * BATCH * N, max_staleness=4)
+        self.manager = ray.remote(ManagerActor).options(num_cpus=0).remote(admission, Scheduling(), 60.0, store=store)
+        curve = EngineCurve(step_s=0.0005, sample_s=0.0)
+        self.workers = [ray.remote(SoakWorker).options(num_cpus=0).remote(curve, 1, placement) for _ in range(WORKERS)]
+
+        async def connect(i, name, worker):
+            await worker.connect.remote(name, self.manager, 4, ReplicaChoice({}))
+
+        self.pool = WorkerPool(self.workers, None, connect, 0, settings.deadlines, context.stop)
+        guard = Guard(context, self.manager, self.pool)
+        others = SimpleNamespace(meet_new=nothing, reckon=nothing)
+        overlap = OverlapSteering(1.0, least=1.0, control=None)
+        book = RoundBook(context, SimpleNamespace(full_tokens_per_s=None), overlap)
+        parts = RoundParts(context, self.manager, store, self.pool, others, others, overlap, book, guard)
+        self.rollout = Stream(parts, SplitCalls(self.pool, guard)) if settings.separate else Rounds(parts)
+        auto_await(self.pool.start)()
+
+    def begin(self):
+        if isinstance(self.rollout, Stream):
+            self.rollout.begin()
+            self.sync(0)
+
+    def sync(self, version):
+        if isinstance(self.rollout, Stream):
+            auto_await(self.rollout.prepare_version)(version)
+            auto_await(self.rollout.next_version)(version)
+
+    def step(self, step):
+        groups = auto_await(self.rollout.play)(SimpleNamespace(meta_info={"global_steps": step}))
+        assert len(groups) == BATCH
+        auto_await(self.rollout.finish_round)()
+        self.rollout.take_step_metrics()
+        self.sync(step)
+
+    def processes(self):
+        pids = ray.get(
+            [self.manager.__ray_call__.remote(lambda _: os.getpid()), *[w.pid.remote() for w in self.workers]]
+        )
+        names = ["driver", "manager", *[f"worker {i}" for i in range(WORKERS)]]
+        return dict(zip(names, [psutil.Process(pid) for pid in [os.getpid(), *pids]], strict=True))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("placement", list(Placement))
+def test_memory_is_flat_over_two_thousand_rounds(placement, tmp_path, monkeypatch, capsys):
+    for module in (rounds_module, stream_module):
+        monkeypatch.setattr(module, "fill_slots", lambda context, groups, slots: groups)
+    soak = Soak(tmp_path, placement)
+    soak.begin()
+    processes, seen = soak.processes(), []
+    for step in range(1, ROUNDS + 1):
+        soak.step(step)
+        if step >= WARM_UP and step % 20 == 0:
+            seen.append((step, *[process.memory_info().rss / 1024 for process in processes.values()]))
+    steps, *memory = np.array(seen).T
+    slopes = {name: np.polyfit(steps, kib, 1)[0] for name, kib in zip(processes, memory, strict=True)}
+    with capsys.disabled():
+        print(f"\n{placement}, {ROUNDS} rounds, KiB a round:", {name: f"{slope:.2f}" for name, slope in slopes.items()})
+    assert max(slopes.values()) < MOST_KIB
