@@ -27,7 +27,8 @@ SEPARATE = "partial_rollout.placement=separate"
 
 @pytest.mark.nightly
 def test_killed_training_goes_on_from_its_checkpoint_and_loses_nothing(task, count_start, tmp_path):
-    arguments = ["--out", str(tmp_path), "--kills", "1", "--seed", "1", "--between-s", "6", "12", "quickstart_cpu"]
+    arguments = ["--out", str(tmp_path), "--faults", "1", "--kinds", "kill", "--seed", "1"]
+    arguments += ["--between-s", "6", "12", "--", "quickstart_cpu"]
     overrides = [f"quickstart.dir={task}", "partial_rollout.probe_s=0", "trainer.logger=[file]"]
     for _life in range(2):
         count_start()

@@ -76,7 +76,7 @@ def test_stopped_engine_ends_the_run_by_the_deadline_of_its_hold(start, wait_for
 
 def test_training_that_is_killed_twice_while_it_decodes_and_trains_loses_nothing(task, count_start, tmp_path):
     arguments = ["--out", str(tmp_path), "--faults", "2", "--kinds", "kill", "--seed", "3"]
-    arguments += ["--between-s", "2", "12", "quickstart_cpu"]
+    arguments += ["--between-s", "2", "12", "--", "quickstart_cpu"]
     overrides = [f"quickstart.dir={task}", "partial_rollout.probe_s=0", "trainer.logger=[file]"]
     for _life in range(3):
         count_start()

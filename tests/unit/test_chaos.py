@@ -1,4 +1,4 @@
-"""``tools chaos`` kills whole process trees, resumes, and accounts for what was decoded; nightly e2e has real trainings."""
+"""``tools chaos`` inflicts faults, resumes, and accounts for what was decoded; nightly e2e has real trainings."""
 
 import json
 import sys
@@ -14,6 +14,7 @@ from recipe.partial_rollout.records.run_trace import to_json
 from recipe.partial_rollout.records.trace_events import Begin
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.chaos import command, victim
+from recipe.partial_rollout.tools.chaos.faults import Kind, Outcome, step_ends
 from recipe.partial_rollout.tools.chaos.survival import survival
 
 TRAINING = """#!{python}
@@ -39,12 +40,13 @@ def test_kill_ends_every_process_that_the_training_started(tmp_path, monkeypatch
 
 
 class Life:
-    """Stands in for ``Victim``: one process of a training that outlives its kill's delay, or ends with ``code``."""
+    """Stands in for ``Victim``: a training that outlives its fault's delay, or ends with ``code``."""
 
     lives, codes = (), ()
+    last_words = "its last words"
 
-    def __init__(self, overrides, log):
-        self.overrides, self.exit_code = overrides, None
+    def __init__(self, overrides, log, environment):
+        self.overrides, self.exit_code, self.started = overrides, None, 0.0
         self.ends = Life.codes[len(Life.lives)]
         Life.lives += (self,)
 
@@ -56,6 +58,7 @@ class Life:
         return self.ends
 
     def kill(self):
+        self.exit_code = -9 if self.exit_code is None else self.exit_code
         return 100.0 + len(Life.lives)
 
 
@@ -72,7 +75,7 @@ def chaos(tmp_path, monkeypatch):
         monkeypatch.setattr(command, "audit", lambda run_dir: (found, None))
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "trace.jsonl").write_text("")
-        code = command.main(["--out", str(tmp_path), "--kills", "2", "quickstart_cpu", "a=1"])
+        code = command.main(["--out", str(tmp_path), "--faults", "2", "--kinds", "kill", "--", "quickstart_cpu", "a=1"])
         report = tmp_path / "chaos.json"
         return code, Life.lives, json.loads(report.read_text()) if report.exists() else None
 
@@ -81,7 +84,9 @@ def chaos(tmp_path, monkeypatch):
 
 def test_every_life_resumes_the_same_run_and_the_last_one_ends_by_itself(chaos, tmp_path):
     code, lives, report = chaos((None, None, 0))
-    assert code == 0 and report["kills"] == 2 and report["violations"] == []
+    assert (
+        code == 0 and [fault["kind"] for fault in report["faults"]] == ["kill", "kill"] and report["violations"] == []
+    )
     assert len({tuple(life.overrides) for life in lives}) == 1
     assert {f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.resume_mode=auto", "trainer.save_freq=1"} < {
         *lives[0].overrides
@@ -89,7 +94,11 @@ def test_every_life_resumes_the_same_run_and_the_last_one_ends_by_itself(chaos, 
 
 
 def test_life_that_ends_before_its_kill_is_no_kill(chaos):
-    assert chaos((None, 0, 0))[2]["kills"] == 1
+    assert len(chaos((None, 0, 0))[2]["faults"]) == 1
+
+
+def test_training_that_ends_with_an_error_before_its_fault_is_an_error(chaos):
+    assert chaos((None, 1))[0] == 1
 
 
 def test_loss_is_an_error(chaos):
@@ -123,3 +132,24 @@ def test_survival_estimates_the_round_that_a_kill_cut_off_and_counts_a_step_once
     found = survival(tmp_path, [45.0])
     assert (found.logged, found.estimated, found.trained) == (300, 50.0, 170)
     assert found.share == pytest.approx(170 / 350)
+
+
+@pytest.mark.parametrize(
+    ("ended", "silent_s", "wrong"),
+    [
+        (None, 20.0, None),
+        ("training failed: worker w0 ...", 5.0, None),
+        (None, 41.0, "stop: nothing for 41 s, where 40 s are allowed"),
+        ("Segmentation fault", 5.0, "stop: the training ended without a cause"),
+    ],
+)
+def test_fault_is_survived_in_time_or_ends_the_training_with_its_cause(ended, silent_s, wrong):
+    assert Outcome(Kind.STOP, 0.0, ended, silent_s, allowed_s=40.0).violation == wrong
+
+
+def test_steps_of_a_live_trace_are_its_weight_syncs_since_the_life_began(tmp_path):
+    sync = '{"event": "phase", "name": "sync", "step": 1, "start": 1.0, "end": 2.5}'
+    (tmp_path / "trace.jsonl").write_text(
+        "\n".join([sync, '{"event": "begin"}', sync.replace("2.5", "7.5"), sync[:40]])
+    )
+    assert step_ends(tmp_path, since=3.0) == [7.5]
