@@ -40,7 +40,6 @@ SMALL = (
         (
             "partial_rollout.mode=window",
             "partial_rollout.scheduling.policy=in_order",
-            "partial_rollout.ramp_rounds=2",
             "partial_rollout.overlap=auto",
         ),
     ],

@@ -152,7 +152,6 @@ def tools(module_train, tmp_path_factory):
             "data.train_max_samples=16",
             "partial_rollout.max_staleness=3",
             "partial_rollout.scheduling.policy=in_order",
-            "partial_rollout.ramp_rounds=2",
             "partial_rollout.overlap=auto",
             "+actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=200",
             "partial_rollout.reward_in_worker=False",

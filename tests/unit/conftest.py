@@ -73,7 +73,6 @@ def build_manager(
     workers=1,
     capacity=64,
     failures=None,
-    ramp=0,
     group_filter=None,
     train_groups=None,
 ):
@@ -85,7 +84,6 @@ def build_manager(
         over_sampling_batch_size=over_sampling or 2 * batch,
         in_flight_samples=in_flight or batch * n,
         max_staleness=max_staleness,
-        ramp_rounds=ramp,
         train_groups=train_groups,
     )
     clock = itertools.count()

@@ -169,7 +169,6 @@ class ManagerLife(RuleBasedStateMachine):
         extra=st.integers(0, 3),
         on_error=st.sampled_from([OnSampleError.RETRY, OnSampleError.MASK]),
         retries=st.integers(0, 2),
-        ramp=st.integers(0, 3),
         every=st.integers(0, 3),
         more=st.integers(0, 12),
         limited=st.booleans(),
@@ -188,7 +187,6 @@ class ManagerLife(RuleBasedStateMachine):
         extra,
         on_error,
         retries,
-        ramp,
         every,
         more,
         limited,
@@ -205,9 +203,7 @@ class ManagerLife(RuleBasedStateMachine):
             self.filter = GroupFilter("reward", gen_batches)
             self.most_filtered = (gen_batches - 1) * batch if gen_batches else self.supply
         limit = self.total if every and limited else None
-        admission = Admission(
-            mode, batch, n, overlap, batch + extra, (batch + extra) * n, self.max_staleness, ramp, limit
-        )
+        admission = Admission(mode, batch, n, overlap, batch + extra, (batch + extra) * n, self.max_staleness, limit)
         self.failures = FailurePolicy(on_error, retries)
         self.build = lambda: PromptsManager(admission, self.scheduling, lambda: 0.0, self.failures, self.filter)
         self.manager = self.build()

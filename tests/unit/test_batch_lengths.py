@@ -59,5 +59,5 @@ def test_warning_says_what_to_do_and_steps_without_the_metric_are_passed_over():
     watch = BatchLengths()
     assert watch.observe({}, 1) is None
     *_, warning = [watch.observe({VARIATION: 1.72}, step) for step in range(10, 15)]
-    for words in ("at step 14", "1.7 times", "partial_rollout.scheduling.overtake", "ramp_rounds"):
+    for words in ("at step 14", "1.7 times", "partial_rollout.scheduling.overtake"):
         assert words in warning

@@ -213,10 +213,6 @@ def test_mistake_is_refused_in_one_line(configure, override, message):
             "partial_rollout.overlap_auto.notch=0: a number above 0",
         ),
         (
-            ("partial_rollout.mode=ssim", "partial_rollout.ramp_rounds=3"),
-            "partial_rollout.ramp_rounds=3: 0 in mode ssim",
-        ),
-        (
             ("partial_rollout.resume_kv=keep", "actor_rollout_ref.rollout.free_cache_engine=True"),
             "resume_kv=keep: recompute with actor_rollout_ref.rollout.free_cache_engine=True: an engine that sleeps",
         ),

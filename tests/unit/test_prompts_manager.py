@@ -313,18 +313,6 @@ def test_window_follows_the_overlap_that_is_set_between_rounds(manager):
         m.set_overlap(4.5)
 
 
-@pytest.mark.parametrize(
-    ("mode", "admitted"), [(Mode.WINDOW, [5, 6, 8, 8]), (Mode.APRIL, [5, 6, 8, 8])], ids=["window", "april"]
-)
-def test_spare_groups_grow_over_the_first_rounds(manager, mode, admitted):
-    windows = []
-    for version in range(4):
-        m = manager(batch=4, n=1, overlap=1.0, mode=mode, ramp=2)
-        m.advance_version(version)
-        windows.append(m.open_round())
-    assert windows == admitted
-
-
 def test_overdue_group_runs_first_under_the_published_key(manager, output):
     m = manager(batch=1, n=2, overlap=1.0, max_staleness=1, policy=SchedulingPolicy.SEED, capacity=64)
     m.open_round()

@@ -90,12 +90,6 @@ class PartialRolloutConfig:
         word=AUTO,
     )
     overlap_auto: OverlapAuto = section(OverlapAuto)
-    ramp_rounds: int = key(
-        0,
-        "First rounds over which the spare groups grow to their number (window, april). Without it the first batches are "
-        "mostly short responses.",
-        at_least=0,
-    )
     drain: bool = key(
         True,
         "What to do with in-flight prompts when `trainer.total_training_steps` ends training before the data runs out. "
@@ -276,8 +270,6 @@ class PartialRolloutConfig:
             )
         if self.on_drift is OnDrift.SHRINK and self.mode is not Mode.WINDOW:
             raise fail(f"{ROOT}.on_drift", self.on_drift, f"warn in mode {self.mode}, which has no overlap")
-        if self.mode is Mode.SSIM and self.ramp_rounds:
-            raise fail(f"{ROOT}.ramp_rounds", self.ramp_rounds, "0 in mode ssim, which refills in mid-round")
         if self.mode is not Mode.WINDOW and self.max_staleness < 1:
             raise fail(f"{ROOT}.max_staleness", self.max_staleness, f"at least 1 in mode {self.mode}")
 

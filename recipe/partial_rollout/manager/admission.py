@@ -64,15 +64,15 @@ class Admission:
 
     >>> window = Admission(Mode.WINDOW, 4, 8, 0.5, 8, 32, max_staleness=2)
     >>> five, six = (Load(groups, unfinished_groups=3, unfinished_samples=20) for groups in (5, 6))
-    >>> window.allows(five, round_start=True, version=0), window.allows(six, round_start=True, version=0)
+    >>> window.allows(five, round_start=True), window.allows(six, round_start=True)
     (True, False)
-    >>> window.allows(five, round_start=False, version=0)
+    >>> window.allows(five, round_start=False)
     False
 
     Mode ``ssim`` counts samples, and refills throughout the round: 20 + 8 fit into 32.
 
     >>> ssim = Admission(Mode.SSIM, 4, 8, 0.5, 8, in_flight_samples=32, max_staleness=2)
-    >>> ssim.allows(five, round_start=False, version=0)
+    >>> ssim.allows(five, round_start=False)
     True
     """
 
@@ -87,8 +87,6 @@ class Admission:
     in_flight_samples: int
     """budget of unfinished samples (ssim)"""
     max_staleness: int
-    ramp_rounds: int = 0
-    """number of rounds over which the spare groups grow to their full number (window, april)"""
     train_groups: int | None = None
     """groups that the whole training trains; with dynamic sampling no more are kept. None: as many as are offered"""
 
@@ -103,7 +101,6 @@ class Admission:
             over_sampling_batch_size=settings.over_sampling_batch_size,
             in_flight_samples=settings.in_flight_samples,
             max_staleness=settings.max_staleness,
-            ramp_rounds=settings.ramp_rounds,
         )
 
     @property
@@ -111,19 +108,13 @@ class Admission:
         # A sum of notches can fall short of a whole number by a rounding error.
         return math.floor((1 + self.overlap) * self.batch_groups + 1e-6)
 
-    def _ramped(self, groups: int, version: int) -> int:
-        """``groups``, less the spare ones that the ramp still withholds at the start of round ``version``."""
-        if version >= self.ramp_rounds:
-            return groups
-        return self.batch_groups + (groups - self.batch_groups) * (version + 1) // (self.ramp_rounds + 1)
-
     @property
     def ceiling(self) -> int:
         """Most groups, unfinished or ready, that can all be trained before they are older than ``max_staleness``."""
         return (1 + self.max_staleness) * self.batch_groups
 
-    def allows(self, load: Load, *, round_start: bool, version: int) -> bool:
-        """Whether one more group may start under ``load``, at the start of round ``version`` (from 0) or during it."""
+    def allows(self, load: Load, *, round_start: bool) -> bool:
+        """Whether one more group may start under ``load``, at the start of a round or during it."""
         if load.groups >= self.ceiling or (self.train_groups is not None and load.kept >= self.train_groups):
             return False
         if self.mode is Mode.SSIM:
@@ -136,8 +127,8 @@ class Admission:
         if not round_start:
             return False
         if self.mode is Mode.APRIL:
-            return load.unfinished_groups < self._ramped(self.over_sampling_batch_size, version)
-        return load.groups < self._ramped(self.window, version)
+            return load.unfinished_groups < self.over_sampling_batch_size
+        return load.groups < self.window
 
     def most_per_round(self) -> int:
         """Upper bound of the prompts that one round can admit."""

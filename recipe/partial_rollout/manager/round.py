@@ -183,7 +183,7 @@ class Round:
     def admit(self, *, round_start: bool = False) -> int:
         """Move prompts from the reserve into flight as far as the mode allows; returns how many."""
         state, admitted = self._state, 0
-        while state.reserve and self.admission.allows(self._load(), round_start=round_start, version=state.version):
+        while state.reserve and self.admission.allows(self._load(), round_start=round_start):
             self._samples.enter(state.groups.enter(state.reserve.pop(), self.admission.samples_per_group))
             self._to_replace = max(0, self._to_replace - 1)
             admitted += 1

@@ -109,7 +109,7 @@ def warmup_rounds(overlap: float) -> int:
 
 def baseline(admission: Admission) -> Admission:
     """noPR with the sizes of ``admission``: every round waits for its slowest sample."""
-    return replace(admission, overlap=0.0, max_staleness=0, ramp_rounds=0)
+    return replace(admission, overlap=0.0, max_staleness=0)
 
 
 def smallest_worthwhile(speeds: Sequence[tuple[float, float]], min_gain: float) -> float:

@@ -167,7 +167,7 @@ class OverlapControl:
         return OverlapDecision(now, up, down, f"the last notch gains {down:.1%}, a notch more {up:.1%}")
 
     def _speed(self, overlap: float, cluster: Cluster, lengths: LengthTrace, warmup: int) -> float:
-        admission = replace(self._admission, overlap=overlap, ramp_rounds=0)
+        admission = replace(self._admission, overlap=overlap)
         rounds = min(32, max(8, _GROUPS // admission.batch_groups))
         made = forecast(admission, self._scheduling, cluster, lengths, rounds=rounds, warmup=warmup)
         return made.trained_tokens_per_s

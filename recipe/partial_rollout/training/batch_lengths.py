@@ -31,5 +31,5 @@ class BatchLengths:
         return (
             f"warning: at step {step} the last batches differ in length {data[VARIATION]:.1f} times as much as chance "
             f"would have it ({VARIATION}, above {_LIMIT} for {_STEPS} steps): some are of short groups, some of long ones. "
-            f"Set partial_rollout.scheduling.overtake, or ramp_rounds if these are the first steps"
+            f"Set partial_rollout.scheduling.overtake"
         )

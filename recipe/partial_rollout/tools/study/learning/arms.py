@@ -53,7 +53,6 @@ _CHANGES = {
     "uncorrected": ("correction=none", "partial_rollout.correction=none"),
     "update": ("proximal=update", "partial_rollout.proximal=update"),
     "recompute": ("resume_kv=recompute", "partial_rollout.resume_kv=recompute"),
-    "ramp": ("ramp_rounds=8", "partial_rollout.ramp_rounds=8"),
     "shrink": ("on_drift=shrink", "partial_rollout.on_drift=shrink"),
     "drain": ("drained", "partial_rollout.drain=True"),
     "seq_mean": ("seq-mean-token-mean", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"),
