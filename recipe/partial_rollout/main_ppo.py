@@ -58,7 +58,6 @@ def wire(config: DictConfig) -> None:
             **(rollout.get("custom") or {}),
             "resume_kv": ours.resume_kv,
             "kv_headroom": ours.kv_headroom,
-            "hold": ours.hold,
         }
         # When KV blocks run out, the engine preempts the newest samples and spares those that are about to grow too stale.
         rollout.scheduling_policy = "priority"

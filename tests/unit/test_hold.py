@@ -113,16 +113,6 @@ def test_hold_drops_the_blocks_unless_they_are_kept_and_the_sync_within_it_drops
     assert "encodings dropped" in after, "without a hold it is verl's again"
 
 
-def test_vllm_is_asked_to_let_requests_end_only_where_the_user_wants_it():
-    async def run(**custom):
-        held = server(engine := Engine("r-internal"))
-        held.config.custom.update(custom)
-        await held.hold()
-        return engine.modes
-
-    assert asyncio.run(run()) == ["keep"] and asyncio.run(run(hold="wait")) == ["wait"]
-
-
 @pytest.mark.parametrize("requests", [1, 3, 16])
 @pytest.mark.parametrize("in_flight", [0, 1, 2])
 def test_tokens_in_flight_at_the_hold_are_the_old_weights(requests, in_flight):

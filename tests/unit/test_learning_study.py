@@ -108,9 +108,8 @@ def test_eta_is_window_and_bound_of_separate_placement(composed_config):
         assert ours.correction == ("none" if arm.name.endswith("_uncorrected") else "decoupled"), arm.name
         check_placement(config, PartialRolloutConfig.from_config(config))
         assert ours.trust_region == ("mask" if arm.name.endswith("_mask") else "none"), arm.name
-        assert ours.hold == ("wait" if arm.name.endswith("_wait") else "keep"), arm.name
-        etas.add((int(ours.overlap), ours.correction, ours.trust_region, ours.hold))
-    assert len(etas) == len(ETA_ARMS) == 20 and {eta for eta, *_ in etas} == {0, 1, 2, 4, 8}
+        etas.add((int(ours.overlap), ours.correction, ours.trust_region))
+    assert len(etas) == len(ETA_ARMS) == 15 and {eta for eta, *_ in etas} == {0, 1, 2, 4, 8}
 
 
 def test_final_reward_is_the_mean_of_the_last_three_validations():

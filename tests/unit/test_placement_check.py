@@ -133,14 +133,6 @@ def test_shared_devices_take_weights_directly(placed):
     assert engine_devices(config) == 0
 
 
-def test_hold_means_nothing_where_rounds_are_interrupted(placed):
-    config = placed("partial_rollout.placement=colocated", f"{BACKEND}=naive", "partial_rollout.hold=wait")
-    with pytest.raises(
-        ConfigError, match=r"^partial_rollout\.hold=wait: keep with partial_rollout\.placement=colocated"
-    ):
-        check(config)
-
-
 def test_more_devices_than_ray_has_are_refused(placed):
     config = placed(*ONE_NODE, f"{ROLLOUT}.n_gpus_per_node=3", "trainer.n_gpus_per_node=2")
     check_devices_of_ray(config, available=5)

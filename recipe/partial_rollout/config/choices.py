@@ -81,17 +81,6 @@ class ResumeKV(Choice):
     )
 
 
-class Hold(Choice):
-    """``partial_rollout.hold``."""
-
-    KEEP = "keep", "between two tokens; the same requests go on under the new weights"
-    WAIT = (
-        "wait",
-        "once every running request has ended, as without AReaL's interruption: for comparisons. `deadlines.interrupt_s` "
-        "must allow for the longest response",
-    )
-
-
 class Correction(Choice):
     """``partial_rollout.correction``."""
 

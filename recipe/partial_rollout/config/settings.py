@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.choices import (
     Correction,
-    Hold,
     Mode,
     OnDrift,
     Placement,
@@ -151,7 +150,6 @@ class PartialRolloutConfig:
         "([docs/learning.md](../../docs/learning.md#when-it-goes-wrong)).",
     )
     resume_kv: ResumeKV = key(ResumeKV.RECOMPUTE, "How an interrupted sample gets its keys and values back.")
-    hold: Hold = key(Hold.KEEP, "When an engine stops for new weights in separate placement.")
     kv_headroom: float = key(
         0.05,
         "Share of a replica's KV blocks that must be free for one more sample to start there (vLLM's `watermark`); "

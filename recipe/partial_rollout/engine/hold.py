@@ -18,23 +18,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from recipe.partial_rollout.config.choices import Hold
 
-
-async def freeze(engine: Any, *, clear_kv: bool, mode: Hold = Hold.KEEP) -> None:
+async def freeze(engine: Any, *, clear_kv: bool) -> None:
     """Hold ``engine``; returns when its output processor has every token made so far. Holding it twice is the same as once.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
         clear_kv: empty the KV cache, those of running requests and of connectors too.
-        mode: ``Hold.WAIT`` first lets every running request end; those that arrive meanwhile wait.
 
     Raises:
         EngineDeadError: the engine has died.
         RuntimeError: vLLM could not empty the cache, because a KV transfer is under way.
     """
     # All that ``pause_generation`` does beyond this is to sleep for 20 ms, so that outputs may be processed meanwhile.
-    await engine.engine_core.pause_scheduler_async(mode=str(mode), clear_cache=False)
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
     await _all_processed(engine)
     if clear_kv:
         await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)

@@ -22,7 +22,7 @@ import ray
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from recipe.partial_rollout.config.choices import Hold, ResumeKV
+from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.engine.admitting_engine import AdmittingEngine
 from recipe.partial_rollout.engine.hold import freeze, tokens_made
 from recipe.partial_rollout.engine.kept_kv import SaltedEngine
@@ -107,8 +107,6 @@ class RecipeVLLMServer(vLLMHttpServer):
     async def hold(self) -> None:
         """Freeze all requests in the engine until ``resume_generation``; notes the version that made their tokens.
 
-        With ``partial_rollout.hold=wait`` those that run end first.
-
         Returns when the engine is idle. It drops what depends on the weights, but with ``resume_kv=keep`` the blocks stay.
 
         Raises:
@@ -117,8 +115,7 @@ class RecipeVLLMServer(vLLMHttpServer):
         if self.node_rank != 0:
             return
         self._held = True
-        mode = Hold((self.config.custom or {}).get("hold", Hold.KEEP))
-        await freeze(self.engine, clear_kv=not self._keeps_kv, mode=mode)
+        await freeze(self.engine, clear_kv=not self._keeps_kv)
         self._marks.note(tokens_made(self.engine), self.global_steps)
 
     async def resume_engine_generation(self) -> None:

@@ -8,7 +8,7 @@ from math import prod
 from omegaconf import DictConfig
 from verl.trainer.ppo.utils import need_critic
 
-from recipe.partial_rollout.config.choices import Hold, Placement
+from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.devices import engine_devices, pinned_cores, trainer_devices
 from recipe.partial_rollout.config.errors import fail
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
@@ -30,12 +30,6 @@ def check_placement(config: DictConfig, settings: PartialRolloutConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     backend = rollout.checkpoint_engine.backend
     if settings.placement is not Placement.SEPARATE:
-        if settings.hold is not Hold.KEEP:
-            raise fail(
-                "partial_rollout.hold",
-                settings.hold,
-                "keep with partial_rollout.placement=colocated: a round is interrupted before the weights change",
-            )
         if backend != "naive":
             raise fail(
                 _BACKEND,

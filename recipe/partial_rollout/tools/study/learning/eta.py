@@ -35,12 +35,6 @@ def _masked(arm: Arm) -> Arm:
     return replace(arm, name=f"{arm.name}_mask", caption=f"{arm.caption}, trust region mask", overrides=overrides)
 
 
-def _waiting(arm: Arm) -> Arm:
-    overrides = (*arm.overrides, "partial_rollout.hold=wait")
-    return replace(arm, name=f"{arm.name}_wait", caption=f"{arm.caption}, no interruption", overrides=overrides)
-
-
 _DECOUPLED = tuple(_decoupled(eta) for eta in _ETAS)
-ETA_ARMS = (*_DECOUPLED, *map(_uncorrected, _DECOUPLED), *map(_masked, _DECOUPLED), *map(_waiting, _DECOUPLED))
-"""AReaL's loss, no correction, AReaL's loss with the recipe's mask, AReaL's loss where new weights wait until running
-requests have ended; at eta 0 all are the same, with noPR's samples"""
+ETA_ARMS = (*_DECOUPLED, *map(_uncorrected, _DECOUPLED), *map(_masked, _DECOUPLED))
+"""AReaL's loss, no correction, AReaL's loss with the recipe's mask; at eta 0 all are the same, with noPR's samples"""
