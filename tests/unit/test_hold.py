@@ -29,7 +29,7 @@ class Engine:
         self.engine_core = SimpleNamespace(
             outputs_queue=asyncio.Queue(), pause_scheduler_async=self.pause, engine_ranks_managed=[0]
         )
-        self.in_flight, self.did, self.aborts, self.modes = in_flight, [], 0, []
+        self.in_flight, self.did, self.aborts = in_flight, [], 0
         self.errored, self.dead_error, self.dies = False, EngineDeadError(), False
         self.output_handler = asyncio.ensure_future(self.handle())
 
@@ -50,7 +50,7 @@ class Engine:
 
     async def pause(self, *, mode, clear_cache):
         assert mode in ("keep", "wait") and type(mode) is str and not clear_cache
-        self.modes.append(mode)
+        assert mode == "keep"
         self.did.append("paused")
         for _ in range(self.in_flight):
             self.step()
