@@ -49,8 +49,7 @@ class Engine:
         self.engine_core.outputs_queue.put_nowait(EngineCoreOutputs(outputs=names))
 
     async def pause(self, *, mode, clear_cache):
-        assert mode in ("keep", "wait") and type(mode) is str and not clear_cache
-        assert mode == "keep"
+        assert mode == "keep" and not clear_cache
         self.did.append("paused")
         for _ in range(self.in_flight):
             self.step()
