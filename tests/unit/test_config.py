@@ -62,6 +62,8 @@ def test_quickstart_config_passes(configure):
 def test_slots_are_seats_at_most_unless_they_are_given(configure):
     free = check_config(configure("actor_rollout_ref.rollout.max_num_seqs=32"))
     given = check_config(configure("partial_rollout.slots_per_replica=48"))
+    check_config(configure("partial_rollout.slots_per_replica=984"))
+    check_config(configure("actor_rollout_ref.rollout.max_num_seqs=2048"))
     assert (free.slots_per_replica, free.slots_given) == (32, False)
     assert (given.slots_per_replica, given.slots_given) == (48, True)
 
@@ -94,6 +96,8 @@ def test_slots_are_seats_at_most_unless_they_are_given(configure):
         ("partial_rollout.kv_headroom=1", "partial_rollout.kv_headroom=1.0: less than 1"),
         ("partial_rollout.overlap=many", "partial_rollout.overlap=many: a number of at least 0, or auto"),
         ("partial_rollout.overlap=9", "partial_rollout.overlap=9.0: at most partial_rollout.max_staleness=8"),
+        # verl's server takes 1,000 calls at once, and needs some for control: an interruption must not queue.
+        ("partial_rollout.slots_per_replica=985", "partial_rollout.slots_per_replica=985: at most 984"),
         ("partial_rollout.over_sampling_batch_size=3", "over_sampling_batch_size=3: at least data.train_batch_size=4"),
         ("partial_rollout.deadlines.stall_s=0", "partial_rollout.deadlines.stall_s=0: seconds above 0"),
         ("actor_rollout_ref.model.path=/nowhere/model", "model.path=/nowhere/model: a local model directory"),

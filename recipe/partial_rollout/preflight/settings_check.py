@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
 
 from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.config.devices import trainer_devices
@@ -53,6 +55,7 @@ def check_settings(config: DictConfig) -> PartialRolloutConfig:
     _check_overlong(config)
     if settings.enable:
         _check_partial_rollout(config)
+        _check_slots(config, settings)
         check_placement(config, settings)
         check_correction(config, settings)
     return settings
@@ -186,6 +189,20 @@ def _check_partial_rollout(config: DictConfig) -> None:
         )
     if config.algorithm.adv_estimator == "remax":
         raise fail("algorithm.adv_estimator", "remax", "any other: its greedy baseline needs the synchronous rollout")
+
+
+def _check_slots(config: DictConfig, settings: PartialRolloutConfig) -> None:
+    """Leave the server's actor calls for its control: an interruption that queues behind samples comes when they end."""
+    server: Any = RolloutReplica.max_concurrency
+    calls = server.fget(SimpleNamespace(config=config.actor_rollout_ref.rollout))
+    most = calls - CONTROL_METHOD_CONCURRENCY
+    if settings.slots_per_replica > most:
+        raise fail(
+            "partial_rollout.slots_per_replica",
+            settings.slots_per_replica,
+            f"at most {most}: verl's server takes {calls} calls at once, {CONTROL_METHOD_CONCURRENCY} of them for control "
+            f"(more with a larger actor_rollout_ref.rollout.max_num_seqs)",
+        )
 
 
 # verl's key, and why partial rollout cannot honour it.
