@@ -377,7 +377,7 @@ CONTRACT = (
         has="zmq_context",
         calls={"_init_socket": ""},
     ),
-    Uses("verl.utils.device", "like_length_batches", calls={"get_device_name": ""}),
+    Uses("verl.utils.device", "like_length_batches memory", calls={"get_device_name": "", "is_support_ipc": ""}),
     Uses(
         "verl.utils.tracking:Tracking",
         "tracking_observer",

@@ -15,6 +15,7 @@ from recipe.partial_rollout.config.errors import fail
 from recipe.partial_rollout.config.settings import OVERLONG, PartialRolloutConfig, check_keys
 from recipe.partial_rollout.preflight.checkpoints import check_checkpoints
 from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs
+from recipe.partial_rollout.preflight.memory import size_bucket
 from recipe.partial_rollout.preflight.placement_check import check_placement
 from recipe.partial_rollout.training.correction_check import check_correction
 
@@ -34,12 +35,13 @@ _GROUPED = (
 def check_config(config: DictConfig) -> PartialRolloutConfig:
     """Raise ``ConfigError`` for the first mistake in settings, inputs or vocabulary; returns the checked settings.
 
-    Flags in ``config`` become bools.
+    Flags in ``config`` become bools, and a bucket of the weight sync that is null gets its size.
     """
     settings = check_settings(config)
     for error in missing_inputs(config):
         raise error
     check_vocabulary(config)
+    size_bucket(config)
     return settings
 
 
