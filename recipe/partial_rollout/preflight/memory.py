@@ -65,8 +65,8 @@ class DeviceMemory:
 def size_bucket(config: DictConfig) -> None:
     """Where ``BUCKET`` is null, set it in place to hold the model's largest tensor; check a number that the user gave.
 
-    On the way into an engine verl packs tensors into a bucket. Where processes share no device memory (a CPU, some NPUs) each
-    must fit; with IPC verl sends a larger one by itself.
+    On the way into an engine verl packs tensors into a bucket. Where processes share no device memory (a CPU, some NPUs)
+    each must fit; with IPC verl sends a larger one by itself.
 
     Raises:
         ConfigError: the number is too small, or there is no model to read.

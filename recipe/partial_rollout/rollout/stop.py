@@ -21,8 +21,8 @@ _LOOK_EVERY_S = 0.2
 
 
 _SAME_ORDER_S = 5.0
-"""seconds in which a further SIGTERM repeats the first signal: a scheduler may signal the trainer and its batch script, which
-passes the signal on. A key is pressed on purpose, so Ctrl-C always counts"""
+"""seconds in which a further SIGTERM repeats the first signal: a scheduler may signal the trainer and its batch script,
+which passes the signal on. A key is pressed on purpose, so Ctrl-C always counts"""
 
 _GRACE_S = 10.0
 """seconds that an agent-loop worker has to answer once a signal has come; Kubernetes kills 30 s after its own"""
