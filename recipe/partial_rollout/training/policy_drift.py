@@ -1,4 +1,4 @@
-"""Early warnings of training collapse: a loss that is no number; a policy that moves away from the one that made its samples."""
+"""Early warnings of collapse: a loss that is no number; a policy that moves away from the one that made its samples."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def not_finite(data: Mapping[str, Any], step: int) -> str | None:
     if not broken:
         return None
     return (
-        f"warning: at step {step} not finite: {', '.join(broken)}. FSDP skips an update whose gradient is not finite; others "
-        "spoil the weights. Look at the rewards and log-probs of its batch, and resume from an earlier checkpoint if it recurs"
+        f"warning: at step {step} not finite: {', '.join(broken)}. FSDP skips an update without a finite gradient; others "
+        f"spoil the weights. Look at the rewards and log-probs of its batch; if it recurs, resume an earlier checkpoint"
     )
 
 
