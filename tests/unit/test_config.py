@@ -1,6 +1,8 @@
 """A user's mistake ends before Ray starts, in one line: key, value, what is allowed."""
 
 import json
+import re
+import shutil
 import sys
 
 import pytest
@@ -62,8 +64,56 @@ def test_quickstart_config_passes(configure):
 def test_slots_are_seats_at_most_unless_they_are_given(configure):
     free = check_config(configure("actor_rollout_ref.rollout.max_num_seqs=32"))
     given = check_config(configure("partial_rollout.slots_per_replica=48"))
+    check_config(configure("partial_rollout.slots_per_replica=984"))
+    check_config(configure("actor_rollout_ref.rollout.max_num_seqs=2048"))
     assert (free.slots_per_replica, free.slots_given) == (32, False)
     assert (given.slots_per_replica, given.slots_given) == (48, True)
+
+
+BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+
+
+@pytest.fixture
+def with_model(task, tmp_path, configure):
+    """``with_model(sizes, *overrides)``: the config with a model of ``sizes``, as its ``config.json`` has them."""
+
+    def build(sizes, *overrides):
+        shutil.copytree(task, tmp_path, dirs_exist_ok=True)
+        (tmp_path / "config.json").write_text(json.dumps(sizes))
+        model = (f"actor_rollout_ref.model.path={tmp_path}", "partial_rollout.padded_vocabulary=True")
+        return configure(*model, *overrides)
+
+    return build
+
+
+SMOLLM2 = {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides", "megabytes"),
+    [
+        (SMOLLM2, (), 108),
+        (SMOLLM2, ("partial_rollout.enable=False",), 108),
+        (SMOLLM2, ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",), 64),
+        ({"vocab_size": 10, "hidden_size": 4096, "intermediate_size": 14336}, (), 224),
+        ({"vocab_size": 10, "text_config": SMOLLM2}, (), 108),
+        ({"vocab_size": 10}, (), 2048),
+        (SMOLLM2, (f"{BUCKET}=300",), 300),
+    ],
+)
+def test_bucket_of_the_weight_sync_holds_the_models_largest_tensor(with_model, sizes, overrides, megabytes):
+    config = with_model(sizes, *overrides)
+    check_config(config)
+    assert OmegaConf.select(config, BUCKET) == megabytes
+
+
+def test_bucket_that_is_too_small_is_refused_where_a_tensor_must_fit_it(with_model, monkeypatch):
+    config = with_model(SMOLLM2, f"{BUCKET}=107")
+    with pytest.raises(ConfigError, match=rf"^{re.escape(BUCKET)}=107: at least 108, or null: [^\n]*$"):
+        check_config(config)
+    # With IPC, as on a GPU, verl sends a larger tensor by itself.
+    monkeypatch.setattr("verl.utils.device.is_support_ipc", lambda: True)
+    check_config(config)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +144,8 @@ def test_slots_are_seats_at_most_unless_they_are_given(configure):
         ("partial_rollout.kv_headroom=1", "partial_rollout.kv_headroom=1.0: less than 1"),
         ("partial_rollout.overlap=many", "partial_rollout.overlap=many: a number of at least 0, or auto"),
         ("partial_rollout.overlap=9", "partial_rollout.overlap=9.0: at most partial_rollout.max_staleness=8"),
+        # verl's server takes 1,000 calls at once, and needs some for control: an interruption must not queue.
+        ("partial_rollout.slots_per_replica=985", "partial_rollout.slots_per_replica=985: at most 984"),
         ("partial_rollout.over_sampling_batch_size=3", "over_sampling_batch_size=3: at least data.train_batch_size=4"),
         ("partial_rollout.deadlines.stall_s=0", "partial_rollout.deadlines.stall_s=0: seconds above 0"),
         ("actor_rollout_ref.model.path=/nowhere/model", "model.path=/nowhere/model: a local model directory"),

@@ -1,6 +1,9 @@
 """A warning when the policy runs away from its samples, once, and none for the ups and downs of a run that is well."""
 
 import json
+from math import inf, nan
+
+import pytest
 
 from recipe.partial_rollout.tools.drift import main
 from recipe.partial_rollout.training.policy_drift import KL, PolicyDrift
@@ -36,6 +39,24 @@ def test_warning_says_what_to_do():
     assert warning is not None
     for words in ("step 8", "rollout_corr/k3_kl 0.0085, 0.00030 by the median", "optim.lr", "partial_rollout.overlap"):
         assert words in warning
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(KL, nan), (KL, inf), ("actor/loss", nan), ("actor/grad_norm", inf), ("critic/vf_loss", -inf)],
+)
+@pytest.mark.parametrize("earlier", [0, 7])
+def test_figure_that_is_not_finite_is_told_by_name_in_its_own_step(key, value, earlier):
+    drift = PolicyDrift()
+    assert not any(drift.observe({KL: 0.0005}, step) for step in range(earlier))
+    warning = drift.observe({KL: 0.0005, "actor/entropy": 1.0, key: value}, earlier)
+    assert warning is not None and f"step {earlier}" in warning and f"{key} {value}" in warning
+    assert "actor/entropy" not in warning and not drift.began
+    assert drift.observe({KL: 0.0005}, earlier + 1) is None
+
+
+def test_nans_do_not_hide_a_later_drift():
+    assert steps_of_warnings([0.0005, nan, 0.0006, 0.0005, nan, 0.0004, 0.0005, 0.0005, 0.5]) == [2, 5, 9]
 
 
 def write_run(directory, steps):

@@ -50,6 +50,15 @@ def test_drift_is_noticed_under_partial_rollout_alone(tmp_path, monkeypatch, ena
     assert any("drift" in line for line in printed) is enable
 
 
+@pytest.mark.parametrize("enable", [True, False])
+def test_a_loss_that_is_no_number_is_printed_in_its_step_in_both_arms(tmp_path, monkeypatch, enable):
+    printed = []
+    monkeypatch.setattr(step_log.tqdm, "write", printed.append)
+    log = build_log(tmp_path, enable=enable)
+    log.extend({"training/global_step": 1, "actor/loss": float("nan")}, 1)
+    assert not log.drifted and any("actor/loss nan" in line and "step 1" in line for line in printed)
+
+
 @pytest.mark.parametrize(("separate", "got"), [(False, "rollout"), (True, "wait")])
 def test_the_line_of_a_step_says_what_the_trainer_got_its_batch_from(tmp_path, monkeypatch, separate, got):
     printed = []

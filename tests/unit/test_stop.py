@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -22,13 +23,31 @@ def test_signal_waits_for_the_check_and_tells_the_exit_code(number, code):
     assert raised.value.exit_code == code
 
 
-def test_second_signal_ends_the_process_at_once():
+@pytest.mark.parametrize(
+    ("first", "second", "later_s"),
+    [(signal.SIGTERM, signal.SIGTERM, 6), (signal.SIGINT, signal.SIGINT, 0), (signal.SIGTERM, signal.SIGINT, 0)],
+)
+def test_second_order_ends_the_process_at_once(monkeypatch, first, second, later_s):
+    now = time.monotonic()
     stop = StopSignals()
     with stop.caught():
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), first)
+        monkeypatch.setattr(time, "monotonic", lambda: now + later_s)
         with pytest.raises(SystemExit) as raised:
-            os.kill(os.getpid(), signal.SIGTERM)
-    assert raised.value.code == 143
+            os.kill(os.getpid(), second)
+    assert raised.value.code == 128 + second
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_that_follows_at_once_belongs_to_the_same_order(first):
+    """``scancel`` with ``proctrack/linuxproc`` signals the batch script and the trainer, and the script passes it on."""
+    stop = StopSignals()
+    with stop.caught():
+        os.kill(os.getpid(), first)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(StopTraining) as raised:
+            stop.check()
+    assert raised.value.exit_code == 128 + first
 
 
 def test_wait_ends_with_the_signal():

@@ -175,7 +175,11 @@ CONTRACT = (
         calls={"__init__": "config, worker_group, rollout_resource_pool", "get_replicas": ""},
     ),
     Uses("verl.trainer.ppo.ray_trainer", "standalone_engines", has="LLMServerManager"),
-    Uses("verl.workers.rollout.replica", "standalone_engines", has="RayWorkerGroup"),
+    Uses(
+        "verl.workers.rollout.replica",
+        "standalone_engines settings_check",
+        has="RayWorkerGroup CONTROL_METHOD_CONCURRENCY",
+    ),
     Uses(
         "verl.workers.rollout.router:GlobalRequestLoadBalancer",
         "replica_roster",
@@ -188,8 +192,8 @@ CONTRACT = (
     ),
     Uses(
         "verl.workers.rollout.replica:RolloutReplica",
-        "server_control sync_watch weight_transfer",
-        has="server_address server_handle workers",
+        "server_control sync_watch weight_transfer settings_check",
+        has="server_address server_handle workers max_concurrency",
         calls={"abort_all_requests": "*, reject_request", "resume_generation": "", "sleep": "", "wake_up": ""},
     ),
     Uses("verl.workers.rollout.replica:RolloutReplicaRegistry", "replica", calls={"register": "name, loader"}),
@@ -373,7 +377,7 @@ CONTRACT = (
         has="zmq_context",
         calls={"_init_socket": ""},
     ),
-    Uses("verl.utils.device", "like_length_batches", calls={"get_device_name": ""}),
+    Uses("verl.utils.device", "like_length_batches memory", calls={"get_device_name": "", "is_support_ipc": ""}),
     Uses(
         "verl.utils.tracking:Tracking",
         "tracking_observer",

@@ -19,7 +19,7 @@ from recipe.partial_rollout.planner.engine_curve import PRESETS
 from recipe.partial_rollout.planner.forecast import baseline, forecast
 from recipe.partial_rollout.planner.lengths import lognormal
 from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs, model_config
-from recipe.partial_rollout.preflight.memory import DeviceMemory
+from recipe.partial_rollout.preflight.memory import DeviceMemory, size_bucket
 from recipe.partial_rollout.preflight.model_shape import ModelShape, named
 from recipe.partial_rollout.preflight.plan import Sizes, lines
 from recipe.partial_rollout.preflight.prompts import check_prompts, prompt_lengths
@@ -92,11 +92,12 @@ def _shape(config: DictConfig) -> ModelShape | None:
 
 
 def _check_contents(config: DictConfig) -> str:
-    """Check tokenizer and prompts; what the plan says of them."""
+    """Check tokenizer, weight sync and prompts; what the plan says of them."""
     from verl.trainer.ppo.utils import create_rl_dataset
     from verl.utils.tokenizer import hf_tokenizer
 
     check_vocabulary(config)
+    size_bucket(config)
     model = config.actor_rollout_ref.model
     tokenizer = hf_tokenizer(model.get("tokenizer_path") or model.path, trust_remote_code=model.trust_remote_code)
     unfiltered: Any = OmegaConf.merge(config, {"data": {"filter_overlong_prompts": False}})

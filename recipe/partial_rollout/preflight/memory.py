@@ -1,18 +1,25 @@
-"""Memory of a run on one device, by arithmetic: what must fit, before activations and what the engine computes with."""
+"""Memory by arithmetic: of a run on one device, before activations and what the engine computes with; of a weight sync."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.devices import trainer_devices
-from recipe.partial_rollout.preflight.model_shape import ModelShape
+from recipe.partial_rollout.config.errors import fail
+from recipe.partial_rollout.preflight.inputs import model_config
+from recipe.partial_rollout.preflight.model_shape import ModelShape, largest_matrix
 
 _GIB = 1 << 30
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2}
 _ADAM = 2
 """moments, each of the size of the weights"""
+
+BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+_LEAST_MIB, _VERLS_MIB = 64, 2048
+"""a bucket for small models, and verl's default, for a model whose sizes are not known"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +60,26 @@ class DeviceMemory:
             engine=engine,
             kv_tokens=None if engine is None else max(0, int((engine - engine_weights) * _GIB * tp / shape.kv_bytes)),
         )
+
+
+def size_bucket(config: DictConfig) -> None:
+    """Where ``BUCKET`` is null, set it in place to hold the model's largest tensor; check a number that the user gave.
+
+    On the way into an engine verl packs tensors into a bucket. Where processes share no device memory (a CPU, some NPUs)
+    each must fit; with IPC verl sends a larger one by itself.
+
+    Raises:
+        ConfigError: the number is too small, or there is no model to read.
+    """
+    from verl.utils.device import is_support_ipc
+
+    given = OmegaConf.select(config, BUCKET)
+    if given is not None and is_support_ipc():
+        return
+    numbers = largest_matrix(model_config(str(config.actor_rollout_ref.model.path)))
+    fsdp = config.actor_rollout_ref.actor.get("fsdp_config") or {}
+    needed = math.ceil(numbers * _BYTES.get(str(fsdp.get("model_dtype", "fp32")), 4) / (1 << 20)) if numbers else None
+    if given is None:
+        OmegaConf.update(config, BUCKET, max(_LEAST_MIB, needed) if needed else _VERLS_MIB)
+    elif needed and given < needed:
+        raise fail(BUCKET, given, f"at least {needed}, or null: the model's largest tensor must fit the bucket here")

@@ -63,6 +63,17 @@ class ModelShape:
             return None
 
 
+def largest_matrix(config: Mapping[str, Any]) -> int | None:
+    """Numbers in the largest matrix of any decoder, embedding or feed-forward; None if its ``config.json`` lacks the sizes.
+
+    >>> largest_matrix({"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536}) * 4 >> 20
+    108
+    """
+    text = config.get("text_config") or config
+    rows = max(text.get("vocab_size") or 0, text.get("intermediate_size") or 0)
+    return rows * (text.get("hidden_size") or 0) or None
+
+
 def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, *, tied: bool) -> ModelShape:
     return ModelShape(layers, hidden, intermediate, heads, kv_heads, 128, 151_936, tied)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
 
 from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.config.devices import trainer_devices
@@ -13,6 +15,7 @@ from recipe.partial_rollout.config.errors import fail
 from recipe.partial_rollout.config.settings import OVERLONG, PartialRolloutConfig, check_keys
 from recipe.partial_rollout.preflight.checkpoints import check_checkpoints
 from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs
+from recipe.partial_rollout.preflight.memory import size_bucket
 from recipe.partial_rollout.preflight.placement_check import check_placement
 from recipe.partial_rollout.training.correction_check import check_correction
 
@@ -32,12 +35,13 @@ _GROUPED = (
 def check_config(config: DictConfig) -> PartialRolloutConfig:
     """Raise ``ConfigError`` for the first mistake in settings, inputs or vocabulary; returns the checked settings.
 
-    Flags in ``config`` become bools.
+    Flags in ``config`` become bools, and a bucket of the weight sync that is null gets its size.
     """
     settings = check_settings(config)
     for error in missing_inputs(config):
         raise error
     check_vocabulary(config)
+    size_bucket(config)
     return settings
 
 
@@ -53,6 +57,7 @@ def check_settings(config: DictConfig) -> PartialRolloutConfig:
     _check_overlong(config)
     if settings.enable:
         _check_partial_rollout(config)
+        _check_slots(config, settings)
         check_placement(config, settings)
         check_correction(config, settings)
     return settings
@@ -186,6 +191,20 @@ def _check_partial_rollout(config: DictConfig) -> None:
         )
     if config.algorithm.adv_estimator == "remax":
         raise fail("algorithm.adv_estimator", "remax", "any other: its greedy baseline needs the synchronous rollout")
+
+
+def _check_slots(config: DictConfig, settings: PartialRolloutConfig) -> None:
+    """Leave the server's actor calls for its control: an interruption that queues behind samples comes when they end."""
+    server: Any = RolloutReplica.max_concurrency
+    calls = server.fget(SimpleNamespace(config=config.actor_rollout_ref.rollout))
+    most = calls - CONTROL_METHOD_CONCURRENCY
+    if settings.slots_per_replica > most:
+        raise fail(
+            "partial_rollout.slots_per_replica",
+            settings.slots_per_replica,
+            f"at most {most}: verl's server takes {calls} calls at once, {CONTROL_METHOD_CONCURRENCY} of them for control "
+            f"(more with a larger actor_rollout_ref.rollout.max_num_seqs)",
+        )
 
 
 # verl's key, and why partial rollout cannot honour it.

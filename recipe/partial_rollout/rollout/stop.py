@@ -20,6 +20,10 @@ _LOOK_EVERY_S = 0.2
 """interval of the checks: a signal handler cannot wake an event loop that Ray's driver runs one call at a time"""
 
 
+_SAME_ORDER_S = 5.0
+"""seconds in which a further SIGTERM repeats the first signal: a scheduler may signal the trainer and its batch script,
+which passes the signal on. A key is pressed on purpose, so Ctrl-C always counts"""
+
 _GRACE_S = 10.0
 """seconds that an agent-loop worker has to answer once a signal has come; Kubernetes kills 30 s after its own"""
 
@@ -34,10 +38,11 @@ class StopTraining(Exception):
 
 
 class StopSignals:
-    """Remembers the first signal; the second one ends the process at once."""
+    """Remembers the first signal; the second one ends the process at once, but for a SIGTERM within five seconds."""
 
     def __init__(self) -> None:
         self._number: int | None = None
+        self._since_s = 0.0
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -51,8 +56,10 @@ class StopSignals:
 
     def _note(self, number: int, frame: Any) -> None:
         if self._number is not None:
+            if number == signal.SIGTERM and time.monotonic() < self._since_s + _SAME_ORDER_S:
+                return
             sys.exit(128 + number)
-        self._number = number
+        self._number, self._since_s = number, time.monotonic()
         # Who signals each child too, as `ray job stop` does, ends the data loader's workers. torch reports that from its
         # handler of SIGCHLD, as an error wherever this process happens to be; no more data is needed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -13,7 +13,7 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.training.batch_lengths import BatchLengths
 from recipe.partial_rollout.training.dashboard import Dashboard
-from recipe.partial_rollout.training.policy_drift import PolicyDrift
+from recipe.partial_rollout.training.policy_drift import PolicyDrift, not_finite
 from recipe.partial_rollout.training.step_line import StepLine
 
 _LOG_S = "partial_rollout/timing/log_s"
@@ -34,8 +34,11 @@ class StepLog:
         self._line = StepLine(total_steps, separate=settings.separate)
         self._drift, self._lengths = PolicyDrift(), BatchLengths()
         self._began, self._last_s = 0.0, 0.0
-        self.drifted = False
-        """whether policy drift began at the newest step"""
+
+    @property
+    def drifted(self) -> bool:
+        """Whether policy drift began at the newest step."""
+        return self._drift.began
 
     def open(self, *, resumes: bool) -> dict[str, Any] | None:
         """See ``Dashboard.open``."""
@@ -46,12 +49,11 @@ class StepLog:
         self._began = time.perf_counter()
         data = {**self._dashboard.figures(data), **data, _LOG_S: self._last_s}
         self._line.show(data, step)
-        drift = self._drift.observe(data, step) if self._partial else None
+        broken = self._drift.observe(data, step) if self._partial else not_finite(data, step)
         lengths = self._lengths.observe(data, step) if self._partial else None
-        for warning in (drift, lengths):
+        for warning in (broken, lengths):
             if warning:
                 tqdm.write(warning)
-        self.drifted = drift is not None
         return data
 
     def close(self, step: int, round_: Round | None) -> None:

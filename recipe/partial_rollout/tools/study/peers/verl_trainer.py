@@ -10,14 +10,16 @@ from verl.trainer import main_ppo
 from recipe.partial_rollout.config.devices import pinned_cores
 from recipe.partial_rollout.config.location import CONF_DIR
 from recipe.partial_rollout.config.store import register_keys
+from recipe.partial_rollout.preflight.memory import size_bucket
 from recipe.partial_rollout.training.attention import choose_attention
 from verl_ext import cores
 
 
 @hydra.main(config_path=str(CONF_DIR), config_name="recipe", version_base=None)
 def main(config: DictConfig) -> None:
-    """Run verl's entry point, with an attention that is installed, and cores split as the recipe splits them."""
+    """Run verl's entry point, with an attention that is installed, and cores and bucket as the recipe has them."""
     choose_attention(config)
+    size_bucket(config)
     own = pinned_cores(config)
     if own:
         # Ray, which is started below, hands it to all of its processes.
