@@ -1,4 +1,5 @@
-"""Old checkpoints outlive the sealing of the next one, whatever verl's keys ask for; torn ones are not passed over.
+"""Old checkpoints outlive the sealing of the next one, whatever verl's keys ask for; torn ones are not passed over, and
+weights are saved first.
 
 verl's own trainer and checkpoint manager save and delete here; only the workers that hold the weights are left out.
 """
@@ -148,6 +149,19 @@ def test_verls_own_save_would_have_removed_the_only_whole_checkpoint(tmp_path):
         ours.global_steps = step
         RayPPOTrainer._save_checkpoint(ours)
     assert not (tmp_path / "global_step_1" / "actor").exists()
+
+
+@pytest.mark.parametrize("step", [2, 1], ids=["new step", "same step again"])
+def test_weights_are_saved_where_what_is_in_flight_cannot_be(tmp_path, step):
+    ours = trainer(tmp_path)
+    save(ours, 1)
+    ours.async_rollout_manager.save = lambda path: write_snapshot(path, {"row": {"created": object()}})
+    with pytest.raises(RuntimeError, match=r"row.created: builtins.object cannot be saved") as caught:
+        save(ours, step)
+    step_dir, message = tmp_path / f"global_step_{step}", str(caught.value)
+    assert (step_dir / "actor" / "weights").read_text() == str(step)
+    assert f"{step_dir}/actor" in message and "verl.model_merger" in message and "\n" not in message
+    assert RunCheckpoints(tmp_path, checksum_all=True).to_resume("auto", None) == tmp_path / "global_step_1"
 
 
 def test_same_step_saved_again_counts_once(tmp_path):
