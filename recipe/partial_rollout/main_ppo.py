@@ -99,6 +99,7 @@ def run(config: DictConfig) -> None:
     Raises:
         ConfigError: before Ray starts, in one line.
     """
+    from recipe.partial_rollout.preflight.checkpoints import check_rows
     from recipe.partial_rollout.preflight.inputs import fetch_model
     from recipe.partial_rollout.preflight.prompts import check_prompts
     from recipe.partial_rollout.preflight.settings_check import check_config
@@ -120,6 +121,7 @@ def run(config: DictConfig) -> None:
     show_warnings()
     runner = TaskRunner(config)
     check_prompts(config, runner.tokenizer, runner.train_dataset)
+    check_rows(config, runner.train_dataset)
     start_ray(config, pinned_cores(config))
     try:
         runner.train()

@@ -1,12 +1,15 @@
-"""Old checkpoints outlive the sealing of the next one, whatever verl's keys ask for; torn ones are not passed over.
+"""Old checkpoints outlive the sealing of the next one, whatever verl's keys ask for; torn ones are not passed over, and
+weights are saved first.
 
 verl's own trainer and checkpoint manager save and delete here; only the workers that hold the weights are left out.
 """
 
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
@@ -14,6 +17,8 @@ from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from recipe.partial_rollout.checkpoint import run_checkpoints as checkpoint
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
 from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError, write_snapshot
+from recipe.partial_rollout.config.errors import ConfigError
+from recipe.partial_rollout.preflight.checkpoints import check_rows
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 
@@ -148,6 +153,41 @@ def test_verls_own_save_would_have_removed_the_only_whole_checkpoint(tmp_path):
         ours.global_steps = step
         RayPPOTrainer._save_checkpoint(ours)
     assert not (tmp_path / "global_step_1" / "actor").exists()
+
+
+def of_dataset(rows, **keys):
+    keys = {"enable": True, "save_freq": 5, **keys}
+    config = {
+        "data": {"train_files": "train.parquet"},
+        "partial_rollout": {"enable": keys["enable"]},
+        "trainer": {"save_freq": keys["save_freq"]},
+    }
+    check_rows(OmegaConf.create(config), [{"raw_prompt": [], "dummy_tensor": torch.zeros(1), **row} for row in rows])
+
+
+def test_column_that_no_checkpoint_can_hold_is_refused_by_name_before_ray_starts():
+    dated = [{"extra_info": {"made": None}}, {"extra_info": {"made": datetime(2026, 1, 1)}}]
+    of_dataset([{"extra_info": {"made": "2026-01-01"}}] * 3)
+    with pytest.raises(
+        ConfigError, match=r"^data.train_files=train.parquet: row 1, column extra_info.made: .*\."
+    ) as caught:
+        of_dataset(dated)
+    assert "datetime.datetime cannot be saved: only plain values" in str(caught.value) and "\n" not in str(caught.value)
+    for keys in ({"save_freq": -1}, {"enable": False}):
+        of_dataset(dated, **keys)
+
+
+@pytest.mark.parametrize("step", [2, 1], ids=["new step", "same step again"])
+def test_weights_are_saved_where_what_is_in_flight_cannot_be(tmp_path, step):
+    ours = trainer(tmp_path)
+    save(ours, 1)
+    ours.async_rollout_manager.save = lambda path: write_snapshot(path, {"row": {"created": object()}})
+    with pytest.raises(RuntimeError, match=r"row.created: builtins.object cannot be saved") as caught:
+        save(ours, step)
+    step_dir, message = tmp_path / f"global_step_{step}", str(caught.value)
+    assert (step_dir / "actor" / "weights").read_text() == str(step)
+    assert f"{step_dir}/actor" in message and "verl.model_merger" in message and "\n" not in message
+    assert RunCheckpoints(tmp_path, checksum_all=True).to_resume("auto", None) == tmp_path / "global_step_1"
 
 
 def test_same_step_saved_again_counts_once(tmp_path):

@@ -4,6 +4,7 @@ import hashlib
 import pickle
 import struct
 import tracemalloc
+from unittest import mock
 
 import msgpack
 import numpy as np
@@ -91,10 +92,17 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=200)
-@given(VALUES)
-def test_values_come_back_as_they_were(value):
-    back = plain_codec.unpack(b"".join(plain_codec.pack({"v": value})))["v"]
-    assert same(back, value)
+@given(VALUES, st.sampled_from([3, plain_codec.PIECE_BYTES]))
+def test_values_come_back_as_they_were(value, piece_bytes):
+    with mock.patch.object(plain_codec, "PIECE_BYTES", piece_bytes):
+        packed = b"".join(plain_codec.pack({"v": value}))
+    assert same(plain_codec.unpack(packed)["v"], value)
+
+
+def test_array_of_more_bytes_than_one_msgpack_value_can_have_is_packed():
+    # Its pages are never touched, so it costs no memory.
+    chunks = plain_codec.pack({"tokens": np.zeros(2**30, np.int32)})
+    assert sum(map(len, chunks)) > 2**32 and max(map(len, chunks)) <= plain_codec.PIECE_BYTES
 
 
 def test_snapshot_comes_back_with_types_and_dtypes(good):
@@ -171,10 +179,23 @@ def test_no_damage_to_a_sealed_payload_does_worse_than_an_error(tmp_path_factory
         msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb(["|O8", [1]]) + bytes(8))}),
         msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb(["<i4", [2**62]]) + bytes(8))}),
         msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb(["<i4", [-1, -2]]) + bytes(8))}),
+        msgpack.packb({"a": [msgpack.ExtType(5, msgpack.packb(["<i4", [3]])), bytes(8)]}),
+        msgpack.packb({"a": [msgpack.ExtType(5, msgpack.packb(["<i4", [2]])), 8]}),
         b"\xdd\xff\xff\xff\xff",
         b"\x91" * 5000,
     ],
-    ids=["pickle", "list", "extension", "objects", "huge shape", "negative shape", "huge list", "deep"],
+    ids=[
+        "pickle",
+        "list",
+        "extension",
+        "objects",
+        "huge shape",
+        "negative shape",
+        "piece short",
+        "no piece",
+        "huge list",
+        "deep",
+    ],
 )
 def test_payload_that_was_never_packed_is_foreign(tmp_path, payload):
     path = tmp_path / "s"

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -80,7 +81,9 @@ class AfterTurn(ScriptedWorker):
         await asyncio.sleep(60)
 
 
-async def start(lengths, *, batch=1, slots=16, grant_s=60.0, sample_s=None, failures=RETRY, kind=ScriptedWorker):
+async def start(
+    lengths, *, batch=1, slots=16, grant_s=60.0, sample_s=None, failures=RETRY, kind=ScriptedWorker, save_freq=-1
+):
     """A manager with a prompt for each list of ``lengths``, and the worker that serves it, in an open first round."""
     n = len(lengths[0])
     admission = Admission(Mode.WINDOW, batch, n, len(lengths) / batch - 1, batch, batch * n, max_staleness=4)
@@ -88,6 +91,7 @@ async def start(lengths, *, batch=1, slots=16, grant_s=60.0, sample_s=None, fail
     worker = kind(CURVE, 1)
     worker.config.partial_rollout.deadlines.grant_s = grant_s
     worker.config.partial_rollout.failures.sample_timeout_s = sample_s
+    worker.config.trainer.save_freq = save_freq
     worker.connect("w0", manager, slots, ReplicaChoice({}))
     serving = asyncio.create_task(worker.serve())
     await asyncio.sleep(0.01)
@@ -243,9 +247,9 @@ def refusing(times, *, dead):
     return Refusing
 
 
-async def play(kind, failures, **settings):
+async def play(kind, failures, *, lengths=(5, 5), **settings):
     """One round of one prompt with two samples; its two outputs and the manager's figures."""
-    manager, worker, serving = await start([[5, 5]], kind=kind, failures=failures, **settings)
+    manager, worker, serving = await start([lengths], kind=kind, failures=failures, **settings)
     try:
         (group,) = await finish_round(manager, worker)
     finally:
@@ -299,6 +303,30 @@ def test_sample_that_lets_a_cancellation_out_has_failed_like_any_other():
     outputs, _ = asyncio.run(play(cancelled_within(99), RETRY))
     assert [output.masked for output in outputs] == [True, False]
     assert "CancelledError" in outputs[0].extra_fields["sample_error"]
+
+
+def unsaveable(sample_id):
+    """A worker in which the reward of ``sample_id`` comes with what no checkpoint can hold."""
+
+    class Unsaveable(ScriptedWorker):
+        async def _run_agent_loop(self, *args, **kwargs):
+            output = await super()._run_agent_loop(*args, **kwargs)
+            named = LIVE_SAMPLE.get().id == sample_id
+            return replace(output, reward_extra_info={"verdict": object()}) if named else output
+
+    return Unsaveable
+
+
+def test_first_output_that_no_checkpoint_can_hold_ends_the_run_by_name():
+    words = r"sample 0/0#0\.reward_extra_info\.verdict: builtins\.object cannot be saved: only plain values"
+    with pytest.raises(RolloutFailedError, match=words):
+        asyncio.run(play(unsaveable("0/0#0"), RETRY, lengths=[5, 60], save_freq=1))
+
+
+@pytest.mark.parametrize("save_freq", [1, -1])
+def test_later_output_that_no_checkpoint_can_hold_is_a_failed_sample_where_there_are_checkpoints(save_freq):
+    outputs, _ = asyncio.run(play(unsaveable("0/0#1"), RETRY, lengths=[5, 60], save_freq=save_freq))
+    assert [output.masked for output in outputs] == [False, save_freq > 0]
 
 
 def hanging(times):

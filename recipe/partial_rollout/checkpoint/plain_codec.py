@@ -1,7 +1,8 @@
 """Plain Python and numpy values as msgpack: what is read back can only be data, never code.
 
-Extension types cover arrays (dtype, shape, bytes), object arrays and tuples (by elements) and numpy scalars. A value of
-any other type is refused with its path; nothing is pickled or silently turned into text.
+Extension types cover arrays (dtype, shape, bytes), object arrays and tuples (by elements) and numpy scalars. A large
+array is a list of its head (dtype, shape) and its bytes in pieces, because no msgpack value has 4 GiB. A value of any
+other type is refused with its path; nothing is pickled or silently turned into text.
 """
 
 from __future__ import annotations
@@ -9,17 +10,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
 
 from recipe.partial_rollout.checkpoint.durable_file import Buffer
 
-_ARRAY, _SCALAR, _OBJECTS, _TUPLE = 1, 2, 3, 4
+_ARRAY, _SCALAR, _OBJECTS, _TUPLE, _HEAD = 1, 2, 3, 4, 5
 _DTYPE = re.compile(r"\|b1|\|[iu]1|<[iu][248]|<f[248]|<U[0-9]{1,6}")
 _ALLOWED = "plain values, lists, tuples, dictionaries keyed by str or int, and numpy arrays of bool, int, float, str"
 _EXT_LIMIT = 2**32 - 1
+PIECE_BYTES = 2**30
+"""an array of more bytes is packed in pieces of as many"""
 _ERRORS = "surrogatepass"
 """a prompt may hold a lone surrogate, which strict UTF-8 cannot"""
 
@@ -117,15 +120,24 @@ class _Encoder:
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
         if not _DTYPE.fullmatch(array.dtype.str):
             raise UnsaveableError(f"an array of dtype {array.dtype} cannot be saved: only {_ALLOWED} can")
-        parts: list[Buffer] = pack([array.dtype.str, list(array.shape)])
-        if array.nbytes:
-            parts.append(array.reshape(-1).view(np.uint8).data)
-        self._add_ext(code, parts)
+        head = pack([array.dtype.str, list(array.shape)])
+        raw = array.reshape(-1).view(np.uint8).data if array.nbytes else memoryview(b"")
+        if code == _SCALAR or len(raw) <= PIECE_BYTES:
+            self._add_ext(code, [*head, raw])
+            return
+        pieces = [raw[start : start + PIECE_BYTES] for start in range(0, len(raw), PIECE_BYTES)]
+        self._packer.pack_array_header(1 + len(pieces))
+        self._add_ext(_HEAD, head)
+        for piece in pieces:
+            # bin 32 of the msgpack specification: type byte 0xc6, length.
+            self._chunks += [b"\xc6" + len(piece).to_bytes(4, "big"), piece]
 
     def _add_ext(self, code: int, parts: list[Buffer]) -> None:
         size = sum(len(part) for part in parts)
         if size > _EXT_LIMIT:
-            raise UnsaveableError(f"{size} bytes in one array or tuple cannot be saved: at most {_EXT_LIMIT}")
+            raise UnsaveableError(
+                f"{size} bytes in one tuple or array of objects cannot be saved: at most {_EXT_LIMIT}"
+            )
         self._flush()
         # ext 32 of the msgpack specification: type byte 0xc9, length, extension type.
         self._chunks += [b"\xc9" + size.to_bytes(4, "big") + bytes([code]), *parts]
@@ -149,7 +161,19 @@ def unpack(data: Buffer) -> Any:
 
 
 def _unpack(data: Buffer) -> Any:
-    return msgpack.unpackb(data, ext_hook=_extension, strict_map_key=False, unicode_errors=_ERRORS)
+    return msgpack.unpackb(data, ext_hook=_extension, list_hook=_listed, strict_map_key=False, unicode_errors=_ERRORS)
+
+
+class _Head(NamedTuple):
+    """Dtype and shape of an array whose pieces follow."""
+
+    dtype: str
+    shape: list[int]
+
+
+def _listed(values: list[Any]) -> Any:
+    """A list, or the array that it holds in pieces."""
+    return _array(*values[0], values[1:]) if values and type(values[0]) is _Head else values
 
 
 def _unpack_two(data: Buffer) -> tuple[Any, Buffer]:
@@ -161,26 +185,30 @@ def _unpack_two(data: Buffer) -> tuple[Any, Buffer]:
 
 def _extension(code: int, data: bytes) -> Any:
     if code in (_ARRAY, _SCALAR):
-        array = _array(data)
+        # The head is short; feeding all of a large array to find its end would copy it.
+        start = memoryview(data)[:1024]
+        (dtype, shape), rest = _unpack_two(start)
+        array = _array(dtype, shape, [memoryview(data)[len(start) - len(rest) :]])
         return array[()] if code == _SCALAR else array
     if code in (_OBJECTS, _TUPLE):
         head, rest = _unpack_two(data)
         values = _unpack(rest)
         return tuple(values) if code == _TUPLE else _objects(head, values)
+    if code == _HEAD:
+        return _Head(*_unpack(data))
     raise ValueError(f"extension type {code} is unknown")
 
 
-def _array(data: bytes) -> np.ndarray:
-    # The head is short; feeding all of a large array to find its end would copy it.
-    (dtype, shape), rest = _unpack_two(memoryview(data)[:1024])
-    start = len(memoryview(data)[:1024]) - len(rest)
+def _array(dtype: str, shape: list[int], pieces: Sequence[Buffer]) -> np.ndarray:
     if not (isinstance(dtype, str) and _DTYPE.fullmatch(dtype)):
         raise ValueError(f"dtype {dtype!r} is not allowed")
-    raw = memoryview(data)[start:]
-    if any(side < 0 for side in shape) or math.prod(shape) * np.dtype(dtype).itemsize != len(raw):
-        raise ValueError(f"an array of {dtype} {shape} in {len(raw)} bytes")
+    size = sum(map(len, pieces))
+    if any(side < 0 for side in shape) or math.prod(shape) * np.dtype(dtype).itemsize != size:
+        raise ValueError(f"an array of {dtype} {shape} in {size} bytes")
+    if not size:
+        return np.empty(shape, dtype)
     # A copy, because torch needs writable memory.
-    return np.frombuffer(raw, dtype).reshape(shape).copy() if len(raw) else np.empty(shape, dtype)
+    return np.concatenate([np.frombuffer(piece, np.uint8) for piece in pieces]).view(dtype).reshape(shape)
 
 
 def _objects(shape: list[int], values: list[Any]) -> np.ndarray:

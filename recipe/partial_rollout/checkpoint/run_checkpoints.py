@@ -1,9 +1,9 @@
 """Checkpoints of a partial-rollout run: verl's own checkpoint and, beside it, everything that is in flight.
 
-``global_step_K/`` holds verl's files and ``partial_rollout/``: the states of the manager and the prompt source and,
-written last, the manifest. A checkpoint counts once its manifest lists all its files. Saving never touches files that an
-older manifest lists, and old checkpoints are removed only after the next one is sealed. So a crash at any moment leaves
-the newest whole checkpoint intact.
+``global_step_K/`` holds verl's files, written first, and ``partial_rollout/``: the states of the manager and the prompt
+source and, written last, the manifest. A checkpoint counts once its manifest lists all its files. Saving never touches
+files that an older manifest lists, and old checkpoints are removed only after the next one is sealed. So a crash at any
+moment leaves the newest whole checkpoint intact, and a state that cannot be saved takes no weights with it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from recipe.partial_rollout.checkpoint.manifest import DIRECTORY, TornCheckpointError, begin, newest_whole, seal, verify
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
+from recipe.partial_rollout.waits import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -82,15 +83,25 @@ class RunCheckpoints:
             save_verl: writes verl's part; not called for the step that this process last saved or loaded: its weights
                 are already on disk, and only what is in flight has changed since.
             sizes: what a run that resumes from it must match (``PartialRolloutConfig.sizes``).
+
+        Raises:
+            RuntimeError: what is in flight cannot be saved; the weights are, and the message says what to do with them.
         """
-        step_dir = self.step_dir(step)
-        ours = step_dir / DIRECTORY if step == self._on_disk else begin(step_dir)
+        step_dir, ours = self.step_dir(step), self.step_dir(step) / DIRECTORY
+        if step != self._on_disk:
+            begin(step_dir)
+            save_verl()
         old = frozenset(f"{DIRECTORY}/{path.name}" for path in ours.glob("*.state"))
         name = uuid4().hex[:8]
-        save_manager(ours / f"manager-{name}.state")
-        write_snapshot(ours / f"source-{name}.state", source)
-        if step != self._on_disk:
-            save_verl()
+        try:
+            save_manager(ours / f"manager-{name}.state")
+            write_snapshot(ours / f"source-{name}.state", source)
+        except Exception as error:
+            raise RuntimeError(
+                f"what is in flight at step {step} cannot be saved: {one_line(error)}; trainer.resume_mode=auto resumes "
+                f"from the newest whole checkpoint, and `python -m verl.model_merger merge` makes a model of the weights "
+                f"in {step_dir}/actor, to start another training from (actor_rollout_ref.model.path)"
+            ) from error
         kept = [*(other for other in self._kept if other != step), step] if self._keep else []
         facts = {"state": name, "sizes": sizes, "kept": kept}
         seal(step_dir, step, facts, checksum_all=self._checksum_all, leave_out=old)

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
 from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.groups import Counters
@@ -112,6 +113,14 @@ def outputs_here(outputs: Sequence[FinishedOutput]) -> list[SampleOutput]:
     here = [output for output in outputs if isinstance(output, SampleOutput)]
     assert len(here) == len(outputs)
     return here
+
+
+def check_saveable(sample_id: str, output: SampleOutput) -> None:
+    """Raise ``UnsaveableError`` for a value in ``output`` that a checkpoint cannot hold."""
+    try:
+        pack({name: getattr(output, name) for name in _PLAIN_OUTPUT_FIELDS})
+    except UnsaveableError as error:
+        raise error.within(f"sample {sample_id}") from None
 
 
 def encode(captured: Captured, fetch: Fetch = outputs_here) -> dict[str, Any]:

@@ -1,17 +1,38 @@
-"""Checks of the checkpoints that a training would resume from: they are whole, and their sizes are the settings'."""
+"""Checks of the checkpoints that a training would resume from (they are whole, and their sizes are the settings') and of
+the rows that its own would hold."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, TornCheckpointError, verify
+from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.errors import fail
 from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
+
+_ROWS = 256
+"""rows that are tried, spread over the dataset: its columns have types, but their first rows may be null"""
+
+
+def check_rows(config: DictConfig, dataset: Sequence[dict[str, Any]]) -> None:
+    """Raise ``ConfigError`` for a column of ``dataset`` that a checkpoint cannot hold."""
+    if not config.partial_rollout.enable or config.trainer.save_freq <= 0:
+        return
+    for i in np.linspace(0, len(dataset) - 1, min(len(dataset), _ROWS)).astype(int).tolist():
+        try:
+            pack({column: value for column, value in dataset[i].items() if not isinstance(value, torch.Tensor)})
+        except UnsaveableError as error:
+            remedy = "(store it as text, or train without checkpoints: trainer.save_freq=-1)"
+            raise fail("data.train_files", config.data.train_files, f"row {i}, column {error} {remedy}") from None
 
 
 def check_checkpoints(config: DictConfig) -> None:

@@ -18,6 +18,7 @@ from recipe.partial_rollout.planner.cluster import Cluster
 from recipe.partial_rollout.planner.engine_curve import PRESETS
 from recipe.partial_rollout.planner.forecast import baseline, forecast
 from recipe.partial_rollout.planner.lengths import lognormal
+from recipe.partial_rollout.preflight.checkpoints import check_rows
 from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs, model_config
 from recipe.partial_rollout.preflight.memory import DeviceMemory, size_bucket
 from recipe.partial_rollout.preflight.model_shape import ModelShape, named
@@ -92,7 +93,7 @@ def _shape(config: DictConfig) -> ModelShape | None:
 
 
 def _check_contents(config: DictConfig) -> str:
-    """Check tokenizer, weight sync and prompts; what the plan says of them."""
+    """Check tokenizer, weight sync, prompts and columns; what the plan says of them."""
     from verl.trainer.ppo.utils import create_rl_dataset
     from verl.utils.tokenizer import hf_tokenizer
 
@@ -110,6 +111,7 @@ def _check_contents(config: DictConfig) -> str:
         max_samples=config.data.get("train_max_samples", -1),
     )
     check_prompts(config, tokenizer, dataset)
+    check_rows(config, dataset)
     lengths, limit = prompt_lengths(unfiltered, tokenizer, dataset), config.data.max_prompt_length
     over = int((lengths > limit).sum())
     median, longest = np.quantile(lengths, (0.5, 1.0))

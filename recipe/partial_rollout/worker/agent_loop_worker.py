@@ -10,6 +10,7 @@ from uuid import uuid4
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from recipe.partial_rollout.config.choices import Placement
+from recipe.partial_rollout.manager.codec import check_saveable
 from recipe.partial_rollout.manager.types import Grant, SampleOutput
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
@@ -81,7 +82,10 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
 
     async def _run_granted(self, grant: Grant) -> SampleOutput:
         kwargs = self._kwargs({**grant.row, "uid": grant.group_uid})
-        return await self._run_agent_loop(self._sampling_params(), trajectory_of(grant.row), trace=False, **kwargs)
+        output = await self._run_agent_loop(self._sampling_params(), trajectory_of(grant.row), trace=False, **kwargs)
+        if self.config.trainer.save_freq > 0:
+            check_saveable(grant.sample_id, output)
+        return output
 
     async def _probe_sample(self, row: dict[str, Any], **sampling_params: Any) -> None:
         LIVE_SAMPLE.set(LiveSample(f"probe-{uuid4().hex}", keeper=ProbeSlots(), priority=0))

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError
 from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.types import Grant, SampleOutput
 from recipe.partial_rollout.waits import ReplicaError, one_line, result_of
@@ -61,6 +62,7 @@ class ClaimLoop:
         self._tasks: set[asyncio.Task[None]] = set()
         self._live: set[LiveSample] = set()
         self._calling: set[str] = set()
+        self._any_finished = False
         self._quiet = asyncio.Event()
         """set whenever an engine call or the sending of reports ends, so that ``flush`` checks again"""
         self._outbox = Outbox(name, manager, granted=self.run, idle=self._quiet.set)
@@ -144,11 +146,12 @@ class ClaimLoop:
             output = await sample.clock.run(self._run_agent_loop(grant))
         # A library may cancel what it awaits and let that out: the sample has failed like any other.
         except (Exception, asyncio.CancelledError) as error:
-            if _ends_the_run(error):
+            if _ends_the_run(error, first=not self._any_finished):
                 await self._manager.abandon.remote(one_line(error))
             else:
                 self._outbox.fail(sample, one_line(error))
         else:
+            self._any_finished = True
             self._outbox.finish(sample, output)
         self._live.discard(sample)
         self._gate.forget(grant.sample_id)
@@ -200,6 +203,9 @@ class ClaimLoop:
         await self._outbox.tell(sample)
 
 
-def _ends_the_run(error: BaseException) -> bool:
-    """Whether a retry cannot help: no replica is left, or its slot did not come in time."""
+def _ends_the_run(error: BaseException, *, first: bool) -> bool:
+    """Whether a retry cannot help: no replica is left, its slot did not come in time, or the ``first`` sample to finish
+    has an output that no checkpoint can hold, as all the others probably will."""
+    if isinstance(error, UnsaveableError):
+        return first
     return isinstance(error, GrantTimeoutError) or (isinstance(error, ReplicaError) and error.dead)

@@ -108,11 +108,12 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
     def __init__(self, curve: EngineCurve, replicas: int, placement: Placement = Placement.COLOCATED) -> None:
         # verl's own set-up is left out: no tokenizer, no rewards, no configuration.
         self.config = SimpleNamespace(  # type: ignore[assignment]
+            trainer=SimpleNamespace(save_freq=-1),
             partial_rollout=SimpleNamespace(
                 placement=placement,
                 deadlines=SimpleNamespace(grant_s=3600.0),
                 failures=SimpleNamespace(sample_timeout_s=None),
-            )
+            ),
         )
         self._connected = None
         self._scripted = [ScriptedReplica(curve) for _ in range(replicas)]
