@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from recipe.partial_rollout.records.call_columns import CallTotals
 from recipe.partial_rollout.records.engine_call import EngineCall
 
 
@@ -14,7 +16,9 @@ class RolloutPhase:
     start: float
     """unix seconds"""
     end: float
-    calls: tuple[EngineCall, ...] = field(repr=False)
+    calls: Sequence[EngineCall] = field(repr=False)
+    totals: CallTotals | None = field(default=None, repr=False)
+    """of all its calls, in a thinned trace, which keeps the calls of some rounds only; None: ``calls`` are all"""
 
     @property
     def seconds(self) -> float:
@@ -22,4 +26,15 @@ class RolloutPhase:
 
     @property
     def decoded_tokens(self) -> int:
-        return sum(call.tokens for call in self.calls)
+        return sum(call.tokens for call in self.calls) if self.totals is None else self.totals.tokens
+
+    @property
+    def latest_version(self) -> int:
+        """The latest policy version of a call; -1 without one that says."""
+        versions = (call.version for call in self.calls)
+        return max(versions, default=-1) if self.totals is None else self.totals.latest_version
+
+    @property
+    def thinned(self) -> bool:
+        """Whether ``calls`` are not all."""
+        return self.totals is not None and len(self.calls) < self.totals.calls
