@@ -116,4 +116,5 @@ def test_a_million_calls(tmp_path, options):
         assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
         kib = int(done.stdout.split()[-1])
         took = time.monotonic() - began
-        print(f"{module}: {took:.0f} s, {kib / 1024:,.0f} MiB beyond its imports, {kib * 1024 / steps / calls:.0f} bytes a call")
+        a_call = kib * 1024 / (steps * calls)
+        print(f"{module}: {took:.0f} s, {kib / 1024:,.0f} MiB beyond its imports, {a_call:.0f} bytes a call")

@@ -68,12 +68,17 @@ class RunRecord:
         return [step.round for step in self.steps]
 
     @property
+    def thinned(self) -> bool:
+        """Whether the trace has the engine calls of some rounds only."""
+        return any(round_.phase.thinned for round_ in self.rounds)
+
+    @property
     def decoding(self) -> list[RolloutPhase]:
         """[step] what the engines ran in the span of each round; computed anew each time."""
         phases = [round_.phase for round_ in self.rounds]
         if not self.settings.separate:
             return phases
-        if any(phase.totals is not None for phase in phases):
+        if self.thinned:
             # Calls that ended in other rounds are missing, so no round is told by its calls.
             return [replace(phase, calls=()) for phase in phases]
         return dealt(phases)
@@ -125,9 +130,9 @@ def load_run(directory: Path) -> RunRecord:
 
 
 def _split(events: Iterable[TraceEvent], others: list[TraceEvent]) -> Iterator[TraceEvent]:
-    """Passes the events on, and puts those that are not rounds into ``others`` as well."""
+    """Passes the events on, and keeps those of a few kinds in ``others``."""
     for event in events:
-        if not isinstance(event, Round):
+        if isinstance(event, Thinned | Probe | Phase):
             others.append(event)
         yield event
 
