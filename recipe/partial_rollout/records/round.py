@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -9,7 +10,7 @@ from recipe.partial_rollout.records.call_columns import CallColumns, CallTotals
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.records.fields import Fields
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.records.trained_group import GroupColumns, TrainedGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Round:
     version: int
     """policy version that the engines held"""
     phase: RolloutPhase
-    trained: list[TrainedGroup] = field(repr=False)
+    trained: Sequence[TrainedGroup] = field(repr=False)
     interrupt_s: float | None = None
     """seconds from the decision to interrupt until every engine was quiet; None if the arm does not interrupt"""
     resume_s: float | None = None
@@ -62,7 +63,7 @@ class Round:
             RunRecordError: a field is missing, mistyped or impossible; names the line.
         """
         start, end = line.span()
-        trained = [TrainedGroup.from_trace(group) for group in line.objects("trained", "one object a group")]
+        groups = line.objects("trained", "one object a group")
         totals, rows = None, []
         if "totals" in line.values:
             totals = CallTotals.from_json(line.object("totals"), replicas)
@@ -73,7 +74,7 @@ class Round:
             step=line.integer("step"),
             version=line.integer("version"),
             phase=RolloutPhase(start, end, calls, totals),
-            trained=trained,
+            trained=GroupColumns(map(TrainedGroup.from_trace, groups)),
             interrupt_s=line.optional_number("interrupt_s"),
             resume_s=line.optional_number("resume_s"),
             carried_groups=line.integer("carried_groups"),

@@ -8,7 +8,7 @@ that is left out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.run_settings import RunSettings
 from recipe.partial_rollout.records.run_trace import TraceEvent
 from recipe.partial_rollout.records.trace_events import Phase, Probe, Thinned
-from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.records.trained_group import GroupColumns, TrainedGroup
 
 CLOCK_TOLERANCE = 0.05
 """verl's rollout timer and the trace may differ by this share before the report warns."""
@@ -84,9 +84,9 @@ class RunRecord:
         return dealt(phases)
 
     @property
-    def trained_groups(self) -> list[TrainedGroup]:
+    def trained_groups(self) -> Sequence[TrainedGroup]:
         """Groups in training order."""
-        return [group for step in self.steps for group in step.round.trained]
+        return GroupColumns(group for step in self.steps for group in step.round.trained)
 
 
 def load_run(directory: Path) -> RunRecord:

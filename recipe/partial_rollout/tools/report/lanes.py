@@ -139,6 +139,7 @@ def _running(run: RunRecord) -> list[list[Span]]:
             continue
         curve = running_curve(phase, len(replicas))
         for replica in replicas:
-            busy = np.flatnonzero(curve.running[replica, :-1] > 0)
-            found[replica] += [(float(curve.times[i]), float(curve.times[i + 1])) for i in busy]
+            # The last count is 0, so every span has an end.
+            edges = curve.times[np.flatnonzero(np.diff(curve.running[replica] > 0, prepend=False))]
+            found[replica] += edges.reshape(-1, 2).tolist()
     return [union(spans) for spans in found]
