@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from recipe.partial_rollout.records.call_columns import CallTotals
+from recipe.partial_rollout.records.call_columns import CallColumns, CallTotals
 from recipe.partial_rollout.records.engine_call import EngineCall
 
 
@@ -26,7 +26,11 @@ class RolloutPhase:
 
     @property
     def decoded_tokens(self) -> int:
-        return sum(call.tokens for call in self.calls) if self.totals is None else self.totals.tokens
+        if self.totals is not None:
+            return self.totals.tokens
+        if isinstance(self.calls, CallColumns):
+            return int(self.calls.column("tokens").sum())
+        return sum(call.tokens for call in self.calls)
 
     @property
     def latest_version(self) -> int:

@@ -29,7 +29,7 @@ class RunningCurve:
         return float(np.sum(total[:-1] * np.diff(self.times)))
 
 
-def running_curve(phase: RolloutPhase, rows: Sequence[int] | None = None, count: int = 1) -> RunningCurve:
+def running_curve(phase: RolloutPhase, rows: Sequence[int] | np.ndarray | None = None, count: int = 1) -> RunningCurve:
     """The curve of the phase's calls while they were busy, cut at the phase's start and end.
 
     Where a thinned trace lacks the calls, it is flat, at the mean.

@@ -180,7 +180,9 @@ class GroupColumns(Sequence[TrainedGroup]):
     def __getitem__(self, at: int | slice) -> TrainedGroup | list[TrainedGroup]:
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
-        prompt = self._prompts[at]
-        samples = slice(self._ends[at % len(self)], self._ends[at % len(self) + 1])
-        lists = {name: column[samples].tolist() for name, column in self._of_sample.items()}
-        return TrainedGroup(**{name: column[at] for name, column in self._of_group.items()}, **lists, prompt=prompt)
+        if not -len(self) <= at < len(self):
+            raise IndexError(at)
+        first, last = self._ends[at % len(self)], self._ends[at % len(self) + 1]
+        order, epoch, tokens, off_policy_tokens = (column[at] for column in self._of_group.values())
+        lengths, staleness, segments = (column[first:last].tolist() for column in self._of_sample.values())
+        return TrainedGroup(order, epoch, lengths, staleness, self._prompts[at], segments, tokens, off_policy_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from recipe.partial_rollout.records import running_curve as records
+from recipe.partial_rollout.records.call_columns import CallColumns
 from recipe.partial_rollout.records.running_curve import RunningCurve
 
 if TYPE_CHECKING:
@@ -13,4 +14,6 @@ if TYPE_CHECKING:
 
 def running_curve(phase: RolloutPhase, replicas: int) -> RunningCurve:
     """One row a replica."""
-    return records.running_curve(phase, [int(call.replica) for call in phase.calls], replicas)
+    calls = phase.calls
+    rows = calls.column("replica") if isinstance(calls, CallColumns) else [int(call.replica) for call in calls]
+    return records.running_curve(phase, rows, replicas)

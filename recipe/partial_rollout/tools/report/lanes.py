@@ -141,5 +141,5 @@ def _running(run: RunRecord) -> list[list[Span]]:
         for replica in replicas:
             # The last count is 0, so every span has an end.
             edges = curve.times[np.flatnonzero(np.diff(curve.running[replica] > 0, prepend=False))]
-            found[replica] += edges.reshape(-1, 2).tolist()
+            found[replica] += [(start, end) for start, end in edges.reshape(-1, 2).tolist()]
     return [union(spans) for spans in found]
