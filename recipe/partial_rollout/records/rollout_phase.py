@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from recipe.partial_rollout.records.call_columns import CallColumns, CallTotals
 from recipe.partial_rollout.records.engine_call import EngineCall
 
@@ -31,6 +33,20 @@ class RolloutPhase:
         if isinstance(self.calls, CallColumns):
             return int(self.calls.column("tokens").sum())
         return sum(call.tokens for call in self.calls)
+
+    @property
+    def busy(self) -> tuple[np.ndarray, np.ndarray]:
+        """[call] when each began to run in its engine, and when it ended"""
+        if isinstance(self.calls, CallColumns):
+            return self.calls.busy_from, self.calls.column("end")
+        return np.array([call.busy_from for call in self.calls]), np.array([call.end for call in self.calls])
+
+    @property
+    def replicas(self) -> np.ndarray:
+        """[call] index of its replica"""
+        if isinstance(self.calls, CallColumns):
+            return self.calls.column("replica")
+        return np.array([call.replica for call in self.calls], dtype=int)
 
     @property
     def latest_version(self) -> int:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recipe.partial_rollout.records.call_columns import CallColumns
-
 if TYPE_CHECKING:
     from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 
@@ -39,15 +37,13 @@ def running_curve(phase: RolloutPhase, rows: Sequence[int] | np.ndarray | None =
     """
     if phase.thinned:
         return _mean_curve(phase, by_row=rows is not None)
-    calls = phase.calls
-    starts = calls.busy_from if isinstance(calls, CallColumns) else [call.busy_from for call in calls]
-    ends = calls.column("end") if isinstance(calls, CallColumns) else [call.end for call in calls]
-    starts, ends = (np.clip(np.asarray(side, float), phase.start, phase.end) for side in (starts, ends))
-    owners = np.zeros(len(phase.calls), dtype=int) if rows is None else np.array(rows, dtype=int)
+    calls = len(phase.calls)
+    starts, ends = (np.clip(side, phase.start, phase.end) for side in phase.busy)
+    owners = np.zeros(calls, dtype=int) if rows is None else np.array(rows, dtype=int)
     times, where = np.unique(np.concatenate([[phase.start, phase.end], starts, ends]), return_inverse=True)
     changes = np.zeros((count, len(times)), dtype=int)
-    np.add.at(changes, (owners, where[2 : 2 + len(calls)]), 1)
-    np.add.at(changes, (owners, where[2 + len(calls) :]), -1)
+    np.add.at(changes, (owners, where[2 : 2 + calls]), 1)
+    np.add.at(changes, (owners, where[2 + calls :]), -1)
     return RunningCurve(times, np.cumsum(changes, axis=1))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from recipe.partial_rollout.records import running_curve as records
-from recipe.partial_rollout.records.call_columns import CallColumns
 from recipe.partial_rollout.records.running_curve import RunningCurve
 
 if TYPE_CHECKING:
@@ -14,6 +13,4 @@ if TYPE_CHECKING:
 
 def running_curve(phase: RolloutPhase, replicas: int) -> RunningCurve:
     """One row a replica."""
-    calls = phase.calls
-    rows = calls.column("replica") if isinstance(calls, CallColumns) else [int(call.replica) for call in calls]
-    return records.running_curve(phase, rows, replicas)
+    return records.running_curve(phase, phase.replicas, replicas)
