@@ -10,8 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from recipe.partial_rollout.records.call_columns import CallColumns
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.engine_call import CallColumns, EngineCall
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 
 

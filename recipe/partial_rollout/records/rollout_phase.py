@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from recipe.partial_rollout.records.call_columns import CallColumns, CallTotals
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.engine_call import CallColumns, CallTotals, EngineCall
 
 
 @dataclass(frozen=True, slots=True)

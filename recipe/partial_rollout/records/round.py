@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from recipe.partial_rollout.records.call_columns import CallColumns, CallTotals
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.engine_call import CallColumns, CallTotals, EngineCall
 from recipe.partial_rollout.records.fields import Fields
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 from recipe.partial_rollout.records.trained_group import GroupColumns, TrainedGroup

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from recipe.partial_rollout.records.call_columns import CallTotals
+from recipe.partial_rollout.records.engine_call import CallTotals
 from recipe.partial_rollout.records.fields import Fields
 from recipe.partial_rollout.records.jsonl import JsonLines, iter_lines
 from recipe.partial_rollout.records.lineage import Checkpoint, Lineage, Resumed

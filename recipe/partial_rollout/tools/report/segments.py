@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipe.partial_rollout.records.call_columns import CallColumns
+from recipe.partial_rollout.records.engine_call import CallColumns
 from recipe.partial_rollout.records.run_record import RunRecord
 
 
