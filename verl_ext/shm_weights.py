@@ -106,6 +106,7 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
 
         Raises:
             TimeoutError: it has not, within ``deadline_s``.
+            PermissionError: the folder may be another user's.
         """
         path = self._folder / str(global_steps)
         deadline = time.monotonic() + self._deadline_s
@@ -116,6 +117,7 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
                     "(rollout.checkpoint_engine.engine_kwargs.shm.deadline_s)"
                 )
             await asyncio.sleep(_POLL_S)
+        job_folder.check(self._folder)
         self._newest = path
         async for named in self.get_weights():
             yield named

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -24,13 +25,16 @@ Named = tuple[str, torch.Tensor]
 def write(path: Path, tensors: Iterable[Named]) -> int:
     """Write ``tensors``, of any device, shape and dtype, and replace ``path`` by the result; returns its bytes.
 
+    Only the owner may read the file.
+
     Raises:
         OSError: there is no room. Then nothing is left of the new file, and ``path`` is as it was.
     """
     part = path.with_name(f"{path.name}.part")
     index = []
+    part.unlink(missing_ok=True)
     try:
-        with part.open("wb") as file:
+        with open(part, "xb", opener=_private) as file:
             for name, tensor in tensors:
                 at = file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
                 flat = tensor.detach().reshape(-1).to("cpu")
@@ -51,7 +55,7 @@ def read(path: Path) -> Iterator[Named]:
     They stay as they are when the file is removed or replaced, and writing to one changes neither the file nor what
     other processes read.
     """
-    with path.open("rb") as file:
+    with open(path, "rb", opener=_private) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     end = len(mapped) - _LENGTH_BYTES
     length = int.from_bytes(mapped[end:], "little")
@@ -59,3 +63,8 @@ def read(path: Path) -> Iterator[Named]:
         kind, count = getattr(torch, dtype), math.prod(shape)
         flat = torch.frombuffer(mapped, dtype=kind, count=count, offset=at) if count else torch.empty(0, dtype=kind)
         yield name, flat.view(shape)
+
+
+def _private(path: str, flags: int) -> int:
+    """Open for the owner alone, and follow no link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)

@@ -88,7 +88,7 @@ def test_killed_replicas_come_back_and_the_other_takes_their_samples_over(start,
     server.kill()
     assert run.process.wait(300) == 0, run.terminal()[-3000:]
     result, _ = audit(run.directory)
-    assert result.violations == [] and result.complete and len(result.trained) == 16
+    assert result.violations == [] and result.complete and len(result.trained.all) == 16
     assert run.read().steps[4]["partial_rollout/failures/replicas_restarted_total"] == 2
     assert not orphan.is_running(), "it would hold the memory of its device"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.partial_rollout.records.ledger import NAME, read_ledger
+from recipe.partial_rollout.records.ledger import NAME, iter_ledger
 from recipe.partial_rollout.records.ledger_events import Filtered, Trained
 from recipe.partial_rollout.tools.audit import audit
 
@@ -77,7 +77,7 @@ def test_dapo_replaces_the_groups_that_score_alike_until_the_data_ends(start):
     )
     assert started.process.wait(540) == 0, started.terminal()[-3000:]
     run = started.read()
-    events, _ = read_ledger(run.directory / NAME)
+    events = [event for _, event in iter_ledger(run.directory / NAME, [])]
     filtered = [group for event in events if isinstance(event, Filtered) for group in event.groups]
     trained = [group.uid for event in events if isinstance(event, Trained) for group in event.groups]
     assert filtered and {group.value for group in filtered} == {0.0}

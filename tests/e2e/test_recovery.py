@@ -35,7 +35,7 @@ def test_killed_training_goes_on_from_its_checkpoint_and_loses_nothing(task, cou
     assert chaos([*arguments, *SMALL, *overrides]) == 0
     result, _ = audit(tmp_path / "run")
     assert result.violations == [] and result.complete and result.kills == 1
-    assert len(result.trained) == 24
+    assert len(result.trained.all) == 24
 
 
 def sealed(run_dir, step):
@@ -74,11 +74,11 @@ def test_training_that_is_stopped_killed_and_robbed_of_its_worker_loses_nothing(
     worker.kill()
     assert third.process.wait(300) == 0, third.terminal()[-3000:]
     result, _ = audit(run_dir)
-    assert result.violations == [] and result.complete and len(result.trained) == 28
+    assert result.violations == [] and result.complete and len(result.trained.all) == 28
     assert len(result.admitted) > 28, "prompts are in flight"
 
     fourth = start(*ours, "trainer.save_freq=2", name="fourth")
     assert fourth.process.wait(300) == 0, fourth.terminal()[-3000:]
     result, _ = audit(run_dir)
     assert result.violations == [] and result.complete and result.kills == 1
-    assert len(result.trained) == 32
+    assert len(result.trained.all) == 32

@@ -46,7 +46,7 @@ def test_worker_that_dies_while_the_trainer_updates_is_replaced_and_its_samples_
     processes_of_session(run.process.pid, "ray::PartialRolloutAgentLoopWorker")[0].kill()
     assert run.process.wait(300) == 0, run.terminal()[-3000:]
     result, _ = audit(run.directory)
-    assert result.violations == [] and result.complete and len(result.trained) == 24
+    assert result.violations == [] and result.complete and len(result.trained.all) == 24
     assert run.read().steps[6]["partial_rollout/failures/workers_restarted_total"] == 1
 
 
@@ -82,7 +82,7 @@ def test_training_that_is_killed_twice_while_it_decodes_and_trains_loses_nothing
         count_start()
     assert chaos([*arguments, *SMALL, *overrides]) == 0
     result, _ = audit(tmp_path / "run")
-    assert result.violations == [] and result.complete and len(result.trained) == 24
+    assert result.violations == [] and result.complete and len(result.trained.all) == 24
 
 
 def test_bound_of_zero_trains_the_batches_of_the_baseline(train):

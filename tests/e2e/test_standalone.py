@@ -39,7 +39,7 @@ def test_two_engines_beside_one_trainer_come_back_after_their_deaths(start, wait
     server.kill()
     assert run.process.wait(300) == 0, run.terminal()[-3000:]
     result, _ = audit(run.directory)
-    assert result.violations == [] and result.complete and len(result.trained) == 40
+    assert result.violations == [] and result.complete and len(result.trained.all) == 40
     read = run.read()
     restarted = {s: metrics["partial_rollout/failures/replicas_restarted_total"] for s, metrics in read.steps.items()}
     assert restarted[10] == 2

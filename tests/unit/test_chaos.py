@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.records.resumed import Resumed
+from recipe.partial_rollout.records.lineage import Resumed
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.run_trace import to_json

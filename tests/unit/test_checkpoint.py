@@ -69,7 +69,7 @@ def trainer(run_dir, **keys):
     ours.use_critic = True
     ours.train_dataloader = SlotLoader(10, 2)
     ours.prompt_source = SimpleNamespace(state_dict=dict)
-    ours.trace = SimpleNamespace(sync=lambda: None)
+    ours.trace = SimpleNamespace(checkpoint=lambda step: None)
     ours.ledger = SimpleNamespace(checkpoint=lambda step: None)
     ours.async_rollout_manager = SimpleNamespace(save=lambda path: write_snapshot(path, {}))
     found = ours.checkpoints.to_resume("auto", None)

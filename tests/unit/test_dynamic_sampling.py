@@ -15,7 +15,7 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.group_filter import GroupFilter, MissingMetricError
 from recipe.partial_rollout.manager.messages import PromptsWanted, Report, RolloutFailedError
-from recipe.partial_rollout.records.ledger import NAME, Ledger, read_ledger
+from recipe.partial_rollout.records.ledger import NAME, Ledger, iter_ledger
 from recipe.partial_rollout.records.ledger_events import Filtered
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.round_book import RoundBook
@@ -435,7 +435,7 @@ def test_trainer_offers_prompts_for_as_long_as_a_round_filters(prompts, output, 
 
     trained, figures, left = asyncio.run(life())
     assert trained == ["0/9"] and figures == {"filter/groups": 9, "filter/consumed": 10} and left <= 2
-    (event,), _ = read_ledger(tmp_path / NAME)
+    ((_, event),) = iter_ledger(tmp_path / NAME, [])
     assert isinstance(event, Filtered)
     assert [group.uid for group in event.groups] == [f"0/{i}" for i in range(9)]
 

@@ -6,9 +6,9 @@ import pytest
 
 from recipe.partial_rollout.manager.types import TakenGroup
 from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.ledger import NAME, Ledger, read_ledger
-from recipe.partial_rollout.records.ledger_events import RunSizes
-from recipe.partial_rollout.records.resumed import Resumed
+from recipe.partial_rollout.records.ledger import NAME, Ledger, iter_ledger
+from recipe.partial_rollout.records.ledger_events import RunSizes, Trained
+from recipe.partial_rollout.records.lineage import Resumed
 from recipe.partial_rollout.tools.audit import audit, main
 
 RUN = {
@@ -49,6 +49,10 @@ def filtered(step, *uids):
 
 def resumed(step):
     return {"event": "resumed", "step": step}
+
+
+def checkpoint(step):
+    return {"event": "checkpoint", "step": step}
 
 
 COMPLETE = {"event": "complete"}
@@ -239,6 +243,17 @@ def test_resume_from_scratch_undoes_everything(write):
     assert result.violations == [] and result.undone == 8 and result.complete
 
 
+@pytest.mark.parametrize("noted", [True, False], ids=["checkpoints noted", "older ledger"])
+def test_a_resume_from_an_abandoned_branch_counts_that_branch(write, noted):
+    """A life resumes an older checkpoint, trains other prompts and dies; the next resumes the newest checkpoint."""
+    abandoned = [line for i in (1, 3, 5) for line in (*GOOD[i : i + 2], *([checkpoint((i + 1) // 2)] if noted else []))]
+    dies = [RUN, resumed(1), admitted(2, "0/3", "1/0"), trained(2, "0/1", "1/0")]
+    # One that trained step 3 as well, but died before its checkpoint.
+    dies += [admitted(3, "1/1", "1/2"), trained(3, "1/1", "1/2")] if noted else []
+    result, _ = audit(write(RUN, *abandoned, *dies, RUN, resumed(3), *GOOD[7:]))
+    assert result.violations == [] and result.undone == (4 if noted else 2)
+
+
 def test_run_that_stopped_on_purpose_was_not_killed(write):
     result, _ = audit(write(*GOOD[:5], {"event": "stopped", "step": 2}, RUN, resumed(2), *GOOD[5:]))
     assert result.violations == [] and (result.kills, result.resumes) == (0, 1)
@@ -317,8 +332,9 @@ def test_ledger_writes_what_the_audit_reads(tmp_path, output):
     ledger.complete()
     result, cut_off = audit(tmp_path)
     assert result.violations == [] and cut_off == 0 and result.complete
-    assert [row.group.staleness for row in result.trained] == [[0, 0], [1, 0]]
-    assert result.trained[1].group.parts == [[3] * 4, [4] * 4]
+    events = [event for _, event in iter_ledger(tmp_path / NAME, [])]
+    groups = [group for event in events if isinstance(event, Trained) for group in event.groups]
+    assert [each.staleness for each in groups] == [[0, 0], [1, 0]] and groups[1].parts == [[3] * 4, [4] * 4]
 
 
 def test_ledger_goes_on_behind_a_line_that_was_cut_off(tmp_path):
@@ -328,8 +344,9 @@ def test_ledger_goes_on_behind_a_line_that_was_cut_off(tmp_path):
     ledger = Ledger(tmp_path)
     ledger.run(RunSizes("PR", 2, 1, 1, 2, 2, 2))
     ledger.resumed(0)
-    events, cut_off = read_ledger(tmp_path / NAME)
-    assert [type(event) for event in events] == [RunSizes, RunSizes, Resumed] and cut_off == 1
+    cut_off = []
+    events = [event for _, event in iter_ledger(tmp_path / NAME, cut_off)]
+    assert [type(event) for event in events] == [RunSizes, RunSizes, Resumed] and len(cut_off) == 1
 
 
 def test_every_line_is_in_the_file_as_soon_as_it_is_added(tmp_path):

@@ -21,7 +21,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.records.run_record import load_run
 from recipe.partial_rollout.tools.report import command
 from recipe.partial_rollout.tools.report.command import main
@@ -212,12 +211,14 @@ def test_watch_takes_seconds_above_zero(tmp_path, seconds, capsys):
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=30))
 def test_slots_are_as_few_as_keep_calls_apart(spans):
-    calls = [EngineCall(0, float(start), float(start + length), 1, 0) for start, length in spans]
-    slots = in_slots(calls)
-    for slot in slots:
-        assert all(before.end <= after.start for before, after in itertools.pairwise(slot))
-    most = max((sum(c.start <= t < c.end for c in calls) for t in range(31)), default=0)
-    assert len(slots) == most and sum(map(len, slots)) == len(calls)
+    start = np.array([start for start, _ in spans], float)
+    end = start + np.array([length for _, length in spans], float)
+    slots = in_slots(start, end)
+    for slot in set(slots.tolist()):
+        mine = sorted(zip(start[slots == slot], end[slots == slot], strict=True))
+        assert all(before <= after for (_, before), (after, _) in itertools.pairwise(mine))
+    most = max(int(np.sum((start <= t) & (t < end))) for t in range(31))
+    assert len(set(slots.tolist())) == most == slots.max(initial=-1) + 1
 
 
 # -- Chrome trace ------------------------------------------------------------------------------------------------------

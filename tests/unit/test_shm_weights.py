@@ -171,3 +171,59 @@ def test_claim_begins_with_an_empty_folder(tmp_path):
     assert job_folder.sweep(tmp_path) == []
     os.close(held)
     assert job_folder.sweep(tmp_path) == [tmp_path / "verl-weights-again"]
+
+
+def plant(kind, folder, monkeypatch):
+    """What another user may have put in the job's place, whose name is easy to guess."""
+    if kind == "a link":
+        folder.symlink_to(folder.parent / "home")
+    elif kind == "a file":
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if kind == "open to all" else 0o700)
+    if kind == "another's":
+        monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+
+
+@pytest.mark.parametrize("kind", ["a link", "a file", "open to all", "another's"])
+def test_what_is_no_private_folder_of_ours_is_refused_and_left_alone(ends, tmp_path, monkeypatch, kind):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("x")
+    folder = tmp_path / "verl-weights-job"
+    monkeypatch.setattr(job_folder, "sweep", lambda root: [])
+    plant(kind, folder, monkeypatch)
+    wanted = rf"{folder}: .*remove it, or set .*engine_kwargs\.shm\.root"
+    with pytest.raises(PermissionError, match=wanted):
+        job_folder.claim(tmp_path, "job")
+    assert (tmp_path / "home" / "thesis.tex").exists()
+
+
+def test_a_receiver_loads_nothing_that_another_user_may_have_planted(ends, tmp_path):
+    _, (receiver, _) = ends()
+    (tmp_path / "home").mkdir()
+    weight_file.write(tmp_path / "home" / "3", [("a", torch.ones(1))])
+    (tmp_path / "verl-weights-job").rmdir()
+    (tmp_path / "verl-weights-job").symlink_to(tmp_path / "home")
+    with pytest.raises(PermissionError, match="verl-weights-job: "):
+        asyncio.run(everything(receiver.receive_weights(global_steps=3)))
+
+
+def test_only_the_owner_may_read_the_weights_and_no_link_is_followed(ends, tmp_path):
+    (master, _), _ = ends()
+    asyncio.run(master.send_weights([("a", torch.ones(1))], global_steps=3))
+    folder = tmp_path / "verl-weights-job"
+    assert [oct(path.stat().st_mode & 0o777) for path in (folder, folder / "3")] == ["0o700", "0o600"]
+    (tmp_path / "victim").write_text("x")
+    (folder / "4.part").symlink_to(tmp_path / "victim")
+    asyncio.run(master.send_weights([("a", torch.ones(1))], global_steps=4))
+    assert (tmp_path / "victim").read_text() == "x" and not (folder / "4").is_symlink()
+    (folder / "5").symlink_to(folder / "4")
+    with pytest.raises(OSError, match="symbolic links"):
+        list(weight_file.read(folder / "5"))
+
+
+def test_the_sweep_follows_no_link(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "verl-weights-old").symlink_to(tmp_path / "home")
+    assert job_folder.sweep(tmp_path) == [] and (tmp_path / "home").exists()

@@ -163,7 +163,8 @@ def build_trainer(run_dir, manager, output, *, moment, overrides=()):
     trainer._phase_started, trainer._measured = None, {}
     trainer.proximal = ProximalPolicy.of(config, trainer.settings)
     trainer.gpus, trainer.nodes = GpuWatch([]), ClusterNodes(table=list)
-    trainer.trace = SimpleNamespace(phase=lambda *_: None, complete=lambda: None, sync=lambda: None, last_round=None)
+    noted = dict.fromkeys(("phase", "complete", "checkpoint"), lambda *_: None)
+    trainer.trace = SimpleNamespace(**noted, last_round=None)
     trainer.step_log = StepLog(config, trainer.settings, trainer.run_dir, STEPS)
     trainer.ledger, trainer.prompt_source = Ledger(), Source()
     trainer.total_training_steps = STEPS

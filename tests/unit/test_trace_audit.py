@@ -13,8 +13,9 @@ from recipe.partial_rollout.records.ledger import Ledger
 from recipe.partial_rollout.records.ledger_events import RunSizes
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.run_record import last_attempts
 from recipe.partial_rollout.records.run_settings import Arm, RunSettings
-from recipe.partial_rollout.records.run_trace import RunTrace
+from recipe.partial_rollout.records.run_trace import RunTrace, iter_trace
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.audit import audit, main
 
@@ -59,6 +60,7 @@ class Life:
             return
         manager.acknowledge([group.uid for group in groups])
         self.ledger.trained(number, version, groups)
+        self.trace.checkpoint(number)
         self.ledger.checkpoint(number)
 
 
@@ -174,6 +176,23 @@ def test_killed_and_resumed_run_passes(start, tmp_path, dies_after):
     second.ledger.complete()
     result, _ = audit(tmp_path)
     assert result.violations == [] and result.rounds_compared == 3 and result.undone == 2
+
+
+@pytest.mark.parametrize("dies_after", ["begin", "round"])
+def test_a_resume_from_an_abandoned_branch_compares_that_branch(start, tmp_path, dies_after):
+    """The second life resumes step 1 and dies in step 2; the third resumes the first life's step 2."""
+    first, states = start(prompts=2 * STEPS), {}
+    for number in (1, 2):
+        first.step(number)
+        states[number] = first.manager.state_dict()
+    start(resumed=1, state=states[1]).step(2, dies_after=dies_after)
+    third = start(resumed=2, state=states[2])
+    third.step(3)
+    third.ledger.complete()
+    result, _ = audit(tmp_path)
+    assert result.violations == [] and result.rounds_compared == 3
+    steps, _ = last_attempts(iter_trace(tmp_path / "trace.jsonl"))
+    assert [round_.step for round_ in steps] == [1, 2, 3]
 
 
 def test_lines_that_a_dying_process_left_are_passed_over_and_others_are_not(start, tmp_path):

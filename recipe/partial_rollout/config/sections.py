@@ -141,6 +141,12 @@ class Dashboard:
         "Steps from one pair of pictures in SwanLab (timeline of the round, response lengths) to the next. 0: none.",
         at_least=0,
     )
+    trace_every: int = key(
+        1,
+        "Steps from one round whose engine calls `trace.jsonl` keeps to the next; of others it has totals, and timelines "
+        "have no bars of them ([docs/dashboards.md](../../docs/dashboards.md#the-traces-size)).",
+        at_least=1,
+    )
     progress_s: float = key(
         60,
         "Seconds from one line about a round that goes on to the next, where standard error is no terminal (a terminal has "

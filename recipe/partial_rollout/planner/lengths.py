@@ -52,7 +52,8 @@ class LengthTrace:
 def of_run(run: RunRecord) -> LengthTrace:
     """Lengths of the trained groups of ``run``, in dispatch order; prompts as long as its first ones."""
     groups = sorted(run.trained_groups, key=lambda group: group.order)
-    prompts = [call.context_tokens or 0 for call in run.rounds[0].phase.calls if not call.resumed_tokens]
+    calls = next((round_.phase.calls for round_ in run.rounds if round_.phase.calls), ())
+    prompts = [call.context_tokens or 0 for call in calls if not call.resumed_tokens]
     return LengthTrace(
         np.maximum(1, np.array([group.lengths for group in groups])), round(float(np.median(prompts))) if prompts else 0
     )

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.engine_call import CallColumns, EngineCall
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 
 
@@ -29,12 +29,12 @@ def dealt(phases: Sequence[RolloutPhase]) -> list[RolloutPhase]:
     [(2.0, 10.0, 80), (10.0, 12.0, 20)]
     """
     starts = [phase.start for phase in phases]
-    parts: list[list[EngineCall]] = [[] for _ in phases]
+    parts = [CallColumns() for _ in phases]
     for phase in phases:
         for call in phase.calls:
             for at, part in _cut(call, phases, max(0, bisect_right(starts, call.busy_from) - 1)):
                 parts[at].append(part)
-    return [replace(phase, calls=tuple(calls)) for phase, calls in zip(phases, parts, strict=True)]
+    return [replace(phase, calls=calls) for phase, calls in zip(phases, parts, strict=True)]
 
 
 def _cut(call: EngineCall, phases: Sequence[RolloutPhase], first: int) -> Iterator[tuple[int, EngineCall]]:

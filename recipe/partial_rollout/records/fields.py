@@ -17,6 +17,8 @@ class Fields:
     place: str
     """File, and line where it has lines."""
     values: dict[str, Any]
+    at: int = 0
+    """Byte of the file at which its line begins."""
 
     def _get(self, key: str, kinds: tuple[type, ...], wanted: str) -> Any:
         if key not in self.values:
@@ -78,6 +80,9 @@ class Fields:
                 raise RunRecordError(f"{self.place}: '{key}' should hold {wanted}, got {value!r:.60}")
         return [Fields(f"{self.place}, {key}", value) for value in values]
 
+    def object(self, key: str) -> "Fields":
+        return Fields(f"{self.place}, {key}", self._get(key, (dict,), "an object"))
+
     def optional_integer(self, key: str) -> int | None:
         return None if self.values.get(key) is None else self.integer(key)
 
@@ -113,20 +118,17 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return values
 
 
-def read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise RunRecordError(
-            f"{path}: cannot be read ({error.strerror}); give the directory of a run, "
-            "which holds run.json, metrics.jsonl, trace.jsonl and, of PR, ledger.jsonl"
-        ) from error
+def unreadable(path: Path, error: OSError) -> RunRecordError:
+    return RunRecordError(
+        f"{path}: cannot be read ({error.strerror}); give the directory of a run, "
+        "which holds run.json, metrics.jsonl, trace.jsonl and, of PR, ledger.jsonl"
+    )
 
 
 def read_object(path: Path) -> Fields:
     try:
-        return Fields(str(path), parse_object(read_bytes(path)))
-    except RunRecordError:
-        raise
+        return Fields(str(path), parse_object(path.read_bytes()))
+    except OSError as error:
+        raise unreadable(path, error) from error
     except ValueError as error:
         raise RunRecordError(f"{path}: not a JSON object ({error}); rerun, or repair the file") from error

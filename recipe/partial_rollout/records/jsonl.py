@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
-from recipe.partial_rollout.records.fields import Fields, RunRecordError, parse_object, read_bytes
+from recipe.partial_rollout.records.fields import Fields, RunRecordError, parse_object, unreadable
 
 
 class JsonLines:
@@ -51,19 +51,26 @@ def _ends_a_line(path: Path) -> bool:
         return file.read() == b"\n"
 
 
-def read_lines(path: Path, restarts: Container[str] = ()) -> tuple[list[Fields], list[str]]:
-    """The objects of a JSON lines file, and a warning for each torn line that was skipped.
+def read_lines(path: Path) -> tuple[list[Fields], list[str]]:
+    """``iter_lines``, all at once: the objects, and the warnings."""
+    warnings: list[str] = []
+    return list(iter_lines(path, warnings)), warnings
+
+
+def iter_lines(path: Path, warnings: list[str], restarts: Container[str] = ()) -> Iterator[Fields]:
+    """The objects of a JSON lines file, one at a time, however long the file is.
 
     Args:
+        warnings: gets a line for each torn line that is skipped.
         restarts: values of ``event`` with which another process of the run begins.
 
     Raises:
         RunRecordError: the file cannot be read, or a line is torn that a dying process cannot have left.
     """
-    lines: list[Fields] = []
-    warnings: list[str] = []
     torn: RunRecordError | None = None
-    for number, raw in enumerate(read_bytes(path).split(b"\n"), start=1):
+    at = 0
+    for number, raw in enumerate(_raw_lines(path), start=1):
+        begins, at = at, at + len(raw)
         if not raw.strip():
             continue
         place = f"{path} line {number}"
@@ -78,8 +85,22 @@ def read_lines(path: Path, restarts: Container[str] = ()) -> tuple[list[Fields],
         if torn is not None and str(values.get("event")) not in restarts:
             raise torn
         torn = None
-        lines.append(Fields(place, values))
-    return lines, warnings
+        yield Fields(place, values, begins)
+
+
+def line_at(path: Path, at: int) -> Fields:
+    """The object whose line begins at byte ``at``, as ``iter_lines`` gave it."""
+    with path.open("rb") as file:
+        file.seek(at)
+        return Fields(f"{path} byte {at}", parse_object(file.readline()), at)
+
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            yield from file
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def _torn(place: str, error: Exception) -> RunRecordError:

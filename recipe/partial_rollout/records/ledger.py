@@ -5,14 +5,13 @@ A run that resumes appends to the file of the run before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from recipe.partial_rollout.manager.types import FilteredGroup, TakenGroup
-from recipe.partial_rollout.records.jsonl import JsonLines, read_lines
+from recipe.partial_rollout.records.jsonl import JsonLines, iter_lines
 from recipe.partial_rollout.records.ledger_events import (
     Admitted,
-    Checkpoint,
     Complete,
     Filtered,
     LedgerEvent,
@@ -22,7 +21,7 @@ from recipe.partial_rollout.records.ledger_events import (
     from_json,
     to_json,
 )
-from recipe.partial_rollout.records.resumed import Resumed
+from recipe.partial_rollout.records.lineage import Checkpoint, Resumed
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 NAME = "ledger.jsonl"
@@ -77,11 +76,14 @@ class Ledger:
         self._lines.add(to_json(event))
 
 
-def read_ledger(path: Path) -> tuple[list[LedgerEvent], int]:
-    """The events, and the number of lines cut off because their process died while writing.
+def iter_ledger(path: Path, warnings: list[str]) -> Iterator[tuple[int, LedgerEvent]]:
+    """The events, one at a time, each with the byte at which its line begins.
+
+    Args:
+        warnings: gets a line for each line that was cut off because its process died while writing.
 
     Raises:
         RunRecordError: the file is missing, or a line is not an event; names it.
     """
-    lines, torn = read_lines(path, restarts=(RunSizes.EVENT, Resumed.EVENT))
-    return [from_json(line) for line in lines], len(torn)
+    for line in iter_lines(path, warnings, restarts=(RunSizes.EVENT, Resumed.EVENT)):
+        yield line.at, from_json(line)

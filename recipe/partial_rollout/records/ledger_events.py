@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from recipe.partial_rollout.manager.types import FilteredGroup
 from recipe.partial_rollout.records.fields import Fields, RunRecordError
-from recipe.partial_rollout.records.resumed import Resumed
+from recipe.partial_rollout.records.lineage import Checkpoint, Resumed
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 
@@ -80,14 +80,6 @@ class Trained:
     version: int
     """policy version that the update started from"""
     groups: list[TrainedGroup]
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The checkpoint of ``step`` is whole."""
-
-    EVENT: ClassVar[str] = "checkpoint"
-    step: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.engine_call import CallColumns, CallTotals, EngineCall
 from recipe.partial_rollout.records.fields import Fields
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.records.trained_group import GroupColumns, TrainedGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Round:
     version: int
     """policy version that the engines held"""
     phase: RolloutPhase
-    trained: list[TrainedGroup] = field(repr=False)
+    trained: Sequence[TrainedGroup] = field(repr=False)
     interrupt_s: float | None = None
     """seconds from the decision to interrupt until every engine was quiet; None if the arm does not interrupt"""
     resume_s: float | None = None
@@ -31,11 +32,16 @@ class Round:
     """samples unaccounted for so far, not only in this round"""
     scorings: tuple[tuple[float, float], ...] = field(default=(), repr=False)
     """start and end (unix seconds) of the reward calls of the samples that it trains, also from before the round"""
+    at: int = field(default=0, repr=False, compare=False)
+    """byte of the trace at which its line begins, if it was read"""
 
     def to_json(self) -> dict[str, Any]:
-        """Its line, without the event's name."""
+        """Its line, without the event's name. One without its calls has no ``calls``: older readers must refuse it."""
+        calls = {} if self.phase.thinned else {"calls": [call.to_json() for call in self.phase.calls]}
+        totals = self.phase.totals
         return {
-            "calls": [call.to_json() for call in self.phase.calls],
+            **calls,
+            **({} if totals is None else {"totals": totals.to_json()}),
             "step": self.step,
             "version": self.version,
             "start": self.phase.start,
@@ -56,16 +62,22 @@ class Round:
             RunRecordError: a field is missing, mistyped or impossible; names the line.
         """
         start, end = line.span()
-        trained = [TrainedGroup.from_trace(group) for group in line.objects("trained", "one object a group")]
-        calls = tuple(EngineCall.from_json(values, line.place, replicas) for values in line.items("calls"))
+        groups = line.objects("trained", "one object a group")
+        totals, rows = None, []
+        if "totals" in line.values:
+            totals = CallTotals.from_json(line.object("totals"), replicas)
+        if totals is None or "calls" in line.values:
+            rows = line.items("calls")
+        calls = CallColumns(EngineCall.from_json(values, line.place, replicas) for values in rows)
         return cls(
             step=line.integer("step"),
             version=line.integer("version"),
-            phase=RolloutPhase(start, end, calls),
-            trained=trained,
+            phase=RolloutPhase(start, end, calls, totals),
+            trained=GroupColumns(map(TrainedGroup.from_trace, groups)),
             interrupt_s=line.optional_number("interrupt_s"),
             resume_s=line.optional_number("resume_s"),
             carried_groups=line.integer("carried_groups"),
             lost_samples=line.integer("lost_samples"),
             scorings=tuple(line.optional_spans("scorings")),
+            at=line.at,
         )

@@ -7,8 +7,9 @@ that is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from recipe.partial_rollout.records import run_trace, step_metrics
@@ -17,8 +18,9 @@ from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.run_settings import RunSettings
-from recipe.partial_rollout.records.trace_events import Phase, Probe
-from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.records.run_trace import TraceEvent
+from recipe.partial_rollout.records.trace_events import Phase, Probe, Thinned
+from recipe.partial_rollout.records.trained_group import GroupColumns, TrainedGroup
 
 CLOCK_TOLERANCE = 0.05
 """verl's rollout timer and the trace may differ by this share before the report warns."""
@@ -66,15 +68,25 @@ class RunRecord:
         return [step.round for step in self.steps]
 
     @property
+    def thinned(self) -> bool:
+        """Whether the trace has the engine calls of some rounds only."""
+        return any(round_.phase.thinned for round_ in self.rounds)
+
+    @property
     def decoding(self) -> list[RolloutPhase]:
         """[step] what the engines ran in the span of each round; computed anew each time."""
         phases = [round_.phase for round_ in self.rounds]
-        return dealt(phases) if self.settings.separate else phases
+        if not self.settings.separate:
+            return phases
+        if self.thinned:
+            # Calls that ended in other rounds are missing, so no round is told by its calls.
+            return [replace(phase, calls=()) for phase in phases]
+        return dealt(phases)
 
     @property
-    def trained_groups(self) -> list[TrainedGroup]:
+    def trained_groups(self) -> Sequence[TrainedGroup]:
         """Groups in training order."""
-        return [group for step in self.steps for group in step.round.trained]
+        return GroupColumns(group for step in self.steps for group in step.round.trained)
 
 
 def load_run(directory: Path) -> RunRecord:
@@ -89,10 +101,17 @@ def load_run(directory: Path) -> RunRecord:
         )
     settings = RunSettings.read(directory)
     trace = directory / run_trace.NAME
-    events, warnings = run_trace.read_trace(trace, settings.replicas)
-    rounds, repeated = last_attempts(event for event in events if isinstance(event, Round))
+    warnings: list[str] = []
+    others: list[TraceEvent] = []
+    rounds, repeated = last_attempts(_split(run_trace.iter_trace(trace, settings.replicas, warnings), others))
     if repeated:
         warnings.append(f"{trace}: steps {_ranges(repeated)} were begun again (a resumed run); the last attempt counts")
+    if every := max((event.every for event in others if isinstance(event, Thinned)), default=0):
+        warnings.append(
+            f"{trace}: thinned (partial_rollout.dashboard.trace_every={every}): it has the engine calls of one step in "
+            f"{every}. Timelines have no bars of the other rounds, and the mean for their running samples; figures and "
+            "panels count every call"
+        )
     resumed = sorted(directory.glob("metrics_from_*.jsonl"), key=lambda path: path.stat().st_mtime)
     metrics, metric_warnings = _read_metrics([directory / step_metrics.NAME, *resumed])
     steps, join_warnings = _join(directory, rounds, metrics)
@@ -104,24 +123,33 @@ def load_run(directory: Path) -> RunRecord:
         str(directory),
         settings,
         steps,
-        [event for event in events if isinstance(event, Probe)],
-        [event for event in events if isinstance(event, Phase)],
+        [event for event in others if isinstance(event, Probe)],
+        [event for event in others if isinstance(event, Phase)],
         warnings,
     )
 
 
-def last_attempts(rounds: Iterable[Round]) -> tuple[list[Round], set[int]]:
+def _split(events: Iterable[TraceEvent], others: list[TraceEvent]) -> Iterator[TraceEvent]:
+    """Passes the events on, and keeps those of a few kinds in ``others``."""
+    for event in events:
+        if isinstance(event, Thinned | Probe | Phase):
+            others.append(event)
+        yield event
+
+
+def last_attempts(events: Iterable[TraceEvent]) -> tuple[list[Round], set[int]]:
     """The rounds that count, of all that the run's processes played, and the steps that were begun again.
 
-    A round undoes earlier rounds of its own step and of later ones: its process resumed from a checkpoint before them.
+    Where a trace does not say where it was resumed, a round undoes earlier rounds of its own step and of later ones.
     """
-    kept: dict[int, Round] = {}
-    repeated: set[int] = set()
-    for round_ in rounds:
-        undone = {step for step in kept if step >= round_.step}
-        repeated |= undone
-        kept = {step: other for step, other in kept.items() if step not in undone} | {round_.step: round_}
-    return list(kept.values()), repeated
+    lineage = run_trace.lineage(events, keep=lambda round_: round_)
+    kept: list[Round] = []
+    for round_ in lineage.standing():
+        while kept and kept[-1].step >= round_.step:
+            kept.pop()
+        kept.append(round_)
+    undone = Counter(round_.step for round_ in lineage.all()) - Counter(round_.step for round_ in kept)
+    return kept, set(undone)
 
 
 def _read_metrics(paths: list[Path]) -> tuple[dict[int, dict[str, float]], list[str]]:

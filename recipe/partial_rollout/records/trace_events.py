@@ -18,6 +18,14 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class Thinned:
+    """The header of a thinned trace: its rounds keep the engine calls of one step in ``every`` only, and totals of all."""
+
+    EVENT: ClassVar[str] = "thinned"
+    every: int
+
+
+@dataclass(frozen=True, slots=True)
 class Begin:
     """The rollout of ``step`` begins."""
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, overload
 
 from recipe.partial_rollout.manager.types import TakenGroup, position_of
 from recipe.partial_rollout.records.fields import Fields, RunRecordError
@@ -137,3 +140,49 @@ class TrainedGroup:
             parts=parts,
             masked=fields.flags("masked"),
         )
+
+
+class GroupColumns(Sequence[TrainedGroup]):
+    """Groups of a trace, held as columns: 12 bytes a sample, 100 a group, where objects take 900.
+
+    >>> groups = GroupColumns([TrainedGroup(4, 0, [70, 80], [0, 1], segments=[1, 2], tokens=150)])
+    >>> groups[0].order, groups[0].lengths
+    (4, [70, 80])
+    """
+
+    __slots__ = ("_ends", "_of_group", "_of_sample", "_prompts")
+
+    def __init__(self, groups: Iterable[TrainedGroup] = ()) -> None:
+        self._of_group = {name: array("q") for name in ("order", "epoch", "tokens", "off_policy_tokens")}
+        self._of_sample = {name: array("i") for name in ("lengths", "staleness", "segments")}
+        self._ends = array("q", [0])
+        """of each group's samples; a 0 stands before them"""
+        self._prompts: list[str] = []
+        self.extend(groups)
+
+    def extend(self, groups: Iterable[TrainedGroup]) -> None:
+        """Add groups; of each, the fields that a trace has."""
+        for group in groups:
+            for name, column in self._of_group.items():
+                column.append(getattr(group, name))
+            for name, column in self._of_sample.items():
+                column.extend(getattr(group, name))
+            self._ends.append(len(self._of_sample["lengths"]))
+            self._prompts.append(sys.intern(group.prompt))
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @overload
+    def __getitem__(self, at: int) -> TrainedGroup: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[TrainedGroup]: ...
+    def __getitem__(self, at: int | slice) -> TrainedGroup | list[TrainedGroup]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        if not -len(self) <= at < len(self):
+            raise IndexError(at)
+        first, last = self._ends[at % len(self)], self._ends[at % len(self) + 1]
+        order, epoch, tokens, off_policy_tokens = (column[at] for column in self._of_group.values())
+        lengths, staleness, segments = (column[first:last].tolist() for column in self._of_sample.values())
+        return TrainedGroup(order, epoch, lengths, staleness, self._prompts[at], segments, tokens, off_policy_tokens)

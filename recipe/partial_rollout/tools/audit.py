@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from recipe.partial_rollout.records import ledger_events as ledger
 from recipe.partial_rollout.records import run_trace
 from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.ledger import NAME, read_ledger
-from recipe.partial_rollout.records.resumed import Resumed
-from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.ledger import NAME, iter_ledger
+from recipe.partial_rollout.records.lineage import Checkpoint, Resumed
 from recipe.partial_rollout.tools import trace_audit
-from recipe.partial_rollout.tools.audited_group import AuditedGroup
+from recipe.partial_rollout.tools.audit_entries import POSITIONS, Entries, Entry, uid_of
 from recipe.partial_rollout.tools.command_line import described
 
 _SHOWN = 20
@@ -32,11 +32,10 @@ class Audit:
     sizes: ledger.RunSizes | None = None
     offered: int = 0
     """most prompts that any process of the training may admit"""
-    admitted: list[tuple[int, str]] = field(default_factory=list)
-    """step and uid"""
-    trained: list[AuditedGroup] = field(default_factory=list)
-    filtered: list[tuple[int, str]] = field(default_factory=list)
-    """step and uid of the groups that dynamic sampling consumed"""
+    admitted: Entries = field(default_factory=Entries)
+    trained: Entries = field(default_factory=Entries)
+    filtered: Entries = field(default_factory=Entries)
+    """what dynamic sampling consumed"""
     complete: bool = False
     exhausted: bool = False
     """whether it is complete because the data could not fill another batch"""
@@ -45,33 +44,41 @@ class Audit:
     ended_on_purpose: bool = True
     resumes: int = 0
     kills: int = 0
-    undone: int = 0
-    """number of trained groups that resumes have undone"""
     violations: list[str] = field(default_factory=list)
     lost: int = 0
     repeated: int = 0
     rounds_compared: int | None = None
     """rounds of the trace; None if there is no trace"""
 
-    def book(self, event: ledger.LedgerEvent) -> None:
-        """Take the next event of the ledger."""
+    def book(self, event: ledger.LedgerEvent, at: int) -> None:
+        """Take the next event of the ledger, whose line begins at byte ``at``."""
         if self.sizes is None and not isinstance(event, ledger.RunSizes):
             raise RunRecordError(f"the first event is {event.EVENT}: a ledger begins with {ledger.RunSizes.EVENT}")
         match event:
             case ledger.RunSizes():
                 self._book_run(event)
             case Resumed(step):
-                self._book_resumed(step)
+                self.resumes += 1
+                self.complete = False
+                for entries in self._kinds:
+                    entries.lines.resume(step)
+            case Checkpoint(step):
+                for entries in self._kinds:
+                    entries.lines.checkpoint(step)
             case ledger.Admitted(step, _, uids):
-                self.admitted += [(step, uid) for uid in uids]
+                self.admitted.lines.add(step, Entry.of(step, uids))
             case ledger.Trained():
-                self._book_trained(event)
+                self.trained.lines.add(event.step, Entry.of_trained(event, at, self._sizes))
             case ledger.Filtered(step, _, groups):
-                self.filtered += [(step, group.uid) for group in groups]
+                self.filtered.lines.add(step, Entry.of(step, (group.uid for group in groups)))
             case ledger.Stopped():
                 self.ended_on_purpose, self.complete, self.exhausted = True, False, False
             case ledger.Complete(exhausted):
                 self.ended_on_purpose, self.complete, self.exhausted = True, True, exhausted
+
+    @property
+    def _kinds(self) -> tuple[Entries, Entries, Entries]:
+        return self.admitted, self.trained, self.filtered
 
     def _book_run(self, sizes: ledger.RunSizes) -> None:
         before = self.sizes
@@ -85,130 +92,131 @@ class Audit:
         self.drains &= sizes.drains
         self.offered = max(self.offered, sizes.offered, sizes.total)
 
-    def _book_resumed(self, step: int) -> None:
-        self.resumes += 1
-        self.complete = False
-        self.admitted = [row for row in self.admitted if row[0] <= step]
-        self.filtered = [row for row in self.filtered if row[0] <= step]
-        kept = [row for row in self.trained if row.step <= step]
-        self.undone += len(self.trained) - len(kept)
-        self.trained = kept
-
-    def _book_trained(self, event: ledger.Trained) -> None:
-        sizes = self.sizes
-        assert sizes is not None
-        self.trained += [
-            AuditedGroup(event.step, event.version, sizes.max_staleness, sizes.samples_per_group, group)
-            for group in event.groups
-        ]
+    @property
+    def _sizes(self) -> ledger.RunSizes:
+        assert self.sizes is not None
+        return self.sizes
 
     def judge(self) -> None:
         """Fill in the violations."""
+        for entries in self._kinds:
+            entries.settle()
         self._judge_prompts()
         self._judge_filtered()
-        for row in self.trained:
-            self.violations += row.violations()
+        for entry in self.trained:
+            self.violations += entry.faults
 
-    def compare(self, rounds: list[Round]) -> None:
-        """Add a violation for each disagreement with the trace's rounds."""
-        steps: dict[int, ledger.Trained] = {}
-        for row in self.trained:
-            steps.setdefault(row.step, ledger.Trained(row.step, row.version, [])).groups.append(row.group)
-        self.violations += trace_audit.disagreements(steps.values(), rounds, complete=self.complete)
+    def compare(self, ledger_path: Path, trace: Path) -> None:
+        """Add a violation for each disagreement of the files."""
+        rounds = trace_audit.standing_rounds(trace)
+        steps = ((entry.step, entry.at) for entry in self.trained)
+        files = ledger_path, trace
+        self.violations += trace_audit.disagreements(steps, rounds, files, complete=self.complete)
         self.rounds_compared = len(rounds)
 
     def _judge_prompts(self) -> None:
-        assert self.sizes is not None
-        times = Counter(row.group.uid for row in self.trained)
-        admitted = Counter(uid for _, uid in self.admitted)
-        due = [self.uid(i) for i in range(self.offered)]
-        known = set(due)
-        for uid in sorted((uid for uid in times if times[uid] > 1), key=_position):
-            steps = ", ".join(str(row.step) for row in self.trained if row.group.uid == uid)
-            self.violations.append(f"prompt {uid} was trained {times[uid]} times: in steps {steps}")
+        admitted, trained, filtered = (entries.once for entries in self._kinds)
+        for prompt, steps in self.trained.steps_of(self.trained.repeated()).items():
+            listed = ", ".join(map(str, steps))
+            self.violations.append(f"prompt {uid_of(prompt)} was trained {len(steps)} times: in steps {listed}")
             self.repeated += 1
-        for uid in sorted(times, key=_position):
-            if uid not in known:
-                self.violations.append(f"prompt {uid} was trained: the training has no such prompt")
-            elif not admitted[uid]:
-                self.violations.append(f"prompt {uid} was trained and never admitted")
-        filtered = {uid for _, uid in self.filtered}
-        self._judge_holes(set(admitted) | set(times) | filtered)
-        by_data = self.drained and not self.sizes.filters
-        expected = due[: self.sizes.total] if by_data else due if self.complete and self.exhausted else admitted
-        self._judge_lost([uid for uid in expected if not times[uid] and uid not in filtered])
-        if self.complete and not self.exhausted and not by_data and len(times) < self.sizes.total:
-            self.violations.append(f"the training is complete with {len(times)} prompts trained of {self.sizes.total}")
+        known, booked = self._known(trained), np.isin(trained, admitted)
+        for at in np.flatnonzero(~known | ~booked):
+            what = " and never admitted" if known[at] else ": the training has no such prompt"
+            self.violations.append(f"prompt {uid_of(int(trained[at]))} was trained{what}")
+        self._judge_holes(np.concatenate([admitted, trained, filtered]))
+        by_data = self.drained and not self._sizes.filters
+        if by_data or (self.complete and self.exhausted):
+            expected = self._prompts(np.arange(self._sizes.total if by_data else self.offered))
+        else:
+            expected = admitted
+        self._judge_lost(np.setdiff1d(expected, np.concatenate([trained, filtered])))
+        if self.complete and not self.exhausted and not by_data and len(trained) < self._sizes.total:
+            self.violations.append(
+                f"the training is complete with {len(trained)} prompts trained of {self._sizes.total}"
+            )
 
     def _judge_filtered(self) -> None:
         """Check filtered prompts: each is consumed once, after its admission, and not trained as well."""
-        trained = {row.group.uid: row.step for row in self.trained}
-        admitted = {uid for _, uid in self.admitted}
-        times = Counter(uid for _, uid in self.filtered)
-        for uid in sorted(times, key=_position):
-            steps = ", ".join(str(step) for step, other in self.filtered if other == uid)
-            if uid in trained:
-                self.violations.append(f"prompt {uid} was filtered in step {steps} and trained in step {trained[uid]}")
-            elif times[uid] > 1:
-                self.violations.append(f"prompt {uid} was filtered {times[uid]} times: in steps {steps}")
-            elif uid not in admitted:
-                self.violations.append(f"prompt {uid} was filtered and never admitted")
+        repeated, admitted, filtered = self.filtered.repeated(), self.admitted.once, self.filtered.once
+        wrong = np.isin(filtered, self.trained.once) | np.isin(filtered, repeated) | ~np.isin(filtered, admitted)
+        trained = self.trained.steps_of(np.intersect1d(filtered, self.trained.once))
+        for prompt, at in self.filtered.steps_of(filtered[wrong]).items():
+            steps, uid = ", ".join(map(str, at)), uid_of(prompt)
+            if prompt in trained:
+                self.violations.append(
+                    f"prompt {uid} was filtered in step {steps} and trained in step {trained[prompt][-1]}"
+                )
+            elif len(at) > 1:
+                self.violations.append(f"prompt {uid} was filtered {len(at)} times: in steps {steps}")
             else:
-                continue
-            self.repeated += uid in admitted
+                self.violations.append(f"prompt {uid} was filtered and never admitted")
+            self.repeated += bool(np.isin(prompt, admitted))
 
-    def _judge_holes(self, seen: set[str]) -> None:
+    def _judge_holes(self, seen: np.ndarray) -> None:
         """Check for skipped prompts: prompts are admitted in order, so a skipped one will never come."""
-        assert self.sizes is not None
-        if self.drained and not self.sizes.filters:
+        if self.drained and not self._sizes.filters:
             return
-        last = max((i for i in range(self.offered) if self.uid(i) in seen), default=-1)
-        for uid in (self.uid(i) for i in range(last)):
-            if uid not in seen:
-                self.violations.append(f"prompt {uid} was lost: later ones were admitted, it was not")
-                self.lost += 1
+        places = self._places(seen[self._known(seen)])
+        skipped = np.setdiff1d(np.arange(places.max(initial=0)), places)
+        self.violations += [
+            f"prompt {uid_of(int(prompt))} was lost: later ones were admitted, it was not"
+            for prompt in self._prompts(skipped)
+        ]
+        self.lost += len(skipped)
 
-    def _judge_lost(self, untrained: list[str]) -> None:
+    def _judge_lost(self, untrained: np.ndarray) -> None:
         """Check untrained prompts: only as many as admission allows may be in flight, none once drained."""
-        assert self.sizes is not None
-        in_flight = (1 + self.sizes.max_staleness) * self.sizes.batch_groups
+        in_flight = (1 + self._sizes.max_staleness) * self._sizes.batch_groups
         if self.drained:
             in_flight = 0
         elif self.complete and self.exhausted:
             # The prompts left at the end of the data do not fill a batch.
-            in_flight = self.sizes.batch_groups - 1
+            in_flight = self._sizes.batch_groups - 1
         if len(untrained) <= in_flight:
             return
         self.lost += len(untrained) - in_flight
         if self.drained:
-            self.violations += [f"prompt {uid} was lost: never trained" for uid in sorted(untrained, key=_position)]
+            self.violations += [f"prompt {uid_of(int(prompt))} was lost: never trained" for prompt in untrained]
         else:
             self.violations.append(
                 f"{len(untrained)} prompts are admitted and not trained, admission allows {in_flight}: "
-                f"{len(untrained) - in_flight} were lost, the first maybe {min(untrained, key=_position)}"
+                f"{len(untrained) - in_flight} were lost, the first maybe {uid_of(int(untrained[0]))}"
             )
 
     @property
     def drained(self) -> bool:
         """Whether nothing may be in flight: the training is complete and drains."""
-        assert self.sizes is not None
-        kept = len({uid for _, uid in self.admitted} - {uid for _, uid in self.filtered})
-        ends = self.drains if self.sizes.filters else self.offered <= self.sizes.total
-        return self.complete and not self.exhausted and (ends or kept <= self.sizes.total)
+        kept = len(np.setdiff1d(self.admitted.once, self.filtered.once))
+        ends = self.drains if self._sizes.filters else self.offered <= self._sizes.total
+        return self.complete and not self.exhausted and (ends or kept <= self._sizes.total)
 
-    def uid(self, index: int) -> str:
-        """Uid of the ``index``-th prompt of the whole training."""
-        assert self.sizes is not None
-        return f"{index // self.sizes.epoch_prompts}/{index % self.sizes.epoch_prompts}"
+    def _prompts(self, places: np.ndarray) -> np.ndarray:
+        """The prompts at ``places`` of the whole training."""
+        size = self._sizes.epoch_prompts
+        return places // size * POSITIONS + places % size
+
+    def _places(self, prompts: np.ndarray) -> np.ndarray:
+        """The inverse of ``_prompts``."""
+        return prompts // POSITIONS * self._sizes.epoch_prompts + prompts % POSITIONS
+
+    def _known(self, prompts: np.ndarray) -> np.ndarray:
+        """bool [prompt] whether the training has such a prompt"""
+        return (prompts % POSITIONS < self._sizes.epoch_prompts) & (self._places(prompts) < self.offered)
+
+    @property
+    def undone(self) -> int:
+        """Number of trained groups that resumes have undone."""
+        return sum(len(entry.prompts) for entry in self.trained.lines.all()) - len(self.trained.all)
 
     @property
     def complete_epochs(self) -> int:
         """Number of epochs of which every prompt is trained or filtered."""
-        assert self.sizes is not None
-        size = self.sizes.epoch_prompts
-        consumed = {row.group.uid for row in self.trained} | {uid for _, uid in self.filtered}
-        epochs = (self.offered if self.sizes.filters else self.sizes.total) // size
-        return sum(all(f"{epoch}/{i}" in consumed for i in range(size)) for epoch in range(epochs))
+        size = self._sizes.epoch_prompts
+        epochs = (self.offered if self._sizes.filters else self._sizes.total) // size
+        consumed = np.union1d(self.trained.once, self.filtered.once)
+        places = self._places(consumed[self._known(consumed)])
+        return int(np.sum(np.bincount(places // size, minlength=epochs)[:epochs] == size))
 
     @property
     def end(self) -> str:
@@ -217,26 +225,27 @@ class Audit:
             return "not complete"
         return "complete: the data could not fill another batch" if self.exhausted else "complete"
 
+    def _in_flight(self) -> str:
+        consumed = np.union1d(self.trained.once, self.filtered.once)
+        waiting = [(entry.step, int(np.sum(~np.isin(entry.prompts, consumed)))) for entry in self.admitted]
+        steps = [step for step, count in waiting if count]
+        return f"{sum(count for _, count in waiting)}" + (f", the oldest since step {min(steps)}" if steps else "")
+
     def table(self) -> str:
         """The figures, one a line."""
-        sizes = self.sizes
-        assert sizes is not None
-        trained = {row.group.uid for row in self.trained}
-        filtered = {uid for _, uid in self.filtered}
-        waiting = [step for step, uid in self.admitted if uid not in trained and uid not in filtered]
-        staleness = [age for row in self.trained for age in row.group.staleness]
+        sizes = self._sizes
         rows = {
             "arm": sizes.arm,
             "training": self.end,
-            "steps": max((row.step for row in self.trained), default=0),
+            "steps": max((entry.step for entry in self.trained), default=0),
             "epochs complete": f"{self.complete_epochs} of {sizes.total / sizes.epoch_prompts:g}",
-            "prompts trained": f"{len(trained)} of {sizes.total}",
-            "prompts filtered": len(filtered),
-            "prompts in flight": f"{len(waiting)}" + (f", the oldest since step {min(waiting)}" if waiting else ""),
+            "prompts trained": f"{len(self.trained.once)} of {sizes.total}",
+            "prompts filtered": len(self.filtered.once),
+            "prompts in flight": self._in_flight(),
             "prompts lost": self.lost,
             "prompts repeated": self.repeated,
-            "samples masked": sum(sum(row.group.masked) for row in self.trained),
-            "max staleness": f"{max(staleness, default=0)} (bound {sizes.max_staleness})",
+            "samples masked": sum(entry.masked for entry in self.trained),
+            "max staleness": f"{max((entry.staleness for entry in self.trained), default=0)} (bound {sizes.max_staleness})",
             "kills survived": self.kills,
             "resumes": self.resumes,
             "trained groups undone by resumes": self.undone,
@@ -248,27 +257,22 @@ class Audit:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
-def _position(uid: str) -> tuple[int, ...]:
-    return tuple(int(part) if part.isdigit() else -1 for part in uid.split("/"))
-
-
 def audit(run_dir: Path) -> tuple[Audit, int]:
     """The judged ledger and trace of ``run_dir``, and how many lines of the ledger were cut off by a dying process.
 
     Raises:
         RunRecordError: one of them cannot be read; names the file and line.
     """
-    events, cut_off = read_ledger(run_dir / NAME)
-    if not events:
-        raise RunRecordError(f"{run_dir / NAME} has no event")
-    result = Audit()
-    for event in events:
-        result.book(event)
+    path, trace = run_dir / NAME, run_dir / run_trace.NAME
+    result, cut_off = Audit(), []
+    for at, event in iter_ledger(path, cut_off):
+        result.book(event, at)
+    if result.sizes is None:
+        raise RunRecordError(f"{path} has no event")
     result.judge()
-    trace = run_dir / run_trace.NAME
     if trace.exists():
-        result.compare(trace_audit.standing_rounds(run_trace.read_trace(trace)[0]))
-    return result, cut_off
+        result.compare(path, trace)
+    return result, len(cut_off)
 
 
 def main(arguments: list[str] | None = None) -> int:

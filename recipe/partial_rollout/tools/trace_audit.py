@@ -8,87 +8,108 @@ round. A round without a trained step is the last one of its process, and a resu
   only if one of its samples is stale, and no more generated tokens than its samples are long;
 * no engine call of a round has a later version than the round, and no sample was unaccounted for at its end.
 
-Totals of decoded and trained tokens are not compared: a worker that dies, or a round that SIGTERM interrupts, loses the
-record of its calls, while the tokens are kept.
+A thinned trace is audited alike: its rounds have all of this. Totals of decoded and trained tokens are not compared: a
+worker that dies, or a round that SIGTERM interrupts, loses the record of its calls, while the tokens are kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
-from recipe.partial_rollout.records.ledger_events import Trained
-from recipe.partial_rollout.records.resumed import Resumed
+from recipe.partial_rollout.records import ledger_events as ledger
+from recipe.partial_rollout.records.jsonl import line_at
 from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.records.run_trace import TraceEvent
+from recipe.partial_rollout.records.run_trace import iter_trace, lineage
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 
-def standing_rounds(events: Iterable[TraceEvent]) -> list[Round]:
-    """The rounds that count: a resume undoes those after its checkpoint, once its process has added something.
+@dataclass(frozen=True, slots=True)
+class RoundNote:
+    """What the audit remembers of a round, until it reads its line again beside that of its step."""
 
-    Unlike ``last_attempts`` it keeps a step's second round if no resume undid the first: that is an error to report.
+    step: int
+    version: int
+    at: int
+    """byte of the trace at which its line begins"""
+    faults: list[str]
+    """what is wrong with it by itself"""
+
+    @classmethod
+    def of(cls, round_: Round) -> RoundNote:
+        """The note of a round that was read from a trace."""
+        return cls(round_.step, round_.version, round_.at, _of_round(round_))
+
+
+def standing_rounds(trace: Path) -> list[RoundNote]:
+    """The rounds that count, with a step's second round if no resume undid the first: that is an error to report.
+
+    Raises:
+        RunRecordError: the trace cannot be read; names the line.
     """
-    rounds: list[Round] = []
-    resumed: int | None = None
-    for event in events:
-        if isinstance(event, Resumed):
-            resumed = event.step if resumed is None else min(resumed, event.step)
-            continue
-        if resumed is not None:
-            rounds = [round_ for round_ in rounds if round_.step <= resumed]
-            resumed = None
-        if isinstance(event, Round):
-            rounds.append(event)
-    return rounds
+    return list(lineage(iter_trace(trace), keep=RoundNote.of).standing())
 
 
-def disagreements(steps: Iterable[Trained], rounds: list[Round], *, complete: bool) -> list[str]:
-    """A line for each way in which the trace's ``rounds`` and the trained ``steps`` of the ledger differ.
+def disagreements(
+    trained: Iterable[tuple[int, int]], rounds: list[RoundNote], files: tuple[Path, Path], *, complete: bool
+) -> list[str]:
+    """A line for each way in which the trace's ``rounds`` and the ``trained`` steps of the ledger differ.
 
     Args:
+        trained: step, and the byte of the ledger at which a line of it begins.
+        files: ledger and trace.
         complete: the training is over. Until then the trace may lack the last steps, which a power cut can remove.
     """
-    by_step: dict[int, Round] = {}
+    by_step: dict[int, RoundNote] = {}
     found: list[str] = []
-    for round_ in rounds:
-        if round_.step in by_step:
-            found.append(f"step {round_.step} has two rounds in the trace")
-        by_step[round_.step] = round_
-        found += _of_round(round_)
+    for note in rounds:
+        if note.step in by_step:
+            found.append(f"step {note.step} has two rounds in the trace")
+        by_step[note.step] = note
+        found += note.faults
     last = max(by_step, default=0)
-    trained = list(steps)
-    for step in trained:
-        if step.step in by_step:
-            found += _of_step(step, by_step[step.step])
-        elif complete or step.step < last:
-            found.append(f"step {step.step} is trained and has no round in the trace")
-    done = {step.step for step in trained}
+    lines: dict[int, list[int]] = {}
+    for step, at in trained:
+        lines.setdefault(step, []).append(at)
+    for step, places in lines.items():
+        if step in by_step:
+            found += _of_step(_trained(files[0], places), by_step[step], files[1])
+        elif complete or step < last:
+            found.append(f"step {step} is trained and has no round in the trace")
     found += [
         f"step {step} has a round in the trace and is not trained, later steps are"
         for step in sorted(by_step)
-        if step not in done and step < max(done, default=0)
+        if step not in lines and step < max(lines, default=0)
     ]
     return found
 
 
+def _trained(path: Path, places: list[int]) -> ledger.Trained:
+    """A step of the ledger ``path``, from all its lines."""
+    events = [ledger.from_json(line_at(path, at)) for at in places]
+    steps = [event for event in events if isinstance(event, ledger.Trained)]
+    return ledger.Trained(steps[0].step, steps[0].version, [group for step in steps for group in step.groups])
+
+
 def _of_round(round_: Round) -> list[str]:
     step, version = round_.step, round_.version
-    late = [call.version for call in round_.phase.calls if call.version > version]
     found = []
-    if late:
-        found.append(f"the round of step {step} under version {version} has engine calls of version {max(late)}")
+    if (latest := round_.phase.latest_version) > version:
+        found.append(f"the round of step {step} under version {version} has engine calls of version {latest}")
     if round_.lost_samples:
         found.append(f"{round_.lost_samples} samples were unaccounted for after the round of step {step}")
     return found
 
 
-def _of_step(step: Trained, round_: Round) -> list[str]:
+def _of_step(step: ledger.Trained, round_: RoundNote, trace: Path) -> list[str]:
     at = f"in step {step.step}"
     if step.version != round_.version:
         return [f"{at} the ledger has version {step.version}, the trace {round_.version}"]
+    trained = [TrainedGroup.from_trace(group) for group in line_at(trace, round_.at).objects("trained")]
     ours = {group.order: group for group in step.groups}
-    theirs = {group.order: group for group in round_.trained}
-    if len(theirs) < len(round_.trained):
+    theirs = {group.order: group for group in trained}
+    if len(theirs) < len(trained):
         return [f"{at} the trace has a group twice"]
     found = [
         f"prompt {ours[order].uid} is trained {at} and not in its round in the trace"

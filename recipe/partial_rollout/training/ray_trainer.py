@@ -188,7 +188,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             save_verl=super()._save_checkpoint,
             sizes=self.settings.sizes,
         )
-        self.trace.sync()
+        self.trace.checkpoint(self.global_steps)
         self.ledger.checkpoint(self.global_steps)
 
     def _load_checkpoint(self) -> int | None:

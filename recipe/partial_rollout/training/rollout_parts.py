@@ -37,7 +37,8 @@ def rollout_context(trainer: PartialRolloutRayPPOTrainer) -> RolloutContext:
     resumed_step, starts_over = step_of(trainer.resume_from), config.trainer.resume_mode == "disable"
     name_metrics_file(trainer.run_dir, resumed_step)
     facts = run_settings(settings, config.trainer.experiment_name, len(control))
-    trace = RunTrace(trainer.run_dir, control.addresses, facts, resumed_step, append=not starts_over)
+    every = settings.dashboard.trace_every
+    trace = RunTrace(trainer.run_dir, control.addresses, facts, resumed_step, append=not starts_over, every=every)
     steps, ledger = trainer.steps, None
     if settings.enable:
         ledger = open_ledger(trainer.run_dir, settings, steps, resumed_step, start_over=starts_over)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.run_record import last_attempts
-from recipe.partial_rollout.records.run_trace import NAME, TraceEvent, read_trace
+from recipe.partial_rollout.records.run_trace import NAME, TraceEvent, iter_trace
 from recipe.partial_rollout.records.trace_events import Begin
 
 
@@ -37,12 +37,12 @@ def survival(run_dir: Path, kills: list[float]) -> Survival:
     Raises:
         RunRecordError: its trace cannot be read.
     """
-    events, _ = read_trace(run_dir / NAME)
+    events = list(iter_trace(run_dir / NAME))
     rounds = [event for event in events if isinstance(event, Round)]
     logged = sum(round_.phase.decoded_tokens for round_ in rounds)
     seconds = sum(round_.phase.seconds for round_ in rounds)
     rate = logged / seconds if seconds else 0.0
-    counted, _ = last_attempts(rounds)
+    counted, _ = last_attempts(events)
     trained = sum(group.tokens for round_ in counted for group in round_.trained)
     return Survival(logged, rate * sum(_cut_off_s(events, kill) for kill in kills), trained)
 

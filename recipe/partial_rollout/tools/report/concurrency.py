@@ -13,4 +13,4 @@ if TYPE_CHECKING:
 
 def running_curve(phase: RolloutPhase, replicas: int) -> RunningCurve:
     """One row a replica."""
-    return records.running_curve(phase, [int(call.replica) for call in phase.calls], replicas)
+    return records.running_curve(phase, phase.replicas, replicas)

@@ -132,8 +132,14 @@ def _running(run: RunRecord) -> list[list[Span]]:
     replicas = range(run.settings.replicas)
     found: list[list[Span]] = [[] for _ in replicas]
     for phase in run.decoding:
+        if phase.thinned:
+            assert phase.totals is not None
+            for replica in replicas:
+                found[replica] += phase.totals.spans[replica]
+            continue
         curve = running_curve(phase, len(replicas))
         for replica in replicas:
-            busy = np.flatnonzero(curve.running[replica, :-1] > 0)
-            found[replica] += [(float(curve.times[i]), float(curve.times[i + 1])) for i in busy]
+            # The last count is 0, so every span has an end.
+            edges = curve.times[np.flatnonzero(np.diff(curve.running[replica] > 0, prepend=False))]
+            found[replica] += [(start, end) for start, end in edges.reshape(-1, 2).tolist()]
     return [union(spans) for spans in found]

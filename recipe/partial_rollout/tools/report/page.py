@@ -95,7 +95,7 @@ def _run_data(side: Side, colour: str) -> dict[str, Any]:
     segments = segments_of(run)
     start = np.maximum(segments.start - origin, 0.0)
     length = np.maximum(segments.end - origin, start) - start
-    state = "" if run.settings.complete else ", not complete"
+    state = (", thinned trace" if run.thinned else "") + ("" if run.settings.complete else ", not complete")
     return {
         "title": f"{side.name}: {run.settings.experiment}, {len(run.steps):,} steps, {len(segments):,} segments{state}",
         "colour": colour,

@@ -148,7 +148,7 @@ def _counters(run: RunRecord, pid: int) -> Iterator[Event]:
             running = curve.running[replica]
             changed = np.flatnonzero(np.diff(running, prepend=-1))
             for i in changed.tolist():
-                yield _counter("running samples", pid + 1 + replica, times[i], running=int(running[i]))
+                yield _counter("running samples", pid + 1 + replica, times[i], running=round(float(running[i])))
         if ages := step.staleness:
             at = _us(step.round.phase.end - origin)
             yield _counter("staleness", pid, at, mean=sum(ages) / len(ages), max=max(ages))

@@ -1,12 +1,11 @@
 """The engine calls of a run as columns, each in a slot of its replica: what timeline page and Chrome trace draw."""
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.engine_call import CallColumns
 from recipe.partial_rollout.records.run_record import RunRecord
 
 
@@ -58,52 +57,51 @@ class Segments:
 
 
 def segments_of(run: RunRecord) -> Segments:
-    """The calls of `run`, of the steps that count."""
-    calls = [call for round_ in run.rounds for call in round_.phase.calls]
-    by_replica: list[list[EngineCall]] = [[] for _ in range(run.settings.replicas)]
-    for call in calls:
-        by_replica[int(call.replica)].append(call)
-    lanes: list[Lane] = []
-    ordered: list[EngineCall] = []
-    counts: list[int] = []
-    for replica, found in enumerate(by_replica):
-        for slot, of_slot in enumerate(in_slots(found)):
-            lanes.append(Lane(replica, slot))
-            counts.append(len(of_slot))
-            ordered += of_slot
+    """The calls of `run`, of the steps that count; of a thinned trace, those that it has."""
+    calls = [round_.phase.calls for round_ in run.rounds]
+    columns = [each if isinstance(each, CallColumns) else CallColumns(each) for each in calls]
     names: dict[str, int] = {}
-    samples = [names.setdefault(call.sample, len(names)) for call in ordered]
+    sample = np.array([names.setdefault(name, len(names)) for each in columns for name in each.samples], np.int64)
+    start, end, replica = (
+        np.concatenate([part(each) for each in columns])
+        for part in (lambda each: each.busy_from, lambda each: each.column("end"), lambda each: each.column("replica"))
+    )
+    slot = np.zeros(len(start), np.int64)
+    for each in range(run.settings.replicas):
+        mine = np.flatnonzero(replica == each)
+        slot[mine] = in_slots(start[mine], end[mine])
+    order = np.lexsort((end, start, slot, replica))
+    places, counts = np.unique(np.stack([replica, slot])[:, order], axis=1, return_counts=True)
+
+    def ordered(name: str) -> np.ndarray:
+        return np.concatenate([each.column(name) for each in columns])[order].astype(np.int64)
+
     return Segments(
-        lanes=lanes,
-        counts=np.array(counts, dtype=np.int64),
-        start=np.array([call.busy_from for call in ordered], dtype=np.float64),
-        end=np.array([call.end for call in ordered], dtype=np.float64),
-        tokens=np.array([call.tokens for call in ordered], dtype=np.int64),
-        version=np.array([call.version for call in ordered], dtype=np.int64),
-        interrupted=np.array([call.interrupted for call in ordered], dtype=bool),
-        sample=np.array(samples, dtype=np.int64),
+        lanes=[Lane(*place) for place in places.T.tolist()],
+        counts=counts,
+        start=start[order],
+        end=end[order],
+        tokens=ordered("tokens"),
+        version=ordered("version"),
+        interrupted=ordered("interrupted").astype(bool),
+        sample=sample[order],
         samples=list(names),
     )
 
 
-def in_slots(calls: Sequence[EngineCall]) -> list[list[EngineCall]]:
-    """The calls of one replica, dealt to as few slots as keep them apart.
+def in_slots(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """[call] its slot: the calls of one replica, dealt to as few slots as keep them apart.
 
-    >>> a, b, c = (EngineCall(0, start, start + 2, 1, 0) for start in (0.0, 1.0, 2.0))
-    >>> [[call.start for call in slot] for slot in in_slots([a, b, c])]
-    [[0.0, 2.0], [1.0]]
+    >>> in_slots(np.array([0.0, 1.0, 2.0]), np.array([2.0, 3.0, 4.0])).tolist()
+    [0, 1, 0]
     """
-    slots: list[list[EngineCall]] = []
+    slots = np.zeros(len(start), np.int64)
     free: list[int] = []
     busy: list[tuple[float, int]] = []
-    for call in sorted(calls, key=lambda call: (call.busy_from, call.end)):
-        while busy and busy[0][0] <= call.busy_from:
+    for at in np.lexsort((end, start)).tolist():
+        while busy and busy[0][0] <= start[at]:
             heapq.heappush(free, heapq.heappop(busy)[1])
-        if free:
-            slot = heapq.heappop(free)
-        else:
-            slot = len(slots)
-            slots.append([])
-        slots[slot].append(call)
-        heapq.heappush(busy, (call.end, slot))
+        # A new slot has the lowest number that is not in use.
+        slots[at] = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (float(end[at]), int(slots[at])))
     return slots

@@ -146,12 +146,15 @@ def full_tokens_per_s(runs: Sequence[RunRecord]) -> float | None:
 
 
 def length_bias(run: RunRecord, groups: int) -> LengthBias | None:
-    first = [group for group in run.trained_groups if group.order < groups]
-    bias = records.length_bias(
-        trained=[length for group in run.trained_groups[:groups] for length in group.lengths],
-        dispatched=[length for group in first for length in group.lengths],
-    )
-    return None if bias is None else LengthBias(bias, groups - len({group.order for group in first}))
+    trained, dispatched, orders = [], [], set()
+    for at, group in enumerate(run.trained_groups):
+        if at < groups:
+            trained += group.lengths
+        if group.order < groups:
+            dispatched += group.lengths
+            orders.add(group.order)
+    bias = records.length_bias(trained, dispatched)
+    return None if bias is None else LengthBias(bias, groups - len(orders))
 
 
 def _length_bias_first(run: RunRecord, steps: int) -> LengthBias | None:

@@ -128,6 +128,10 @@ def _draw_side(axes: Axes, side: Side, colour: str) -> None:
 
 
 def _side_title(side: Side) -> str:
+    return _figures(side) + ("; thinned trace: the mean of each round" if side.run.thinned else "")
+
+
+def _figures(side: Side) -> str:
     summary = side.summary
     if summary.lanes is not None and side.run.settings.separate:
         shares = summary.lanes

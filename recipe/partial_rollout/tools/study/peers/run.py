@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.partial_rollout.records.jsonl import read_lines
+from recipe.partial_rollout.records.jsonl import iter_lines
 from recipe.partial_rollout.records.step_metrics import read_metrics
 from recipe.partial_rollout.tools.study.held_out import QUALITY, held_out_rewards, seconds_to
 from recipe.partial_rollout.tools.study.machine import read_stolen_cpu
@@ -132,6 +132,5 @@ def read_run(directory: Path, arm: str, seed: int, samples_per_step: int) -> Pee
 def _probed(trace: Path) -> float | None:
     if not trace.exists():
         return None
-    events, _ = read_lines(trace)
-    rates = [event.number("tokens_per_s") for event in events if event.text("event") == _PROBE]
+    rates = [event.number("tokens_per_s") for event in iter_lines(trace, []) if event.text("event") == _PROBE]
     return float(np.median(rates)) if rates else None
