@@ -14,15 +14,15 @@ from recipe.partial_rollout.manager.types import Sample
 def length_bias(groups: Groups, samples_per_group: int) -> tuple[float, float]:
     """Mean response length (tokens) of the groups trained, and of as many groups in dispatch order.
 
-    Their ratio is 1 if training is unbiased. A group that has not ended counts with its length so far.
-    (nan, nan) before the first ``acknowledge``.
+    Their ratio is 1 if training is unbiased. The batch that the trainer has counts as trained. A group that has not ended
+    counts with its length so far. (nan, nan) before the first batch.
     """
-    counters = groups.counters
-    trained = counters.trained_groups
-    if not trained:
+    counters, (taken, dispatched) = groups.counters, _batch_tokens(groups)
+    samples = (counters.trained_groups + len(groups.taken)) * samples_per_group
+    if not samples:
         return float("nan"), float("nan")
-    samples = trained * samples_per_group
-    return counters.trained_tokens / samples, groups.lengths.total_of_first(trained, _so_far(groups)) / samples
+    earlier = groups.lengths.total_of_first(counters.trained_groups, _so_far(groups))
+    return (counters.trained_tokens + taken) / samples, (earlier + dispatched) / samples
 
 
 def batch_bias(groups: Groups) -> float:
@@ -31,9 +31,15 @@ def batch_bias(groups: Groups) -> float:
     The latter are as many groups that follow the first ``trained_groups`` dispatched. One that has not ended counts with
     its length so far. 1 in every step if prompts train in the order of the data; nan if none of the latter has a token.
     """
+    taken, dispatched = _batch_tokens(groups)
+    return taken / dispatched if dispatched else float("nan")
+
+
+def _batch_tokens(groups: Groups) -> tuple[int, int]:
+    """Tokens of the batch that the trainer has, and of the one that dispatch order would give; see ``batch_bias``."""
     taken = groups.taken.values()
     dispatched = groups.lengths.total_of_next(len(taken), groups.counters.trained_groups, _so_far(groups))
-    return sum(group.finished_length for group in taken) / dispatched if dispatched else float("nan")
+    return sum(group.finished_length for group in taken), dispatched
 
 
 def _so_far(groups: Groups) -> Callable[[int], int]:
