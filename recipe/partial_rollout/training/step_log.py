@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.training.batch_lengths import BatchLengths
 from recipe.partial_rollout.training.dashboard import Dashboard
 from recipe.partial_rollout.training.policy_drift import PolicyDrift
 from recipe.partial_rollout.training.step_line import StepLine
@@ -32,7 +31,7 @@ class StepLog:
         self._partial = settings.enable
         self._dashboard = Dashboard(config, settings, directory)
         self._line = StepLine(total_steps, separate=settings.separate)
-        self._drift, self._lengths = PolicyDrift(), BatchLengths()
+        self._drift = PolicyDrift()
         self._began, self._last_s = 0.0, 0.0
         self.drifted = False
         """whether policy drift began at the newest step"""
@@ -47,10 +46,8 @@ class StepLog:
         data = {**self._dashboard.figures(data), **data, _LOG_S: self._last_s}
         self._line.show(data, step)
         drift = self._drift.observe(data, step) if self._partial else None
-        lengths = self._lengths.observe(data, step) if self._partial else None
-        for warning in (drift, lengths):
-            if warning:
-                tqdm.write(warning)
+        if drift:
+            tqdm.write(drift)
         self.drifted = drift is not None
         return data
 
