@@ -32,6 +32,7 @@ def install_everywhere() -> None:
         masked_weights,
         pooled_reward_model,
         quick_weight_socket,
+        reported_entropy,
         weight_socket,
     )
 
@@ -41,6 +42,7 @@ def install_everywhere() -> None:
     quick_weight_socket.install()
     geometric_weights.install()
     masked_weights.install()
+    reported_entropy.install()
 
 
 if cpu_requested():

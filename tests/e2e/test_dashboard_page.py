@@ -90,6 +90,14 @@ def test_the_board_opens_on_the_ten_figures_with_both_arms_in_each(page):
         assert all(charts[id_]["name"].startswith(f"{section['name']}/") for id_ in section["charts"]), section["name"]
 
 
+def test_every_figure_is_shown_from_the_first_step_on_in_both_arms(page):
+    for run in answer(page, "project")["experiments"]:
+        for key in OVERVIEW:
+            shown = answer(page, f"experiment/{run['id']}/tag/{key.replace('/', '%2F')}")["list"]
+            first = 0 if key == f"{SECTION}/held_out_reward" else 1  # verl validates before the first step
+            assert shown[0]["index"] == first, (run["name"], key)
+
+
 @pytest.mark.skipif("BOARD" in os.environ, reason="a given board need not have a resumed run")
 def test_a_resumed_run_is_one_run_and_its_repeated_steps_count_once(page):
     runs = {run["name"]: run for run in answer(page, "project")["experiments"]}

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from recipe.partial_rollout.records.overview import FIGURES, SECTION
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Two trainings, one after the other, in a fixture.
@@ -45,6 +47,14 @@ def arms(module_train):
             name="PR",
         ),
     }
+
+
+def test_both_arms_log_entropy_and_every_overview_figure_from_the_first_step_on(arms):
+    figures = {f"{SECTION}/{name}" for name in FIGURES} - {f"{SECTION}/held_out_reward", f"{SECTION}/efficiency"}
+    for arm, run in arms.items():
+        for number, step in run.steps.items():
+            assert step.keys() >= figures | {"actor/entropy"}, (arm, number)
+    assert all(f"{SECTION}/efficiency" in step for step in arms["PR"].steps.values()), "the arm that probes"
 
 
 def trained(run):

@@ -246,12 +246,12 @@ def test_length_bias_leaves_filtered_groups_out_on_both_sides(filtering, output)
         for index, reward in enumerate(rewards):
             m.finish(f"{uid}#{index}", output(length, reward=float(reward)))
     train(m)
-    assert m.length_bias() == (10, 0), "as many in dispatch order: 0/1, which has no token yet"
+    assert "length/bias" not in m.metrics(), "as many in dispatch order: 0/1, which has no token yet"
     for index in range(2):
         m.finish(f"0/1#{index}", output(30, reward=float(index)))
     m.open_round()
     train(m)
-    assert m.length_bias() == (20, 20)
+    assert m.metrics()["length/bias"] == 1
 
 
 def test_filtered_groups_survive_a_checkpoint(manager, filtering, output):
@@ -263,7 +263,7 @@ def test_filtered_groups_survive_a_checkpoint(manager, filtering, output):
     restored = manager(batch=2, prompts=0, group_filter=ACC)
     restored.load_state_dict(plain_codec.unpack(b"".join(plain_codec.pack(m.state_dict()))))
     assert restored.counters == m.counters and restored.lost_groups == 0
-    assert restored.length_bias() == m.length_bias()
+    assert restored.metrics()["length/bias"] == m.metrics()["length/bias"]
     assert numbers(restored.take_filtered()) == ["0/1"]
 
 
@@ -278,7 +278,7 @@ def test_checkpoint_of_before_there_was_a_filter_still_loads(manager, output):
     del state["lengths"]["passed"], state["lengths"]["left_out"], state["filtered"]
     old = manager(batch=2, prompts=0)
     old.load_state_dict(state)
-    assert old.length_bias() == m.length_bias() and old.lost_groups == 0
+    assert old.metrics()["length/bias"] == m.metrics()["length/bias"] and old.lost_groups == 0
 
 
 # -- behind the actor --------------------------------------------------------------------------------------------------

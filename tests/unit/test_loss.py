@@ -19,6 +19,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.loss import corrected_ppo_loss, decoupled_ppo
+from verl_ext.reported_entropy import REPORTED
 
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 ROWS, WIDTH = 6, 9
@@ -267,6 +268,20 @@ def test_loss_reports_verls_divergence_and_the_gap_of_kept_kv():
     )
     assert newest.sum() > 4
     assert gap == pytest.approx((current - behaviour).abs()[newest].mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", [REPORTED, "entropy"])
+@pytest.mark.parametrize("agg_mode", ["token-mean", "seq-mean-token-sum"])
+def test_loss_reports_the_entropy_that_verl_logs_after_a_pass(name, agg_mode):
+    batch, data, output = build_micro_batch(5, **from_update())
+    entropy = batch["current"].square() * (data["responses"] > 0)
+    output[name] = torch.nested.nested_tensor_from_jagged(
+        output["log_probs"].values().square(), offsets=output["log_probs"].offsets()
+    )
+    config = build_config(loss_agg_mode=agg_mode, policy_loss={"loss_mode": "decoupled_ppo"})
+    _, metrics = corrected_ppo_loss(config=config, model_output=output, data=data)
+    verls = agg_loss(entropy, batch["mask"], agg_mode, global_batch_size=ROWS)
+    assert metrics["actor/partial_rollout/entropy"].aggregate() == pytest.approx(verls.item(), rel=1e-5)
 
 
 def test_difference_that_the_pass_makes_is_measured_on_request():

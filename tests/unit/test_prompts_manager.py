@@ -428,47 +428,24 @@ def test_policy_version_never_goes_back(manager):
         m.advance_version(2)
 
 
-def test_length_bias_shows_that_short_groups_train_first(manager, output):
+def test_length_bias_shows_that_short_groups_train_first(manager, output, segment):
     m = manager(batch=1, n=1, overlap=1.0)
     m.open_round()
     long, short = m.claim("w0")
+    assert not [key for key in m.metrics() if key.startswith("length/")], "what is not defined yet is not logged"
     m.finish(short.sample_id, output(10))
-    end_round(m, [long.sample_id])
-    trained, dispatched = m.length_bias()
-    assert (trained, dispatched) == (10, 0)
-    m.open_round()
-    long = next(g for g in m.claim("w0") if g.sample_id == long.sample_id)
-    m.finish(long.sample_id, output(90))
-    m.acknowledge(g.uid for g in m.take_batch())
-    assert m.length_bias() == (50, 50)
-
-
-def test_a_figure_that_is_not_defined_yet_is_not_logged(manager, output):
-    m = manager(batch=1, n=1, overlap=1.0)
-    m.open_round()
-    grants = m.claim("w0")
-    assert not [key for key in m.metrics() if key.startswith("length/")]
-    m.finish(grants[1].sample_id, output(10))
     (batch,) = m.take_batch()
-    assert "length/batch_bias" not in m.metrics(), "0/0 has no token yet"
-    m.acknowledge([batch.uid])
-    assert m.metrics()["length/trained_mean"] == 10 and "length/bias" not in m.metrics()
-
-
-def test_bias_of_a_batch_is_its_length_over_that_of_the_batch_in_dispatch_order(manager, output, segment):
-    m = manager(batch=1, n=1, overlap=1.0)
-    m.open_round()
-    long, short = m.claim("w0")
+    assert m.metrics().keys().isdisjoint({"length/bias", "length/batch_bias"}), "0/0 has no token yet"
     m.add_segment(long.sample_id, segment(40))
-    m.finish(short.sample_id, output(10))
-    (batch,) = m.take_batch()
-    assert m.metrics()["length/batch_bias"] == 10 / 40, "0/0 with its length so far"
+    biases = m.metrics()["length/bias"], m.metrics()["length/batch_bias"]
+    assert biases == (10 / 40, 10 / 40), "the batch that the trainer has counts, and 0/0 with its length so far"
     m.acknowledge([batch.uid])
+    assert m.metrics()["length/bias"] == 10 / 40
     assert "length/batch_bias" not in m.metrics(), "the trainer has no batch"
     m.finish(long.sample_id, output(90))
     m.take_batch()
-    assert m.metrics()["length/batch_bias"] == 90 / 10
-    assert m.length_bias() == (10, 90), "looking ahead has moved nothing"
+    assert (m.metrics()["length/bias"], m.metrics()["length/batch_bias"]) == (1.0, 90 / 10)
+    assert m.metrics()["length/batch_bias"] == 90 / 10, "looking ahead has moved nothing"
 
 
 def test_batches_in_order_have_no_bias(manager, output):

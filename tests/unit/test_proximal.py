@@ -11,6 +11,7 @@ from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.correction import WeightLevel, weight_level
 from recipe.partial_rollout.training.pass_reader import reader_of_pass
 from recipe.partial_rollout.training.proximal import ProximalPolicy
+from verl_ext.reported_entropy import ASKED
 
 CORRECTION = type("Correction", (), {"rollout_is": "token", "rollout_is_threshold": 2.0})
 
@@ -79,9 +80,19 @@ def test_loss_learns_how_to_weigh():
     assert batch.meta_info == {
         loss.PROXIMAL_FROM_UPDATE: True,
         loss.PROXIMAL_CHECK: True,
+        ASKED: False,
         loss.WEIGHT_LEVEL: "token",
         loss.WEIGHT_THRESHOLD: 2.0,
     }
+
+
+def test_entropy_is_asked_of_the_update_where_no_pass_gives_it():
+    asked = []
+    for step in (1, 2):
+        batch = build_batch()
+        build(check_every=2).instruct(batch, step)
+        asked.append(batch.meta_info[ASKED])
+    assert asked == [True, False]
 
 
 def test_batch_of_two_updates_ends_the_run():
@@ -106,9 +117,10 @@ def test_figures_of_the_stand_in_are_left_out_and_the_losses_own_renamed():
         "training/rollout_probs_diff_max": 0.0,
         "training/global_step": 1,
         "actor/partial_rollout/proximal/error": 0.01,
+        "actor/partial_rollout/entropy": 0.7,
     }
     kept = build(check_every=2).metrics(logged, 1)
-    assert kept == {"training/global_step": 1, "partial_rollout/proximal/error": 0.01}
+    assert kept == {"training/global_step": 1, "actor/entropy": 0.7, "partial_rollout/proximal/error": 0.01}
     assert "rollout_corr/kl" in build(check_every=2).metrics(logged, 2)
     assert "actor/entropy" in build(from_update=False).metrics(logged, 1)
 

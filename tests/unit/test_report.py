@@ -185,22 +185,15 @@ def test_probe_slower_than_the_run_itself_is_warned_of(tmp_path):
     assert any("not alike" in line for line in comparison.unlike)
 
 
-def test_length_bias_compares_groups_trained_with_groups_dispatched(tmp_path):
-    # Step 1 trains groups 0 and 2 (lengths 10 and 30); dispatched first were 0 and 1 (10 and 50).
-    rounds = [
-        build_round(1, start=0, end=10, trained=[build_group(0, [10, 10]), build_group(2, [30, 30])]),
-        build_round(2, start=20, end=30, trained=[build_group(1, [50, 50]), build_group(3, [10, 10])]),
-    ]
-    summary = summary_of(build_run(tmp_path / "a", rounds=rounds))
-    assert summary.length_bias_first["step_1"].ratio == pytest.approx(20 / 30)
-    assert summary.length_bias_first["steps_1_to_5"] is None
-    assert summary.length_bias.ratio == pytest.approx(1)
+def test_length_bias_is_as_both_arms_log_it_after_the_first_step_the_fifth_and_the_last(tmp_path):
+    def logged(bias):
+        return {"timing_s/step": 20.0, "timing_s/gen": 10.0, "0_overview/length_bias": bias}
 
-
-def test_length_bias_names_dispatched_groups_that_never_ended(tmp_path):
-    rounds = [build_round(1, start=0, end=10, trained=[build_group(0, [10, 10]), build_group(5, [30, 30])])]
-    bias = summary_of(build_run(tmp_path / "a", rounds=rounds)).length_bias
-    assert (bias.ratio, bias.unfinished_groups) == (pytest.approx(2), 1)
+    biases = {step: logged(step / 10) for step in range(1, 7)}
+    long = summary_of(build_run(tmp_path / "a", rounds=default_rounds(steps=6), metrics=biases))
+    assert long.length_bias == {"step_1": 0.1, "steps_1_to_5": 0.5, "run": 0.6}
+    short = summary_of(build_run(tmp_path / "b", metrics={2: logged(0.9)}))
+    assert short.length_bias == {"step_1": None, "steps_1_to_5": None, "run": 0.9}
 
 
 def test_staleness_segments_and_off_policy_share(tmp_path):

@@ -60,6 +60,7 @@ def test_batch_is_handed_over_while_the_other_samples_run(prompts, output, segme
     assert waited and uids(batch) == ["0/0"] and batch[0].outputs[0].response_length == 7
     assert account.admitted == ("0/0", "0/1") and account.filtered == ()
     assert account.wanted == 0 and account.metrics["inflight/groups"] == 1
+    assert account.metrics["length/bias"] == account.metrics["length/batch_bias"] == 1
     assert uids(after) == ["0/1"] and actor._manager.counters.interrupted == 0
 
 

@@ -314,7 +314,7 @@ CONTRACT = (
     Uses("verl.utils.torch_functional", "loss", calls={"masked_mean": "values, mask"}),
     Uses(
         "verl.utils.tensordict_utils",
-        "loss like_length_batches",
+        "loss like_length_batches reported_entropy",
         calls={
             "get_non_tensor_data": "data, key, default",
             "assign_non_tensor": "tensor_dict",
@@ -367,9 +367,15 @@ CONTRACT = (
     ),
     Uses(
         "verl.workers.engine.fsdp.transformer_impl",
-        "fsdp_engine like_length_batches unpinned_reference check",
+        "fsdp_engine like_length_batches reported_entropy unpinned_reference check",
         has="FSDPEngineWithLMHead FSDPEngineWithValueHead CPUOffloadPolicy",
         calls={"prepare_micro_batches": "*, data, dp_group"},
+    ),
+    Uses(
+        "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead",
+        "reported_entropy",
+        calls={"prepare_model_outputs": "output, output_args, micro_batch, logits_processor_func"},
+        reads="calculate_entropy distillation_only distillation_use_topk",
     ),
     Uses(
         "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver",

@@ -125,8 +125,8 @@ class PartialRolloutConfig:
     )
     proximal_check_every: int = key(
         10,
-        "Without `recompute`, steps between two that run the forward pass all the same. They log what only it gives, as "
-        "`actor/entropy`, and the difference that it makes, `partial_rollout/proximal/error` in nats. 0: never.",
+        "Without `recompute`, steps between two that run the forward pass all the same. They log what only it gives, and "
+        "the difference that it makes, `partial_rollout/proximal/error` in nats. 0: never.",
         at_least=0,
     )
     trust_region: TrustRegion = key(

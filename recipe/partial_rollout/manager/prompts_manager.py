@@ -300,10 +300,6 @@ class PromptsManager:
         """Number of groups in flight that have started."""
         return self._state.groups.carried
 
-    def length_bias(self) -> tuple[float, float]:
-        """See ``report.length_bias``."""
-        return manager_report.length_bias(self._state.groups, self._round.admission.samples_per_group)
-
     def metrics(self) -> dict[str, float]:
         """See ``report.gauges``; with dynamic sampling those of ``report.filter_gauges`` too."""
         gauges = manager_report.gauges(self._state, len(self._samples), self._round.admission.samples_per_group)

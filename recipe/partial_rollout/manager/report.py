@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 
 from recipe.partial_rollout.manager.groups import Counters, Groups
@@ -11,29 +10,24 @@ from recipe.partial_rollout.manager.state import ManagerState
 from recipe.partial_rollout.manager.types import Sample
 
 
-def length_bias(groups: Groups, samples_per_group: int) -> tuple[float, float]:
-    """Mean response length (tokens) of the groups trained, and of as many groups in dispatch order.
+def length_bias(groups: Groups) -> dict[str, float]:
+    """Mean response length of what was trained over that of as many groups in dispatch order, which short ones overtake.
 
-    Their ratio is 1 if training is unbiased. A group that has not ended counts with its length so far.
-    (nan, nan) before the first ``acknowledge``.
+    ``length/bias`` is of the whole run, ``length/batch_bias`` of the batch that the trainer has, which counts as trained in
+    both. Both are 1 if prompts train in the order of the data. A group that has not ended counts with its length so far. A
+    figure is missing before the first batch, and while none of the groups below its line has a token.
     """
-    counters = groups.counters
-    trained = counters.trained_groups
-    if not trained:
-        return float("nan"), float("nan")
-    samples = trained * samples_per_group
-    return counters.trained_tokens / samples, groups.lengths.total_of_first(trained, _so_far(groups)) / samples
-
-
-def batch_bias(groups: Groups) -> float:
-    """Mean response length of the batch that the trainer has, over that of the batch that dispatch order would give.
-
-    The latter are as many groups that follow the first ``trained_groups`` dispatched. One that has not ended counts with
-    its length so far. 1 in every step if prompts train in the order of the data; nan if none of the latter has a token.
-    """
-    taken = groups.taken.values()
-    dispatched = groups.lengths.total_of_next(len(taken), groups.counters.trained_groups, _so_far(groups))
-    return sum(group.finished_length for group in taken) / dispatched if dispatched else float("nan")
+    counters, taken = groups.counters, groups.taken.values()
+    batch = sum(group.finished_length for group in taken)
+    so_far = _so_far(groups)
+    in_order = groups.lengths.total_of_next(len(taken), counters.trained_groups, so_far)
+    first = groups.lengths.total_of_first(counters.trained_groups, so_far) + in_order
+    biases = {}
+    if first:
+        biases["length/bias"] = (counters.trained_tokens + batch) / first
+    if in_order:
+        biases["length/batch_bias"] = batch / in_order
+    return biases
 
 
 def _so_far(groups: Groups) -> Callable[[int], int]:
@@ -42,13 +36,12 @@ def _so_far(groups: Groups) -> Callable[[int], int]:
 
 
 def gauges(state: ManagerState, unfinished_samples: int, samples_per_group: int) -> dict[str, float]:
-    """Gauges and totals without the ``partial_rollout/`` prefix; groups and samples are counts, lengths are tokens.
+    """Gauges and totals without the ``partial_rollout/`` prefix; groups and samples are counts.
 
     What is not defined yet is left out: SwanLab gives up a chart whose first value is nan.
     """
     groups, counters = state.groups, state.groups.counters
-    trained, dispatched = length_bias(groups, samples_per_group)
-    figures = {
+    return {
         "inflight/groups": groups.in_flight,
         "inflight/samples": unfinished_samples,
         "buffer/carried_groups": groups.carried,
@@ -60,13 +53,9 @@ def gauges(state: ManagerState, unfinished_samples: int, samples_per_group: int)
         "failures/failed_total": counters.failed,
         "failures/retried_total": counters.retried,
         "failures/masked_total": counters.masked,
-        "length/trained_mean": trained,
-        "length/dispatched_mean": dispatched,
-        "length/bias": trained / dispatched if dispatched else float("nan"),
         "lost_samples": groups.lost * samples_per_group,
-        "length/batch_bias": batch_bias(groups) if groups.taken else float("nan"),
+        **length_bias(groups),
     }
-    return {name: figure for name, figure in figures.items() if not math.isnan(figure)}
 
 
 def filter_gauges(counters: Counters) -> dict[str, float]:

@@ -65,8 +65,10 @@ class StreamVerbs:
     async def finish_step(self, uids: list[str]) -> StepAccount:
         """The trainer has updated on these groups; the caller must note the account in the ledger before it saves."""
         manager = self._manager
+        # As in a colocated round: the batch's own figures are known only while the trainer has it.
+        metrics = manager.metrics()
         manager.acknowledge(uids)
-        return StepAccount(manager.take_admitted(), manager.take_filtered(), manager.wanted, manager.metrics())
+        return StepAccount(manager.take_admitted(), manager.take_filtered(), manager.wanted, metrics)
 
     async def begin_flush(self) -> None:
         """The workers are about to report everything that they have, and ``flush`` waits for it; claims go on."""

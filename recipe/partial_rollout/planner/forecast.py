@@ -14,13 +14,10 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.cluster import Cluster
 from recipe.partial_rollout.planner.lengths import LengthTrace
 from recipe.partial_rollout.planner.simulation import SimulatedRound, Simulation
-from recipe.partial_rollout.records.length_bias import length_bias, quartile_deviation, variation
 from recipe.partial_rollout.records.spread import spread
 
-WINDOWS = (1, 3, 10)
-"""batches in a row over which a forecast compares trained with dispatched lengths"""
 _FIRST = 5
-"""first rounds whose length bias a forecast reports; later rounds have none"""
+"""first rounds whose lengths a forecast reports; later rounds have no bias"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +40,6 @@ class Forecast:
     """share of the trained tokens that older weights made"""
     first_length: float
     """mean length trained in the first rounds over that of as many groups in dispatch order"""
-    length_variation: float | None
-    """``records.length_bias.variation`` of the batches; relative standard error 1 / sqrt(2 * rounds)"""
-    quartile_deviation: tuple[float | None, ...]
-    """``records.length_bias.quartile_deviation`` over windows of ``WINDOWS`` batches"""
 
 
 def forecast(
@@ -65,9 +58,7 @@ def forecast(
     first = np.concatenate([round_.lengths for round_ in played[:_FIRST]])
     dispatched = np.array(simulation.dispatched[: len(first)])
     full = cluster.full_tokens_per_s(admission.batch_groups * admission.samples_per_group, lengths.mean_context)
-    bias = length_bias(trained=first, dispatched=dispatched)
-    assert bias is not None
-    return _summarize(played, warmup, bias, full, lengths.groups.mean(axis=1))
+    return _summarize(played, warmup, float(first.mean() / dispatched.mean()), full)
 
 
 def _summarize(
@@ -75,15 +66,9 @@ def _summarize(
     warmup: int,
     first_length: float,
     full_tokens_per_s: float,
-    dispatched: np.ndarray,
 ) -> Forecast:
-    """Summarize rounds; the first ``warmup`` count only for the largest staleness.
-
-    Args:
-        dispatched: mean length of each group of the trace, float [groups].
-    """
+    """Summarize rounds; the first ``warmup`` count only for the largest staleness."""
     steady = played[warmup:]
-    batches = [round_.lengths.mean(axis=1) for round_ in steady]
     seconds, tokens = sum(r.seconds for r in steady), sum(r.trained_tokens for r in steady)
     staleness = spread(np.concatenate([r.staleness.ravel() for r in steady]))
     assert staleness is not None
@@ -97,8 +82,6 @@ def _summarize(
         token_age_mean=sum(r.token_ages for r in steady) / tokens,
         off_policy_fraction=1 - sum(r.on_policy_tokens for r in steady) / tokens,
         first_length=first_length,
-        length_variation=variation(batches),
-        quartile_deviation=tuple(quartile_deviation(batches, dispatched, window) for window in WINDOWS),
     )
 
 

@@ -15,7 +15,6 @@ from recipe.partial_rollout.records.time_spans import Span
 from recipe.partial_rollout.records.trained_group import TrainedGroup, prompt_identity
 from recipe.partial_rollout.rollout import metrics
 from recipe.partial_rollout.rollout.engine_probe import EngineProbe, TakeCalls
-from recipe.partial_rollout.rollout.length_window import LengthWindow
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.rollout.round_watch import RoundWatch
 from recipe.partial_rollout.rollout.scorings import Scorings
@@ -53,7 +52,6 @@ class ObservedPhases:
         self.probe = probe
         self._watch = RoundWatch(context.settings, context.control)
         self._figures: dict[str, float] = {}
-        self._lengths = LengthWindow()
         self._scorings = Scorings()
 
     async def validate(self, prompts: DataProto, generated: Awaitable[DataProto]) -> DataProto:
@@ -118,5 +116,4 @@ class ObservedPhases:
             "trained/tokens": sum(tokens),
             "lost_samples": 0,
             **self._scorings.observe(phase, scorings),
-            **self._lengths.observe(trained),
         }

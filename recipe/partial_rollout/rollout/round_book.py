@@ -11,7 +11,6 @@ from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout import metrics
 from recipe.partial_rollout.rollout.engine_probe import EngineProbe
-from recipe.partial_rollout.rollout.length_window import LengthWindow
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.rollout.scorings import Scorings, scorings_of
 from recipe.partial_rollout.rollout.trained_round import TrainedRound
@@ -33,7 +32,6 @@ class RoundBook:
         self._context = context
         self._probe = probe
         self._overlap = overlap
-        self._lengths = LengthWindow()
         self._scorings = Scorings()
         self._spared = 0
         """groups of equal reward that were trained despite dynamic sampling"""
@@ -59,7 +57,6 @@ class RoundBook:
             ),
             **metrics.batch_metrics(groups, version),
             **self._scorings.observe(played.phase, scorings, played.waits.get("wait_s")),
-            **self._lengths.observe(trained),
             **played.gauges,
             **{f"timing/{name}": seconds for name, seconds in played.waits.items()},
             "overlap": played.start.carried_groups / context.settings.batch_groups,

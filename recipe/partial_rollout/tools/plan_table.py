@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recipe.partial_rollout.config.choices import SchedulingPolicy
-from recipe.partial_rollout.planner.forecast import WINDOWS, Forecast, smallest_worthwhile
+from recipe.partial_rollout.planner.forecast import Forecast, smallest_worthwhile
 from recipe.partial_rollout.tools.table import Table
 
 
@@ -42,8 +42,6 @@ def plan_table(plans: list[Option]) -> Table:
             f"{plan.forecast.token_age_mean:.2f}",
             f"{plan.forecast.off_policy_fraction:.2f}",
             f"{plan.forecast.first_length:.2f}",
-            _share(plan.forecast.length_variation),
-            " ".join(map(_share, plan.forecast.quartile_deviation)),
         ]
         for plan in plans
     ]
@@ -59,14 +57,8 @@ def plan_table(plans: list[Option]) -> Table:
         "token age",
         "off-policy",
         "first 5 length",
-        "length variation",
-        f"quartiles off, {'/'.join(map(str, WINDOWS))} batches",
     ]
     return Table("Forecast of the rollout", header, rows)
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def of_default_policy(options: list[Option]) -> list[Option]:

@@ -35,6 +35,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.engine.kept_kv import newest_of_older
 from recipe.partial_rollout.training.trust_region import BehaviourRegion, clip_bounds, masked_parts
+from verl_ext.reported_entropy import REPORTED
 
 DECOUPLED_PPO = "decoupled_ppo"
 
@@ -55,6 +56,8 @@ WEIGHT_SQUARE = "behaviour_weight/square"
 KL, K3 = "kl", "k3_kl"
 """verl's ``rollout_corr/`` metrics of these names"""
 KV_GAP, KV_GAP_SHARE = "kv_gap", "kv_gap_share"
+ENTROPY = "entropy"
+"""verl's ``actor/entropy``, aggregated as the loss is"""
 
 _READ = "response_mask old_log_probs rollout_log_probs rollout_versions advantages rollout_is_weights"
 """tensors [B, R] that proximal policy and region read; without the weights if the loss makes them"""
@@ -177,7 +180,11 @@ def corrected_ppo_loss(
         corrected["rollout_is_weights"] = weights
     loss, metrics = ppo_loss(config=config, model_output=model_output, data=corrected, dp_group=dp_group)
     for key, value in reported.items():
-        metrics[METRICS_PREFIX + key] = _token_mean(value.to(behaviour.dtype), mask, config)
+        metrics[METRICS_PREFIX + key] = _mean_share(value.to(behaviour.dtype), mask, config, "token-mean")
+    entropy = model_output.get(REPORTED, model_output.get("entropy"))
+    if from_update and entropy is not None:
+        entropy = no_padding_2_padding(entropy, data).detach()
+        metrics[METRICS_PREFIX + ENTROPY] = _mean_share(entropy, mask, config, config.loss_agg_mode)
     return loss, metrics
 
 
@@ -232,7 +239,7 @@ def _behaviour_weights(log_ratio: torch.Tensor, mask: torch.Tensor, level: str, 
     return weights[:-1]
 
 
-def _token_mean(value: torch.Tensor, mask: torch.Tensor, config: ActorConfig) -> Metric:
-    """This micro-batch's share of the mean over the tokens of the mini-batch, which verl sums."""
-    share = agg_loss(loss_mat=value, loss_mask=mask, loss_agg_mode="token-mean", **config.global_batch_info)
+def _mean_share(value: torch.Tensor, mask: torch.Tensor, config: ActorConfig, mode: str) -> Metric:
+    """This micro-batch's share of the mean over the mini-batch, which verl sums; ``mode`` is one of verl's ``agg_loss``."""
+    share = agg_loss(loss_mat=value, loss_mask=mask, loss_agg_mode=mode, **config.global_batch_info)
     return Metric(value=share, aggregation=AggregationType.SUM)

@@ -6,7 +6,7 @@ log-probs, ``pi_theta`` before it moves, and verl's pass over the batch computes
 every ``proximal_check_every``-th step.
 
 In a step without the pass verl's ``fit`` gets the behaviour log-probs in place of the proximal ones. Metrics that it
-derives from them are left out, and the loss gives those that the recipe reads (``training/loss.py``).
+derives from them are left out; the loss gives the entropy and those that the recipe reads (``training/loss.py``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.behaviour_weights import effective_sample_size
 from recipe.partial_rollout.training.pass_reader import leaves_pass_out
+from verl_ext import reported_entropy
 
-_DERIVED = ("actor/entropy", "perf/mfu/actor_infer")
+_ENTROPY = "actor/entropy"
+_DERIVED = (_ENTROPY, "perf/mfu/actor_infer")
 _DERIVED_PREFIXES = ("rollout_corr/", "training/rollout_")
 
 
@@ -76,6 +78,7 @@ class ProximalPolicy:
             )
         batch.meta_info[loss.PROXIMAL_FROM_UPDATE] = True
         batch.meta_info[loss.PROXIMAL_CHECK] = self.recomputes(step)
+        batch.meta_info[reported_entropy.ASKED] = not self.recomputes(step)
         batch.meta_info[loss.WEIGHT_LEVEL] = self._correction.rollout_is
         batch.meta_info[loss.WEIGHT_THRESHOLD] = self._correction.rollout_is_threshold
 
@@ -93,6 +96,8 @@ class ProximalPolicy:
         for divergence in (loss.KL, loss.K3):
             if (value := made.pop(divergence, None)) is not None:
                 kept.setdefault(f"rollout_corr/{divergence}", value)
+        if (entropy := made.pop(loss.ENTROPY, None)) is not None:
+            kept.setdefault(_ENTROPY, entropy)
         if (square := made.pop(loss.WEIGHT_SQUARE, None)) is not None:
             made["behaviour_weight/ess"] = effective_sample_size(made[loss.WEIGHT_MEAN], square)
         share, gap = made.pop(loss.KV_GAP_SHARE, 0.0), made.pop(loss.KV_GAP, 0.0)

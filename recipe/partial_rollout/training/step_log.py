@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.training.batch_lengths import BatchLengths
 from recipe.partial_rollout.training.dashboard import Dashboard
 from recipe.partial_rollout.training.policy_drift import PolicyDrift, not_finite
 from recipe.partial_rollout.training.step_line import StepLine
@@ -32,7 +31,7 @@ class StepLog:
         self._partial = settings.enable
         self._dashboard = Dashboard(config, settings, directory)
         self._line = StepLine(total_steps, separate=settings.separate)
-        self._drift, self._lengths = PolicyDrift(), BatchLengths()
+        self._drift = PolicyDrift()
         self._began, self._last_s = 0.0, 0.0
 
     @property
@@ -49,11 +48,8 @@ class StepLog:
         self._began = time.perf_counter()
         data = {**self._dashboard.figures(data), **data, _LOG_S: self._last_s}
         self._line.show(data, step)
-        broken = self._drift.observe(data, step) if self._partial else not_finite(data, step)
-        lengths = self._lengths.observe(data, step) if self._partial else None
-        for warning in (broken, lengths):
-            if warning:
-                tqdm.write(warning)
+        if warning := self._drift.observe(data, step) if self._partial else not_finite(data, step):
+            tqdm.write(warning)
         return data
 
     def close(self, step: int, round_: Round | None) -> None:

@@ -207,13 +207,8 @@ def as_json(comparison: Comparison) -> dict[str, object]:
 
 
 def _side_json(side: Side) -> dict[str, object]:
-    summary = side.summary
-    biases = {"run": summary.length_bias, **summary.length_bias_first}
     return {
-        **dataclasses.asdict(summary),
-        "length_bias": summary.length_bias and summary.length_bias.ratio,
-        "length_bias_first": {name: bias and bias.ratio for name, bias in summary.length_bias_first.items()},
-        "length_bias_unfinished_groups": {name: bias and bias.unfinished_groups for name, bias in biases.items()},
+        **dataclasses.asdict(side.summary),
         "run": {
             "directory": side.run.directory,
             **dataclasses.asdict(side.run.settings),

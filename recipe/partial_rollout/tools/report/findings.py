@@ -114,10 +114,10 @@ def _cost(base: Side, other: Side) -> str:
             f"(mean {summary.staleness.mean:.2f}), "
             f"{units.share(summary.off_policy_token_fraction)} of its tokens off-policy"
         )
-    first, later = summary.length_bias_first["step_1"], summary.length_bias_first["steps_1_to_5"]
+    first, later = summary.length_bias["step_1"], summary.length_bias["steps_1_to_5"]
     if first:
-        upto = f", {later.ratio:.2f} over the first five" if later else ""
-        parts.append(f"mean trained over dispatched length {first.ratio:.2f} in its first step{upto}")
+        upto = f", {later:.2f} over the first five" if later else ""
+        parts.append(f"mean trained over dispatched length {first:.2f} in its first step{upto}")
     if base.summary.reward_last is not None and summary.reward_last is not None:
         parts.append(f"reward of the last three steps {summary.reward_last:.3f} against {base.summary.reward_last:.3f}")
     return "; ".join(parts) + "." if parts else f"{other.name} trained nothing."

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.lanes import LaneShares, Scoring
-from recipe.partial_rollout.tools.report.summary import LengthBias, Spread, Summary, Wait, ratio
+from recipe.partial_rollout.tools.report.summary import Spread, Summary, Wait, ratio
 
 
 def _spread(spread: Spread | None) -> str:
@@ -14,12 +14,6 @@ def _spread(spread: Spread | None) -> str:
 
 def _wait(wait: Wait | None) -> str:
     return f"{units.seconds(wait.median)} / {units.seconds(wait.max)}" if wait else units.UNKNOWN
-
-
-def _bias(bias: LengthBias | None) -> str:
-    if bias is None:
-        return units.UNKNOWN
-    return f"{bias.ratio:.2f}" + (f" ({bias.unfinished_groups} unfinished)" if bias.unfinished_groups else "")
 
 
 def _kilotoken(seconds: float | None, tokens: float) -> str:
@@ -51,7 +45,8 @@ class Figure:
 
 
 _BIAS = (
-    "Mean length of the samples trained over that of as many samples first dispatched; below 1, short ones came first."
+    "Mean length of what was trained over that of as many groups first dispatched, those that run with what they have; "
+    "below 1, short ones came first."
 )
 
 FIGURES = (
@@ -171,9 +166,9 @@ FIGURES = (
         "Response tokens of a trained sample; with tools, theirs included.",
         "mean_trained_length",
     ),
-    Figure("trained / dispatched length, step 1", lambda s: _bias(s.length_bias_first["step_1"]), _BIAS),
-    Figure("trained / dispatched length, steps 1-5", lambda s: _bias(s.length_bias_first["steps_1_to_5"]), _BIAS),
-    Figure("trained / dispatched length, run", lambda s: _bias(s.length_bias), _BIAS),
+    Figure("trained / dispatched length, step 1", lambda s: units.decimal(s.length_bias["step_1"]), _BIAS),
+    Figure("trained / dispatched length, steps 1-5", lambda s: units.decimal(s.length_bias["steps_1_to_5"]), _BIAS),
+    Figure("trained / dispatched length, run", lambda s: units.decimal(s.length_bias["run"]), _BIAS),
     Figure("reward, first 3 steps", lambda s: units.precise(s.reward_first), "Mean reward of the trained samples."),
     Figure("reward, last 3 steps", lambda s: units.precise(s.reward_last), "Mean reward of the trained samples."),
     Figure(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recipe.partial_rollout.records import length_bias as records
+from recipe.partial_rollout.records.overview import SECTION
 from recipe.partial_rollout.records.running_curve import bubble_fraction
 from recipe.partial_rollout.records.spread import Spread, spread
 from recipe.partial_rollout.records.trace_events import PhaseName
@@ -24,6 +24,8 @@ OUTSIDE_PHASES = ("testing",)
 """verl's timers that run after the step's own has stopped."""
 
 GPU_UTILISATION = "partial_rollout/gpu/utilisation"
+LENGTH_BIAS = f"{SECTION}/length_bias"
+"""Both arms log it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +56,6 @@ class Wall:
     @property
     def per_token(self) -> float | None:
         return ratio(self.seconds, self.tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class LengthBias:
-    """Mean length of the first groups trained over that of equally many first groups dispatched."""
-
-    ratio: float
-    unfinished_groups: int
-    """Dispatched groups whose length is unknown because the run ended before they were trained; likely long ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +91,8 @@ class Summary:
     """Per trained sample, in versions."""
     off_policy_token_fraction: float | None
     mean_trained_length: float | None
-    length_bias: LengthBias | None
-    length_bias_first: dict[str, LengthBias | None]
+    length_bias: dict[str, float | None]
+    """As logged after the first step, the fifth and the last; None if a step does not have it."""
     reward_first: float | None
     reward_last: float | None
     segments_per_sample: Spread | None
@@ -145,20 +138,9 @@ def full_tokens_per_s(runs: Sequence[RunRecord]) -> float | None:
     return statistics.median(speeds) if speeds else None
 
 
-def length_bias(run: RunRecord, groups: int) -> LengthBias | None:
-    trained, dispatched, orders = [], [], set()
-    for at, group in enumerate(run.trained_groups):
-        if at < groups:
-            trained += group.lengths
-        if group.order < groups:
-            dispatched += group.lengths
-            orders.add(group.order)
-    bias = records.length_bias(trained, dispatched)
-    return None if bias is None else LengthBias(bias, groups - len(orders))
-
-
-def _length_bias_first(run: RunRecord, steps: int) -> LengthBias | None:
-    return length_bias(run, steps * run.settings.batch_groups) if len(run.steps) >= steps else None
+def _length_bias(run: RunRecord) -> dict[str, float | None]:
+    logged = [step.metrics.get(LENGTH_BIAS) for step in run.steps]
+    return {"step_1": logged[0], "steps_1_to_5": logged[4] if len(logged) > 4 else None, "run": logged[-1]}
 
 
 def _mean_reward(steps: Sequence[Step]) -> float | None:
@@ -208,8 +190,7 @@ def summarize(run: RunRecord, full_speed: float | None) -> Summary:
         staleness=spread([age for step in run.steps for age in step.staleness]),
         off_policy_token_fraction=ratio(sum(group.off_policy_tokens for group in groups), tokens),
         mean_trained_length=statistics.fmean(lengths) if lengths else None,
-        length_bias=length_bias(run, len(groups)),
-        length_bias_first={"step_1": _length_bias_first(run, 1), "steps_1_to_5": _length_bias_first(run, 5)},
+        length_bias=_length_bias(run),
         reward_first=_mean_reward(run.steps[:REWARD_STEPS]),
         reward_last=_mean_reward(run.steps[-REWARD_STEPS:]),
         segments_per_sample=spread([count for group in groups for count in group.segments]),
