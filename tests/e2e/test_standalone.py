@@ -22,7 +22,7 @@ def test_two_engines_beside_one_trainer_come_back_after_their_deaths(start, wait
     share."""
     run = start(
         *SEPARATE,
-        "data.train_max_samples=40",
+        "data.train_max_samples=32",
         "trainer.total_training_steps=null",
         "data.max_response_length=400",
         "actor_rollout_ref.rollout.n_gpus_per_node=2",
@@ -39,10 +39,10 @@ def test_two_engines_beside_one_trainer_come_back_after_their_deaths(start, wait
     server.kill()
     assert run.process.wait(300) == 0, run.terminal()[-3000:]
     result, _ = audit(run.directory)
-    assert result.violations == [] and result.complete and len(result.trained.all) == 40
+    assert result.violations == [] and result.complete and len(result.trained.all) == 32
     read = run.read()
     restarted = {s: metrics["partial_rollout/failures/replicas_restarted_total"] for s, metrics in read.steps.items()}
-    assert restarted[10] == 2
+    assert restarted[8] == 2
     whole = min(step for step, count in restarted.items() if count == 2)
     tokens = [0, 0]
     for event in read.rounds:
