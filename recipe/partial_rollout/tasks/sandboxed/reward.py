@@ -75,7 +75,7 @@ async def compute_score(
             f"is busy; lower partial_rollout.reward_concurrency, or raise timeout_s"
         )
     score = 0.0 if ended.over else _score_of(ended, name)
-    return {"score": score, "acc": score, "over_limit": float(ended.over is not None), "limit": ended.over or ""}
+    return {"score": score, "acc": score, "over_limit": float(ended.over is not None), "limit": str(ended.over or "")}
 
 
 def _paused(pause_s: float) -> Sequence[str]:
