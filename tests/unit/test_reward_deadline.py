@@ -94,7 +94,7 @@ def test_sample_without_a_reward_call_has_none_noted(monkeypatch):
 
 @pytest.mark.parametrize("kind", [ObservedAgentLoopWorker, PartialRolloutAgentLoopWorker])
 def test_reward_call_that_queues_for_a_place_has_no_clock_running(monkeypatch, kind):
-    """Twelve calls of 0.3 s on two places take 1.8 s in all; each has 1.5 s, and its sample as many between engine calls."""
+    """Twelve calls of 0.3 s on two places take 1.8 s in all; each has 1.5 s, and its sample as many between calls."""
     running = most = 0
 
     async def counts(self, outputs, kwargs):
@@ -152,7 +152,13 @@ def test_place_of_a_call_that_is_given_up_is_free_again():
         (None, False, 16, [64], 1),
         (None, False, 4, [4, 64, 0], 3),
     ],
-    ids=["as set", "a service queues by itself", "shared by the workers", "at least one", "a quota; cores of all nodes"],
+    ids=[
+        "as set",
+        "a service queues by itself",
+        "shared by the workers",
+        "at least one",
+        "a quota; cores of all nodes",
+    ],
 )
 def test_reward_calls_at_once_fit_the_cores(monkeypatch, given, service, workers, nodes, places):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))

@@ -174,9 +174,9 @@ class PartialRolloutConfig:
     )
     reward_concurrency: int = key(
         None,
-        "Samples of an agent-loop worker that are scored at once; others wait, and no clock runs for them. `null`: its share "
-        "of the cluster's cores, as checks of code want; without a limit where verl's reward model or sandbox service "
-        "scores. Raise it for a function that waits for a service of yours; also under noPR.",
+        "Samples of an agent-loop worker that are scored at once; others wait, and no clock runs for them. `null`: the "
+        "cluster's cores, divided by the workers; no limit where verl's reward model or sandbox service scores. Raise it "
+        "for a function that waits for a service of yours. Also under noPR.",
         at_least=1,
         null="by cores",
     )

@@ -158,7 +158,9 @@ async def run_limited(command: Sequence[str], given: bytes, limits: Limits, file
     try:
         report, _ = await asyncio.wait_for(process.communicate(given), limits.timeout_s + _GRACE_S)
     except TimeoutError:
-        raise SandboxError(f"the supervisor gave no report {_GRACE_S:g} s after timeout_s={limits.timeout_s:g}") from None
+        raise SandboxError(
+            f"the supervisor gave no report {_GRACE_S:g} s after timeout_s={limits.timeout_s:g}"
+        ) from None
     finally:
         await _end(process)
     head, _, printed = report.partition(b"\n")

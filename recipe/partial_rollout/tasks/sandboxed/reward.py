@@ -71,8 +71,8 @@ async def compute_score(
             raise SandboxError(f"sandbox did not start for {name}: {error}") from error
     if ended.starved:
         raise SandboxError(
-            f"sandbox check {name} had {ended.cpu_s:.1f} s of a core in timeout_s={timeout_s:g} and wanted more: the machine "
-            f"is busy; lower partial_rollout.reward_concurrency, or raise timeout_s"
+            f"sandbox check {name} had {ended.cpu_s:.1f} s of a core in timeout_s={timeout_s:g} and wanted more: the "
+            f"machine is busy; lower partial_rollout.reward_concurrency, or raise timeout_s"
         )
     score = 0.0 if ended.over else _score_of(ended, name)
     return {"score": score, "acc": score, "over_limit": float(ended.over is not None), "limit": str(ended.over or "")}

@@ -98,7 +98,7 @@ class Usage:
             self.cpu_s += sum(map(int, fields[11:15])) / _TICKS
             self.memory += int(fields[21]) * _PAGE
 
-    def over(self, cpu_s: float, memory: int, processes: int) -> str:
+    def over(self, cpu_s: float, memory: int, processes: float) -> str:
         """The limit that is passed, or nothing."""
         if self.cpu_s >= cpu_s:
             return "cpu"
@@ -145,7 +145,7 @@ def reap(check: int) -> int | None:
     return status
 
 
-def supervise(check: int, output: int, cpu_s: float, memory: int, timeout_s: float, processes: int) -> bytes:
+def supervise(check: int, output: int, cpu_s: float, memory: int, timeout_s: float, processes: float) -> bytes:
     """The report on ``check``, once it has ended or passed a limit."""
     began, printed, status, over, starved = time.monotonic(), b"", None, "", False
     watch = select.poll()
@@ -201,7 +201,8 @@ def end_all() -> None:
 
 def main(arguments: list[str]) -> None:
     """Run the command and print the report."""
-    cpu_s, memory, timeout_s, processes = float(arguments[0]), int(arguments[1]) << 20, float(arguments[2]), int(arguments[3])
+    cpu_s, memory_mb, timeout_s, processes = map(float, arguments[:4])
+    memory = int(memory_mb * (1 << 20))
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     output, its_end = os.pipe()
     report = b""
