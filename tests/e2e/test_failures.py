@@ -100,6 +100,8 @@ def test_reward_function_that_raises_is_asked_again_and_one_that_hangs_ends_the_
         f"reward.custom_reward_function.path={HERE / 'bad_reward.py'}",
         "reward.custom_reward_function.name=raises_then_hangs",
         "partial_rollout.deadlines.reward_s=5",
+        # All hang at once.
+        "partial_rollout.reward_concurrency=16",
         "partial_rollout.failures.sample_retries=1",
         "partial_rollout.failures.retry_backoff_s=0.1",
         "partial_rollout.reward_in_worker=False",

@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 
@@ -54,6 +55,23 @@ def test_reward_functions_own_error_about_an_actor_is_not_taken_for_its_workers_
     assert sum(worker.calls for worker in failing) == 1
 
 
+def test_call_that_is_given_up_ends_in_its_reward_worker(monkeypatch):
+    """Ray lets it go on there, and another call has its place here."""
+    cancelled = []
+
+    async def body():
+        worker, call = Worker(), asyncio.Future()
+        worker.compute_score = SimpleNamespace(remote=lambda data: call)
+        monkeypatch.setattr(ray, "cancel", cancelled.append)
+        asking = asyncio.create_task(RewardWorkers([worker]).remote(7))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking])
+        return [each is call for each in cancelled], asking.cancelled()
+
+    assert asyncio.run(body()) == ([True], True)
+
+
 def test_loss_of_all_reward_workers_is_said():
     workers = RewardWorkers([Worker(ActorDiedError()), Worker(ActorDiedError())])
     for _ in range(2):
@@ -66,6 +84,6 @@ def test_agent_loop_worker_asks_verls_reward_workers_in_this_way(monkeypatch):
         self.config, self.reward_loop_worker_handles = config, handles
 
     monkeypatch.setattr(AgentLoopWorker, "__init__", init)
-    config = SimpleNamespace(partial_rollout=SimpleNamespace(reward_in_worker=False))
+    config = SimpleNamespace(partial_rollout=SimpleNamespace(reward_in_worker=False, reward_concurrency=1))
     (workers,) = ObservedAgentLoopWorker(config, [Worker(ActorDiedError()), Worker()]).reward_loop_worker_handles
     assert scores(workers, 10) == list(range(10))

@@ -1,13 +1,16 @@
 """The sandboxed reward: right and wrong responses, those that reach a limit, and a check that fails."""
 
 import asyncio
+import contextlib
 import os
 import random
-import signal
+import subprocess
 import sys
 import time
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
@@ -15,15 +18,32 @@ from verl.utils.import_utils import load_extern_object
 
 from recipe.partial_rollout.tasks.clock10 import reward as in_process
 from recipe.partial_rollout.tasks.clock10.expression import draw_problem
-from recipe.partial_rollout.tasks.sandboxed import clock10_check
-from recipe.partial_rollout.tasks.sandboxed.limited_process import MOST_OUTPUT, Limit, Limits, run_limited
-from recipe.partial_rollout.tasks.sandboxed.reward import SandboxError, compute_score
+from recipe.partial_rollout.tasks.sandboxed import clock10_check, limited_process, supervisor
+from recipe.partial_rollout.tasks.sandboxed.limited_process import Limit, Limits, SandboxError, run_limited
+from recipe.partial_rollout.tasks.sandboxed.reward import compute_score
+from recipe.partial_rollout.tasks.sandboxed.supervisor import MOST_OUTPUT
 from recipe.partial_rollout.worker.observed_worker import ObservedAgentLoopWorker, RewardError
+from recipe.partial_rollout.worker.places import Places
 
 PROBLEM = "3?4=_?2=_-8=0"
 RIGHT, WRONG = "3*4=2*2=4!**", "3+4=7+2=9!++"
 PYTHON = (sys.executable, "-I", "-S", "-c")
 RUN_THE_RESPONSE = "import sys; exec(sys.stdin.read())"
+BURN = """
+import time
+began = time.process_time()
+while time.process_time() - began < {seconds}:
+    pass
+"""
+WITHOUT = "without"
+"""what the machine permits, left out"""
+
+
+@pytest.fixture(params=["as permitted", WITHOUT])
+def namespace(request, monkeypatch):
+    """The pid namespace that this machine permits, if any, and then none: the supervisor sweeps."""
+    if request.param == WITHOUT:
+        monkeypatch.setattr(limited_process, "namespace", lambda python: ())
 
 
 def score(response, **kwargs):
@@ -43,8 +63,8 @@ def check(tmp_path, code):
 def test_right_answer_scores_1_and_a_wrong_one_0():
     problem = "3?4=_?2=_-4=0"
     right = asyncio.run(compute_score("clock10", RIGHT, problem))
-    assert right == {"score": 1.0, "acc": 1.0, "over_limit": 0.0}
-    assert asyncio.run(compute_score("clock10", WRONG, problem)) == {"score": 0.0, "acc": 0.0, "over_limit": 0.0}
+    assert right == {"score": 1.0, "acc": 1.0, "over_limit": 0.0, "limit": ""}
+    assert asyncio.run(compute_score("clock10", WRONG, problem)) == {**right, "score": 0.0, "acc": 0.0}
 
 
 def test_check_agrees_with_the_reward_that_needs_no_process():
@@ -67,22 +87,13 @@ def test_verl_finds_the_function_and_awaits_it():
     assert found is compute_score and asyncio.iscoroutinefunction(found)
 
 
-def test_many_are_scored_at_once(tmp_path):
-    # Each check waits until all are there, which none would be if one were awaited before the next starts.
-    meets = """
-import os, sys, time
-os.symlink("here", sys.argv[1] + str(os.getpid()))
-while len(os.listdir(sys.argv[1])) < 8:
-    time.sleep(0.01)
-print(1)
-"""
-    path, room = check(tmp_path, meets), tmp_path / "room"
-    room.mkdir()
-
+def test_many_are_scored_at_once():
     async def score_all():
-        return await asyncio.gather(*[compute_score("", RIGHT, f"{room}/", check=path, timeout_s=60) for _ in range(8)])
+        return await asyncio.gather(*[compute_score("", "", PROBLEM, pause_s=2.0, timeout_s=60) for _ in range(8)])
 
-    assert [scored["score"] for scored in asyncio.run(score_all())] == [1.0] * 8
+    began = time.monotonic()
+    assert [scored["score"] for scored in asyncio.run(score_all())] == [0.0] * 8
+    assert time.monotonic() - began < 12
 
 
 def test_pause_comes_before_the_check_and_counts_towards_the_timeout():
@@ -93,21 +104,42 @@ def test_pause_comes_before_the_check_and_counts_towards_the_timeout():
 
 
 @pytest.mark.parametrize(
-    ("response", "limits"),
+    ("response", "limits", "limit"),
     [
-        ("import time; time.sleep(60)", {"timeout_s": 0.3}),
-        ("print(len(bytearray(1 << 30)))", {"memory_mb": 128}),
+        # Asleep by its own choice: were that an error, it would be masked.
+        ("import time; time.sleep(60)", {"timeout_s": 0.5}, "time"),
+        ("print(len(bytearray(1 << 30)))", {"memory_mb": 128}, "memory"),
     ],
 )
-def test_response_that_reaches_a_limit_scores_0(tmp_path, response, limits):
+def test_response_that_reaches_a_limit_scores_0(tmp_path, response, limits, limit):
     path = check(tmp_path, RUN_THE_RESPONSE)
-    assert score(response, check=path, **limits) == {"score": 0.0, "acc": 0.0, "over_limit": 1.0}
+    assert score(response, check=path, **limits) == {"score": 0.0, "acc": 0.0, "over_limit": 1.0, "limit": limit}
+
+
+def test_check_that_gets_no_core_in_time_is_an_error_not_a_0(tmp_path, monkeypatch):
+    """Eight at once on the core of this process: each wants half a second of it, and has a second."""
+    path, cores = check(tmp_path, BURN.format(seconds=0.5) + "print(1)"), os.sched_getaffinity(0)
+
+    async def score_all():
+        calls = [compute_score("", "", "", check=path, timeout_s=1.0) for _ in range(8)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        scored = asyncio.run(score_all())
+    finally:
+        os.sched_setaffinity(0, cores)
+    errors = [error for error in scored if isinstance(error, Exception)]
+    assert errors and all(isinstance(error, SandboxError) for error in errors)
+    assert "the machine is busy; lower partial_rollout.reward_concurrency" in str(errors[0])
+    assert all(each["score"] == 1.0 for each in scored if not isinstance(each, Exception))
 
 
 def test_limit_that_ended_a_process_is_named():
     assert ended("import time; time.sleep(60)", timeout_s=0.3).over is Limit.TIME
     stubborn = "import signal; signal.signal(signal.SIGXCPU, print)\nwhile 1: pass"
     assert ended(stubborn, cpu_s=0.5, timeout_s=90).over is Limit.CPU
+    assert ended("while 1: pass", cpu_s=60, timeout_s=0.5).over is Limit.TIME
     assert ended("bytearray(1 << 30)", memory_mb=128).over is Limit.MEMORY
     # One in nine hung while asyncio's own pipe took the output, and nobody read it to its end.
     for line in (10, 1_000, 1_000, 1_000, 1_000, 1_000_000):
@@ -121,6 +153,8 @@ def test_limit_that_ended_a_process_is_named():
     [
         ("1 / 0", "sandbox check check.py ended with exit status 1: ZeroDivisionError: division by zero"),
         ("import os; os.abort()", "sandbox check check.py ended with SIGABRT: it printed nothing"),
+        # As the machine's out-of-memory killer does: no limit of the response explains it.
+        ("import os; os.kill(os.getpid(), 9)", "sandbox check check.py ended with SIGKILL: it printed nothing"),
         ("print('no idea')", "sandbox check check.py printed 'no idea': want a score, a number"),
         ("", "sandbox check check.py printed '': want a score, a number"),
     ],
@@ -146,70 +180,172 @@ def test_user_sees_the_failed_check_with_its_prompt(monkeypatch, tmp_path):
     monkeypatch.setattr(AgentLoopWorker, "_compute_score", in_sandbox)
     worker = ObservedAgentLoopWorker.__new__(ObservedAgentLoopWorker)
     worker.config = SimpleNamespace(partial_rollout=SimpleNamespace(deadlines=SimpleNamespace(reward_s=20)))
+    worker._rewards = Places(None)
     with pytest.raises(
         RewardError, match=r"failed on prompt 0/7: SandboxError: sandbox check check\.py ended .*: json"
     ):
         asyncio.run(worker._compute_score([], {"uid": "0/7"}))
 
 
-def test_deadline_of_the_call_ends_the_process_and_what_it_started(tmp_path):
-    told = tmp_path / "pid"
-    code = f"""
-import os, subprocess, time
-child = subprocess.Popen(["/bin/sleep", "60"])
-os.symlink(str(child.pid), {str(told)!r})
-time.sleep(60)
+ESCAPE = """
+import os, time
+for _ in range(3):
+    if not os.fork():
+        os.setsid()
+        if not os.fork():
+            os.closerange(0, 3)
+            time.sleep(300)
+        os._exit(0)
 """
+
+
+@pytest.mark.parametrize("then", ["print(1.0)", "time.sleep(300)"], ids=["ends", "is given up"])
+def test_nothing_outlives_its_check(namespace, then):
+    mark = uuid4().hex
+    code = f"{ESCAPE}{then}  # {mark}"
 
     async def call():
-        await asyncio.wait_for(run_limited([*PYTHON, code], b"", Limits()), 1.0)
+        calling = asyncio.create_task(run_limited([*PYTHON, code], bytes(1 << 20), Limits(timeout_s=60)))
+        if then == "print(1.0)":
+            return await calling
+        # The supervisor, the check, and three that have left its session and lost their parent.
+        while len([pid for pid in running(mark) if b"supervisor.py" not in cmdline(pid)]) < 4:
+            await asyncio.sleep(0.05)
+        calling.cancel()
+        await asyncio.wait([calling])
 
-    with pytest.raises(TimeoutError):
-        asyncio.run(call())
-    assert_ends(int(os.readlink(told)))
+    answer = asyncio.run(asyncio.wait_for(call(), 60))
+    assert answer is None or answer.last_line == "1.0"
+    assert running(mark) == []
 
 
-def test_process_that_leaves_the_session_with_the_input_holds_nobody_up(tmp_path):
-    told = tmp_path / "pid"
-    code = f"""
-import os, subprocess, time
-child = subprocess.Popen(["/bin/sleep", "60"], start_new_session=True)
-os.symlink(str(child.pid), {str(told)!r})
+def test_nothing_outlives_the_reader_of_its_score(namespace, tmp_path):
+    mark = uuid4().hex
+    code = f"{ESCAPE}time.sleep(300)  # {mark}"
+    within = limited_process.namespace(sys.executable)
+    command = [*within, sys.executable, "-I", "-S", supervisor.__file__, "60", "512", "60", "64", *PYTHON, code]
+    reader = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
+    wait_until(lambda: len(running(mark)) >= 5)
+    reader.stdout.close()
+    wait_until(lambda: not running(mark))
+    reader.wait(10)
+
+
+def cmdline(pid):
+    """Of a process that lives; empty for a zombie."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def running(mark):
+    """Processes of this machine with ``mark`` in their command line."""
+    return [pid for pid in os.listdir("/proc") if pid.isdigit() and mark.encode() in cmdline(pid)]
+
+
+def wait_until(true, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+CHAIN = f"""
+import os
+for i in range(8):
+    if not (pid := os.fork()):
+        exec({BURN.format(seconds=0.4)!r})
+        os._exit(0)
+    os.waitpid(pid, 0)
+print('all 3.2 s')
+"""
+HEAP = """
+import os, time
+for i in range(6):
+    if not os.fork():
+        held = bytearray(40 << 20)
+        time.sleep(60)
+print('all 240 MiB')
 time.sleep(60)
 """
-    try:
-        # More input than a pipe holds, and nobody reads it.
-        assert ended(code, given=bytes(1 << 20), timeout_s=1.0).over is Limit.TIME
-    finally:
-        os.kill(int(os.readlink(told)), signal.SIGKILL)
+HERD = """
+import os, time
+for i in range(5000):
+    if not os.fork():
+        time.sleep(60)
+        os._exit(0)
+print('all 5000')
+"""
 
 
-def assert_ends(pid):
-    """A killed process goes once the system has time for it."""
-    deadline = time.monotonic() + 10
-    while is_alive(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still alive"
-        time.sleep(0.01)
+@pytest.mark.parametrize(
+    ("code", "limits", "limit"),
+    [
+        (CHAIN, {"cpu_s": 1}, Limit.CPU),
+        (HEAP, {"memory_mb": 96}, Limit.MEMORY),
+        (HERD, {"processes": 20}, Limit.PROCESSES),
+    ],
+    ids=["processor", "memory", "processes"],
+)
+def test_limit_holds_for_all_processes_of_a_response_together(namespace, code, limits, limit):
+    answer = ended(code, timeout_s=60, **limits)
+    assert answer.over is limit and "all" not in answer.output
 
 
-def is_alive(pid):
-    """Whether a process runs; nobody may have reaped it yet."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
+def test_memory_that_forks_share_counts_once(namespace):
+    code = """
+import os, time
+held = bytearray(60 << 20)
+for i in range(6):
+    if not os.fork():
+        time.sleep(1)
+        os._exit(0)
+for i in range(6):
+    os.wait()
+print(7)
+"""
+    assert ended(code, memory_mb=160).last_line == "7"
 
 
-def test_response_cannot_read_the_environment_nor_write_files(tmp_path, monkeypatch):
+def test_ground_truth_may_be_longer_than_an_argument(tmp_path):
+    path = check(tmp_path, "import sys; print(len(open(sys.argv[1]).read()))")
+    assert asyncio.run(compute_score("", "", "x" * 200_000, check=path))["score"] == 200_000
+
+
+def test_response_makes_and_removes_no_file(tmp_path):
+    """Needs Landlock (Linux 5.13); without it only their content is forbidden, and the sandbox says so."""
+    (tmp_path / "mine").write_text("x")
+    makes = ("os.mkdir('new')", "os.symlink('mine', 'new')", "open('new', 'w')")
+    for change in (*makes, "open('mine', 'w')", "os.remove('mine')"):
+        answer = ended(f"import os; os.chdir({str(tmp_path)!r}); {change}")
+        if supervisor.landlock_version() < 1:
+            assert all(not each.stat().st_size for each in tmp_path.glob("new") if each.is_file())
+        else:
+            assert answer.last_line.startswith("PermissionError") and os.listdir(tmp_path) == ["mine"]
+    assert ended("open('/dev/null', 'w').write('x'); print(1)").last_line == "1"
+
+
+@pytest.mark.parametrize(
+    ("permitted", "version", "said"),
+    [(True, 7, None), (False, 7, "no pid namespace"), (True, 0, "no Landlock"), (False, 5, "can end its supervisor")],
+)
+def test_what_the_machine_does_not_permit_is_said(monkeypatch, caplog, capsys, permitted, version, said):
+    monkeypatch.setattr(limited_process, "_works", lambda *_: permitted)
+    monkeypatch.setattr(limited_process, "_namespaces", lambda: [("unshare",)])
+    monkeypatch.setattr(supervisor, "landlock_version", lambda: version)
+    assert limited_process.namespace.__wrapped__("python") == (("unshare",) if permitted else ())
+    if said is None:
+        assert not caplog.text and "pid namespace and Landlock" in capsys.readouterr().out
+    else:
+        assert said in caplog.text
+
+
+def test_response_cannot_read_the_environment(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "secret")
     assert "secret" not in ended("import os; print(dict(os.environ))").output
-    target = tmp_path / "left_behind"
-    written = ended(f"with open({str(target)!r}, 'w') as file: file.write('x')")
-    assert written.last_line.startswith("OSError") and not target.read_bytes()
 
 
-@pytest.mark.parametrize("key", ["cpu_s", "memory_mb", "timeout_s"])
+@pytest.mark.parametrize("key", ["cpu_s", "memory_mb", "timeout_s", "processes"])
 def test_limit_of_0_is_refused(key):
     with pytest.raises(ValueError, match=f"{key}=0: want a number above 0"):
         score(RIGHT, **{key: 0})

@@ -164,6 +164,14 @@ class PartialRolloutConfig:
         "Score in the agent-loop workers instead of verl's reward workers, which saves a round trip a sample. For cheap "
         "functions without a reward model; also under noPR.",
     )
+    reward_concurrency: int = key(
+        None,
+        "Samples of an agent-loop worker that are scored at once; others wait, and no clock runs for them. `null`: the "
+        "cluster's cores, divided by the workers; no limit where verl's reward model or sandbox service scores. Raise it "
+        "for a function that waits for a service of yours. Also under noPR.",
+        at_least=1,
+        null="by cores",
+    )
     padded_vocabulary: bool = key(
         False, "Allow a model with more embedding rows than its tokenizer has tokens (Qwen's checkpoints)."
     )

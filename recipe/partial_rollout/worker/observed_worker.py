@@ -1,4 +1,4 @@
-"""verl's agent-loop worker with an account of its engine calls, a deadline on the reward function, and the probe (noPR)."""
+"""verl's agent-loop worker with an account of its engine calls, places and a deadline for rewards, and the probe (noPR)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from verl.utils.rollout_trace import rollout_trace_attr
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.waits import one_line
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient
+from recipe.partial_rollout.worker.places import Places, reward_places
 from recipe.partial_rollout.worker.reward_workers import RewardWorkers
 
 _WARM_UP_TOKENS = 8
@@ -42,6 +43,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             self.reward_loop_worker_handles = [_LocalRewardHandle(RewardLoopWorker(self.config))]  # type: ignore[assignment]
         elif self.reward_loop_worker_handles:
             self.reward_loop_worker_handles = [RewardWorkers(self.reward_loop_worker_handles)]  # type: ignore[assignment]
+        self._rewards = Places(reward_places(self.config))
         self._probe_over = asyncio.Event()
         self._scorings: list[tuple[float, float]] = []
 
@@ -86,7 +88,10 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
-        deadline_s = self.config.partial_rollout.deadlines.reward_s
+        async with self._rewards.one():
+            await self._score_within(self.config.partial_rollout.deadlines.reward_s, outputs, kwargs)
+
+    async def _score_within(self, deadline_s: float, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
         began = time.time()
         try:
             await asyncio.wait_for(super()._compute_score(outputs, kwargs), deadline_s)

@@ -6,10 +6,12 @@ that pick one would fail, be retried, and in the end be masked.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from typing import Any
 
+import ray
 from ray.exceptions import RayActorError, RayTaskError
 from verl.protocol import DataProto
 
@@ -39,8 +41,13 @@ class RewardWorkers:
         """
         lost: RayActorError | None = None
         for handle in random.sample(self._living, len(self._living)):
+            call = handle.compute_score.remote(data)
             try:
-                return await handle.compute_score.remote(data)
+                return await call
+            except asyncio.CancelledError:
+                # Its place goes to another call: it must not go on there.
+                ray.cancel(call)
+                raise
             except RayTaskError:
                 # The reward function's own error, which may be about an actor of its own.
                 raise

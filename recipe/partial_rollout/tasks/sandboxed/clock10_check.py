@@ -2,7 +2,7 @@
 
 It runs in a sandbox, without the repository, and imports `sys` alone: Python then starts in 8 ms.
 
-    python -I -S clock10_check.py '3?4=_?2=_-8=0' < response.txt
+    python -I -S clock10_check.py problem.txt < response.txt
 """
 
 import sys
@@ -23,6 +23,5 @@ def score(problem: str, response: str) -> float:
 
 
 if __name__ == "__main__":
-    # The response first: it comes once the limits are in place.
-    answer = sys.stdin.read()
-    print(score(sys.argv[1], answer))
+    with open(sys.argv[1]) as problem:
+        print(score(problem.read(), sys.stdin.read()))

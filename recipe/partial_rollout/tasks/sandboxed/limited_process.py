@@ -1,27 +1,43 @@
-"""A process under limits: processor seconds, memory, output and time. What it starts ends with it.
+"""A process under limits: processor seconds, memory, processes, output and time, for itself and all that it starts.
 
-The limits are in place before the process gets its input, so a check that reads its input first never works without
-them. They bound what a response can use up, not what it can see: the process has the user's files and network. Code
-that nobody trusts belongs in bubblewrap, gVisor or a service besides.
+Each runs under a supervisor (``supervisor.py``) that counts what the whole tree uses every 20 ms and ends the tree with
+the process. What else holds depends on what the machine permits; a line says once what is missing:
+
+- A pid namespace (``unshare``): nothing can outlive the process, and it neither sees nor signals any other. Without it
+  the supervisor kills whatever descends from the process.
+- Landlock (Linux 5.13): no file can be made, written or removed. Without it files can be made, but only empty ones.
+
+They bound what a response uses up, not what it can see: it has the user's files and network. Code that nobody trusts
+belongs in bubblewrap, gVisor or a service besides.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import functools
+import logging
 import os
-import resource
+import shutil
 import signal
+import subprocess
+import sys
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-MIB = 1 << 20
-MOST_OUTPUT = 1 << 16
-"""bytes"""
+from recipe.partial_rollout.tasks.sandboxed import supervisor
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 30.0
+"""for the supervisor to start and, past its time limit, to end what there is"""
 _SIGNALS = {-number.value: number.name for number in signal.Signals}
+
+
+class SandboxError(RuntimeError):
+    """The sandbox or the check failed, so the response has no score."""
 
 
 class Limit(StrEnum):
@@ -29,40 +45,32 @@ class Limit(StrEnum):
 
     CPU = "cpu"
     MEMORY = "memory"
+    PROCESSES = "processes"
     OUTPUT = "output"
     TIME = "time"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one process may use.
+    """What a process and all that it starts may use together.
 
     Raises:
         ValueError: one is not above 0.
     """
 
     cpu_s: float = 2.0
-    """processor time; the system counts whole seconds, so it is rounded up"""
+    """processor time"""
     memory_mb: int = 512
-    """address space, MiB"""
+    """memory in use, MiB; no process may have more than this in addresses"""
     timeout_s: float = 10.0
     """from its start to its end"""
+    processes: int = 64
+    """at once"""
 
     def __post_init__(self) -> None:
-        for name in ("cpu_s", "memory_mb", "timeout_s"):
+        for name in self.__slots__:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: want a number above 0")
-
-    def set_for(self, pid: int) -> None:
-        """From here on they hold for process ``pid`` and what it starts; Linux only."""
-        cpu, memory = math.ceil(self.cpu_s), self.memory_mb * MIB
-        for kind, most in (
-            (resource.RLIMIT_CPU, (cpu, cpu + 1)),
-            (resource.RLIMIT_AS, (memory, memory)),
-            (resource.RLIMIT_FSIZE, (0, 0)),
-            (resource.RLIMIT_CORE, (0, 0)),
-        ):
-            resource.prlimit(pid, kind, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +78,15 @@ class Ended:
     """How a process ended."""
 
     output: str
-    """what it printed, errors included; at most ``MOST_OUTPUT`` bytes"""
+    """what it printed, errors included; at most ``supervisor.MOST_OUTPUT`` bytes"""
     status: int
-    """its exit status; negative: minus the number of the signal that ended it"""
+    """its exit status; negative: minus the number of the signal that ended it; 0 if a limit did"""
     over: Limit | None
     """the limit that ended it"""
+    cpu_s: float = 0.0
+    """processor time that it used, with all that it started"""
+    starved: bool = False
+    """whether it ran out of time because it got no core or no answer of a disk"""
 
     @property
     def last_line(self) -> str:
@@ -87,70 +99,90 @@ class Ended:
         return _SIGNALS.get(self.status, f"exit status {self.status}")
 
 
-async def run_limited(command: Sequence[str], given: bytes, limits: Limits) -> Ended:
-    """Run ``command`` with ``given`` as its input and an empty environment, in a session of its own.
+@functools.cache
+def namespace(python: str) -> tuple[str, ...]:
+    """The command that runs ``python`` in a pid namespace; nothing where that is not permitted. Says what is missing."""
+    missing = []
+    found = next(filter(functools.partial(_works, python), _namespaces()), ())
+    if not found:
+        missing.append("no pid namespace (unshare): a response can signal the user's processes")
+    if (version := supervisor.landlock_version()) < 1:
+        missing.append("no Landlock: a response can make empty files and remove the user's")
+    elif version < 6 and not found:
+        missing.append(f"Landlock {version} of 6: a response can end its supervisor, and so outlive its check")
+    if missing:
+        logger.warning("the sandbox of rewards lacks: %s", "; ".join(missing))
+    else:
+        print("the sandbox of rewards has a pid namespace and Landlock", flush=True)
+    return found
 
-    Many can be awaited at once. Whoever cancels the call ends the process, too.
+
+def _namespaces() -> list[tuple[str, ...]]:
+    if (unshare := shutil.which("unshare")) is None:
+        return []
+    return [
+        (unshare, *user, "--pid", "--fork", "--kill-child", *proc)
+        for user in (("--user", "--map-current-user"), ())
+        for proc in (("--mount-proc",), ())
+    ]
+
+
+def _works(python: str, within: tuple[str, ...]) -> bool:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        # Started as a sandbox is: a user namespace may keep its user from the interpreter's files.
+        return not subprocess.run([*within, python, "-I", "-S", "-c", ""], capture_output=True, timeout=10).returncode
+    return False
+
+
+async def run_limited(command: Sequence[str], given: bytes, limits: Limits, files: Sequence[int] = ()) -> Ended:
+    """Run ``command`` with ``given`` as its input, an empty environment and the open ``files``.
+
+    Many can be awaited at once. Whoever cancels the call ends the process and what it has started, too.
 
     Raises:
-        OSError: it did not start.
+        SandboxError: it did not start, or its supervisor ended without a report.
+        OSError: the supervisor did not start.
     """
-    # Not ``stdout=PIPE``: asyncio would report the end of a process only once its whole output is read, and nobody reads on
-    # beyond the limit.
-    output_pipe, its_end = os.pipe()
-    printed = asyncio.StreamReader()
-    reading, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(printed), os.fdopen(output_pipe, "rb", buffering=0)
+    most = (limits.cpu_s, limits.memory_mb, limits.timeout_s, limits.processes)
+    process = await asyncio.create_subprocess_exec(
+        *namespace(sys.executable),
+        *(sys.executable, "-I", "-S", supervisor.__file__, *map(str, most)),
+        *command,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=STDOUT,
+        env={},
+        start_new_session=True,
+        pass_fds=files,
     )
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=its_end, stderr=STDOUT, env={}, start_new_session=True
-        )
-    except BaseException:
-        reading.close()
-        raise
-    finally:
-        os.close(its_end)
-    assert process.stdin is not None
-    over, output = Limit.TIME, b""
-    try:
-        # A process that has ended already takes no limits.
-        with contextlib.suppress(ProcessLookupError):
-            limits.set_for(process.pid)
-        async with asyncio.timeout(limits.timeout_s):
-            output = await _exchange(process.stdin, printed, given)
-            over = Limit.OUTPUT if len(output) > MOST_OUTPUT else None
-            if over is None:
-                await process.wait()
+        report, _ = await asyncio.wait_for(process.communicate(given), limits.timeout_s + _GRACE_S)
     except TimeoutError:
-        pass
+        raise SandboxError(
+            f"the supervisor gave no report {_GRACE_S:g} s after timeout_s={limits.timeout_s:g}"
+        ) from None
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        reading.close()
-        # What has left the session may hold its end of this pipe unread, and asyncio would wait for it.
-        if process.stdin.transport.get_write_buffer_size():
-            process.stdin.transport.abort()
-        status = await process.wait()
-    ended = Ended(output[:MOST_OUTPUT].decode(errors="replace"), status, over)
-    return ended if over else Ended(ended.output, status, _limit_behind(ended))
-
-
-async def _exchange(given_to: asyncio.StreamWriter, printed: asyncio.StreamReader, given: bytes) -> bytes:
-    """The output of the process, or the first ``MOST_OUTPUT + 1`` bytes."""
-    # It may end without reading its input; its output says why.
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        given_to.write(given)
-        given_to.close()
+        await _end(process)
+    head, _, printed = report.partition(b"\n")
+    output = printed.decode(errors="replace")
     try:
-        return await printed.readexactly(MOST_OUTPUT + 1)
-    except asyncio.IncompleteReadError as ended:
-        return ended.partial
+        over, status, cpu_s, starved = head.decode().split(" ")
+        ended = Ended(output, int(status), Limit(over) if over != "-" else None, float(cpu_s), starved == "1")
+    except ValueError:
+        told = report.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"]
+        raise SandboxError(f"the supervisor gave no report: {told[-1]}") from None
+    # One that is out of memory says so, if it is Python.
+    if ended.status and ended.over is None and ended.last_line.startswith("MemoryError"):
+        return Ended(output, ended.status, Limit.MEMORY, ended.cpu_s)
+    return ended
 
 
-def _limit_behind(ended: Ended) -> Limit | None:
-    """The limit that made a process end as it did; one that is out of memory says so, if it is Python."""
-    # SIGKILL follows a second later where a response has the first signal ignored.
-    if ended.status in (-signal.SIGXCPU, -signal.SIGKILL):
-        return Limit.CPU
-    return Limit.MEMORY if ended.status and ended.last_line.startswith("MemoryError") else None
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End a supervisor that has not ended; it ends all else first."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _GRACE_S / 2)

@@ -1,30 +1,27 @@
 """A reward that runs a check in a process of its own for each response, as a sandbox for code does.
 
-The check is a Python file: the response comes on its standard input, the ground truth is its argument, and the last line
-that it prints is the score. ``clock10_check.py`` checks the embedded task. In the quick start::
+The check is a Python file: the response comes on its standard input, its argument is the path of a file with the ground
+truth, and the last line that it prints is the score. ``clock10_check.py`` checks the embedded task. In the quick start::
 
     reward.custom_reward_function.path=pkg://recipe.partial_rollout.tasks.sandboxed.reward
     +reward.custom_reward_function.reward_kwargs.pause_s=1.5
 
-The other ``reward_kwargs`` are ``check`` (a path), ``cpu_s``, ``memory_mb`` and ``timeout_s``. Keep ``timeout_s`` below
+The other ``reward_kwargs`` are ``check`` (a path) and the ``Limits``. Keep ``timeout_s`` below
 ``partial_rollout.deadlines.reward_s``: past that, the call itself is given up.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recipe.partial_rollout.tasks.sandboxed.limited_process import Ended, Limits, run_limited
+from recipe.partial_rollout.tasks.sandboxed.limited_process import Ended, Limits, SandboxError, run_limited
 
 CLOCK10_CHECK = Path(__file__).with_name("clock10_check.py")
 _DEFAULTS = Limits()
-
-
-class SandboxError(RuntimeError):
-    """The check itself failed, so the response has no score."""
 
 
 async def compute_score(
@@ -38,35 +35,47 @@ async def compute_score(
     cpu_s: float = _DEFAULTS.cpu_s,
     memory_mb: int = _DEFAULTS.memory_mb,
     timeout_s: float = _DEFAULTS.timeout_s,
+    processes: int = _DEFAULTS.processes,
     **kwargs: Any,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Score one response; many can be scored at once.
 
     Args:
         data_source: the row's; unused.
         solution_str: the response's text, the input of the check.
-        ground_truth: the argument of the check.
+        ground_truth: what the file holds that the check has as its argument.
         extra_info: the row's; unused.
         check: a Python file, which sees the standard library and nothing else.
         pause_s: seconds that the process sleeps first, to stand for a slow check.
-        cpu_s, memory_mb, timeout_s: ``Limits`` of the process.
+        cpu_s, memory_mb, timeout_s, processes: ``Limits`` of the process and what it starts.
         kwargs: what verl adds when a reward model is configured; unused.
 
     Returns:
-        ``score``, the same as ``acc``, and ``over_limit``: 1.0 for a response that reached a limit, whose score is 0.
-        (If that were an error, the sample would be masked, and a response could choose to be.)
+        ``score``, the same as ``acc``; ``over_limit``: 1.0 for a response that reached a limit, whose score is 0; and
+        ``limit``, the name of that limit, or nothing. (If that were an error, the sample would be masked, and a response
+        could choose to be.)
 
     Raises:
-        SandboxError: the check did not start, failed, or printed no score.
+        SandboxError: the check did not start, failed, printed no score, was killed by another, such as the machine's
+            out-of-memory killer, or ran out of time because the machine was busy.
     """
-    limits = Limits(cpu_s, memory_mb, timeout_s)
-    command = [*_paused(pause_s), sys.executable, "-I", "-S", str(check), ground_truth]
-    try:
-        ended = await run_limited(command, solution_str.encode(errors="replace"), limits)
-    except OSError as error:
-        raise SandboxError(f"sandbox did not start for {Path(check).name}: {error}") from error
-    score = 0.0 if ended.over else _score_of(ended, Path(check).name)
-    return {"score": score, "acc": score, "over_limit": float(ended.over is not None)}
+    name, limits = Path(check).name, Limits(cpu_s, memory_mb, timeout_s, processes)
+    # In memory: no file to sweep, and an argument ends at 128 KiB.
+    with os.fdopen(os.memfd_create("ground_truth"), "wb") as truth:
+        truth.write(ground_truth.encode(errors="replace"))
+        truth.flush()
+        command = [*_paused(pause_s), sys.executable, "-I", "-S", str(check), f"/dev/fd/{truth.fileno()}"]
+        try:
+            ended = await run_limited(command, solution_str.encode(errors="replace"), limits, [truth.fileno()])
+        except (OSError, SandboxError) as error:
+            raise SandboxError(f"sandbox did not start for {name}: {error}") from error
+    if ended.starved:
+        raise SandboxError(
+            f"sandbox check {name} had {ended.cpu_s:.1f} s of a core in timeout_s={timeout_s:g} and wanted more: the "
+            f"machine is busy; lower partial_rollout.reward_concurrency, or raise timeout_s"
+        )
+    score = 0.0 if ended.over else _score_of(ended, name)
+    return {"score": score, "acc": score, "over_limit": float(ended.over is not None), "limit": str(ended.over or "")}
 
 
 def _paused(pause_s: float) -> Sequence[str]:
