@@ -55,7 +55,7 @@ EngineCore.watched = _watched
 
 
 async def watched(engine):
-    """What the scheduler of ``engine`` has done so far; fails unless it is the asynchronous one, and has overlapped steps."""
+    """What the scheduler of ``engine`` has done; fails unless it is the asynchronous one, and has overlapped steps."""
     seen = await engine.engine_core.call_utility_async("watched")
     assert seen["scheduler"][1] == "AsyncScheduler" and seen["step"] == "step_with_batch_queue", seen
     assert seen["overlapped"] > seen["steps"] / 4, seen
