@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -81,13 +80,20 @@ class ScriptedExecutor(Executor):
 
     def do_get_kv_cache_spec(self):
         size = self.cache_config.block_size
-        return {"layer": FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=8, dtype=torch.float32)}
+        return {
+            "model.layers.0.self_attn.attn": FullAttentionSpec(
+                block_size=size, num_kv_heads=1, head_size=8, dtype=torch.float32
+            )
+        }
 
     def do_determine_available_memory(self):
         return 2**24
 
     def initialize_from_config(self, kv_cache_configs):
         self.kv = np.full((kv_cache_configs[0].num_blocks * self.cache_config.block_size, 3), -1, dtype=np.int32)
+
+    def compile_or_warm_up_model(self):
+        pass
 
     def do_set_version(self, version):
         if self.planned > self.done:
@@ -205,7 +211,7 @@ class ScriptedExecutor(Executor):
 def _speak(core, v2):
     """From now on the idle engine speaks the protocol of model runner V2, or V1's."""
     scheduler, executor = core.scheduler, core.model_executor
-    assert isinstance(scheduler, AsyncScheduler) and not scheduler.requests, "the scheduler is idle, and a GPU's"
+    assert not scheduler.requests, "the engine is idle"
     scheduler.use_v2_model_runner = executor.v2 = v2
     scheduler.finished_req_ids.clear()
     executor.places.clear()
