@@ -161,9 +161,8 @@ class Bench:
 def bench(tmp_path_factory):
     """(runs a coroutine, the bench): one engine for all tests, in whose loop they run."""
     directory = tmp_path_factory.mktemp("scripted")
-    Qwen3Config(
-        vocab_size=64, hidden_size=16, num_attention_heads=2, num_key_value_heads=2, head_dim=8
-    ).save_pretrained(directory)
+    shape = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    Qwen3Config(architectures=["Qwen3ForCausalLM"], **shape).save_pretrained(directory)
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
         for folder in (HERE, E2E):
             patch.syspath_prepend(str(folder))
@@ -174,8 +173,10 @@ def bench(tmp_path_factory):
         runner.run(engine.get_supported_tasks())
         slow_outputs(engine.engine_core)
         yield runner.run, Bench(engine, scripted_executor, directory)
-        runner.run(async_scheduling.watched(engine))
-        runner.run(stop(engine))
+        try:
+            runner.run(asyncio.wait_for(async_scheduling.watched(engine), WAIT_S))
+        finally:
+            engine.shutdown()
 
 
 async def start(directory, async_scheduling):
@@ -186,6 +187,7 @@ async def start(directory, async_scheduling):
         return AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=str(directory),
+                dtype="float32",
                 skip_tokenizer_init=True,
                 max_model_len=32,
                 max_num_seqs=SEATS,
@@ -197,10 +199,6 @@ async def start(directory, async_scheduling):
                 **own,
             )
         )
-
-
-async def stop(engine):
-    engine.shutdown()
 
 
 def slow_outputs(core):
