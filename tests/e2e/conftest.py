@@ -1,6 +1,8 @@
 """Real training on two cores: verl, vLLM, Ray, FSDP2, in a process of its own for each run."""
 
 import asyncio
+import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -78,28 +80,55 @@ def task(tmp_path_factory, worker_id):
 def on_engine(task):
     """``on_engine(body, **engine_args)``: the result of ``body(engine)`` on a vLLM engine without Ray or verl around it."""
 
-    def call(body, **options):
+    def call(body, scheduler="synchronous", **options):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         async def run():
-            engine = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(
-                    model=str(task / "task" / "model"),
-                    dtype="float32",
-                    enforce_eager=True,
-                    distributed_executor_backend="uni",
-                    **{"skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 128, **options},
+            with scheduling(scheduler) as (own, check):
+                engine = AsyncLLM.from_engine_args(
+                    AsyncEngineArgs(
+                        model=str(task / "task" / "model"),
+                        dtype="float32",
+                        enforce_eager=True,
+                        distributed_executor_backend="uni",
+                        **{"skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 128, **own, **options},
+                    )
                 )
-            )
             try:
-                return await body(engine)
+                result = await body(engine)
+                await check(engine)
+                return result
             finally:
                 engine.shutdown()
 
         return asyncio.run(run())
 
     return call
+
+
+@pytest.fixture(scope="module", params=["synchronous", "asynchronous"])
+def on_each_scheduler(on_engine, request):
+    """As ``on_engine``, once with each of vLLM's schedulers: a CPU's, and a GPU's."""
+    return functools.partial(on_engine, scheduler=request.param)
+
+
+@contextlib.contextmanager
+def scheduling(scheduler):
+    """Arguments of an engine with that scheduler; and a function that fails if the engine has not run with it."""
+
+    async def is_synchronous(engine):
+        assert not engine.vllm_config.scheduler_config.async_scheduling
+
+    if scheduler == "synchronous":
+        yield {}, is_synchronous
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        import async_scheduling
+
+        with async_scheduling.allowed() as own:
+            yield own, async_scheduling.watched
 
 
 def launcher(task, count_start, directory_of):

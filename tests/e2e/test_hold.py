@@ -132,7 +132,7 @@ async def held_for_new_weights(engine, server):
 
 
 @pytest.fixture(scope="module")
-def held(on_engine):
+def held(on_each_scheduler):
     """One engine, held by the recipe's server with either ``resume_kv``, then for new weights."""
 
     async def body(engine):
@@ -149,7 +149,7 @@ def held(on_engine):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))
-        return on_engine(
+        return on_each_scheduler(
             body,
             max_num_seqs=REQUESTS + 1,
             enable_prefix_caching=True,

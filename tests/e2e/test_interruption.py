@@ -77,7 +77,7 @@ def ran_and_queued(outputs):
 
 
 @pytest.fixture(scope="module")
-def interruptions(on_engine):
+def interruptions(on_each_scheduler):
     """Of verl's own server, of ours, and of ours again right after it resumed; then a request refused, and one parked."""
 
     async def body(engine):
@@ -105,7 +105,7 @@ def interruptions(on_engine):
         taken.left = len(engine.output_processor.request_states), verls._admitting, ours._admitting
         return taken
 
-    return on_engine(
+    return on_each_scheduler(
         body, max_num_seqs=SEATS, disable_log_stats=False, scheduling_policy="priority", enable_prefix_caching=False
     )
 
@@ -170,7 +170,7 @@ def test_engine_that_decodes_a_long_response_says_so_before_it_ends(interruption
 
 
 @pytest.fixture(scope="module")
-def kv_scarce(on_engine):
+def kv_scarce(on_each_scheduler):
     """Interruption once KV blocks, not seats, have run out and samples were preempted; then every sample goes on."""
 
     async def body(engine):
@@ -198,7 +198,7 @@ def kv_scarce(on_engine):
         taken.rest_took = time.monotonic() - began
         return taken
 
-    return on_engine(
+    return on_each_scheduler(
         body,
         max_num_seqs=SEATS + QUEUED,
         num_gpu_blocks_override=KV_BLOCKS,

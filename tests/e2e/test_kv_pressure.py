@@ -8,63 +8,32 @@ import pytest
 from recipe.partial_rollout.rollout.kv_slots import ReplicaSlots, SampleSizes
 from verl_ext.vllm_preemptions import preemptions_of
 
-PROMPT, RESPONSE, BLOCK = [4, 7, 8, 9, 10, 11], 100, 32
-BLOCKS = 7
-"""one of them the engine's own: two responses of four blocks do not fit"""
-
-
-@pytest.mark.parametrize(("policy", "first_to_end"), [("priority", "old"), ("fcfs", "young")])
-def test_prompt_that_was_dispatched_last_makes_room(on_engine, policy, first_to_end):
-    async def body(engine):
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-
-        ended = []
-
-        async def run(name, priority):
-            params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=RESPONSE)
-            prompt = TokensPrompt(prompt_token_ids=PROMPT)
-            async for _ in engine.generate(
-                prompt=prompt, sampling_params=params, request_id=name, priority=priority if policy == "priority" else 0
-            ):
-                pass
-            ended.append(name)
-
-        # A resumed sample comes back after younger ones have started; its priority is its dispatch order.
-        young = asyncio.ensure_future(run("young", priority=2))
-        await asyncio.sleep(0)
-        await asyncio.gather(young, run("old", priority=1))
-        return ended
-
-    ended = on_engine(
-        body,
-        scheduling_policy=policy,
-        num_gpu_blocks_override=BLOCKS,
-        block_size=BLOCK,
-        enable_prefix_caching=False,
-    )
-    assert ended[0] == first_to_end and len(ended) == 2
-
-
+PROMPT, BLOCK = [4, 7, 8, 9, 10, 11], 32
 SAMPLES, SEATS, ROOM = 64, 48, 100
-"""of the runs with many samples: what waits, ``max_num_seqs``, KV blocks"""
+"""what waits, ``max_num_seqs``, KV blocks (one of them the engine's own)"""
 LONGEST, ROOM_TOKENS = 400, (ROOM - 1) * BLOCK
+YOUNG, RESPONSE = 40, 100
+"""samples beside one that was dispatched earlier; each comes to need four blocks"""
 
 
 @pytest.fixture(scope="module")
-def scarce(on_engine):
-    """One engine with more seats than KV blocks: run with all seats as slots, then with as many as the rule says."""
+def scarce(on_each_scheduler):
+    """One engine with more seats than KV blocks: run with all seats as slots, then with as many as the rule says.
+
+    First with samples that it serves by their dispatch order, and in the order in which they come.
+    """
 
     async def body(engine):
         from recipe.partial_rollout.engine.replica import kv_tokens_of
 
         found = SimpleNamespace(tokens=kv_tokens_of(engine.vllm_config))
+        found.ended = {by: await order_of_ends(engine, by) for by in ("dispatch", "arrival")}
         found.slots = ReplicaSlots(SEATS, given=False, kv_tokens=found.tokens, sizes=SampleSizes(len(PROMPT), LONGEST))
         found.of_all_seats = await preempted(engine, "all", SEATS)
         found.of_the_rule = await preempted(engine, "rule", found.slots.per_replica)
         return found
 
-    return on_engine(
+    return on_each_scheduler(
         body,
         scheduling_policy="priority",
         num_gpu_blocks_override=ROOM,
@@ -76,28 +45,47 @@ def scarce(on_engine):
     )
 
 
-async def preempted(engine, name, slots):
-    """Run ``SAMPLES`` samples with a long tail, ``slots`` at once; how often one was preempted."""
+async def run_one(engine, name, length, priority):
+    """Run one sample of ``length`` tokens."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length)
+    prompt = TokensPrompt(prompt_token_ids=PROMPT)
+    async for output in engine.generate(prompt=prompt, sampling_params=params, request_id=name, priority=priority):
+        last = output
+    assert len(last.outputs[0].token_ids) == length
+
+
+async def order_of_ends(engine, by):
+    """Who ends when, first to last: young samples, and an old one that comes back after they have started."""
+    ended = []
+
+    async def run(name, priority):
+        await run_one(engine, f"{by}-{name}", RESPONSE, priority if by == "dispatch" else 0)
+        ended.append(name)
+
+    young = [asyncio.ensure_future(run(i, priority=2 + i)) for i in range(YOUNG)]
+    await asyncio.sleep(0)
+    await asyncio.gather(run("old", priority=1), *young)
+    return ended
+
+
+async def preempted(engine, name, slots):
+    """Run ``SAMPLES`` samples with a long tail, ``slots`` at once; how often one was preempted."""
     before, free = await preemptions_of(engine), asyncio.Semaphore(slots)
 
     async def run(i):
-        length = LONGEST if i % 4 == 0 else 100 + i
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length)
         async with free:
-            async for output in engine.generate(
-                prompt=TokensPrompt(prompt_token_ids=PROMPT),
-                sampling_params=params,
-                request_id=f"{name}-{i}",
-                priority=i,
-            ):
-                last = output
-        assert len(last.outputs[0].token_ids) == length
+            await run_one(engine, f"{name}-{i}", LONGEST if i % 4 == 0 else 100 + i, priority=i)
 
     await asyncio.gather(*[run(i) for i in range(SAMPLES)])
     return await preemptions_of(engine) - before
+
+
+def test_sample_that_was_dispatched_last_makes_room(scarce):
+    assert scarce.ended["dispatch"][-1] == YOUNG - 1 and "old" in scarce.ended["dispatch"][:-10]
+    assert scarce.ended["arrival"][-1] == "old"
 
 
 def test_engine_says_what_its_kv_cache_holds(scarce):

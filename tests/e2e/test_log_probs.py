@@ -21,6 +21,8 @@ from recipe.partial_rollout.worker.resumption import sampling_of_call
 PROMPT, RESPONSE, BLOCK = [4, 7, 8, 9, 10, 11], 48, 32
 ODD = (40, 41, 42)
 """letters that no answer to the prompt has"""
+UNCACHED = {"skip_reading_prefix_cache": True}
+"""sampling of a request that finds no kept blocks"""
 ROLLOUT = SimpleNamespace(response_length=RESPONSE, prompt_length=16, scheduling_policy="fcfs", name="vllm")
 
 
@@ -83,16 +85,6 @@ async def response_of(engine, interrupt_after, **sampling):
     return np.array(output.token_ids), np.array(output.log_probs), sample.segments, read_again
 
 
-@pytest.fixture(scope="module")
-def responses(on_engine):
-    """By the number of tokens after which every call is interrupted; None: not interrupted."""
-
-    async def body(engine):
-        return {every: await response_of(engine, every or RESPONSE) for every in (None, 1, 7)}
-
-    return on_engine(body, enable_prefix_caching=False)
-
-
 async def found_by(engine, request_id, prompt):
     """Tokens of ``prompt`` that a request finds in the cache."""
     from vllm import SamplingParams
@@ -106,33 +98,86 @@ async def found_by(engine, request_id, prompt):
     return found
 
 
-@pytest.fixture(scope="module")
-def kept(on_engine):
+async def kept_by(engine):
     """A response interrupted after every 7 tokens whose KV blocks are kept; who finds how many of them."""
+    version = 0
+    salted = SaltedEngine(engine, lambda: version)
+    response = await response_of(salted, 7)
+    whole = [*PROMPT, *response[0].tolist()]
+    version = 1
+    found = {
+        "its own": await found_by(salted, request_id_of("s7", 0), whole),
+        "another group": await found_by(salted, request_id_of("s8", 0), whole),
+        "sibling of later weights": await found_by(salted, request_id_of("s7", None), whole),
+        "validation": await found_by(salted, "r", whole),
+    }
+    # A prompt of more than a block, and siblings that start one after another, at once, and under later weights.
+    prompt = PROMPT * 8
+    start = [await found_by(salted, request_id_of("0/4", None), prompt) for _ in range(2)]
+    at_once = await asyncio.gather(*[found_by(salted, request_id_of("0/5", None), prompt) for _ in range(2)])
+    version = 2
+    later = [await found_by(salted, request_id_of("0/4", None), prompt) for _ in range(2)]
+    resumed = await found_by(salted, request_id_of("0/4", 1), prompt)
+    siblings = {"start": start, "at once": sorted(at_once), "later": later, "resumed": resumed}
+    return response, found, siblings
+
+
+def late_string(tokens):
+    """Of the texts of three tokens in a row, the one that first occurs latest."""
+    letters = build_tokenizer().batch_decode([[token] for token in tokens], skip_special_tokens=True)
+    triples = [parts for parts in zip(letters, letters[1:], letters[2:], strict=False) if all(parts)]
+    return max(map("".join, triples), key="".join(letters).find)
+
+
+async def sampled_by(engine):
+    """Segments (token lists) of responses, by the tokens after which every call is interrupted, for what each test asks."""
+
+    async def segments(every, **sampling):
+        _, _, made, _ = await response_of(engine, every, **UNCACHED, **sampling)
+        return [segment.token_ids.tolist() for segment in made]
+
+    (plain,) = await segments(RESPONSE)
+    stop = late_string(plain)
+    # Whatever the model would say ends the response.
+    ends = {"stop_token_ids": sorted({*range(VOCABULARY_SIZE)} - {*ODD})}
+    noise = {"temperature": 2.0, "seed": 5}
+    resumed_seed = sampling_of_call(noise, RESPONSE, 7)["seed"]
+    return SimpleNamespace(
+        stop=stop,
+        stopped={every: await segments(every, stop=[stop]) for every in (RESPONSE, 1, 2)},
+        unasked=await segments(RESPONSE, **ends),
+        least={every: await segments(every, min_tokens=9, **ends) for every in (RESPONSE, 1, 4)},
+        seeded=[await segments(RESPONSE, **noise) for _ in range(2)],
+        seeded_and_cut=await segments(7, **noise),
+        resumed_noise=await segments(RESPONSE, **{**noise, "seed": resumed_seed}),
+    )
+
+
+@pytest.fixture(scope="module")
+def found(on_each_scheduler):
+    """(responses by the number of tokens after which every call is interrupted, None: not interrupted; kept; sampled)."""
 
     async def body(engine):
-        version = 0
-        salted = SaltedEngine(engine, lambda: version)
-        response = await response_of(salted, 7)
-        whole = [*PROMPT, *response[0].tolist()]
-        version = 1
-        found = {
-            "its own": await found_by(salted, request_id_of("s7", 0), whole),
-            "another group": await found_by(salted, request_id_of("s8", 0), whole),
-            "sibling of later weights": await found_by(salted, request_id_of("s7", None), whole),
-            "validation": await found_by(salted, "r", whole),
-        }
-        # A prompt of more than a block, and siblings that start one after another, at once, and under later weights.
-        prompt = PROMPT * 8
-        start = [await found_by(salted, request_id_of("0/4", None), prompt) for _ in range(2)]
-        at_once = await asyncio.gather(*[found_by(salted, request_id_of("0/5", None), prompt) for _ in range(2)])
-        version = 2
-        later = [await found_by(salted, request_id_of("0/4", None), prompt) for _ in range(2)]
-        resumed = await found_by(salted, request_id_of("0/4", 1), prompt)
-        siblings = {"start": start, "at once": sorted(at_once), "later": later, "resumed": resumed}
-        return response, found, siblings
+        kept = await kept_by(engine)
+        responses = {every: await response_of(engine, every or RESPONSE, **UNCACHED) for every in (None, 1, 7)}
+        return responses, kept, await sampled_by(engine)
 
-    return on_engine(body, enable_prefix_caching=True, block_size=BLOCK)
+    return on_each_scheduler(body, enable_prefix_caching=True, block_size=BLOCK, skip_tokenizer_init=False)
+
+
+@pytest.fixture
+def responses(found):
+    return found[0]
+
+
+@pytest.fixture
+def kept(found):
+    return found[1]
+
+
+@pytest.fixture
+def sampled(found):
+    return found[2]
 
 
 def test_kept_blocks_are_not_read_again(responses, kept):
@@ -180,41 +225,6 @@ def test_log_probs_are_those_of_the_models_forward_pass(responses, task):
         scores = model(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
     expected = scores[torch.arange(RESPONSE), torch.tensor(tokens)]
     np.testing.assert_allclose(log_probs, expected.numpy(), rtol=0, atol=1e-5)
-
-
-def late_string(tokens):
-    """Of the texts of three tokens in a row, the one that first occurs latest."""
-    letters = build_tokenizer().batch_decode([[token] for token in tokens], skip_special_tokens=True)
-    triples = [parts for parts in zip(letters, letters[1:], letters[2:], strict=False) if all(parts)]
-    return max(map("".join, triples), key="".join(letters).find)
-
-
-@pytest.fixture(scope="module")
-def sampled(on_engine):
-    """Segments (token lists) of responses, by the tokens after which every call is interrupted, for what each test asks."""
-
-    async def segments(engine, every, **sampling):
-        _, _, made, _ = await response_of(engine, every, **sampling)
-        return [segment.token_ids.tolist() for segment in made]
-
-    async def body(engine):
-        (plain,) = await segments(engine, RESPONSE)
-        stop = late_string(plain)
-        # Whatever the model would say ends the response.
-        ends = {"stop_token_ids": sorted({*range(VOCABULARY_SIZE)} - {*ODD})}
-        noise = {"temperature": 2.0, "seed": 5}
-        resumed_seed = sampling_of_call(noise, RESPONSE, 7)["seed"]
-        return SimpleNamespace(
-            stop=stop,
-            stopped={every: await segments(engine, every, stop=[stop]) for every in (RESPONSE, 1, 2)},
-            unasked=await segments(engine, RESPONSE, **ends),
-            least={every: await segments(engine, every, min_tokens=9, **ends) for every in (RESPONSE, 1, 4)},
-            seeded=[await segments(engine, RESPONSE, **noise) for _ in range(2)],
-            seeded_and_cut=await segments(engine, 7, **noise),
-            resumed_noise=await segments(engine, RESPONSE, **{**noise, "seed": resumed_seed}),
-        )
-
-    return on_engine(body, enable_prefix_caching=False, skip_tokenizer_init=False)
 
 
 def test_stop_string_is_found_wherever_the_response_is_cut(sampled):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_ext import guard, like_length_batches, weight_socket
+from verl_ext import guard, like_length_batches, vllm_preempted_ids, weight_socket
 from verl_ext.guard import UnsupportedVersionError, require, require_tested_pair
 
 pytestmark = pytest.mark.skipif(os.environ.get("VERL_PLATFORM") != "cpu", reason="VERL_PLATFORM=cpu is not set")
@@ -101,6 +101,11 @@ for state in (PauseState.UNPAUSED, PauseState.PAUSED_ALL):
 print(*counts, hasattr(original, "__wrapped__"))
 """
 
+TELLS = """
+import inspect
+print("reset_preempted_req_ids" in inspect.getsource(Scheduler), hasattr(Scheduler.reset_prefix_cache, "__wrapped__"))
+"""
+
 
 @pytest.fixture(scope="module")
 def on_a_cpu():
@@ -112,7 +117,7 @@ def on_a_cpu():
 @pytest.fixture(scope="module")
 def patched_first():
     """vLLM's scheduler is imported after its patch."""
-    return python({"preemptions": INSTALL + LOAD + COUNT, "packed": PACKED})
+    return python({"preemptions": INSTALL + LOAD + COUNT, "packed": PACKED, "tells": LOAD + TELLS})
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +279,31 @@ def test_preemptions_of_an_untested_vllm_are_not_counted(monkeypatch):
     assert hooks == []
     (line,) = told
     assert "found vLLM 9.9.9 with torch 2.13.0" in line
+
+
+def test_workers_are_told_what_an_emptied_cache_preempts_by_vllm_or_by_the_patch(patched_first):
+    """vLLM 0.24.0 leaves it to the patch (tests/integration/test_async_scheduling.py); later releases tell them."""
+    needed = guard.installed_pair() == guard.GPU_PAIR
+    assert patched_first["tells"] == f"{not needed} {needed}"
+
+
+def test_ids_that_an_emptied_cache_preempts_are_told_once_with_those_of_the_step():
+    class Scheduler:
+        running = (SimpleNamespace(request_id="a"), SimpleNamespace(request_id="b"))
+
+        def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+            return True
+
+        def schedule(self):
+            return SimpleNamespace(preempted_req_ids={"c"})
+
+    vllm_preempted_ids._patch(SimpleNamespace(Scheduler=Scheduler))
+    scheduler = Scheduler()
+    told = []
+    for running_too in (False, True, False):
+        assert scheduler.reset_prefix_cache(reset_running_requests=running_too)
+        told.append(scheduler.schedule().preempted_req_ids)
+    assert told == [{"c"}, {"a", "b", "c"}, {"c"}]
 
 
 def test_like_length_groups_stay_within_their_padded_budget():

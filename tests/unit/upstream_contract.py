@@ -438,10 +438,15 @@ CONTRACT = (
     Uses("vllm.v1.engine.core:EngineCore", "vllm_preemptions", has="scheduler"),
     Uses(
         "vllm.v1.core.sched.scheduler:Scheduler",
-        "vllm_preemptions",
-        has="pause_state",
-        calls={"_preempt_request": "request, timestamp"},
+        "vllm_preemptions vllm_preempted_ids",
+        has="pause_state running",
+        calls={
+            "_preempt_request": "request, timestamp",
+            "reset_prefix_cache": "reset_running_requests, reset_connector",
+            "schedule": "",
+        },
     ),
+    Uses("vllm.v1.core.sched.output:SchedulerOutput", "vllm_preempted_ids", has="preempted_req_ids"),
     Uses("vllm.config:VllmConfig", "replica", has="cache_config parallel_config"),
     Uses("vllm.config:CacheConfig", "replica", has="kv_cache_size_tokens num_gpu_blocks block_size"),
     Uses("vllm.config:ParallelConfig", "replica", has="data_parallel_size"),

@@ -1,0 +1,252 @@
+"""Holds and interruptions at every step of a short generation, under the scheduler of a GPU; no model, see the executor.
+
+At the step in question two are under way: one that stands still until the core has the server's message, and the next.
+"""
+
+import asyncio
+import itertools
+import random
+import runpy
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+from recipe.partial_rollout.engine import hold, replica
+from recipe.partial_rollout.engine.version_marks import spans
+
+HERE = Path(__file__).parent
+E2E = HERE.parent / "e2e"
+SEATS, SAMPLES, RESPONSE = 3, 5, 8
+BLOCK, BLOCKS = 4, 13
+"""of the KV cache; one is the engine's own"""
+PROMPTS = {"plentiful": (2, 3, 4), "scarce": (10, 11, 12)}
+"""lengths of prompts whose samples fit into the KV cache, three at once, and of those that do not"""
+ACTIONS = ("hold", "interrupt", "hold and interrupt")
+LATE_S = 0.002
+"""what vLLM's output handler takes for each step, as on a busy machine"""
+WAIT_S = 60
+
+
+class Sample:
+    """What its calls have given back so far, with the version that is said to have made each token."""
+
+    def __init__(self, number, lengths):
+        self.number = number
+        self.prompt = [1 + (number + i) % 9 for i in range(lengths[number % len(lengths)])]
+        self.tokens, self.log_probs, self.versions = [], [], []
+
+    async def run(self, server, name, response):
+        """Ask until it is whole, as the recipe's client does after each interruption."""
+        for call in itertools.count():
+            sampling = {"temperature": 0.0, "ignore_eos": True, "logprobs": True, "detokenize": False}
+            sampling["max_tokens"] = response - len(self.tokens)
+            prompt = [*self.prompt, *self.tokens]
+            output = await server.generate(prompt, sampling, f"{name}-{self.number}-{call}", priority=self.number)
+            marks = output.extra_fields.get("version_marks", [])
+            for span in spans(len(output.token_ids), marks, output.extra_fields["global_steps"]):
+                self.versions += [span.version] * (span.stop - span.start)
+            self.tokens += output.token_ids
+            self.log_probs += output.log_probs or []
+            if len(self.tokens) >= response:
+                return
+
+    def faults(self, executor, response, stale_allowed):
+        """What is wrong with it: tokens, or log-probs of other weights than the marks say."""
+        whole = list(self.prompt)
+        for _ in range(response):
+            whole.append(executor.next_token(whole))
+        said = [executor.log_prob(version) for version in self.versions]
+        stale = [executor.log_prob(version, stale=True) for version in self.versions]
+        found = [] if self.tokens == whole[len(self.prompt) :] else [f"{self.number}: {self.tokens}"]
+        for i, log_prob in enumerate(self.log_probs):
+            if log_prob != said[i] and not (stale_allowed and log_prob == stale[i]):
+                found.append(f"{self.number}: token {i} {log_prob}, not {said[i]}")
+        return found + ([] if len(said) == len(self.log_probs) == response else [f"{self.number}: lengths"])
+
+
+class Bench:
+    """The engine, and servers that keep or drop the KV blocks at a hold."""
+
+    def __init__(self, engine, executor, directory):
+        self.engine, self.executor, self.reached = engine, executor, directory / "reached"
+        serve = runpy.run_path(str(E2E / "bare_server.py"))["serve"]
+        self.servers = {kv: serve(engine, replica.RecipeVLLMServer, RESPONSE, kv) for kv in ("recompute", "keep")}
+        self.version, self.names, self.wrong = 0, map(str, itertools.count()), []
+
+    def core(self, verb, *args):
+        return self.engine.engine_core.call_utility_async(verb, *args)
+
+    async def act(self, server, action):
+        """Hold, interrupt, or both; a sample of the best priority arrives; then new weights."""
+        if "hold" in action:
+            await server.hold()
+            self.wrong += [] if await self.is_idle() else ["the engine is not idle, or its tokens are not counted"]
+        if "interrupt" in action:
+            await server.abort_all_requests()
+            self.wrong += list(self.engine.output_processor.request_states)
+        urgent = Sample(-1, (4,))
+        running = asyncio.ensure_future(urgent.run(server, next(self.names), RESPONSE))
+        await asyncio.sleep(0.001)
+        self.version += 1
+        await self.engine.collective_rpc("set_version", args=(self.version,))
+        await server.clear_kv_cache()
+        server.global_steps = self.version
+        await server.resume_generation()
+        return urgent, running
+
+    async def is_idle(self):
+        states = self.engine.output_processor.request_states.values()
+        core = await self.core("counts")
+        made = {state.request_id: state.detokenizer.num_output_tokens() for state in states}
+        return core["steps"] == core["expected"] == 0 and core["tokens"] == made
+
+    async def at_step(self, step, protocol, lengths, kv, action):
+        """Whether the generation had that step, and what went wrong."""
+        server, samples, name = self.servers[kv], [Sample(i, lengths) for i in range(SAMPLES)], next(self.names)
+        await self.begin(server, protocol)
+        self.reached.unlink(missing_ok=True)
+        await self.core("stall", step, str(self.reached))
+        running = asyncio.gather(*[sample.run(server, name, RESPONSE) for sample in samples])
+        while not (self.reached.exists() or running.done()):
+            await asyncio.sleep(0.0005)
+        acted = self.reached.exists()
+        if acted:
+            urgent, last = await self.act(server, action)
+            await last
+            samples.append(urgent)
+        await running
+        return acted, await self.faults_of(samples, RESPONSE, kv == "keep" and action == "hold")
+
+    async def storm(self, protocol, kv, rng):
+        """What went wrong in a longer generation with many actions at any moment."""
+        server, name = self.servers[kv], next(self.names)
+        samples = [Sample(i, PROMPTS[rng.choice(list(PROMPTS))]) for i in range(24)]
+        await self.begin(server, protocol)
+        running = asyncio.gather(*[sample.run(server, name, RESPONSE) for sample in samples])
+        while not running.done():
+            await asyncio.sleep(rng.random() * rng.choice([0.001, 0.01, 0.1]))
+            urgent, last = await self.act(server, rng.choice(ACTIONS))
+            await asyncio.sleep(rng.random() * rng.choice([0.001, 0.1]))
+            samples.append(urgent)
+            await last
+        await running
+        return await self.faults_of(samples, RESPONSE, kv == "keep")
+
+    async def begin(self, server, protocol):
+        await self.engine.reset_prefix_cache()
+        await self.core("speak", protocol == "V2")
+        server.global_steps = self.version
+
+    async def faults_of(self, samples, response, stale_allowed):
+        faults, self.wrong = self.wrong, []
+        faults += [fault for sample in samples for fault in sample.faults(self.executor, response, stale_allowed)]
+        faults += (await self.engine.collective_rpc("faults"))[0]
+        if any(server._marks._of for server in self.servers.values()) or (await self.core("counts"))["blocks"]:
+            faults.append("marks or blocks are left")
+        return faults
+
+    async def at_every_step(self, protocol, lengths, kv, action):
+        """The number of steps, and what went wrong, with the step at which it did."""
+        found, began = [], (await self.core("counts"))["preempted"]
+        for step in itertools.count(1):
+            acted, faults = await asyncio.wait_for(self.at_step(step, protocol, lengths, kv, action), WAIT_S)
+            if not acted:
+                await self.core("stall", 0, "")
+                return step - 1, found, (await self.core("counts"))["preempted"] - began
+            found += [f"step {step}: {fault}" for fault in faults]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    """(runs a coroutine, the bench): one engine for all tests, in whose loop they run."""
+    directory = tmp_path_factory.mktemp("scripted")
+    shape = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    Qwen3Config(architectures=["Qwen3ForCausalLM"], **shape).save_pretrained(directory)
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
+        for folder in (HERE, E2E):
+            patch.syspath_prepend(str(folder))
+        import async_scheduling
+        import scripted_executor
+
+        engine = runner.run(start(directory, async_scheduling))
+        runner.run(engine.get_supported_tasks())
+        slow_outputs(engine.engine_core)
+        yield runner.run, Bench(engine, scripted_executor, directory)
+        try:
+            runner.run(asyncio.wait_for(async_scheduling.watched(engine), WAIT_S))
+        finally:
+            engine.shutdown()
+
+
+async def start(directory, async_scheduling):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with async_scheduling.allowed() as own:
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=str(directory),
+                dtype="float32",
+                skip_tokenizer_init=True,
+                max_model_len=32,
+                max_num_seqs=SEATS,
+                block_size=BLOCK,
+                num_gpu_blocks_override=BLOCKS,
+                scheduling_policy="priority",
+                enable_prefix_caching=True,
+                distributed_executor_backend="scripted_executor.ScriptedExecutor",
+                **own,
+            )
+        )
+
+
+def slow_outputs(core):
+    """vLLM's output handler is slower than the engine: a count that does not wait for it is wrong."""
+    original = core.get_output_async
+
+    async def late():
+        outputs = await original()
+        await asyncio.sleep(LATE_S)
+        return outputs
+
+    core.get_output_async = late
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+@pytest.mark.parametrize("room", PROMPTS)
+@pytest.mark.parametrize("protocol", ["V1", "V2"])
+def test_no_step_is_a_bad_one_for_a_hold_or_an_interruption(bench, protocol, room, kv, action):
+    run, engine = bench
+    steps, faults, preempted = run(engine.at_every_step(protocol, PROMPTS[room], kv, action))
+    assert faults == []
+    assert steps >= SAMPLES * RESPONSE / SEATS and (preempted > 0) == (room == "scarce")
+
+
+@pytest.mark.parametrize("fault", ["uncounted", "uncleared"])
+def test_planted_fault_is_found(bench, monkeypatch, fault):
+    """A hold that does not wait for vLLM's output handler, and one that leaves the blocks of older weights."""
+    run, engine = bench
+    original = hold.freeze
+
+    async def nothing(engine):
+        pass
+
+    async def uncleared(engine, *, clear_kv, mode):
+        await original(engine, clear_kv=False, mode=mode)
+
+    if fault == "uncounted":
+        monkeypatch.setattr(hold, "_all_processed", nothing)
+    else:
+        monkeypatch.setattr(replica, "freeze", uncleared)
+    assert run(engine.at_every_step("V2", PROMPTS["plentiful"], "recompute", "hold"))[1]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+@pytest.mark.parametrize("protocol", ["V1", "V2"])
+def test_no_moment_is_a_bad_one(bench, protocol, kv, seed):
+    run, engine = bench
+    assert run(asyncio.wait_for(engine.storm(protocol, kv, random.Random(seed)), WAIT_S)) == []
