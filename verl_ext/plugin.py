@@ -27,6 +27,7 @@ def install() -> None:
 def install_everywhere() -> None:
     """Register the import hooks of the patches that have nothing to do with the platform. Safe to call twice."""
     from verl_ext import (
+        chunked_log_probs,
         geometric_weights,
         like_length_batches,
         masked_weights,
@@ -43,6 +44,7 @@ def install_everywhere() -> None:
     geometric_weights.install()
     masked_weights.install()
     reported_entropy.install()
+    chunked_log_probs.install()
 
 
 if cpu_requested():

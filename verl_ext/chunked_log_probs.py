@@ -1,0 +1,144 @@
+"""Patch: log-probs and entropy without flash-attn are exact to float32, and cost operators a chunk, not a token.
+
+Where flash-attn's cross-entropy is missing or switched off, verl's log-probs take one token after another, several operators
+each, in the precision of the logits: in bfloat16 they are off by up to .05 nats. Its entropy makes copies as large as the
+logits, in chunks or not, because autograd keeps every chunk. Here both work in float32 with sums in float64, within 1e-6 of
+a float64 reference, and the backward pass computes a chunk again instead of keeping it.
+
+Peak memory beside the logits themselves, for R token rows and a vocabulary of V:
+
+======== =================================================================================================================
+forward  one chunk, at most 16 bytes x ``DEVICE_CHUNK`` = 1 GiB on an accelerator, whatever R and V; 12 bytes for log-probs
+backward one gradient of the logits' type (R x V x 2 bytes in bfloat16) for the log-probs, one for the entropy if it is in
+         the loss, as with any implementation, and one chunk, at most 8 bytes x ``DEVICE_CHUNK`` = 0.5 GiB
+======== =================================================================================================================
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import wrapt
+from torch.autograd.function import once_differentiable
+
+from verl_ext.guard import VERL, require
+
+_TARGET = "verl.utils.torch_functional"
+DEVICE_CHUNK = 1 << 26
+"""elements of a chunk on an accelerator: 441 rows of Qwen3's vocabulary, 2,048 of 32k"""
+CPU_CHUNK = 1 << 18
+"""elements of a chunk on a CPU, where what is faster than verl's loop is what stays in the cache"""
+
+
+def _rows(logits: torch.Tensor, most: int | None = None) -> int:
+    """Rows of a chunk of ``logits`` [N, V], at most ``most``."""
+    elements = CPU_CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK
+    rows = max(1, elements // logits.shape[-1])
+    return rows if most is None else min(rows, most)
+
+
+def _chunks(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of ``rows`` rows of each tensor at a time."""
+    return zip(*(each.split(rows) for each in tensors), strict=True)
+
+
+def _columns(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two columns [N, 1] to fill, in float32, or in float64 where the logits are."""
+    column = torch.empty_like(logits[:, :1], dtype=torch.promote_types(logits.dtype, torch.float32))
+    return column, torch.empty_like(column)
+
+
+class _LogProbs(torch.autograd.Function):
+    """``logits[label] - logsumexp(logits)`` [N, 1] of logits [N, V] and labels [N, 1]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, rows: int) -> torch.Tensor:
+        log_probs, norms = _columns(logits)
+        for chunk, label, result, norm in _chunks(rows, logits, labels, log_probs, norms):
+            top = chunk.amax(-1, keepdim=True).to(norm.dtype)
+            shifted = chunk - top
+            chosen = shifted.gather(-1, label)
+            log_total = shifted.exp_().sum(-1, keepdim=True, dtype=torch.float64).log_()
+            result.copy_(chosen - log_total)
+            norm.copy_(top + log_total)
+        ctx.save_for_backward(logits, labels, norms)
+        ctx.rows = rows
+        return log_probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, labels, norms = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        for chunk, label, norm, given, result in _chunks(ctx.rows, logits, labels, norms, upstream[0], gradient):
+            share = (chunk - norm).exp_().mul_(-given)
+            result.copy_(share.scatter_add_(-1, label, given))
+        return gradient, None, None
+
+
+class _Entropy(torch.autograd.Function):
+    """Entropy [N, 1] of the softmax of logits [N, V], in nats."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, rows: int) -> torch.Tensor:
+        entropy, norms = _columns(logits)
+        for chunk, result, norm in _chunks(rows, logits, entropy, norms):
+            top = chunk.amax(-1, keepdim=True).to(norm.dtype)
+            shifted = chunk - top
+            weight = shifted.exp()
+            total = weight.sum(-1, keepdim=True, dtype=torch.float64)
+            mean = weight.mul_(shifted).sum(-1, keepdim=True, dtype=torch.float64) / total
+            log_total = total.log_()
+            result.copy_(log_total - mean)
+            norm.copy_(top + log_total)
+        ctx.save_for_backward(logits, entropy, norms)
+        ctx.rows = rows
+        return entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, entropies, norms = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        for chunk, entropy, norm, given, result in _chunks(ctx.rows, logits, entropies, norms, upstream[0], gradient):
+            log_prob = chunk - norm
+            share = log_prob.exp().mul_(-given)
+            result.copy_(share.mul_(log_prob.add_(entropy)))
+        return gradient, None
+
+
+@torch.compiler.disable
+def log_probs_of_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Log-probs [...] in float32 of ``labels`` [...] under ``logits`` [..., V]; for verl's ``logprobs_from_logits_v2``."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    return _LogProbs.apply(flat, labels.reshape(-1, 1), _rows(flat)).view(labels.shape)
+
+
+@torch.compiler.disable
+def entropy_of_logits(logits: torch.Tensor, chunk_size: int | None = None) -> torch.Tensor:
+    """Entropy [...] in float32 of ``logits`` [..., V]; for both of verl's functions. ``chunk_size``: rows at most."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    return _Entropy.apply(flat, _rows(flat, chunk_size)).view(logits.shape[:-1])
+
+
+def in_force() -> str:
+    """Which log-probs the trainer takes in an environment like this process's, in words."""
+    from verl.utils import torch_functional
+
+    if torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE") != "1":
+        return "flash-attn's kernel"
+    return "float32, in chunks"
+
+
+def _patch(module: Any) -> None:
+    module.logprobs_from_logits_v2 = log_probs_of_labels
+    if not module.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE:
+        module.entropy_from_logits = module.entropy_from_logits_with_chunking = entropy_of_logits
+
+
+def install() -> None:
+    require("verl", VERL, "chunked_log_probs")
+    wrapt.register_post_import_hook(_patch, _TARGET)
