@@ -11,6 +11,7 @@ from recipe.partial_rollout.training.attention import choose_attention
 from verl_ext import attention, check
 
 KEY = "actor_rollout_ref.model.override_config.attn_implementation"
+LOG_PROBS = "log-probs of the trainer: float32, in chunks\n"
 MISSING = "flash-attn is not installed: pip install flash-attn --no-build-isolation"
 
 
@@ -50,7 +51,7 @@ def test_without_flash_attn_torchs_attention_is_chosen_unpacked_and_said_in_one_
     assert in_force(config) == ("sdpa", False)
     # copied by an interpolation
     assert config.actor_rollout_ref.actor.use_remove_padding is False
-    assert capsys.readouterr().out == (
+    assert capsys.readouterr().out == LOG_PROBS + (
         "attention of actor_rollout_ref.model: torch's own (sdpa), unpacked; for verl's default, flash_attention_2, "
         f"{MISSING}\n"
     )
@@ -58,12 +59,12 @@ def test_without_flash_attn_torchs_attention_is_chosen_unpacked_and_said_in_one_
 
 def test_with_flash_attn_verls_defaults_stand(choose, capsys):
     assert in_force(choose(problem=None)) == (None, True)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == LOG_PROBS
 
 
 def test_attention_that_the_user_names_stays(choose, capsys):
     assert in_force(choose(f"+{KEY}=eager")) == ("eager", True)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == LOG_PROBS
 
 
 def test_critic_that_trains_gets_it_too(choose, capsys):
@@ -78,7 +79,7 @@ def test_megatron_brings_its_own_attention(choose, capsys):
 
 def test_quick_start_names_its_attention(choose, capsys):
     assert in_force(choose(name="quickstart_cpu")) == ("sdpa", False)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == LOG_PROBS
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.errors import fail
-from verl_ext import attention
+from verl_ext import attention, chunked_log_probs
 
 _KEY = "override_config.attn_implementation"
 _SEQUENCE_PARALLEL = "ulysses_sequence_parallel_size"
@@ -19,7 +19,7 @@ _SEQUENCE_PARALLEL = "ulysses_sequence_parallel_size"
 def choose_attention(config: DictConfig) -> None:
     """Give every model of ``config`` an attention that is installed; one that the user named stays.
 
-    Prints one line if it is not verl's default. Call it before interpolations are resolved, because some copy its result.
+    Prints how log-probs are computed, and the attention if it is not verl's default. Call it before interpolations are resolved, because some copy its result.
 
     Raises:
         ConfigError: flash-attn is asked for, by name or by sequence parallelism, and is not installed.
@@ -29,6 +29,7 @@ def choose_attention(config: DictConfig) -> None:
     if config.actor_rollout_ref.actor.strategy not in ("fsdp", "fsdp2"):
         # Megatron brings its own.
         return
+    print(f"log-probs of the trainer: {chunked_log_probs.in_force()}")
     problem = attention.flash_attn_problem()
     remedy = f"{problem}: {attention.INSTALL}"
     models: dict[str, tuple[str, ...]] = {
