@@ -1,4 +1,4 @@
-"""What the start-up check foretells of a Ray worker is what a Ray worker does."""
+"""What the start-up check foretells of a Ray worker is what a Ray worker does; the patches are in force there."""
 
 import os
 import subprocess
@@ -43,3 +43,14 @@ def test_worker_of_a_driver_in_a_foreign_checkout_imports_theirs_as_the_check_sa
     ours = ROOT / "recipe" / "partial_rollout"
     assert driver(tmp_path, cwd=theirs.parents[1]) == [ours, theirs, theirs]
     assert driver(tmp_path, cwd=tmp_path) == [ours, ours, ours]
+
+
+def test_worker_that_imports_verls_engine_has_the_patches_of_the_plugin():
+    @ray.remote
+    def module_of_log_probs():
+        from verl.workers.engine.fsdp.transformer_impl import logprobs_from_logits, verl_F
+
+        assert logprobs_from_logits.__globals__["logprobs_from_logits_v2"] is verl_F.logprobs_from_logits_v2
+        return verl_F.logprobs_from_logits_v2.__module__, verl_F.entropy_from_logits.__module__
+
+    assert ray.get(module_of_log_probs.remote(), timeout=120) == ("verl_ext.chunked_log_probs",) * 2
