@@ -1,4 +1,4 @@
-"""An engine whose log-probs differ from the trainer's as bfloat16's do on a GPU: noise of 0.06 nats a token, k3 about 0.002.
+"""An engine whose log-probs differ from the trainer's as bfloat16's do: noise of 0.06 nats a token, a k3 of about 0.002.
 
 ``VERL_USE_EXTERNAL_MODULES=noisy_engine`` makes verl import this file, which must be on ``PYTHONPATH``, in every process.
 The loss then sees the noise in the batch's behaviour log-probs, so weights and trust region do; tokens stay as sampled.

@@ -19,7 +19,8 @@ _SEQUENCE_PARALLEL = "ulysses_sequence_parallel_size"
 def choose_attention(config: DictConfig) -> None:
     """Give every model of ``config`` an attention that is installed; one that the user named stays.
 
-    Prints how log-probs are computed, and the attention if it is not verl's default. Call it before interpolations are resolved, because some copy its result.
+    Prints how log-probs are computed, and the attention if it is not verl's default. Call it before interpolations are
+    resolved, because some copy its result.
 
     Raises:
         ConfigError: flash-attn is asked for, by name or by sequence parallelism, and is not installed.
