@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.errors import ConfigError, fail
+from recipe.partial_rollout.preflight.model_shape import ModelShape, named
 
 MODEL = "actor_rollout_ref.model.path"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -59,6 +60,15 @@ def model_config(path: str) -> dict[str, Any]:
     if not _HUB_ID.fullmatch(path):
         raise fail(MODEL, path, "a local model directory with config.json, or a model of the hub such as Qwen/Qwen3-4B")
     return json.loads(_of_hub(path).read_text())
+
+
+def shape_of(config: DictConfig) -> ModelShape | None:
+    """The model's shape by its ``config.json``, or by its name where it is not at hand; None if neither says it."""
+    path = str(config.actor_rollout_ref.model.path)
+    try:
+        return ModelShape.of(model_config(path))
+    except ConfigError:
+        return named(path)
 
 
 def _of_hub(path: str) -> Path:
