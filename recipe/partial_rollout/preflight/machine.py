@@ -64,8 +64,8 @@ def check_cpus(config: DictConfig, available: int) -> None:
         raise fail(
             "trainer.n_gpus_per_node",
             config.trainer.n_gpus_per_node,
-            f"fewer devices, or {needed} CPUs for Ray, which has {available}: verl reserves {CPUS_PER_TRAINER} for a device "
-            f"of the trainer and {CPUS_PER_ENGINE} for one of separate engines, and waits for them without end",
+            f"fewer devices, or {needed} CPUs for Ray, which has {available}: verl reserves {CPUS_PER_TRAINER} for a "
+            f"device of the trainer and {CPUS_PER_ENGINE} for one of separate engines, and waits for them without end",
         )
 
 

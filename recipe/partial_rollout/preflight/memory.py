@@ -78,8 +78,8 @@ def check_memory(config: DictConfig, memory: DeviceMemory | None) -> None:
     gib = config.recipe.gpu_gib
     training = memory.trainer + memory.logits + RESERVE
     what = (
-        f"an update takes {training:.0f} GiB of recipe.gpu_gib={gib:g} (weights, gradients and Adam {memory.trainer:.1f}, logits "
-        f"{memory.logits:.1f}, {RESERVE:g} for the rest)"
+        f"an update takes {training:.0f} GiB of recipe.gpu_gib={gib:g} (weights, gradients and Adam {memory.trainer:.1f}, "
+        f"logits {memory.logits:.1f}, {RESERVE:g} for the rest)"
     )
     if training > gib:
         tokens = actor.ppo_max_token_len_per_gpu

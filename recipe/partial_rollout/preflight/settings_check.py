@@ -151,7 +151,7 @@ def _check_speculation(config: DictConfig) -> None:
         raise fail(
             f"{key}.method",
             method,
-            f"null or ngram with vLLM {_DRAFTS_KILL}, whose engine can die under preemption with it (vllm#48245, mended later)",
+            f"null or ngram with vLLM {_DRAFTS_KILL}, whose engine can die with it when it preempts (vllm#48245)",
         )
     if config.trainer.device == "cpu" and speculative:
         raise fail(
