@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.errors import ConfigError
 from recipe.partial_rollout.preflight import machine, settings_check
+from recipe.partial_rollout.preflight.host import Finding
 from recipe.partial_rollout.preflight.machine import PACKAGES, check_cpus, machine_problems, missing_packages
 from recipe.partial_rollout.preflight.memory import DeviceMemory, check_memory
 from recipe.partial_rollout.preflight.model_shape import named
@@ -36,6 +37,7 @@ def build(composed_config):
 def gpu_machine(monkeypatch):
     """This machine has a GPU, by its looks, and no Ray cluster is named."""
     monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(machine, "host_findings", lambda: [])
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
@@ -115,6 +117,14 @@ def test_run_is_refused_where_it_would_wait_for_cpus_or_fill_the_disk(build, gpu
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
     config.trainer.save_freq = -1
     assert not refused(machine_problems(config, shape))
+
+
+def test_check_refuses_the_device_that_the_doctor_refuses(build, gpu_machine, monkeypatch):
+    found = [Finding("device", "driver 535", "a newer one", stops=True), Finding("attention", "sdpa", "flash-attn")]
+    monkeypatch.setattr(machine, "host_findings", lambda: found)
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
+    assert refused(machine_problems(build(), None)) == ["trainer.device=cuda: driver 535: a newer one"]
+    assert not refused(machine_problems(build("platform=cpu"), None))
 
 
 @pytest.mark.parametrize("elsewhere", ["address", "nodes", "no GPU"])

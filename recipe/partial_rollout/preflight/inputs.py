@@ -71,16 +71,23 @@ def shape_of(config: DictConfig) -> ModelShape | None:
         return named(path)
 
 
+def reach_hub() -> None:
+    """Raises what the hub's client raises, if the hub does not answer in seconds or ``HF_HUB_OFFLINE`` is set."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        raise ConnectionError("HF_HUB_OFFLINE is set")
+    get_session().head(constants.ENDPOINT, timeout=_PROBE_S)
+
+
 def _of_hub(path: str) -> Path:
-    from huggingface_hub import constants, get_session, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     cached = try_to_load_from_cache(path, "config.json")
     if isinstance(cached, str):
         return Path(cached)
     try:
-        if constants.HF_HUB_OFFLINE:
-            raise ConnectionError("HF_HUB_OFFLINE is set")
-        get_session().head(constants.ENDPOINT, timeout=_PROBE_S)
+        reach_hub()
         return Path(hf_hub_download(path, "config.json"))
     except Exception as error:
         # The client raises what its transport raises; whatever it is, the model is not here.

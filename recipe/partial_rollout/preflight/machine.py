@@ -13,13 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.devices import engine_devices, trainer_devices
 from recipe.partial_rollout.config.errors import ConfigError, fail
+from recipe.partial_rollout.preflight.host import GIB, INSTALL_GPU, host_findings
 from recipe.partial_rollout.preflight.model_shape import ModelShape
 
-GIB = 1 << 30
-INSTALL_GPU = "PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh"
 CPUS_PER_TRAINER, CPUS_PER_ENGINE = 3, 2
 """that verl's placement groups reserve with each device; the second, where engines have devices of their own"""
-_STATE = 3
+STATE = 3
 """weights and Adam's two moments, each of the size of the weights"""
 
 
@@ -71,7 +70,7 @@ def check_cpus(config: DictConfig, available: int) -> None:
 
 def checkpoint_gib(config: DictConfig, shape: ModelShape) -> float:
     """Size of one checkpoint of FSDP: weights and moments of all shards."""
-    return shape.parameters * weight_bytes(config) * _STATE / GIB
+    return shape.parameters * weight_bytes(config) * STATE / GIB
 
 
 def checkpoints_at_once(config: DictConfig) -> int:
@@ -102,6 +101,8 @@ def machine_problems(config: DictConfig, shape: ModelShape | None) -> Iterator[C
         return
     if trainer.device == "cuda" and shutil.which("nvidia-smi") is None:
         return
+    if trainer.device == "cuda":
+        yield from (fail("trainer.device", "cuda", f"{at.said}: {at.remedy}") for at in host_findings() if at.stops)
     try:
         check_cpus(config, OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus") or os.cpu_count() or 1)
     except ConfigError as error:

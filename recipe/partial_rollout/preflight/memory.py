@@ -9,7 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.devices import trainer_devices
 from recipe.partial_rollout.config.errors import fail
-from recipe.partial_rollout.preflight.machine import GIB, weight_bytes
+from recipe.partial_rollout.preflight.host import GIB
+from recipe.partial_rollout.preflight.machine import weight_bytes
 from recipe.partial_rollout.preflight.model_shape import ModelShape
 
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2}
