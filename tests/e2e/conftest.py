@@ -15,6 +15,16 @@ from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = ("-m", "recipe.partial_rollout.main_ppo")
+ENGINE = {
+    "enforce_eager": True,
+    "distributed_executor_backend": "uni",
+    "skip_tokenizer_init": True,
+    "max_num_seqs": 8,
+    "max_model_len": 128,
+    # of a device that is to be accepted: `tools accept`
+    **json.loads(os.environ.get("PARTIAL_ROLLOUT_TEST_ENGINE", "{}")),
+}
+"""vLLM arguments of an engine without Ray and verl around it, unless a test has its own"""
 MOST_STARTS = 13
 """trainings of a session without the nightly tests; each keeps a core busy for most of 90 s before its first step"""
 
@@ -87,10 +97,12 @@ def on_engine(task):
                 AsyncEngineArgs(
                     model=str(task / "task" / "model"),
                     dtype="float32",
-                    enforce_eager=True,
-                    distributed_executor_backend="uni",
-                    **{"skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 128, **options},
+                    **{**ENGINE, **options},
                 )
+            )
+            chosen = engine.vllm_config
+            print(
+                f"v2_model_runner={chosen.use_v2_model_runner} async_scheduling={chosen.scheduler_config.async_scheduling}"
             )
             try:
                 return await body(engine)
