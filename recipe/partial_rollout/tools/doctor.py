@@ -73,7 +73,7 @@ def stack() -> Finding:
     """Whether all of it imports, fits together, and is of this distribution."""
     problem = check.failure()
     if problem is not None:
-        return Finding("stack", problem, "bash run_scripts/setup.sh", stops=True)
+        return Finding("stack", problem, INSTALL_GPU if wants_gpu() else "bash run_scripts/setup.sh", stops=True)
     from verl.plugin.platform import get_platform
 
     return Finding(
@@ -127,7 +127,12 @@ def cpus(devices: int) -> Finding:
         return Finding("CPUs", f"{have}" + (f"; training on {devices} GPUs needs {needed} for Ray" if devices else ""))
     fit = (have - 1) // CPUS_PER_TRAINER
     remedy = f"{needed} CPUs" + (f", or train on {fit} (GPUS_PER_NODE={fit})" if fit else "")
-    return Finding("CPUs", f"{have}; Ray would wait for ever for those of {devices} GPUs", remedy, stops=not fit)
+    return Finding(
+        "CPUs",
+        f"{have}; Ray would wait for ever for those of {devices} GPU{'s' * (devices > 1)}",
+        remedy,
+        stops=not fit,
+    )
 
 
 def disk() -> Finding:
