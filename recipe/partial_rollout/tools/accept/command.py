@@ -212,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         **described(
             "accept",
-            "Accept a machine: is what the recipe promises so on its device?",
+            "Accept a machine: check that what the recipe promises holds on its device.",
             "--out outputs/accept_cuda",
             "--shape 4b --out outputs/accept_4b",
             more="20 minutes on one GPU, from the root of a checkout, without a download; with VERL_PLATFORM=cpu the same "
