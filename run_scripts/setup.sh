@@ -144,11 +144,11 @@ install_gpu() {
   run_logged "installing this repository" "${install[@]}" --no-deps --no-build-isolation -e "$root"
 }
 
-# Libraries print much at import: of the check, only its one line is shown.
-check() {
+# Libraries log much at import, to stderr.
+doctor() {
   local env=(-u VERL_PLATFORM)
   [[ $extra == gpu ]] || env=(VERL_PLATFORM=cpu)
-  env "${env[@]}" HF_HUB_OFFLINE=1 "$venv/bin/python" -m verl_ext.check >"$venv/check.log" 2>&1
+  env "${env[@]}" "$venv/bin/python" -W ignore -m recipe.partial_rollout.tools doctor 2>"$venv/doctor.log"
 }
 
 say_next() {
@@ -190,12 +190,11 @@ rm -f "$stamp"
 choose_installer
 drop_half_installed
 "install_${extra//-/_}"
-say "checking the installation"
-if ! check; then
-  tail -n 5 "$venv/check.log" >&2
-  die "the check failed; its whole output is in $venv/check.log"
+say "asking the doctor"
+if ! doctor; then
+  tail -n 5 "$venv/doctor.log" >&2
+  die "no training can start here before what FAILs is mended; then run this script again"
 fi
-say "$(tail -n 1 "$venv/check.log")"
 fingerprint >"$stamp"
 say "done in $((SECONDS - start)) s, with $installer"
 say_next

@@ -1,13 +1,10 @@
-"""Set-up check, ``python -m verl_ext.check``: the stack imports, its versions are a tested pair, the platform in force is
-the one asked for, a model can be built with the attention that the recipe would choose, and ``recipe.partial_rollout`` as
-imported from the current directory is this distribution's.
-
-Prints one line and exits 0, or one line that says what is missing and exits 1.
+"""Set-up check: the stack imports, its versions are a tested pair, the platform in force is the one asked for, a model can
+be built with the attention that the recipe would choose, and ``recipe.partial_rollout`` as imported from the current
+directory is this distribution's. The doctor's first line.
 """
 
 import importlib
 import os
-import sys
 
 from verl_ext import attention, which_recipe
 from verl_ext.guard import UnsupportedVersionError, require_tested_pair
@@ -82,25 +79,3 @@ def sees_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def main() -> int:
-    reason = failure()
-    if reason is not None:
-        print(f"set-up check failed: {reason}", file=sys.stderr)
-        return 1
-    from verl.plugin.platform import get_platform
-
-    platform = get_platform().vendor_name
-    implementation, remedy = chosen_attention()
-    # A machine without a GPU has no use for it.
-    remedy = "" if platform == "cpu" else remedy
-    print(
-        f"set-up check passed: verl, vLLM, Ray and SwanLab import; platform {platform}; "
-        f"attention {implementation}{remedy}; {which_recipe.NAME} from {which_recipe.OURS}"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,6 +15,7 @@ from verl_ext import which_recipe
 
 COMMANDS = {
     "train": "train, with verl's hydra overrides: python -m recipe.partial_rollout.main_ppo",
+    "doctor": "say what this machine would do, and what it lacks: python -m recipe.partial_rollout.tools doctor",
     "tools": "plan, read and measure runs: python -m recipe.partial_rollout.tools",
 }
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="partial-rollout",
         description="Partial rollout for verl, from any directory.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="commands:\n" + "\n".join(f"  {name:<5}  {what}" for name, what in COMMANDS.items()),
+        epilog="commands:\n" + "\n".join(f"  {name:<6}  {what}" for name, what in COMMANDS.items()),
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="its own options: COMMAND --help")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="options of the command")
@@ -34,8 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem is not None:
         print(f"partial-rollout: error: {problem}", file=sys.stderr)
         return 2
-    if chosen.command == "tools":
-        return importlib.import_module(f"{which_recipe.NAME}.tools.__main__").main(chosen.rest)
+    if chosen.command != "train":
+        rest = chosen.rest if chosen.command == "tools" else ["doctor", *chosen.rest]
+        return importlib.import_module(f"{which_recipe.NAME}.tools.__main__").main(rest)
     # Hydra reads its overrides from there.
     sys.argv[1:] = chosen.rest
     importlib.import_module(f"{which_recipe.NAME}.main_ppo").main()

@@ -14,6 +14,7 @@ from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler, need_cr
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import collate_fn
 
+from recipe.partial_rollout.preflight.machine import check_cpus
 from recipe.partial_rollout.preflight.placement_check import check_devices_of_ray
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.stop import StopTraining
@@ -89,10 +90,12 @@ class TaskRunner(BaseTaskRunner):
         """Make the workers and train to the last step.
 
         Raises:
-            ConfigError: Ray has fewer devices than trainer and engines need.
+            ConfigError: Ray has fewer devices or CPUs than trainer and engines need.
             NodeLostError: the training failed, and one of Ray's nodes had died.
         """
-        check_devices_of_ray(self.config, available=int(ray.cluster_resources().get("GPU", 0)))
+        has = ray.cluster_resources()
+        check_devices_of_ray(self.config, available=int(has.get("GPU", 0)))
+        check_cpus(self.config, available=int(has.get("CPU", 0)))
         nodes = ClusterNodes()
         try:
             self._train(nodes)

@@ -17,6 +17,18 @@ from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = ("-m", "recipe.partial_rollout.main_ppo")
+ENGINE = {
+    "enforce_eager": True,
+    "distributed_executor_backend": "uni",
+    "skip_tokenizer_init": True,
+    "max_num_seqs": 8,
+    "max_model_len": 128,
+    # of a device that is to be accepted: `tools accept`
+    **json.loads(os.environ.get("PARTIAL_ROLLOUT_TEST_ENGINE", "{}")),
+}
+"""vLLM arguments of an engine without Ray and verl around it, unless a test has its own"""
+SCHEDULERS = ("synchronous", "asynchronous") if os.environ.get("VERL_PLATFORM") == "cpu" else ("device's",)
+"""vLLM's schedulers that tests run with: on a CPU its own and a GPU's, on a device what vLLM chooses there"""
 MOST_STARTS = 13
 """trainings of a session without the nightly tests; each keeps a core busy for most of 90 s before its first step"""
 
@@ -80,21 +92,19 @@ def task(tmp_path_factory, worker_id):
 def on_engine(task):
     """``on_engine(body, **engine_args)``: the result of ``body(engine)`` on a vLLM engine without Ray or verl around it."""
 
-    def call(body, scheduler="synchronous", **options):
+    def call(body, scheduler=SCHEDULERS[0], **options):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         async def run():
             with scheduling(scheduler) as (own, check):
                 engine = AsyncLLM.from_engine_args(
-                    AsyncEngineArgs(
-                        model=str(task / "task" / "model"),
-                        dtype="float32",
-                        enforce_eager=True,
-                        distributed_executor_backend="uni",
-                        **{"skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 128, **own, **options},
-                    )
+                    AsyncEngineArgs(model=str(task / "task" / "model"), dtype="float32", **{**ENGINE, **own, **options})
                 )
+            chosen = engine.vllm_config
+            print(
+                f"v2_model_runner={chosen.use_v2_model_runner} async_scheduling={chosen.scheduler_config.async_scheduling}"
+            )
             try:
                 result = await body(engine)
                 await check(engine)
@@ -107,9 +117,9 @@ def on_engine(task):
     return call
 
 
-@pytest.fixture(scope="module", params=["synchronous", "asynchronous"])
+@pytest.fixture(scope="module", params=SCHEDULERS)
 def on_each_scheduler(on_engine, request):
-    """As ``on_engine``, once with each of vLLM's schedulers: a CPU's, and a GPU's."""
+    """As ``on_engine``, once with each of ``SCHEDULERS``."""
     return functools.partial(on_engine, scheduler=request.param)
 
 
@@ -117,11 +127,11 @@ def on_each_scheduler(on_engine, request):
 def scheduling(scheduler):
     """Arguments of an engine with that scheduler; and a function that fails if the engine has not run with it."""
 
-    async def is_synchronous(engine):
-        assert not engine.vllm_config.scheduler_config.async_scheduling
+    async def is_chosen(engine):
+        assert scheduler != "synchronous" or not engine.vllm_config.scheduler_config.async_scheduling
 
-    if scheduler == "synchronous":
-        yield {}, is_synchronous
+    if scheduler != "asynchronous":
+        yield {}, is_chosen
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parent))

@@ -1,5 +1,6 @@
 """What the recipe asks of the engine that verl starts."""
 
+import asyncio
 import subprocess
 from argparse import Namespace
 from dataclasses import fields
@@ -66,3 +67,20 @@ def test_sender_looks_a_restarted_server_up_again_in_a_trainer_as_beside_an_engi
     _forget_server(Namespace(worker_dict={"actor_rollout": Namespace(rollout=fused)}))
     _forget_server(Namespace(server_adapter=alone))
     assert fused.server_handle is None and alone.server_handle is None
+
+
+def test_workers_give_their_caches_back_before_a_restarted_engine_measures_the_free_memory(monkeypatch):
+    done = []
+
+    async def note(what):
+        done.append(what)
+
+    call = Namespace(remote=lambda function, *_: note(function.__name__))
+    restarted = object.__new__(replica.RecipeVLLMReplica)
+    restarted.servers, restarted.workers = [], [Namespace(__ray_call__=call) for _ in range(2)]
+    restarted.gpus_per_replica_node, restarted._engine_processes = 1, []
+    restarted.launch_servers, restarted.sleep = lambda: note("launch"), lambda: note("sleep")
+    monkeypatch.setattr(replica.asyncio, "sleep", lambda _: note("pause"))
+    asyncio.run(restarted.relaunch())
+    assert done == ["_empty_cache"] * 2 + ["pause", "launch"] + ["_forget_server"] * 2 + ["sleep"]
+    replica._empty_cache(None)

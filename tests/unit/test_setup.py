@@ -15,7 +15,7 @@ case "$*" in
   *"pip config get global.find-links"*) [[ ! ${CONFIGURED:-} ]] || echo "$CONFIGURED" ;;
   *"pip config"*) exit 1 ;;
   *"pip install"*) echo "pip $*" >>"$CALLS" ;;
-  *verl_ext.check*) echo "check passed" ;;
+  *"tools doctor"*) echo "FAIL  device"; command -v nvidia-smi >/dev/null && exit 1; exit 0 ;;
 esac
 """
 UV = """\
@@ -85,6 +85,18 @@ def test_last_line_says_what_to_run_next_also_when_nothing_is_to_do(set_up, extr
     for done in (first, again):
         assert done.said[-1].startswith("setup: next: ") and command in done.said[-1]
     assert again.installs == [] and "up to date" in again.said[0]
+
+
+def test_machine_that_the_doctor_finds_wanting_is_not_called_done(set_up, tmp_path):
+    smi = tmp_path / "commands" / "nvidia-smi"
+    smi.write_text("#!/bin/sh\n")
+    smi.chmod(0o755)
+    for _ in range(2):
+        done = set_up(PARTIAL_ROLLOUT_EXTRA="gpu")
+        assert done.code == 1 and "FAIL  device" in done.said
+        assert done.said[-1].startswith("setup: error: no training can start here before what FAILs")
+    smi.unlink()
+    assert set_up(PARTIAL_ROLLOUT_EXTRA="gpu").code == 0
 
 
 def test_scripts_that_call_it_hear_nothing_where_nothing_is_to_do(set_up):

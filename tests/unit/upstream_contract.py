@@ -197,6 +197,7 @@ CONTRACT = (
         calls={"abort_all_requests": "*, reject_request", "resume_generation": "", "sleep": "", "wake_up": ""},
     ),
     Uses("verl.workers.rollout.replica:RolloutReplicaRegistry", "replica", calls={"register": "name, loader"}),
+    Uses("verl.utils.memory_utils", "replica", calls={"aggressive_empty_cache": "*, force_sync"}),
     Uses(
         f"{VLLM_SERVER}:vLLMReplica",
         "replica server_control",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
+from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
@@ -239,6 +240,8 @@ class RecipeVLLMReplica(vLLMReplica):
                 ray.kill(server)
         self.servers = []
         await self._end_engines()
+        # A trainer's allocator keeps what its last update took; the new engine measures the free memory when it starts.
+        await asyncio.gather(*[worker.__ray_call__.remote(_empty_cache) for worker in self.workers])
         # Ray frees an actor's name a moment after its death.
         for pause_s in (0.5, 1.0, 2.0, 4.0, 8.0):
             await asyncio.sleep(pause_s)
@@ -274,6 +277,11 @@ def _end_processes(_worker: Any, processes: list[ProcessId]) -> None:
                 process.kill()
                 alive.append(process)
     psutil.wait_procs(alive, timeout=_END_S)
+
+
+def _empty_cache(_worker: Any) -> None:
+    """Give the device memory that the worker's allocator holds for nothing back; without a device it does nothing."""
+    aggressive_empty_cache(force_sync=True)
 
 
 def _forget_server(worker: Any) -> None:

@@ -19,9 +19,9 @@ from recipe.partial_rollout.planner.engine_curve import PRESETS
 from recipe.partial_rollout.planner.forecast import baseline, forecast
 from recipe.partial_rollout.planner.lengths import lognormal
 from recipe.partial_rollout.preflight.checkpoints import check_rows
-from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs, model_config
-from recipe.partial_rollout.preflight.memory import DeviceMemory, size_bucket
-from recipe.partial_rollout.preflight.model_shape import ModelShape, named
+from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs, shape_of
+from recipe.partial_rollout.preflight.machine import machine_problems, missing_packages
+from recipe.partial_rollout.preflight.memory import DeviceMemory, check_memory, size_bucket
 from recipe.partial_rollout.preflight.plan import Sizes, lines
 from recipe.partial_rollout.preflight.prompts import check_prompts, prompt_lengths
 from recipe.partial_rollout.preflight.settings_check import check_settings
@@ -34,7 +34,7 @@ _MOST_FORECAST = 4096
 """samples in flight that a forecast of seconds can play"""
 
 INPUTS_MISSING = 3
-"""exit code of a check whose settings hold, and whose data or model is not there"""
+"""exit code of a check whose settings hold, and whose data, model, packages or machine are not there"""
 
 
 def dry_run(config: DictConfig) -> int:
@@ -50,8 +50,10 @@ def dry_run(config: DictConfig) -> int:
     _check_verl(config)
     missing = list(missing_inputs(config))
     prompts = None if missing else _check_contents(config)
-    shape = _shape(config)
+    shape = shape_of(config)
+    missing += [*missing_packages(config), *machine_problems(config, shape)]
     memory = DeviceMemory.of(config, shape) if shape else None
+    check_memory(config, memory)
     sizes = Sizes.of(config, settings, memory.kv_tokens if memory else None)
     expected = _expected(config, settings, sizes, memory) if settings.enable else None
     for line in lines(config, settings, sizes, shape, memory, prompts=prompts, expected=expected):
@@ -82,14 +84,6 @@ def _check_verl(config: DictConfig) -> None:
         raise ConfigError(
             f"verl refuses the configuration: {(str(error).splitlines() or ['an assertion'])[0]}"
         ) from error
-
-
-def _shape(config: DictConfig) -> ModelShape | None:
-    path = str(config.actor_rollout_ref.model.path)
-    try:
-        return ModelShape.of(model_config(path))
-    except ConfigError:
-        return named(path)
 
 
 def _check_contents(config: DictConfig) -> str:

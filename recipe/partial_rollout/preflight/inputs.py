@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.errors import ConfigError, fail
+from recipe.partial_rollout.preflight.model_shape import ModelShape, named
 
 MODEL = "actor_rollout_ref.model.path"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -61,16 +62,32 @@ def model_config(path: str) -> dict[str, Any]:
     return json.loads(_of_hub(path).read_text())
 
 
+def shape_of(config: DictConfig) -> ModelShape | None:
+    """The model's shape by its ``config.json``, or by its name where it is not at hand; None if neither says it."""
+    path = str(config.actor_rollout_ref.model.path)
+    try:
+        return ModelShape.of(model_config(path))
+    except ConfigError:
+        return named(path)
+
+
+def reach_hub() -> None:
+    """Raises what the hub's client raises, if the hub does not answer in seconds or ``HF_HUB_OFFLINE`` is set."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        raise ConnectionError("HF_HUB_OFFLINE is set")
+    get_session().head(constants.ENDPOINT, timeout=_PROBE_S)
+
+
 def _of_hub(path: str) -> Path:
-    from huggingface_hub import constants, get_session, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     cached = try_to_load_from_cache(path, "config.json")
     if isinstance(cached, str):
         return Path(cached)
     try:
-        if constants.HF_HUB_OFFLINE:
-            raise ConnectionError("HF_HUB_OFFLINE is set")
-        get_session().head(constants.ENDPOINT, timeout=_PROBE_S)
+        reach_hub()
         return Path(hf_hub_download(path, "config.json"))
     except Exception as error:
         # The client raises what its transport raises; whatever it is, the model is not here.

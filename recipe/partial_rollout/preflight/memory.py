@@ -7,15 +7,23 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.devices import trainer_devices
 from recipe.partial_rollout.config.errors import fail
+from recipe.partial_rollout.preflight.host import GIB
 from recipe.partial_rollout.preflight.inputs import model_config
+from recipe.partial_rollout.preflight.machine import weight_bytes
 from recipe.partial_rollout.preflight.model_shape import ModelShape, largest_matrix
 
-_GIB = 1 << 30
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2}
 _ADAM = 2
 """moments, each of the size of the weights"""
+_CHUNK = 1024
+"""rows of logits that log-probs and entropy are computed for at once, in float32"""
+_CHUNK_COPIES = 4
+"""of a chunk: float32 logits, softmax, their gradients"""
+RESERVE = 8.0
+"""GiB for activations, CUDA contexts and NCCL"""
 
 BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 _LEAST_MIB, _VERLS_MIB = 64, 2048
@@ -29,7 +37,7 @@ class DeviceMemory:
     weights: float
     """the trainer's shard; gradients are as large, Adam's moments twice"""
     logits: float
-    """of one micro-batch in float32"""
+    """of one micro-batch at an update: the model's, their gradient, and what a chunk of them takes in float32"""
     engine_weights: float
     engine: float | None
     """``gpu_memory_utilization`` of the device; None: its memory is not known"""
@@ -50,15 +58,51 @@ class DeviceMemory:
         shards = fsdp.get("fsdp_size", -1)
         shards = devices if shards < 1 else min(shards, devices)
         tp = rollout.tensor_model_parallel_size
-        engine_weights = shape.parameters * _BYTES.get(str(rollout.dtype), 2) / tp / _GIB
+        engine_weights = shape.parameters * _BYTES.get(str(rollout.dtype), 2) / tp / GIB
         gib = OmegaConf.select(config, "recipe.gpu_gib") if config.trainer.device == "cuda" else None
         engine = None if gib is None else gib * rollout.gpu_memory_utilization
+        # Unpacked logits are copied once more, without their padding.
+        copies = 2 if config.actor_rollout_ref.model.use_remove_padding else 3
+        rows = copies * actor.ppo_max_token_len_per_gpu * _BYTES.get(str(fsdp.get("dtype", "bfloat16")), 2)
         return cls(
-            weights=shape.parameters * _BYTES.get(str(fsdp.get("model_dtype", "fp32")), 4) / shards / _GIB,
-            logits=actor.ppo_max_token_len_per_gpu * shape.vocabulary * 4 / _GIB,
+            weights=shape.parameters * weight_bytes(config) / shards / GIB,
+            logits=(rows + _CHUNK_COPIES * _CHUNK * 4) * shape.vocabulary / GIB,
             engine_weights=engine_weights,
             engine=engine,
-            kv_tokens=None if engine is None else max(0, int((engine - engine_weights) * _GIB * tp / shape.kv_bytes)),
+            kv_tokens=None if engine is None else max(0, int((engine - engine_weights) * GIB * tp / shape.kv_bytes)),
+        )
+
+
+def check_memory(config: DictConfig, memory: DeviceMemory | None) -> None:
+    """Refuse an update that cannot fit a device, alone or beside an engine that does not sleep meanwhile.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if memory is None or memory.engine is None or not str(actor.strategy).startswith("fsdp"):
+        return
+    gib = config.recipe.gpu_gib
+    training = memory.trainer + memory.logits + RESERVE
+    what = (
+        f"an update takes {training:.0f} GiB of recipe.gpu_gib={gib:g} (weights, gradients and Adam {memory.trainer:.1f}, "
+        f"logits {memory.logits:.1f}, {RESERVE:g} for the rest)"
+    )
+    if training > gib:
+        tokens = actor.ppo_max_token_len_per_gpu
+        raise fail(
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+            tokens,
+            f"fewer tokens, more devices, or actor.fsdp_config.model_dtype=bf16: {what}",
+        )
+    shares = config.partial_rollout.placement != Placement.SEPARATE and not rollout.free_cache_engine
+    if shares and training + memory.engine > gib:
+        most = (gib - training) / gib
+        raise fail(
+            "actor_rollout_ref.rollout.gpu_memory_utilization",
+            rollout.gpu_memory_utilization,
+            f"at most {int(most * 100) / 100:g} with rollout.free_cache_engine=False, because the engine keeps its memory "
+            f"while {what}",
         )
 
 
@@ -77,8 +121,7 @@ def size_bucket(config: DictConfig) -> None:
     if given is not None and is_support_ipc():
         return
     numbers = largest_matrix(model_config(str(config.actor_rollout_ref.model.path)))
-    fsdp = config.actor_rollout_ref.actor.get("fsdp_config") or {}
-    needed = math.ceil(numbers * _BYTES.get(str(fsdp.get("model_dtype", "fp32")), 4) / (1 << 20)) if numbers else None
+    needed = math.ceil(numbers * weight_bytes(config) / (1 << 20)) if numbers else None
     if given is None:
         OmegaConf.update(config, BUCKET, max(_LEAST_MIB, needed) if needed else _VERLS_MIB)
     elif needed and given < needed:

@@ -13,6 +13,7 @@ from recipe.partial_rollout.config.choices import Mode, Placement
 from recipe.partial_rollout.config.devices import engine_devices, trainer_devices
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.preflight.machine import checkpoint_gib, checkpoints_at_once, cpus_for_ray
 from recipe.partial_rollout.preflight.memory import DeviceMemory
 from recipe.partial_rollout.preflight.model_shape import ModelShape
 
@@ -77,7 +78,7 @@ def lines(
     yield _line("trainer", _trainer(config, settings))
     size = f"{shape.parameters / 1e6:,.1f} M parameters" if shape else "size not known: no config.json of a dense model"
     yield _line("model", f"{config.actor_rollout_ref.model.path}: {size}")
-    yield _line("devices", _devices(config, sizes.replicas))
+    yield _line("devices", f"{_devices(config, sizes.replicas)}; {cpus_for_ray(config)} CPUs for Ray")
     yield _line("batch", f"{settings.batch_groups} prompts x {n} samples; prompts up to {data.max_prompt_length:,} tokens, "
                 f"responses up to {data.max_response_length:,}")  # fmt: skip
     if prompts:
@@ -94,7 +95,7 @@ def lines(
     yield _line("reads", f"{data.train_files}, {data.val_files}")
     out = Path(str(trainer.default_local_dir))
     logger = OmegaConf.to_container(trainer.logger) if OmegaConf.is_list(trainer.logger) else trainer.logger
-    saved = f"a checkpoint every {trainer.save_freq} steps" if trainer.save_freq > 0 else "no checkpoints"
+    saved = _checkpoints(config, shape) if trainer.save_freq > 0 else "no checkpoints"
     yield _line("writes", f"{out}: config, metrics, trace, {saved}; logger {logger}")
     if OmegaConf.select(config, "recipe.data_sets"):
         yield _line("report", f"python -m recipe.partial_rollout.tools report {out.parent}/nopr {out.parent}/pr")
@@ -102,6 +103,11 @@ def lines(
 
 def _line(name: str, text: str) -> str:
     return f"  {name:<10}{text}"
+
+
+def _checkpoints(config: DictConfig, shape: ModelShape | None) -> str:
+    size = f" of {checkpoint_gib(config, shape):.1f} GiB, {checkpoints_at_once(config)} at once" if shape else ""
+    return f"a checkpoint every {config.trainer.save_freq} steps{size}"
 
 
 def _devices(config: DictConfig, replicas: int) -> str:
@@ -133,7 +139,7 @@ def _memory(config: DictConfig, memory: DeviceMemory) -> Iterator[str]:
             "trainer",
             f"per device {memory.trainer:.1f} GiB at an update{where}: weights {memory.weights:.1f}, gradients "
             f"{memory.weights:.1f}, Adam {2 * memory.weights:.1f}; logits of {actor.ppo_max_token_len_per_gpu:,} tokens "
-            f"{memory.logits:.1f} GiB in float32",
+            f"{memory.logits:.1f} GiB with their gradient",
         )
     if memory.engine is None or memory.kv_tokens is None:
         yield _line("engine", f"per device weights {memory.engine_weights:.2g} GiB")

@@ -14,10 +14,12 @@ from recipe.partial_rollout.config.devices import trainer_devices
 from recipe.partial_rollout.config.errors import fail
 from recipe.partial_rollout.config.settings import OVERLONG, PartialRolloutConfig, check_keys
 from recipe.partial_rollout.preflight.checkpoints import check_checkpoints
-from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs
-from recipe.partial_rollout.preflight.memory import size_bucket
+from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs, shape_of
+from recipe.partial_rollout.preflight.machine import machine_problems, missing_packages
+from recipe.partial_rollout.preflight.memory import DeviceMemory, check_memory, size_bucket
 from recipe.partial_rollout.preflight.placement_check import check_placement
 from recipe.partial_rollout.training.correction_check import check_correction
+from verl_ext.guard import installed_pair
 
 _GROUPED = (
     "grpo",
@@ -30,18 +32,24 @@ _GROUPED = (
     "reinforce_plus_plus_baseline",
 )
 """advantage estimators with a baseline made of a prompt's other samples"""
+_DRAFTS_KILL = "0.24.0"
+"""the vLLM whose asynchronous scheduler loses count of draft tokens when it preempts"""
 
 
 def check_config(config: DictConfig) -> PartialRolloutConfig:
-    """Raise ``ConfigError`` for the first mistake in settings, inputs or vocabulary; returns the checked settings.
+    """Raise ``ConfigError`` for the first mistake in settings, inputs or machine; returns the checked settings.
 
     Flags in ``config`` become bools, and a bucket of the weight sync that is null gets its size.
     """
     settings = check_settings(config)
-    for error in missing_inputs(config):
+    for error in (*missing_packages(config), *missing_inputs(config)):
         raise error
     check_vocabulary(config)
     size_bucket(config)
+    shape = shape_of(config)
+    check_memory(config, DeviceMemory.of(config, shape) if shape else None)
+    for error in machine_problems(config, shape):
+        raise error
     return settings
 
 
@@ -142,6 +150,13 @@ def _check_overlong(config: DictConfig) -> None:
 def _check_speculation(config: DictConfig) -> None:
     key = "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
     speculative = OmegaConf.select(config, key)
+    method = str((speculative or {}).get("method", ""))
+    if installed_pair().vllm == _DRAFTS_KILL and (method.startswith("eagle") or "mtp" in method):
+        raise fail(
+            f"{key}.method",
+            method,
+            f"null or ngram with vLLM {_DRAFTS_KILL}, whose engine can die with it when it preempts (vllm#48245)",
+        )
     if config.trainer.device == "cpu" and speculative:
         raise fail(
             key,

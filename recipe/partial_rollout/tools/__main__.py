@@ -25,6 +25,8 @@ TOOLS = {
     "audit": Tool("audit", "check that a run trained every prompt exactly once, in time and whole"),
     "plan": Tool("plan", "forecast speed and staleness of policies and overlaps before anything runs"),
     "data": Tool("data.command", "write GSM8K, DAPO-Math-17k and AIME 2024 in verl's schema, each prompt once"),
+    "doctor": Tool("doctor", "say what this machine would do, and what it lacks"),
+    "accept": Tool("accept.command", "accept a machine: does what the recipe promises hold on its device?"),
     "keys": Tool("keys", "list the keys of partial_rollout: default and meaning"),
     "drift": Tool("drift", "list the steps at which the drift warning would have fired in finished runs"),
     "bench": Tool("bench.command", "measure one part of the recipe"),

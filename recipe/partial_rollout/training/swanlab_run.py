@@ -67,13 +67,14 @@ def choose_mode(loggers: Iterable[str]) -> None:
     asked = os.environ.get(MODE)
     if asked is not None and asked not in (*CLOUD, LOCAL, "offline", "disabled"):
         raise fail(MODE, asked, "cloud, local, offline or disabled")
-    has_key = _has_key()
-    mode = os.environ.setdefault(MODE, CLOUD[0] if has_key else LOCAL)
-    if mode in CLOUD and not has_key:
+    keyed = has_key()
+    mode = os.environ.setdefault(MODE, CLOUD[0] if keyed else LOCAL)
+    if mode in CLOUD and not keyed:
         raise fail(MODE, mode, "a key in SWANLAB_API_KEY or from `swanlab login`; without one: local or offline")
 
 
-def _has_key() -> bool:
+def has_key() -> bool:
+    """Whether SwanLab finds the user's key, in the environment or from ``swanlab login``."""
     from swanlab import Settings
 
     return bool(Settings().api_key)

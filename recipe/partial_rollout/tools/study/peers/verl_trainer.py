@@ -1,6 +1,7 @@
 """verl's own v1 trainer on the configs of this repository: the arms ``v1_*`` of a study, and ``arm=colocate_async``."""
 
 import os
+import sys
 from contextlib import nullcontext
 
 import hydra
@@ -10,6 +11,7 @@ from verl.trainer import main_ppo
 from recipe.partial_rollout.config.devices import pinned_cores
 from recipe.partial_rollout.config.location import CONF_DIR
 from recipe.partial_rollout.config.store import register_keys
+from recipe.partial_rollout.preflight.machine import missing_packages
 from recipe.partial_rollout.preflight.memory import size_bucket
 from recipe.partial_rollout.training.attention import choose_attention
 from verl_ext import cores
@@ -18,6 +20,9 @@ from verl_ext import cores
 @hydra.main(config_path=str(CONF_DIR), config_name="recipe", version_base=None)
 def main(config: DictConfig) -> None:
     """Run verl's entry point, with an attention that is installed, and cores and bucket as the recipe has them."""
+    for error in missing_packages(config):
+        print(f"config error: {error}", file=sys.stderr)
+        sys.exit(2)
     choose_attention(config)
     size_bucket(config)
     own = pinned_cores(config)

@@ -1,0 +1,1 @@
+"""Acceptance of a machine: does what the recipe promises hold on its device?"""

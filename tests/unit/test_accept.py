@@ -1,0 +1,149 @@
+"""The acceptance's own assertions: a sound run passes each, and each fails for the run that breaks it."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.partial_rollout.preflight.memory import DeviceMemory, check_memory
+from recipe.partial_rollout.preflight.model_shape import named
+from recipe.partial_rollout.preflight.settings_check import check_config
+from recipe.partial_rollout.tasks.trace_task.prepare import main as prepare
+from recipe.partial_rollout.tools.accept import checks, command
+from recipe.partial_rollout.tools.accept.checks import Check, judge
+from recipe.partial_rollout.tools.accept.command import AS_CHOSEN, FALLBACKS, Plan, diagnose
+
+BUDGETS = [5, 9]
+FREED = "Sleep mode freed 52.1 GiB memory, 3.0 GiB memory is still in use.\n"
+ENGINE = "Asynchronous scheduling is enabled.\n"
+
+
+def build_step(
+    k3=0.001, error=0.01, masked=(0.001, 0.0005, 0.0005), staleness=1, segments=2, extra=0, interrupt_s=0.05
+):
+    """A step that trains one response of each budget; half of its tokens are of an older version."""
+    groups = [
+        SimpleNamespace(prompt=f"{i}-abc", lengths=[budget + extra], staleness=[staleness], segments=[segments])
+        for i, budget in enumerate(BUDGETS)
+    ]
+    call = SimpleNamespace(start=0.0, end=1.1, queued_s=0.1, tokens=100)
+    phase = SimpleNamespace(calls=(call,))
+    metrics = {
+        "rollout_corr/k3_kl": k3,
+        "partial_rollout/proximal/error": error,
+        "partial_rollout/off_policy_token_fraction": 0.5,
+    }
+    ages = zip(("0", "1", "2_plus"), masked, strict=True)
+    metrics |= {f"partial_rollout/trust_region/masked_age_{age}": share for age, share in ages}
+    round_ = SimpleNamespace(trained=groups, phase=phase, interrupt_s=interrupt_s)
+    return SimpleNamespace(round=round_, metrics=metrics, staleness=[staleness] * len(groups))
+
+
+@pytest.fixture
+def judged(monkeypatch, tmp_path):
+    """Names of the checks that fail for a run of these steps on a GPU."""
+
+    def build(*steps, terminal=(FREED + ENGINE) * 4, violations=()):
+        data = tmp_path / "train.parquet"
+        rows = [{"index": i, "response_budget": budget} for i, budget in enumerate(BUDGETS)]
+        pd.DataFrame({"extra_info": rows}).to_parquet(data)
+        monkeypatch.setattr(checks, "load_run", lambda _: SimpleNamespace(steps=list(steps)))
+        monkeypatch.setattr(checks, "audit", lambda _: (SimpleNamespace(violations=list(violations)), 0))
+        return [check.name for check in judge(tmp_path, data, "cuda", terminal) if not check.passed]
+
+    return build
+
+
+def test_sound_run_passes_every_check(judged):
+    assert judged(*[build_step() for _ in range(4)]) == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [
+        ({"k3": 0.006}, "k3 in each step"),
+        ({"k3": float("nan")}, "k3 in each step"),
+        ({"k3": 0.0021}, "k3 of the last step over the first's"),
+        ({"error": 0.04}, "proximal error"),
+        ({"masked": (0.001, 0.01, 0.01)}, "masked shares"),
+        ({"extra": 1}, "responses of another length than their budget"),
+        ({"interrupt_s": 0.12}, "seconds to interrupt"),
+    ],
+)
+def test_each_check_fails_for_the_run_that_breaks_it(judged, broken, name):
+    assert name in judged(*[build_step() for _ in range(3)], build_step(**broken))
+
+
+@pytest.mark.parametrize(
+    ("steps", "run", "name"),
+    [
+        ({"staleness": 0}, {}, "staleness"),
+        ({"segments": 1}, {}, "responses that were interrupted and resumed"),
+        ({}, {"violations": ["a prompt was lost"]}, "audit"),
+        ({}, {"terminal": FREED * 3 + ENGINE}, "rounds after which sleep freed 40 GiB"),
+        ({}, {"terminal": FREED.replace("52.1", "12.1") * 9 + ENGINE}, "rounds after which sleep freed 40 GiB"),
+        ({}, {"terminal": FREED * 4}, "asynchronous scheduling"),
+    ],
+)
+def test_run_without_what_it_is_to_show_is_not_accepted(judged, steps, run, name):
+    assert judged(*[build_step(**steps) for _ in range(4)], **run) == [name]
+
+
+@pytest.mark.parametrize(
+    ("passes", "said"),
+    [
+        (FALLBACKS[0].name, "model runner V2: it passes with V1 model runner"),
+        (FALLBACKS[1].name, "asynchronous scheduling: it passes with V1 model runner, synchronous scheduling"),
+        (None, "neither the model runner nor the scheduler: it fails without both"),
+    ],
+)
+def test_culprit_is_found_by_leaving_out_one_thing_after_another(passes, said):
+    assert diagnose(lambda variant: variant.name == passes) == said
+
+
+def test_failing_training_is_repeated_with_each_fallback_and_the_file_names_the_culprit(monkeypatch, tmp_path):
+    played = []
+
+    def part(name):
+        def play(log, variant):
+            played.append((name, variant.name))
+            return [Check(name, name != "C" or variant is FALLBACKS[0], "", "")]
+
+        return play
+
+    plan = Plan(tmp_path / "out", "tiny", "cpu", [])
+    for method, name in (("_doctor", "A"), ("_tests", "B"), ("_training", "C")):
+        monkeypatch.setattr(plan, method, part(name))
+    assert not plan.run()
+    assert played == [*((name, AS_CHOSEN.name) for name in "ABC"), ("C", FALLBACKS[0].name)]
+    report = json.loads((tmp_path / "out" / "accept.json").read_text())
+    assert not report["accepted"] and report["diagnosis"].startswith("model runner V2")
+    assert [entry["passed"] for entry in report["parts"]] == [True, True, False, True]
+
+
+def test_part_that_hangs_is_killed_with_all_that_it_started(tmp_path):
+    log = tmp_path / "log"
+    plan = Plan(tmp_path, "tiny", "cpu", [])
+    child = "import subprocess,time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
+    check = plan._process("training", ["-c", child], log, AS_CHOSEN, 3.0)
+    assert not check.passed and check.measured == "killed after 3 s"
+    status = Path(f"/proc/{log.read_text().strip()}/stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+def test_both_shapes_fit_one_device_and_their_config_passes_the_checks(composed_config, tmp_path):
+    task = tmp_path / "task"
+    assert prepare(["--out", str(task), "--shape", "tiny", "--rows", "40", "--vocabulary", "500"]) == 0
+    for shape, name in (("0.6b", "Qwen3-0.6B"), ("4b", "Qwen3-4B")):
+        config = composed_config("accept_cuda", f"accept.dir={tmp_path}", *command._OF_SHAPE.get(shape, ()))
+        OmegaConf.resolve(config)
+        assert check_config(config).enable and config.actor_rollout_ref.actor.optim.lr == 0
+        memory = DeviceMemory.of(config, named(name))
+        check_memory(config, memory)
+    unfitted = composed_config("accept_cuda", f"accept.dir={tmp_path}")
+    with pytest.raises(ValueError, match="model_dtype=bf16"):
+        unfitted.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 32_768
+        check_memory(unfitted, DeviceMemory.of(unfitted, named("Qwen3-4B")))

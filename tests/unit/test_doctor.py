@@ -1,0 +1,116 @@
+"""The doctor: a line each, with its remedy where one is needed; a GPU machine is played by an nvidia-smi on the PATH."""
+
+import os
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+import yaml
+
+from recipe.partial_rollout.preflight import host
+from recipe.partial_rollout.preflight.host import Finding
+from recipe.partial_rollout.tools import doctor
+from recipe.partial_rollout.tools.command_line import HERE
+from verl_ext import command
+from verl_ext.guard import GPU_PAIR
+
+OLD, NEW = "535.104.05", "580.65.06"
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch, tmp_path):
+    """``gpu_machine(driver, visible=, cuda=)``: nvidia-smi lists one H100, and torch was built with ``cuda``."""
+
+    def build(driver=NEW, *, visible=False, cuda="13.0", lines=1):
+        smi = tmp_path / "nvidia-smi"
+        smi.write_text("#!/bin/sh\n" + f'echo "NVIDIA H100 80GB HBM3, {driver}, 81559 MiB"\n' * lines)
+        smi.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.delenv("VERL_PLATFORM", raising=False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: visible)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        ({"visible": True}, "ok    device          1 x NVIDIA H100 80GB HBM3, 81559 MiB, driver 580.65.06"),
+        ({"driver": OLD}, "sees none: CUDA 13.0 needs driver 580 or newer"),
+        ({"cuda": None}, "sees none: this torch is built without CUDA; PARTIAL_ROLLOUT_EXTRA=gpu bash"),
+        ({}, "sees none: set CUDA_VISIBLE_DEVICES to a device that is there"),
+        ({"lines": 0}, "FAIL  device          nvidia-smi lists no GPU: give this machine or container one"),
+    ],
+)
+def test_device_is_what_torch_sees_of_what_nvidia_smi_lists(gpu_machine, machine, said):
+    gpu_machine(**machine)
+    found = host.device(host.gpus())
+    assert said in str(found) and found.stops == (not machine.get("visible"))
+
+
+def test_tritons_compiler_and_pythons_header_are_looked_for(monkeypatch, tmp_path):
+    monkeypatch.delenv("CC", raising=False)
+    (tmp_path / "gcc").write_text("")
+    (tmp_path / "gcc").chmod(0o755)
+    monkeypatch.setattr(host.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    assert host.compiler().said == "no C compiler" and host.compiler().stops
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "Python.h: apt-get install python3." in str(host.compiler()) and host.compiler().stops
+    (tmp_path / "Python.h").touch()
+    assert str(host.compiler()) == f"ok    compiler        {tmp_path}/gcc, {tmp_path}/Python.h"
+
+
+def test_machine_without_a_gpu_is_asked_for_none(monkeypatch):
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    assert not list(host.host_findings())
+
+
+def test_cpu_builds_on_a_gpu_machine_are_refused_with_the_command_that_brings_the_others(gpu_machine, monkeypatch):
+    gpu_machine()
+    assert str(doctor.versions()).endswith("is tested; PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh")
+    monkeypatch.setattr(doctor, "installed_pair", lambda: GPU_PAIR)
+    assert not doctor.versions().stops and not doctor.versions().remedy
+
+
+@pytest.mark.parametrize(("have", "devices", "sign"), [(2, 0, "ok"), (25, 8, "ok"), (24, 8, "note"), (3, 1, "FAIL")])
+def test_cpus_are_counted_as_ray_reserves_them(monkeypatch, have, devices, sign):
+    monkeypatch.setattr(doctor.os, "cpu_count", lambda: have)
+    line = str(doctor.cpus(devices))
+    assert line.startswith(f"{sign} ") and (sign != "note" or "25 CPUs, or train on 7 (GPUS_PER_NODE=7)" in line)
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_hub_is_asked_once_with_a_deadline_or_not_at_all(monkeypatch, offline):
+    asked = []
+
+    def head(url, timeout):
+        asked.append(timeout)
+        raise TimeoutError("late")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: SimpleNamespace(head=head))
+    line = str(doctor.hub())
+    assert line.startswith("note ") and line.endswith("MODEL=DIR, tools data --from DIR")
+    assert asked == ([] if offline else [5.0]) and ("HF_HUB_OFFLINE is set" in line) == offline
+
+
+def test_engine_is_what_vllm_decides_on_this_machine():
+    assert str(doctor.engine()).startswith("ok    engine          model runner V1, synchronous scheduling")
+
+
+@pytest.mark.parametrize(("stops", "code"), [(False, 0), (True, 1)])
+def test_exit_code_says_whether_a_run_can_start(monkeypatch, capsys, stops, code):
+    found = [Finding("versions", "fine"), Finding("device", "old", "renew it", stops=stops), Finding("hub", "answers")]
+    monkeypatch.setattr(doctor, "findings", lambda: iter(found))
+    assert command.main(["doctor"]) == code
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_issue_template_asks_for_the_doctors_output():
+    form = yaml.safe_load((host.Path(__file__).parents[2] / ".github/ISSUE_TEMPLATE/problem.yml").read_text())
+    asked = {part["id"]: part for part in form["body"] if "id" in part}
+    assert f"python -m {HERE} doctor" in asked["doctor"]["attributes"]["description"]
+    assert asked["doctor"]["validations"]["required"]
