@@ -29,6 +29,44 @@ LATE_S = 0.001
 STALL_S = 20
 """until a stalled step goes on by itself"""
 FIRST, VOCABULARY = 10, 30
+SEATS, BLOCK, BLOCKS = 3, 4, 13
+"""``max_num_seqs``; tokens of a KV block, and blocks, one of them the engine's own"""
+ROOM = {"plentiful": (2, 3, 4), "scarce": (10, 11, 12)}
+"""lengths of prompts: three samples of 8 tokens fit into the KV cache, or do not"""
+
+
+def engine_args(directory, **own):
+    """Arguments of an engine on this executor; ``directory`` gets the config of its model."""
+    from transformers import Qwen3Config
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    shape = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    Qwen3Config(architectures=["Qwen3ForCausalLM"], **shape).save_pretrained(directory)
+    return AsyncEngineArgs(
+        model=str(directory),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=32,
+        max_num_seqs=SEATS,
+        block_size=BLOCK,
+        num_gpu_blocks_override=BLOCKS,
+        scheduling_policy="priority",
+        enable_prefix_caching=True,
+        distributed_executor_backend=f"{__name__}.ScriptedExecutor",
+        **own,
+    )
+
+
+def prompt_of(number, length):
+    """Of a sample; those of other samples begin with another token."""
+    return [1 + (number + i) % 9 for i in range(length)]
+
+
+def response_to(prompt, length):
+    whole = list(prompt)
+    while len(whole) < len(prompt) + length:
+        whole.append(next_token(whole))
+    return whole[len(prompt) :]
 
 
 def next_token(tokens):
@@ -208,7 +246,7 @@ class ScriptedExecutor(Executor):
         return (np.array(blocks)[:, None] * size + np.arange(size)).reshape(-1)[:stop]
 
 
-def _speak(core, v2):
+def speak(core, v2):
     """From now on the idle engine speaks the protocol of model runner V2, or V1's."""
     scheduler, executor = core.scheduler, core.model_executor
     assert not scheduler.requests, "the engine is idle"
@@ -217,13 +255,13 @@ def _speak(core, v2):
     executor.places.clear()
 
 
-def _stall(core, steps, reached):
+def stall(core, steps, reached):
     """Stand still ``steps`` steps from now, with the next step planned, until a message comes; then ``reached`` exists."""
     executor = core.model_executor
     executor.stall = (executor.planned + steps, Path(reached), core.input_queue) if steps else None
 
 
-def _counts(core):
+def counts(core):
     """Of tokens by request, of blocks in use, and of what is under way."""
     scheduler, pool = core.scheduler, core.scheduler.kv_cache_manager.block_pool
     requests = scheduler.requests.values()
@@ -236,4 +274,4 @@ def _counts(core):
     }
 
 
-EngineCore.speak, EngineCore.stall, EngineCore.counts = _speak, _stall, _counts
+EngineCore.speak, EngineCore.stall, EngineCore.counts = speak, stall, counts

@@ -10,18 +10,13 @@ import runpy
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3Config
 
 from recipe.partial_rollout.engine import hold, replica
 from recipe.partial_rollout.engine.version_marks import spans
 
 HERE = Path(__file__).parent
 E2E = HERE.parent / "e2e"
-SEATS, SAMPLES, RESPONSE = 3, 5, 8
-BLOCK, BLOCKS = 4, 13
-"""of the KV cache; one is the engine's own"""
-PROMPTS = {"plentiful": (2, 3, 4), "scarce": (10, 11, 12)}
-"""lengths of prompts whose samples fit into the KV cache, three at once, and of those that do not"""
+SAMPLES, RESPONSE = 5, 8
 ACTIONS = ("hold", "interrupt", "hold and interrupt")
 LATE_S = 0.002
 """what vLLM's output handler takes for each step, as on a busy machine"""
@@ -31,16 +26,15 @@ WAIT_S = 60
 class Sample:
     """What its calls have given back so far, with the version that is said to have made each token."""
 
-    def __init__(self, number, lengths):
-        self.number = number
-        self.prompt = [1 + (number + i) % 9 for i in range(lengths[number % len(lengths)])]
+    def __init__(self, number, prompt):
+        self.number, self.prompt = number, prompt
         self.tokens, self.log_probs, self.versions = [], [], []
 
-    async def run(self, server, name, response):
+    async def run(self, server, name):
         """Ask until it is whole, as the recipe's client does after each interruption."""
         for call in itertools.count():
             sampling = {"temperature": 0.0, "ignore_eos": True, "logprobs": True, "detokenize": False}
-            sampling["max_tokens"] = response - len(self.tokens)
+            sampling["max_tokens"] = RESPONSE - len(self.tokens)
             prompt = [*self.prompt, *self.tokens]
             output = await server.generate(prompt, sampling, f"{name}-{self.number}-{call}", priority=self.number)
             marks = output.extra_fields.get("version_marks", [])
@@ -48,28 +42,26 @@ class Sample:
                 self.versions += [span.version] * (span.stop - span.start)
             self.tokens += output.token_ids
             self.log_probs += output.log_probs or []
-            if len(self.tokens) >= response:
+            if len(self.tokens) >= RESPONSE:
                 return
 
-    def faults(self, executor, response, stale_allowed):
+    def faults(self, scripted, stale_allowed):
         """What is wrong with it: tokens, or log-probs of other weights than the marks say."""
-        whole = list(self.prompt)
-        for _ in range(response):
-            whole.append(executor.next_token(whole))
-        said = [executor.log_prob(version) for version in self.versions]
-        stale = [executor.log_prob(version, stale=True) for version in self.versions]
-        found = [] if self.tokens == whole[len(self.prompt) :] else [f"{self.number}: {self.tokens}"]
-        for i, log_prob in enumerate(self.log_probs):
-            if log_prob != said[i] and not (stale_allowed and log_prob == stale[i]):
-                found.append(f"{self.number}: token {i} {log_prob}, not {said[i]}")
-        return found + ([] if len(said) == len(self.log_probs) == response else [f"{self.number}: lengths"])
+        if self.tokens != scripted.response_to(self.prompt, RESPONSE):
+            return [f"{self.number}: tokens {self.tokens}"]
+        said = [scripted.log_prob(version) for version in self.versions]
+        stale = [scripted.log_prob(version, stale=stale_allowed) for version in self.versions]
+        right = len(said) == len(self.log_probs) and all(
+            log_prob in pair for log_prob, *pair in zip(self.log_probs, said, stale, strict=True)
+        )
+        return [] if right else [f"{self.number}: log-probs {self.log_probs}, versions {self.versions}"]
 
 
 class Bench:
     """The engine, and servers that keep or drop the KV blocks at a hold."""
 
-    def __init__(self, engine, executor, directory):
-        self.engine, self.executor, self.reached = engine, executor, directory / "reached"
+    def __init__(self, engine, scripted, directory):
+        self.engine, self.scripted, self.reached = engine, scripted, directory / "reached"
         serve = runpy.run_path(str(E2E / "bare_server.py"))["serve"]
         self.servers = {kv: serve(engine, replica.RecipeVLLMServer, RESPONSE, kv) for kv in ("recompute", "keep")}
         self.version, self.names, self.wrong = 0, map(str, itertools.count()), []
@@ -85,8 +77,8 @@ class Bench:
         if "interrupt" in action:
             await server.abort_all_requests()
             self.wrong += list(self.engine.output_processor.request_states)
-        urgent = Sample(-1, (4,))
-        running = asyncio.ensure_future(urgent.run(server, next(self.names), RESPONSE))
+        urgent = Sample(-1, self.scripted.prompt_of(-1, 4))
+        running = asyncio.ensure_future(urgent.run(server, next(self.names)))
         await asyncio.sleep(0.001)
         self.version += 1
         await self.engine.collective_rpc("set_version", args=(self.version,))
@@ -101,13 +93,17 @@ class Bench:
         made = {state.request_id: state.detokenizer.num_output_tokens() for state in states}
         return core["steps"] == core["expected"] == 0 and core["tokens"] == made
 
-    async def at_step(self, step, protocol, lengths, kv, action):
+    def samples(self, count, room):
+        lengths = self.scripted.ROOM[room]
+        return [Sample(i, self.scripted.prompt_of(i, lengths[i % len(lengths)])) for i in range(count)]
+
+    async def at_step(self, step, protocol, room, kv, action):
         """Whether the generation had that step, and what went wrong."""
-        server, samples, name = self.servers[kv], [Sample(i, lengths) for i in range(SAMPLES)], next(self.names)
+        server, samples, name = self.servers[kv], self.samples(SAMPLES, room), next(self.names)
         await self.begin(server, protocol)
         self.reached.unlink(missing_ok=True)
         await self.core("stall", step, str(self.reached))
-        running = asyncio.gather(*[sample.run(server, name, RESPONSE) for sample in samples])
+        running = asyncio.gather(*[sample.run(server, name) for sample in samples])
         while not (self.reached.exists() or running.done()):
             await asyncio.sleep(0.0005)
         acted = self.reached.exists()
@@ -116,14 +112,14 @@ class Bench:
             await last
             samples.append(urgent)
         await running
-        return acted, await self.faults_of(samples, RESPONSE, kv == "keep" and action == "hold")
+        return acted, await self.faults_of(samples, kv == "keep" and action == "hold")
 
     async def storm(self, protocol, kv, rng):
         """What went wrong in a longer generation with many actions at any moment."""
         server, name = self.servers[kv], next(self.names)
-        samples = [Sample(i, PROMPTS[rng.choice(list(PROMPTS))]) for i in range(24)]
+        samples = self.samples(24, rng.choice(list(self.scripted.ROOM)))
         await self.begin(server, protocol)
-        running = asyncio.gather(*[sample.run(server, name, RESPONSE) for sample in samples])
+        running = asyncio.gather(*[sample.run(server, name) for sample in samples])
         while not running.done():
             await asyncio.sleep(rng.random() * rng.choice([0.001, 0.01, 0.1]))
             urgent, last = await self.act(server, rng.choice(ACTIONS))
@@ -131,26 +127,26 @@ class Bench:
             samples.append(urgent)
             await last
         await running
-        return await self.faults_of(samples, RESPONSE, kv == "keep")
+        return await self.faults_of(samples, kv == "keep")
 
     async def begin(self, server, protocol):
         await self.engine.reset_prefix_cache()
         await self.core("speak", protocol == "V2")
         server.global_steps = self.version
 
-    async def faults_of(self, samples, response, stale_allowed):
+    async def faults_of(self, samples, stale_allowed):
         faults, self.wrong = self.wrong, []
-        faults += [fault for sample in samples for fault in sample.faults(self.executor, response, stale_allowed)]
+        faults += [fault for sample in samples for fault in sample.faults(self.scripted, stale_allowed)]
         faults += (await self.engine.collective_rpc("faults"))[0]
         if any(server._marks._of for server in self.servers.values()) or (await self.core("counts"))["blocks"]:
             faults.append("marks or blocks are left")
         return faults
 
-    async def at_every_step(self, protocol, lengths, kv, action):
+    async def at_every_step(self, protocol, room, kv, action):
         """The number of steps, and what went wrong, with the step at which it did."""
         found, began = [], (await self.core("counts"))["preempted"]
         for step in itertools.count(1):
-            acted, faults = await asyncio.wait_for(self.at_step(step, protocol, lengths, kv, action), WAIT_S)
+            acted, faults = await asyncio.wait_for(self.at_step(step, protocol, room, kv, action), WAIT_S)
             if not acted:
                 await self.core("stall", 0, "")
                 return step - 1, found, (await self.core("counts"))["preempted"] - began
@@ -161,15 +157,13 @@ class Bench:
 def bench(tmp_path_factory):
     """(runs a coroutine, the bench): one engine for all tests, in whose loop they run."""
     directory = tmp_path_factory.mktemp("scripted")
-    shape = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
-    Qwen3Config(architectures=["Qwen3ForCausalLM"], **shape).save_pretrained(directory)
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
         for folder in (HERE, E2E):
             patch.syspath_prepend(str(folder))
         import async_scheduling
         import scripted_executor
 
-        engine = runner.run(start(directory, async_scheduling))
+        engine = runner.run(start(async_scheduling, scripted_executor.engine_args, directory))
         runner.run(engine.get_supported_tasks())
         slow_outputs(engine.engine_core)
         yield runner.run, Bench(engine, scripted_executor, directory)
@@ -179,26 +173,11 @@ def bench(tmp_path_factory):
             engine.shutdown()
 
 
-async def start(directory, async_scheduling):
-    from vllm.engine.arg_utils import AsyncEngineArgs
+async def start(async_scheduling, engine_args, directory):
     from vllm.v1.engine.async_llm import AsyncLLM
 
     with async_scheduling.allowed() as own:
-        return AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=str(directory),
-                dtype="float32",
-                skip_tokenizer_init=True,
-                max_model_len=32,
-                max_num_seqs=SEATS,
-                block_size=BLOCK,
-                num_gpu_blocks_override=BLOCKS,
-                scheduling_policy="priority",
-                enable_prefix_caching=True,
-                distributed_executor_backend="scripted_executor.ScriptedExecutor",
-                **own,
-            )
-        )
+        return AsyncLLM.from_engine_args(engine_args(directory, **own))
 
 
 def slow_outputs(core):
@@ -215,13 +194,13 @@ def slow_outputs(core):
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
-@pytest.mark.parametrize("room", PROMPTS)
+@pytest.mark.parametrize("room", ["plentiful", "scarce"])
 @pytest.mark.parametrize("protocol", ["V1", "V2"])
 def test_no_step_is_a_bad_one_for_a_hold_or_an_interruption(bench, protocol, room, kv, action):
     run, engine = bench
-    steps, faults, preempted = run(engine.at_every_step(protocol, PROMPTS[room], kv, action))
+    steps, faults, preempted = run(engine.at_every_step(protocol, room, kv, action))
     assert faults == []
-    assert steps >= SAMPLES * RESPONSE / SEATS and (preempted > 0) == (room == "scarce")
+    assert steps >= 2 * RESPONSE and (preempted > 0) == (room == "scarce")
 
 
 @pytest.mark.parametrize("fault", ["uncounted", "uncleared"])
@@ -240,7 +219,7 @@ def test_planted_fault_is_found(bench, monkeypatch, fault):
         monkeypatch.setattr(hold, "_all_processed", nothing)
     else:
         monkeypatch.setattr(replica, "freeze", uncleared)
-    assert run(engine.at_every_step("V2", PROMPTS["plentiful"], "recompute", "hold"))[1]
+    assert run(engine.at_every_step("V2", "plentiful", "recompute", "hold"))[1]
 
 
 @pytest.mark.nightly
