@@ -96,24 +96,6 @@ async def log_probs_of(engine, outputs, name):
     )
 
 
-async def held_until_requests_ended(server):
-    """Requests that ran when the engine was to wait for them, and one that arrived meanwhile."""
-    server.config.custom["hold"] = "wait"
-    running = respond(server, "waited")
-    await until(server, RESPONSE / 4)
-    holding = asyncio.ensure_future(server.hold())
-    await asyncio.sleep(0.05)
-    (late,) = respond(server, "waited-late", PROMPTS[:1])
-    await asyncio.wait_for(holding, 60)
-    left = made(server.engine.output_processor.request_states)
-    await asyncio.sleep(0.1)
-    server.global_steps = 1
-    await server.resume_generation()
-    outputs = await asyncio.wait_for(asyncio.gather(*running, late), 60)
-    server.global_steps = 0
-    return SimpleNamespace(left=left, outputs=outputs)
-
-
 async def held_for_new_weights(engine, server):
     """Sampled requests that were held once, for new weights; and their tokens' log-probs under the old and the new ones."""
     running = respond(server, "weights", temperature=1.0, seed=7)
@@ -143,7 +125,6 @@ def held(on_each_scheduler):
         for kv, server in servers.items():
             setattr(found, kv, await held_often(server, kv))
         found.weights = await held_for_new_weights(engine, servers["recompute"])
-        found.waited = await held_until_requests_ended(servers["keep"])
         found.left = [server._marks._of for server in servers.values()], engine.output_processor.request_states
         return found
 
@@ -192,15 +173,6 @@ def test_tokens_before_the_mark_are_of_the_old_weights_and_those_after_it_of_the
         np.testing.assert_allclose(said[:tokens], old[:tokens], atol=1e-3)
         np.testing.assert_allclose(said[tokens:], new[tokens:], atol=1e-3)
         assert np.abs(old - new)[[tokens - 1, tokens]].max() > 1e-2, "or the boundary would not be tested"
-
-
-def test_engine_that_waits_is_held_once_its_requests_have_ended(held):
-    *outputs, late = held.waited.outputs
-    assert held.waited.left == {"waited-late-0": 0}
-    for output, plain in zip([*outputs, late], [*held.plain, held.plain[0]], strict=True):
-        assert list(output.token_ids) == list(plain.token_ids)
-        assert "version_marks" not in output.extra_fields, "one version made each of them"
-    assert (outputs[0].extra_fields["global_steps"], late.extra_fields["global_steps"]) == (0, 1)
 
 
 def test_nothing_is_left_of_ended_requests(held):
