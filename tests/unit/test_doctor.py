@@ -3,7 +3,7 @@
 import os
 from types import SimpleNamespace
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 import torch
 import yaml

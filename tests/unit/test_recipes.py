@@ -13,7 +13,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.preflight import dry_run as checks
-from recipe.partial_rollout.preflight.memory import DeviceMemory
+from recipe.partial_rollout.preflight.memory import DeviceMemory, check_memory
 from recipe.partial_rollout.preflight.model_shape import QWEN3, ModelShape, named
 from recipe.partial_rollout.preflight.settings_check import check_settings
 
@@ -122,6 +122,9 @@ def test_sizes_fit_a_device(build, experiment):
     # Engine asleep: shards, logits with their gradient, and as much again for activations.
     assert memory.trainer + 2 * memory.logits < config.recipe.gpu_gib - 8
     assert memory.kv_tokens > 8 * longest
+    # Without flash-attn nothing is packed.
+    config.actor_rollout_ref.model.use_remove_padding = False
+    check_memory(config, DeviceMemory.of(config, named(config.actor_rollout_ref.model.path)))
 
 
 @pytest.mark.parametrize("override", ["algorithm=gspo", "engine=megatron", "algorithm.filter_groups.enable=True"])
