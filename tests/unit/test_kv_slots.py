@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.rollout.kv_slots import KV_SHARE, ReplicaSlots, SampleSizes
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
@@ -89,7 +90,7 @@ class Control:
 
 def context_with(chosen):
     """What the trainer lends, of which only two replicas and their slots are there."""
-    settings = SimpleNamespace(batch_samples=96)
+    settings = SimpleNamespace(batch_samples=96, deadlines=Deadlines())
     return RolloutContext(settings, Control(), chosen, *[None] * 6, pad_id=0, steps_per_epoch=1, last_step=1)
 
 

@@ -12,7 +12,7 @@ from recipe.partial_rollout.rollout.metrics import batch_metrics, phase_metrics
 
 
 def call(start, end, tokens=10):
-    return EngineCall("r", start, end, tokens, 0)
+    return EngineCall(0, start, end, tokens, 0)
 
 
 def group(output, *versions, order=0):

@@ -246,6 +246,7 @@ def test_verls_processes_start_beside_the_trainers_core(monkeypatch, composed_co
         started.append((list(moved), os.environ[verl_trainer.cores.VARIABLE]))
 
     monkeypatch.setattr(verl_trainer.main_ppo.main, "__wrapped__", start)
+    monkeypatch.setattr(verl_trainer, "size_bucket", lambda config: None)
     verl_trainer.main.__wrapped__(config)
     assert started == [(moves[:1], trainer)] and moved == moves
 

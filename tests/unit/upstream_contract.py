@@ -312,7 +312,12 @@ CONTRACT = (
             "rollout_is, rollout_is_threshold, rollout_is_threshold_lower",
         },
     ),
-    Uses("verl.utils.torch_functional", "loss", calls={"masked_mean": "values, mask"}),
+    Uses(
+        "verl.utils.torch_functional",
+        "loss chunked_log_probs",
+        has="FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE",
+        calls={"masked_mean": "values, mask"},
+    ),
     Uses(
         "verl.utils.tensordict_utils",
         "loss like_length_batches reported_entropy",
