@@ -214,8 +214,8 @@ def test_planted_fault_is_found(bench, monkeypatch, fault):
     async def nothing(engine):
         pass
 
-    async def uncleared(engine, *, clear_kv, mode):
-        await original(engine, clear_kv=False, mode=mode)
+    async def uncleared(engine, *, clear_kv):
+        await original(engine, clear_kv=False)
 
     if fault == "uncounted":
         monkeypatch.setattr(hold, "_all_processed", nothing)
