@@ -117,6 +117,7 @@ def _judge(out: Path, outcomes: list[Outcome]) -> int:
         "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
     (out / "chaos.json").write_text(json.dumps(report, indent=2) + "\n")
+    del report["faults"]  # printed as they came
     for key, value in report.items():
         print(f"{key:26} {value:.3f}" if isinstance(value, float) else f"{key:26} {value}")
     return 1 if report["violations"] else 0
