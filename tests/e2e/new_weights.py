@@ -1,8 +1,20 @@
-"""Other weights for a vLLM engine, as if a trainer had sent them: an extension of vLLM's worker."""
+"""Other weights for a vLLM engine, as if a trainer had sent them, and a model's pace: an extension of vLLM's worker."""
+
+import time
 
 
 class NewWeights:
-    """``scale_norms`` by name, for ``collective_rpc``."""
+    """``slow_steps`` and ``scale_norms`` by name, for ``collective_rpc``."""
+
+    def slow_steps(self, seconds: float) -> None:
+        """Each step takes ``seconds`` longer, as a larger model's would."""
+        execute = self.model_runner.execute_model
+
+        def slowed(*args, **kwargs):
+            time.sleep(seconds)
+            return execute(*args, **kwargs)
+
+        self.model_runner.execute_model = slowed
 
     def scale_norms(self, factor: float) -> int:
         """Multiply the weights of all layer norms by ``factor``, which changes keys, values and logits; their number."""

@@ -14,6 +14,8 @@ REQUESTS, RESPONSE = 16, 100
 PROMPTS = [[4, 7, 8, 9, 10, 11 + i] for i in range(REQUESTS)]
 HOLDS = (1, 30, 31, 70)
 """tokens that each request has made, at least, when the engine is held; the first hold is before any"""
+STEP_S = 0.01
+"""that a step takes at least: a hold comes within a few tokens of where it is meant to, on any machine"""
 FACTOR = 0.5
 """between old and new weights: enough that a token's log-prob tells them apart"""
 
@@ -120,6 +122,7 @@ def held(on_each_scheduler):
     async def body(engine):
         from recipe.partial_rollout.engine.replica import RecipeVLLMServer
 
+        await engine.collective_rpc("slow_steps", args=(STEP_S,))
         servers = {kv: serve(engine, RecipeVLLMServer, RESPONSE, kv) for kv in ("recompute", "keep")}
         found = SimpleNamespace(plain=await asyncio.gather(*respond(servers["keep"], "plain")))
         for kv, server in servers.items():
