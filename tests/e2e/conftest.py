@@ -96,15 +96,14 @@ def on_engine(task):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from recipe.partial_rollout.engine.replica import chosen_by
+
         async def run():
             with scheduling(scheduler) as (own, check):
                 engine = AsyncLLM.from_engine_args(
                     AsyncEngineArgs(model=str(task / "task" / "model"), dtype="float32", **{**ENGINE, **own, **options})
                 )
-            chosen = engine.vllm_config
-            print(
-                f"v2_model_runner={chosen.use_v2_model_runner} async_scheduling={chosen.scheduler_config.async_scheduling}"
-            )
+            print(f"engine: {chosen_by(engine.vllm_config)}")
             try:
                 result = await body(engine)
                 await check(engine)

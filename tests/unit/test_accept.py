@@ -19,7 +19,7 @@ from recipe.partial_rollout.tools.accept.command import AS_CHOSEN, FALLBACKS, Pl
 
 BUDGETS = [5, 9]
 FREED = "Sleep mode freed 52.1 GiB memory, 3.0 GiB memory is still in use.\n"
-ENGINE = "Asynchronous scheduling is enabled.\n"
+ENGINE = "engine: model runner V2, asynchronous scheduling\n"
 
 
 def build_step(

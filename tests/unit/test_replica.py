@@ -25,6 +25,14 @@ def test_kv_cache_of_two_engines_is_vllms_own_figure_or_their_blocks(cache, toke
     assert replica.kv_tokens_of(config) == tokens
 
 
+@pytest.mark.parametrize(
+    ("v2", "async_", "said"), [(True, True, "V2, asynchronous"), (False, False, "V1, synchronous")]
+)
+def test_engine_says_its_model_runner_and_scheduler(v2, async_, said):
+    config = Namespace(use_v2_model_runner=v2, scheduler_config=Namespace(async_scheduling=async_))
+    assert replica.chosen_by(config) == f"model runner {said} scheduling"
+
+
 def test_headroom_is_vllms_watermark_unless_the_user_has_set_it():
     ours, users = Namespace(watermark=0.0), Namespace(watermark=0.2)
     for args in (ours, users):

@@ -70,9 +70,11 @@ class RecipeVLLMServer(vLLMHttpServer):
         return (self.config.custom or {}).get("resume_kv") == ResumeKV.KEEP
 
     async def run_server(self, args: argparse.Namespace) -> None:
-        """As verl's."""
+        """As verl's; the first replica says what vLLM has chosen."""
         leave_headroom(args, (self.config.custom or {}).get("kv_headroom", 0.0))
         await super().run_server(args)
+        if self.replica_rank == 0:
+            print(f"engine: {chosen_by(self.engine.vllm_config)}")
         self.front_engine()
 
     def front_engine(self) -> None:
@@ -191,6 +193,13 @@ def kv_tokens_of(vllm_config: VllmConfig) -> int | None:
         return cache.kv_cache_size_tokens * engines
     # vLLM counts the blocks of all engines.
     return cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else None
+
+
+def chosen_by(vllm_config: VllmConfig) -> str:
+    """Model runner and scheduler of an engine, in words."""
+    runner = "V2" if vllm_config.use_v2_model_runner else "V1"
+    scheduler = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
+    return f"model runner {runner}, {scheduler} scheduling"
 
 
 def leave_headroom(args: argparse.Namespace, share: float) -> None:

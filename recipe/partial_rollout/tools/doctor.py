@@ -107,16 +107,17 @@ def engine() -> Finding:
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs
 
+        from recipe.partial_rollout.engine.replica import chosen_by
+
         with tempfile.TemporaryDirectory() as directory:
             Path(directory, "config.json").write_text(json.dumps(_TINY))
-            config = AsyncEngineArgs(
+            args = AsyncEngineArgs(
                 model=directory, skip_tokenizer_init=True, max_model_len=128, distributed_executor_backend="mp"
-            ).create_engine_config()
-        runner = "V2" if config.use_v2_model_runner else "V1"
-        scheduler = "asynchronous" if config.scheduler_config.async_scheduling else "synchronous"
+            )
+            chosen = chosen_by(args.create_engine_config())
     except Exception as error:
         return Finding("engine", "vLLM does not say what it would run", one_line(error))
-    return Finding("engine", f"model runner {runner}, {scheduler} scheduling (Qwen3, as vLLM decides here)")
+    return Finding("engine", f"{chosen} (Qwen3, as vLLM decides here)")
 
 
 def cpus(devices: int) -> Finding:

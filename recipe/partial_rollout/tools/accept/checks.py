@@ -26,7 +26,7 @@ INTERRUPT_S = {"cuda": 0.1, "cpu": 1.0}
 """beyond an engine step; the CPUs of a test machine have other work"""
 LEAST_FREED_GIB = 40.0
 _FREED = re.compile(r"Sleep mode freed ([\d.]+) GiB")
-_ASYNCHRONOUS = "Asynchronous scheduling is enabled"
+_ASYNCHRONOUS = ", asynchronous scheduling"
 
 
 @dataclass(frozen=True, slots=True)

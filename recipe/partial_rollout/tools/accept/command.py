@@ -138,9 +138,9 @@ class Plan:
         command = ["-m", "pytest", *_TESTS, "-q", "-s", "-p", "no:cacheprovider"]
         found = [self._process("tests", command, log, variant, _LIMIT_S["B"], {ENGINE: json.dumps(engine)})]
         if self.platform == "cuda" and variant is AS_CHOSEN:
-            for said in ("async_scheduling=True", "v2_model_runner=True"):
-                is_so = said in log.read_text()
-                found.append(Check("engine of the tests", is_so, str(is_so), said))
+            said = "engine: model runner V2, asynchronous scheduling"
+            is_so = said in log.read_text()
+            found.append(Check("engine of the tests", is_so, str(is_so), said))
         return found
 
     def _training(self, log: Path, variant: Variant) -> list[Check]:
@@ -169,7 +169,7 @@ class Plan:
         limit_s: float,
         more: dict[str, str] | None = None,
     ) -> Check:
-        # verl mutes vLLM below warnings, and with it what the engines say of their scheduler and of sleeping.
+        # verl mutes vLLM below warnings, and with it what the engines say of sleeping.
         quiet = {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
         environment = {**os.environ, **quiet, **variant.environment, **(more or {})}
         with log.open("w") as output:
