@@ -25,7 +25,6 @@ from recipe.partial_rollout.records.run_trace import RunTrace
 from recipe.partial_rollout.rollout import rounds as rounds_module
 from recipe.partial_rollout.rollout import stream as stream_module
 from recipe.partial_rollout.rollout.guard import Guard
-from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
 from recipe.partial_rollout.rollout.round_book import RoundBook
 from recipe.partial_rollout.rollout.round_parts import RoundParts
 from recipe.partial_rollout.rollout.rounds import Rounds
@@ -129,9 +128,8 @@ class Soak:
         self.pool = WorkerPool(self.workers, None, connect, 0, settings.deadlines, context.stop)
         guard = Guard(context, self.manager, self.pool)
         others = SimpleNamespace(meet_new=nothing, reckon=nothing)
-        overlap = OverlapSteering(1.0, least=1.0, control=None)
-        book = RoundBook(context, SimpleNamespace(full_tokens_per_s=None), overlap)
-        parts = RoundParts(context, self.manager, store, self.pool, others, others, overlap, book, guard)
+        book = RoundBook(context, SimpleNamespace(full_tokens_per_s=None), None)
+        parts = RoundParts(context, self.manager, store, self.pool, others, others, None, book, guard)
         self.rollout = Stream(parts, SplitCalls(self.pool, guard)) if settings.separate else Rounds(parts)
         auto_await(self.pool.start)()
 

@@ -43,10 +43,8 @@ def test_drift_is_noticed_under_partial_rollout_alone(tmp_path, monkeypatch, ena
 
     for step in range(1, 12):
         log.extend({"training/global_step": step, K3: 1e-4}, step)
-    assert not log.drifted
     log.extend({"training/global_step": 12, K3: 0.1}, 12)
 
-    assert log.drifted is enable
     assert any("drift" in line for line in printed) is enable
 
 
@@ -56,7 +54,7 @@ def test_a_loss_that_is_no_number_is_printed_in_its_step_in_both_arms(tmp_path, 
     monkeypatch.setattr(step_log.tqdm, "write", printed.append)
     log = build_log(tmp_path, enable=enable)
     log.extend({"training/global_step": 1, "actor/loss": float("nan")}, 1)
-    assert not log.drifted and any("actor/loss nan" in line and "step 1" in line for line in printed)
+    assert any("actor/loss nan" in line and "step 1" in line for line in printed)
 
 
 @pytest.mark.parametrize(("separate", "got"), [(False, "rollout"), (True, "wait")])

@@ -16,7 +16,6 @@ from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.rollout import stream as stream_module
 from recipe.partial_rollout.rollout.guard import Guard
-from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
 from recipe.partial_rollout.rollout.round_parts import RoundParts
 from recipe.partial_rollout.rollout.split_calls import SplitCalls
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
@@ -165,8 +164,7 @@ class Life:
         pool, others = Pool(self.worker, calls), SimpleNamespace(meet_new=notes.nothing, reckon=notes.nothing)
         guard = Guard(context, Local(self.manager), pool)
         self.calls = SplitCalls(pool, guard)
-        steering = OverlapSteering(1.0, least=1.0, control=None)
-        parts = (context, Local(self.manager), InProcess(), pool, others, others, steering, notes, guard)
+        parts = (context, Local(self.manager), InProcess(), pool, others, others, None, notes, guard)
         self.stream = Stream(RoundParts(*parts), self.calls)
         self.frame = HeldReplicas(self.control, self.stream)
 

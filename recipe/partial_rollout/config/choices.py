@@ -63,13 +63,6 @@ class OnSampleError(Choice):
     RAISE = "raise", "the run ends"
 
 
-class OnDrift(Choice):
-    """``partial_rollout.on_drift``."""
-
-    WARN = "warn", "a line in the terminal, when it begins"
-    SHRINK = "shrink", "the line, and the overlap is halved, each time that it begins (mode window)"
-
-
 class ResumeKV(Choice):
     """``partial_rollout.resume_kv``."""
 

@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.partial_rollout.config.choices import (
     Correction,
     Mode,
-    OnDrift,
     Placement,
     Proximal,
     ResumeKV,
@@ -144,11 +143,6 @@ class PartialRolloutConfig:
         None, "How far above the region reaches. `null`: `actor.clip_ratio_high`, for tv 0.15.", above=0
     )
     trust_region_m2: float = key(0.04, "Mean squared log-ratio that m2 allows; the default is its paper's.", above=0)
-    on_drift: OnDrift = key(
-        OnDrift.WARN,
-        "What to do when the policy drifts away from the one that made its samples "
-        "([docs/learning.md](../../docs/learning.md#when-it-goes-wrong)).",
-    )
     resume_kv: ResumeKV = key(ResumeKV.RECOMPUTE, "How an interrupted sample gets its keys and values back.")
     kv_headroom: float = key(
         0.05,
@@ -274,8 +268,6 @@ class PartialRolloutConfig:
                 self.over_sampling_batch_size,
                 f"at least data.train_batch_size={self.batch_groups}",
             )
-        if self.on_drift is OnDrift.SHRINK and self.mode is not Mode.WINDOW:
-            raise fail(f"{ROOT}.on_drift", self.on_drift, f"warn in mode {self.mode}, which has no overlap")
         if self.mode is not Mode.WINDOW and self.max_staleness < 1:
             raise fail(f"{ROOT}.max_staleness", self.max_staleness, f"at least 1 in mode {self.mode}")
 

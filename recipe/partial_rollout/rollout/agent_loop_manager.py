@@ -19,7 +19,6 @@ from recipe.partial_rollout.manager.output_store import RayObjects
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.observed_manager import ObservedAgentLoopManager
 from recipe.partial_rollout.rollout.overlap_control import OverlapControl
-from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
 from recipe.partial_rollout.rollout.replica_roster import ReplicaRoster
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.rollout.round_book import RoundBook
@@ -65,8 +64,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             deadlines=settings.deadlines,
             stop=context.stop,
         )
-        auto = OverlapControl.of(settings, len(control), lambda: context.slots.per_replica)
-        overlap = OverlapSteering(settings.overlap, least=1 / settings.batch_groups, control=auto)
+        overlap = OverlapControl.of(settings, len(control), lambda: context.slots.per_replica)
         guard = Guard(context, manager, pool)
         split = SplitCalls(pool, guard)
         self._observe(context, split.take_others if settings.separate else pool.take_calls)
@@ -126,10 +124,6 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
     async def load(self, path: Path, step: int) -> None:
         """``Rounds.load``."""
         await self._rounds.load(path, step)
-
-    def shrink_overlap(self, reason: str) -> None:
-        """``OverlapSteering.shrink``."""
-        self._rounds.overlap.shrink(reason)
 
     @property
     def exhausted(self) -> bool:

@@ -16,7 +16,7 @@ from recipe.partial_rollout.rollout.scorings import Scorings, scorings_of
 from recipe.partial_rollout.rollout.trained_round import TrainedRound
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
+    from recipe.partial_rollout.rollout.overlap_control import OverlapControl
 
 
 class RoundBook:
@@ -25,10 +25,10 @@ class RoundBook:
     Args:
         context: parts of the trainer.
         probe: measures how fast the engines decode when kept full.
-        overlap: learns from each round.
+        overlap: of ``overlap=auto``, learns from each round; None if it is fixed.
     """
 
-    def __init__(self, context: RolloutContext, probe: EngineProbe, overlap: OverlapSteering) -> None:
+    def __init__(self, context: RolloutContext, probe: EngineProbe, overlap: OverlapControl | None) -> None:
         self._context = context
         self._probe = probe
         self._overlap = overlap
@@ -45,7 +45,9 @@ class RoundBook:
         context, step, version, groups = self._context, played.step, played.version, played.groups
         assert context.ledger is not None
         context.ledger.admitted(step, version, played.admitted)
-        self._overlap.observe(played.phase.calls, [[output.response_length for output in g.outputs] for g in groups])
+        if self._overlap is not None:
+            lengths = [[output.response_length for output in group.outputs] for group in groups]
+            self._overlap.observe(played.phase.calls, lengths)
         trained = [TrainedGroup.of(group, version) for group in groups]
         scorings = scorings_of(groups)
         figures = {
@@ -62,7 +64,7 @@ class RoundBook:
             "overlap": played.start.carried_groups / context.settings.batch_groups,
             "admission/admitted": played.start.admitted,
             "failures/replicas_restarted_total": context.control.restarted,
-            **self._overlap.metrics(),
+            **(self._overlap.metrics() if self._overlap is not None else {}),
             **self.note_filtered(step, played.filtered, played.gauges),
         }
         context.trace.round(

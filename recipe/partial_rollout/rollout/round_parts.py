@@ -15,7 +15,7 @@ from recipe.partial_rollout.rollout.worker_pool import WorkerPool
 from recipe.partial_rollout.rollout.worker_slots import WorkerSlots
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.overlap_steering import OverlapSteering
+    from recipe.partial_rollout.rollout.overlap_control import OverlapControl
     from recipe.partial_rollout.rollout.round_book import RoundBook
 
 
@@ -35,15 +35,15 @@ class RoundParts:
     """announces restarted replicas"""
     slots: WorkerSlots
     """slots of each worker"""
-    overlap: OverlapSteering
-    """decides how much is in flight"""
+    overlap: OverlapControl | None
+    """of ``overlap=auto``; None if it is fixed"""
     book: RoundBook
     """books what is trained"""
     guard: Guard
     """of the driver's waits"""
 
     async def steer(self) -> None:
-        """Apply another overlap, if one is asked for, to what is admitted from here on."""
-        if (change := self.overlap.poll()) is not None:
+        """Apply the overlap that ``overlap=auto`` has decided on, if it is a new one, to what is admitted from here on."""
+        if self.overlap is not None and (change := self.overlap.poll()) is not None:
             await self.guard.wait(self.manager.set_overlap.remote(change.overlap), "changing the overlap")
             tqdm.write(f"partial_rollout.overlap is now {change.overlap:g}: {change.reason}")

@@ -52,7 +52,6 @@ class Rounds:
         self._pool = parts.pool
         self._roster = parts.roster
         self._slots = parts.slots
-        self.overlap = parts.overlap
         self._book = parts.book
         self._guard = parts.guard
         self._watch = RoundWatch(

@@ -67,7 +67,6 @@ class Stream:
         self._pool = parts.pool
         self._roster = parts.roster
         self._slots = parts.slots
-        self.overlap = parts.overlap
         self._book = parts.book
         self._guard = parts.guard
         self._ended_calls = ended_calls

@@ -35,15 +35,13 @@ class PolicyDrift:
     def __init__(self) -> None:
         self._seen: list[float] = []
         self._alarmed = False
-        self.began = False
-        """whether drift began in the newest step"""
 
     def observe(self, data: Mapping[str, Any], step: int) -> str | None:
         """Warnings if drift begins in ``step``, or a figure of it is not finite; None if all is well or drift goes on."""
         return "\n".join(filter(None, (not_finite(data, step), self._drift(data, step)))) or None
 
     def _drift(self, data: Mapping[str, Any], step: int) -> str | None:
-        self.began, kl = False, float(data.get(KL, "nan"))
+        kl = float(data.get(KL, "nan"))
         if not isfinite(kl):
             return None
         usual = median(self._seen) if len(self._seen) >= _FIRST else None
@@ -51,7 +49,6 @@ class PolicyDrift:
         before, self._alarmed = self._alarmed, usual is not None and kl > max(_FLOOR, _FACTOR * usual)
         if not self._alarmed or before:
             return None
-        self.began = True
         return (
             f"warning: at step {step} the policy has drifted far from the one that made its samples ({KL} {kl:.4f}, "
             f"{usual:.5f} by the median so far): its reward is likely to fall. Lower actor_rollout_ref.actor.optim.lr "

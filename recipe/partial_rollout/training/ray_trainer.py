@@ -24,7 +24,6 @@ from verl.trainer.ppo.utils import need_critic
 
 import recipe.partial_rollout.engine.replica as replica
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
-from recipe.partial_rollout.config.choices import OnDrift
 from recipe.partial_rollout.config.devices import engine_devices
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.engine.kept_kv import kv_gap
@@ -229,16 +228,13 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """Add the round's metrics to what verl logs for a step; react to drift as ``partial_rollout.on_drift`` asks."""
+        """Add the round's metrics to what verl logs for a step."""
         if "training/global_step" in data:
             self._complete_step()
         figures = {**self._rollout.take_step_metrics(), **self.gpus.take_metrics(), **self._measured}
         ours = {f"partial_rollout/{key}": value for key, value in figures.items()}
         self._measured = {}
-        data = self.step_log.extend({**self.proximal.metrics(data, step), **ours}, step)
-        if self.step_log.drifted and self.settings.on_drift is OnDrift.SHRINK:
-            self._rollout.shrink_overlap(f"the policy drifted at step {step} (partial_rollout.on_drift=shrink)")
-        return data
+        return self.step_log.extend({**self.proximal.metrics(data, step), **ours}, step)
 
     def _after_log(self, data: dict[str, Any], step: int) -> None:
         """Stop verl's ``fit`` if asked to, here and nowhere else: the step is logged, and the next has not begun."""

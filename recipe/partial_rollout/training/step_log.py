@@ -34,11 +34,6 @@ class StepLog:
         self._drift = PolicyDrift()
         self._began, self._last_s = 0.0, 0.0
 
-    @property
-    def drifted(self) -> bool:
-        """Whether policy drift began at the newest step."""
-        return self._drift.began
-
     def open(self, *, resumes: bool) -> dict[str, Any] | None:
         """See ``Dashboard.open``."""
         return self._dashboard.open(resumes=resumes)

@@ -53,7 +53,6 @@ _CHANGES = {
     "uncorrected": ("correction=none", "partial_rollout.correction=none"),
     "update": ("proximal=update", "partial_rollout.proximal=update"),
     "recompute": ("resume_kv=recompute", "partial_rollout.resume_kv=recompute"),
-    "shrink": ("on_drift=shrink", "partial_rollout.on_drift=shrink"),
     "drain": ("drained", "partial_rollout.drain=True"),
     "seq_mean": ("seq-mean-token-mean", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"),
     "constant": ("seq-mean-token-sum-norm", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"),
