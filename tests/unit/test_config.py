@@ -188,7 +188,7 @@ def test_bucket_that_is_too_small_is_refused_where_a_tensor_must_fit_it(with_mod
             "algorithm.rollout_correction.bypass_mode=True",
             "bypass_mode=True: False: verl changes the driver's loss once",
         ),
-        ("partial_rollout.trust_region=kl", "partial_rollout.trust_region=kl: one of auto, none, mask, clip, tv, m2"),
+        ("partial_rollout.trust_region=kl", "partial_rollout.trust_region=kl: one of auto, none, mask, tv, m2"),
         ("partial_rollout.trust_region_low=0", "partial_rollout.trust_region_low=0: a number above 0, or null"),
         ("partial_rollout.trust_region_m2=-1", "partial_rollout.trust_region_m2=-1: a number above 0"),
         (
@@ -281,10 +281,6 @@ def test_mistake_is_refused_in_one_line(configure, override, message):
             "trust_region=mask: none with partial_rollout.correction=none",
         ),
         (
-            ("algorithm=sapo", "partial_rollout.trust_region=clip"),
-            "trust_region=clip: mask, or none, with loss_mode=sapo: it does not clip its ratio as PPO does",
-        ),
-        (
             ("algorithm=gspo", "partial_rollout.trust_region=m2"),
             "trust_region=m2: mask, or none, with loss_mode=gspo: it has one ratio a sequence",
         ),
@@ -346,18 +342,6 @@ def test_verl_still_changes_the_loss_of_the_driver_alone_in_bypass_mode(configur
     batch = DataProto.from_single_dict({"rollout_log_probs": torch.zeros(1, 1)})
     apply_bypass_mode(batch, config.algorithm.rollout_correction, actor.policy_loss)
     assert (actor.policy_loss.loss_mode, sent.policy_loss.loss_mode) == ("bypass_mode", "vanilla")
-
-
-def test_region_that_clips_is_the_losss_own_clip(configure):
-    config = configure("partial_rollout.trust_region=clip", "partial_rollout.trust_region_high=0.5")
-    check_config(config)
-    main_ppo.wire(config)
-    actor = config.actor_rollout_ref.actor
-    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.2, 0.5)
-    config = configure("partial_rollout.trust_region=mask", "partial_rollout.trust_region_high=0.5")
-    check_config(config)
-    main_ppo.wire(config)
-    assert config.actor_rollout_ref.actor.clip_ratio_high == 0.2
 
 
 @pytest.mark.parametrize("loss_mode", [*USING])

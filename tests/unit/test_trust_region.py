@@ -25,7 +25,7 @@ from recipe.partial_rollout.training.trust_region import BehaviourRegion
 
 ROWS, WIDTH, VERSION, CAP = 6, 9, 4, 1.5
 LOW, HIGH, TV, M2 = 0.3, 0.4, 0.1, 0.05
-KINDS = ("mask", "clip", "tv", "m2")
+KINDS = ("mask", "tv", "m2")
 AGG_MODES = ("token-mean", "seq-mean-token-mean")
 TOKEN_LOSSES = ("decoupled_ppo", "sapo", "gpg", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
 FIELDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1.8}
@@ -101,10 +101,7 @@ def run(
     flat = torch.cat([part for row in rows for part in (zero, row, zero)])
     offsets = torch.tensor([0, *np.cumsum([n + 2 for n in lengths])])
     output = {"log_probs": torch.nested.nested_tensor_from_jagged(flat, offsets=offsets)}
-    fields = FIELDS
-    if region is not None and region.kind is TrustRegion.CLIP:
-        fields = {**FIELDS, "clip_ratio_low": region.low, "clip_ratio_high": region.high}
-    fields = {**fields, "policy_loss": PolicyLossConfig(loss_mode=loss_mode), "loss_agg_mode": agg}
+    fields = {**FIELDS, "policy_loss": PolicyLossConfig(loss_mode=loss_mode), "loss_agg_mode": agg}
     config = ActorConfig(strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, **fields)
     extra = {} if function is ppo_loss else {"region": region}
     torch.manual_seed(0)
@@ -156,14 +153,9 @@ def reference(kind, batch, *, from_update, agg):
         behaviour, current, proximal = (rows[key][at] for key in ("behaviour", "current", "proximal"))
         if from_update:
             proximal = current
-        weight = math.exp(proximal - behaviour)
-        used = min(weight, CAP)
-        if kind == "clip":
-            value, slope = ppo_term(math.exp(current - behaviour), rows["advantages"][at], LOW, HIGH, 1.8)
-            value, slope = used / weight * value, used / weight * slope
-        else:
-            value, slope = ppo_term(math.exp(current - proximal), rows["advantages"][at], 0.2, 0.28, 1.8)
-            value, slope = (0.0, 0.0) if at in outside else (used * value, used * slope)
+        used = min(math.exp(proximal - behaviour), CAP)
+        value, slope = ppo_term(math.exp(current - proximal), rows["advantages"][at], 0.2, 0.28, 1.8)
+        value, slope = (0.0, 0.0) if at in outside else (used * value, used * slope)
         share = 1 / len(generated) if agg == "token-mean" else 1 / rows["mask"][at[0]].sum() / ROWS
         total -= share * value
         gradient[at] -= share * slope
@@ -204,7 +196,7 @@ def test_without_a_region_loss_and_gradient_are_bit_equal_to_verls_on_the_same_w
     assert not [key for key in ours[2] if "trust_region" in key]
 
 
-@pytest.mark.parametrize("kind", ["mask", "tv", "m2"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
 def test_region_that_holds_everything_changes_no_bit(kind, level):
     batch = build_batch(3, updates=2)
@@ -217,7 +209,7 @@ def test_region_that_holds_everything_changes_no_bit(kind, level):
 
 
 @pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
-@pytest.mark.parametrize("kind", ["mask", "tv", "m2"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss_mode", TOKEN_LOSSES)
 def test_masked_token_loses_its_gradient_and_the_others_keep_theirs(loss_mode, kind, level):
     batch = build_batch(1, updates=2)
@@ -232,16 +224,11 @@ def test_masked_token_loses_its_gradient_and_the_others_keep_theirs(loss_mode, k
     assert torch.equal(regional, plain.masked_fill(outside, 0))
 
 
-def geometric_means(batch):
-    """[ROWS], log of the sequences' ratios to the behaviour policy, and whether a sequence has tokens."""
-    tokens = batch["mask"].sum(1)
-    return ((batch["current"] - batch["behaviour"]) * batch["mask"]).sum(1) / tokens.clamp(min=1), tokens > 0
-
-
 @pytest.mark.parametrize("loss_mode", ["gspo", "geo_mean"])
 def test_sequence_is_in_or_out_as_a_whole_where_the_loss_has_one_ratio_a_sequence(loss_mode):
     batch = build_batch(1, updates=2)
-    means, _ = geometric_means(batch)
+    tokens = batch["mask"].sum(1).clamp(min=1)
+    means = ((batch["current"] - batch["behaviour"]) * batch["mask"]).sum(1) / tokens
     out = (means * batch["advantages"][:, 0] > 0) & ((means.exp() > 1.1) | (means.exp() < 0.9)) & (batch["mask"].any(1))
     region = build_region("mask", low=0.1, high=0.1, per_sequence=True)
     plain = run(batch, loss_mode=loss_mode, level="geometric")[1]
@@ -249,38 +236,6 @@ def test_sequence_is_in_or_out_as_a_whole_where_the_loss_has_one_ratio_a_sequenc
     assert out.any() and plain[out].any() and plain[~out].any()
     # geo_mean adds 1e-10 to a weight before it takes its logarithm.
     torch.testing.assert_close(regional, plain * ~out[:, None], atol=1e-9, rtol=0)
-
-
-def test_clip_of_gspo_is_of_the_sequences_ratio_to_the_behaviour_policy():
-    batch = build_batch(2, updates=2)
-    means, has_tokens = geometric_means(batch)
-    ratios = means.exp()
-    weights = ((batch["proximal"] - batch["behaviour"]) * batch["mask"]).sum(1) / batch["mask"].sum(1).clamp(min=1)
-    left = weights.exp().clamp(max=CAP) / weights.exp()
-    advantages = batch["advantages"][:, 0]
-    clipped = ratios.clamp(0.9, 1.1) * advantages < ratios * advantages
-    slopes = torch.where(clipped, 0.0, -left * ratios * advantages) * has_tokens / batch["mask"].sum()
-    region = build_region("clip", low=0.1, high=0.1, per_sequence=True)
-    _, gradient, _ = run(batch, region, loss_mode="gspo", level="geometric")
-    assert clipped.any() and slopes.any()
-    torch.testing.assert_close(gradient, slopes[:, None] * batch["mask"], atol=1e-9, rtol=0)
-
-
-@pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
-def test_inside_the_region_clip_trains_a_token_with_the_weights_of_its_level(level):
-    batch = build_batch(4, spread=0.05, updates=2)
-    wide = build_region("clip", low=9.0, high=9.0)
-    plain = run(batch, level=level, loss_mode="decoupled_ppo")[1]
-    torch.testing.assert_close(run(batch, wide, level=level)[1], plain, atol=1e-12, rtol=1e-9)
-
-
-def test_in_the_first_update_of_a_batch_clip_has_the_gradient_of_mask():
-    """Dual clip apart, which drops tokens of negative advantage whose ratio to the behaviour policy has grown."""
-    batch = build_batch(5, updates=1)
-    mask, clip = (run(batch, build_region(kind)) for kind in ("mask", "clip"))
-    grown = (batch["advantages"] < 0) & ((batch["current"] - batch["behaviour"]).exp() > FIELDS["clip_ratio_c"])
-    torch.testing.assert_close(mask[1].masked_fill(grown, 0), clip[1], atol=1e-12, rtol=1e-9)
-    assert mask[0] != pytest.approx(clip[0])
 
 
 # -- masks that take much or all ---------------------------------------------------------------------------------------
@@ -304,8 +259,7 @@ def test_batch_that_is_masked_altogether_has_no_gradient_and_finite_metrics(kind
     batch["behaviour"] = batch["current"] - 2.0 * batch["advantages"].sign()
     region = build_region(kind, low=1e-3, high=1e-3, m2=1e-3)
     value, gradient, metrics = run(batch, region, from_update=from_update)
-    assert math.isfinite(value) and not gradient.any()
-    assert (value == 0) == (kind != "clip")
+    assert value == 0 and not gradient.any()
     parts = {key: metric.aggregate() for key, metric in metrics.items() if "partial_rollout" in key}
     assert parts["actor/partial_rollout/trust_region/masked"] == pytest.approx(1.0)
     assert np.isfinite(list(parts.values())).all()
@@ -413,7 +367,7 @@ def test_bounds_are_the_losss_own_unless_they_are_set():
     assert BehaviourRegion.of(build_settings("none"), build_actor()) is None
     of = BehaviourRegion.of(build_settings("mask"), build_actor())
     assert (of.low, of.high, of.per_sequence) == (0.2, 0.28, False)
-    of = BehaviourRegion.of(build_settings("clip", low=0.5), build_actor())
+    of = BehaviourRegion.of(build_settings("mask", low=0.5), build_actor())
     assert (of.low, of.high) == (0.5, 0.28)
     of = BehaviourRegion.of(build_settings("tv", high=0.3), build_actor())
     assert (of.low, of.high) == (0.15, 0.3)

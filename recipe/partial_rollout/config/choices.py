@@ -98,7 +98,6 @@ class TrustRegion(Choice):
         "mask",
         "tokens are masked whose `pi_theta / pi_behav` has left the bounds in the direction of their advantage",
     )
-    CLIP = "clip", "the loss clips `pi_theta / pi_behav` at the bounds, and `pi_theta / pi_prox` no longer"
     TV = "tv", "as `mask`, with bounds on `pi_theta - pi_behav` (DPPO, arXiv:2602.04879)"
     M2 = (
         "m2",

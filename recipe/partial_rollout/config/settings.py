@@ -135,7 +135,7 @@ class PartialRolloutConfig:
     )
     trust_region_low: float | None = key(
         None,
-        "How far below the region reaches: below ratio 1 (mask, clip), below the old probability (tv). `null`: "
+        "How far below the region reaches: below ratio 1 (mask), below the old probability (tv). `null`: "
         "`actor.clip_ratio_low`, for tv 0.15.",
         above=0,
     )

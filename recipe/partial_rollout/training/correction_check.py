@@ -26,8 +26,6 @@ from recipe.partial_rollout.training.pass_reader import reader_of_pass
 _NODE = "algorithm.rollout_correction"
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 _PROBED_FIELDS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
-CLIPPING_LOSSES = ("vanilla", DECOUPLED_PPO, "gspo")
-"""losses that clip their ratio as PPO does; ``trust_region=clip`` has them clip another"""
 
 
 def check_correction(config: DictConfig, settings: PartialRolloutConfig) -> None:
@@ -42,7 +40,7 @@ def check_correction(config: DictConfig, settings: PartialRolloutConfig) -> None
             f"{_NODE}.bypass_mode",
             True,
             "False: verl changes the driver's loss once the workers have theirs, so loss_type, rollout_is and rollout_rs "
-            "never act; partial_rollout.trust_region=clip clips to the behaviour policy",
+            "never act; partial_rollout.trust_region=mask bounds the ratio to the behaviour policy",
         )
     if settings.correction is Correction.NONE:
         _check_uncorrected(config, correction)
@@ -144,8 +142,6 @@ def _check_region(mode: str, settings: PartialRolloutConfig) -> None:
         return
     if settings.correction is Correction.NONE:
         raise fail(key, region, "none with partial_rollout.correction=none")
-    if region is TrustRegion.CLIP and mode not in CLIPPING_LOSSES:
-        raise fail(key, region, f"mask, or none, with loss_mode={mode}: it does not clip its ratio as PPO does")
     if region in (TrustRegion.TV, TrustRegion.M2) and mode in SEQUENCE_LEVEL_LOSSES:
         raise fail(key, region, f"mask, or none, with loss_mode={mode}: it has one ratio a sequence")
 
@@ -164,7 +160,3 @@ def wire_correction(config: DictConfig) -> None:
     if actor.policy_loss.loss_mode == "vanilla":
         # verl's vanilla loss times the weights; unlike it, this loss raises if they are missing.
         actor.policy_loss.loss_mode = DECOUPLED_PPO
-    if config.partial_rollout.trust_region == TrustRegion.CLIP:
-        # The region is the loss's own clip.
-        actor.clip_ratio_low = config.partial_rollout.trust_region_low or actor.clip_ratio_low
-        actor.clip_ratio_high = config.partial_rollout.trust_region_high or actor.clip_ratio_high

@@ -171,7 +171,7 @@ def corrected_ppo_loss(
     if region is not None:
         advantages = padded["advantages"]
         outside = region.outside(current, behaviour, advantages, mask)
-        proximal, weights = region.apply(proximal, behaviour, weights, outside, mask)
+        weights = weights.masked_fill(outside, 0)
         parts = masked_parts(outside, advantages, age=trained - padded["rollout_versions"])
         reported |= {f"trust_region/{key}": value for key, value in parts.items()}
     corrected = data.clone(recurse=False)

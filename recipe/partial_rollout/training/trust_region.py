@@ -6,7 +6,6 @@ is outside if it has moved in the direction of its advantage (``delta * A > 0``)
 
 ====== =============================================================================================================
 mask   ``rho > 1 + eps_high`` or ``rho < 1 - eps_low``
-clip   the same
 tv     ``pi_theta - pi_behav > eps_high`` or ``< -eps_low``: DPPO with the binary total variation of the sampled token
        (arXiv:2602.04879; the bounds 0.15 are those of verl's example script)
 m2     it is one of those with the largest ``delta^2``, which are taken out until the mean of ``delta^2`` over the tokens
@@ -15,19 +14,8 @@ m2     it is one of those with the largest ``delta^2``, which are taken out unti
        [0.7, 1.5])
 ====== =============================================================================================================
 
-**mask, tv, m2** give a token outside the weight 0. Every loss that the recipe accepts multiplies a token's loss by its
-weight, so the gradient is gone and the denominator keeps the token. The loss's own clip of ``r`` stays: two regions.
-
-**clip** moves the loss's own clip from ``r`` to ``rho``: one region. With ``w`` the behaviour weight in use, its
-gradient is that of (and for ``decoupled_ppo`` the loss is)::
-
-    -k * min(rho * A, clip(rho, 1 - eps_low, 1 + eps_high) * A)      with k = w / (pi_prox / pi_behav)
-
-``k`` is 1 but for what cap and level of the weights change, so that inside the region a token trains with ``w * r``.
-In the first update of a batch the gradient is mask's: PPO's clip has none where a masked token has none, and ``r`` is 1.
-In later ones ``mask`` also stops where ``r`` leaves its bounds, and ``clip`` does not. Dual clip (``clip_ratio_c``) is of
-``rho`` too, and drops tokens of negative advantage above it. The loss's value differs at once: a clipped token adds a
-constant, a masked one nothing. ``actor/ppo_kl`` and ``actor/pg_clipfrac`` are of ``rho``.
+A token outside gets the weight 0. Every loss that the recipe accepts multiplies a token's loss by its
+weight, so the gradient is gone and the denominator keeps the token. The loss's own clip of ``r`` stays.
 
 **m2 sees one micro-batch**, because the gradient of the first is taken before the log-probs of the last are known. The
 bound holds in each, so it holds in the mini-batch, but which tokens are masked depends on how verl splits it, and they
@@ -114,27 +102,6 @@ class BehaviourRegion:
             return _largest(delta.square(), moved, self.m2)
         change = current.exp() - behaviour.exp() if self.kind is TrustRegion.TV else delta.exp() - 1
         return moved & ((change > self.high) | (change < -self.low))
-
-    def apply(
-        self,
-        proximal: torch.Tensor,
-        behaviour: torch.Tensor,
-        weights: torch.Tensor,
-        outside: torch.Tensor,
-        mask: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the loss gets: log-probs [B, R] to take its ratio to, and weights [B, R].
-
-        Args:
-            proximal, behaviour: [B, R] log-probs. weights: [B, R], behaviour weights in use.
-            outside: [B, R], what ``outside`` returned. mask: [B, R].
-        """
-        if self.kind is not TrustRegion.CLIP:
-            return proximal, weights.masked_fill(outside, 0)
-        log_weight = proximal - behaviour
-        if self.per_sequence:
-            log_weight = _sequence_mean(log_weight, mask)
-        return behaviour, weights / log_weight.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
 
 
 def clip_bounds(actor: DictConfig | ActorConfig) -> tuple[float, float]:
