@@ -13,17 +13,13 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo, task_runner
 from recipe.partial_rollout.preflight.settings_check import check_config
-from recipe.partial_rollout.training.proximal import ProximalPolicy
+from recipe.partial_rollout.training import proximal
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 
 ALGORITHMS = tuple(sorted(path.stem for path in (main_ppo.CONF_DIR / "algorithm").glob("*.yaml")))
 STEPS_EACH = 2
 CHECK_EVERY = 3
-FROM_UPDATE = (
-    "algorithm=grpo",
-    "partial_rollout.proximal=update",
-    f"partial_rollout.proximal_check_every={CHECK_EVERY}",
-)
+FROM_UPDATE = ("algorithm=grpo", "partial_rollout.proximal=auto")
 FIRST_FROM_UPDATE = STEPS_EACH * len(ALGORITHMS) + 1
 STEPS = STEPS_EACH * len(ALGORITHMS) + 2 * CHECK_EVERY
 
@@ -49,12 +45,13 @@ class MatrixTrainer(PartialRolloutRayPPOTrainer):
             config, settings = self.stretches[self.global_steps]
             self.config.algorithm = config.algorithm
             self.config.actor_rollout_ref.actor = config.actor_rollout_ref.actor
-            self.proximal = ProximalPolicy.of(config, settings)
+            self.proximal = proximal.ProximalPolicy.of(config, settings)
             self.send_loss()
         return super()._get_gen_batch(batch)
 
 
 if __name__ == "__main__":
+    proximal.CHECK_EVERY = CHECK_EVERY
     overrides = [argument for argument in sys.argv[1:] if "=" in argument]
     stretches = {
         1 + STEPS_EACH * i: composed(*overrides, f"algorithm={name}", "partial_rollout.proximal=recompute")

@@ -43,7 +43,7 @@ def arms(module_train):
             "partial_rollout.overlap=1.0",
             "partial_rollout.max_staleness=2",
             "partial_rollout.probe_s=2",
-            "partial_rollout.proximal_check_every=1",
+            "partial_rollout.proximal=recompute",
             name="PR",
         ),
     }
@@ -89,10 +89,6 @@ def test_behaviour_log_probs_of_interrupted_samples_are_the_engines_own(arms):
         for step in run.steps.values():
             assert step["training/rollout_probs_diff_max"] < 1e-3
             assert step["training/rollout_probs_diff_mean"] < 1e-5
-
-
-def test_updates_own_log_probs_are_those_of_a_pass_over_the_batch(arms):
-    assert all(step["partial_rollout/proximal/error"] < 1e-5 for step in arms["PR"].steps.values())
 
 
 def test_nothing_is_lost_and_the_last_round_drains(arms):

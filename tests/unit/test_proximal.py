@@ -9,17 +9,14 @@ from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.correction import WeightLevel, weight_level
-from recipe.partial_rollout.training.pass_reader import reader_of_pass
-from recipe.partial_rollout.training.proximal import ProximalPolicy
+from recipe.partial_rollout.training.proximal import ProximalPolicy, effective_sample_size, needs_pass
 from verl_ext.reported_entropy import ASKED
 
 CORRECTION = type("Correction", (), {"rollout_is": "token", "rollout_is_threshold": 2.0})
 
 
-def build(*, from_update=True, check_every=0, most_rows=8):
-    return ProximalPolicy(
-        from_update=from_update, check_every=check_every, rollout_correction=CORRECTION, most_rows=most_rows
-    )
+def build(*, from_update=True):
+    return ProximalPolicy(from_update=from_update, rollout_correction=CORRECTION, most_rows=8)
 
 
 def build_batch(rows=1):
@@ -34,9 +31,9 @@ def composed(*overrides):
 
 def test_quick_start_trains_a_batch_in_one_update_and_leaves_the_pass_out():
     config, settings = composed()
-    assert reader_of_pass(config) is None
+    assert not needs_pass(config)
     proximal = ProximalPolicy.of(config, settings)
-    assert [step for step in range(1, 30) if proximal.recomputes(step)] == [10, 20]
+    assert [step for step in range(1, 30) if proximal.recomputes(step)] == [1, 11, 21]
 
 
 @pytest.mark.parametrize(
@@ -53,13 +50,13 @@ def test_quick_start_trains_a_batch_in_one_update_and_leaves_the_pass_out():
 )
 def test_pass_is_run_where_something_needs_it(override):
     config, settings = composed(override)
-    assert reader_of_pass(config).key == override.partition("=")[0]
-    assert ProximalPolicy.of(config, settings).recomputes(1)
+    assert needs_pass(config)
+    assert ProximalPolicy.of(config, settings).recomputes(2)
 
 
 @pytest.mark.parametrize("override", ["partial_rollout.enable=False", "partial_rollout.proximal=recompute"])
 def test_pass_is_run_under_nopr_and_where_it_is_asked_for(override):
-    assert ProximalPolicy.of(*composed(override)).recomputes(1)
+    assert ProximalPolicy.of(*composed(override)).recomputes(2)
 
 
 def test_recomputing_tells_the_loss_nothing():
@@ -69,30 +66,17 @@ def test_recomputing_tells_the_loss_nothing():
     assert not batch.meta_info
 
 
-def test_pass_is_run_now_and_then_to_compare():
-    assert not any(build().recomputes(step) for step in range(1, 9))
-    assert [step for step in range(1, 9) if build(check_every=3).recomputes(step)] == [3, 6]
-
-
-def test_loss_learns_how_to_weigh():
+@pytest.mark.parametrize(("step", "checks"), [(11, True), (12, False)])
+def test_loss_learns_how_to_weigh_and_gives_the_entropy_where_no_pass_does(step, checks):
     batch = build_batch()
-    build(check_every=2).instruct(batch, 4)
+    build().instruct(batch, step)
     assert batch.meta_info == {
         loss.PROXIMAL_FROM_UPDATE: True,
-        loss.PROXIMAL_CHECK: True,
-        ASKED: False,
+        loss.PROXIMAL_CHECK: checks,
+        ASKED: not checks,
         loss.WEIGHT_LEVEL: "token",
         loss.WEIGHT_THRESHOLD: 2.0,
     }
-
-
-def test_entropy_is_asked_of_the_update_where_no_pass_gives_it():
-    asked = []
-    for step in (1, 2):
-        batch = build_batch()
-        build(check_every=2).instruct(batch, step)
-        asked.append(batch.meta_info[ASKED])
-    assert asked == [True, False]
 
 
 def test_batch_of_two_updates_ends_the_run():
@@ -119,25 +103,38 @@ def test_figures_of_the_stand_in_are_left_out_and_the_losses_own_renamed():
         "actor/partial_rollout/proximal/error": 0.01,
         "actor/partial_rollout/entropy": 0.7,
     }
-    kept = build(check_every=2).metrics(logged, 1)
+    kept = build().metrics(logged, 2)
     assert kept == {"training/global_step": 1, "actor/entropy": 0.7, "partial_rollout/proximal/error": 0.01}
-    assert "rollout_corr/kl" in build(check_every=2).metrics(logged, 2)
+    assert "rollout_corr/kl" in build().metrics(logged, 11)
     assert "actor/entropy" in build(from_update=False).metrics(logged, 1)
 
 
 def test_effective_sample_size_and_gap_are_made_of_what_the_loss_sums():
     sums = {"behaviour_weight/mean": 0.5, "behaviour_weight/square": 1.0, "kv_gap": 0.01, "kv_gap_share": 0.25}
-    assert build().metrics({f"actor/partial_rollout/{key}": value for key, value in sums.items()}, 1) == {
+    assert build().metrics({f"actor/partial_rollout/{key}": value for key, value in sums.items()}, 2) == {
         "partial_rollout/behaviour_weight/mean": 0.5,
         "partial_rollout/behaviour_weight/ess": 0.25,
         "partial_rollout/mismatch/kv_gap_mean": 0.04,
     }
 
 
+def test_figures_of_the_weights_are_verls_where_verl_makes_them():
+    logged = {"rollout_corr/rollout_is_mean": 0.9, "rollout_corr/rollout_is_eff_sample_size": 0.8}
+    made = build(from_update=False).metrics(logged, 1)
+    assert made == logged | {"partial_rollout/behaviour_weight/mean": 0.9, "partial_rollout/behaviour_weight/ess": 0.8}
+    assert build().metrics(logged, 1) == logged
+
+
+def test_effective_sample_size_is_none_of_no_weights_and_never_exceeds_one():
+    assert effective_sample_size(0.0, 0.0) == 0.0
+    # Equal weights, whose means were rounded apart: seen in a training.
+    assert effective_sample_size(1.000000000000128, 1.000000000000128) == 1.0
+
+
 def test_divergence_is_the_losses_where_verl_cannot_know_it():
     logged = {"rollout_corr/k3_kl": 0.0, "actor/partial_rollout/k3_kl": 0.002, "actor/partial_rollout/kl": -0.001}
-    assert build(check_every=2).metrics(logged, 1) == {"rollout_corr/k3_kl": 0.002, "rollout_corr/kl": -0.001}
-    assert build(check_every=2).metrics(logged, 2) == {"rollout_corr/k3_kl": 0.0, "rollout_corr/kl": -0.001}
+    assert build().metrics(logged, 2) == {"rollout_corr/k3_kl": 0.002, "rollout_corr/kl": -0.001}
+    assert build().metrics(logged, 11) == {"rollout_corr/k3_kl": 0.0, "rollout_corr/kl": -0.001}
 
 
 def test_losses_with_one_ratio_a_sequence_get_one_weight_a_sequence():

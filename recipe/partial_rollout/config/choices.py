@@ -84,9 +84,12 @@ class Correction(Choice):
 class Proximal(Choice):
     """``partial_rollout.proximal``."""
 
-    AUTO = "auto", "`update` where a batch is trained in one update and nothing else reads them; else `recompute`"
+    AUTO = (
+        "auto",
+        "from the update's own forward pass where a batch is trained in one update, which then runs on the same weights, "
+        "and nothing else reads them; else as `recompute`",
+    )
     RECOMPUTE = "recompute", "from a forward pass over the batch"
-    UPDATE = "update", "from the update's own forward pass, which runs on the same weights"
 
 
 class TrustRegion(Choice):

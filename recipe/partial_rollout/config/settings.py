@@ -122,12 +122,6 @@ class PartialRolloutConfig:
         "Where the log-probs of the weights before the update come from "
         "([docs/algorithms.md](../../docs/algorithms.md#one-forward-pass-less)).",
     )
-    proximal_check_every: int = key(
-        10,
-        "Without `recompute`, steps between two that run the forward pass all the same. They log what only it gives, and "
-        "the difference that it makes, `partial_rollout/proximal/error` in nats. 0: never.",
-        at_least=0,
-    )
     trust_region: TrustRegion = key(
         TrustRegion.AUTO,
         "How far the trained policy may move from the one that sampled a token. A masked token has no gradient; it still "

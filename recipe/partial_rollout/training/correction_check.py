@@ -16,12 +16,11 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig
 
-from recipe.partial_rollout.config.choices import Correction, Proximal, TrustRegion
+from recipe.partial_rollout.config.choices import Correction, TrustRegion
 from recipe.partial_rollout.config.errors import fail
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training.correction import SEQUENCE_LEVEL_LOSSES, WeightLevel, weight_level
 from recipe.partial_rollout.training.loss import DECOUPLED_PPO
-from recipe.partial_rollout.training.pass_reader import reader_of_pass
 
 _NODE = "algorithm.rollout_correction"
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -46,8 +45,6 @@ def check_correction(config: DictConfig, settings: PartialRolloutConfig) -> None
         _check_uncorrected(config, correction)
     else:
         _check_decoupled(config, correction)
-    if settings.proximal is Proximal.UPDATE and (reader := reader_of_pass(config)):
-        raise fail(reader.key, reader.value, f"with partial_rollout.proximal=update it must be {reader.allowed}")
     _check_region(config.actor_rollout_ref.actor.policy_loss.loss_mode, settings)
 
 

@@ -1,9 +1,9 @@
-"""The trainer's side of the proximal policy, whose weights are those before the update.
+"""Where the log-probs of the weights before the update come from: verl's pass over the batch, or the update itself.
 
 Where a batch is trained in one update, the update's forward pass runs on these weights: the loss has the proximal
 log-probs, ``pi_theta`` before it moves, and verl's pass over the batch computes them a second time.
-``partial_rollout.proximal=auto`` leaves that pass out if nothing else needs it (``training/pass_reader.py``), except in
-every ``proximal_check_every``-th step.
+``partial_rollout.proximal=auto`` leaves that pass out if nothing else needs it, except in step 1 and every
+``CHECK_EVERY``-th after it: these log what only the pass gives, and the difference that it makes, ``proximal/error``.
 
 In a step without the pass verl's ``fit`` gets the behaviour log-probs in place of the proximal ones. Metrics that it
 derives from them are left out; the loss gives the entropy and those that the recipe reads (``training/loss.py``).
@@ -14,18 +14,52 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from verl.protocol import DataProto
 
+from recipe.partial_rollout.config.choices import Proximal
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.behaviour_weights import effective_sample_size
-from recipe.partial_rollout.training.pass_reader import leaves_pass_out
 from verl_ext import reported_entropy
 
+CHECK_EVERY = 10
+"""steps between two that run the pass all the same"""
+_READS_OLD_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 _ENTROPY = "actor/entropy"
 _DERIVED = (_ENTROPY, "perf/mfu/actor_infer")
 _DERIVED_PREFIXES = ("rollout_corr/", "training/rollout_")
+_VERLS_WEIGHTS = {"rollout_corr/rollout_is_mean": "mean", "rollout_corr/rollout_is_eff_sample_size": "ess"}
+"""verl's figures of the behaviour weights, where it makes them, and ours"""
+
+
+def needs_pass(config: DictConfig) -> bool:
+    """Whether a composed config needs verl's pass over the batch, because the update's own does not do.
+
+    Later updates of a batch start from other weights. Rejection, the KL penalty on rewards and some estimators read the
+    log-probs; normalised weights are those of the whole batch, of which the loss sees one micro-batch; LoRA's dropout
+    would be in the update's.
+    """
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    correction = algorithm.rollout_correction
+    return bool(
+        actor.ppo_epochs != 1
+        or actor.ppo_mini_batch_size < config.data.train_batch_size
+        or correction.rollout_rs is not None
+        or correction.rollout_is_batch_normalize
+        or algorithm.use_kl_in_reward
+        or algorithm.adv_estimator in _READS_OLD_LOG_PROBS
+        or OmegaConf.select(config, "actor_rollout_ref.model.lora.dropout")
+    )
+
+
+def effective_sample_size(mean: float, square: float) -> float:
+    """Kish's ``(sum w)^2 / (n sum w^2)``, 0 to 1: the share of tokens that, equally weighted, would count as much.
+
+    Args:
+        mean, square: means of the weights and of their squares. If every weight is 0, the result is 0.
+    """
+    # verl averages micro-batches, so rounding can lift the result slightly above 1.
+    return min(1.0, mean * mean / square) if square > 0 else 0.0
 
 
 class ProximalPolicy:
@@ -33,30 +67,28 @@ class ProximalPolicy:
 
     Args:
         from_update: whether the update's forward pass gives them.
-        check_every: steps between two that run the pass over the batch all the same; 0: never.
         rollout_correction: verl's ``algorithm.rollout_correction``.
         most_rows: responses that one update trains at most.
     """
 
-    def __init__(self, *, from_update: bool, check_every: int, rollout_correction: Any, most_rows: int) -> None:
+    def __init__(self, *, from_update: bool, rollout_correction: Any, most_rows: int) -> None:
         self.from_update = from_update
-        self._check_every = check_every
         self._correction = rollout_correction
         self._most_rows = most_rows
 
     @classmethod
     def of(cls, config: DictConfig, settings: PartialRolloutConfig) -> ProximalPolicy:
         """What the settings ask for; ``config`` has been checked, or is one of noPR."""
+        auto = settings.enable and settings.proximal is Proximal.AUTO
         return cls(
-            from_update=leaves_pass_out(config, settings),
-            check_every=settings.proximal_check_every,
+            from_update=auto and not needs_pass(config),
             rollout_correction=config.algorithm.rollout_correction,
             most_rows=config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
         )
 
     def recomputes(self, step: int) -> bool:
-        """Whether step ``step`` runs the pass over the batch."""
-        return not self.from_update or (self._check_every > 0 and step % self._check_every == 0)
+        """Whether step ``step``, of 1, 2, ..., runs the pass over the batch."""
+        return not self.from_update or (step - 1) % CHECK_EVERY == 0
 
     def stand_in(self, batch: DataProto) -> DataProto:
         """Stands in for recomputed log-probs (and entropies) [B, R] in verl's ``fit``, in a step without the pass."""
@@ -93,6 +125,8 @@ class ProximalPolicy:
                 made[key.removeprefix(loss.METRICS_PREFIX)] = value
             else:
                 kept[key] = value
+            if not self.from_update and key in _VERLS_WEIGHTS:
+                made[f"behaviour_weight/{_VERLS_WEIGHTS[key]}"] = value
         for divergence in (loss.KL, loss.K3):
             if (value := made.pop(divergence, None)) is not None:
                 kept.setdefault(f"rollout_corr/{divergence}", value)

@@ -34,7 +34,6 @@ from recipe.partial_rollout.rollout.prompt_source import PromptSource, SlotLoade
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.behaviour_weights import weight_metrics
 from recipe.partial_rollout.training.gpu_watch import GpuWatch
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.rollout_parts import rollout_context
@@ -275,8 +274,6 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         if self.settings.enable:
             batch.meta_info[loss.TRAINED_VERSION] = self.global_steps - 1
             self.proximal.instruct(batch, self.global_steps)
-            if not self.proximal.from_update:
-                self._measured |= weight_metrics(batch)
         output = super()._update_actor(batch)
         self._complete_step()
         return output

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from statistics import median
 
@@ -18,6 +19,7 @@ from recipe.partial_rollout.tools.audit import audit
 
 MOST_K3, MOST_ERROR = 0.005, 0.03
 """nats a token: divergence of the trainer from the engine, and the update's log-probs from a forward pass's"""
+_ERROR = "partial_rollout/proximal/error"
 _NO_K3 = 1e-6
 """divergence that is rounding of float32, of which a ratio says nothing"""
 _MASKED_APART = 0.003
@@ -68,12 +70,13 @@ def _check(name: str, measured: object, passed: bool, wanted: str) -> Check:
 
 
 def _series(steps: list[Step], key: str) -> list[float]:
-    return [step.metrics.get(key, float("nan")) for step in steps]
+    return [step.metrics.get(key, nan) for step in steps]
 
 
 def _agreement(steps: list[Step]) -> list[Check]:
     k3 = _series(steps, "rollout_corr/k3_kl")
-    error = _series(steps, "partial_rollout/proximal/error")
+    # Of the steps that run the pass over the batch, the first among them.
+    error = [step.metrics[_ERROR] for step in steps if _ERROR in step.metrics] or [nan]
     grown = k3[-1] / max(k3[0], _NO_K3 / 2)
     return [
         _check("k3 in each step", max(k3), all(value < MOST_K3 for value in k3), f"< {MOST_K3}"),

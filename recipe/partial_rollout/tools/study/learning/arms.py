@@ -51,7 +51,7 @@ _CHANGES = {
     "mask": ("trust region mask", "partial_rollout.trust_region=mask"),
     "m2": ("trust region m2", "partial_rollout.trust_region=m2"),
     "uncorrected": ("correction=none", "partial_rollout.correction=none"),
-    "update": ("proximal=update", "partial_rollout.proximal=update"),
+    "update": ("proximal=auto", "partial_rollout.proximal=auto"),
     "recompute": ("resume_kv=recompute", "partial_rollout.resume_kv=recompute"),
     "drain": ("drained", "partial_rollout.drain=True"),
     "seq_mean": ("seq-mean-token-mean", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"),
