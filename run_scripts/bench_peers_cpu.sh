@@ -11,7 +11,7 @@
 #   OUT=outputs/placement bash run_scripts/bench_peers_cpu.sh --arms noPR PR_more PR_separate_1.5 PR_separate_2 PR_separate_2_unpinned \
 #     v1_separate_async v1_separate_async_quick --repeats 3 --steps 36 trainer.val_before_train=False trainer.test_freq=36
 #
-# Arguments are those of recipe.partial_rollout.tools study peers. OUT=dir (default outputs/peers) chooses where the runs go.
+# Arguments are those of tests.studies peers. OUT=dir (default outputs/peers) chooses where the runs go.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,4 +21,4 @@ export PYTHONWARNINGS=ignore
 
 out=${OUT:-outputs/peers}
 python -m recipe.partial_rollout.tasks.clock10.prepare --out "$out/task"
-exec python -m recipe.partial_rollout.tools study peers --out "$out" "$@"
+exec python -m tests.studies peers --out "$out" "$@"

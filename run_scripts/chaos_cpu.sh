@@ -12,7 +12,7 @@ source run_scripts/env_cpu.sh
 out=outputs/chaos
 rm -rf "$out"
 python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task
-exec python -m recipe.partial_rollout.tools chaos --out "$out" "$@" quickstart_cpu \
+exec python -m tests.chaos --out "$out" "$@" quickstart_cpu \
   data.train_batch_size=8 data.train_max_samples=192 data.max_response_length=1024 \
   trainer.total_training_steps=null partial_rollout.max_staleness=4 partial_rollout.overlap=1.0 \
   partial_rollout.probe_s=0 'trainer.logger=[file]'

@@ -7,7 +7,7 @@
 #   bash run_scripts/learning_study.sh --quick             # one warm start, one seed
 #   bash run_scripts/learning_study.sh --arms noPR PR_in_order_3 --rates 2e-4 3e-4 --starts 0 1 --seeds 1
 #
-# Arguments are those of recipe.partial_rollout.tools study learning. OUT=dir (default outputs/learning) chooses where the runs go.
+# Arguments are those of tests.studies learning. OUT=dir (default outputs/learning) chooses where the runs go.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,4 +16,4 @@ source run_scripts/env_cpu.sh
 export PYTHONWARNINGS=ignore
 
 [[ ${1:-} == --quick ]] && set -- --starts 0 --seeds 1 "${@:2}"
-exec python -m recipe.partial_rollout.tools study learning --out "${OUT:-outputs/learning}" "$@"
+exec python -m tests.studies learning --out "${OUT:-outputs/learning}" "$@"

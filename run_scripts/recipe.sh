@@ -50,4 +50,4 @@ fi
 out=${OUT:-outputs/$experiment}/$arm
 mkdir -p "$out"
 export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$(realpath "$out")/metrics.jsonl}
-exec "$python" -m recipe.partial_rollout.tools.study.peers.verl_trainer --config-name recipe "${overrides[@]}" "$@"
+exec "$python" -m recipe.partial_rollout.tools.verl_trainer --config-name recipe "${overrides[@]}" "$@"

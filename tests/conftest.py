@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from recipe.partial_rollout.tools.chaos.victim import processes_of_session
+from tests.chaos.victim import processes_of_session
 
 _START_S = 120
 _STORE_BYTES = 200 * 2**20

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from recipe.partial_rollout.tools.audit import audit
-from recipe.partial_rollout.tools.chaos.command import main as chaos
-from recipe.partial_rollout.tools.chaos.victim import processes_of_session
+from tests.chaos.__main__ import main as chaos
+from tests.chaos.victim import processes_of_session
 
 # Up to four trainings, one after the other.
 pytestmark = pytest.mark.timeout(1800)

@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from recipe.partial_rollout.tools.audit import audit
-from recipe.partial_rollout.tools.chaos.command import main as chaos
-from recipe.partial_rollout.tools.chaos.victim import processes_of_session
+from tests.chaos.__main__ import main as chaos
+from tests.chaos.victim import processes_of_session
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from recipe.partial_rollout.tools.bench.distribution import compare, in_a_process, load_prompts, speculative_config
+from tests.bench.distribution import compare, in_a_process, load_prompts, speculative_config
 from verl_ext import guard
 
 BROKEN = pytest.mark.xfail(

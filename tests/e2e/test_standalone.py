@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recipe.partial_rollout.tools.audit import audit
-from recipe.partial_rollout.tools.chaos.victim import processes_of_session
+from tests.chaos.victim import processes_of_session
 
 HERE = Path(__file__).parent
 SEPARATE = (

@@ -21,8 +21,8 @@ from recipe.partial_rollout.manager.messages import PromptsWanted
 from recipe.partial_rollout.manager.output_store import RayObjects, fetch_groups
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
-from recipe.partial_rollout.tools.bench.scripted_engine import ScriptedWorker
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from tests.bench.scripted_engine import ScriptedWorker
 
 # Ray's workers cannot import a test module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

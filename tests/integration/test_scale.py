@@ -2,7 +2,7 @@
 
 import json
 
-from recipe.partial_rollout.tools.bench.command import main as bench
+from tests.bench.__main__ import main as bench
 
 
 def test_rounds_of_two_replicas_train_whole_batches(tmp_path):

@@ -33,8 +33,8 @@ from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.rollout.stream import Stream
 from recipe.partial_rollout.rollout.trainer_watch import TrainerWatch
 from recipe.partial_rollout.rollout.worker_pool import WorkerPool
-from recipe.partial_rollout.tools.bench.scripted_engine import ScriptedWorker
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from tests.bench.scripted_engine import ScriptedWorker
 
 # Ray's workers cannot import a test module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -1,4 +1,4 @@
-"""``tools chaos`` inflicts faults, resumes, and accounts for what was decoded; nightly e2e has real trainings."""
+"""``tests.chaos`` inflicts faults, resumes, and accounts for what was decoded; nightly e2e has real trainings."""
 
 import json
 import sys
@@ -13,9 +13,10 @@ from recipe.partial_rollout.records.round import Round
 from recipe.partial_rollout.records.run_trace import to_json
 from recipe.partial_rollout.records.trace_events import Begin
 from recipe.partial_rollout.records.trained_group import TrainedGroup
-from recipe.partial_rollout.tools.chaos import command, victim
-from recipe.partial_rollout.tools.chaos.faults import Kind, Outcome, step_ends
-from recipe.partial_rollout.tools.chaos.survival import survival
+from tests.chaos import __main__ as command
+from tests.chaos import victim
+from tests.chaos.faults import Kind, Outcome, step_ends
+from tests.chaos.survival import survival
 
 TRAINING = """#!{python}
 import subprocess, sys, time

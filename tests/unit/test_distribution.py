@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.tools.bench.distribution import compare, speculative_config
+from tests.bench.distribution import compare, speculative_config
 
 PROMPTS, SAMPLES = 8, 24
 

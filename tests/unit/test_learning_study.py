@@ -9,13 +9,13 @@ import pytest
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.preflight.placement_check import check_placement
 from recipe.partial_rollout.records.fields import Fields, RunRecordError
-from recipe.partial_rollout.tools.study.learning.arms import ARMS, COMMON, LR, at_rates
-from recipe.partial_rollout.tools.study.learning.campaign import Campaign
-from recipe.partial_rollout.tools.study.learning.document import report
-from recipe.partial_rollout.tools.study.learning.eta import ETA_ARMS
-from recipe.partial_rollout.tools.study.learning.figures import Gap, compare
-from recipe.partial_rollout.tools.study.learning.run import LearningRun, read_run
-from recipe.partial_rollout.tools.study.runner import Study, StudyError
+from tests.studies.learning.arms import ARMS, COMMON, LR, at_rates
+from tests.studies.learning.campaign import Campaign
+from tests.studies.learning.document import report
+from tests.studies.learning.eta import ETA_ARMS
+from tests.studies.learning.figures import Gap, compare
+from tests.studies.learning.run import LearningRun, read_run
+from tests.studies.runner import Study, StudyError
 
 STEPS = 6
 

@@ -13,7 +13,7 @@ from recipe.partial_rollout.preflight.host import Finding
 from recipe.partial_rollout.preflight.machine import PACKAGES, check_cpus, machine_problems, missing_packages
 from recipe.partial_rollout.preflight.memory import DeviceMemory, check_memory
 from recipe.partial_rollout.preflight.model_shape import named
-from recipe.partial_rollout.tools.study.peers import verl_trainer
+from recipe.partial_rollout.tools import verl_trainer
 from verl_ext.guard import CPU_PAIR, GPU_PAIR
 
 ROOT = Path(__file__).resolve().parents[2]

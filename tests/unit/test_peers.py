@@ -12,13 +12,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.devices import pinned_cores
-from recipe.partial_rollout.tools.study.command import main as run_study
-from recipe.partial_rollout.tools.study.machine import stolen_cpu
-from recipe.partial_rollout.tools.study.peers.arms import ARMS, SEPARATE
-from recipe.partial_rollout.tools.study.peers.document import table_of
-from recipe.partial_rollout.tools.study.peers.figures import compare, read_rows
-from recipe.partial_rollout.tools.study.peers.run import PeerRun, read_run
-from recipe.partial_rollout.tools.study.runner import Study
+from tests.studies.__main__ import main as run_study
+from tests.studies.machine import stolen_cpu
+from tests.studies.peers.arms import ARMS, SEPARATE
+from tests.studies.peers.document import table_of
+from tests.studies.peers.figures import compare, read_rows
+from tests.studies.peers.run import PeerRun, read_run
+from tests.studies.runner import Study
 
 STEPS = 8
 PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance"
@@ -214,7 +214,7 @@ def test_verls_message_without_hybrid_engines_still_breaks_at_info():
 
 
 def test_driver_of_verls_trainer_runs_beside_the_trainer(monkeypatch):
-    from recipe.partial_rollout.tools.study.peers import sampler
+    from tests.studies.peers import sampler
 
     moves = []
     monkeypatch.setattr(sampler.cores, "move_to", moves.append)
@@ -233,7 +233,7 @@ def test_driver_of_verls_trainer_runs_beside_the_trainer(monkeypatch):
 
 @pytest.mark.parametrize(("arm", "moves", "trainer"), [("quick", [[1], [0]], "0"), ("quick_unpinned", [], "")])
 def test_verls_processes_start_beside_the_trainers_core(monkeypatch, composed_config, tmp_path, arm, moves, trainer):
-    from recipe.partial_rollout.tools.study.peers import verl_trainer
+    from recipe.partial_rollout.tools import verl_trainer
 
     command = Study(tmp_path, ARMS, (1,), STEPS, "quickstart_cpu").command(arm_of(f"v1_separate_async_{arm}"), 1)
     config = composed_config("quickstart_cpu", *command[command.index("quickstart_cpu") + 1 :])

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
-from recipe.partial_rollout.tools.bench.scripted_engine import ScriptedReplica
+from tests.bench.scripted_engine import ScriptedReplica
 
 CURVE = EngineCurve(step_s=0.01, sample_s=0.0)
 

@@ -21,8 +21,8 @@ from recipe.partial_rollout.rollout.split_calls import SplitCalls
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.rollout.stream import Stream, StreamState
 from recipe.partial_rollout.rollout.sync_frame import HeldReplicas
-from recipe.partial_rollout.tools.bench.scripted_engine import ScriptedWorker
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from tests.bench.scripted_engine import ScriptedWorker
 
 CURVE = EngineCurve(step_s=0.001, sample_s=0.0)
 STEPS = 4

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.tools.study.arm import BASELINE, Arm
-from recipe.partial_rollout.tools.study.learning.arms import ARMS, COMMON, at_rates
-from recipe.partial_rollout.tools.study.runner import Study, StudyError
 from recipe.partial_rollout.training.correction_check import check_correction
+from tests.studies.arm import BASELINE, Arm
+from tests.studies.learning.arms import ARMS, COMMON, at_rates
+from tests.studies.runner import Study, StudyError
 
 STEPS = 4
 PR = Arm("PR", "PR", ("partial_rollout.max_staleness=4",))

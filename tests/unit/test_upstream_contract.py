@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_garbage")
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted([*(ROOT / "recipe").rglob("*.py"), *(ROOT / "verl_ext").rglob("*.py")])
+MEASURES = [path for folder in ("bench", "chaos", "studies") for path in (ROOT / "tests" / folder).rglob("*.py")]
 CONTRACT = runpy.run_path(str(Path(__file__).with_name("upstream_contract.py")))["CONTRACT"]
 UPSTREAM = ("verl", "vllm")
 
@@ -180,7 +181,7 @@ def test_override_accepts_every_call_of_what_it_replaces(cls, base, name):
 
 @pytest.mark.parametrize("uses", CONTRACT, ids=str)
 def test_what_is_listed_is_used(uses):
-    texts = [path.read_text() for path in SOURCES if path.stem in uses.by.split()]
+    texts = [path.read_text() for path in [*SOURCES, *MEASURES] if path.stem in uses.by.split()]
     assert len(texts) >= len(uses.by.split()), f"{uses.by}: no such file"
     unused = [name for name in names(uses) if not any(re.search(rf"\b{name}\b", text) for text in texts)]
     assert not unused, f"{uses.owner}: {unused} not found in {uses.by}"

@@ -162,7 +162,7 @@ def _check_speculation(config: DictConfig) -> None:
             key,
             speculative,
             "null with trainer.device=cpu: vLLM's proposers change there what is sampled "
-            "(python -m recipe.partial_rollout.tools bench distribution shows it)",
+            "(python -m tests.bench distribution shows it)",
         )
 
 

@@ -7,7 +7,7 @@ sections are sorted by name (wandb, TensorBoard); SwanLab sorts them by their fi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,9 +38,9 @@ FIGURES = ("held_out_reward", *_COPIES)
 """names of the ten figures, in the order in which a dashboard shows them"""
 
 
-def is_held_out_reward(key: str) -> bool:
-    """Whether verl logs the mean validation reward of a data source under ``key``."""
-    return _HELD_OUT.fullmatch(key) is not None
+def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Mean rewards of the validations among ``steps`` (verl's metrics of each), in their order."""
+    return [float(value) for step in steps for key, value in step.items() if _HELD_OUT.fullmatch(key)]
 
 
 def overview(data: Mapping[str, Any], *, partial: bool) -> dict[str, float]:
@@ -56,7 +56,7 @@ def overview(data: Mapping[str, Any], *, partial: bool) -> dict[str, float]:
     [('0_overview/rollout_s', 3.0), ('0_overview/staleness_mean', 0.0)]
     """
     found: dict[str, float] = {}
-    if rewards := [float(value) for key, value in data.items() if is_held_out_reward(key)]:
+    if rewards := held_out_rewards([data]):
         found["held_out_reward"] = float(np.mean(rewards))
     known = {} if partial or "training/global_step" not in data else _SYNCHRONOUS
     for figure, source in _COPIES.items():

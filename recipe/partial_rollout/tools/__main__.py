@@ -1,4 +1,4 @@
-"""Tools of partial rollout: plan a run, read it while and after it runs, measure its parts."""
+"""Tools of partial rollout: plan a run, read it while and after it runs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,6 @@ TOOLS = {
     "accept": Tool("accept.command", "accept a machine: does what the recipe promises hold on its device?"),
     "keys": Tool("keys", "list the keys of partial_rollout: default and meaning"),
     "drift": Tool("drift", "list the steps at which the drift warning would have fired in finished runs"),
-    "bench": Tool("bench.command", "measure one part of the recipe"),
-    "study": Tool("study.command", "train named arms over seeds and compare them: peers (speed), learning (reward)"),
-    "chaos": Tool("chaos.command", "kill a training again and again, resume it, and audit it"),
 }
 
 

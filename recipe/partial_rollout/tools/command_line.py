@@ -27,15 +27,16 @@ class HelpFormatter(argparse.HelpFormatter):
         return f"{action.help} (default: {' '.join(map(str, values))})"
 
 
-def described(name: str, does: str, *examples: str, more: str = "") -> dict[str, Any]:
+def described(name: str, does: str, *examples: str, more: str = "", door: str = HERE) -> dict[str, Any]:
     """Arguments for the parser of tool ``name``: ``argparse.ArgumentParser(**described("audit", ...))``.
 
     Args:
         does: one sentence.
         examples: arguments of the tool, one line each.
         more: a paragraph below the sentence.
+        door: the package that is run.
     """
-    prog = f"python -m {HERE} {name}"
+    prog = f"python -m {door} {name}".rstrip()
     return {
         "prog": prog,
         "description": f"{does}\n\n{more}".strip(),

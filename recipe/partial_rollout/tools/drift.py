@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import mean
 
 from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.records.overview import held_out_rewards
 from recipe.partial_rollout.records.step_metrics import NAME, read_metrics
 from recipe.partial_rollout.tools.command_line import described
-from recipe.partial_rollout.tools.study.held_out import held_out_rewards
 from recipe.partial_rollout.tools.table import Table
 from recipe.partial_rollout.training.policy_drift import KL, PolicyDrift
 

@@ -35,9 +35,9 @@ from recipe.partial_rollout.planner.cluster import Cluster
 from recipe.partial_rollout.planner.engine_curve import PRESETS, EngineCurve
 from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal
 from recipe.partial_rollout.planner.simulation import Simulation
-from recipe.partial_rollout.tools.bench.scripted_engine import ScriptedWorker
 from recipe.partial_rollout.tools.table import Table
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from tests.bench.scripted_engine import ScriptedWorker
 
 BOUND = 0.01
 """overhead, as a share of the round"""

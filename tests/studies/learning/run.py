@@ -10,8 +10,9 @@ from typing import Any, Self
 import numpy as np
 
 from recipe.partial_rollout.records.fields import Fields, RunRecordError
+from recipe.partial_rollout.records.overview import held_out_rewards
 from recipe.partial_rollout.records.step_metrics import StepMetrics, read_metrics
-from recipe.partial_rollout.tools.study.held_out import WARM_UP, held_out_rewards, seconds_to
+from tests.studies.held_out import WARM_UP, seconds_to
 
 LAST = 3
 """validations whose mean is a run's final reward: one alone is as noisy as the differences between arms"""

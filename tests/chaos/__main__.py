@@ -1,4 +1,4 @@
-"""``python -m recipe.partial_rollout.tools chaos --out DIR --faults 8 -- CONFIG_NAME [hydra overrides]``."""
+"""``python -m tests.chaos --out DIR --faults 8 -- CONFIG_NAME [hydra overrides]``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError
 from recipe.partial_rollout.tools.audit import audit
-from recipe.partial_rollout.tools.chaos.faults import ORDERS, Kind, Outcome, inflict
-from recipe.partial_rollout.tools.chaos.survival import survival
-from recipe.partial_rollout.tools.chaos.victim import Victim
 from recipe.partial_rollout.tools.command_line import described
+from tests.chaos.faults import ORDERS, Kind, Outcome, inflict
+from tests.chaos.survival import survival
+from tests.chaos.victim import Victim
 
 _STARTED = "Training Progress"
 AGENT_LOOPS = Path(__file__).with_name("agent_loops.yaml")
@@ -126,12 +126,13 @@ def _judge(out: Path, outcomes: list[Outcome]) -> int:
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         **described(
-            "chaos",
+            "",
             "Inflict faults on a training at random moments, resume it where they end it, and audit it at the end.",
             "--out outputs/chaos quickstart_cpu trainer.total_training_steps=8",
             "--out outputs/chaos --faults 2 --kinds kill --seed 7 --between-s 5 60 quickstart_cpu",
             more="Kinds: kill -9 of everything, an agent-loop worker that stops, a dropped Ray connection, a "
             "cancelled call in an agent loop. Exit code: 0 if nothing was lost and nothing hung, else 1.",
+            door="tests.chaos",
         )
     )
     parser.add_argument(
@@ -158,3 +159,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("config", metavar="CONFIG", help="hydra config name")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="hydra overrides")
     return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ import statistics
 import time
 from typing import Any
 
-from recipe.partial_rollout.tools.bench.distribution import add_engine_arguments, load_prompts
+from tests.bench.distribution import add_engine_arguments, load_prompts
 
 WAYS = ("every output", "last output", "last output, statistics on")
 

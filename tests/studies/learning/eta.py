@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recipe.partial_rollout.tools.study.arm import Arm
+from tests.studies.arm import Arm
 
 _ETAS = (0, 1, 2, 4, 8)
 

@@ -1,13 +1,16 @@
-"""``tools bench NAME [options]``: runs one benchmark."""
+"""``python -m tests.bench NAME [options]``: runs one benchmark."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-from recipe.partial_rollout.tools.bench import distribution, hold, manager, outputs, scale, snapshot
 from recipe.partial_rollout.tools.command_line import described
+from tests.bench import distribution, hold, manager, outputs, scale, snapshot
+
+HERE = "tests.bench"
 
 
 class Benchmark(NamedTuple):
@@ -66,11 +69,21 @@ BENCHMARKS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run one benchmark; exit code 1 when it misses its bound."""
     parser = argparse.ArgumentParser(
-        **described("bench", "Measure one part of the recipe.", "manager --samples 20000", "scale --replicas 1 64")
+        **described(
+            "",
+            "Measure one part of the recipe.",
+            "manager --samples 20000",
+            "scale --replicas 1 64",
+            door=HERE,
+        )
     )
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="NAME", title="benchmarks")
     for name, benchmark in BENCHMARKS.items():
-        texts = described(f"bench {name}", benchmark.does, benchmark.example, more=benchmark.more)
+        texts = described(name, benchmark.does, benchmark.example, more=benchmark.more, door=HERE)
         benchmark.add_arguments(commands.add_parser(name, help=benchmark.does, **texts))
     options = parser.parse_args(arguments)
     return options.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,21 +1,13 @@
-"""Rewards on held-out prompts, as verl's validations log them, and how long a run takes to learn by them."""
+"""How long a run takes to learn, by its rewards on held-out prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-
-from recipe.partial_rollout.records.overview import is_held_out_reward
+from collections.abc import Sequence
 
 QUALITY = 0.9
 """held-out reward that counts as learnt"""
 WARM_UP = 2
 """steps whose seconds do not count: vLLM compiles in them, for noPR inside the timed rollout, for PR partly before it"""
-
-
-def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Of the validations among ``steps`` (verl's metrics of each), in their order."""
-    return [float(value) for step in steps for key, value in step.items() if is_held_out_reward(key)]
 
 
 def seconds_to(

@@ -1,13 +1,13 @@
-"""The arms of ``study learning``: noPR, verl's ``colocate_async``, and PR by policy, overlap, loss, correction and eta."""
+"""Arms of ``tests.studies learning``: noPR, verl's ``colocate_async``, PR by policy, overlap, loss, correction and eta."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
 
-from recipe.partial_rollout.tools.study.arm import BASELINE, Arm
-from recipe.partial_rollout.tools.study.learning.eta import ETA_ARMS
-from recipe.partial_rollout.tools.study.peers.arms import ARMS as PEERS
+from tests.studies.arm import BASELINE, Arm
+from tests.studies.learning.eta import ETA_ARMS
+from tests.studies.peers.arms import ARMS as PEERS
 
 LR = "actor_rollout_ref.actor.optim.lr"
 COMMON = (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from recipe.partial_rollout.tools.chaos.victim import Victim, processes_of_session
+from tests.chaos.victim import Victim, processes_of_session
 
 ORDERS = "PARTIAL_ROLLOUT_CHAOS_ORDERS"
 """environment variable: a directory in which a file named after a fault asks an agent loop for it, once"""

@@ -1,13 +1,13 @@
-"""The arms of ``study peers``: noPR, verl's own trainers, and PR with each way to schedule."""
+"""The arms of ``tests.studies peers``: noPR, verl's own trainers, and PR with each way to schedule."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from recipe.partial_rollout.config.location import CONF_DIR
-from recipe.partial_rollout.tools.study.arm import BASELINE, Arm
+from tests.studies.arm import BASELINE, Arm
 
-_V1 = ("recipe.partial_rollout.tools.study.peers.verl_trainer", "--config-dir", str(CONF_DIR))
+_V1 = ("recipe.partial_rollout.tools.verl_trainer", "--config-dir", str(CONF_DIR))
 _ASYNC = (
     "trainer.use_v1=True",
     "trainer.v1.trainer_mode=colocate_async",

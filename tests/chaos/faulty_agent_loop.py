@@ -12,7 +12,7 @@ from ray.exceptions import ActorUnavailableError
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-from recipe.partial_rollout.tools.chaos.faults import ORDERS, Kind
+from tests.chaos.faults import ORDERS, Kind
 
 
 class FaultyAgentLoop(SingleTurnAgentLoop):

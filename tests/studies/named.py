@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.partial_rollout.tools.study import learning, peers
-from recipe.partial_rollout.tools.study.arm import BASELINE, Arm
-from recipe.partial_rollout.tools.study.learning import arms as learning_arms
-from recipe.partial_rollout.tools.study.learning.campaign import LEDGER, Campaign
-from recipe.partial_rollout.tools.study.learning.document import report as report_learning
-from recipe.partial_rollout.tools.study.peers.arms import ARMS, TASK
-from recipe.partial_rollout.tools.study.peers.document import report as report_peers
-from recipe.partial_rollout.tools.study.runner import Study
 from recipe.partial_rollout.tools.table import Table
+from tests.studies import learning, peers
+from tests.studies.arm import BASELINE, Arm
+from tests.studies.learning import arms as learning_arms
+from tests.studies.learning.campaign import LEDGER, Campaign
+from tests.studies.learning.document import report as report_learning
+from tests.studies.peers.arms import ARMS, TASK
+from tests.studies.peers.document import report as report_peers
+from tests.studies.runner import Study
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""``python -m recipe.partial_rollout.tools study NAME [--arms ...] [--seeds 1 2 3] [--steps N] [overrides]``."""
+"""``python -m tests.studies NAME [--arms ...] [--seeds 1 2 3] [--steps N] [overrides]``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 
 from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.tools.command_line import described
-from recipe.partial_rollout.tools.study.named import STUDIES, NamedStudy
-from recipe.partial_rollout.tools.study.runner import Study, StudyError
+from tests.studies.named import STUDIES, NamedStudy
+from tests.studies.runner import Study, StudyError
 
+HERE = "tests.studies"
 BAD_INPUT = 2
 
 
@@ -60,17 +61,18 @@ def _script_command(named: NamedStudy, words: Sequence[str], out: Path) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         **described(
-            "study",
+            "",
             "Train named arms over seeds and compare them.",
             "peers --arms noPR v1_colocate_async PR_bounded --repeats 1",
             "learning --report-only",
             more="A study that was stopped trains only the runs that are missing. Exit code: 1 if a run failed, 2 if "
             "nothing can be read. The scripts in run_scripts/ prepare the task first.",
+            door=HERE,
         )
     )
     commands = parser.add_subparsers(dest="study", required=True, metavar="NAME", title="studies")
     for name, named in STUDIES.items():
-        texts = described(f"study {name}", named.does, *named.examples, more=f"Prepared and run by {named.script}.")
+        texts = described(name, named.does, *named.examples, more=f"Prepared and run by {named.script}.", door=HERE)
         _add_options(commands.add_parser(name, help=named.does, **texts), named)
     return parser
 
@@ -108,3 +110,7 @@ def _add_options(parser: argparse.ArgumentParser, named: NamedStudy) -> None:
 
 def _up_to(text: str) -> list[int]:
     return list(range(1, int(text) + 1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

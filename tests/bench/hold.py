@@ -14,7 +14,7 @@ import time
 from typing import Any, NamedTuple
 
 from recipe.partial_rollout.engine.hold import freeze, tokens_made
-from recipe.partial_rollout.tools.bench.distribution import add_engine_arguments, load_prompts
+from tests.bench.distribution import add_engine_arguments, load_prompts
 
 BOUND_S = 0.06
 """hold and resumption beyond a step"""

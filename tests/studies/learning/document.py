@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from recipe.partial_rollout.tools.study.arm import BASELINE
-from recipe.partial_rollout.tools.study.held_out import QUALITY, WARM_UP
-from recipe.partial_rollout.tools.study.learning.arms import caption_of
-from recipe.partial_rollout.tools.study.learning.figures import FALL, NEAR, ArmFigures, Gap, compare
-from recipe.partial_rollout.tools.study.learning.run import LAST, LearningRun
-from recipe.partial_rollout.tools.study.picture import BASELINE_HUE, DPI, OTHERS_HUE, OURS_HUE, plain
-from recipe.partial_rollout.tools.study.spread import standard_errors, with_error
 from recipe.partial_rollout.tools.table import Table
+from tests.studies.arm import BASELINE
+from tests.studies.held_out import QUALITY, WARM_UP
+from tests.studies.learning.arms import caption_of
+from tests.studies.learning.figures import FALL, NEAR, ArmFigures, Gap, compare
+from tests.studies.learning.run import LAST, LearningRun
+from tests.studies.picture import BASELINE_HUE, DPI, OTHERS_HUE, OURS_HUE, plain
+from tests.studies.spread import standard_errors, with_error
 
 TEXT, PICTURE = "runs.md", "runs.png"
 _TITLE_WIDTH = 38

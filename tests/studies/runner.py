@@ -14,8 +14,8 @@ import psutil
 
 from recipe.partial_rollout.records.fields import RunRecordError, read_object
 from recipe.partial_rollout.records.step_metrics import read_metrics
-from recipe.partial_rollout.tools.study.arm import BASELINE, MAIN, Arm
-from recipe.partial_rollout.tools.study.machine import MACHINE, write_machine
+from tests.studies.arm import BASELINE, MAIN, Arm
+from tests.studies.machine import MACHINE, write_machine
 
 _OVERRIDES = "overrides.json"
 """in a run's directory: what it was run with"""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.partial_rollout.tools.study.arm import BASELINE
-from recipe.partial_rollout.tools.study.peers.run import PeerRun
+from tests.studies.arm import BASELINE
+from tests.studies.peers.run import PeerRun
 
 FIRST, FILLING = 5, 2
 """steps: those that length bias shows in, and those in which engines compile and fill"""

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from recipe.partial_rollout.tools.study.arm import BASELINE
-from recipe.partial_rollout.tools.study.held_out import QUALITY
-from recipe.partial_rollout.tools.study.peers.arms import CAPTIONS
-from recipe.partial_rollout.tools.study.peers.figures import FILLING, FIRST, Row, compare, read_rows, write_rows
-from recipe.partial_rollout.tools.study.peers.run import PeerRun, read_run
-from recipe.partial_rollout.tools.study.picture import BASELINE_HUE, DPI, OTHERS_HUE, OURS_HUE, plain
-from recipe.partial_rollout.tools.study.runner import Study
-from recipe.partial_rollout.tools.study.spread import standard_errors, with_error
 from recipe.partial_rollout.tools.table import Table
+from tests.studies.arm import BASELINE
+from tests.studies.held_out import QUALITY
+from tests.studies.peers.arms import CAPTIONS
+from tests.studies.peers.figures import FILLING, FIRST, Row, compare, read_rows, write_rows
+from tests.studies.peers.run import PeerRun, read_run
+from tests.studies.picture import BASELINE_HUE, DPI, OTHERS_HUE, OURS_HUE, plain
+from tests.studies.runner import Study
+from tests.studies.spread import standard_errors, with_error
 
 
 def report(study: Study, options: Namespace, docs: Path) -> Table:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipe.partial_rollout.tools.study.arm import BASELINE
-from recipe.partial_rollout.tools.study.held_out import QUALITY
-from recipe.partial_rollout.tools.study.learning.run import LearningRun
-from recipe.partial_rollout.tools.study.spread import standard_errors
+from tests.studies.arm import BASELINE
+from tests.studies.held_out import QUALITY
+from tests.studies.learning.run import LearningRun
+from tests.studies.spread import standard_errors
 
 FALL = 0.05
 """a run that falls so far (``LearningRun.fall``) has not held, even if it recovers"""

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from recipe.partial_rollout.records.jsonl import JsonLines, read_lines
 from recipe.partial_rollout.tasks.clock10.prepare import source_fingerprint
-from recipe.partial_rollout.tools.study.arm import Arm
-from recipe.partial_rollout.tools.study.learning.run import LearningRun, read_run
-from recipe.partial_rollout.tools.study.runner import Study, StudyError
+from tests.studies.arm import Arm
+from tests.studies.learning.run import LearningRun, read_run
+from tests.studies.runner import Study, StudyError
 
 LEDGER = "runs.jsonl"
 _PREPARE = "recipe.partial_rollout.tasks.clock10.prepare"

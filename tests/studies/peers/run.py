@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from recipe.partial_rollout.records.jsonl import iter_lines
+from recipe.partial_rollout.records.overview import held_out_rewards
 from recipe.partial_rollout.records.step_metrics import read_metrics
-from recipe.partial_rollout.tools.study.held_out import QUALITY, held_out_rewards, seconds_to
-from recipe.partial_rollout.tools.study.machine import read_stolen_cpu
-from recipe.partial_rollout.tools.study.peers.arms import SEPARATE
+from tests.studies.held_out import QUALITY, seconds_to
+from tests.studies.machine import read_stolen_cpu
+from tests.studies.peers.arms import SEPARATE
 
 _STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
 """the recipe's and verl's name for the same: versions from a sample's first token to the update that trains it"""

@@ -1,1 +1,0 @@
-"""Measurements of the recipe's own parts: ``python -m recipe.partial_rollout.tools bench NAME``."""

@@ -1,0 +1,1 @@
+"""Measurements of the recipe's own parts: ``python -m tests.bench NAME``."""
