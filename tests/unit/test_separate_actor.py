@@ -81,14 +81,14 @@ def test_slots_that_come_free_are_filled_while_the_trainer_has_its_batch(prompts
 def test_each_version_has_one_batch(prompts, output):
     async def life():
         actor = actor_of()
-        with pytest.raises(RuntimeError, match="next_batch: the round is closed: call next_version first"):
+        with pytest.raises(RuntimeError, match="next_batch: the round is closed: call begin_version first"):
             await soon(actor.next_batch())
         await actor.register_worker("w0", 8)
         await actor.next_version(0, prompts(4), 0)
         for grant in await actor.claim("w0"):
             await actor.report(Report("w0", finished=((grant.sample_id, output()),)))
         batch = await actor.next_batch()
-        with pytest.raises(RuntimeError, match="next_batch: the round is ahead: call next_version first"):
+        with pytest.raises(RuntimeError, match="next_batch: the round is ahead: call begin_version first"):
             await soon(actor.next_batch())
         with pytest.raises(RuntimeError, match="the batch of version 0 is not trained: 1 cannot follow"):
             await actor.next_version(1, [], 0)

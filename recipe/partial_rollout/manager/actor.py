@@ -20,6 +20,7 @@ from recipe.partial_rollout.manager.condition import ManagerCondition
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.messages import (
+    Batch,
     Flushed,
     PromptsWanted,
     Report,
@@ -28,6 +29,8 @@ from recipe.partial_rollout.manager.messages import (
     RoundEnd,
     RoundStart,
     Standing,
+    StepAccount,
+    VersionStart,
 )
 from recipe.partial_rollout.manager.output_store import InProcess, OutputStore
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
@@ -76,6 +79,10 @@ class ManagerActor(StreamVerbs):
         """workers that may still have something to report about the finished round"""
         self._suspended = False
         self._flushed = Flushed(time.time(), self._manager.metrics())
+        self._metrics_at_flush: dict[str, float] | None = None
+        """of the last flush, if it followed a stop; until the next batch"""
+        self._told = False
+        """whether ``wait_batch`` has told what was admitted"""
 
     # -- trainer ---------------------------------------------------------------------------------------------------
 
@@ -86,6 +93,80 @@ class ManagerActor(StreamVerbs):
     async def set_overlap(self, overlap: float) -> None:
         """``PromptsManager.set_overlap``; call it between rounds."""
         self._manager.set_overlap(overlap)
+
+    async def begin_version(self, version: int, prompts: list[Prompt], source_left: int) -> VersionStart:
+        """Begin ``version`` once the workers have reported everything of a stopped round.
+
+        Its groups are admitted, and workers may claim. Where the round was stopped, the trainer may still be updating:
+        claimed samples wait at their workers' gates until the engines hold ``version``. ``source_left``: prompts that
+        remain in the source after ``prompts``.
+
+        Raises:
+            RuntimeError: see ``Round.begin_version``.
+        """
+        async with self._changed:
+            await self._until_flushed()
+            return self._begin(prompts, source_left, lambda: self._manager.begin_version(version))
+
+    async def wait_batch(self, stop: bool) -> Batch | PromptsWanted:
+        """Wait until the batch of this version is complete, and take it.
+
+        With ``stop`` no sample can be claimed from then on, and ``flush`` waits for every worker. Without, everything else
+        runs on, and what admission allows is refilled. Returns early with ``PromptsWanted`` when dynamic sampling runs low
+        on reserve prompts, and with no groups if the rollout was suspended: then what the last reports complete goes into
+        the checkpoint. A caller that does not wait for the answer loses nothing: a checkpoint has groups and uids.
+
+        Raises:
+            RuntimeError: the trainer has this version's batch already, or there is no version yet.
+            RolloutFailedError: something failed, or nothing moved for ``stall_s``.
+        """
+        async with self._changed:
+            if not self._suspended:
+                self._manager.require_open("wait_batch")
+            if wanted := await self._until_complete():
+                return wanted
+            if self._suspended:
+                return Batch(time.time())
+            self._changed.raise_failure()
+            decided_at = time.time()
+            self._metrics_at_flush = None
+            self._store.seal()
+            groups, admitted = self._manager.complete_batch(stop=stop)
+            self._told = True
+            if stop:
+                self._expect_flush()
+            else:
+                garbage.release()
+                self._manager.admit()
+            self._changed.notify()
+            return Batch(decided_at, groups, admitted, self._manager.wanted)
+
+    async def finish_step(self, uids: list[str]) -> StepAccount:
+        """The trainer has updated on these groups; if the round was stopped, wait for its flush first."""
+        async with self._changed:
+            if not self._manager.round_open:
+                await self._until_flushed()
+            # The batch's own figures are known only while the trainer has it.
+            metrics = self._metrics_at_flush or self._manager.metrics()
+            self._metrics_at_flush = None
+            self._manager.acknowledge(uids)
+            admitted = () if self._told else self._manager.take_admitted()
+            self._told = False
+            return StepAccount(self._manager.take_filtered(), self._manager.wanted, metrics, admitted)
+
+    async def suspend(self) -> None:
+        """End the round without a batch, to checkpoint and stop: no sample can be claimed from here on."""
+
+        def close() -> None:
+            self._suspended = True
+            self._manager.close_round()
+            self._expect_flush()
+
+        await self._changed.change(close)
+
+    async def begin_flush(self) -> None:
+        """The workers are about to report everything that they have, and ``flush`` waits for it; claims go on."""
+        await self._changed.change(self._expect_flush)
 
     async def prepare_round(self, version: int, prompts: list[Prompt], source_left: int) -> RoundStart:
         """Wait until the last round is flushed; then take new prompts, admit the round's first groups, let workers claim.
@@ -131,8 +212,9 @@ class ManagerActor(StreamVerbs):
             if self._suspended:
                 # The trainer waits no longer: if the last reports complete a batch, it goes into the checkpoint.
                 return RoundEnd(decided_at=time.time())
-            self._unflushed = set(self._manager.workers)
-            return RoundEnd(time.time(), self._manager.close_round(), self._manager.wanted)
+            admitted = self._manager.close_round()
+            self._expect_flush()
+            return RoundEnd(time.time(), admitted, self._manager.wanted)
 
     async def _until_complete(self) -> PromptsWanted | None:
         """Wait until the batch is complete or the round suspended; see ``wait_round``."""
@@ -152,15 +234,26 @@ class ManagerActor(StreamVerbs):
         self._progress.touch()
 
     async def suspend_round(self) -> None:
-        """End the round before its batch is complete, to checkpoint and stop: no sample can be claimed from here on."""
-        self._suspended, self._unflushed = True, set(self._manager.workers)
-        await self._changed.change(self._manager.close_round)
+        """``suspend``."""
+        await self.suspend()
 
     async def flush(self) -> Flushed:
-        """Wait until every worker has reported everything about the finished round."""
+        """Wait until every worker has reported everything; returns when the last one had (unix seconds)."""
         async with self._changed:
             await self._until_flushed()
             return self._flushed
+
+    def _expect_flush(self) -> None:
+        self._unflushed = set(self._manager.workers)
+        if not self._unflushed:
+            self._note_flushed()
+
+    def _note_flushed(self) -> None:
+        garbage.release()
+        metrics = self._manager.metrics()
+        self._flushed = Flushed(time.time(), metrics)
+        if not self._manager.round_open:
+            self._metrics_at_flush = metrics
 
     async def _until_flushed(self) -> None:
         while self._unflushed:
@@ -232,8 +325,7 @@ class ManagerActor(StreamVerbs):
         def book() -> None:
             self._unflushed.discard(worker)
             if not self._unflushed:
-                garbage.release()
-                self._flushed = Flushed(time.time(), self._manager.metrics())
+                self._note_flushed()
 
         if worker in self._unflushed:
             await self._changed.change(book)

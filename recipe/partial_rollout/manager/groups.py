@@ -98,6 +98,8 @@ class Groups:
     """TAKEN groups, by uid"""
     admitted: list[str] = field(default_factory=list)
     """uids of the groups entered that are not in the ledger yet"""
+    told: int = 0
+    """the first of these: the trainer has them with its batch, and they are forgotten with it"""
     filtered: list[FilteredGroup] = field(default_factory=list)
     """FILTERED groups that are not in the ledger yet"""
 
@@ -185,6 +187,13 @@ class Groups:
             self.counters.trained_tokens += group.finished_length
             group.drop_outputs()
         self.lengths.fold(self.counters.trained_groups)
+        del self.admitted[: self.told]
+        self.told = 0
+
+    def tell_admitted(self) -> tuple[str, ...]:
+        """Uids of the groups entered since the last call; kept until ``train``, because a crash may undo the batch."""
+        admitted, self.told = tuple(self.admitted[self.told :]), len(self.admitted)
+        return admitted
 
     def take_admitted(self) -> tuple[str, ...]:
         """Uids of the groups entered since the last call."""
@@ -192,8 +201,10 @@ class Groups:
         return admitted
 
     def take_filtered(self) -> tuple[FilteredGroup, ...]:
-        """Groups filtered since the last call."""
-        filtered, self.filtered = tuple(self.filtered), []
+        """Groups filtered since the last call, but for those whose admission is not told yet: they come later."""
+        told = self.counters.admitted_groups - (len(self.admitted) - self.told)
+        filtered = tuple(group for group in self.filtered if group.order < told)
+        self.filtered = [group for group in self.filtered if group.order >= told]
         return filtered
 
     def _move(self, group: PromptGroup, state: GroupState) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from recipe.partial_rollout.manager.types import FilteredGroup, Progress, SampleOutput
+from recipe.partial_rollout.manager.types import FilteredGroup, FinishedOutput, Progress, SampleOutput, TakenGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,16 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundStart:
-    """What a new round starts with."""
+class VersionStart:
+    """What a policy version begins with."""
 
     admitted: int
     carried_groups: int
     exhausted: bool = False
-    """no round was opened, because the data ended with fewer prompts left than a batch needs"""
+    """the version did not begin, because the data ended with fewer prompts left than a batch needs"""
+
+
+RoundStart = VersionStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +60,51 @@ class RoundEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class Batch:
+    """What ``wait_batch`` took when it decided that the batch is complete."""
+
+    decided_at: float
+    """unix seconds"""
+    groups: list[TakenGroup[FinishedOutput]] = field(default_factory=list)
+    """empty if the rollout was suspended; the caller fetches their outputs from the store"""
+    admitted: tuple[str, ...] = ()
+    """uids of the groups admitted since the batch before, in order; a checkpoint keeps them until the batch is trained"""
+    wanted: int = 0
+    """prompts to offer with the next version (``PromptsManager.wanted``)"""
+
+
+@dataclass(frozen=True, slots=True)
 class PromptsWanted:
-    """A request for prompts: the round continues and may filter more groups than the reserve can replace."""
+    """A request for prompts: the rollout continues and may filter more groups than the reserve can replace."""
 
     count: int
-    """prompts to offer before ``wait_round`` or ``next_batch`` is called again"""
+    """prompts to offer before ``wait_batch`` is called again"""
 
 
 @dataclass(frozen=True, slots=True)
 class StepAccount:
-    """What became of the prompts in a step of separate placement: since the account of the step before."""
+    """What ``finish_step`` tells about a step that is trained; the ledger must have it before the next checkpoint."""
 
-    admitted: tuple[str, ...]
-    """uids of the groups admitted, in order"""
     filtered: tuple[FilteredGroup, ...]
+    """filtered since the step before, of those whose admission a batch has told"""
     wanted: int
     """prompts to offer with the next version (``PromptsManager.wanted``)"""
     metrics: dict[str, float]
-    """``PromptsManager.metrics`` once the step is trained"""
+    """``PromptsManager.metrics`` of the last flush if the round was stopped, else those before the batch was forgotten"""
+    admitted: tuple[str, ...] = ()
+    """of ``Stream``: uids of the groups admitted, in order"""
 
 
-@dataclass(frozen=True, slots=True)
-class Flushed:
-    """Every worker has reported everything about a round."""
+class Flushed(float):
+    """When every worker had reported everything about a round (unix seconds); its attributes are for ``Rounds``."""
 
     at: float
-    """unix seconds"""
     metrics: dict[str, float]
-    """``PromptsManager.metrics`` at that moment, before the next round is prepared"""
+
+    def __new__(cls, at: float, metrics: dict[str, float] | None = None) -> Flushed:
+        self = super().__new__(cls, at)
+        self.at, self.metrics = at, metrics or {}
+        return self
 
 
 @dataclass(frozen=True, slots=True)

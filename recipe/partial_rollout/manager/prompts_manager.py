@@ -226,6 +226,18 @@ class PromptsManager:
         """See ``Round.complete``."""
         return self._round.complete()
 
+    def begin_version(self, version: int) -> int:
+        """See ``Round.begin_version``."""
+        return self._round.begin_version(version)
+
+    def complete_batch(self, *, stop: bool) -> tuple[list[TakenGroup[FinishedOutput]], tuple[str, ...]]:
+        """READY -> TAKEN: see ``Round.take_batch``; returns the groups, and the uids admitted since the last batch.
+
+        A checkpoint keeps these uids until the batch is acknowledged.
+        """
+        groups = self._state.groups
+        return groups.take(self._round.take_batch(stop=stop)), groups.tell_admitted()
+
     def take_batch(self) -> list[TakenGroup[FinishedOutput]]:
         """READY -> TAKEN: the N oldest ready groups; see ``Round.batch``. ``close_round`` has told the uids admitted."""
         taken = self._state.groups.take(self._round.batch())

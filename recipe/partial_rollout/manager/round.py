@@ -61,6 +61,8 @@ class Round:
         self._scheduling = scheduling
         self.group_filter = group_filter
         self._phase = RoundState.CLOSED
+        self._batch_taken = False
+        """whether the trainer has got the batch of the present version"""
         self._filtered = 0
         """groups filtered in this round, or since the version advanced"""
         self._to_replace = 0
@@ -97,7 +99,37 @@ class Round:
         self._state.reserve.offer(prompts)
         return self._begin()
 
+    def begin_version(self, version: int) -> int:
+        """CLOSED, AHEAD -> OPEN: admit the groups of ``version``, let workers claim; returns the groups admitted.
+
+        Raises:
+            RuntimeError: the batch of the present version was not taken, or must be trained first, or another version
+                follows it.
+        """
+        present = self._state.version
+        ahead = self._phase is RoundState.AHEAD
+        if self._phase is RoundState.OPEN or (ahead and self._state.groups.taken):
+            state = "trained" if ahead else "taken"
+            raise RuntimeError(f"begin_version: the batch of version {present} is not {state}: {version} cannot follow")
+        if self._batch_taken and version != present + 1:
+            raise RuntimeError(f"begin_version: {version} after {present}: each version trains one batch")
+        self._state.advance(version)
+        return self._begin()
+
+    def take_batch(self, *, stop: bool) -> list[PromptGroup]:
+        """The batch, as ``batch`` has it. OPEN -> CLOSED with ``stop``, else OPEN -> AHEAD: everything else runs on.
+
+        Raises:
+            RuntimeError: it is not complete, or the round is not OPEN.
+        """
+        self.require_open("take_batch")
+        batch = self.batch()
+        self._phase = RoundState.CLOSED if stop else RoundState.AHEAD
+        self._batch_taken = True
+        return batch
+
     def _begin(self) -> int:
+        self._batch_taken = False
         self._filtered = self._to_replace = 0
         most = min(self.admission.most_per_round(), len(self._state.reserve))
         admitted = self.admit(round_start=True)
@@ -123,7 +155,7 @@ class Round:
     def require_open(self, verb: str) -> None:
         """Raise RuntimeError, which names the state, unless the batch of this version is to come."""
         if self._phase is not RoundState.OPEN:
-            raise RuntimeError(f"{verb}: the round is {self._phase}: call next_version first")
+            raise RuntimeError(f"{verb}: the round is {self._phase}: call begin_version first")
 
     @property
     def overdue(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.condition import ManagerCondition
-from recipe.partial_rollout.manager.messages import PromptsWanted, RoundStart, StepAccount
+from recipe.partial_rollout.manager.messages import PromptsWanted, RoundStart
 from recipe.partial_rollout.manager.output_store import OutputStore
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import FinishedOutput, Prompt, TakenGroup
@@ -61,15 +61,3 @@ class StreamVerbs:
             self._manager.admit()
             self._changed.notify()
             return taken
-
-    async def finish_step(self, uids: list[str]) -> StepAccount:
-        """The trainer has updated on these groups; the caller must note the account in the ledger before it saves."""
-        manager = self._manager
-        # As in a colocated round: the batch's own figures are known only while the trainer has it.
-        metrics = manager.metrics()
-        manager.acknowledge(uids)
-        return StepAccount(manager.take_admitted(), manager.take_filtered(), manager.wanted, metrics)
-
-    async def begin_flush(self) -> None:
-        """The workers are about to report everything that they have, and ``flush`` waits for it; claims go on."""
-        self._unflushed = set(self._manager.workers)
