@@ -9,8 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 SEATS, QUEUED, RESPONSE = 4, 100, 100
-KV_BLOCKS = 25
-"""of 32 tokens, in the runs without enough of them: six samples to their end"""
 PROMPT = [4, 7, 8, 9, 10, 11]
 
 serve = runpy.run_path(str(Path(__file__).with_name("bare_server.py")))["serve"]
@@ -167,64 +165,3 @@ def test_engine_that_decodes_a_long_response_says_so_before_it_ends(interruption
     # Once it has ended it does not run any more.
     assert len(counts) > RESPONSE / 2 and counts[:-1] == sorted(counts[:-1])
     assert max(counts) >= RESPONSE - 2
-
-
-@pytest.fixture(scope="module")
-def kv_scarce(on_each_scheduler):
-    """Interruption once KV blocks, not seats, have run out and samples were preempted; then every sample goes on."""
-
-    async def body(engine):
-        from recipe.partial_rollout.engine.replica import RecipeVLLMServer
-        from verl_ext.vllm_preemptions import preemptions_of
-
-        await engine.get_supported_tasks()
-        server, taken = serve(engine, RecipeVLLMServer), SimpleNamespace()
-        assert await server.kv_tokens() <= KV_BLOCKS * 32 < (SEATS + QUEUED) * RESPONSE
-        requests = start(server, SEATS + QUEUED, "scarce")
-        async with asyncio.timeout(60):
-            while not await server.preemptions():
-                await asyncio.sleep(0.01)
-        began = time.monotonic()
-        await server.abort_all_requests(reject_request=True)
-        taken.took = time.monotonic() - began
-        taken.back = all(request.done() for request in requests)
-        taken.first = await asyncio.wait_for(asyncio.gather(*requests), 60)
-        taken.preempted = await preemptions_of(engine)
-        await server.resume_generation()
-        began = time.monotonic()
-        taken.second = await asyncio.wait_for(
-            asyncio.gather(*[go_on(server, i, output) for i, output in enumerate(taken.first)]), 120
-        )
-        taken.rest_took = time.monotonic() - began
-        return taken
-
-    return on_each_scheduler(
-        body,
-        max_num_seqs=SEATS + QUEUED,
-        num_gpu_blocks_override=KV_BLOCKS,
-        block_size=32,
-        scheduling_policy="priority",
-        enable_prefix_caching=False,
-    )
-
-
-async def go_on(server, i, output):
-    """The rest of sample ``i`` from the tokens that its interrupted call gave back."""
-    left = RESPONSE - len(output.token_ids)
-    sampling = {"temperature": 1.0, "ignore_eos": True, "logprobs": True, "detokenize": False, "max_tokens": left}
-    return await server.generate([*PROMPT, *output.token_ids], sampling, f"again-{i}", priority=i) if left else None
-
-
-def test_interruption_does_not_wait_for_samples_without_kv(kv_scarce):
-    assert kv_scarce.preempted > 0 and kv_scarce.back
-    assert kv_scarce.took < kv_scarce.rest_took / 4
-    without = [output for output in kv_scarce.first if not output.token_ids]
-    assert without and all(output.stop_reason == "aborted" for output in without)
-
-
-def test_no_token_is_lost_where_kv_is_scarce(kv_scarce):
-    for first, second in zip(kv_scarce.first, kv_scarce.second, strict=True):
-        assert len(first.log_probs or []) == len(first.token_ids)
-        rest = list(second.token_ids) if second else []
-        assert len(first.token_ids) + len(rest) == RESPONSE
-    assert sum(len(output.token_ids) for output in kv_scarce.first) > 0

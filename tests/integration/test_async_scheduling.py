@@ -195,7 +195,7 @@ def slow_outputs(core):
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("kv", ["recompute", "keep"])
+@pytest.mark.parametrize("kv", ["recompute", pytest.param("keep", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("room", ["plentiful", "scarce"])
 @pytest.mark.parametrize("protocol", ["V1", "V2"])
 def test_no_step_is_a_bad_one_for_a_hold_or_an_interruption(bench, protocol, room, kv, action):
