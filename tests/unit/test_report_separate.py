@@ -14,17 +14,15 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from recipe.partial_rollout.records.dealt_calls import dealt
-from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.records.engine_call import EngineCall, union
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 from recipe.partial_rollout.records.run_record import load_run
 from recipe.partial_rollout.records.running_curve import bubble_fraction
-from recipe.partial_rollout.records.time_spans import common, overlap_s, seconds, union, within, without
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
 from recipe.partial_rollout.tools.report.findings import findings, headline
 from recipe.partial_rollout.tools.report.lane_strip import strip_of
-from recipe.partial_rollout.tools.report.lanes import Trainer, lanes_of
+from recipe.partial_rollout.tools.report.lanes import Trainer, lanes_of, seconds, within, without
 from recipe.partial_rollout.tools.report.panels import Over, Shown, _bubble, _speed
 from recipe.partial_rollout.tools.report.perfetto import chrome_trace
 from recipe.partial_rollout.tools.report.table import tables
@@ -115,7 +113,6 @@ def test_spans_are_sets_of_moments(some, others, start, end):
 
     assert moments(union(some)) == moments(some)
     assert moments(without(some, others)) == moments(some) - moments(others)
-    assert moments(common(some, others)) == moments(some) & moments(others)
     assert moments(within(some, start, end)) == moments(some) & set(range(start, end))
     for found in (union(some), without(some, others), within(some, start, end)):
         assert all(a < b for a, b in found) and seconds(found) == len(moments(found))
@@ -255,70 +252,6 @@ def test_report_of_both_placements_is_written(tmp_path):
     assert main([*map(str, runs), "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert "| engines held | - | 6.2% |  |" in (tmp_path / "out" / "report.md").read_text()
-
-
-# -- reward calls ------------------------------------------------------------------------------------------------------
-
-
-def write_scored(path, spans, **settings):
-    """The reward calls of ``spans`` are of the last batch, whenever they were made."""
-    rounds = [RUN["build_round"](step) for step in (1, 2, 3)]
-    rounds[2]["scorings"] = [[ZERO + start, ZERO + end] for start, end in spans]
-    return write_run(path, rounds=rounds, **settings)
-
-
-def test_reward_calls_hold_up_only_who_waits_while_nothing_decodes(tmp_path):
-    # From 40 to 42 the trainer waits and no engine runs: 1 s of one call, 2 s of another; all others overlap.
-    run = load_run(write_scored(tmp_path / "a", [(12, 21), (39, 41), (40, 45), (42, 46)]))
-    found = compare([run]).base.summary.scoring
-    assert (found.calls, found.seconds, found.overlap) == (4, pytest.approx(20), pytest.approx(1 - 3 / 20))
-    assert cells(compare([run]))["a reward call, mean; overlapped"] == ["5.0 s; 85.0%"]
-    assert found.alone == pytest.approx(2)
-    assert cells(compare([run]))["reward calls alone"] == ["4.0%"]  # of 50 s
-
-
-def test_trace_without_reward_calls_has_no_row_of_them(run):
-    assert compare([run]).base.summary.scoring is None
-    assert "a reward call, mean; overlapped" not in cells(compare([run]))
-
-
-@pytest.mark.parametrize(
-    ("placement", "names"), [("separate", ["engines", "trainer", "scoring"]), ("colocated", ["scoring"])]
-)
-def test_slow_reward_calls_have_a_lane_in_both_placements(tmp_path, placement, names):
-    slow = load_run(write_scored(tmp_path / "slow", [(12, 21), (13, 22)], placement=placement))
-    assert strip_of(slow, ZERO, run_end(slow)).names == names
-    fast = load_run(write_scored(tmp_path / "fast", [(12, 12.1)], placement=placement))
-    strip = strip_of(fast, ZERO, run_end(fast))
-    assert "scoring" not in (strip.names if strip else [])
-
-
-def test_lane_of_reward_calls_is_as_high_as_the_most_at_once(tmp_path):
-    run = load_run(write_scored(tmp_path / "a", [(12, 21), (13, 22), (20, 23)]))
-    axes = Figure().subplots()
-    strip_of(run, ZERO, run_end(run)).draw(axes, "#0072B2", 50)
-    vertices = axes.collections[-1].get_paths()[0].vertices
-    assert (vertices[:, 0].min(), vertices[:, 0].max()) == (12, 23)
-    assert vertices[:, 1].max() - vertices[:, 1].min() == pytest.approx(0.8)
-
-
-def test_close_up_shows_reward_calls_of_samples_that_train_later(tmp_path):
-    side = _cut(compare([load_run(write_scored(tmp_path / "a", [(12, 21)]))]).base, slice(0, 2), None)
-    strip = strip_of(side.run, side.run.rounds[0].phase.start, run_end(side.run))
-    assert [(a - ZERO, b - ZERO) for a, b in strip.scorings] == [(12, 21)]
-
-
-@given(SPANS.map(lambda spans: [span for span in spans if span[0] < span[1]]), SPANS)
-def test_overlap_counts_every_span_by_itself(spans, others):
-    inside = {t for a, b in others for t in range(a, b)}
-    assert overlap_s(spans, others) == pytest.approx(sum(len(inside & set(range(*span))) for span in spans))
-
-
-@pytest.mark.parametrize("scorings", [[[2, 1]], [[1]], ["x"], [[1, None]]])
-def test_bad_reward_call_names_its_line(tmp_path, scorings):
-    rounds = [RUN["build_round"](step, scorings=scorings) for step in (1, 2, 3)]
-    with pytest.raises(RunRecordError, match=r"trace\.jsonl line 5: 'scorings' should hold pairs of start and end"):
-        load_run(write_run(tmp_path / "a", rounds=rounds))
 
 
 # -- page and Chrome trace ---------------------------------------------------------------------------------------------

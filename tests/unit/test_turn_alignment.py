@@ -14,7 +14,7 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.manager.types import SCORING_BEGAN, SCORING_ENDED, Segment
+from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.turn_alignment import sample_output
@@ -152,14 +152,6 @@ def test_turn_whose_boundary_token_the_template_trims_is_aligned(engine):
     np.testing.assert_array_equal(log_probs, np.float32([-3.1, -3.2, -4.1, -4.2, -4.3]))
     assert len(made.response_ids) == len(made.response_mask) == len(made.log_probs) == len(made.versions)
     assert (made.versions[made.response_mask == 0] == -1).all() and (made.log_probs[made.response_mask == 0] == 0).all()
-
-
-def test_output_knows_when_its_reward_call_was_made(engine):
-    sample, output = play(engine, answer(50, USER, version=3))
-    assert SCORING_BEGAN not in sample_output(sample, output).metrics
-    sample.scored = (10.0, 12.5)
-    metrics = sample_output(sample, output).metrics
-    assert (metrics[SCORING_BEGAN], metrics[SCORING_ENDED], metrics["tool_calls"]) == (10.0, 12.5, 0.0)
 
 
 def test_turns_made_of_interrupted_calls_are_aligned(engine):

@@ -65,10 +65,6 @@ class Segment:
         return len(self.token_ids)
 
 
-SCORING_BEGAN, SCORING_ENDED = "scoring_began", "scoring_ended"
-"""moments of a sample's reward call in ``SampleOutput.metrics``; unix seconds"""
-
-
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
     """A finished sample, unpadded. ``R`` is its response length: generated and tool tokens."""
@@ -89,7 +85,7 @@ class SampleOutput:
     reward_extra_info: dict[str, Any]
     num_turns: int
     metrics: dict[str, float]
-    """verl's agent-loop metrics; seconds. With a reward call also ``SCORING_BEGAN`` and ``SCORING_ENDED``"""
+    """verl's agent-loop metrics; seconds"""
     extra_fields: dict[str, Any] = field(default_factory=dict)
     masked: bool = False
     """whether this replaces a sample that failed for good: mask all 0, no reward, ``prompt_ids`` empty"""

@@ -30,8 +30,6 @@ class Round:
     """unfinished groups that it started with"""
     lost_samples: int = 0
     """samples unaccounted for so far, not only in this round"""
-    scorings: tuple[tuple[float, float], ...] = field(default=(), repr=False)
-    """start and end (unix seconds) of the reward calls of the samples that it trains, also from before the round"""
     at: int = field(default=0, repr=False, compare=False)
     """byte of the trace at which its line begins, if it was read"""
 
@@ -51,7 +49,6 @@ class Round:
             "trained": [group.to_trace() for group in self.trained],
             "carried_groups": self.carried_groups,
             "lost_samples": self.lost_samples,
-            "scorings": [list(span) for span in self.scorings],
         }
 
     @classmethod
@@ -78,6 +75,5 @@ class Round:
             resume_s=line.optional_number("resume_s"),
             carried_groups=line.integer("carried_groups"),
             lost_samples=line.integer("lost_samples"),
-            scorings=tuple(line.optional_spans("scorings")),
             at=line.at,
         )

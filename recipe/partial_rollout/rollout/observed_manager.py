@@ -12,8 +12,9 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
 from verl.utils.ray_utils import auto_await
 
+from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.rollout.engine_probe import EngineProbe, TakeCalls
-from recipe.partial_rollout.rollout.observed_phases import ObservedPhases, TakeScorings
+from recipe.partial_rollout.rollout.observed_phases import ObservedPhases
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.waits import result_of, within
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient
@@ -38,14 +39,11 @@ class ObservedAgentLoopManager(AgentLoopManager):
     def connect(self, context: RolloutContext) -> None:
         """Observe for the trainer whose parts are ``context``; call it once, after the workers are up."""
         workers = self.agent_loop_workers
-        taken = partial(_taken, workers, context.settings.deadlines.interrupt_s)
-        self._observe(context, partial(taken, "take_calls"), partial(taken, "take_scorings"))
+        self._observe(context, partial(_calls_of, workers, context.settings.deadlines.interrupt_s))
 
-    def _observe(
-        self, context: RolloutContext, take_calls: TakeCalls, take_scorings: TakeScorings | None = None
-    ) -> None:
+    def _observe(self, context: RolloutContext, take_calls: TakeCalls) -> None:
         probe = EngineProbe(context, self.agent_loop_workers, take_calls)
-        self._observed = ObservedPhases(context, take_calls, probe, take_scorings)
+        self._observed = ObservedPhases(context, take_calls, probe)
 
     @property
     def _phases(self) -> ObservedPhases:
@@ -79,8 +77,8 @@ class ObservedAgentLoopManager(AgentLoopManager):
         return self._phases.probe.concurrency
 
 
-async def _taken(workers: Sequence[Any], deadline_s: float, verb: str) -> tuple[Any, ...]:
-    """The joined answers of all workers to ``verb``."""
-    asked = asyncio.gather(*[result_of(getattr(worker, verb).remote()) for worker in workers])
-    lists = await within(asked, deadline_s, f"asking the agent-loop workers to {verb}", "interrupt_s")
-    return tuple(item for items in lists for item in items)
+async def _calls_of(workers: Sequence[Any], deadline_s: float) -> tuple[EngineCall, ...]:
+    """The engine calls of all workers that ended since they were last asked."""
+    asked = asyncio.gather(*[result_of(worker.take_calls.remote()) for worker in workers])
+    lists = await within(asked, deadline_s, "asking the agent-loop workers for their engine calls", "interrupt_s")
+    return tuple(call for calls in lists for call in calls)

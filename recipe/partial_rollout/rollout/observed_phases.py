@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
 from verl.protocol import DataProto
 
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.records.time_spans import Span
 from recipe.partial_rollout.records.trained_group import TrainedGroup, prompt_identity
 from recipe.partial_rollout.rollout import metrics
 from recipe.partial_rollout.rollout.engine_probe import EngineProbe, TakeCalls
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
 from recipe.partial_rollout.rollout.round_watch import RoundWatch
-from recipe.partial_rollout.rollout.scorings import Scorings
 
 _IDENTITY = ("raw_prompt", "index")
-
-TakeScorings = Callable[[], Awaitable[tuple[Span, ...]]]
-"""returns start and end (unix seconds) of the workers' reward calls that ended since it was last called"""
-
-
-async def _none() -> tuple[Span, ...]:
-    return ()
 
 
 class ObservedPhases:
@@ -36,23 +26,14 @@ class ObservedPhases:
         context: parts of the trainer.
         take_calls: collects the engine calls of the agent-loop workers.
         probe: measures how fast the engines decode when kept full.
-        take_scorings: collects the workers' reward calls; None under PR, where each travels with its sample.
     """
 
-    def __init__(
-        self,
-        context: RolloutContext,
-        take_calls: TakeCalls,
-        probe: EngineProbe,
-        take_scorings: TakeScorings | None = None,
-    ) -> None:
+    def __init__(self, context: RolloutContext, take_calls: TakeCalls, probe: EngineProbe) -> None:
         self._context = context
         self._take_calls = take_calls
-        self._take_scorings = take_scorings or _none
         self.probe = probe
         self._watch = RoundWatch(context.settings, context.control)
         self._figures: dict[str, float] = {}
-        self._scorings = Scorings()
 
     async def validate(self, prompts: DataProto, generated: Awaitable[DataProto]) -> DataProto:
         """Await and return ``generated``, verl's validation of ``prompts``.
@@ -63,7 +44,7 @@ class ObservedPhases:
         start = time.time()
         output = await self._context.stop.unless_stopped(generated)
         end = time.time()
-        await asyncio.gather(self._take_calls(), self._take_scorings())
+        await self._take_calls()
         self._context.trace.phase("validate", prompts.meta_info.get("global_steps", 0), start, end)
         return output
 
@@ -72,9 +53,9 @@ class ObservedPhases:
         start = time.time()
         output = await self._watch.during(prompts.meta_info["global_steps"], generated)
         end = time.time()
-        calls, scorings = await asyncio.gather(self._take_calls(), self._take_scorings())
+        calls = await self._take_calls()
         phase = RolloutPhase(start, end, calls)
-        self._figures = {**self._note(phase, prompts, output, scorings), **await self._context.engine_metrics()}
+        self._figures = {**self._note(phase, prompts, output), **await self._context.engine_metrics()}
         self._context.reckon_slots(phase.calls)
         return output
 
@@ -83,9 +64,7 @@ class ObservedPhases:
         taken, self._figures = self._figures, {}
         return taken
 
-    def _note(
-        self, phase: RolloutPhase, prompts: DataProto, output: DataProto, scorings: tuple[Span, ...]
-    ) -> dict[str, Any]:
+    def _note(self, phase: RolloutPhase, prompts: DataProto, output: DataProto) -> dict[str, Any]:
         """Note a phase of noPR, in which every sample started and ended, under one version."""
         settings = self._context.settings
         step = prompts.meta_info["global_steps"]
@@ -108,12 +87,11 @@ class ObservedPhases:
                     tokens=sum(tokens[rows]),
                 )
             )
-        self._context.trace.round(Round(step, step - 1, phase, trained, scorings=scorings))
+        self._context.trace.round(Round(step, step - 1, phase, trained))
         return {
             **metrics.phase_metrics(phase, self._context.full_concurrency, self.probe.full_tokens_per_s),
             "trained/groups": size,
             "trained/samples": len(lengths),
             "trained/tokens": sum(tokens),
             "lost_samples": 0,
-            **self._scorings.observe(phase, scorings),
         }

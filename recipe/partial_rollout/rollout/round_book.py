@@ -12,7 +12,6 @@ from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout import metrics
 from recipe.partial_rollout.rollout.engine_probe import EngineProbe
 from recipe.partial_rollout.rollout.rollout_context import RolloutContext
-from recipe.partial_rollout.rollout.scorings import Scorings, scorings_of
 from recipe.partial_rollout.rollout.trained_round import TrainedRound
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ class RoundBook:
         self._context = context
         self._probe = probe
         self._overlap = overlap
-        self._scorings = Scorings()
         self._spared = 0
         """groups of equal reward that were trained despite dynamic sampling"""
 
@@ -49,7 +47,6 @@ class RoundBook:
             lengths = [[output.response_length for output in group.outputs] for group in groups]
             self._overlap.observe(played.phase.calls, lengths)
         trained = [TrainedGroup.of(group, version) for group in groups]
-        scorings = scorings_of(groups)
         figures = {
             **metrics.phase_metrics(
                 played.phase,
@@ -58,7 +55,6 @@ class RoundBook:
                 goes_on=context.settings.separate,
             ),
             **metrics.batch_metrics(groups, version),
-            **self._scorings.observe(played.phase, scorings, played.waits.get("wait_s")),
             **played.gauges,
             **{f"timing/{name}": seconds for name, seconds in played.waits.items()},
             "overlap": played.start.carried_groups / context.settings.batch_groups,
@@ -77,7 +73,6 @@ class RoundBook:
                 resume_s=played.waits.get("resume_s"),
                 carried_groups=played.start.carried_groups,
                 lost_samples=int(played.gauges["lost_samples"]),
-                scorings=scorings,
             )
         )
         return figures

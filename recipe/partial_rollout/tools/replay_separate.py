@@ -18,8 +18,8 @@ from recipe.partial_rollout.planner.played_samples import TrainedBatch
 from recipe.partial_rollout.planner.separate import SeparateSimulation
 from recipe.partial_rollout.planner.trainer_rate import TrainerRate, WeightUpdate
 from recipe.partial_rollout.records.run_record import RunRecord
-from recipe.partial_rollout.records.time_spans import overlap_s, seconds, union
 from recipe.partial_rollout.records.trace_events import PhaseName
+from recipe.partial_rollout.tools.report.lanes import seconds, within
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ def measured_steps(run: RunRecord) -> MeasuredSteps:
     between = list(itertools.pairwise(taken))
 
     def inside(*names: PhaseName) -> list[float]:
-        found = union(span for name in names for span in spans[name])
-        return [overlap_s([step], found) for step in between]
+        found = [span for name in names for span in spans[name]]
+        return [seconds(within(found, *step)) for step in between]
 
     unknown, waited = inside(PhaseName.VALIDATE, PhaseName.FLUSH), inside(PhaseName.WAIT)
     staged, held = inside(PhaseName.STAGE), inside(PhaseName.HOLD)

@@ -92,11 +92,6 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         with contextlib.suppress(ProbeEndedError):
             await super()._probe_sample(row, **sampling_params)
 
-    def _note_scoring(self, began: float, ended: float) -> None:
-        """The reward call travels with its sample; that of a validation or a probe is not noted."""
-        if (sample := LIVE_SAMPLE.get()) is not None:
-            sample.scored = began, ended
-
     async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
         sample = LIVE_SAMPLE.get()
         if sample is None:

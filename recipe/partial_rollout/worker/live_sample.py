@@ -90,8 +90,6 @@ class LiveSample:
     """address of the replica of its last call, if its prefix is cached there"""
     resumes: bool = False
     """whether its last call was interrupted, so that the next one may run elsewhere"""
-    scored: tuple[float, float] | None = None
-    """start and end (unix seconds) of its reward call; None before it, and without one"""
     clock: SampleClock = field(init=False)
     """seconds that its agent loop spends between engine calls"""
     deadline_s: InitVar[float | None] = None

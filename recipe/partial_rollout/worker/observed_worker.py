@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable
 from typing import Any
 
@@ -45,7 +44,6 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             self.reward_loop_worker_handles = [RewardWorkers(self.reward_loop_worker_handles)]  # type: ignore[assignment]
         self._rewards = Places(reward_places(self.config))
         self._probe_over = asyncio.Event()
-        self._scorings: list[tuple[float, float]] = []
 
     def take_calls(self) -> list[EngineCall]:
         """Engine calls that ended since this was last called."""
@@ -88,30 +86,17 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
+        deadline_s = self.config.partial_rollout.deadlines.reward_s
         async with self._rewards.one():
-            await self._score_within(self.config.partial_rollout.deadlines.reward_s, outputs, kwargs)
-
-    async def _score_within(self, deadline_s: float, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
-        began = time.time()
-        try:
-            await asyncio.wait_for(super()._compute_score(outputs, kwargs), deadline_s)
-        except TimeoutError as error:
-            raise RewardError(
-                f"reward function gave no score for prompt {kwargs.get('uid')} within {deadline_s:g} s "
-                f"(partial_rollout.deadlines.reward_s)"
-            ) from error
-        except Exception as error:
-            raise RewardError(f"reward function failed on prompt {kwargs.get('uid')}: {one_line(error)}") from error
-        if outputs[-1].metrics.compute_score:
-            self._note_scoring(began, time.time())
-
-    def _note_scoring(self, began: float, ended: float) -> None:
-        self._scorings.append((began, ended))
-
-    def take_scorings(self) -> list[tuple[float, float]]:
-        """Start and end (unix seconds) of the reward calls that ended since this was last called."""
-        scorings, self._scorings = self._scorings, []
-        return scorings
+            try:
+                await asyncio.wait_for(super()._compute_score(outputs, kwargs), deadline_s)
+            except TimeoutError as error:
+                raise RewardError(
+                    f"reward function gave no score for prompt {kwargs.get('uid')} within {deadline_s:g} s "
+                    f"(partial_rollout.deadlines.reward_s)"
+                ) from error
+            except Exception as error:
+                raise RewardError(f"reward function failed on prompt {kwargs.get('uid')}: {one_line(error)}") from error
 
     async def warm_up(self, rows: list[dict[str, Any]], concurrency: int) -> None:
         """Decode ``concurrency`` samples of a few tokens, because engines compile in their first steps."""

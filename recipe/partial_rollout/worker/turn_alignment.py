@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
-from recipe.partial_rollout.manager.types import SCORING_BEGAN, SCORING_ENDED, SampleOutput
+from recipe.partial_rollout.manager.types import SampleOutput
 from recipe.partial_rollout.worker.live_sample import LiveSample
 
 
@@ -37,7 +37,6 @@ def sample_output(sample: LiveSample, output: AgentLoopOutput) -> SampleOutput:
     if output.response_logprobs is not None:
         _check_log_probs(sample, np.asarray(output.response_logprobs, dtype=np.float32), log_probs, mask.astype(bool))
     extra = dict(output.extra_fields)
-    scored = {} if sample.scored is None else dict(zip((SCORING_BEGAN, SCORING_ENDED), sample.scored, strict=True))
     return SampleOutput(
         prompt_ids=np.asarray(output.prompt_ids, dtype=np.int32),
         response_ids=response_ids,
@@ -48,7 +47,7 @@ def sample_output(sample: LiveSample, output: AgentLoopOutput) -> SampleOutput:
         reward_score=_plain(output.reward_score),
         reward_extra_info={key: _plain(value) for key, value in extra.pop("reward_extra_info", {}).items()},
         num_turns=output.num_turns,
-        metrics={**output.metrics.model_dump(), **scored},
+        metrics=output.metrics.model_dump(),
         extra_fields=extra,
     )
 

@@ -10,18 +10,56 @@ the sync, and under separate placement the sync lies within the training phase.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recipe.partial_rollout.records.time_spans import Span, common, overlap_s, seconds, union, within, without
+from recipe.partial_rollout.records.engine_call import Span, union
 from recipe.partial_rollout.records.trace_events import PhaseName
 from recipe.partial_rollout.tools.report.concurrency import running_curve
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.records.run_record import RunRecord
+
+
+def without(spans: Iterable[Span], *cuts: Iterable[Span]) -> list[Span]:
+    """The moments of ``spans`` that lie in none of ``cuts``, by start.
+
+    >>> without([(0, 10)], [(2, 3)], [(8, 12)])
+    [(0, 2), (3, 8)]
+    """
+    left: list[Span] = []
+    gone = union(span for cut in cuts for span in cut)
+    at = 0
+    for start, end in union(spans):
+        while at < len(gone) and gone[at][1] <= start:
+            at += 1
+        for cut_start, cut_end in gone[at:]:
+            if cut_start >= end:
+                break
+            if cut_start > start:
+                left.append((start, cut_start))
+            start = max(start, cut_end)
+        if end > start:
+            left.append((start, end))
+    return left
+
+
+def within(spans: Iterable[Span], start: float, end: float) -> list[Span]:
+    """The moments of ``spans`` between ``start`` and ``end``, by start.
+
+    >>> within([(0, 4), (6, 9)], 3, 7)
+    [(3, 4), (6, 7)]
+    """
+    return union((max(a, start), min(b, end)) for a, b in spans if b > start and a < end)
+
+
+def seconds(spans: Iterable[Span]) -> float:
+    """Sum of the spans' lengths."""
+    return sum(end - start for start, end in spans)
 
 
 class Trainer(StrEnum):
@@ -57,11 +95,6 @@ class Lanes:
         busy = self.held, self.trainer[Trainer.VALIDATE]
         return [without([(start, end)], spans, *busy) for spans in self.decoding]
 
-    @property
-    def stuck(self) -> list[Span]:
-        """When nothing goes on: the trainer waits, and no engine decodes."""
-        return without(self.trainer[Trainer.WAIT], *self.decoding)
-
 
 @dataclass(frozen=True, slots=True)
 class LaneShares:
@@ -83,29 +116,6 @@ def lane_shares(run: RunRecord) -> LaneShares | None:
     idle = statistics.fmean(map(seconds, lanes.idle(start, end)))
     held = seconds(lanes.held) / (end - start) if run.settings.separate else None
     return LaneShares(seconds(lanes.trainer[Trainer.WAIT]) / (end - start), idle / (end - start), held)
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """The reward calls of the trained samples."""
-
-    calls: int
-    seconds: float
-    """Their sum."""
-    overlap: float
-    """Share of these seconds in which an engine decoded or the trainer did not wait, 0 to 1."""
-    alone: float
-    """Seconds of the run in which nothing but reward calls went on."""
-
-
-def scoring(run: RunRecord) -> Scoring | None:
-    """None if the trace has no reward calls that took time."""
-    spans = [span for round_ in run.rounds for span in round_.scorings]
-    total = seconds(spans)
-    if not total:
-        return None
-    stuck = lanes_of(run).stuck
-    return Scoring(len(spans), total, 1 - overlap_s(spans, stuck) / total, seconds(common(spans, stuck)))
 
 
 def lanes_of(run: RunRecord) -> Lanes:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from recipe.partial_rollout.records.run_record import RunRecord
-from recipe.partial_rollout.records.time_spans import at_once
 from recipe.partial_rollout.records.trace_events import PhaseName
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.concurrency import running_curve
@@ -53,7 +52,7 @@ def chrome_trace(comparison: Comparison) -> dict[str, Any]:
         segments = segments_of(side.run)
         names += _names(side, segments, pid)
         events += [*_driver_events(side.run, pid), *_segment_events(side.run, segments, pid, flows)]
-        events += [*_engine_events(side.run, pid), *_counters(side.run, pid), *_scoring_counter(side.run, pid)]
+        events += [*_engine_events(side.run, pid), *_counters(side.run, pid)]
         pid += 1 + side.run.settings.replicas
     # Python's sort is stable: what begins and ends at one moment keeps its order.
     events.sort(key=lambda event: event["ts"])
@@ -152,14 +151,6 @@ def _counters(run: RunRecord, pid: int) -> Iterator[Event]:
         if ages := step.staleness:
             at = _us(step.round.phase.end - origin)
             yield _counter("staleness", pid, at, mean=sum(ages) / len(ages), max=max(ages))
-
-
-def _scoring_counter(run: RunRecord, pid: int) -> Iterator[Event]:
-    """Reward calls at each moment."""
-    origin = run.rounds[0].phase.start
-    moments, counts = at_once([span for round_ in run.rounds for span in round_.scorings])
-    for moment, count in zip(moments.tolist(), counts.tolist(), strict=True):
-        yield _counter("reward calls", pid, _us(moment - origin), running=count)
 
 
 def _counter(name: str, pid: int, ts: int, **values: float) -> Event:

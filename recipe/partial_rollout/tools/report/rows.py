@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from recipe.partial_rollout.tools.report import units
-from recipe.partial_rollout.tools.report.lanes import LaneShares, Scoring
+from recipe.partial_rollout.tools.report.lanes import LaneShares
 from recipe.partial_rollout.tools.report.summary import Spread, Summary, Wait, ratio
 
 
@@ -22,12 +22,6 @@ def _kilotoken(seconds: float | None, tokens: float) -> str:
 
 def _lane(shares: LaneShares | None, name: str) -> str:
     return units.share(shares and getattr(shares, name))
-
-
-def _scoring(scoring: Scoring | None) -> str:
-    if scoring is None:
-        return units.UNKNOWN
-    return f"{units.seconds(scoring.seconds / scoring.calls)}; {units.share(scoring.overlap)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +120,6 @@ FIGURES = (
         "empty slots in rollout (bubble)",
         lambda s: units.share(s.bubble_fraction),
         "Share of the slots that a full batch fills which stood empty, averaged over rollout time.",
-    ),
-    Figure(
-        "a reward call, mean; overlapped",
-        lambda s: _scoring(s.scoring),
-        "Mean seconds; share of all their seconds in which an engine decoded or the trainer had its batch.",
-        always=False,
-    ),
-    Figure(
-        "reward calls alone",
-        lambda s: units.share(s.scoring and ratio(s.scoring.alone, s.step_s)),
-        "Share of step time in which nothing but reward calls went on: no engine decoded, and the trainer waited.",
-        always=False,
     ),
     Figure(
         "GPU utilisation",

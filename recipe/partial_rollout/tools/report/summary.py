@@ -11,7 +11,7 @@ from recipe.partial_rollout.records.overview import SECTION
 from recipe.partial_rollout.records.running_curve import bubble_fraction
 from recipe.partial_rollout.records.spread import Spread, spread
 from recipe.partial_rollout.records.trace_events import PhaseName
-from recipe.partial_rollout.tools.report.lanes import LaneShares, Scoring, lane_shares, scoring
+from recipe.partial_rollout.tools.report.lanes import LaneShares, lane_shares
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.records.run_record import RunRecord, Step
@@ -73,8 +73,6 @@ class Summary:
     """None if the run has one batch only."""
     hold_s: Hold | None
     """None where engines are never held."""
-    scoring: Scoring | None
-    """None if the trace has no reward calls."""
     rollout_s: float | None
     """None under separate placement, where all of the run is rollout."""
     train_s: float
@@ -179,7 +177,6 @@ def summarize(run: RunRecord, full_speed: float | None) -> Summary:
         wall=_wall(run),
         lanes=lane_shares(run),
         hold_s=_hold(run),
-        scoring=scoring(run),
         rollout_s=None if separate else gen_s,
         train_s=step_s - gen_s,
         step_s=step_s,

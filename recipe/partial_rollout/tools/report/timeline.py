@@ -27,7 +27,6 @@ from recipe.partial_rollout.tools.report.picture import (
     DPI,
     HELD_COLOUR,
     IDLE_COLOUR,
-    SCORING_COLOUR,
     TRAIN_COLOUR,
     TRAINER_COLOURS,
     VALIDATE_COLOUR,
@@ -49,7 +48,7 @@ def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
     """A panel a run; below that of a run with separate placement, a strip with the lanes of engines and trainer."""
     sides = comparison.sides
     strips = [strip_of(side.run, side.run.rounds[0].phase.start, run_end(side.run)) for side in sides]
-    heights = [height for strip in strips for height in (PANEL_HEIGHT, *([strip.height] if strip else []))]
+    heights = [height for strip in strips for height in (PANEL_HEIGHT, *([strip.HEIGHT] if strip else []))]
     figure = Figure(figsize=(14, 1 + sum(heights)), dpi=DPI, layout="constrained")
     rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     longest = max(_duration(side.run) for side in sides)
@@ -89,11 +88,7 @@ def close_up(comparison: Comparison) -> Comparison | None:
 
 def _cut(side: Side, rounds: slice, full_speed: float | None) -> Side:
     run = _cut_separate(side.run, rounds) if side.run.settings.separate else side.run
-    # A sample may be scored in one round and trained in another.
-    scorings = tuple(span for round_ in run.rounds for span in round_.scorings)
-    first, *others = run.steps[rounds]
-    first = dataclasses.replace(first, round=dataclasses.replace(first.round, scorings=scorings))
-    run = dataclasses.replace(run, steps=[first, *others])
+    run = dataclasses.replace(run, steps=run.steps[rounds])
     return Side(side.name, run, summarize(run, full_speed))
 
 
@@ -227,7 +222,7 @@ def _draw_legend(figure: Figure, comparison: Comparison, strips: Sequence[Strip 
     fulls = sorted({side.run.settings.full_concurrency for side in comparison.sides})
     handles.append(Line2D([], [], color="black", linestyle="--", linewidth=1.2))
     labels.append(f"full: {' and '.join(map(str, fulls))}")
-    colours = _legend_colours(comparison, scoring=any(strip and strip.scorings for strip in strips))
+    colours = _legend_colours(comparison)
     handles += [Patch(color=colour) for colour in colours.values()]
     labels += list(colours)
     handler = {tuple: HandlerTuple(ndivide=None, pad=0.0)}
@@ -237,7 +232,7 @@ def _draw_legend(figure: Figure, comparison: Comparison, strips: Sequence[Strip 
     )  # fmt: skip
 
 
-def _legend_colours(comparison: Comparison, *, scoring: bool) -> dict[str, str]:
+def _legend_colours(comparison: Comparison) -> dict[str, str]:
     """What the colours mean besides those of the runs."""
     runs = [side.run for side in comparison.sides]
     separate, in_turns = ([run for run in runs if run.settings.separate is wanted] for wanted in (True, False))
@@ -248,5 +243,4 @@ def _legend_colours(comparison: Comparison, *, scoring: bool) -> dict[str, str]:
         **({"engines held, weights load": HELD_COLOUR} if separate else {}),
         **({str(state): TRAINER_COLOURS[state] for state in (Trainer.TRAIN, Trainer.STAGE)} if separate else {}),
         **({"validation": VALIDATE_COLOUR} if validates else {}),
-        **({"reward calls (height: how many)": SCORING_COLOUR} if scoring else {}),
     }
