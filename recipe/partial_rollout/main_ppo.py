@@ -22,18 +22,23 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from recipe.partial_rollout.config.devices import pinned_cores
-from recipe.partial_rollout.config.errors import ConfigError
-from recipe.partial_rollout.config.keys import refuse_unknown
-from recipe.partial_rollout.config.location import CONF_DIR
-from recipe.partial_rollout.config.settings import OVERLONG, ROOT, PartialRolloutConfig
-from recipe.partial_rollout.config.store import register_keys
+from recipe.partial_rollout.config.keys import ConfigError, refuse_unknown
+from recipe.partial_rollout.config.settings import (
+    CONF_DIR,
+    OVERLONG,
+    ROOT,
+    PartialRolloutConfig,
+    pinned_cores,
+    register_keys,
+)
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.waits import one_line
 from verl_ext import which_recipe
 
 _HERE = "recipe.partial_rollout"
 CHECK = "--check"
+_KV_HEADROOM = 0.05
+"""share of a replica's KV blocks that stay free when a sample starts, so that it is not preempted as others grow"""
 
 register_keys()
 
@@ -57,7 +62,7 @@ def wire(config: DictConfig) -> None:
         rollout.custom = {
             **(rollout.get("custom") or {}),
             "resume_kv": ours.resume_kv,
-            "kv_headroom": ours.kv_headroom,
+            "kv_headroom": _KV_HEADROOM,
         }
         # When KV blocks run out, the engine preempts the newest samples and spares those that are about to grow too stale.
         rollout.scheduling_policy = "priority"

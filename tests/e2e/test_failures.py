@@ -103,7 +103,6 @@ def test_reward_function_that_raises_is_asked_again_and_one_that_hangs_ends_the_
         # All hang at once.
         "partial_rollout.reward_concurrency=16",
         "partial_rollout.failures.sample_retries=1",
-        "partial_rollout.failures.retry_backoff_s=0.1",
         "partial_rollout.reward_in_worker=False",
         # No sample of the second step is scored in the first.
         "partial_rollout.overlap=0",

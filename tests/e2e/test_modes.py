@@ -70,7 +70,7 @@ def test_dapo_replaces_the_groups_that_score_alike_until_the_data_ends(start):
     started = start(
         *SMALL,
         "partial_rollout.mode=april",
-        "partial_rollout.over_sampling_batch_size=7",
+        "partial_rollout.overlap=0.75",
         "algorithm=dapo",
         f"reward.custom_reward_function.path={DULL_REWARD}",
         "trainer.save_freq=5",

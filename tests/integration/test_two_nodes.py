@@ -139,7 +139,7 @@ def test_samples_of_a_dead_node_go_on_on_the_drivers_node_from_what_the_manager_
         await worker.connect.remote(name, manager)
 
     async def round_with_a_death():
-        deadlines = Deadlines(worker_start_s=30.0)
+        deadlines = Deadlines(start_s=30.0)
         pool = WorkerPool(workers, spawn, connect, 1, deadlines, StopSignals())
         guard = Guard(SimpleNamespace(settings=SimpleNamespace(deadlines=deadlines)), manager, pool)
         await pool.start()

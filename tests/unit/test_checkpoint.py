@@ -17,7 +17,7 @@ from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from recipe.partial_rollout.checkpoint import run_checkpoints as checkpoint
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
 from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError, write_snapshot
-from recipe.partial_rollout.config.errors import ConfigError
+from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight.checkpoints import check_rows
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer

@@ -15,7 +15,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint import manifest
-from recipe.partial_rollout.config.errors import ConfigError
+from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import FLAGS, read_flags
 from recipe.partial_rollout.preflight.settings_check import check_config
 
@@ -141,12 +141,10 @@ def test_bucket_that_is_too_small_is_refused_where_a_tensor_must_fit_it(with_mod
         ("partial_rollout.max_staleness=-1", "partial_rollout.max_staleness=-1: an integer of at least 0"),
         ("partial_rollout.max_staleness=1.5", "partial_rollout.max_staleness=1.5: an integer of at least 0"),
         ("partial_rollout.overlap=-0.5", "partial_rollout.overlap=-0.5: a number of at least 0"),
-        ("partial_rollout.kv_headroom=1", "partial_rollout.kv_headroom=1.0: less than 1"),
         ("partial_rollout.overlap=many", "partial_rollout.overlap=many: a number of at least 0, or auto"),
         ("partial_rollout.overlap=9", "partial_rollout.overlap=9.0: at most partial_rollout.max_staleness=8"),
         # verl's server takes 1,000 calls at once, and needs some for control: an interruption must not queue.
         ("partial_rollout.slots_per_replica=985", "partial_rollout.slots_per_replica=985: at most 984"),
-        ("partial_rollout.over_sampling_batch_size=3", "over_sampling_batch_size=3: at least data.train_batch_size=4"),
         ("partial_rollout.deadlines.stall_s=0", "partial_rollout.deadlines.stall_s=0: seconds above 0"),
         ("actor_rollout_ref.model.path=/nowhere/model", "model.path=/nowhere/model: a local model directory"),
         ("data.train_files=/nowhere/a.parquet", "data.train_files=/nowhere/a.parquet: an existing parquet file"),
@@ -186,7 +184,6 @@ def test_bucket_that_is_too_small_is_refused_where_a_tensor_must_fit_it(with_mod
         ),
         ("partial_rollout.trust_region=kl", "partial_rollout.trust_region=kl: one of auto, none, mask, tv, m2"),
         ("partial_rollout.trust_region_low=0", "partial_rollout.trust_region_low=0: a number above 0, or null"),
-        ("partial_rollout.trust_region_m2=-1", "partial_rollout.trust_region_m2=-1: a number above 0"),
         (
             "algorithm.rollout_correction.rollout_is=row",
             "rollout_is=row: token or geometric or sequence, or null for token",
@@ -243,14 +240,6 @@ def test_mistake_is_refused_in_one_line(configure, override, message):
         (
             ("partial_rollout.placement=separate", "partial_rollout.overlap=auto"),
             "partial_rollout.overlap=auto: a number with partial_rollout.placement=separate",
-        ),
-        (
-            ("partial_rollout.overlap=auto", "partial_rollout.overlap_auto.start=9"),
-            "partial_rollout.overlap_auto.start=9.0: at most partial_rollout.max_staleness=8",
-        ),
-        (
-            ("partial_rollout.overlap=auto", "partial_rollout.overlap_auto.notch=0"),
-            "partial_rollout.overlap_auto.notch=0: a number above 0",
         ),
         (
             ("partial_rollout.resume_kv=keep", "actor_rollout_ref.rollout.free_cache_engine=True"),

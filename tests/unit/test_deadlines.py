@@ -15,7 +15,7 @@ WAITS = {"within", "watched", "wait", "batch", "wait_for"}
 """``waits.within``, ``sync_watch.watched``, ``Guard.wait`` and ``Guard.batch``; asyncio's own, which takes seconds"""
 
 ENDED_BY = {
-    "rollout/agent_loop_manager.py introduce": "WorkerPool._start, within worker_start_s",
+    "rollout/agent_loop_manager.py introduce": "WorkerPool._start, within start_s",
     "rollout/agent_loop_manager.py _spawn": "nobody waits: makes an actor",
     "rollout/agent_loop_manager.py _start_manager": "nobody waits: makes an actor",
     "rollout/engine_probe.py _keep_full": "the probe's seconds, and within reward_s after them",
@@ -39,11 +39,11 @@ ENDED_BY = {
     "rollout/worker_slots.py reckon": "within interrupt_s, two lines on",
     "training/gpu_watch.py of_cluster": "nobody waits: makes actors",
     "training/gpu_watch.py take_metrics": "ray.get with a timeout",
-    "engine/replica.py _end_engines": "ServerControl.restart_dead, within replica_start_s",
+    "engine/replica.py _end_engines": "ServerControl.restart_dead, within start_s",
     "engine/replica.py check_alive": "ServerControl._all, within interrupt_s",
     "engine/replica.py hold_generation": "ServerControl._all, within interrupt_s",
     "engine/replica.py launch_servers": "verl at the start, ServerControl.restart_dead later",
-    "engine/replica.py relaunch": "ServerControl.restart_dead, within replica_start_s",
+    "engine/replica.py relaunch": "ServerControl.restart_dead, within start_s",
     "engine/replica.py running_tokens": "ServerControl.running_tokens, within interrupt_s",
     "worker/claim_loop.py _run_sample": "Guard._look, which asks the manager: a worker lives as long as its driver",
     "worker/claim_loop.py flush": "Guard._look, as above",

@@ -93,16 +93,9 @@ def test_backoff_doubles_with_each_failure_of_a_sample():
     assert [policy.delay_s(k) for k in (1, 2, 3)] == [0.5, 1.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"sample_retries": -1}, "partial_rollout.failures.sample_retries=-1: at least 0"),
-        ({"retry_backoff_s": float("nan")}, "partial_rollout.failures.retry_backoff_s=nan"),
-    ],
-)
-def test_failure_policy_refuses_what_it_cannot_do(fields, message):
-    with pytest.raises(ValueError, match=message):
-        FailurePolicy(**fields)
+def test_failure_policy_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match=r"partial_rollout.failures.sample_retries=-1: at least 0"):
+        FailurePolicy(sample_retries=-1)
 
 
 # -- state_dict --------------------------------------------------------------------------------------------------------

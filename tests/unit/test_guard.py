@@ -22,7 +22,7 @@ from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.rollout.trainer_watch import TrainerLostError, TrainerWatch
 from recipe.partial_rollout.rollout.worker_pool import WorkerLostError, WorkerPool
 
-QUICK = Deadlines(stall_s=0.4, interrupt_s=0.2, worker_start_s=0.2, weight_sync_s=0.2)
+QUICK = Deadlines(stall_s=0.4, interrupt_s=0.2, start_s=0.2, weight_sync_s=0.2)
 
 
 @pytest.fixture(autouse=True)

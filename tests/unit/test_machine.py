@@ -7,7 +7,7 @@ import pytest
 from jinja2 import Environment
 from omegaconf import OmegaConf
 
-from recipe.partial_rollout.config.errors import ConfigError
+from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight import machine, settings_check
 from recipe.partial_rollout.preflight.host import Finding
 from recipe.partial_rollout.preflight.machine import PACKAGES, check_cpus, machine_problems, missing_packages

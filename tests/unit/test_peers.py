@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.partial_rollout.config.devices import pinned_cores
+from recipe.partial_rollout.config.settings import pinned_cores
 from tests.studies.__main__ import main as run_study
 from tests.studies.machine import stolen_cpu
 from tests.studies.peers.arms import ARMS, SEPARATE

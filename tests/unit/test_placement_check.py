@@ -3,9 +3,8 @@
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.partial_rollout.config.devices import engine_devices
-from recipe.partial_rollout.config.errors import ConfigError
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.config.keys import ConfigError
+from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices
 from recipe.partial_rollout.preflight import placement_check
 from recipe.partial_rollout.preflight.placement_check import (
     check_devices_of_ray,

@@ -63,7 +63,7 @@ def test_replay_of_a_run_without_its_config_says_what_is_missing(tmp_path):
 def test_replay_takes_a_run_in_the_placement_that_it_had(tmp_path, monkeypatch):
     run = build(tmp_path / "a")
     OmegaConf.save({}, tmp_path / "a" / "config.yaml")
-    settings = type("Settings", (), {"enable": True, "overlap_control": None, "group_filter": None, "drain": True})()
+    settings = type("Settings", (), {"enable": True, "adapts_overlap": False, "group_filter": None, "drain": True})()
     settings.scheduling, settings.slots_per_replica, settings.resume_kv = Scheduling(), 8, "keep"
     monkeypatch.setattr("recipe.partial_rollout.tools.replay.PartialRolloutConfig.from_config", lambda _: settings)
     monkeypatch.setattr("recipe.partial_rollout.tools.replay.Admission.of", lambda _: ADMISSION)

@@ -48,7 +48,7 @@ def test_engine_without_a_watermark_goes_without_and_says_so(monkeypatch):
     assert not said
     leave_headroom(args, 0.05)
     assert vars(args) == {}
-    assert said == ["partial_rollout.kv_headroom=0.05 has no effect: this vLLM has no watermark option"]
+    assert said == ["no KV blocks are kept free (0.05 of them): this vLLM has no watermark option"]
 
 
 def test_installed_vllm_has_the_option():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.partial_rollout.config.errors import ConfigError
+from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 from recipe.partial_rollout.records.round import Round

@@ -31,10 +31,9 @@ TOKEN_LOSSES = ("decoupled_ppo", "sapo", "gpg", "cispo", "clip_cov", "kl_cov", "
 FIELDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1.8}
 
 
-def build_region(kind, *, low=LOW, high=HIGH, m2=M2, per_sequence=False):
-    if kind == "tv":
-        low, high = min(low, TV), min(high, TV)
-    return BehaviourRegion(TrustRegion(kind), low, high, m2, per_sequence)
+def build_region(kind, *, low=LOW, high=HIGH, per_sequence=False):
+    most = {"tv": TV, "m2": M2}.get(kind, 1.0)
+    return BehaviourRegion(TrustRegion(kind), min(low, most), min(high, most), per_sequence)
 
 
 def build_batch(seed, *, spread=0.4, updates=1):
@@ -200,7 +199,7 @@ def test_without_a_region_loss_and_gradient_are_bit_equal_to_verls_on_the_same_w
 @pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
 def test_region_that_holds_everything_changes_no_bit(kind, level):
     batch = build_batch(3, updates=2)
-    wide = BehaviourRegion(TrustRegion(kind), 1e9, 1e9, 1e9, per_sequence=False)
+    wide = BehaviourRegion(TrustRegion(kind), 1e9, 1e9, per_sequence=False)
     ours, theirs = run(batch, wide, level=level), run(batch, level=level)
     assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1])
 
@@ -257,7 +256,7 @@ def test_masked_token_still_counts_in_the_mean():
 def test_batch_that_is_masked_altogether_has_no_gradient_and_finite_metrics(kind, from_update):
     batch = build_batch(2)
     batch["behaviour"] = batch["current"] - 2.0 * batch["advantages"].sign()
-    region = build_region(kind, low=1e-3, high=1e-3, m2=1e-3)
+    region = build_region(kind, low=1e-3, high=1e-3)
     value, gradient, metrics = run(batch, region, from_update=from_update)
     assert value == 0 and not gradient.any()
     parts = {key: metric.aggregate() for key, metric in metrics.items() if "partial_rollout" in key}
@@ -316,7 +315,7 @@ def test_masked_share_is_told_by_sign_and_by_age():
 def test_m2_masks_the_fewest_largest_that_bring_the_mean_under_the_bound(deltas, bound):
     delta = torch.tensor([deltas], dtype=torch.float64)
     behaviour, ones = torch.full_like(delta, -4.0), torch.ones_like(delta)
-    region = build_region("m2", m2=bound)
+    region = BehaviourRegion(TrustRegion.M2, bound, bound, per_sequence=False)
     outside = region.outside(behaviour + delta, behaviour, ones, ones)[0]
     # As the region sees it, after the rounding of the sum.
     squares = (behaviour + delta - behaviour)[0].square()
@@ -353,7 +352,6 @@ def build_settings(kind, low=None, high=None, correction="decoupled"):
         trust_region=TrustRegion(kind),
         trust_region_low=low,
         trust_region_high=high,
-        trust_region_m2=0.04,
         correction=Correction(correction),
     )
 
@@ -371,6 +369,7 @@ def test_bounds_are_the_losss_own_unless_they_are_set():
     assert (of.low, of.high) == (0.5, 0.28)
     of = BehaviourRegion.of(build_settings("tv", high=0.3), build_actor())
     assert (of.low, of.high) == (0.15, 0.3)
+    assert BehaviourRegion.of(build_settings("m2"), build_actor()).high == 0.04
     assert BehaviourRegion.of(build_settings("mask"), build_actor("gspo")).per_sequence
     assert weight_level("gspo") == weight_level("geo_mean") == "geometric"
 
@@ -388,5 +387,5 @@ def test_region_travels_to_the_worker_with_the_loss(composed_config):
     config = composed_config("quickstart_cpu", *overrides)
     settings = PartialRolloutConfig.from_config(config)
     sent = pickle.loads(pickle.dumps(loss.worker_loss(config.actor_rollout_ref.actor, settings)))
-    assert sent.keywords["region"] == BehaviourRegion(TrustRegion.TV, 0.07, 0.15, 0.04, per_sequence=False)
+    assert sent.keywords["region"] == BehaviourRegion(TrustRegion.TV, 0.07, 0.15, per_sequence=False)
     assert sent.func is corrected_ppo_loss

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.config.errors import ConfigError
+from recipe.partial_rollout.config.keys import ConfigError
 from verl_ext import check, which_recipe
 
 ROOT = Path(__file__).resolve().parents[2]

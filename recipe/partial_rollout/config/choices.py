@@ -22,11 +22,8 @@ class Mode(Choice):
     """``partial_rollout.mode``."""
 
     WINDOW = "window", "at the start of a round, up to `(1 + overlap) * N` groups are unfinished or ready"
-    SSIM = (
-        "ssim",
-        "the published supplementation: all through the round, up to `in_flight_samples` samples are unfinished",
-    )
-    APRIL = "april", "at the start of a round, up to `over_sampling_batch_size` groups are unfinished"
+    SSIM = "ssim", "the published supplementation: all through the round, up to `N * rollout.n` samples are unfinished"
+    APRIL = "april", "at the start of a round, up to `(1 + overlap) * N` groups are unfinished"
 
 
 class Placement(Choice):
@@ -105,5 +102,5 @@ class TrustRegion(Choice):
     M2 = (
         "m2",
         "of the tokens that move in the direction of their advantage, those with the largest squared log-ratio are masked "
-        "until its mean is `trust_region_m2` (M2PO, arXiv:2510.01161)",
+        "until its mean is `trust_region_high` (M2PO, arXiv:2510.01161)",
     )

@@ -14,7 +14,7 @@ value, and its errors take three lines. So hydra gets plain values, and ``read``
 ({'minutes': 3.5}, {'minutes': 4.0})
 >>> read(Tea, {"minutes": -1}, "tea")
 Traceback (most recent call last):
-recipe.partial_rollout.config.errors.ConfigError: tea.minutes=-1: a number above 0
+recipe.partial_rollout.config.keys.ConfigError: tea.minutes=-1: a number above 0
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from enum import StrEnum
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from recipe.partial_rollout.config.errors import fail
+
+class ConfigError(ValueError):
+    """A user's mistake in the configuration, in one line: the key, its value, what is allowed."""
+
+
+def fail(key: str, value: object, allowed: str) -> ConfigError:
+    """The error for ``key``."""
+    return ConfigError(f"{key}={value}: {allowed}")
+
 
 _KEY, _SECTION = "key", "section"
 
@@ -44,7 +52,6 @@ class Key:
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
-    below: float | None = None
     unit: str = "a number"
     """what a float counts, as the error names it"""
     share_of: str = ""
@@ -72,8 +79,6 @@ class Key:
         share = f": a share of {self.share_of}" if self.share_of else ""
         if self.at_most is not None and value > self.at_most:
             raise fail(path, kind(value), f"at most {self.at_most:g}{share}")
-        if self.below is not None and value >= self.below:
-            raise fail(path, kind(value), f"less than {self.below:g}{share}")
         return kind(value)
 
 

@@ -15,15 +15,6 @@ def seconds(default: float, words: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class OverlapAuto:
-    """``partial_rollout.overlap_auto``: how ``overlap=auto`` moves."""
-
-    start: float = key(1.0, "Overlap that `auto` begins with, also after a resume.", at_least=0)
-    notch: float = key(0.25, "Most that `auto` changes the overlap in one round.", above=0)
-    min_gain: float = key(0.03, "Share of speed that a notch must add to be kept.", at_least=0)
-
-
-@dataclass(frozen=True, slots=True)
 class Scheduling:
     """``partial_rollout.scheduling``."""
 
@@ -70,8 +61,7 @@ class Deadlines:
         "trainer waits for it; for the outputs of a batch to be fetched.",
     )
     weight_sync_s: float = seconds(600, "Seconds for one weight sync.")
-    worker_start_s: float = seconds(300, "Seconds for an agent-loop worker that replaces a dead one to be ready.")
-    replica_start_s: float = seconds(1200, "Seconds for a vLLM replica that died to be back.")
+    start_s: float = seconds(1200, "Seconds for what replaces a dead agent-loop worker or vLLM replica to be ready.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +74,6 @@ class FailureLimits:
         "too long.",
     )
     sample_retries: int = key(2, "Retries of one sample.", at_least=0)
-    retry_backoff_s: float = key(
-        1.0,
-        "Seconds before a sample's first retry; doubles with each further one.",
-        at_least=0,
-        unit="seconds",
-    )
     tool_timeout_s: float | None = key(
         600,
         "Seconds for one tool call, after which the sample fails, whatever its agent loop makes of tool errors. A retry "
@@ -136,11 +120,6 @@ class Checkpointing:
 class Dashboard:
     """``partial_rollout.dashboard``: what a user sees of a run while it trains."""
 
-    pictures_every: int = key(
-        10,
-        "Steps from one pair of pictures in SwanLab (timeline of the round, response lengths) to the next. 0: none.",
-        at_least=0,
-    )
     trace_every: int = key(
         1,
         "Steps from one round whose engine calls `trace.jsonl` keeps to the next; of others it has totals, and timelines "

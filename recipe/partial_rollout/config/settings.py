@@ -6,9 +6,12 @@ allowed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.choices import (
@@ -20,23 +23,36 @@ from recipe.partial_rollout.config.choices import (
     SchedulingPolicy,
     TrustRegion,
 )
-from recipe.partial_rollout.config.errors import fail
-from recipe.partial_rollout.config.keys import Key, checked, declarations, flag, key, read, refuse_unknown, section
+from recipe.partial_rollout.config.keys import (
+    Key,
+    checked,
+    declarations,
+    defaults_of,
+    fail,
+    flag,
+    key,
+    read,
+    refuse_unknown,
+    section,
+)
 from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.config.sections import (
     Checkpointing,
     Dashboard,
     Deadlines,
     FailureLimits,
-    OverlapAuto,
     Scheduling,
 )
 
+CONF_DIR = Path(__file__).resolve().parents[3] / "conf"
+"""the directory of the hydra configs"""
 ROOT = "partial_rollout"
 """the node of the config that the keys are under"""
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 """verl's key for the overlong penalty of its dapo reward manager"""
 AUTO = "auto"
+_AUTO_START = 1.0
+"""overlap that ``auto`` begins with, also after a resume"""
 """word that ``partial_rollout.overlap`` accepts besides numbers"""
 _FILTER = "algorithm.filter_groups"
 _COUNT = Key(words="", at_least=1)
@@ -81,13 +97,12 @@ class PartialRolloutConfig:
     mode: Mode = key(Mode.WINDOW, "How many prompts a round takes on.")
     overlap: float = key(
         1.0,
-        "Spare groups in flight as a share of N = `data.train_batch_size` (window): more speed for more staleness, whose "
-        "mean is about the overlap. `auto` (window): as many as are worth their staleness, found by measuring "
-        "([docs/scheduling.md](../../docs/scheduling.md)).",
+        "Spare groups in flight as a share of N = `data.train_batch_size` (window, april): more speed for more staleness, "
+        "whose mean is about the overlap. `auto` (window): as many as are worth their staleness, found by measuring, from "
+        "1 on ([docs/scheduling.md](../../docs/scheduling.md)).",
         at_least=0,
         word=AUTO,
     )
-    overlap_auto: OverlapAuto = section(OverlapAuto)
     drain: bool = key(
         True,
         "What to do with in-flight prompts when `trainer.total_training_steps` ends training before the data runs out. "
@@ -100,10 +115,6 @@ class PartialRolloutConfig:
         "reached it.",
         at_least=0,
     )
-    over_sampling_batch_size: int = key(
-        None, "Unfinished groups at the start of a round (april).", at_least=1, null="2 N"
-    )
-    in_flight_samples: int = key(None, "Unfinished samples at any time (ssim).", at_least=1, null="N * rollout.n")
     slots_per_replica: int = key(
         None,
         "Samples that run at once on a replica. `null`: at most `rollout.max_num_seqs`, and no more than its KV cache "
@@ -130,23 +141,16 @@ class PartialRolloutConfig:
     trust_region_low: float | None = key(
         None,
         "How far below the region reaches: below ratio 1 (mask), below the old probability (tv). `null`: "
-        "`actor.clip_ratio_low`, for tv 0.15.",
+        "`actor.clip_ratio_low`; for tv 0.15.",
         above=0,
     )
     trust_region_high: float | None = key(
-        None, "How far above the region reaches. `null`: `actor.clip_ratio_high`, for tv 0.15.", above=0
+        None,
+        "How far above the region reaches; for m2, the mean squared log-ratio that it allows. `null`: "
+        "`actor.clip_ratio_high`; for tv 0.15, for m2 0.04, as in their papers.",
+        above=0,
     )
-    trust_region_m2: float = key(0.04, "Mean squared log-ratio that m2 allows; the default is its paper's.", above=0)
     resume_kv: ResumeKV = key(ResumeKV.RECOMPUTE, "How an interrupted sample gets its keys and values back.")
-    kv_headroom: float = key(
-        0.05,
-        "Share of a replica's KV blocks that must be free for one more sample to start there (vLLM's `watermark`); "
-        "without it samples start only to be preempted as others grow. 0: none. Where blocks run out all the same, the "
-        "prompts that were dispatched last make room (`rollout.scheduling_policy=priority`, always on under PR).",
-        at_least=0,
-        below=1,
-        share_of="the KV blocks",
-    )
     reward_in_worker: bool = key(
         False,
         "Score in the agent-loop workers instead of verl's reward workers, which saves a round trip a sample. For cheap "
@@ -196,13 +200,19 @@ class PartialRolloutConfig:
         return self.scheduling.policy
 
     @property
-    def overlap_control(self) -> OverlapAuto | None:
-        """Settings of ``overlap=auto``; None if the overlap is fixed."""
-        return self.overlap_auto if self.adapts_overlap else None
-
-    @property
     def batch_samples(self) -> int:
         return self.batch_groups * self.samples_per_group
+
+    @property
+    def over_sampling_batch_size(self) -> int:
+        """Unfinished groups at the start of a round (april)."""
+        # A sum of decimals can fall short of a whole number by a rounding error.
+        return math.floor((1 + self.overlap) * self.batch_groups + 1e-6)
+
+    @property
+    def in_flight_samples(self) -> int:
+        """Unfinished samples at any time (ssim)."""
+        return self.batch_samples
 
     @property
     def resume_sizes(self) -> ResumeSizes:
@@ -229,13 +239,9 @@ class PartialRolloutConfig:
         values = read(cls, config[ROOT], ROOT)
         adapts, given = values["overlap"] == AUTO, values["slots_per_replica"] is not None
         if adapts:
-            values["overlap"] = values["overlap_auto"].start
-        sizes = {
-            "over_sampling_batch_size": 2 * batch,
-            "in_flight_samples": batch * n,
-            "slots_per_replica": rollout.max_num_seqs,
-        }
-        values |= {name: size for name, size in sizes.items() if values[name] is None}
+            values["overlap"] = min(_AUTO_START, values["max_staleness"])
+        if not given:
+            values["slots_per_replica"] = rollout.max_num_seqs
         return cls(
             **values,
             batch_groups=batch,
@@ -252,15 +258,9 @@ class PartialRolloutConfig:
             raise fail(f"{ROOT}.overlap", AUTO, f"a number in mode {self.mode}")
         if self.overlap > self.max_staleness:
             raise fail(
-                f"{ROOT}.overlap_auto.start" if self.adapts_overlap else f"{ROOT}.overlap",
+                f"{ROOT}.overlap",
                 self.overlap,
                 f"at most {ROOT}.max_staleness={self.max_staleness}: more groups in flight cannot all be trained in time",
-            )
-        if self.over_sampling_batch_size < self.batch_groups:
-            raise fail(
-                f"{ROOT}.over_sampling_batch_size",
-                self.over_sampling_batch_size,
-                f"at least data.train_batch_size={self.batch_groups}",
             )
         if self.mode is not Mode.WINDOW and self.max_staleness < 1:
             raise fail(f"{ROOT}.max_staleness", self.max_staleness, f"at least 1 in mode {self.mode}")
@@ -272,6 +272,14 @@ class PartialRolloutConfig:
             raise fail(f"{ROOT}.placement", self.placement, f"colocated with {ROOT}.enable=False")
         if self.adapts_overlap:
             raise fail(f"{ROOT}.overlap", AUTO, f"a number with {ROOT}.placement=separate: auto models one side only")
+
+
+def register_keys() -> None:
+    """Make known to hydra what conf/partial_rollout.yaml takes the keys and their defaults from.
+
+    Every program calls it before it composes a config of conf/.
+    """
+    ConfigStore.instance().store("partial_rollout_keys", defaults_of(PartialRolloutConfig), package=ROOT)
 
 
 FLAGS = tuple(each.name for each in declarations(PartialRolloutConfig) if each.kind is bool)
@@ -302,3 +310,26 @@ def read_flags(config: DictConfig) -> None:
 def default_of(name: str) -> Any:
     """The default of key ``partial_rollout.NAME``; ``name`` is dotted."""
     return next(each.default for each in declarations(PartialRolloutConfig) if each.name == name)
+
+
+# -- devices of the trainer and of the engines -------------------------------------------------------------------------
+
+
+def trainer_devices(config: DictConfig) -> int:
+    """Devices of the trainer; with ``placement=colocated`` the engines use them, too."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def engine_devices(config: DictConfig) -> int:
+    """Devices that are the engines' alone: 0 with ``placement=colocated``."""
+    if config.partial_rollout.placement != Placement.SEPARATE:
+        return 0
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.nnodes * rollout.n_gpus_per_node
+
+
+def pinned_cores(config: DictConfig) -> int:
+    """Cores that are the trainer's alone; 0: all processes share all, or compute on GPUs."""
+    ours = config.partial_rollout
+    alone = ours.placement == Placement.SEPARATE and config.trainer.device == "cpu"
+    return ours.trainer_cores or 0 if alone else 0

@@ -210,7 +210,7 @@ def leave_headroom(args: argparse.Namespace, share: float) -> None:
     if not share:
         return
     if not hasattr(args, "watermark"):
-        logger.warning("partial_rollout.kv_headroom=%g has no effect: this vLLM has no watermark option", share)
+        logger.warning("no KV blocks are kept free (%g of them): this vLLM has no watermark option", share)
     elif not args.watermark:
         args.watermark = share
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -31,21 +30,17 @@ class FailurePolicy:
 
     on_sample_error: OnSampleError = _DEFAULTS.on_sample_error
     sample_retries: int = _DEFAULTS.sample_retries
-    retry_backoff_s: float = _DEFAULTS.retry_backoff_s
+    retry_backoff_s: float = 1.0
     """seconds before the first retry; doubles with each further one of the same sample"""
 
     def __post_init__(self) -> None:
         if self.sample_retries < 0:
             raise ValueError(f"partial_rollout.failures.sample_retries={self.sample_retries}: at least 0")
-        if not (math.isfinite(self.retry_backoff_s) and self.retry_backoff_s >= 0):
-            raise ValueError(
-                f"partial_rollout.failures.retry_backoff_s={self.retry_backoff_s}: finite seconds of at least 0"
-            )
 
     @classmethod
     def of(cls, limits: FailureLimits) -> FailurePolicy:
         """The policy that ``limits`` describe."""
-        return cls(limits.on_sample_error, limits.sample_retries, limits.retry_backoff_s)
+        return cls(limits.on_sample_error, limits.sample_retries)
 
     def verdict(self, failures: int) -> FailureVerdict:
         """The verdict on a sample that has failed ``failures`` times, this time included."""

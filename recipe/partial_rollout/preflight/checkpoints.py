@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, TornCheckpointError, verify
 from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
-from recipe.partial_rollout.config.errors import fail
+from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 

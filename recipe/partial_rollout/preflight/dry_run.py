@@ -11,7 +11,7 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.choices import Placement
-from recipe.partial_rollout.config.errors import ConfigError
+from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.cluster import Cluster

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.errors import ConfigError, fail
+from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.preflight.model_shape import ModelShape, named
 
 MODEL = "actor_rollout_ref.model.path"

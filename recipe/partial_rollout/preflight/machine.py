@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.devices import engine_devices, trainer_devices
-from recipe.partial_rollout.config.errors import ConfigError, fail
+from recipe.partial_rollout.config.keys import ConfigError, fail
+from recipe.partial_rollout.config.settings import engine_devices, trainer_devices
 from recipe.partial_rollout.preflight.host import GIB, INSTALL_GPU, host_findings
 from recipe.partial_rollout.preflight.model_shape import ModelShape
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.choices import Placement
-from recipe.partial_rollout.config.devices import trainer_devices
-from recipe.partial_rollout.config.errors import fail
+from recipe.partial_rollout.config.keys import fail
+from recipe.partial_rollout.config.settings import trainer_devices
 from recipe.partial_rollout.preflight.host import GIB
 from recipe.partial_rollout.preflight.inputs import model_config
 from recipe.partial_rollout.preflight.machine import weight_bytes

@@ -9,9 +9,8 @@ from omegaconf import DictConfig
 from verl.trainer.ppo.utils import need_critic
 
 from recipe.partial_rollout.config.choices import Placement
-from recipe.partial_rollout.config.devices import engine_devices, pinned_cores, trainer_devices
-from recipe.partial_rollout.config.errors import fail
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.config.keys import fail
+from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices, pinned_cores, trainer_devices
 from recipe.partial_rollout.engine.hold import has_pause_modes
 from verl_ext import cores
 from verl_ext.guard import installed_pair

@@ -10,8 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.choices import Mode, Placement
-from recipe.partial_rollout.config.devices import engine_devices, trainer_devices
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices, trainer_devices
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.preflight.machine import checkpoint_gib, checkpoints_at_once, cpus_for_ray
 from recipe.partial_rollout.preflight.memory import DeviceMemory

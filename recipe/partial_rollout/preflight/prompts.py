@@ -16,7 +16,7 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from recipe.partial_rollout.config.errors import fail
+from recipe.partial_rollout.config.keys import fail
 
 _BATCH = 512
 """prompts that the tokenizer gets at once; it spreads them over the cores"""

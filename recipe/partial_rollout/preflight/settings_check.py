@@ -10,9 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
 
 from recipe.partial_rollout.config.choices import ResumeKV
-from recipe.partial_rollout.config.devices import trainer_devices
-from recipe.partial_rollout.config.errors import fail
-from recipe.partial_rollout.config.settings import OVERLONG, PartialRolloutConfig, check_keys
+from recipe.partial_rollout.config.keys import fail
+from recipe.partial_rollout.config.settings import OVERLONG, PartialRolloutConfig, check_keys, trainer_devices
 from recipe.partial_rollout.preflight.checkpoints import check_checkpoints
 from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs, shape_of
 from recipe.partial_rollout.preflight.machine import machine_problems, missing_packages

@@ -65,8 +65,8 @@ class OverlapControl:
         scheduling: Scheduling,
         cluster: Callable[[EngineCurve], Cluster],
         *,
-        notch: float,
-        min_gain: float,
+        notch: float = 0.25,
+        min_gain: float = 0.03,
     ) -> None:
         self._admission = admission
         self._scheduling = scheduling
@@ -83,14 +83,13 @@ class OverlapControl:
     @classmethod
     def of(cls, settings: PartialRolloutConfig, replicas: int, slots: Callable[[], int]) -> OverlapControl | None:
         """The control that the settings ask for; ``slots`` returns the slots of a replica. None if ``overlap`` is fixed."""
-        auto = settings.overlap_control
-        if auto is None:
+        if not settings.adapts_overlap:
             return None
 
         def cluster(curve: EngineCurve) -> Cluster:
             return Cluster(curve, replicas, slots(), settings.resume_kv is ResumeKV.KEEP)
 
-        return cls(Admission.of(settings), settings.scheduling, cluster, notch=auto.notch, min_gain=auto.min_gain)
+        return cls(Admission.of(settings), settings.scheduling, cluster)
 
     @property
     def overlap(self) -> float:

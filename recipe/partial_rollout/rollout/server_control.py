@@ -170,7 +170,7 @@ class ServerControl:
                     dead=True,
                 )
             self.restarted += 1
-            await within(replica.relaunch(), self._start_deadline_s, f"restarting {address}", "replica_start_s")  # type: ignore[attr-defined]
+            await within(replica.relaunch(), self._start_deadline_s, f"restarting {address}", "start_s")  # type: ignore[attr-defined]
             logger.warning("vLLM replica %s is back as %s", address, replica.server_address)
         return bool(dead)
 

@@ -77,7 +77,7 @@ class WorkerPool:
 
     async def _start(self, i: int) -> None:
         connecting = self._connect(i, self._names[i], self._workers[i])
-        await within(connecting, self._deadlines.worker_start_s, f"starting {self._names[i]}", "worker_start_s")
+        await within(connecting, self._deadlines.start_s, f"starting {self._names[i]}", "start_s")
         self._watch(i)
 
     # -- their life ------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def replay(run: RunRecord) -> Replay:
     admission, scheduling = Admission.of(settings), settings.scheduling
     if not settings.enable:
         admission, scheduling = baseline(admission), Scheduling()
-    elif settings.overlap_control is not None:
+    elif settings.adapts_overlap:
         raise ValueError(
             f"{path}: partial_rollout.overlap=auto changes from round to round; a run with a fixed one is needed"
         )

@@ -8,9 +8,7 @@ import hydra
 from omegaconf import DictConfig
 from verl.trainer import main_ppo
 
-from recipe.partial_rollout.config.devices import pinned_cores
-from recipe.partial_rollout.config.location import CONF_DIR
-from recipe.partial_rollout.config.store import register_keys
+from recipe.partial_rollout.config.settings import CONF_DIR, pinned_cores, register_keys
 from recipe.partial_rollout.preflight.machine import missing_packages
 from recipe.partial_rollout.preflight.memory import size_bucket
 from recipe.partial_rollout.training.attention import choose_attention

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.errors import fail
+from recipe.partial_rollout.config.keys import fail
 from verl_ext import attention, chunked_log_probs
 
 _KEY = "override_config.attn_implementation"

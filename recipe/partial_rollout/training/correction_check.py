@@ -17,7 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig
 
 from recipe.partial_rollout.config.choices import Correction, TrustRegion
-from recipe.partial_rollout.config.errors import fail
+from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training.correction import SEQUENCE_LEVEL_LOSSES, WeightLevel, weight_level
 from recipe.partial_rollout.training.loss import DECOUPLED_PPO

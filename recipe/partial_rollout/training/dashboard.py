@@ -17,6 +17,8 @@ from verl_ext import swanlab_board
 
 PICTURES = "1_pictures"
 """section of the pictures"""
+PICTURES_EVERY = 10
+"""steps from one pair of pictures (timeline of the round, response lengths) to the next"""
 
 
 class Dashboard:
@@ -30,7 +32,7 @@ class Dashboard:
     def __init__(self, config: DictConfig, settings: PartialRolloutConfig, directory: Path) -> None:
         self._config, self._settings, self._directory = config, settings, directory
         self._gauges = Gauges.of(config)
-        self._pictures_every = settings.dashboard.pictures_every if self._on_swanlab else 0
+        self._pictures_every = PICTURES_EVERY if self._on_swanlab else 0
 
     @property
     def _on_swanlab(self) -> bool:

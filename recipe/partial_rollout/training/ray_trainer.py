@@ -24,8 +24,7 @@ from verl.trainer.ppo.utils import need_critic
 
 import recipe.partial_rollout.engine.replica as replica
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
-from recipe.partial_rollout.config.devices import engine_devices
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices
 from recipe.partial_rollout.engine.kept_kv import kv_gap
 from recipe.partial_rollout.records.ledger import Ledger
 from recipe.partial_rollout.records.run_trace import RunTrace

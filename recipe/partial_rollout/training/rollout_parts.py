@@ -27,7 +27,7 @@ def rollout_context(trainer: PartialRolloutRayPPOTrainer) -> RolloutContext:
         servers.get_replicas(),
         settings.deadlines.interrupt_s,
         restarts=settings.failures.replica_restarts,
-        start_deadline_s=settings.deadlines.replica_start_s,
+        start_deadline_s=settings.deadlines.start_s,
     )
     rollout = config.actor_rollout_ref.rollout
     sizes = SampleSizes(rollout.prompt_length, rollout.response_length)

@@ -17,7 +17,7 @@ from zlib import crc32
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.errors import fail
+from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import ROOT
 from recipe.partial_rollout.records.run_settings import Arm
 from verl_ext.guard import installed_pair

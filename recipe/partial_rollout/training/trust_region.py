@@ -9,7 +9,7 @@ mask   ``rho > 1 + eps_high`` or ``rho < 1 - eps_low``
 tv     ``pi_theta - pi_behav > eps_high`` or ``< -eps_low``: DPPO with the binary total variation of the sampled token
        (arXiv:2602.04879; the bounds 0.15 are those of verl's example script)
 m2     it is one of those with the largest ``delta^2``, which are taken out until the mean of ``delta^2`` over the tokens
-       that are left, among those that moved so, is at most ``m2`` (M2PO, arXiv:2510.01161, whose bound is 0.04; its
+       that are left, among those that moved so, is at most ``eps_high`` (M2PO, arXiv:2510.01161, whose bound is 0.04; its
        published code takes the mean over these tokens too, but clips at the largest that is left, and never inside
        [0.7, 1.5])
 ====== =============================================================================================================
@@ -40,8 +40,8 @@ from recipe.partial_rollout.config.choices import Correction, TrustRegion
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training.correction import SEQUENCE_LEVEL_LOSSES
 
-TV_BOUND = 0.15
-"""bounds of ``tv`` that are not set"""
+_BOUNDS = {TrustRegion.TV: (0.15, 0.15), TrustRegion.M2: (0.04, 0.04)}
+"""bounds that are not set, where they are not those of the loss's clip"""
 
 
 def _kind(settings: PartialRolloutConfig, loss_mode: str) -> TrustRegion:
@@ -65,9 +65,7 @@ class BehaviourRegion:
     low: float
     """bound below, of the ratio or the probability"""
     high: float
-    """bound above"""
-    m2: float
-    """bound on the mean squared log-ratio"""
+    """bound above; of ``m2``, on the mean squared log-ratio"""
     per_sequence: bool
     """whether the loss has one ratio a sequence"""
 
@@ -77,12 +75,11 @@ class BehaviourRegion:
         kind = _kind(settings, actor.policy_loss.loss_mode)
         if kind is TrustRegion.NONE:
             return None
-        low, high = (TV_BOUND, TV_BOUND) if kind is TrustRegion.TV else clip_bounds(actor)
+        low, high = _BOUNDS.get(kind) or clip_bounds(actor)
         return cls(
             kind,
             low if settings.trust_region_low is None else settings.trust_region_low,
             high if settings.trust_region_high is None else settings.trust_region_high,
-            settings.trust_region_m2,
             per_sequence=actor.policy_loss.loss_mode in SEQUENCE_LEVEL_LOSSES,
         )
 
@@ -99,7 +96,7 @@ class BehaviourRegion:
             delta, advantages = (_sequence_mean(each, mask).expand_as(each) for each in (delta, advantages))
         moved = (delta.sign() * advantages.sign() > 0) & (mask > 0)
         if self.kind is TrustRegion.M2:
-            return _largest(delta.square(), moved, self.m2)
+            return _largest(delta.square(), moved, self.high)
         change = current.exp() - behaviour.exp() if self.kind is TrustRegion.TV else delta.exp() - 1
         return moved & ((change > self.high) | (change < -self.low))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recipe.partial_rollout.config.location import CONF_DIR
+from recipe.partial_rollout.config.settings import CONF_DIR
 from tests.studies.arm import BASELINE, Arm
 
 _V1 = ("recipe.partial_rollout.tools.verl_trainer", "--config-dir", str(CONF_DIR))
@@ -46,10 +46,14 @@ _FOUR_BATCHES = ("partial_rollout.overlap=3",)
 _QUEUED = ("partial_rollout.slots_per_replica=256",)
 """samples beyond the seats wait in the engine's queue, as they do under verl's trainer; by default they wait outside"""
 _SSIM = (_NO_DRAIN, "partial_rollout.mode=ssim", "partial_rollout.scheduling.policy=seed")
-"""the published supplementation: its priority key, and a batch of samples in flight (``in_flight_samples=null``), refilled
-as they finish"""
-_APRIL = (_NO_DRAIN, "partial_rollout.mode=april", "partial_rollout.scheduling.policy=bounded")
-"""APRIL: twice the batch unfinished when a round starts (``over_sampling_batch_size=null``), carried groups first"""
+"""the published supplementation: its priority key, and a batch of samples in flight, refilled as they finish"""
+_APRIL = (
+    _NO_DRAIN,
+    "partial_rollout.mode=april",
+    "partial_rollout.overlap=1",
+    "partial_rollout.scheduling.policy=bounded",
+)
+"""APRIL: twice the batch unfinished when a round starts, carried groups first"""
 
 TASK = (
     "trainer.logger=[file]",

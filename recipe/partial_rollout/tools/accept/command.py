@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipe.partial_rollout.config.location import CONF_DIR
+from recipe.partial_rollout.config.settings import CONF_DIR
 from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.tasks.trace_task.prepare import SHAPES
 from recipe.partial_rollout.tasks.trace_task.prepare import main as prepare
