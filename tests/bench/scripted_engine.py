@@ -185,7 +185,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
                 zeros = np.zeros(made, np.float32)
                 sample.add(Segment(zeros.astype(np.int32), zeros, self._version, "completed" if ended else None))
             if not ended:
-                sample.keeper.hand_in(sample)
+                sample.keeper.release_slot(sample)
         return _output(length, self._version)
 
 

@@ -33,7 +33,7 @@ class Keeper:
     async def engine_call(self, sample):
         yield
 
-    def hand_in(self, sample):
+    def release_slot(self, sample):
         pass
 
 

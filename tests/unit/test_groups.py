@@ -28,9 +28,9 @@ GROUP_VERBS = {
 
 SAMPLE_VERBS = {
     "interrupt": ({SampleState.RUNNING}, lambda samples, id: samples.interrupt(id)),
-    "score": ({SampleState.RUNNING}, lambda samples, id: samples.score(id)),
-    "finish": ({SampleState.RUNNING, SampleState.SCORING}, lambda samples, id: samples.finish(id, OUTPUT)),
-    "fail": ({SampleState.RUNNING, SampleState.SCORING}, lambda samples, id: samples.fail(id, "boom")),
+    "leave": ({SampleState.RUNNING}, lambda samples, id: samples.leave(id)),
+    "finish": ({SampleState.RUNNING, SampleState.AWAY}, lambda samples, id: samples.finish(id, OUTPUT)),
+    "fail": ({SampleState.RUNNING, SampleState.AWAY}, lambda samples, id: samples.fail(id, "boom")),
     "add_segment": ({SampleState.RUNNING}, lambda samples, id: samples.add_segment(id, Segment(EMPTY, EMPTY, 0))),
     "retry": ({SampleState.FAILED}, lambda samples, id: samples.retry(id)),
     "mask": ({SampleState.FAILED}, lambda samples, id: samples.mask(id)),

@@ -36,11 +36,11 @@ class Keeper:
     async def engine_call(self, sample):
         yield
 
-    def hand_in(self, sample):
+    def release_slot(self, sample):
         segments, _ = sample.take_unsent()
         self.handed_in += [(sample.id, list(segment.token_ids), segment.version) for segment in segments]
 
-    def note(self, sample):
+    def report_now(self, sample):
         self.noted.append(sample.take_unsent())
 
 

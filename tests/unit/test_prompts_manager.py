@@ -68,13 +68,13 @@ def test_samples_that_others_do_not_claim_are_left_over_for_whoever_has_slots(ma
     m = manager(batch=64, n=8, overlap=0.0, workers=8, capacity=256)
     m.open_round()
     m.claim("w0")
-    assert m.claim("w0") == [] and m.leaves_samples_to_others("w0")
+    assert m.claim("w0") == [] and m.held_back("w0")
     taken = []
     while grants := m.claim("w0", beyond_share=True):
         taken.append(len(grants))
     # An eighth of what is left at a time, until its slots are full.
     assert taken[0] == 56 and taken == sorted(taken, reverse=True) and sum(taken) == 192
-    assert not m.leaves_samples_to_others("w0"), "its slots are full"
+    assert not m.held_back("w0"), "its slots are full"
 
 
 def test_share_counts_the_conversations_that_a_worker_holds(manager, output):

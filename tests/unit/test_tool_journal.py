@@ -37,15 +37,15 @@ class Keeper:
     async def engine_call(self, sample):
         yield
 
-    def hand_in(self, sample):
+    def release_slot(self, sample):
         raise AssertionError("no engine call here")
 
-    def note(self, sample):
+    def report_now(self, sample):
         self.results += sample.take_unsent()[1]
 
     async def tell(self, sample):
         await asyncio.sleep(0)
-        self.note(sample)
+        self.report_now(sample)
 
 
 def live(results=()):

@@ -62,10 +62,10 @@ class Keeper:
     async def engine_call(self, sample):
         yield
 
-    def hand_in(self, sample):
+    def release_slot(self, sample):
         pass
 
-    def note(self, sample):
+    def report_now(self, sample):
         pass
 
 

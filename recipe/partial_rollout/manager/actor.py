@@ -348,7 +348,7 @@ class ManagerActor(StreamVerbs):
                 if now >= began + self.CLAIM_WAIT_S:
                     return []
                 until = began + self.CLAIM_WAIT_S
-                if self._manager.leaves_samples_to_others(worker):
+                if self._manager.held_back(worker):
                     left_since = now if left_since is None else left_since
                     until = min(until, left_since + self.SHARE_WAIT_S)
                 else:

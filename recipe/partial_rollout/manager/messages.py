@@ -16,8 +16,10 @@ class Report:
     """booked first, because it includes the last progress of samples that the other fields name"""
     interrupted: tuple[str, ...] = ()
     """ids of samples that gave their slot back"""
-    scoring: tuple[str, ...] = ()
-    """ids of samples that gave their slot back and await their reward"""
+    away: tuple[str, ...] = ()
+    """ids of samples that gave their slot back and live on: their reward or a tool takes long"""
+    back: tuple[str, ...] = ()
+    """ids of samples that were away and need a slot again"""
     finished: tuple[tuple[str, SampleOutput], ...] = ()
     failed: tuple[tuple[str, str], ...] = ()
     """sample id and the error that its agent loop raised, in one line"""

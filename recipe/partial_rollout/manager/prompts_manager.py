@@ -6,7 +6,7 @@ A pure state machine, driven by verbs: no Ray, no asyncio, no torch, no clock of
   ends;
 * no group is trained later than ``max_staleness`` versions after its first sample started: ``round_complete`` stays False
   while stopping would leave more groups than the next rounds can train in time;
-* a sample has one owner: it is claimable, or one worker runs or scores it, or it awaits its retry, or it has ended.
+* a sample has one owner: it is claimable, or one worker has it (RUNNING, AWAY), or it awaits its retry, or it has ended.
 
 These guarantees hold across ``state_dict`` and ``load_state_dict``. ``PromptsManager`` passes each verb to the owner of
 the state that it changes: ``Reserve`` (prompts that wait), ``Groups``, ``Samples``, ``Slots`` (workers and their claims),
@@ -125,9 +125,9 @@ class PromptsManager:
         version, overdue = self.version, self._round.overdue
         return self._samples.claim(worker, limit, version=version, overdue=overdue, beyond_share=beyond_share)
 
-    def leaves_samples_to_others(self, worker: str) -> bool:
+    def held_back(self, worker: str) -> bool:
         """Whether ``worker`` has free slots but got no more samples because it already has its share."""
-        return self.round_open and self._slots.leaves_samples_to_others(worker)
+        return self.round_open and self._slots.held_back(worker)
 
     def add_segment(self, sample_id: str, segment: Segment) -> None:
         """Cache tokens of a running sample, so that they survive its worker."""
@@ -141,16 +141,20 @@ class PromptsManager:
         """RUNNING -> INTERRUPTED: frees the slot; the worker keeps the conversation until the sample is granted again."""
         self._samples.interrupt(sample_id)
 
-    def score(self, sample_id: str) -> None:
-        """RUNNING -> SCORING: frees the slot; its worker, which has all its tokens, awaits its reward."""
-        self._samples.score(sample_id)
+    def leave(self, sample_id: str) -> None:
+        """RUNNING -> AWAY: frees the slot; its worker awaits its reward or a tool."""
+        self._samples.leave(sample_id)
+
+    def come_back(self, sample_id: str) -> None:
+        """AWAY -> INTERRUPTED: its worker claims it before any other sample."""
+        self._samples.come_back(sample_id)
 
     def finish(self, sample_id: str, output: FinishedOutput) -> None:
-        """RUNNING, SCORING -> FINISHED with its output; if it was the last of its group, see ``Round.sample_ended``."""
+        """RUNNING, AWAY -> FINISHED with its output; if it was the last of its group, see ``Round.sample_ended``."""
         self._round.sample_ended(self._samples.finish(sample_id, output))
 
     def fail(self, sample_id: str, error: str) -> FailureVerdict:
-        """RUNNING, SCORING -> FAILED: its agent loop raised ``error`` (one line); returns the verdict.
+        """RUNNING, AWAY -> FAILED: its agent loop raised ``error`` (one line); returns the verdict.
 
         RETRY: call ``retry`` after ``retry_delay_s``. MASK: the sample is FINISHED, masked. RAISE: the run must end.
         """

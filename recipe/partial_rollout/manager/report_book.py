@@ -48,8 +48,10 @@ class ReportBook:
             self._book_progress(progress)
         for sample_id in report.interrupted:
             self._manager.interrupt(sample_id)
-        for sample_id in report.scoring:
-            self._manager.score(sample_id)
+        for sample_id in report.away:
+            self._manager.leave(sample_id)
+        for sample_id in report.back:
+            self._manager.come_back(sample_id)
         try:
             for (sample_id, _), output in zip(report.finished, self._store.put(report.finished), strict=True):
                 self._manager.finish(sample_id, output)

@@ -123,6 +123,8 @@ class Round:
             RuntimeError: it is not complete, or the round is not OPEN.
         """
         self.require_open("take_batch")
+        if self._state.groups.taken:
+            raise RuntimeError(f"take_batch: the batch before that of version {self._state.version} is not trained")
         batch = self.batch()
         self._phase = RoundState.CLOSED if stop else RoundState.AHEAD
         self._batch_taken = True

@@ -6,15 +6,16 @@ verb      leaves                        enters
 enter                                   INTERRUPTED if it has a journal, else WAITING
 claim     WAITING, INTERRUPTED          RUNNING
 interrupt RUNNING                       INTERRUPTED
-score     RUNNING                       SCORING
-finish    RUNNING, SCORING              FINISHED
-fail      RUNNING, SCORING              FAILED
+leave     RUNNING                       AWAY
+come_back AWAY                          INTERRUPTED
+finish    RUNNING, AWAY                 FINISHED
+fail      RUNNING, AWAY                 FAILED
 retry     FAILED                        as ``enter``
 mask      FAILED                        FINISHED
-release   RUNNING, INTERRUPTED, SCORING as ``enter``
+release   RUNNING, INTERRUPTED, AWAY    as ``enter``
 ========= ============================= ===============================================
 
-A sample has one owner: it is claimable, or one worker runs or scores it, or it awaits its retry, or it has ended.
+A sample has one owner: it is claimable, or one worker has it (RUNNING, AWAY), or it awaits its retry, or it has ended.
 Only ``Samples`` writes ``Sample.state``, and every verb checks the present state first: a message that comes twice or
 late is an error, not a second copy.
 """
@@ -94,8 +95,8 @@ class Samples:
             sample.segments.append(segment)
 
     def add_tool_result(self, sample_id: str, result: dict[str, Any]) -> None:
-        """Append to the journal of a RUNNING sample."""
-        self.in_state(sample_id, "add_tool_result", SampleState.RUNNING).tool_results.append(result)
+        """Append to the journal of a RUNNING or AWAY sample."""
+        self.in_state(sample_id, "add_tool_result", SampleState.RUNNING, SampleState.AWAY).tool_results.append(result)
 
     def interrupt(self, sample_id: str) -> None:
         """Free its slot; the worker keeps the conversation."""
@@ -105,11 +106,17 @@ class Samples:
         self._groups.counters.interrupted += 1
         self._slots.offer(sample)
 
-    def score(self, sample_id: str) -> None:
-        """Free its slot; the worker goes on to score it, and no token follows."""
-        sample = self.in_state(sample_id, "score", SampleState.RUNNING)
-        self._slots.score(sample)
-        self._move(sample, SampleState.SCORING)
+    def leave(self, sample_id: str) -> None:
+        """Free its slot; the worker goes on with it, and no token follows until it has come back."""
+        sample = self.in_state(sample_id, "leave", SampleState.RUNNING)
+        self._slots.leave(sample)
+        self._move(sample, SampleState.AWAY)
+
+    def come_back(self, sample_id: str) -> None:
+        """Its worker claims it before any other sample."""
+        sample = self.in_state(sample_id, "come_back", SampleState.AWAY)
+        self._slots.come_back(sample)
+        self._move(sample, SampleState.INTERRUPTED)
 
     def finish(self, sample_id: str, output: FinishedOutput) -> PromptGroup:
         """Free its slot; ``output`` replaces the journal. Returns its group, which may now be complete."""
@@ -145,7 +152,7 @@ class Samples:
         """Requeue the samples of a dead ``worker``; any other may continue from their journals. Returns how many."""
         held = self._slots.release(worker)
         for sample in held:
-            assert sample.state in (SampleState.RUNNING, SampleState.INTERRUPTED, SampleState.SCORING)
+            assert sample.state in (SampleState.RUNNING, SampleState.INTERRUPTED, SampleState.AWAY)
             self._requeue(sample)
         return len(held)
 
@@ -162,7 +169,7 @@ class Samples:
         return sample
 
     def _leave_worker(self, sample_id: str, verb: str) -> Sample:
-        sample = self.in_state(sample_id, verb, SampleState.RUNNING, SampleState.SCORING)
+        sample = self.in_state(sample_id, verb, SampleState.RUNNING, SampleState.AWAY)
         self._slots.free(sample)
         return sample
 

@@ -8,6 +8,7 @@ So once every worker has claimed, no slot stays free that could be filled.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -23,8 +24,10 @@ class WorkerSlots:
     capacity: int
     running: dict[str, Sample] = field(default_factory=dict)
     """by id"""
-    scoring: dict[str, Sample] = field(default_factory=dict)
+    away: dict[str, Sample] = field(default_factory=dict)
     """by id; they hold no slot"""
+    returned: deque[Sample] = field(default_factory=deque)
+    """were away and wait for a slot, before all other samples"""
 
     @property
     def free(self) -> int:
@@ -52,7 +55,7 @@ class Slots:
         self._queue = ClaimQueue(policy)
         self._workers: dict[str, WorkerSlots] = {}
         self._capacity = 0
-        self._scoring = 0
+        self._away = 0
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -72,13 +75,13 @@ class Slots:
         slots.capacity = capacity
 
     def release(self, worker: str) -> list[Sample]:
-        """Forget a dead worker; returns the samples that it ran, scored or held: nobody owns them now."""
+        """Forget a dead worker; returns the samples that it had: nobody owns them now."""
         slots = self._workers.pop(worker, None)
         if slots is None:
             return []
         self._capacity -= slots.capacity
-        self._scoring -= len(slots.scoring)
-        return [*slots.running.values(), *slots.scoring.values(), *self._queue.drain(worker)]
+        self._away -= len(slots.away)
+        return [*slots.running.values(), *slots.away.values(), *slots.returned, *self._queue.drain(worker)]
 
     @property
     def workers(self) -> Iterable[str]:
@@ -112,50 +115,58 @@ class Slots:
         self._queue.refresh(group)
 
     def free(self, sample: Sample) -> None:
-        """Free the slot of ``sample``, if it still has it; its worker no longer runs or scores it."""
+        """Free the slot of ``sample``, if it still has it; its worker no longer has it."""
         assert sample.worker is not None
         slots = self._workers[sample.worker]
         if sample.id in slots.running:
             del slots.running[sample.id]
         else:
-            del slots.scoring[sample.id]
-            self._scoring -= 1
+            del slots.away[sample.id]
+            self._away -= 1
 
-    def score(self, sample: Sample) -> None:
-        """Free the slot of ``sample``, which its worker goes on to score."""
+    def leave(self, sample: Sample) -> None:
+        """Free the slot of ``sample``, which lives on in its worker."""
         assert sample.worker is not None
         slots = self._workers[sample.worker]
-        slots.scoring[sample.id] = slots.running.pop(sample.id)
-        self._scoring += 1
+        slots.away[sample.id] = slots.running.pop(sample.id)
+        self._away += 1
+
+    def come_back(self, sample: Sample) -> None:
+        """Make ``sample``, which was away, the next but for others that came back before it."""
+        assert sample.worker is not None
+        slots = self._workers[sample.worker]
+        slots.returned.append(slots.away.pop(sample.id))
+        self._away -= 1
 
     def claim(
         self, worker: str, limit: int | None, unfinished: int, overdue: float, *, beyond_share: bool = False
     ) -> Iterator[Sample]:
-        """Up to ``limit`` samples, in priority order, each with a slot of ``worker``.
+        """Up to ``limit`` samples, each with a slot of ``worker``: those that came back, then the others by priority.
 
         Of the samples that any worker could run it gets overdue ones, and others up to its share. Each sample is chosen
         when the iterator reaches it, because starting the one before may have changed the priority of its group.
 
         Args:
             limit: None stands for all its free slots.
-            unfinished: number of unfinished samples over all workers; those that are being scored need no slot.
+            unfinished: number of unfinished samples over all workers; those that are away need no slot.
             overdue: groups born at this version, or before, are overdue.
             beyond_share: also take part of the samples that other workers have left unclaimed.
         """
         slots = self.incarnation(worker)
-        shared = math.ceil((unfinished - self._scoring) * slots.capacity / self._capacity)
-        shared -= len(slots.running) + self._queue.size(worker)
+        shared = math.ceil((unfinished - self._away) * slots.capacity / self._capacity)
+        shared -= len(slots.running) + len(slots.returned) + self._queue.size(worker)
         if beyond_share:
             shared = max(shared, math.ceil(self._queue.size(None) / len(self._workers)))
         for _ in range(slots.free if limit is None else min(limit, slots.free)):
-            sample = self._queue.pop(worker, overdue, own_only=shared <= 0)
-            if sample is None:
+            if slots.returned:
+                sample = slots.returned.popleft()
+            elif (sample := self._queue.pop(worker, overdue, own_only=shared <= 0)) is None:
                 return
             shared -= sample.worker != worker
             slots.running[sample.id] = sample
             yield sample
 
-    def leaves_samples_to_others(self, worker: str) -> bool:
+    def held_back(self, worker: str) -> bool:
         """Whether ``worker`` has free slots but got no more samples because it already has its share."""
         return self._workers[worker].free > 0 and self._queue.size(None) > 0
 

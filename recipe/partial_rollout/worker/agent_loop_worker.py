@@ -101,7 +101,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
                 f"sample {sample.id} has multi-modal data ({', '.join(output.multi_modal_data)}): "
                 f"partial rollout trains text only; set partial_rollout.enable=False"
             )
-        late = asyncio.get_running_loop().call_later(_FREES_SLOT_AFTER_S, sample.keeper.score, sample)
+        late = asyncio.get_running_loop().call_later(_FREES_SLOT_AFTER_S, sample.keeper.leave, sample)
         try:
             with sample.clock.stopped():
                 await self._compute_score([output], kwargs)

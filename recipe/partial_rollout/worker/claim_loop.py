@@ -168,7 +168,7 @@ class ClaimLoop:
         """Entered once the sample holds a slot in an open round."""
         if sample.has_unsent and not self._gate.is_open:
             # A checkpoint may be taken before its next call.
-            self.note(sample)
+            self.report_now(sample)
         with sample.clock.stopped():
             await self._gate.wait(sample.id)
             self._calling.add(sample.id)
@@ -178,24 +178,24 @@ class ClaimLoop:
                 self._calling.discard(sample.id)
                 self._quiet.set()
 
-    def hand_in(self, sample: LiveSample) -> None:
+    def release_slot(self, sample: LiveSample) -> None:
         """Give the slot back, and report what the manager does not know about the sample."""
         self._gate.revoke(sample.id)
         self._outbox.interrupt(sample)
         self._outbox.send()
 
-    def note(self, sample: LiveSample) -> None:
+    def report_now(self, sample: LiveSample) -> None:
         """Report what the manager does not know about the sample."""
         self._outbox.note(sample)
         self._outbox.send()
 
-    def score(self, sample: LiveSample) -> None:
-        """Give the slot back, and report what the manager does not know about the sample; only its reward is to come."""
-        self._outbox.score(sample)
+    def leave(self, sample: LiveSample) -> None:
+        """As ``release_slot``, for a sample that goes on without an engine: its reward or a tool takes long."""
+        self._outbox.leave(sample)
         self._outbox.send()
 
     async def tell(self, sample: LiveSample) -> None:
-        """As ``note``; returns once the manager knows.
+        """As ``report_now``; returns once the manager knows.
 
         Raises:
             RuntimeError: the manager no longer takes reports of this worker.

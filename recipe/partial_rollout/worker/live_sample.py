@@ -22,20 +22,20 @@ class SlotKeeper(Protocol):
         """Entered once the sample holds a slot in an open round; left when the replica has answered."""
         ...
 
-    def hand_in(self, sample: LiveSample) -> None:
+    def release_slot(self, sample: LiveSample) -> None:
         """Give the slot back, and report what the manager does not know about the sample."""
         ...
 
-    def note(self, sample: LiveSample) -> None:
+    def report_now(self, sample: LiveSample) -> None:
         """Report what the manager does not know about the sample, which keeps its slot."""
         ...
 
-    def score(self, sample: LiveSample) -> None:
-        """Give the slot back, and report what the manager does not know about the sample; only its reward is to come."""
+    def leave(self, sample: LiveSample) -> None:
+        """As ``release_slot``, for a sample that goes on without an engine: its reward or a tool takes long."""
         ...
 
     async def tell(self, sample: LiveSample) -> None:
-        """As ``note``; returns once the manager knows."""
+        """As ``report_now``; returns once the manager knows."""
         ...
 
 
@@ -114,7 +114,7 @@ class LiveSample:
     def add_tool_result(self, result: dict[str, Any]) -> None:
         """Add a tool call that has just finished, and report it, so that it is not made twice."""
         self._unsent_tools.append(result)
-        self.keeper.note(self)
+        self.keeper.report_now(self)
 
     async def start_tool_call(self, start: dict[str, Any]) -> None:
         """Add a tool call that must not be made twice, before it is made; returns once the manager knows it."""

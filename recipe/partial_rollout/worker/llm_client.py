@@ -222,7 +222,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                 if not self._keeps_kv:
                     # The replica's cache is emptied with its weights, so the sample may resume anywhere.
                     sample.replica = None
-                sample.keeper.hand_in(sample)
+                sample.keeper.release_slot(sample)
         return self._merge(turn, last)
 
     def _leave(self, sample: LiveSample, error: ReplicaError) -> None:

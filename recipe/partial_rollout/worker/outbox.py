@@ -22,14 +22,14 @@ class _Unsent:
 
     progress: list[Progress] = field(default_factory=list)
     interrupted: list[str] = field(default_factory=list)
-    scoring: list[str] = field(default_factory=list)
+    away: list[str] = field(default_factory=list)
     finished: list[tuple[str, SampleOutput]] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     told: list[asyncio.Future[None]] = field(default_factory=list)
     """futures resolved once the manager has this report"""
 
     def __bool__(self) -> bool:
-        events = (self.progress, self.interrupted, self.scoring, self.finished, self.failed, self.told)
+        events = (self.progress, self.interrupted, self.away, self.finished, self.failed, self.told)
         return any(events)
 
     def report(self, worker: str) -> Report:
@@ -37,7 +37,7 @@ class _Unsent:
             worker,
             progress=tuple(self.progress),
             interrupted=tuple(self.interrupted),
-            scoring=tuple(self.scoring),
+            away=tuple(self.away),
             finished=tuple(self.finished),
             failed=tuple(self.failed),
         )
@@ -77,10 +77,10 @@ class Outbox:
         self.note(sample)
         self._unsent.interrupted.append(sample.id)
 
-    def score(self, sample: LiveSample) -> None:
-        """Report that ``sample`` awaits its reward and has given its slot back."""
+    def leave(self, sample: LiveSample) -> None:
+        """Report that ``sample`` is away: it has given its slot back and lives on."""
         self.note(sample)
-        self._unsent.scoring.append(sample.id)
+        self._unsent.away.append(sample.id)
 
     def finish(self, sample: LiveSample, output: SampleOutput) -> None:
         """Report that ``sample`` has ended with ``output``."""

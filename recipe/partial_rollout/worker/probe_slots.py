@@ -19,14 +19,14 @@ class ProbeSlots:
     async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
         yield
 
-    def hand_in(self, sample: LiveSample) -> None:
+    def release_slot(self, sample: LiveSample) -> None:
         raise ProbeEndedError(sample.id)
 
-    def note(self, sample: LiveSample) -> None:
+    def report_now(self, sample: LiveSample) -> None:
         """Do nothing: nobody needs to know."""
 
-    def score(self, sample: LiveSample) -> None:
-        """Do nothing, as ``note``."""
+    def leave(self, sample: LiveSample) -> None:
+        """Do nothing, as ``report_now``."""
 
     async def tell(self, sample: LiveSample) -> None:
-        """Do nothing, as ``note``."""
+        """Do nothing, as ``report_now``."""

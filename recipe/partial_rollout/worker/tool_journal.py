@@ -129,7 +129,7 @@ async def _once(tool: Any, run: Any) -> Result:
         return _replayed(recorded)
     if repeatable(tool):
         # The call may take long, so the turn that asks for it is reported now.
-        sample.keeper.note(sample)
+        sample.keeper.report_now(sample)
     elif recorded is not None:
         return _cut_off(sample, number, tool.name)
     else:

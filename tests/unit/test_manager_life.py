@@ -1,17 +1,22 @@
-"""Random lives of the manager: what both placements share. A test file adds the trainer's half and plays them.
+"""Random lives of the manager: whatever happens, nothing is lost, repeated, too stale or changed by a token.
 
-Workers come and go, samples end or fail whenever they like, the run checkpoints and crashes; a plain model says what must
-hold. ``runpy`` loads this file, because test files cannot import each other.
+Workers come and go, samples end, fail or leave whenever they like; each batch stops the round (colocated placement) or lets
+it run on (separate); the run checkpoints, crashes, and resumes. A plain model says what must hold, and the audit judges the
+ledger that the driver would keep. 2,000 sequences by default; for a night's worth
+``PARTIAL_ROLLOUT_SEQUENCES=100000 python -m pytest --timeout 0 tests/unit/test_manager_life.py``.
 """
 
 import itertools
 import math
 import os
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from zlib import crc32
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -23,6 +28,9 @@ from recipe.partial_rollout.manager.failure_policy import FailurePolicy, Failure
 from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import GroupState, Prompt, SampleOutput, SampleState, Segment
+from recipe.partial_rollout.records.ledger import Ledger
+from recipe.partial_rollout.records.ledger_events import RunSizes
+from recipe.partial_rollout.tools.audit import audit
 
 SEQUENCES = int(os.environ.get("PARTIAL_ROLLOUT_SEQUENCES", "2000"))
 
@@ -107,7 +115,9 @@ class Model:
     offered: int = 0
     version: int = 0
     running: dict = field(default_factory=dict)
-    scoring: dict = field(default_factory=dict)
+    away: dict = field(default_factory=dict)
+    returned: list = field(default_factory=list)
+    """samples that came back and were not granted again, in order"""
     holders: dict = field(default_factory=dict)
     """worker that still has the conversation of a sample, by sample"""
     failed: list = field(default_factory=list)
@@ -143,14 +153,11 @@ def some_run(self):
 
 
 def some_end(self):
-    return self.manager is not None and bool(self.model.running or self.model.scoring)
+    return self.manager is not None and bool(self.model.running or self.model.away)
 
 
 class ManagerLife(RuleBasedStateMachine):
-    """Workers that come and go, samples that end or fail whenever they like, a run that checkpoints and crashes.
-
-    A placement adds the rule ``open_round``, ``may_open`` (whether it is time for it), and ``take`` (the complete batch).
-    """
+    """A run, its workers and its trainer."""
 
     def __init__(self):
         super().__init__()
@@ -216,6 +223,19 @@ class ManagerLife(RuleBasedStateMachine):
 
     def process_began(self, resumed=False):
         """A process starts the training, or resumes it from a checkpoint."""
+        if not resumed:
+            self.directory = tempfile.TemporaryDirectory()
+            self.ledger = Ledger(Path(self.directory.name))
+        self.taken_groups, self.told, self.began = [], (), False
+        sizes = self.n, self.batch, self.max_staleness, self.supply, self.total, self.supply
+        self.ledger.run(RunSizes("PR", *sizes, self.filter is not None, self.limited))
+        if resumed:
+            self.ledger.resumed(self.step)
+
+    @property
+    def step(self):
+        """The last step that was trained; a checkpoint is of this one, whatever batch the trainer has."""
+        return len(self.model.trained) // self.batch
 
     def picked(self, pick, *more):
         running = [*self.model.running, *more]
@@ -245,7 +265,8 @@ class ManagerLife(RuleBasedStateMachine):
         self.manager.release_worker(worker)
         del self.capacity[worker]
         self.model.running = {s: w for s, w in self.model.running.items() if w != worker}
-        self.model.scoring = {s: w for s, w in self.model.scoring.items() if w != worker}
+        self.model.away = {s: w for s, w in self.model.away.items() if w != worker}
+        self.model.returned = [s for s in self.model.returned if self.model.holders[s] != worker]
         self.model.holders = {s: w for s, w in self.model.holders.items() if w != worker}
 
     @precondition(lambda self: started(self) and self.manager.round_open and self.capacity)
@@ -255,7 +276,10 @@ class ManagerLife(RuleBasedStateMachine):
 
     def take_grants(self, worker, beyond_share=False):
         model, below_share, unowned = self.model, self.below_share(worker), self.unowned()
+        returned, free = [s for s in model.returned if model.holders[s] == worker], self.free(worker)
         grants = self.manager.claim(worker, beyond_share=beyond_share)
+        assert [g.sample_id for g in grants][: len(returned)] == returned[:free], "first what came back"
+        model.returned = [s for s in model.returned if s not in returned[:free]]
         overdue = self.next_to_train() - self.max_staleness
         births = model.births
         shared = [g for g in grants if not g.held and births.get(g.group_uid, model.version) > overdue]
@@ -265,7 +289,7 @@ class ManagerLife(RuleBasedStateMachine):
             assert len(shared) <= max(0, below_share), "more than its share"
         for grant in grants:
             sample_id = grant.sample_id
-            assert sample_id not in model.running and sample_id not in model.scoring
+            assert sample_id not in model.running and sample_id not in model.away
             assert sample_id not in model.outputs and sample_id not in model.failed
             held = model.holders.get(sample_id) == worker
             assert grant.held == held
@@ -277,26 +301,26 @@ class ManagerLife(RuleBasedStateMachine):
 
     def next_to_train(self):
         """The version that trains the next batch."""
-        return self.model.version
+        return self.model.version + (self.manager.round_open and bool(self.with_the_trainer()))
 
     def held(self, worker):
-        """Samples that ``worker`` runs, or still has the conversation of; those that it scores need no slot."""
+        """Samples that ``worker`` runs, or still has the conversation of; those that are away need no slot."""
         model = self.model
-        ended = model.outputs.keys() | model.scoring.keys()
+        ended = model.outputs.keys() | model.away.keys()
         return [s for s, holder in model.holders.items() if holder == worker and s not in ended]
 
-    def unscored(self):
-        """Unfinished samples but for those that are being scored."""
-        return int(self.manager.metrics()["inflight/samples"]) - len(self.model.scoring)
+    def present(self):
+        """Unfinished samples but for those that are away."""
+        return int(self.manager.metrics()["inflight/samples"]) - len(self.model.away)
 
     def below_share(self, worker):
-        share = math.ceil(self.unscored() * self.capacity[worker] / sum(self.capacity.values()))
+        share = math.ceil(self.present() * self.capacity[worker] / sum(self.capacity.values()))
         return share - len(self.held(worker))
 
     def unowned(self):
         """Samples that any worker could claim."""
         held = sum(len(self.held(worker)) for worker in self.capacity)
-        return self.unscored() - held - len(self.model.failed)
+        return self.present() - held - len(self.model.failed)
 
     def free(self, worker):
         return self.capacity[worker] - sum(w == worker for w in self.model.running.values())
@@ -315,10 +339,12 @@ class ManagerLife(RuleBasedStateMachine):
         if length:
             journal.append(segment)
 
-    @precondition(some_run)
+    @precondition(some_end)
     @rule(pick=PICK)
     def add_tool_result(self, pick):
-        sample_id = self.picked(pick)
+        self.tool_result(self.picked(pick, *self.model.away))
+
+    def tool_result(self, sample_id):
         results = self.model.tools.setdefault(sample_id, [])
         results.append({"text": f"result {len(results)}", "reward": None})
         self.manager.add_tool_result(sample_id, results[-1])
@@ -333,16 +359,28 @@ class ManagerLife(RuleBasedStateMachine):
 
     @precondition(some_run)
     @rule(pick=PICK, length=st.integers(0, 4))
-    def score(self, pick, length):
+    def leave(self, pick, length):
+        """Its reward takes long, or a tool."""
         sample_id = self.picked(pick)
         self.extend(sample_id, length, "completed")
-        self.manager.score(sample_id)
-        self.model.scoring[sample_id] = self.model.running.pop(sample_id)
+        self.manager.leave(sample_id)
+        self.model.away[sample_id] = self.model.running.pop(sample_id)
+
+    @precondition(lambda self: started(self) and self.model.away)
+    @rule(pick=PICK, result=st.booleans())
+    def come_back(self, pick, result):
+        """Its tool has answered; it needs a slot again."""
+        sample_id = list(self.model.away)[pick % len(self.model.away)]
+        if result:
+            self.tool_result(sample_id)
+        self.manager.come_back(sample_id)
+        del self.model.away[sample_id]
+        self.model.returned.append(sample_id)
 
     @precondition(some_end)
     @rule(pick=PICK, length=st.integers(0, 4))
     def finish(self, pick, length):
-        self.end_sample(self.picked(pick, *self.model.scoring), length)
+        self.end_sample(self.picked(pick, *self.model.away), length)
 
     def end_sample(self, sample_id, length):
         if sample_id in self.model.running:
@@ -372,15 +410,16 @@ class ManagerLife(RuleBasedStateMachine):
 
     def leave_worker(self, sample_id):
         model = self.model
-        del (model.running if sample_id in model.running else model.scoring)[sample_id]
+        del (model.running if sample_id in model.running else model.away)[sample_id]
 
     def newly_filtered(self):
-        return self.manager.take_filtered()
+        """They stay with the manager until a step tells them."""
+        return [group for group in self.manager._state.groups.filtered if group.uid not in self.model.filtered]
 
     @precondition(some_end)
     @rule(pick=PICK)
     def fail(self, pick):
-        sample_id = self.picked(pick, *self.model.scoring)
+        sample_id = self.picked(pick, *self.model.away)
         model = self.model
         count = model.failures[sample_id] = model.failures.get(sample_id, 0) + 1
         again = self.failures.on_sample_error is OnSampleError.RETRY and count <= self.failures.sample_retries
@@ -415,14 +454,43 @@ class ManagerLife(RuleBasedStateMachine):
         self.offer()
         self.manager.admit()
 
+    def may_begin(self):
+        """Whether the batch of the present version is taken, and trained unless it stopped the round."""
+        model = self.model
+        due = not self.manager.round_open or (self.with_the_trainer() and not model.taken)
+        return due and len(model.trained + model.taken) < self.total
+
+    @precondition(lambda self: started(self) and self.may_begin())
+    @rule()
+    def begin_version(self):
+        """In a round that was stopped this may come before the batch is trained."""
+        model = self.model
+        running = dict(model.running)
+        self.offer()
+        if self.manager.exhausted:
+            return
+        model.version = len(model.trained + model.taken) // self.batch
+        self.filtered_this_round = 0
+        self.manager.begin_version(model.version)
+        assert model.running == running and self.manager.version == model.version
+
     def complete(self):
-        """Whether there is a batch to take."""
-        return self.manager.round_complete()
+        """Whether there is a batch to take; the data may have ended with less than one left."""
+        return self.manager.round_complete() and not self.model.taken and not self.manager.exhausted
 
     @precondition(lambda self: started(self) and self.manager.round_open and self.complete())
+    @rule(stop=st.booleans())
+    def take_batch(self, stop):
+        taken, self.told = self.manager.complete_batch(stop=stop)
+        self.check(taken)
+        self.taken_groups = taken
+        assert self.manager.round_open is not stop
+        assert not self.manager.round_open or not self.manager.round_complete(), "one batch a version"
+
+    @precondition(lambda self: started(self) and self.manager.round_open and not self.model.taken)
     @rule()
-    def take_batch(self):
-        self.check(self.take())
+    def suspend(self):
+        self.manager.close_round()
 
     def check(self, taken):
         """Whole groups, fresh enough and in turn, with the tokens that their samples were given."""
@@ -460,21 +528,60 @@ class ManagerLife(RuleBasedStateMachine):
         self.manager.acknowledge(model.taken)
         model.trained += model.taken
         model.taken = []
+        step, version = self.step, self.step - 1
+        self.ledger.admitted(step, version, self.told)
+        self.ledger.filtered(step, version, self.manager.take_filtered())
+        self.ledger.trained(step, version, self.taken_groups)
+
+    @precondition(started)
+    @rule(quarters=st.integers(0, 12))
+    def set_overlap(self, quarters):
+        """What ``overlap=auto`` does."""
+        self.manager.set_overlap(min(quarters / 4, self.max_staleness))
+
+    @precondition(lambda self: started(self) and self.may_begin())
+    @rule(every=st.integers(2, 4), during=st.integers(0, 6), stop=st.booleans(), crashes=st.booleans())
+    def play_version_with_stragglers(self, every, during, stop, crashes):
+        """A version whose batch trains for so many samples; some prompts end only when nothing else runs.
+
+        A run that crashes resumes from a checkpoint made while the trainer had the batch.
+        """
+        if self.model.taken:
+            self.acknowledge()
+        self.begin_version()
+        while not self.complete() and not self.manager.exhausted:
+            if self.manager.short_of_prompts:
+                self.offer_in_the_round()
+            assert self.end_one(every), "there is no batch, and nothing runs"
+        if not self.complete():
+            return
+        self.take_batch(stop)
+        if stop:
+            for sample_id in list(self.model.running):
+                self.manager.interrupt(sample_id)
+                del self.model.running[sample_id]
+        else:
+            for _ in range(during):
+                self.end_one(every)
+        if crashes:
+            self.checkpoint_and_go_on_from_it()
+        else:
+            self.acknowledge()
 
     def end_one(self, every):
         """End a sample, one of each ``every`` prompts only when nothing else runs; False: none runs."""
         self.retry_all()
         self.claim_all()
-        running = [*self.model.running, *self.model.scoring]
+        running = [*self.model.running, *self.model.away]
         fast = [s for s in running if int(s.split("/")[1].split("#")[0]) % every]
         if running:
             self.end_sample((fast or running)[0], 1)
         return bool(running)
 
     def claim_all(self):
-        for worker in self.capacity:
-            self.take_grants(worker)
         if self.manager.round_open:
+            for worker in self.capacity:
+                self.take_grants(worker)
             for worker in self.capacity:
                 parked = set(self.held(worker)) - set(self.model.running)
                 assert not self.free(worker) or not (parked or self.unowned()), "a slot is free that could be filled"
@@ -485,7 +592,11 @@ class ManagerLife(RuleBasedStateMachine):
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    @precondition(started)
+    def may_save(self):
+        """Not while the trainer has the batch of the version before."""
+        return not self.model.taken or bool(self.with_the_trainer())
+
+    @precondition(lambda self: started(self) and self.may_save())
     @rule()
     def checkpoint(self):
         data = b"".join(plain_codec.pack(self.manager.state_dict()))
@@ -510,7 +621,7 @@ class ManagerLife(RuleBasedStateMachine):
         self.join(1 + pick % 5)
         self.process_began(resumed=True)
 
-    @precondition(started)
+    @precondition(lambda self: started(self) and self.may_save())
     @rule()
     def checkpoint_and_go_on_from_it(self):
         self.checkpoint()
@@ -549,22 +660,24 @@ class ManagerLife(RuleBasedStateMachine):
         for sample in unfinished:
             assert self.manager._samples.unfinished[sample.id] is sample
             assert (sample.state is SampleState.RUNNING) == (sample.id in self.model.running)
-            assert (sample.state is SampleState.SCORING) == (sample.id in self.model.scoring)
+            assert (sample.state is SampleState.AWAY) == (sample.id in self.model.away)
             assert (sample.state is SampleState.FAILED) == (sample.id in self.model.failed)
 
     def with_the_trainer(self):
         """Groups of the batch that the present version trains, which count until the next one."""
-        return 0
+        model = self.model
+        return max(0, len(model.trained + model.taken) - self.batch * model.version)
 
     @invariant()
     def pacing_counts_what_is_in_flight_and_with_the_trainer(self):
-        """In a colocated round these are the groups in flight: each version before it has its batch."""
+        """No more than can be trained in time; where each version before has its batch, these are the groups in flight."""
         if self.manager is None or not self.manager.round_open:
             return
         load, counters = self.manager._round._load(), self.manager.counters
         kept = counters.admitted_groups - counters.filtered_groups
         assert load.groups == kept - self.batch * self.model.version
         assert load.groups == self.manager._state.groups.in_flight + self.with_the_trainer()
+        assert load.groups <= (1 + self.max_staleness) * self.batch
 
     @invariant()
     def slots_are_respected(self):
@@ -577,23 +690,23 @@ class ManagerLife(RuleBasedStateMachine):
         """Let everything end: the training reaches its last step, or the end of its data, every prompt consumed once."""
         if self.manager is None:
             return
-        for _ in range(20 * self.supply):
+        for turn in range(20 * self.supply):
             if self.model.taken:
                 self.acknowledge()
             if len(self.model.trained) == self.total:
                 break
-            if self.may_open():
-                self.open_round()
+            if self.may_begin():
+                self.begin_version()
             if self.manager.exhausted:
                 break
             if self.manager.short_of_prompts:
                 self.offer_in_the_round()
             self.retry_all()
             self.claim_all()
-            for sample_id in [*self.model.running, *self.model.scoring]:
+            for sample_id in [*self.model.running, *self.model.away]:
                 self.end_sample(sample_id, 1)
-            if self.manager.round_complete():
-                self.take_batch()
+            if self.manager.round_open and self.complete():
+                self.take_batch(turn % 2 == 0)
         self.assert_everything_ended()
 
     def assert_everything_ended(self):
@@ -605,3 +718,13 @@ class ManagerLife(RuleBasedStateMachine):
         else:
             assert len(self.model.trained) == self.total
             assert not (self.limited and in_flight)
+        self.ledger.complete(exhausted=len(self.model.trained) < self.total)
+        result, _ = audit(Path(self.directory.name))
+        assert result.violations == [], result.violations
+        self.directory.cleanup()
+
+
+TestManagerLife = ManagerLife.TestCase
+TestManagerLife.settings = settings(
+    max_examples=SEQUENCES, stateful_step_count=25, suppress_health_check=list(HealthCheck)
+)
