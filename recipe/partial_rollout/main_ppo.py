@@ -46,9 +46,9 @@ register_keys()
 def wire(config: DictConfig) -> None:
     """Point verl's class-path options at the recipe's classes for the arm (PR or noPR) that ``config`` selects."""
     rollout = config.actor_rollout_ref.rollout
-    arm = "agent_loop_manager.PartialRollout" if config.partial_rollout.enable else "observed_manager.Observed"
+    arm = "PartialRollout" if config.partial_rollout.enable else "Observed"
     OmegaConf.set_struct(config, False)
-    rollout.agent.agent_loop_manager_class = f"{_HERE}.rollout.{arm}AgentLoopManager"
+    rollout.agent.agent_loop_manager_class = f"{_HERE}.training.agent_loop_manager.{arm}AgentLoopManager"
     # conf/engine has already taken effect in the defaults list; nobody reads the key that it leaves at the root.
     config.pop("engine", None)
     overlong = OmegaConf.select(config, OVERLONG)

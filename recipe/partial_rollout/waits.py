@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
@@ -76,6 +76,20 @@ class NoAnswerError(TimeoutError):
 async def result_of(ref: Awaitable[T]) -> T:
     """A coroutine for a Ray reference."""
     return await ref
+
+
+async def beside(awaitable: Awaitable[T], *watches: Coroutine[Any, Any, Any]) -> T:
+    """``awaitable``'s result; ``watches`` go on for ever beside it, or raise what ends the wait."""
+    main, *watching = tasks = [asyncio.ensure_future(each) for each in (awaitable, *watches)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for ended in [main] if main.done() else watching:
+            if ended.done():
+                return ended.result()
+        raise AssertionError("one of the tasks has ended")
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def within(awaitable: Awaitable[T], deadline_s: float, what: str, key: str) -> T:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.partial_rollout.rollout.kv_slots import ReplicaSlots, SampleSizes
+from recipe.partial_rollout.rollout.slots import ReplicaSlots, SampleSizes
 from verl_ext.vllm_preemptions import preemptions_of
 
 PROMPT, BLOCK = [4, 7, 8, 9, 10, 11], 32

@@ -13,8 +13,7 @@ import ray
 from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.stop import StopSignals
-from recipe.partial_rollout.rollout.trainer_watch import TrainerWatch
-from recipe.partial_rollout.rollout.worker_pool import WorkerPool
+from recipe.partial_rollout.rollout.workers import WorkerPool
 
 # Ray's workers cannot import a test module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -67,7 +66,7 @@ def guarded():
     context = SimpleNamespace(
         settings=SimpleNamespace(deadlines=deadlines),
         stop=stop,
-        trainers=TrainerWatch([]),
+        trainers=[],
         control=SimpleNamespace(running_tokens=no_tokens),
     )
     asyncio.run(pool.start())
@@ -110,5 +109,5 @@ def test_worker_that_stops_while_the_batch_is_awaited_is_replaced(guarded):
         return "complete"
 
     began = time.monotonic()
-    assert asyncio.run(guard.batch(batch)) == "complete"
+    assert asyncio.run(guard.wait_batch(batch)) == "complete"
     assert time.monotonic() - began < 1 + INTERRUPT_S + 10

@@ -22,19 +22,14 @@ from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.records.ledger import Ledger
 from recipe.partial_rollout.records.run_settings import Arm, RunSettings
 from recipe.partial_rollout.records.run_trace import RunTrace
-from recipe.partial_rollout.rollout import rounds as rounds_module
-from recipe.partial_rollout.rollout import stream as stream_module
+from recipe.partial_rollout.rollout.driver import Driver
+from recipe.partial_rollout.rollout.engine_probe import EndedCalls
 from recipe.partial_rollout.rollout.guard import Guard
-from recipe.partial_rollout.rollout.round_book import RoundBook
-from recipe.partial_rollout.rollout.round_parts import RoundParts
-from recipe.partial_rollout.rollout.rounds import Rounds
-from recipe.partial_rollout.rollout.split_calls import SplitCalls
+from recipe.partial_rollout.rollout.step_book import StepBook
 from recipe.partial_rollout.rollout.stop import StopSignals
-from recipe.partial_rollout.rollout.stream import Stream
-from recipe.partial_rollout.rollout.trainer_watch import TrainerWatch
-from recipe.partial_rollout.rollout.worker_pool import WorkerPool
-from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from recipe.partial_rollout.rollout.workers import WorkerPool
 from tests.bench.scripted_engine import ScriptedWorker
+from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 
 # Ray's workers cannot import a test module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -71,6 +66,8 @@ class Control:
 
     async def resume(self):
         pass
+
+    hold = restart_dead = resume
 
     async def running_tokens(self):
         return {}
@@ -111,7 +108,7 @@ class Soak:
             source=SimpleNamespace(left=1 << 30, take=lambda count: list(itertools.islice(prompts, count))),
             ledger=Ledger(directory),
             stop=StopSignals(),
-            trainers=TrainerWatch([]),
+            trainers=[],
             last_step=1 << 30,
             full_concurrency=16,
             engine_metrics=nothing,
@@ -127,27 +124,25 @@ class Soak:
 
         self.pool = WorkerPool(self.workers, None, connect, 0, settings.deadlines, context.stop)
         guard = Guard(context, self.manager, self.pool)
-        others = SimpleNamespace(meet_new=nothing, reckon=nothing)
-        book = RoundBook(context, SimpleNamespace(full_tokens_per_s=None), None)
-        parts = RoundParts(context, self.manager, store, self.pool, others, others, None, book, guard)
-        self.rollout = Stream(parts, SplitCalls(self.pool, guard)) if settings.separate else Rounds(parts)
+        others = SimpleNamespace(announce_restarted=nothing, reckon=nothing)
+        book = StepBook(context, SimpleNamespace(full_tokens_per_s=None), None)
+        calls = EndedCalls(guard.ask)
+        self.driver = Driver(context, self.manager, store, self.pool, others, others, calls, book, None, guard)
         auto_await(self.pool.start)()
 
     def begin(self):
-        if isinstance(self.rollout, Stream):
-            self.rollout.begin()
-            self.sync(0)
+        self.driver.begin()
+        self.sync(0)
 
     def sync(self, version):
-        if isinstance(self.rollout, Stream):
-            auto_await(self.rollout.prepare_version)(version)
-            auto_await(self.rollout.next_version)(version)
+        auto_await(self.driver.before_load)(version)
+        auto_await(self.driver.after_load)(version)
 
     def step(self, step):
-        groups = auto_await(self.rollout.play)(SimpleNamespace(meta_info={"global_steps": step}))
+        groups = auto_await(self.driver.next_batch)(step)
         assert len(groups) == BATCH
-        auto_await(self.rollout.finish_round)()
-        self.rollout.take_step_metrics()
+        auto_await(self.driver.finish_step)()
+        self.driver.take_step_metrics()
         self.sync(step)
 
     def memory(self):
@@ -159,9 +154,7 @@ class Soak:
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("placement", list(Placement))
-def test_memory_is_flat_over_two_thousand_rounds(placement, tmp_path, monkeypatch, capsys):
-    for module in (rounds_module, stream_module):
-        monkeypatch.setattr(module, "fill_slots", lambda context, groups, slots: groups)
+def test_memory_is_flat_over_two_thousand_rounds(placement, tmp_path, capsys):
     soak, seen = Soak(tmp_path, placement), []
     soak.begin()
     for step in range(1, ROUNDS + 1):

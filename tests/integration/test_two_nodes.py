@@ -16,11 +16,11 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
-from recipe.partial_rollout.rollout.agent_loop_manager import on_this_node
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.stop import StopSignals
-from recipe.partial_rollout.rollout.worker_pool import WorkerPool
+from recipe.partial_rollout.rollout.workers import WorkerPool
+from recipe.partial_rollout.training.agent_loop_manager import on_this_node
 from recipe.partial_rollout.worker import live_sample
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 

@@ -8,7 +8,7 @@ import torch
 
 from recipe.partial_rollout.manager.failure_policy import masked_output
 from recipe.partial_rollout.manager.types import Segment, TakenGroup
-from recipe.partial_rollout.rollout.batch import assemble_batch
+from recipe.partial_rollout.training.batch import assemble_batch
 
 
 def groups(output, *, count=2, n=2, lengths=(3, 5), reward=1.0):

@@ -1,15 +1,19 @@
 """Between two rounds: a replica that dies anywhere before the weight sync is left out, and restarted for it."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayActorError
 from verl.checkpoint_engine import CheckpointEngineManager
 
-from recipe.partial_rollout.rollout.server_control import ServerControl
-from recipe.partial_rollout.rollout.sync_frame import HeldReplicas, QuietReplicas
-from recipe.partial_rollout.rollout.sync_watch import WeightSyncError
-from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
+from recipe.partial_rollout.config.sections import Deadlines
+from recipe.partial_rollout.manager.messages import VersionStart
+from recipe.partial_rollout.rollout.driver import Driver
+from recipe.partial_rollout.rollout.guard import Guard
+from recipe.partial_rollout.rollout.replicas import ServerControl
+from recipe.partial_rollout.training.weight_sync import RecipeCheckpointManager
+from recipe.partial_rollout.training.weight_transfer import WeightSyncError
 from recipe.partial_rollout.waits import ReplicaError
 
 SERVER_DIED = RayActorError()
@@ -83,36 +87,67 @@ class Trainer:
 
 
 class Versions:
-    """The calls of a ``Stream`` that a sync makes; notes what the replicas had been asked until then."""
+    """The manager's and the trace's part in a sync; notes what the replicas had been asked until then."""
 
     def __init__(self, replica):
         self.replica, self.prepared, self.begun, self.phases = replica, [], [], []
+        self.source = SimpleNamespace(left=9, take=lambda count: self.prepared.append(list(replica.asked)))
 
-    async def prepare_version(self, version):
-        self.prepared.append((version, list(self.replica.asked)))
+    def __getattr__(self, verb):
+        async def answer(*args):
+            if verb == "begin_version":
+                self.begun.append((args[0], list(self.replica.asked)))
+                return VersionStart(1, 0)
+            return 1
 
-    async def next_version(self, version):
-        self.begun.append((version, list(self.replica.asked)))
+        return SimpleNamespace(remote=answer)
 
-    def note_phase(self, name, version, start, end):
+    def phase(self, name, version, start, end):
         self.phases.append((name, version))
+
+
+class NoWorkers:
+    """A ``WorkerPool`` without workers."""
+
+    async def ended(self):
+        await asyncio.sleep(1e6)
+
+    async def open_round(self):
+        pass
+
+
+async def nothing(*_):
+    pass
+
+
+def driver_of(control, versions, *, separate):
+    settings = SimpleNamespace(
+        separate=separate, deadlines=Deadlines(), batch_groups=1, dashboard=SimpleNamespace(progress_s=0)
+    )
+    context = SimpleNamespace(settings=settings, control=control, trace=versions, source=versions.source, last_step=99)
+    pool, roster = NoWorkers(), SimpleNamespace(announce_restarted=nothing)
+    guard = Guard(context, versions, pool)
+    driver = Driver(context, versions, None, pool, roster, None, None, None, None, guard)
+    driver.begin()
+    return driver
 
 
 def separate(**options):
     """A manager of separate placement; its control, replicas, and versions."""
     manager, control, replicas = build(**options)
     versions = Versions(replicas[0])
-    manager._frame = HeldReplicas(control, versions)
+    manager._driver = driver_of(control, versions, separate=True)
     return manager, control, replicas, versions
 
 
 def build(*, restarts=1, pr=True, sync_kills=False, note=None):
     replicas = [FakeReplica("a"), FakeReplica("b")]
     control = ServerControl(replicas, 5.0, restarts=restarts)
+    driver = driver_of(control, Versions(replicas[0]), separate=False) if pr else None
     verls = CheckpointEngineManager.__new__(CheckpointEngineManager)
     verls.backend, verls.replicas = "naive", replicas
     verls.actor_wg = Trainer(replicas, dies=replicas[1] if sync_kills else None)
-    return RecipeCheckpointManager(verls, 5.0, QuietReplicas(control) if pr else None, note), control, replicas
+    return RecipeCheckpointManager(verls, 5.0, driver, note), control, replicas
 
 
 def between_two_rounds(manager, control):
@@ -176,7 +211,7 @@ def test_engines_of_their_own_decode_until_the_weights_go_out_and_begin_the_vers
     manager.sleep_replicas()
     manager.update_weights(3)
     assert first.asked == second.asked == ["check_alive", "hold", "check_alive", "resume"]
-    assert versions.prepared == [(3, [])], "the next prompts are read while the engines decode"
+    assert versions.prepared == [[]], "the next prompts are read while the engines decode"
     assert versions.begun == [(3, ["check_alive", "hold", "check_alive"])] and versions.phases == [("hold", 3)]
 
 

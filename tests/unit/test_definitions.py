@@ -20,7 +20,7 @@ from recipe.partial_rollout.records.run_trace import RunTrace
 from recipe.partial_rollout.records.running_curve import bubble_fraction, running_curve
 from recipe.partial_rollout.records.spread import p95, spread
 from recipe.partial_rollout.records.trained_group import TrainedGroup
-from recipe.partial_rollout.rollout.metrics import batch_metrics, phase_metrics
+from recipe.partial_rollout.rollout.step_book import batch_metrics, phase_metrics
 from recipe.partial_rollout.tools.report.summary import summarize
 from recipe.partial_rollout.training.run_files import run_settings
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient
@@ -101,7 +101,7 @@ def test_dashboard_and_report_give_the_same_staleness(tmp_path, output):
         TakenGroup(f"0/{i}", i, 0, {}, tuple(output(3, version=9 - age) for age in ages))
         for i, ages in enumerate([(0, 0), (1, 0), (0, 2), (5, 7)])
     ]
-    shown = batch_metrics(groups, 9)
+    shown = batch_metrics(groups, [TrainedGroup.of(group, 9) for group in groups], 9)
     summary = reported(tmp_path, [RolloutPhase(0.0, 1.0, ())], groups)
     assert summary.staleness is not None
     assert (summary.staleness.mean, summary.staleness.p95, summary.staleness.max) == (

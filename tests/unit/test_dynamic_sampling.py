@@ -15,12 +15,10 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.group_filter import GroupFilter, MissingMetricError
 from recipe.partial_rollout.manager.messages import PromptsWanted, Report, RolloutFailedError
-from recipe.partial_rollout.records.ledger import NAME, Ledger, iter_ledger
-from recipe.partial_rollout.records.ledger_events import Filtered
+from recipe.partial_rollout.records.ledger import Ledger
+from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.guard import Guard
-from recipe.partial_rollout.rollout.round_book import RoundBook
-from recipe.partial_rollout.rollout.round_parts import RoundParts
-from recipe.partial_rollout.rollout.rounds import Rounds
+from recipe.partial_rollout.rollout.step_book import StepBook
 from recipe.partial_rollout.rollout.stop import StopSignals
 
 ACC = GroupFilter("acc")
@@ -361,6 +359,7 @@ def context_of(source, directory):
     """What the trainer lends, without engines."""
     settings = SimpleNamespace(
         group_filter=ACC,
+        separate=False,
         batch_groups=1,
         deadlines=SimpleNamespace(interrupt_s=5.0, stall_s=60.0),
         drain=True,
@@ -372,7 +371,7 @@ def context_of(source, directory):
         ledger=Ledger(directory),
         settings=settings,
         control=SimpleNamespace(running_tokens=no_tokens),
-        trainers=Trainers(),
+        trainers=[],
     )
 
 
@@ -380,17 +379,10 @@ async def no_tokens():
     return {}
 
 
-class Trainers:
-    """A ``TrainerWatch`` in which nobody dies."""
-
-    async def look(self, what):
-        await asyncio.sleep(1e6)
-
-
 def wait_of(actor, source, directory):
     """The trainer's wait around ``actor``, without workers, engines and Ray; and the book of its rounds."""
     context = context_of(source, directory)
-    book = RoundBook(context, probe=None, overlap=None)
+    book = StepBook(context, probe=None, overlap=None)
     return Guard(context, Here(actor), NoWorkers()), book
 
 
@@ -426,18 +418,18 @@ def test_trainer_offers_prompts_for_as_long_as_a_round_filters(prompts, output, 
         wait, book = wait_of(manager, source, tmp_path)
         await manager.register_worker("w0", 2)
         first = source.take(await manager.wanted())
-        await manager.prepare_round(0, first, source.left)
+        await manager.begin_version(0, first, source.left)
         working = asyncio.ensure_future(run_worker(manager, output, dull=9))
-        await asyncio.wait_for(wait.batch(manager.wait_round), 10)
+        batch = await asyncio.wait_for(wait.wait_batch(lambda: manager.wait_batch(True)), 10)
         working.cancel()
-        figures = book.note_filtered(1, await manager.take_filtered(), await manager.metrics())
-        return numbers(await manager.take_batch()), figures, source.left
+        await manager.flushed("w0")
+        account = await manager.finish_step(numbers(batch.groups))
+        figures = book._filter_metrics(1, len(account.filtered), account.metrics)
+        return numbers(batch.groups), figures, source.left, account.filtered
 
-    trained, figures, left = asyncio.run(life())
+    trained, figures, left, filtered = asyncio.run(life())
     assert trained == ["0/9"] and figures == {"filter/groups": 9, "filter/consumed": 10} and left <= 2
-    ((_, event),) = iter_ledger(tmp_path / NAME, [])
-    assert isinstance(event, Filtered)
-    assert [group.uid for group in event.groups] == [f"0/{i}" for i in range(9)]
+    assert [group.uid for group in filtered] == [f"0/{i}" for i in range(9)]
 
 
 def test_trainer_is_told_that_the_data_is_exhausted_before_the_next_slot(prompts, tmp_path):
@@ -445,18 +437,19 @@ def test_trainer_is_told_that_the_data_is_exhausted_before_the_next_slot(prompts
         manager = ManagerActor(Admission(Mode.WINDOW, 2, 2, 0.0, 4, 4, 4), Scheduling(), stall_s=30.0, group_filter=ACC)
         context, pool = context_of(Prompts(prompts, 1), tmp_path), NoWorkers()
         guard = Guard(context, Here(manager), pool)
-        rounds = Rounds(RoundParts(context, Here(manager), None, pool, None, None, None, None, guard))
-        rounds._prepare(1, await manager.wanted())
-        await rounds._readied()
-        return rounds.exhausted
+        driver = Driver(context, Here(manager), *[None] * 7, guard=guard)
+        await driver._take_prompts()
+        driver._begin_version(0)
+        await driver._begun()
+        return driver.exhausted
 
     assert asyncio.run(life())
 
 
 def test_equal_groups_that_are_trained_all_the_same_are_warned_of(prompts, tmp_path, capsys):
-    book = RoundBook(context_of(None, tmp_path), probe=None, overlap=None)
+    book = StepBook(context_of(None, tmp_path), probe=None, overlap=None)
     for total in (2, 2, 3):
-        book.note_filtered(1, (), {"filter/spared_total": total})
+        book._filter_metrics(1, 0, {"filter/spared_total": total})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" (")[0] for line in lines] == [
         f"step 1: groups of equal acc that are trained all the same: {count}" for count in (2, 1)

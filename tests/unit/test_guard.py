@@ -17,10 +17,9 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import PromptsWanted, Report, RolloutFailedError
 from recipe.partial_rollout.rollout import stop as stop_module
-from recipe.partial_rollout.rollout.guard import Guard
+from recipe.partial_rollout.rollout.guard import Guard, TrainerLostError
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
-from recipe.partial_rollout.rollout.trainer_watch import TrainerLostError, TrainerWatch
-from recipe.partial_rollout.rollout.worker_pool import WorkerLostError, WorkerPool
+from recipe.partial_rollout.rollout.workers import WorkerLostError, WorkerPool
 
 QUICK = Deadlines(stall_s=0.4, interrupt_s=0.2, start_s=0.2, weight_sync_s=0.2)
 
@@ -102,7 +101,7 @@ class Life:
         context = SimpleNamespace(
             settings=SimpleNamespace(deadlines=QUICK),
             stop=self.stop,
-            trainers=TrainerWatch(trainers, every_s=0.01),
+            trainers=trainers,
             control=SimpleNamespace(running_tokens=running_tokens),
             source=None,
         )
@@ -135,7 +134,7 @@ def test_dead_worker_is_replaced_under_a_new_name_and_its_samples_are_released()
     async def body(life):
         await life.guard.wait(life.pool.open_round(), "opening the round", key=None)
         main, dead = asyncio.get_running_loop().create_future(), life.workers[1]
-        waiting = asyncio.create_task(life.guard.batch(lambda: main))
+        waiting = asyncio.create_task(life.guard.wait_batch(lambda: main))
         await asyncio.sleep(0.01)
         dead.end(RayActorError())
         await asyncio.sleep(0.05)
@@ -216,7 +215,7 @@ def test_worker_that_lives_but_does_not_answer_is_ended_and_replaced(verb, caplo
 def test_worker_that_hangs_while_the_batch_is_awaited_is_found():
     async def body(life):
         life.workers[0].hangs.add("__ray_ready__")
-        await life.guard.batch(lambda: asyncio.sleep(5))
+        await life.guard.wait_batch(lambda: asyncio.sleep(5))
 
     with pytest.raises(WorkerLostError, match=r"agent_loop_worker_0 did not answer ray_ready within 0.2.*restarts=0"):
         lived(body, restarts=0)
@@ -275,7 +274,7 @@ def test_manager_that_does_not_answer_ends_the_round():
     manager = Manager()
     manager.hangs.add("standing")
     with pytest.raises(TimeoutError, match=r"^asking the manager actor how far the round is took more than 0\.2 s"):
-        lived(lambda life: life.guard.batch(lambda: asyncio.sleep(5)), manager=manager)
+        lived(lambda life: life.guard.wait_batch(lambda: asyncio.sleep(5)), manager=manager)
 
 
 class Trainer:
@@ -305,7 +304,7 @@ def test_round_ends_when_a_trainer_dies_and_nothing_of_it_goes_on():
 
     async def body(life):
         with pytest.raises(TrainerLostError, match=r"trainer 1 of 2 died during the round: ActorDiedError"):
-            await life.guard.batch(rollout)
+            await life.guard.wait_batch(rollout)
         await asyncio.sleep(0)
 
     lived(body, trainers=[Trainer(None), Trainer(None, ActorDiedError())])
@@ -314,14 +313,14 @@ def test_round_ends_when_a_trainer_dies_and_nothing_of_it_goes_on():
 
 def test_trainer_that_is_out_of_reach_for_a_moment_ends_nothing():
     trainer = Trainer(out_of_reach(), None)
-    assert lived(lambda life: life.guard.batch(lambda: asyncio.sleep(0.2, "ready")), trainers=[trainer]) == "ready"
+    assert lived(lambda life: life.guard.wait_batch(lambda: asyncio.sleep(0.2, "ready")), trainers=[trainer]) == "ready"
     assert trainer.asked > 2
 
 
 def test_users_stop_ends_the_wait_for_the_batch():
     async def body(life):
         life.signal()
-        await life.guard.batch(lambda: asyncio.sleep(5))
+        await life.guard.wait_batch(lambda: asyncio.sleep(5))
 
     with pytest.raises(StopTraining, match="SIGTERM"):
         lived(body)
@@ -338,12 +337,43 @@ def test_manager_that_wants_prompts_gets_what_the_source_has():
             offered.append((prompts, left))
 
         life.manager.offer = Method(offer)
-        return await life.guard.batch(lambda: asyncio.sleep(0, next(answers))), offered
+        return await life.guard.wait_batch(lambda: asyncio.sleep(0, next(answers))), offered
 
     assert lived(body) == ("complete", [(["prompt 2"], 7)])
 
 
 # -- engines that decode keep the stall away -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("readings", "progress"),
+    [
+        # Tokens of the requests that run: those of a new round, more of them, none more, fewer as requests end, none left.
+        ([{"a": 5, "b": 0}], 1),
+        ([{"a": 5, "b": 0}, {"a": 5, "b": 1}], 2),
+        ([{"a": 5}, {"a": 5}, {"a": 5}], 1),
+        ([{"a": 5}, {"a": 3}, {"a": 0}, {"a": 0}], 3),
+        ([{"a": 0, "b": 0}, {}], 0),
+        # b does not answer once, and has made nothing meanwhile.
+        ([{"a": 1, "b": 4}, {"a": 1}, {"a": 1, "b": 4}], 1),
+    ],
+)
+def test_engines_that_make_tokens_are_noted_and_those_that_make_none_are_not(readings, progress):
+    left = list(readings)
+
+    async def running_tokens():
+        if not left:
+            raise asyncio.CancelledError
+        return left.pop(0)
+
+    async def body(life):
+        life.guard._deadlines = Deadlines(stall_s=0.004)
+        life.guard._context.control.running_tokens = running_tokens
+        with pytest.raises(asyncio.CancelledError):
+            await life.guard._watch_engines()
+        return life.manager.decoding
+
+    assert lived(body) == progress
 
 
 class Here:
@@ -359,7 +389,7 @@ class Here:
 async def round_of_one_sample(prompts):
     actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 0.0, 2, 1, 4), Scheduling(), stall_s=QUICK.stall_s)
     await actor.register_worker("w0", 4)
-    await actor.prepare_round(0, prompts(1), False)
+    await actor.begin_version(0, prompts(1), False)
     (grant,) = await actor.claim("w0")
     return actor, grant.sample_id
 
@@ -368,7 +398,7 @@ def test_round_with_one_long_response_goes_on_for_as_long_as_it_is_decoded(promp
     async def life():
         actor, sample_id = await round_of_one_sample(prompts)
         one = Life(manager=Here(actor), tokens=iter(range(1, 1000)))
-        waiting = asyncio.ensure_future(one.guard.batch(actor.wait_round))
+        waiting = asyncio.ensure_future(one.guard.wait_batch(lambda: actor.wait_batch(True)))
         await asyncio.sleep(1.2)
         in_time = not waiting.done()
         await actor.report(Report("w0", finished=((sample_id, output()),)))
@@ -382,7 +412,7 @@ def test_round_in_which_the_engines_stop_decoding_ends_by_its_deadline(prompts):
     async def life():
         actor, _ = await round_of_one_sample(prompts)
         one = Life(manager=Here(actor), tokens=iter([1, 2, 3] + [3] * 1000))
-        await asyncio.wait_for(one.guard.batch(actor.wait_round), 5)
+        await asyncio.wait_for(one.guard.wait_batch(lambda: actor.wait_batch(True)), 5)
 
     with pytest.raises(RolloutFailedError, match="no sample reported and no engine made a token for"):
         asyncio.run(life())

@@ -8,9 +8,9 @@ import pytest
 
 from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.rollout.kv_slots import KV_SHARE, ReplicaSlots, SampleSizes
-from recipe.partial_rollout.rollout.rollout_context import RolloutContext
-from recipe.partial_rollout.rollout.worker_slots import WorkerSlots
+from recipe.partial_rollout.rollout.context import RolloutContext
+from recipe.partial_rollout.rollout.slots import KV_SHARE, ReplicaSlots, SampleSizes
+from recipe.partial_rollout.rollout.workers import WorkerShares
 
 
 def slots(most=128, *, given=False, kv=21_504, prompt=64, response=1024):
@@ -43,37 +43,43 @@ def test_slots_that_are_given_stay_with_a_warning_where_kv_cannot_hold_them():
     assert (scarce.per_replica, ample.per_replica) == (40, 30)
     assert "WARNING" in scarce.describe() and "it holds 37 such samples" in scarce.describe()
     assert "WARNING" not in ample.describe() and "\n" not in scarce.describe()
-    assert scarce.observe([call(100, 64)]) is None and scarce.per_replica == 40
+    scarce.reckon([call(100, 64)])
+    assert scarce.per_replica == 40
 
 
 def test_engine_that_does_not_say_has_all_its_seats():
     unknown = slots(kv=None)
     assert unknown.per_replica == 128 and "does not say" in unknown.describe()
-    assert unknown.observe([call(100, 64)]) is None
+    unknown.reckon([call(100, 64)])
+    assert unknown.per_replica == 128
 
 
-def test_slots_follow_the_context_that_is_measured():
+def test_slots_follow_the_context_that_is_measured(capsys):
     chosen = slots()
     # A token of the first call is decoded beside 114 others on average, one of the second beside 264.
-    line = chosen.observe([call(100, 64), call(300, 114)])
+    chosen.reckon([call(100, 64), call(300, 114)])
     mean = (100 * 114 + 300 * 264) / 400
     assert chosen.per_replica == int(KV_SHARE * 21_504 / mean) == 75
-    assert line is not None and line.startswith("slots per replica: 75 from here on")
-    assert chosen.observe([call(4000, 64)]) is not None and chosen.per_replica == 8
-    assert chosen.observe([call(1, 1)]) is not None and chosen.per_replica == 128
+    assert capsys.readouterr().out.startswith("slots per replica: 75 from here on")
+    chosen.reckon([call(4000, 64)])
+    assert chosen.per_replica == 8
+    chosen.reckon([call(1, 1)])
+    assert chosen.per_replica == 128
 
 
 @pytest.mark.parametrize("calls", [[], [call(0, 64)], [call(100, None)]])
 def test_round_that_decoded_nothing_changes_nothing(calls):
     chosen = slots()
-    assert chosen.observe(calls) is None and chosen.per_replica == 37
+    chosen.reckon(calls)
+    assert chosen.per_replica == 37
 
 
 def test_small_changes_are_not_made():
     chosen = slots()
-    chosen.observe([call(100, 64)])
+    chosen.reckon([call(100, 64)])
     before = chosen.per_replica
-    assert chosen.observe([call(104, 64)]) is None and chosen.per_replica == before
+    chosen.reckon([call(104, 64)])
+    assert chosen.per_replica == before
 
 
 class Control:
@@ -91,7 +97,7 @@ class Control:
 def context_with(chosen):
     """What the trainer lends, of which only two replicas and their slots are there."""
     settings = SimpleNamespace(batch_samples=96, deadlines=Deadlines())
-    return RolloutContext(settings, Control(), chosen, *[None] * 6, pad_id=0, steps_per_epoch=1, last_step=1)
+    return RolloutContext(settings, Control(), chosen, *[None] * 5, steps_per_epoch=1, last_step=1)
 
 
 def test_workers_get_their_part_of_the_slots_that_were_reckoned_anew():
@@ -101,7 +107,7 @@ def test_workers_get_their_part_of_the_slots_that_were_reckoned_anew():
         sent.append(capacity)
 
     context = context_with(slots())
-    workers = WorkerSlots(context, 3, SimpleNamespace(resize_workers=SimpleNamespace(remote=resize)))
+    workers = WorkerShares(context.slots, 2, 3, SimpleNamespace(resize_workers=SimpleNamespace(remote=resize)), 5.0)
     assert context.full_concurrency == 74 and workers.per_worker == math.ceil(74 / 3)
     asyncio.run(workers.reckon((call(100, 64), call(300, 114))))
     assert sent == [50] == [workers.per_worker], "two replicas with 75 slots, three workers"

@@ -8,7 +8,7 @@ from recipe.partial_rollout.records.engine_call import EngineCall
 from recipe.partial_rollout.records.rollout_phase import RolloutPhase
 from recipe.partial_rollout.records.running_curve import bubble_fraction, bubble_of_ended
 from recipe.partial_rollout.records.trained_group import TrainedGroup
-from recipe.partial_rollout.rollout.metrics import batch_metrics, phase_metrics
+from recipe.partial_rollout.rollout.step_book import batch_metrics, phase_metrics
 
 
 def call(start, end, tokens=10):
@@ -17,6 +17,10 @@ def call(start, end, tokens=10):
 
 def group(output, *versions, order=0):
     return TakenGroup(f"1/{order}", order, 1, {}, tuple(output(4, version=v) for v in versions))
+
+
+def metrics_of(groups, trained_at):
+    return batch_metrics(groups, [TrainedGroup.of(group, trained_at) for group in groups], trained_at)
 
 
 def test_straggler_leaves_half_of_two_slots_idle_for_half_of_the_phase():
@@ -49,7 +53,7 @@ def test_bubble_of_a_rollout_that_goes_on_counts_calls_where_they_end():
 
 
 def test_staleness_counts_from_the_first_generated_token(output):
-    metrics = batch_metrics([group(output, 5, 3)], trained_at=5)
+    metrics = metrics_of([group(output, 5, 3)], 5)
     assert metrics["staleness/max"] == 2 and metrics["staleness/mean"] == 1.0
     assert metrics["off_policy_token_fraction"] == pytest.approx(0.5)
     assert metrics["trained/tokens"] == 8
@@ -57,7 +61,7 @@ def test_staleness_counts_from_the_first_generated_token(output):
 
 def test_sample_without_tokens_is_not_stale(output):
     taken = TakenGroup("0/0", 0, 0, {}, (output(0),))
-    assert batch_metrics([taken], trained_at=9)["staleness/max"] == 0
+    assert metrics_of([taken], 9)["staleness/max"] == 0
 
 
 def test_trained_record_names_prompt_and_epoch(output):

@@ -13,7 +13,7 @@ from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.planner.forecast import forecast
 from recipe.partial_rollout.planner.lengths import lognormal
 from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.rollout.overlap_control import OverlapControl, OverlapDecision
+from recipe.partial_rollout.rollout.overlap import OverlapControl, OverlapDecision
 
 LENGTHS = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
 STEPPED = EngineCurve(step_s=1e-2, sample_s=1e-5)

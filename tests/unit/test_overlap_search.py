@@ -19,7 +19,7 @@ from recipe.partial_rollout.planner.forecast import forecast, smallest_worthwhil
 from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal
 from recipe.partial_rollout.planner.simulation import Simulation
 from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.rollout.overlap_control import OverlapControl
+from recipe.partial_rollout.rollout.overlap import OverlapControl
 
 NOTCH, MIN_GAIN, ROUNDS = 0.25, 0.03, 36
 """the defaults, and the length of the quick start"""

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 from ray.exceptions import ActorDiedError
 
-from recipe.partial_rollout.rollout import replica_roster
-from recipe.partial_rollout.rollout.replica_roster import ReplicaRoster
+from recipe.partial_rollout.rollout import replicas
+from recipe.partial_rollout.rollout.replicas import ReplicaRoster
 
 
 def test_workers_meet_a_restarted_replica_although_the_load_balancer_is_dead(monkeypatch):
@@ -17,12 +17,12 @@ def test_workers_meet_a_restarted_replica_although_the_load_balancer_is_dead(mon
         told.append((verb, argument(0)))
 
     told, traced, warned = [], [], []
-    monkeypatch.setattr(replica_roster.logger, "warning", lambda *words: warned.append(words[0]))
+    monkeypatch.setattr(replicas.logger, "warning", lambda *words: warned.append(words[0]))
     control = SimpleNamespace(addresses=["a", "b"], servers={"a": 1, "b": 2}, restarted=0)
     verb = SimpleNamespace(remote=dead)
     balancer = SimpleNamespace(remove_servers=verb, add_servers=verb)
     roster = ReplicaRoster(control, balancer, SimpleNamespace(use_replicas=traced.append), 1)
     control.addresses, control.servers, control.restarted = ["a", "c"], {"a": 1, "c": 3}, 1
-    asyncio.run(roster.meet_new(SimpleNamespace(ask_each=ask_each)))
+    asyncio.run(roster.announce_restarted(SimpleNamespace(ask_each=ask_each)))
     assert [verb for verb, _ in told] == ["use_replicas"] and traced == [["a", "c"]]
     assert "load balancer is dead" in warned[0]

@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from recipe.partial_rollout import waits
-from recipe.partial_rollout.rollout.server_control import ServerControl
+from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.waits import ReplicaError
 
 

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.waits import beside
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -55,17 +56,17 @@ def test_wait_ends_with_the_signal():
 
     async def run():
         asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
-        await stop.unless_stopped(asyncio.sleep(30))
+        await beside(asyncio.sleep(30), stop.watch())
 
     with stop.caught(), pytest.raises(StopTraining, match="SIGTERM"):
         asyncio.run(run())
 
 
 def test_wait_that_ends_first_is_answered():
-    async def answer():
-        return 7
+    async def wait():
+        return await beside(asyncio.sleep(0, 7), StopSignals().watch())
 
-    assert asyncio.run(StopSignals().unless_stopped(answer())) == 7
+    assert asyncio.run(wait()) == 7
 
 
 def test_handlers_are_given_back():

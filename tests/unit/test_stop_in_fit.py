@@ -22,11 +22,11 @@ from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.rollout.batch import assemble_batch
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.live_round import LiveRound
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.training.batch import assemble_batch
 from recipe.partial_rollout.training.gpu_watch import GpuWatch
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer

@@ -19,6 +19,6 @@ def ours():
 def test_recipes_warnings_reach_the_terminal_although_a_library_has_muted_the_root_logger(ours, monkeypatch, capsys):
     monkeypatch.setattr(logging.getLogger(), "level", logging.ERROR)
     main_ppo.show_warnings()
-    logging.getLogger("recipe.partial_rollout.rollout.worker_pool").warning("%s died", "agent_loop_worker_1")
+    logging.getLogger("recipe.partial_rollout.rollout.workers").warning("%s died", "agent_loop_worker_1")
     logging.getLogger("another.library").warning("its own affairs")
     assert capsys.readouterr().out.splitlines() == ["agent_loop_worker_1 died"]

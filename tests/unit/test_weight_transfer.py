@@ -7,10 +7,15 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 from verl.checkpoint_engine import CheckpointEngineManager
 
-from recipe.partial_rollout.rollout import weight_transfer
-from recipe.partial_rollout.rollout.sync_watch import WeightSyncError, watched
-from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
-from recipe.partial_rollout.rollout.weight_transfer import CachedTransfer, HeldTransfer, transfer_of
+from recipe.partial_rollout.training import weight_transfer
+from recipe.partial_rollout.training.weight_sync import RecipeCheckpointManager
+from recipe.partial_rollout.training.weight_transfer import (
+    CachedTransfer,
+    HeldTransfer,
+    WeightSyncError,
+    transfer_of,
+    watched,
+)
 from verl_ext.shm_weights import ShmCheckpointEngine
 
 
@@ -120,21 +125,21 @@ def test_engines_are_held_only_once_the_trainer_has_packed(cached):
     transfer, log, _ = cached()
     noted = []
 
-    class Frame:
-        def staged(self, version, start, end):
+    class Driver:
+        def note_phase(self, name, version, start, end):
             assert start <= end
-            log.append("staged")
+            log.append(name)
 
-        async def before(self, version):
+        async def before_load(self, version):
             log.append("held")
 
-        async def after(self, version):
+        async def after_load(self, version):
             log.append("resumed")
 
-    sync = RecipeCheckpointManager(transfer._verls, 5.0, Frame(), lambda *phase: noted.append(phase))
+    sync = RecipeCheckpointManager(transfer._verls, 5.0, Driver(), lambda *phase: noted.append(phase))
     sync.update_weights(1)
     assert [step if isinstance(step, str) else step[0] for step in log] == [
-        *("trainer", "staged", "held", "a", "a", "b", "b"),
+        *("trainer", "stage", "held", "a", "a", "b", "b"),
         "resumed",
     ]
     assert noted[0][0] == 1
@@ -187,7 +192,7 @@ def test_deadlines_name_what_was_awaited(cached):
     ("said", "reason"), [("ValueError: odd shape", "ValueError: odd shape"), (RayActorError(), "the server died")]
 )
 def test_engine_that_fails_while_its_sender_waits_ends_the_load_by_name(cached, said, reason, monkeypatch):
-    monkeypatch.setattr("recipe.partial_rollout.rollout.sync_watch._LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("recipe.partial_rollout.training.weight_transfer._LOOK_EVERY_S", 0.02)
     transfer, _, (_, b) = cached(hangs=True)
     b.server_handle.weight_sync_error.said = said
     with pytest.raises(WeightSyncError, match=rf"loading of version 4 failed in vLLM replica b: {reason}"):
@@ -196,7 +201,7 @@ def test_engine_that_fails_while_its_sender_waits_ends_the_load_by_name(cached, 
 
 def test_dead_engine_does_not_stop_the_staging(cached, monkeypatch):
     """It is restarted before the load."""
-    monkeypatch.setattr("recipe.partial_rollout.rollout.sync_watch._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("recipe.partial_rollout.training.weight_transfer._LOOK_EVERY_S", 0.01)
     transfer, log, (a, _) = cached()
     a.server_handle.weight_sync_error.said = RayActorError()
     asyncio.run(transfer.stage(1))

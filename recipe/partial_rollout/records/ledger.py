@@ -5,10 +5,10 @@ A run that resumes appends to the file of the run before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from recipe.partial_rollout.manager.types import FilteredGroup, TakenGroup
+from recipe.partial_rollout.manager.types import FilteredGroup
 from recipe.partial_rollout.records.jsonl import JsonLines, iter_lines
 from recipe.partial_rollout.records.ledger_events import (
     Admitted,
@@ -45,9 +45,9 @@ class Ledger:
         """Note the groups admitted in the rollout of ``step``."""
         self._add(Admitted(step, version, list(uids)))
 
-    def trained(self, step: int, version: int, groups: Iterable[TakenGroup]) -> None:
+    def trained(self, step: int, version: int, groups: Sequence[TrainedGroup]) -> None:
         """Note the groups that ``step`` trained, starting from the weights of ``version``."""
-        self._add(Trained(step, version, [TrainedGroup.of(group, version) for group in groups]))
+        self._add(Trained(step, version, list(groups)))
 
     def filtered(self, step: int, version: int, groups: Iterable[FilteredGroup]) -> None:
         """Note the groups consumed in the rollout of ``step`` without being trained."""

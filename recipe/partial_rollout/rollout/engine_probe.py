@@ -1,4 +1,4 @@
-"""Measures how fast the engines decode when kept full, which efficiency is relative to."""
+"""The engine calls that ended, and how fast the engines decode when kept full, which efficiency is relative to."""
 
 from __future__ import annotations
 
@@ -9,11 +9,42 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.waits import result_of, within
 
 TakeCalls = Callable[[], Awaitable[tuple[EngineCall, ...]]]
-"""returns the engine calls of all workers that ended since it was last called"""
+"""returns engine calls that ended since it was last called"""
+
+
+class EndedCalls:
+    """The workers' engine calls that ended, each taken once: training samples may run beside validation.
+
+    Args:
+        ask: asks the workers for them (``Guard.ask``).
+    """
+
+    def __init__(self, ask: Callable[[str], Awaitable[list[list[EngineCall]]]]) -> None:
+        self._ask = ask
+        self._training: list[EngineCall] = []
+        self._others: list[EngineCall] = []
+
+    async def take_training(self) -> tuple[EngineCall, ...]:
+        """Those of training samples since the last call."""
+        await self._collect()
+        taken, self._training = tuple(self._training), []
+        return taken
+
+    async def take_others(self) -> tuple[EngineCall, ...]:
+        """Those of validation and of the probe since the last call."""
+        await self._collect()
+        taken, self._others = tuple(self._others), []
+        return taken
+
+    async def _collect(self) -> None:
+        for calls in await self._ask("take_calls"):
+            for call in calls:
+                # The id of a training sample is ``epoch/position#index``.
+                (self._training if "#" in call.sample else self._others).append(call)
 
 
 class EngineProbe:

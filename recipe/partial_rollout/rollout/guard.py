@@ -11,30 +11,33 @@ A worker that does not answer in time is ended, and replaced like one that died.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from ray.exceptions import RayActorError
 
 from recipe.partial_rollout.manager.messages import PromptsWanted, RolloutFailedError
-from recipe.partial_rollout.rollout.engine_watch import watch_engines
-from recipe.partial_rollout.rollout.worker_pool import WorkerPool
-from recipe.partial_rollout.waits import one_line, result_of, within
-
-if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.rollout_context import RolloutContext
+from recipe.partial_rollout.rollout.context import RolloutContext
+from recipe.partial_rollout.rollout.workers import WorkerPool
+from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of, within
 
 T = TypeVar("T")
 
 LOOK_EVERY_S = 2.0
-"""seconds between two questions to manager and workers during a wait for the batch"""
+"""seconds between two questions to manager, workers and trainers during a wait for the batch"""
+ASKED_IN_A_STALL = 4
+"""times that the engines are asked within ``stall_s``; a stall is noticed at most ``stall_s`` over this number late"""
+
+
+class TrainerLostError(RuntimeError):
+    """A trainer died; the message names it."""
 
 
 class Guard:
     """Waits, with deadlines.
 
     Args:
-        context: parts of the trainer.
+        context: of the run.
         manager: handle of the manager actor.
         pool: the agent-loop workers, connected to ``manager``.
         look_every_s: see ``LOOK_EVERY_S``.
@@ -63,14 +66,19 @@ class Guard:
         """
         if key is not None:
             awaitable = within(awaitable, getattr(self._deadlines, key), what, key)
-        return await self._serving(awaitable, what)
+        return await self._watched(awaitable, what)
 
     async def ask(self, verb: str, *args: Any) -> list[Any]:
         """The answers of the workers to ``verb``; see ``WorkerPool.ask``."""
-        return await self._serving(self._pool.ask(verb, *args), f"asking the workers to {verb}")
+        return await self._watched(self._pool.ask(verb, *args), f"asking the workers to {verb}")
 
-    async def batch(self, ask: Callable[[], Awaitable[T | PromptsWanted]]) -> T:
+    async def wait_batch(
+        self, ask: Callable[[], Awaitable[T | PromptsWanted]], *watches: Callable[[], Coroutine[Any, Any, Any]]
+    ) -> T:
         """The manager's answer to ``ask``, which is asked again whenever the manager wants prompts first.
+
+        Args:
+            watches: go on beside it, as in ``waits.beside``.
 
         Raises:
             RolloutFailedError: a worker, replica, reward function or the manager failed; the message names it.
@@ -79,15 +87,9 @@ class Guard:
             TimeoutError: the manager does not answer.
         """
         context, what = self._context, "the round"
+        looks = (context.stop.watch, self._watch_trainers, self._watch_engines, self._watch_manager_and_workers)
         while True:
-            stall_s = self._deadlines.stall_s
-            answer = await self._serving(
-                context.stop.unless_stopped(result_of(ask())),
-                what,
-                context.trainers.look(what),
-                watch_engines(context.control.running_tokens, stall_s, self._manager.note_decoding.remote),
-                self._look(),
-            )
+            answer = await self._watched(result_of(ask()), what, *(watch() for watch in (*looks, *watches)))
             if not isinstance(answer, PromptsWanted):
                 return answer
             source = context.source
@@ -96,7 +98,7 @@ class Guard:
             offered = result_of(self._manager.offer.remote(prompts, source.left))
             await self.wait(offered, "offering prompts to the manager in the round")
 
-    async def _serving(self, awaitable: Awaitable[T], what: str, *watches: Coroutine[Any, Any, Any]) -> T:
+    async def _watched(self, awaitable: Awaitable[T], what: str, *watches: Coroutine[Any, Any, Any]) -> T:
         """``awaitable``'s result; ``watches`` go on for ever, or raise what ends the wait."""
         main, *watching = (asyncio.ensure_future(each) for each in (awaitable, *watches))
         ended: asyncio.Task[int] | None = None
@@ -127,7 +129,7 @@ class Guard:
             self._manager.release_worker.remote(worker), self._deadlines.interrupt_s, what, "interrupt_s"
         )
 
-    async def _look(self) -> None:
+    async def _watch_manager_and_workers(self) -> NoReturn:
         """Ask manager and workers for a sign of life, for ever; a worker that gives none is ended."""
         deadline_s = self._deadlines.interrupt_s
         while True:
@@ -135,3 +137,35 @@ class Guard:
             what = "asking the manager actor how far the round is"
             await within(self._manager.standing.remote(), deadline_s, what, "interrupt_s")
             await self._pool.ask("__ray_ready__")
+
+    async def _watch_trainers(self) -> NoReturn:
+        """Ask the trainers for a sign of life, for ever: in all other phases the driver awaits their answers.
+
+        Raises:
+            TrainerLostError: one died.
+        """
+        trainers = self._context.trainers
+        while True:
+            await asyncio.gather(*[_look_after(trainers, rank) for rank in range(len(trainers))])
+            await asyncio.sleep(self._look_every_s)
+
+    async def _watch_engines(self) -> NoReturn:
+        """Tell the manager, for ever, that engines decode: a sample of 60,000 tokens may report nothing for longer than
+        ``deadlines.stall_s``, and is no stall. Requests that run already count as progress once."""
+        before: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(self._deadlines.stall_s / ASKED_IN_A_STALL)
+            now = await self._context.control.running_tokens()
+            if any(tokens != before.get(address, 0) for address, tokens in now.items()):
+                await self._manager.note_decoding.remote()
+            before |= now
+
+
+async def _look_after(trainers: Sequence[Any], rank: int) -> None:
+    try:
+        await result_of(trainers[rank].__ray_ready__.remote())
+    except RayActorError as error:
+        if not is_out_of_reach(error):
+            raise TrainerLostError(
+                f"trainer {rank} of {len(trainers)} died during the round: {one_line(error)}"
+            ) from error

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from recipe.partial_rollout.waits import NoAnswerError
 
@@ -17,9 +17,6 @@ T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _LOOK_EVERY_S = 0.2
-"""interval of the checks: a signal handler cannot wake an event loop that Ray's driver runs one call at a time"""
-
-
 _SAME_ORDER_S = 5.0
 """seconds in which a further SIGTERM repeats the first signal: a scheduler may signal the trainer and its batch script,
 which passes the signal on. A key is pressed on purpose, so Ctrl-C always counts"""
@@ -78,17 +75,15 @@ class StopSignals:
         if self._number is not None:
             raise StopTraining(self._number)
 
-    async def unless_stopped(self, awaitable: Awaitable[T]) -> T:
-        """``awaitable``'s result; ``StopTraining`` if a signal comes first."""
-        task = asyncio.ensure_future(awaitable)
-        try:
-            while True:
-                done, _ = await asyncio.wait({task}, timeout=_LOOK_EVERY_S)
-                if done:
-                    return task.result()
-                self.check()
-        finally:
-            task.cancel()
+    async def watch(self) -> NoReturn:
+        """Look for a signal, for ever: a handler cannot wake an event loop that Ray's driver runs one call at a time.
+
+        Raises:
+            StopTraining: one has come.
+        """
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            self.check()
 
     async def within(self, awaitable: Awaitable[T], deadline_s: float) -> T:
         """``awaitable``'s result, within ``deadline_s`` seconds, or within ten of a signal.

@@ -21,6 +21,7 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import need_critic
+from verl.utils.ray_utils import auto_await
 
 import recipe.partial_rollout.engine.replica as replica
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
@@ -29,15 +30,17 @@ from recipe.partial_rollout.engine.kept_kv import kv_gap
 from recipe.partial_rollout.records.ledger import Ledger
 from recipe.partial_rollout.records.run_trace import RunTrace
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
+from recipe.partial_rollout.rollout.driver import Driver
+from recipe.partial_rollout.rollout.engine_probe import EngineProbe
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, SlotLoader, rows_of
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
-from recipe.partial_rollout.rollout.weight_sync import RecipeCheckpointManager
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.gpu_watch import GpuWatch
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.rollout_parts import rollout_context
 from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.training_steps import TrainingSteps, step_of
+from recipe.partial_rollout.training.weight_sync import RecipeCheckpointManager
 from verl_ext.standalone_engines import standalone_engines
 from verl_ext.tracking_observer import observed_tracking
 
@@ -85,8 +88,13 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     @property
     def _rollout(self) -> Any:
-        """The recipe's agent-loop manager; verl types its ``auto_await`` methods as coroutines."""
+        """The recipe's agent-loop manager."""
         return self.async_rollout_manager
+
+    @property
+    def _driver(self) -> Driver:
+        """Of PR."""
+        return self._rollout.driver
 
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
         super()._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
@@ -95,7 +103,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             return
         steps, size = self.steps, self.settings.batch_groups
         self.prompt_source = PromptSource(self.train_dataloader, total=steps.offered * size)
-        self.train_dataloader = SlotLoader(steps.per_epoch, size, exhausted=lambda: self._rollout.exhausted)
+        self.train_dataloader = SlotLoader(steps.per_epoch, size, exhausted=lambda: self._driver.exhausted)
 
     @property
     def steps(self) -> TrainingSteps:
@@ -118,12 +126,13 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         self.gpus = GpuWatch.of_cluster()
         context = rollout_context(self)
         self.settings, self.trace, self.ledger = context.settings, context.trace, context.ledger
-        self._rollout.connect(context)
+        tokenizer: Any = self.tokenizer
+        self._rollout.connect(context, tokenizer.pad_token_id)
         verls: Any = self.checkpoint_manager
         self.checkpoint_manager: Any = RecipeCheckpointManager(
             verls,
             self.settings.deadlines.weight_sync_s,
-            frame=self._rollout.sync_frame(context) if self.settings.enable else None,
+            driver=self._driver if self.settings.enable else None,
             note=partial(self.trace.phase, "sync"),
         )
 
@@ -149,16 +158,16 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 table = self.step_log.open(resumes=self.resume_from is not None)
                 with observed_tracking(self._observe_step, after=self._after_log, table=table):
                     if self.settings.enable:
-                        self._rollout.begin()
+                        self._driver.begin()
                     super().fit()
             except StopTraining:
                 self._save_before_stop()
                 raise
-            exhausted = self.settings.group_filter is not None and self._rollout.exhausted
+            exhausted = self.settings.group_filter is not None and self._driver.exhausted
             if exhausted:
                 self._save_where_data_ended()
             if self.settings.enable:
-                self._rollout.end()
+                auto_await(self._driver.end)()
             if self.settings.probe_s:
                 self._probe("after training")
         self.trace.complete()
@@ -168,8 +177,9 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def _probe(self, when: str) -> None:
         dataset: Any = self.train_dataset
         rows = [dataset[i] for i in range(min(_PROBE_ROWS, len(dataset)))]
-        rate = self._rollout.probe(rows_of(self._collate(rows)), self.settings.probe_s)
-        print(f"engine kept full at {self._rollout.full_concurrency} samples {when}: {rate:,.0f} tokens/s")
+        probe: EngineProbe = self._rollout.probe
+        rate = auto_await(probe.measure)(rows_of(self._collate(rows)), self.settings.probe_s)
+        print(f"engine kept full at {probe.concurrency} samples {when}: {rate:,.0f} tokens/s")
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -180,7 +190,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             return
         self.checkpoints.save(
             self.global_steps,
-            save_manager=self._rollout.save,
+            save_manager=auto_await(self._driver.save),
             source=self.prompt_source.state_dict(),
             save_verl=super()._save_checkpoint,
             sizes=self.settings.sizes,
@@ -198,7 +208,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         trainer.resume_mode, trainer.resume_from_path = asked
         state = self.checkpoints.take(self.resume_from)
         self.prompt_source.load_state_dict(self.checkpoints.read_source(state))
-        self._rollout.load(state.manager, self.global_steps)
+        auto_await(self._driver.load)(state.manager, self.global_steps)
         slots: Any = self.train_dataloader
         slots.start_at(self.global_steps % self.steps.per_epoch)
         return None
@@ -226,7 +236,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """Add the round's metrics to what verl logs for a step."""
+        """Add the recipe's metrics to what verl logs for a step."""
         if "training/global_step" in data:
             self._complete_step()
         figures = {**self._rollout.take_step_metrics(), **self.gpus.take_metrics(), **self._measured}
@@ -250,7 +260,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         if self._completed_step == self.global_steps:
             return
         if self.settings.enable:
-            self._rollout.finish_round()
+            auto_await(self._driver.finish_step)()
         self._completed_step = self.global_steps
         self.nodes.outlive()
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 from verl.utils.ray_utils import auto_await
 
 from recipe.partial_rollout.records.run_trace import RunTrace
-from recipe.partial_rollout.rollout.kv_slots import ReplicaSlots, SampleSizes
-from recipe.partial_rollout.rollout.rollout_context import RolloutContext
-from recipe.partial_rollout.rollout.server_control import ServerControl
-from recipe.partial_rollout.rollout.trainer_watch import TrainerWatch
+from recipe.partial_rollout.rollout.context import RolloutContext
+from recipe.partial_rollout.rollout.replicas import ServerControl
+from recipe.partial_rollout.rollout.slots import ReplicaSlots, SampleSizes
 from recipe.partial_rollout.training.run_files import name_metrics_file, open_ledger, run_settings
 from recipe.partial_rollout.training.training_steps import step_of
 
@@ -31,7 +30,7 @@ def rollout_context(trainer: PartialRolloutRayPPOTrainer) -> RolloutContext:
     )
     rollout = config.actor_rollout_ref.rollout
     sizes = SampleSizes(rollout.prompt_length, rollout.response_length)
-    slots: Any = auto_await(ReplicaSlots.of)(settings, control, sizes)
+    slots = ReplicaSlots.of(settings, auto_await(control.kv_tokens)(), sizes)  # type: ignore[arg-type]
     print(slots.describe())
     settings = replace(settings, slots_per_replica=slots.per_replica)
     resumed_step, starts_over = step_of(trainer.resume_from), config.trainer.resume_mode == "disable"
@@ -42,18 +41,15 @@ def rollout_context(trainer: PartialRolloutRayPPOTrainer) -> RolloutContext:
     steps, ledger = trainer.steps, None
     if settings.enable:
         ledger = open_ledger(trainer.run_dir, settings, steps, resumed_step, start_over=starts_over)
-    tokenizer: Any = trainer.tokenizer
     return RolloutContext(
         settings=settings,
         control=control,
         slots=slots,
-        sizes=sizes,
         trace=trace,
         source=trainer.prompt_source,
         ledger=ledger,
         stop=trainer.stop,
-        trainers=TrainerWatch(trainer.actor_rollout_wg.workers),
-        pad_id=tokenizer.pad_token_id,
+        trainers=trainer.actor_rollout_wg.workers,
         steps_per_epoch=steps.per_epoch,
         last_step=steps.last,
     )

@@ -1,18 +1,19 @@
 """One line about a round that goes on, in both arms: on a terminal renewed every second, elsewhere a line now and then.
 
-Nobody waits for it: the manager and the replicas are asked beside the round's own wait, and an answer that fails to come
-is left out. What fails for good surfaces where the round awaits it.
+The manager and the replicas are asked beside the round's own wait, and an answer that fails to come is left out: what
+fails for good surfaces where the round awaits it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from tqdm import tqdm
 
@@ -20,7 +21,6 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.messages import Standing
 from recipe.partial_rollout.waits import one_line
 
-T = TypeVar("T")
 Load = dict[str, tuple[int, int]]
 """address of a replica to the requests that it runs and the tokens decoded since its start"""
 
@@ -98,7 +98,7 @@ class LiveLine:
             self._bar = None
 
 
-class RoundWatch:
+class Progress:
     """Shows rounds while they go on.
 
     Args:
@@ -117,27 +117,20 @@ class RoundWatch:
         self._standing = standing
         self._line = LiveLine(settings.dashboard.progress_s)
 
-    async def during(self, step: int, awaitable: Awaitable[T]) -> T:
-        """``awaitable``'s result; meanwhile the round of ``step`` is shown."""
-        if not self._line.every_s:
-            return await awaitable
-        watching = asyncio.ensure_future(self._watch(step))
+    async def show(self, step: int, began: float) -> None:
+        """Show the round of ``step``, for ever; ``began``: when, ``time.monotonic``."""
+        every_s = self._line.every_s or math.inf
+        before, last = time.monotonic(), await self._load() if self._line.every_s else {}
         try:
-            return await awaitable
+            while True:
+                await asyncio.sleep(every_s)
+                standing = await _answer(self._standing) if self._standing is not None else None
+                load, now = await self._load(), time.monotonic()
+                rate = decoded_between(last, load) / (now - before) if last and load else None
+                self._line.show(Glimpse(step, self._batch_groups, now - began, standing, load, rate).line)
+                before, last = now, load
         finally:
-            watching.cancel()
             self._line.clear()
-
-    async def _watch(self, step: int) -> None:
-        began = before = time.monotonic()
-        last = await self._load()
-        while True:
-            await asyncio.sleep(self._line.every_s)
-            standing = await _answer(self._standing) if self._standing is not None else None
-            load, now = await self._load(), time.monotonic()
-            rate = decoded_between(last, load) / (now - before) if last and load else None
-            self._line.show(Glimpse(step, self._batch_groups, now - began, standing, load, rate).line)
-            before, last = now, load
 
     async def _load(self) -> Load:
         return await _answer(lambda: self._control.load()) or {}

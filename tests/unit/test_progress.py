@@ -1,6 +1,7 @@
 """The line about a round that goes on: what it says, where it goes, and that it never disturbs the round."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,9 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import Standing
 from recipe.partial_rollout.manager.types import Prompt
-from recipe.partial_rollout.rollout import round_watch
-from recipe.partial_rollout.rollout.round_watch import Glimpse, RoundWatch
+from recipe.partial_rollout.rollout import progress
+from recipe.partial_rollout.rollout.progress import Glimpse, Progress
+from recipe.partial_rollout.waits import beside
 
 
 class Engines:
@@ -35,13 +37,13 @@ def settings(progress_s):
 def lines_of(watch, seconds, monkeypatch):
     """What ``watch`` prints while a round takes ``seconds``."""
     lines = []
-    monkeypatch.setattr(round_watch.tqdm, "write", lines.append)
+    monkeypatch.setattr(progress.tqdm, "write", lines.append)
 
     async def round_():
         await asyncio.sleep(seconds)
         return "batch"
 
-    assert asyncio.run(watch.during(5, round_())) == "batch"
+    assert asyncio.run(beside(round_(), watch.show(5, time.monotonic()))) == "batch"
     return lines
 
 
@@ -55,7 +57,7 @@ def test_a_log_gets_a_line_every_so_often(monkeypatch):
     async def standing():
         return Standing(ready_groups=2, running=3, oldest=1)
 
-    lines = lines_of(RoundWatch(settings(0.02), Engines(), standing), 0.15, monkeypatch)
+    lines = lines_of(Progress(settings(0.02), Engines(), standing), 0.15, monkeypatch)
     assert 2 <= len(lines) <= 7
     assert all(line.startswith("step 5 | 2 of 4 groups ready | running 3 | ") for line in lines)
     assert all(" tok/s | oldest 1 version | " in line for line in lines)
@@ -63,17 +65,17 @@ def test_a_log_gets_a_line_every_so_often(monkeypatch):
 
 def test_a_log_that_wants_no_lines_costs_no_question(monkeypatch):
     engines = Engines()
-    assert lines_of(RoundWatch(settings(0), engines), 0.05, monkeypatch) == []
+    assert lines_of(Progress(settings(0), engines), 0.05, monkeypatch) == []
     assert engines.asked == 0
 
 
 def test_nopr_is_shown_without_a_manager(monkeypatch):
-    lines = lines_of(RoundWatch(settings(0.02), Engines()), 0.1, monkeypatch)
+    lines = lines_of(Progress(settings(0.02), Engines()), 0.1, monkeypatch)
     assert lines and all("ready" not in line and "oldest" not in line for line in lines)
 
 
 def test_a_round_goes_on_while_nobody_answers(monkeypatch):
-    lines = lines_of(RoundWatch(settings(0.02), Engines(fails=True)), 0.1, monkeypatch)
+    lines = lines_of(Progress(settings(0.02), Engines(fails=True)), 0.1, monkeypatch)
     assert lines and all(line.endswith("0 s") and "running" not in line for line in lines)
 
 
@@ -86,20 +88,20 @@ def test_a_failed_round_raises_and_ends_the_watch(monkeypatch):
 
     async def watched():
         with pytest.raises(RuntimeError, match="stalled"):
-            await RoundWatch(settings(0.01), engines).during(1, round_())
+            await beside(round_(), Progress(settings(0.01), engines).show(1, time.monotonic()))
         asked = engines.asked
         await asyncio.sleep(0.05)
         assert engines.asked == asked > 0
 
-    monkeypatch.setattr(round_watch.tqdm, "write", lambda line: None)
+    monkeypatch.setattr(progress.tqdm, "write", lambda line: None)
     asyncio.run(watched())
 
 
 def test_a_terminal_has_one_line_that_is_taken_away(monkeypatch, capsys):
-    monkeypatch.setattr(round_watch.sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(round_watch, "_TERMINAL_S", 0.02)
-    watch = RoundWatch(settings(0), Engines())
-    asyncio.run(watch.during(5, asyncio.sleep(0.1)))
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress, "_TERMINAL_S", 0.02)
+    watch = Progress(settings(0), Engines())
+    asyncio.run(beside(asyncio.sleep(0.1), watch.show(5, time.monotonic())))
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "step 5 | running 3 | " in printed.err
@@ -112,7 +114,7 @@ def test_the_manager_says_how_far_the_round_is():
         actor = ManagerActor(Admission(Mode.WINDOW, 1, 2, 1.0, 2, 2, max_staleness=4), Scheduling(), 60.0)
         assert await actor.standing() == Standing(0, 0, 0)
         await actor.register_worker("w0", 3)
-        await actor.prepare_round(3, [Prompt(f"0/{i}", 0, {}) for i in range(3)], 0)
+        await actor.begin_version(3, [Prompt(f"0/{i}", 0, {}) for i in range(3)], 0)
         granted = await actor.claim("w0")
         assert await actor.standing() == Standing(ready_groups=0, running=len(granted), oldest=0)
         actor._manager.advance_version(5)

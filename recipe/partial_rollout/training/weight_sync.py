@@ -1,9 +1,9 @@
 """Weight sync with deadlines, which notices the failure of a replica during the sync.
 
 A replica that is dead before the sync is restarted for it (PR); one that dies during it ends the run. How the weights
-travel is the backend's ``WeightTransfer``, what else PR does around a sync is its placement's ``SyncFrame``::
+travel is the backend's ``WeightTransfer``, what else PR does around a sync is the driver's::
 
-    transfer.stage -> frame.before -> transfer.load -> frame.after
+    transfer.stage -> driver.before_load -> transfer.load -> driver.after_load
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.ray_utils import auto_await
 
-from recipe.partial_rollout.rollout.sync_frame import SyncFrame
-from recipe.partial_rollout.rollout.weight_transfer import transfer_of
+from recipe.partial_rollout.rollout.driver import Driver
+from recipe.partial_rollout.training.weight_transfer import transfer_of
 
 
 class RecipeCheckpointManager:
@@ -25,7 +25,7 @@ class RecipeCheckpointManager:
     Args:
         verls: the checkpoint manager that verl made.
         deadline_s: seconds that each part of a sync may take.
-        frame: what PR does around a sync; None under noPR.
+        driver: None under noPR.
         note: called after each sync with its version, start and end (unix seconds).
     """
 
@@ -33,23 +33,23 @@ class RecipeCheckpointManager:
         self,
         verls: CheckpointEngineManager,
         deadline_s: float,
-        frame: SyncFrame | None,
+        driver: Driver | None,
         note: Callable[[int, float, float], None] | None = None,
     ) -> None:
         self._verls = verls
         self._transfer = transfer_of(verls, deadline_s)
-        self._frame = frame
+        self._driver = driver
         self._note = note
 
     @auto_await
     async def sleep_replicas(self) -> None:
         """As verl's, which calls it when it has a batch; a dead replica is left out (PR)."""
-        await (self._verls.sleep_replicas() if self._frame is None else self._frame.sleep())
+        await (self._verls.sleep_replicas() if self._driver is None else self._driver.sleep())
 
     @auto_await
     async def wake_up_replicas(self) -> None:
         """As verl's; a dead replica is left out (PR)."""
-        await (self._verls.wake_up_replicas() if self._frame is None else self._frame.wake_up())
+        await (self._verls.wake_up_replicas() if self._driver is None else self._driver.wake_up())
 
     @auto_await
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
@@ -65,15 +65,15 @@ class RecipeCheckpointManager:
         return sent
 
     async def _send(self, version: int | None) -> dict[str, Any]:
-        if self._frame is None and self._verls.backend != "naive":
+        if self._driver is None and self._verls.backend != "naive":
             return await self._verls.update_weights(version)  # type: ignore[arg-type]
         version, start = version or 0, time.time()
         staged = await self._transfer.stage(version)
-        if self._frame is not None:
+        if self._driver is not None:
             if staged:
-                self._frame.staged(version, start, time.time())
-            await self._frame.before(version)
+                self._driver.note_phase("stage", version, start, time.time())
+            await self._driver.before_load(version)
         await self._transfer.load(version)
-        if self._frame is not None:
-            await self._frame.after(version)
+        if self._driver is not None:
+            await self._driver.after_load(version)
         return {}

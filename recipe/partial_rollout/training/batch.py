@@ -150,3 +150,27 @@ def assemble_batch(
     tensors = _tensors(outputs, prompt_length, response_length, pad_id)
     meta = {"reward_extra_keys": extra_keys} if "rm_scores" in tensors.keys() else {}  # noqa: SIM118
     return DataProto(batch=tensors, non_tensor_batch=non_tensors, meta_info=meta)
+
+
+def fill_slots(
+    groups: Sequence[TakenGroup], slots: DataProto, prompt_length: int, response_length: int, pad_id: int
+) -> DataProto:
+    """The batch of ``groups``; row i belongs to slot i // rollout.n.
+
+    Args:
+        slots: a row for each sample, as verl's ``fit`` passes them. The others: see ``assemble_batch``.
+    """
+    uids = list(slots.non_tensor_batch["uid"][:: len(groups[0].outputs)])
+    batch = assemble_batch(groups, uids, prompt_length, response_length, pad_id)
+    batch.meta_info["timing"] = _timings(groups)
+    return batch
+
+
+def _timings(groups: Sequence[TakenGroup]) -> dict[str, float]:
+    """verl's ``agent_loop/*`` timings (seconds) over the samples of a batch."""
+    timing: dict[str, float] = {}
+    for key in ("generate_sequences", "tool_calls", "compute_score"):
+        values = np.array([output.metrics.get(key, 0.0) for group in groups for output in group.outputs])
+        for name, value in (("min", values.min()), ("max", values.max()), ("mean", values.mean())):
+            timing[f"agent_loop/{key}/{name}"] = float(value)
+    return timing

@@ -1,4 +1,4 @@
-"""Interrupting, holding, resuming and restarting the vLLM replicas around a weight sync.
+"""The vLLM replicas: interrupted, held, resumed, restarted, and announced under their new addresses.
 
 Interruption is ``abort_all_requests`` on all replicas at once: each closes its gate, aborts what runs (the partial
 tokens come back to the callers), waits until the engine is quiet and drops the caches of the old weights. Requests that
@@ -13,16 +13,33 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol
 
+from ray.exceptions import RayActorError
+
+from recipe.partial_rollout.records.run_trace import RunTrace
+from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.waits import ReplicaError, answer_of, means_death, one_line, result_of, within
-
-if TYPE_CHECKING:
-    from verl.workers.rollout.replica import RolloutReplica
-
-T = TypeVar("T")
+from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 
 logger = logging.getLogger(__name__)
+
+
+class Replica(Protocol):
+    """A vLLM replica as ``engine/replica`` makes it."""
+
+    @property
+    def server_address(self) -> str: ...
+    @property
+    def server_handle(self) -> Any: ...
+    async def abort_all_requests(self, *, reject_request: bool) -> object: ...
+    async def hold_generation(self) -> object: ...
+    async def resume_generation(self) -> object: ...
+    async def sleep(self) -> object: ...
+    async def wake_up(self) -> object: ...
+    async def running_tokens(self) -> int: ...
+    async def check_alive(self) -> object: ...
+    async def relaunch(self) -> object: ...
 
 
 class ServerControl:
@@ -33,17 +50,16 @@ class ServerControl:
     must go through here, including those of verl's ``fit``.
 
     Args:
-        replicas: verl's rollout replicas.
         deadline_s: seconds for any request to all of them.
         restarts: replica restarts allowed over the whole run.
         start_deadline_s: seconds for a replica to start.
     """
 
     def __init__(
-        self, replicas: Sequence[RolloutReplica], deadline_s: float, restarts: int = 0, start_deadline_s: float = 600.0
+        self, replicas: Sequence[Replica], deadline_s: float, restarts: int = 0, start_deadline_s: float = 600.0
     ) -> None:
         self._replicas = list(replicas)
-        self._dead: list[RolloutReplica] = []
+        self._dead: list[Replica] = []
         self._deadline_s = deadline_s
         self._restarts = restarts
         self._start_deadline_s = start_deadline_s
@@ -65,7 +81,7 @@ class ServerControl:
         return {replica.server_address: replica.server_handle for replica in self._living}
 
     @property
-    def _living(self) -> list[RolloutReplica]:
+    def _living(self) -> list[Replica]:
         return [replica for replica in self._replicas if replica not in self._dead]
 
     async def interrupt(self) -> float:
@@ -82,7 +98,7 @@ class ServerControl:
         Raises:
             ReplicaError: no replica is alive.
         """
-        return await self._all("holding", lambda replica: replica.hold_generation())  # type: ignore[attr-defined]
+        return await self._all("holding", lambda replica: replica.hold_generation())
 
     async def resume(self) -> float:
         """Let the replicas accept requests, and go on with those that are held; returns the seconds it took."""
@@ -99,9 +115,9 @@ class ServerControl:
     async def running_tokens(self) -> dict[str, int]:
         """Address to the tokens made so far by the requests at a replica, for the replicas that answer."""
 
-        async def ask(replica: RolloutReplica) -> tuple[str, int] | None:
+        async def ask(replica: Replica) -> tuple[str, int] | None:
             try:
-                return replica.server_address, await asyncio.wait_for(replica.running_tokens(), self._deadline_s)  # type: ignore[attr-defined]
+                return replica.server_address, await asyncio.wait_for(replica.running_tokens(), self._deadline_s)
             except Exception as error:
                 # Its failure surfaces where its answer to a request is awaited, or at the next interruption.
                 logger.warning(
@@ -159,7 +175,7 @@ class ServerControl:
         Raises:
             ReplicaError: one died once too often, or none is alive.
         """
-        await self._all("looking after", lambda replica: replica.check_alive())  # type: ignore[attr-defined]
+        await self._all("looking after", lambda replica: replica.check_alive())
         dead, self._dead = self._dead, []
         for replica in dead:
             address = replica.server_address
@@ -170,11 +186,11 @@ class ServerControl:
                     dead=True,
                 )
             self.restarted += 1
-            await within(replica.relaunch(), self._start_deadline_s, f"restarting {address}", "start_s")  # type: ignore[attr-defined]
+            await within(replica.relaunch(), self._start_deadline_s, f"restarting {address}", "start_s")
             logger.warning("vLLM replica %s is back as %s", address, replica.server_address)
         return bool(dead)
 
-    async def _all(self, what: str, verb: Callable[[RolloutReplica], Awaitable[object]]) -> float:
+    async def _all(self, what: str, verb: Callable[[Replica], Awaitable[object]]) -> float:
         start = time.monotonic()
         living = self._living
         answers = await within(
@@ -192,3 +208,52 @@ class ServerControl:
         if not self._living:
             raise ReplicaError(f"no vLLM replica is alive ({', '.join(self.addresses)})", dead=True)
         return time.monotonic() - start
+
+
+class ReplicaRoster:
+    """The replicas' addresses, kept alike in the agent-loop workers, verl's load balancer and the trace.
+
+    Args:
+        control: restarts them.
+        balancer: handle of verl's load balancer, which serves validation.
+        trace: of the run.
+        workers: number of agent-loop workers.
+        deadline_s: seconds for an answer of the load balancer.
+    """
+
+    def __init__(
+        self, control: ServerControl, balancer: Any, trace: RunTrace, workers: int, deadline_s: float = 60.0
+    ) -> None:
+        self._control = control
+        self._balancer = balancer
+        self._trace = trace
+        self._workers = workers
+        self._deadline_s = deadline_s
+        self._addresses = control.addresses
+        self._known_restarts = 0
+
+    def choice_of(self, worker: int) -> ReplicaChoice:
+        """A choice among the living replicas, for worker number ``worker``."""
+        return ReplicaChoice(self._control.servers, place=worker / self._workers)
+
+    async def announce_restarted(self, pool: WorkerPool) -> None:
+        """Announce the replicas that were restarted since this was last called."""
+        control = self._control
+        if control.restarted == self._known_restarts:
+            return
+        self._known_restarts = control.restarted
+        gone = [address for address in self._addresses if address not in control.servers]
+        new = {address: server for address, server in control.servers.items() if address not in self._addresses}
+        try:
+            await self._tell_balancer("remove_servers", gone)
+            await self._tell_balancer("add_servers", new)
+        except RayActorError as error:
+            # Ray may have placed it on a node that has died.
+            logger.warning("verl's load balancer is dead, and the workers do without it: %s", one_line(error))
+        await pool.ask_each("use_replicas", self.choice_of)
+        self._addresses = control.addresses
+        self._trace.use_replicas(control.addresses)
+
+    async def _tell_balancer(self, verb: str, servers: Any) -> None:
+        telling = answer_of(lambda: result_of(getattr(self._balancer, verb).remote(servers)))
+        await within(telling, self._deadline_s, f"telling verl's load balancer to {verb}", "interrupt_s")

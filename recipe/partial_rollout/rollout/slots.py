@@ -18,9 +18,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
+from tqdm import tqdm
+
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.rollout.server_control import ServerControl
 
 KV_SHARE = 0.8
 """share of the KV cache that samples of the measured mean context fill; the rest is for their spread"""
@@ -54,9 +55,8 @@ class ReplicaSlots:
         self.per_replica = most if given or kv_tokens is None else self._that_fit(sizes.first_guess)
 
     @classmethod
-    async def of(cls, settings: PartialRolloutConfig, control: ServerControl, sizes: SampleSizes) -> Self:
+    def of(cls, settings: PartialRolloutConfig, kv_tokens: int | None, sizes: SampleSizes) -> Self:
         """The slots that ``settings`` ask for, or that the KV cache allows if the user gives no number."""
-        kv_tokens = await control.kv_tokens()
         return cls(settings.slots_per_replica, given=settings.slots_given, kv_tokens=kv_tokens, sizes=sizes)
 
     def _that_fit(self, tokens: float) -> int:
@@ -82,20 +82,20 @@ class ReplicaSlots:
             f"samples, and further ones are preempted; partial_rollout.slots_per_replica=null follows the KV cache)"
         )
 
-    def observe(self, calls: Iterable[EngineCall]) -> str | None:
-        """Adjust the slots to the calls of a round; returns a line that says so if they changed."""
+    def reckon(self, calls: Iterable[EngineCall]) -> None:
+        """Adjust the slots to the calls of a step; a line says so if they changed."""
         if self._given or self._kv_tokens is None:
-            return None
+            return
         decoded = [(call.tokens, call.context_tokens + call.tokens / 2) for call in calls if call.context_tokens]
         tokens = sum(count for count, _ in decoded)
         if not tokens:
-            return None
+            return
         mean = sum(count * context for count, context in decoded) / tokens
         fit = self._that_fit(mean / KV_SHARE)
         if abs(fit - self.per_replica) < max(1, _NOTABLE * self.per_replica):
-            return None
+            return
         self.per_replica = fit
-        return (
+        tqdm.write(
             f"slots per replica: {fit} from here on (samples held {mean:,.0f} tokens on average while decoding, the KV "
             f"cache holds {self._kv_tokens:,}; rollout.max_num_seqs={self._most})"
         )

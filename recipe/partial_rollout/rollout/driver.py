@@ -1,0 +1,392 @@
+"""The driver: takes a batch for each policy version, in both placements.
+
+Colocated placement is separate placement that stops after each batch. Both use the same verbs; they differ in how engines
+are made quiet for new weights, and in when the next version begins::
+
+    colocated   engines   |decode=============|abort            load|decode====
+                driver    | wait for the batch|  trainer updates    |
+                manager                       ^ begins v + 1, once all is reported
+
+    separate    engines   decode=========================|hold|==decode========
+                driver    wait | trainer updates  | stage |load| wait |
+                manager                                  ^ begins v + 1
+
+Colocated: the engines are aborted once the batch is complete. While the trainer updates, the workers report what was left
+unfinished; then the manager admits the next version's prompts and grants samples, which wait at their workers' gates.
+
+Separate: samples run on while the trainer has its batch. A weight sync *holds* the engines: they stop between two tokens,
+load, and go on with the same samples. Only a checkpoint or the end of training aborts them, so that the manager knows
+every token.
+
+A step ends in ``finish_step``, after the update. Whatever needs a finished step (the next batch, its figures, a
+checkpoint) fails before that; it never waits. The ``Guard`` watches every wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from recipe.partial_rollout.manager.messages import StepAccount, VersionStart
+from recipe.partial_rollout.manager.output_store import OutputStore, fetch_groups
+from recipe.partial_rollout.manager.types import Prompt, TakenGroup
+from recipe.partial_rollout.rollout.context import RolloutContext
+from recipe.partial_rollout.rollout.engine_probe import EndedCalls
+from recipe.partial_rollout.rollout.guard import Guard
+from recipe.partial_rollout.rollout.overlap import OverlapControl
+from recipe.partial_rollout.rollout.progress import Progress
+from recipe.partial_rollout.rollout.replicas import ReplicaRoster
+from recipe.partial_rollout.rollout.step_book import StepBatch, StepBook
+from recipe.partial_rollout.rollout.stop import StopTraining
+from recipe.partial_rollout.rollout.workers import WorkerPool, WorkerShares
+from recipe.partial_rollout.waits import result_of
+
+
+class RolloutState(StrEnum):
+    """Whether samples run."""
+
+    QUIET = "quiet"
+    """no engine runs a sample, and the manager knows every token"""
+    RUNNING = "running"
+    """workers may call the engines"""
+    REPORTING = "reporting"
+    """no engine runs a sample, and the workers report what they had to leave unfinished"""
+
+
+class Driver:
+    """Drives manager, workers and replicas, one batch after the other.
+
+    Args:
+        context: of the run; its ``source`` and ``ledger`` are there.
+        manager: handle of the manager actor.
+        store: holds the outputs of finished samples.
+        pool: the agent-loop workers, connected to ``manager``.
+        roster: announces restarted replicas.
+        shares: slots of each worker.
+        calls: the engine calls that ended.
+        book: books what is trained.
+        overlap: of ``overlap=auto``; None if it is fixed.
+        guard: of all waits.
+    """
+
+    def __init__(
+        self,
+        context: RolloutContext,
+        manager: Any,
+        store: OutputStore,
+        pool: WorkerPool,
+        roster: ReplicaRoster,
+        shares: WorkerShares,
+        calls: EndedCalls,
+        book: StepBook,
+        overlap: OverlapControl | None,
+        guard: Guard,
+    ) -> None:
+        self._context, self._control = context, context.control
+        self._stops = not context.settings.separate
+        """whether the engines stop after each batch"""
+        self._manager, self._store = manager, store
+        self._pool, self._roster, self._shares = pool, roster, shares
+        self._calls, self._book, self._overlap, self._guard = calls, book, overlap, guard
+        self._progress = Progress(
+            context.settings, context.control, standing=lambda: result_of(manager.standing.remote())
+        )
+        self._state = RolloutState.QUIET
+        self._trains = False
+        """whether ``begin`` was called"""
+        self._prompts: list[Prompt] = []
+        """of the next version, taken from the source"""
+        self._wanted: int | None = None
+        """prompts that the next version needs; None: the manager is asked"""
+        self._version = -1
+        """the newest that the manager was asked to begin"""
+        self._beginning: Awaitable[VersionStart] | None = None
+        """of it, until it has begun"""
+        self._start = VersionStart(0, 0)
+        """what it began with"""
+        self._flushing: list[Any] = []
+        """references to the workers' reports, one a worker"""
+        self._batch: StepBatch | None = None
+        """with the trainer, until ``finish_step``"""
+        self._step = 0
+        """whose batch was taken last"""
+        self._since = self._held_at = 0.0
+        """when the last batch was taken, or the engines first ran; when they were held (unix seconds)"""
+        self._figures: dict[str, float] = {}
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the data has ended with fewer prompts left than a batch needs; known once a version has begun."""
+        return self._start.exhausted
+
+    # -- versions --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Training begins: from the next version on, samples run."""
+        self._trains = True
+
+    def _begin_version(self, version: int) -> None:
+        """Have the manager begin ``version``, as soon as it knows every token of a round that was stopped."""
+        source = self._context.source
+        assert source is not None
+        self._beginning = self._manager.begin_version.remote(version, self._prompts, source.left)
+        self._version, self._prompts = version, []
+
+    async def _begun(self) -> None:
+        """Wait until the newest version has begun."""
+        if self._beginning is not None:
+            what = f"beginning policy version {self._version}, once the workers have reported of the one before,"
+            self._start, self._beginning = await self._guard.wait(self._beginning, what), None
+
+    async def _take_prompts(self) -> None:
+        """Read the prompts that the next version admits."""
+        source, wanted, self._wanted = self._context.source, self._wanted, None
+        assert source is not None
+        if wanted is None:
+            wanted = await self._guard.wait(
+                self._manager.wanted.remote(), "asking the manager how many prompts it wants"
+            )
+        self._prompts = source.take(wanted)
+
+    async def _steer(self) -> None:
+        """Apply another overlap, if ``overlap=auto`` has found one, to what is admitted from here on."""
+        if self._overlap is not None and (change := self._overlap.poll()) is not None:
+            await self._guard.wait(self._manager.set_overlap.remote(change.overlap), "changing the overlap")
+            tqdm.write(f"partial_rollout.overlap is now {change.overlap:g}: {change.reason}")
+
+    async def _open(self) -> None:
+        """Let the workers call the engines."""
+        await self._guard.wait(self._pool.open_round(), "opening the round", key=None)
+        self._state = RolloutState.RUNNING
+
+    # -- around a weight sync --------------------------------------------------------------------------------------
+
+    async def before_load(self, version: int) -> None:
+        """Afterwards every replica is alive and decodes nothing."""
+        if not self._stops and self._goes_on(version):
+            await self._take_prompts()
+        await self._control.restart_dead()
+        if not self._stops:
+            self._held_at = time.time()
+            await self._control.hold()
+            # A replica that died since is restarted while the others are held: it cannot miss a version.
+            await self._control.restart_dead()
+
+    async def after_load(self, version: int) -> None:
+        """Every replica holds ``version``. Separate: its groups are admitted, and the engines go on.
+
+        Raises:
+            RuntimeError: the batch of the version before is not trained.
+        """
+        if not self._stops:
+            self._require_trained(f"policy version {version}")
+            await self._announce_restarted()
+            if self._goes_on(version):
+                await self._steer()
+                self._begin_version(version)
+                await self._begun()
+                if self._state is RolloutState.QUIET:
+                    self._since = time.time()
+                    await self._open()
+        await self._control.resume()
+        if not self._stops:
+            self.note_phase("hold", version, self._held_at, time.time())
+
+    def _goes_on(self, version: int) -> bool:
+        return self._trains and version < self._context.last_step
+
+    async def sleep(self) -> None:
+        """The trainer wants device memory that the replicas share with it; separate ones have their own, and decode on."""
+        if self._stops:
+            await self._control.sleep()
+
+    async def wake_up(self) -> None:
+        """The replicas may have their memory back."""
+        if self._stops:
+            await self._control.wake_up()
+
+    def note_phase(self, name: str, version: int, start: float, end: float) -> None:
+        """Note a phase of the sync of ``version``: ``stage`` or ``hold``; moments in unix seconds."""
+        self._context.trace.phase(name, version, start, end)
+        self._figures[f"timing/{name}_s"] = end - start
+
+    async def _announce_restarted(self) -> None:
+        await self._guard.wait(self._roster.announce_restarted(self._pool), "announcing restarted replicas", key=None)
+
+    # -- batches ---------------------------------------------------------------------------------------------------
+
+    async def next_batch(self, step: int) -> list[TakenGroup]:
+        """Wait for the batch of ``step`` and take it.
+
+        Raises:
+            RuntimeError: the batch before it is not trained, or no sample runs.
+            RolloutFailedError: a worker, replica, reward function or the manager failed; the message names it.
+            TrainerLostError: a trainer died while it waited for the batch.
+            TimeoutError: a wait passed its deadline.
+            StopTraining: the user asked for it; the engines are quiet, and the manager knows everything decoded.
+        """
+        self._require_trained("the next batch")
+        asked_at, context = time.time(), self._context
+        context.trace.begin(step)
+        if self._stops:
+            await self._start_round(step)
+        elif self._state is not RolloutState.RUNNING:
+            raise RuntimeError(f"the rollout is {self._state}, not running: no batch can complete")
+        start, began, opened_at = self._start, time.monotonic(), time.time()
+        try:
+            ready = await self._guard.wait_batch(
+                lambda: result_of(self._manager.wait_batch.remote(self._stops)),
+                lambda: self._progress.show(step, began),
+            )
+        except StopTraining:
+            await self._suspend()
+            raise
+        if self._stops:
+            await self._interrupt()
+        taken_at = time.time()
+        if self._stops:
+            since, waits = asked_at, {"interrupt_s": taken_at - ready.decided_at}
+        else:
+            since, waits = self._since, {"wait_s": taken_at - asked_at}
+            context.trace.phase("wait", step, asked_at, taken_at)
+        fetching = asyncio.to_thread(fetch_groups, ready.groups, self._store.fetch)
+        groups = await self._guard.wait(fetching, "fetching the batch", key=None)
+        batch = StepBatch(step, start, ready.admitted, groups, since, opened_at, taken_at, waits)
+        batch.check(context.settings.batch_groups, context.settings.failures.max_masked_fraction)
+        self._batch, self._step, self._since, self._wanted = batch, step, taken_at, ready.wanted
+        if self._stops and self._goes_on(step):
+            await self._take_prompts()
+            self._begin_version(step)
+        return groups
+
+    async def _start_round(self, step: int) -> None:
+        """Colocated: begin the version unless that is done, and open the engines to its samples."""
+        await self._announce_restarted()
+        await self._steer()
+        if self._version != step - 1:
+            await self._take_prompts()
+            self._begin_version(step - 1)
+        await self._begun()
+        await self._open()
+
+    async def finish_step(self) -> None:
+        """The trainer has updated on its batch: book it. Colocated: afterwards the manager knows every token.
+
+        Raises:
+            RuntimeError: the trainer has no batch.
+        """
+        batch = self._batch
+        if batch is None:
+            raise RuntimeError("the trainer has no batch: there is nothing to finish")
+        if self._state is RolloutState.REPORTING:
+            waiting_since = time.time()
+            reported_at = await self._collect()
+            batch.waits["collect_s"] = max(0.0, reported_at - batch.until)
+            batch.waits["flush_s"] = time.time() - waiting_since
+        calls = await self._calls.take_training()
+        if self._stops:
+            first_call = min((call.start for call in calls), default=batch.opened_at)
+            batch.waits["resume_s"] = max(0.0, first_call - batch.opened_at)
+            await self._begun()
+        account: StepAccount = await self._guard.wait(
+            self._manager.finish_step.remote(batch.uids), "finishing the step"
+        )
+        if not self._stops:
+            self._wanted = account.wanted
+        self._figures = {
+            **self._book.note(batch, account, calls),
+            "failures/workers_restarted_total": self._pool.restarted,
+            **await self._context.engine_metrics(),
+        }
+        await self._shares.reckon(calls)
+        self._batch = None
+
+    def take_step_metrics(self) -> dict[str, float]:
+        """Metrics of the last step, without the ``partial_rollout/`` prefix.
+
+        Raises:
+            RuntimeError: its batch is not trained.
+        """
+        self._require_trained("its figures")
+        taken, self._figures = self._figures, {}
+        return taken
+
+    def _require_trained(self, what: str) -> None:
+        if self._batch is not None:
+            raise RuntimeError(f"the batch of step {self._batch.step} is not trained: it is too early for {what}")
+
+    # -- validation, checkpoints, the end --------------------------------------------------------------------------
+
+    async def before_validation(self) -> None:
+        """Let validation use the replicas, those that were restarted too."""
+        self._require_trained("validation")
+        await self._announce_restarted()
+
+    async def save(self, path: Path) -> Any:
+        """Write the manager's state to ``path``, every token decoded so far included; returns its account (``Written``).
+
+        Raises:
+            RuntimeError: the batch that the trainer has is not trained.
+        """
+        self._require_trained("a checkpoint")
+        if self._state is RolloutState.QUIET:
+            return await self._write(path)
+        began = time.time()
+        await self._guard.wait(self._manager.begin_flush.remote(), "beginning to collect the samples")
+        await self._interrupt()
+        await self._collect()
+        try:
+            return await self._write(path)
+        finally:
+            await self._guard.wait(self._control.resume(), "resuming the replicas", key=None)
+            await self._open()
+            self._context.trace.phase("flush", self._step, began, time.time())
+
+    async def load(self, path: Path, step: int) -> None:
+        """Restore the state at ``path``, from the checkpoint of ``step``, before the first version."""
+        await self._guard.wait(self._manager.load.remote(str(path)), f"loading {path}", "weight_sync_s")
+        if self._context.settings.group_filter is None:
+            return
+        metrics = await self._guard.wait(self._manager.metrics.remote(), "asking the manager for its metrics")
+        self._book.resume(int(metrics["filter/spared_total"]))
+        if self._stops:
+            # The data may have ended before the checkpoint: ``exhausted`` must say so before the first slot.
+            await self._take_prompts()
+            self._begin_version(step)
+            await self._begun()
+
+    async def end(self) -> None:
+        """Interrupt what still runs: the training is over."""
+        if self._state is RolloutState.RUNNING:
+            await self._suspend()
+            await self._guard.wait(self._control.resume(), "resuming the replicas", key=None)
+
+    async def _write(self, path: Path) -> Any:
+        return await self._guard.wait(self._manager.save.remote(str(path)), f"saving {path}", "weight_sync_s")
+
+    async def _suspend(self) -> None:
+        """Stop without a batch: no sample can be claimed any more, and the manager knows everything decoded."""
+        await self._guard.wait(self._manager.suspend.remote(), "suspending the round")
+        await self._interrupt()
+        await self._collect()
+
+    async def _interrupt(self) -> None:
+        """Make the engines quiet, and ask the workers for what they had to leave unfinished."""
+        stopping = asyncio.gather(self._control.interrupt(), self._pool.close_round())
+        await self._guard.wait(stopping, "interrupting the round", key=None)
+        self._state = RolloutState.REPORTING
+        self._flushing = self._pool.begin("flush")
+
+    async def _collect(self) -> float:
+        """Wait until the manager knows every token; unix seconds when it did."""
+        what = "collecting the interrupted samples from the agent-loop workers"
+        await self._guard.wait(self._pool.answers("flush", self._flushing), what, key=None)
+        reported_at: float = await self._guard.wait(self._manager.flush.remote(), what)
+        self._state = RolloutState.QUIET
+        return reported_at

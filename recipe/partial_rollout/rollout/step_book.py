@@ -1,0 +1,194 @@
+"""Books the steps of a run: one record of each batch, from which ledger, trace and metrics are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from tqdm import tqdm
+
+from recipe.partial_rollout.manager.messages import RolloutFailedError, StepAccount, VersionStart
+from recipe.partial_rollout.manager.types import TakenGroup
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.rollout_phase import RolloutPhase
+from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.running_curve import bubble_fraction, bubble_of_ended
+from recipe.partial_rollout.records.spread import spread
+from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.rollout.context import RolloutContext
+from recipe.partial_rollout.rollout.engine_probe import EngineProbe
+from recipe.partial_rollout.rollout.overlap import OverlapControl
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """A batch that the trainer has; moments in unix seconds."""
+
+    step: int
+    start: VersionStart
+    """of its version"""
+    admitted: tuple[str, ...]
+    """uids of the groups admitted since the batch before was taken, in order"""
+    groups: list[TakenGroup]
+    since: float
+    """colocated: when it was asked for; separate: when the batch before was taken"""
+    opened_at: float
+    """when workers could call the engines; separate: when it was asked for"""
+    until: float
+    """colocated: when the engines were quiet; separate: when it was taken"""
+    waits: dict[str, float] = field(default_factory=dict)
+    """seconds by name; whoever waits adds to it"""
+
+    @property
+    def version(self) -> int:
+        """Policy version before the update on it."""
+        return self.step - 1
+
+    @property
+    def uids(self) -> list[str]:
+        return [group.uid for group in self.groups]
+
+    def check(self, size: int, max_masked_fraction: float) -> None:
+        """Refuse a batch that cannot be trained.
+
+        Raises:
+            RolloutFailedError: it has fewer than ``size`` groups, or too many masked samples.
+        """
+        if len(self.groups) != size:
+            raise RolloutFailedError(f"the data ran out with {len(self.groups)} groups ready; a batch needs {size}")
+        outputs = [output for group in self.groups for output in group.outputs]
+        masked = sum(output.masked for output in outputs)
+        if masked > max_masked_fraction * len(outputs):
+            error = next(output.extra_fields["sample_error"] for output in outputs if output.masked)
+            raise RolloutFailedError(
+                f"{masked} of the {len(outputs)} samples of a batch failed for good, more than "
+                f"partial_rollout.failures.max_masked_fraction={max_masked_fraction:g}; one of them: {error}"
+            )
+
+
+class StepBook:
+    """Books batches that are trained.
+
+    Args:
+        context: of the run.
+        probe: measures how fast the engines decode when kept full.
+        overlap: of ``overlap=auto``, which learns from each step; None if it is fixed.
+    """
+
+    def __init__(self, context: RolloutContext, probe: EngineProbe, overlap: OverlapControl | None) -> None:
+        self._context = context
+        self._probe = probe
+        self._overlap = overlap
+        self._spared = 0
+        """groups of equal reward that were trained despite dynamic sampling"""
+
+    def resume(self, spared: int) -> None:
+        """Continue from a checkpoint whose manager had counted ``spared`` groups."""
+        self._spared = spared
+
+    def note(self, batch: StepBatch, account: StepAccount, calls: Sequence[EngineCall]) -> dict[str, float]:
+        """Book a batch; returns the metrics of its step, without the ``partial_rollout/`` prefix.
+
+        Args:
+            calls: engine calls that ended since the last booking.
+        """
+        context, size = self._context, self._context.settings.batch_groups
+        ledger, gauges = context.ledger, account.metrics
+        assert ledger is not None
+        phase = RolloutPhase(batch.since, batch.until, tuple(calls))
+        trained = [TrainedGroup.of(group, batch.version) for group in batch.groups]
+        ledger.admitted(batch.step, batch.version, batch.admitted)
+        if account.filtered:
+            ledger.filtered(batch.step, batch.version, account.filtered)
+        ledger.trained(batch.step, batch.version, trained)
+        context.trace.round(
+            Round(
+                step=batch.step,
+                version=batch.version,
+                phase=phase,
+                trained=trained,
+                interrupt_s=batch.waits.get("interrupt_s"),
+                resume_s=batch.waits.get("resume_s"),
+                carried_groups=batch.start.carried_groups,
+                lost_samples=int(gauges["lost_samples"]),
+            )
+        )
+        if self._overlap is not None:
+            self._overlap.observe(phase.calls, [group.lengths for group in trained])
+        full, rate = context.full_concurrency, self._probe.full_tokens_per_s
+        return {
+            **phase_metrics(phase, full, rate, goes_on=context.settings.separate),
+            **batch_metrics(batch.groups, trained, batch.version),
+            **gauges,
+            **{f"timing/{name}": seconds for name, seconds in batch.waits.items()},
+            "overlap": batch.start.carried_groups / size,
+            "admission/admitted": batch.start.admitted,
+            "failures/replicas_restarted_total": context.control.restarted,
+            **(self._overlap.metrics() if self._overlap is not None else {}),
+            **self._filter_metrics(batch.step, len(account.filtered), gauges),
+        }
+
+    def _filter_metrics(self, step: int, filtered: int, gauges: dict[str, float]) -> dict[str, float]:
+        """What dynamic sampling did in ``step``: groups filtered, and all groups consumed."""
+        group_filter = self._context.settings.group_filter
+        if group_filter is None:
+            return {}
+        spared = int(gauges["filter/spared_total"]) - self._spared
+        self._spared += spared
+        if spared > 0:
+            limit = f"algorithm.filter_groups.max_num_gen_batches={group_filter.max_num_gen_batches}"
+            tqdm.write(
+                f"step {step}: groups of equal {group_filter.metric} that are trained all the same: {spared} "
+                f"(past the round's limit, {limit}, or the data ends)"
+            )
+        return {"filter/groups": filtered, "filter/consumed": filtered + self._context.settings.batch_groups}
+
+
+def phase_metrics(
+    phase: RolloutPhase, full: int, full_tokens_per_s: float | None, *, goes_on: bool = False
+) -> dict[str, float]:
+    """Decoded tokens, seconds, tokens/s, bubble and (if the engine was probed) efficiency; both are shares, 0 to 1.
+
+    Args:
+        goes_on: calls outlast the phase (separate placement). All figures are then those of the calls that ended.
+    """
+    bubble = bubble_of_ended(phase, full) if goes_on else bubble_fraction([phase], full)
+    rate = phase.decoded_tokens / phase.seconds if phase.seconds > 0 else 0.0
+    metrics = {
+        "rollout/decoded_tokens": phase.decoded_tokens,
+        "rollout/reprefill_tokens": sum(call.resumed_tokens for call in phase.calls),
+        "rollout/engine_calls": len(phase.calls),
+        "timing/rollout_s": phase.seconds,
+        "rollout/tokens_per_s": rate,
+        "rollout/bubble_fraction": bubble or 0.0,
+    }
+    if full_tokens_per_s:
+        metrics["rollout/efficiency"] = rate / full_tokens_per_s
+    return metrics
+
+
+def batch_metrics(groups: Sequence[TakenGroup], trained: Sequence[TrainedGroup], trained_at: int) -> dict[str, float]:
+    """Staleness (versions), off-policy tokens (share, 0 to 1), engine calls per sample, size of the trained batch.
+
+    Args:
+        trained: the records of ``groups``.
+        trained_at: policy version before the update.
+    """
+    staleness = spread([age for group in trained for age in group.staleness])
+    segments = spread([count for group in trained for count in group.segments])
+    assert staleness is not None and segments is not None
+    ages = trained_at - np.concatenate([output.generated for group in groups for output in group.outputs])
+    tokens = sum(group.tokens for group in trained)
+    return {
+        "trained/groups": len(trained),
+        "trained/samples": sum(len(group.lengths) for group in trained),
+        "trained/tokens": tokens,
+        "staleness/mean": staleness.mean,
+        "staleness/p95": staleness.p95,
+        "staleness/max": int(staleness.max),
+        "staleness/token_mean": float(ages.mean()) if tokens else 0.0,
+        "off_policy_token_fraction": sum(group.off_policy_tokens for group in trained) / tokens if tokens else 0.0,
+        "segments_per_sample/mean": segments.mean,
+        "segments_per_sample/max": int(segments.max),
+    }

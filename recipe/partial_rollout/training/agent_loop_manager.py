@@ -1,0 +1,228 @@
+"""verl's agent-loop manager: noPR's with an account of its phases, and PR's, whose batches come from the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager
+from verl.protocol import DataProto
+from verl.utils.ray_utils import auto_await
+
+from recipe.partial_rollout.manager.actor import ManagerActor
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.failure_policy import FailurePolicy
+from recipe.partial_rollout.manager.group_filter import GroupFilter
+from recipe.partial_rollout.manager.output_store import RayObjects
+from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.rollout_phase import RolloutPhase
+from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.trained_group import TrainedGroup, prompt_identity
+from recipe.partial_rollout.rollout.context import RolloutContext
+from recipe.partial_rollout.rollout.driver import Driver
+from recipe.partial_rollout.rollout.engine_probe import EndedCalls, EngineProbe, TakeCalls
+from recipe.partial_rollout.rollout.guard import Guard
+from recipe.partial_rollout.rollout.overlap import OverlapControl
+from recipe.partial_rollout.rollout.progress import Progress
+from recipe.partial_rollout.rollout.replicas import ReplicaRoster
+from recipe.partial_rollout.rollout.step_book import StepBook, phase_metrics
+from recipe.partial_rollout.rollout.workers import WorkerPool, WorkerShares
+from recipe.partial_rollout.training.batch import fill_slots
+from recipe.partial_rollout.waits import beside, result_of, within
+from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
+from recipe.partial_rollout.worker.llm_client import ObservedLLMClient, PartialRolloutLLMClient
+from recipe.partial_rollout.worker.observed_worker import ObservedAgentLoopWorker
+
+_IDENTITY = ("raw_prompt", "index")
+
+
+class ObservedAgentLoopManager(AgentLoopManager):
+    """noPR: verl's manager and workers make the batches; the cost of each rollout phase is noted.
+
+    verl constructs it before the trainer has all its parts; ``connect`` makes what needs them.
+    """
+
+    worker_class: type[ObservedAgentLoopWorker] = ObservedAgentLoopWorker
+    client_class: type[ObservedLLMClient] = ObservedLLMClient
+    context: RolloutContext
+    probe: EngineProbe
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.agent_loop_workers_class = ray.remote(self.worker_class)
+        super().__init__(*args, **kwargs)
+        self.llm_client = self.client_class.over(self.llm_client)
+        self._figures: dict[str, float] = {}
+
+    def connect(self, context: RolloutContext, pad_id: int) -> None:
+        """Observe the run of ``context``; call it once, after the workers are up.
+
+        Args:
+            pad_id: token id of the padding.
+        """
+        taken = partial(_taken_calls, self.agent_loop_workers, context.settings.deadlines.interrupt_s)
+        self._observe(context, taken)
+        self._progress = Progress(context.settings, context.control)
+
+    def _observe(self, context: RolloutContext, take_calls: TakeCalls) -> None:
+        self.context, self._take_calls = context, take_calls
+        self.probe = EngineProbe(context, self.agent_loop_workers, take_calls)
+
+    @auto_await
+    async def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """``AgentLoopManager.generate_sequences``, observed.
+
+        Raises:
+            StopTraining: the user asked for it during a validation.
+        """
+        if prompts.meta_info.get("validate", False):
+            output = await self._validate(prompts, super().generate_sequences(prompts))
+            return output
+        step, start = prompts.meta_info["global_steps"], time.time()
+        showing = self._progress.show(step, time.monotonic())
+        output = await beside(super().generate_sequences(prompts), showing)
+        phase = RolloutPhase(start, time.time(), await self._take_calls())
+        self._figures = {**self._note(phase, prompts, output), **await self.context.engine_metrics()}
+        self.context.slots.reckon(phase.calls)
+        return output
+
+    async def _validate(self, prompts: DataProto, generated: Awaitable[DataProto]) -> DataProto:
+        start = time.time()
+        output = await beside(generated, self.context.stop.watch())
+        end = time.time()
+        await self._take_calls()
+        self.context.trace.phase("validate", prompts.meta_info.get("global_steps", 0), start, end)
+        return output
+
+    def take_step_metrics(self) -> dict[str, float]:
+        """Metrics of the last batch, without the ``partial_rollout/`` prefix."""
+        taken, self._figures = self._figures, {}
+        return taken
+
+    def _note(self, phase: RolloutPhase, prompts: DataProto, output: DataProto) -> dict[str, Any]:
+        """Note a phase of noPR, in which every sample started and ended, under one version."""
+        settings = self.context.settings
+        step = prompts.meta_info["global_steps"]
+        lengths = output.batch["attention_mask"][:, output.batch["prompts"].shape[1] :].sum(dim=1).tolist()
+        tokens = output.batch["response_mask"].sum(dim=1).tolist()
+        size, n = settings.batch_groups, settings.samples_per_group
+        epoch_groups = self.context.steps_per_epoch * size
+        trained = []
+        for i in range(size):
+            order = (step - 1) * size + i
+            rows = slice(i * n, (i + 1) * n)
+            trained.append(
+                TrainedGroup(
+                    order=order,
+                    epoch=order // epoch_groups,
+                    lengths=lengths[rows],
+                    staleness=[0] * n,
+                    prompt=prompt_identity({key: prompts.non_tensor_batch[key][i * n] for key in _IDENTITY}),
+                    segments=[1] * n,
+                    tokens=sum(tokens[rows]),
+                )
+            )
+        self.context.trace.round(Round(step, step - 1, phase, trained))
+        return {
+            **phase_metrics(phase, self.context.full_concurrency, self.probe.full_tokens_per_s),
+            "trained/groups": size,
+            "trained/samples": len(lengths),
+            "trained/tokens": sum(tokens),
+            "lost_samples": 0,
+        }
+
+
+class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
+    """PR: the driver's groups fill verl's empty batch slots; validation is verl's own, observed."""
+
+    worker_class = PartialRolloutAgentLoopWorker
+    client_class = PartialRolloutLLMClient
+    driver: Driver
+
+    def connect(self, context: RolloutContext, pad_id: int) -> None:
+        """Start the manager actor, the workers' claim loops and the driver; called once, after the workers are up."""
+        settings, control, workers = context.settings, context.control, self.agent_loop_workers
+        deadline_s = settings.deadlines.interrupt_s
+        self._pad_id = pad_id
+        store = RayObjects(deadline_s)
+        manager = _start_manager(context, store)
+        shares = WorkerShares(context.slots, len(control), len(workers), manager, deadline_s)
+        roster = ReplicaRoster(control, self.llm_client._load_balancer, context.trace, len(workers), deadline_s)
+
+        async def introduce(i: int, name: str, worker: Any) -> None:
+            await worker.connect.remote(name, manager, shares.per_worker, roster.choice_of(i))
+
+        pool = WorkerPool(
+            workers,
+            spawn=self._spawn,
+            connect=introduce,
+            restarts=settings.failures.worker_restarts,
+            deadlines=settings.deadlines,
+            stop=context.stop,
+        )
+        overlap = OverlapControl.of(settings, len(control), lambda: context.slots.per_replica)
+        guard = Guard(context, manager, pool)
+        calls = EndedCalls(guard.ask)
+        self._observe(context, calls.take_others)
+        book = StepBook(context, self.probe, overlap)
+        self.driver = Driver(context, manager, store, pool, roster, shares, calls, book, overlap, guard)
+        auto_await(pool.start)()
+
+    def _spawn(self, i: int) -> Any:
+        """A new worker, made as in verl's ``_init_agent_loop_workers``, but on the driver's node."""
+        return on_this_node(self.agent_loop_workers_class).remote(  # type: ignore[attr-defined]
+            self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles
+        )
+
+    @auto_await
+    async def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Validation: verl's own. Training: the driver's next batch; row i belongs to slot i // rollout.n."""
+        if prompts.meta_info.get("validate", False):
+            await self.driver.before_validation()
+            output = await super().generate_sequences(prompts)
+            return output
+        groups = await self.driver.next_batch(int(prompts.meta_info["global_steps"]))
+        rollout = self.config.actor_rollout_ref.rollout
+        return fill_slots(groups, prompts, rollout.prompt_length, rollout.response_length, self._pad_id)
+
+    def take_step_metrics(self) -> dict[str, float]:
+        """``Driver.take_step_metrics``."""
+        return self.driver.take_step_metrics()
+
+
+async def _taken_calls(workers: Sequence[Any], deadline_s: float) -> tuple[EngineCall, ...]:
+    """The joined engine calls of all workers."""
+    asked = asyncio.gather(*[result_of(worker.take_calls.remote()) for worker in workers])
+    lists = await within(asked, deadline_s, "asking the agent-loop workers to take_calls", "interrupt_s")
+    return tuple(call for calls in lists for call in calls)
+
+
+def _start_manager(context: RolloutContext, store: RayObjects) -> Any:
+    """The manager actor's handle."""
+    settings = context.settings
+    # With dynamic sampling it is unknown how many prompts the training will consume, only how many it will train.
+    bounded = settings.group_filter is not None and settings.drain
+    train_groups = context.last_step * settings.batch_groups if bounded else None
+    return on_this_node(ray.remote(ManagerActor)).remote(
+        replace(Admission.of(settings), train_groups=train_groups),
+        settings.scheduling,
+        settings.deadlines.stall_s,
+        FailurePolicy.of(settings.failures),
+        GroupFilter.of(settings.group_filter),
+        store,
+    )
+
+
+def on_this_node(actor_class: Any) -> Any:
+    """The Ray actor class ``actor_class`` on the driver's node, whose death ends the run in any case.
+
+    Left to itself, Ray may place an actor on a node that has died without its notice, which comes some 15 s late. No CPU is
+    asked for: all of this node's may be taken, and the actor would wait for one.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return actor_class.options(num_cpus=0, scheduling_strategy=here)
