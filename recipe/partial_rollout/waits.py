@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
@@ -90,6 +91,16 @@ async def beside(awaitable: Awaitable[T], *watches: Coroutine[Any, Any, Any]) ->
     finally:
         for task in tasks:
             task.cancel()
+
+
+def finished(coroutine: Coroutine[Any, Any, T]) -> T:
+    """``coroutine``'s result, from code that is not asynchronous; in a notebook, whose loop runs, from a thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 async def within(awaitable: Awaitable[T], deadline_s: float, what: str, key: str) -> T:

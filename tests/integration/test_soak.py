@@ -28,8 +28,8 @@ from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.step_book import StepBook
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.rollout.workers import WorkerPool
-from tests.bench.scripted_engine import ScriptedWorker
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from tests.bench.scripted_engine import ScriptedWorker
 
 # Ray's workers cannot import a test module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -21,6 +21,7 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight.checkpoints import check_rows
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.training.run_session import RunSession
 
 SIZES = {"batch_groups": 2, "samples_per_group": 2, "max_staleness": 4}
 
@@ -61,25 +62,36 @@ def trainer(run_dir, **keys):
             "actor_rollout_ref": {"actor": {"checkpoint": {"async_save": False}}},
         }
     )
-    ours.settings = SimpleNamespace(enable=True, sizes=SIZES)
-    ours.checkpoints = RunCheckpoints(
-        run_dir, checksum_all=True, keep=claim_retention(ours.config.trainer, critic=True)
+    settings = SimpleNamespace(enable=True, sizes=SIZES, checkpoint=SimpleNamespace(checksum_all=True))
+    ours.session = session = RunSession(
+        settings, run_dir, "auto", keep=claim_retention(ours.config.trainer, critic=True)
     )
     ours.actor_rollout_wg, ours.critic_wg = Weights(), Weights()
     ours.use_critic = True
     ours.train_dataloader = SlotLoader(10, 2)
-    ours.prompt_source = SimpleNamespace(state_dict=dict)
-    ours.trace = SimpleNamespace(checkpoint=lambda step: None)
-    ours.ledger = SimpleNamespace(checkpoint=lambda step: None)
-    ours.async_rollout_manager = SimpleNamespace(save=lambda path: write_snapshot(path, {}))
-    found = ours.checkpoints.to_resume("auto", None)
-    if found is not None:
-        ours.checkpoints.take(found)
+    session.source = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    session.trace = session.ledger = SimpleNamespace(checkpoint=lambda step: None)
+    session.connect(Saves({}))
+    if session.resume_from is not None:
+        session.load()
     return ours
 
 
+class Saves:
+    """A driver whose manager has ``state``."""
+
+    def __init__(self, state):
+        self.state = state
+
+    async def save(self, path):
+        write_snapshot(path, self.state)
+
+    async def load(self, path, step):
+        pass
+
+
 def save(ours, step):
-    ours.global_steps = step
+    ours.global_steps = ours.session.completed_step = step
     ours._save_checkpoint()
 
 
@@ -181,7 +193,7 @@ def test_column_that_no_checkpoint_can_hold_is_refused_by_name_before_ray_starts
 def test_weights_are_saved_where_what_is_in_flight_cannot_be(tmp_path, step):
     ours = trainer(tmp_path)
     save(ours, 1)
-    ours.async_rollout_manager.save = lambda path: write_snapshot(path, {"row": {"created": object()}})
+    ours.session.connect(Saves({"row": {"created": object()}}))
     with pytest.raises(RuntimeError, match=r"row.created: builtins.object cannot be saved") as caught:
         save(ours, step)
     step_dir, message = tmp_path / f"global_step_{step}", str(caught.value)

@@ -22,7 +22,7 @@ from recipe.partial_rollout.records.spread import p95, spread
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout.step_book import batch_metrics, phase_metrics
 from recipe.partial_rollout.tools.report.summary import summarize
-from recipe.partial_rollout.training.run_files import run_settings
+from recipe.partial_rollout.training.run_session import run_settings
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient
 
 FACTS = RunSettings(Arm.PR, "tiny", 2, 2, 2, 2, 4, "window", "bounded", "0", "0")

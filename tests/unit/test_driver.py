@@ -18,8 +18,8 @@ from recipe.partial_rollout.rollout.driver import Driver, RolloutState
 from recipe.partial_rollout.rollout.engine_probe import EndedCalls
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
-from tests.bench.scripted_engine import ScriptedWorker
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from tests.bench.scripted_engine import ScriptedWorker
 
 CURVE = EngineCurve(step_s=0.001, sample_s=0.0)
 STEPS = 4

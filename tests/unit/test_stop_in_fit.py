@@ -19,19 +19,17 @@ from verl.trainer.ppo import ray_trainer as verl_trainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
-from recipe.partial_rollout.rollout.live_round import LiveRound
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
-from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.batch import assemble_batch
 from recipe.partial_rollout.training.gpu_watch import GpuWatch
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
 from recipe.partial_rollout.training.step_log import StepLog
-from recipe.partial_rollout.training.training_steps import step_of
 
 STEPS = 4
 OVERRIDES = (
@@ -50,44 +48,42 @@ OVERRIDES = (
 )
 
 
-class Rounds:
-    """The agent-loop manager of the trainer, with a manager whose samples finish at once."""
+class Rollout:
+    """The agent-loop manager of the trainer and its driver, with a manager whose samples finish at once."""
+
+    exhausted = False
 
     def __init__(self, trainer, manager, output, moment):
         self.trainer, self.manager, self.output, self.moment = trainer, manager, output, moment
-        self.unacknowledged = []
-        self.round = None
+        self.driver = self
+        self.untrained = []
         self.asked = []
+        self.begun = None
 
-    def _require_finished(self, what):
+    def _require_trained(self, what):
         self.asked.append(what)
-        if self.round is not None:
-            self.round.require_finished(what)
+        assert not self.untrained
 
     def generate_sequences(self, slots):
         if slots.meta_info.get("validate"):
-            self._require_finished("validation")
+            self._require_trained("validation")
             self.moment("validating")
-            self.trainer.stop.check()
+            self.trainer.session.stop.check()
             return None
-        self._require_finished("the next round")
+        self._require_trained("the next batch")
         self.moment("round")
-        self.trainer.stop.check()
+        self.trainer.session.stop.check()
         manager, step = self.manager, slots.meta_info["global_steps"]
-        manager.advance_version(step - 1)
-        manager.open_round()
+        if self.begun != step - 1:
+            manager.begin_version(step - 1)
         for grant in manager.claim("w0"):
             manager.finish(grant.sample_id, self.output(version=step - 1))
-        manager.close_round()
-        groups = manager.take_batch()
-        self.round = LiveRound(step)
-        self.round.open()
-        self.round.interrupt()
-        self.round.flush(None)
-        self.unacknowledged = [group.uid for group in groups]
-        # As the manager actor does behind the update: the next round is prepared before this batch is trained.
+        groups, _ = manager.complete_batch(stop=True)
+        self.untrained = [group.uid for group in groups]
+        # As the manager actor does behind the update: the next version begins before this batch is trained.
         if step < STEPS:
-            manager.advance_version(step)
+            manager.begin_version(step)
+            self.begun = step
         batch = assemble_batch(groups, slots.non_tensor_batch["uid"][::2], 8, 8, 0)
         batch.meta_info["timing"] = {}
         return batch
@@ -95,24 +91,23 @@ class Rounds:
     def begin(self):
         pass
 
-    def end(self):
+    async def end(self):
         pass
 
-    def finish_round(self):
+    async def finish_step(self):
         self.asked.append("finish")
-        self.round.finish()
-        uids, self.unacknowledged = self.unacknowledged, []
+        uids, self.untrained = self.untrained, []
         self.manager.acknowledge(uids)
 
-    def save(self, path):
-        self._require_finished("a checkpoint")
+    async def save(self, path):
+        self._require_trained("a checkpoint")
         write_snapshot(Path(path), self.manager.state_dict())
 
-    def load(self, path, step):
+    async def load(self, path, step):
         self.manager.load_state_dict(read_snapshot(Path(path)))
 
     def take_step_metrics(self):
-        self._require_finished("its figures")
+        self._require_trained("its figures")
         return {}
 
 
@@ -155,18 +150,16 @@ def build_trainer(run_dir, manager, output, *, moment, overrides=()):
     OmegaConf.set_struct(config, False)
     config.merge_with_dotlist([*overrides, f"trainer.default_local_dir={run_dir}"])
     trainer = object.__new__(PartialRolloutRayPPOTrainer)
-    trainer.config, trainer.run_dir, trainer.stop = config, run_dir, StopSignals()
-    trainer.settings = PartialRolloutConfig.from_config(config)
-    trainer.checkpoints = RunCheckpoints(run_dir, checksum_all=False)
-    trainer.resume_from = trainer._find_checkpoint(config)
-    trainer._completed_step = step_of(trainer.resume_from)
+    trainer.config = config
+    trainer.session = session = RunSession(PartialRolloutConfig.from_config(config), run_dir, "auto")
+    session.steps = TrainingSteps(per_epoch=STEPS, epochs=1, total=STEPS, drains=True, filters=False)
     trainer._phase_started, trainer._measured = None, {}
     trainer.proximal = ProximalPolicy.of(config, trainer.settings)
     trainer.gpus, trainer.nodes = GpuWatch([]), ClusterNodes(table=list)
     noted = dict.fromkeys(("phase", "complete", "checkpoint"), lambda *_: None)
-    trainer.trace = SimpleNamespace(**noted, last_round=None)
-    trainer.step_log = StepLog(config, trainer.settings, trainer.run_dir, STEPS)
-    trainer.ledger, trainer.prompt_source = Ledger(), Source()
+    session.trace = SimpleNamespace(**noted, last_round=None)
+    trainer.step_log = StepLog(config, trainer.settings, run_dir, STEPS)
+    session.ledger, session.source = Ledger(), Source()
     trainer.total_training_steps = STEPS
     trainer.train_dataloader, trainer.train_dataset = SlotLoader(STEPS, 2), object()
     trainer._dump_executor = SimpleNamespace(_shutdown=False)
@@ -174,7 +167,8 @@ def build_trainer(run_dir, manager, output, *, moment, overrides=()):
     trainer.actor_rollout_wg = trainer.llm_server_manager = object()
     trainer.use_rm = trainer.use_critic = trainer.use_reference_policy = False
     trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
-    trainer.async_rollout_manager = Rounds(trainer, manager, output, moment)
+    trainer.async_rollout_manager = Rollout(trainer, manager, output, moment)
+    session.connect(trainer.async_rollout_manager)
     trainer.checkpoint_manager = SimpleNamespace(
         update_weights=lambda step: moment("sync"), sleep_replicas=lambda: None
     )
@@ -206,13 +200,13 @@ def life(tmp_path, monkeypatch, manager, output):
 
     def save(self):
         at.moment("save")
-        actor = self.run_dir / f"global_step_{self.global_steps}" / "actor"
+        actor = self.session.run_dir / f"global_step_{self.global_steps}" / "actor"
         actor.mkdir(parents=True, exist_ok=True)
         (actor / "weights").write_text(str(at.weights))
 
     def load(self):
-        self.global_steps = step_of(self.resume_from)
-        at.weights = int((self.resume_from / "actor" / "weights").read_text())
+        self.global_steps = self.session.resumed_step
+        at.weights = int((self.session.resume_from / "actor" / "weights").read_text())
 
     for name, fake in (
         ("_compute_old_log_prob", log_probs),
@@ -228,12 +222,12 @@ def life(tmp_path, monkeypatch, manager, output):
 
         def moment(name):
             step = getattr(trainer, "global_steps", 0)
-            if (name, step) == stop_at and trainer.stop._number is None:
+            if (name, step) == stop_at and trainer.session.stop._number is None:
                 signal.raise_signal(signal.SIGTERM)
 
         at.moment = moment
         trainer = build_trainer(tmp_path, manager(batch=2, n=2, prompts=0), output, moment=moment, overrides=overrides)
-        if trainer.resume_from is None:
+        if trainer.session.resume_from is None:
             trainer.async_rollout_manager.manager.offer(prompts_of(manager))
         try:
             trainer.fit()
@@ -266,49 +260,49 @@ def logged_steps(run_dir):
 def test_stop_anywhere_in_a_step_leaves_a_checkpoint_of_a_whole_step(life, tmp_path, moment, step, freq):
     first = life(*VALIDATES, f"trainer.save_freq={freq}", stop_at=(moment, step))
     held = step - 1 if moment == "round" else step
-    assert first.stopped and first.ledger.lines[-1] == ("stopped", held)
+    assert first.stopped and first.session.ledger.lines[-1] == ("stopped", held)
     if held:
-        found = first.checkpoints.to_resume("auto", None)
+        found = first.session.checkpoints.to_resume("auto", None)
         assert found == tmp_path / f"global_step_{held}"
         assert int((found / "actor" / "weights").read_text()) == held
-        manager = read_snapshot(first.checkpoints.take(found).manager)
+        manager = read_snapshot(first.session.checkpoints.take(found).manager)
         assert manager["counters"]["trained_groups"] == 2 * held and manager["version"] == held
     assert logged_steps(tmp_path) == list(range(1, held + 1)), "the metrics of a trained step are not lost"
     second = life(*VALIDATES, "trainer.save_freq=1")
-    assert not second.stopped and second.ledger.lines[-1] == ("complete",)
+    assert not second.stopped and second.session.ledger.lines[-1] == ("complete",)
     assert logged_steps(tmp_path) == list(range(held + 1, STEPS + 1)), "it goes on"
     assert second.async_rollout_manager.manager.counters.trained_groups == 2 * STEPS
 
 
 def test_stop_in_the_last_steps_validation_completes_the_training(life, tmp_path):
     trainer = life(*VALIDATES, "trainer.save_freq=2", stop_at=("validating", STEPS))
-    assert not trainer.stopped and trainer.ledger.lines[-1] == ("complete",)
-    assert trainer.checkpoints.to_resume("auto", None) == tmp_path / f"global_step_{STEPS}"
+    assert not trainer.stopped and trainer.session.ledger.lines[-1] == ("complete",)
+    assert trainer.session.checkpoints.to_resume("auto", None) == tmp_path / f"global_step_{STEPS}"
 
 
 def test_stop_in_the_validation_before_training_saves_what_was_resumed_and_nothing_from_scratch(life, tmp_path):
     validates = ("trainer.val_before_train=True", "trainer.save_freq=1")
     fresh = life(*validates, stop_at=("before validation", 0))
-    assert fresh.stopped and fresh.ledger.lines == [("stopped", 0)] and not list(tmp_path.glob("global_step_*"))
+    assert fresh.stopped and fresh.session.ledger.lines == [("stopped", 0)] and not list(tmp_path.glob("global_step_*"))
     life("trainer.save_freq=1", stop_at=("round", 3))
     again = life(*validates, stop_at=("validating", 2))
-    assert again.stopped and again.ledger.lines == [("checkpoint", 2), ("stopped", 2)]
+    assert again.stopped and again.session.ledger.lines == [("checkpoint", 2), ("stopped", 2)]
     assert not life(*validates).stopped
 
 
 def test_stop_without_checkpoints_tells_the_step_it_stopped_after(life, tmp_path):
     trainer = life(*VALIDATES, "trainer.save_freq=-1", stop_at=("validating", 2))
-    assert trainer.ledger.lines == [("stopped", 2)] and not list(tmp_path.glob("global_step_*"))
+    assert trainer.session.ledger.lines == [("stopped", 2)] and not list(tmp_path.glob("global_step_*"))
 
 
 def test_round_is_finished_once_a_step_after_the_update_and_before_whoever_needs_it(life):
     trainer = life(*VALIDATES, "trainer.save_freq=1")
     step = ["finish", "a checkpoint", "validation", "its figures"]
-    assert trainer.async_rollout_manager.asked == ["the next round", *step] * STEPS
+    assert trainer.async_rollout_manager.asked == ["the next batch", *step] * STEPS
 
 
 def test_round_of_a_step_without_an_actor_update_is_finished_before_its_validation_or_its_log(life):
     for validates, step in ((VALIDATES, ["finish", "validation", "its figures"]), ((), ["finish", "its figures"])):
         trainer = life(*validates, f"trainer.critic_warmup={STEPS + 1}", "trainer.test_freq=-1", *validates)
-        assert trainer.async_rollout_manager.asked == ["the next round", *step] * STEPS
+        assert trainer.async_rollout_manager.asked == ["the next batch", *step] * STEPS
         assert trainer.async_rollout_manager.manager.counters.trained_groups == 2 * STEPS

@@ -27,7 +27,7 @@ CONTRACT = (
     # -- the trainer ----------------------------------------------------------------------------------------------------
     Uses(
         "verl.trainer.ppo.ray_trainer:RayPPOTrainer",
-        "ray_trainer rollout_parts main_ppo task_runner",
+        "ray_trainer main_ppo task_runner",
         has="async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader train_dataset "
         "tokenizer config global_steps total_training_steps",
         reads="agent_loop_manager_class",
@@ -100,7 +100,7 @@ CONTRACT = (
     # -- rollout --------------------------------------------------------------------------------------------------------
     Uses(
         f"{AGENT_LOOP}:AgentLoopManager",
-        "observed_manager agent_loop_manager",
+        "agent_loop_manager",
         has="config llm_client teacher_client reward_loop_worker_handles agent_loop_workers agent_loop_workers_class",
         calls={"__init__": "*, config, llm_client", "generate_sequences": "prompts"},
     ),
@@ -155,7 +155,7 @@ CONTRACT = (
         calls={"rollout_trace_attr": "*, step, sample_index, rollout_n, validate, name, trace"},
     ),
     Uses(
-        "verl.utils.ray_utils", "weight_sync weight_transfer observed_manager ray_trainer", calls={"auto_await": "func"}
+        "verl.utils.ray_utils", "weight_sync weight_transfer agent_loop_manager", calls={"auto_await": "func"}
     ),
     Uses(
         "verl.workers.rollout.llm_server:LLMServerClient",
@@ -171,7 +171,7 @@ CONTRACT = (
     ),
     Uses(
         "verl.workers.rollout.llm_server:LLMServerManager",
-        "rollout_parts standalone_engines",
+        "ray_trainer standalone_engines",
         calls={"__init__": "config, worker_group, rollout_resource_pool", "get_replicas": ""},
     ),
     Uses("verl.trainer.ppo.ray_trainer", "standalone_engines", has="LLMServerManager"),
@@ -182,7 +182,7 @@ CONTRACT = (
     ),
     Uses(
         "verl.workers.rollout.router:GlobalRequestLoadBalancer",
-        "replica_roster",
+        "replicas",
         calls={"add_servers": "servers", "remove_servers": "server_ids"},
     ),
     Uses(
@@ -192,7 +192,7 @@ CONTRACT = (
     ),
     Uses(
         "verl.workers.rollout.replica:RolloutReplica",
-        "server_control sync_watch weight_transfer settings_check",
+        "replicas weight_transfer settings_check",
         has="server_address server_handle workers max_concurrency",
         calls={"abort_all_requests": "*, reject_request", "resume_generation": "", "sleep": "", "wake_up": ""},
     ),
@@ -200,7 +200,7 @@ CONTRACT = (
     Uses("verl.utils.memory_utils", "replica", calls={"aggressive_empty_cache": "*, force_sync"}),
     Uses(
         f"{VLLM_SERVER}:vLLMReplica",
-        "replica server_control",
+        "replica replicas",
         has="servers workers server_class gpus_per_replica_node",
         calls={
             "__init__": "replica_rank, config, model_config",
@@ -280,7 +280,7 @@ CONTRACT = (
     # -- data, tools, losses --------------------------------------------------------------------------------------------
     Uses(
         "verl.protocol:DataProto",
-        "batch proximal observed_phases",
+        "batch proximal agent_loop_manager",
         has="batch non_tensor_batch meta_info",
         calls={"__init__": "*, batch, non_tensor_batch, meta_info", "from_single_dict": "data"},
     ),

@@ -1,13 +1,12 @@
-"""The trainer: verl's ``RayPPOTrainer``, whose rollout is a round of partial rollout.
+"""The trainer: verl's ``RayPPOTrainer``, whose batches come from partial rollout.
 
 verl's ``fit`` runs unchanged, in both arms::
 
-    SlotLoader -> N empty slots -> PartialRolloutAgentLoopManager.generate_sequences -> full batch
-      -> log-probs, reward, advantage, update (verl) -> finish the round -> weight sync (RecipeCheckpointManager) -> resume
+    SlotLoader -> N empty slots -> PartialRolloutAgentLoopManager.generate_sequences (Driver.next_batch) -> full batch
+      -> log-probs, reward, advantage, update (verl) -> RunSession.complete_step -> weight sync (RecipeCheckpointManager)
 
-The round waits for N ready groups and for groups at ``max_staleness``; the update waits for the round; interrupted
-samples wait in their workers for the next round. With ``partial_rollout.enable=False`` loader, manager and batches are
-verl's own.
+What belongs to the run and not to a trainer is its ``RunSession``. With ``partial_rollout.enable=False`` loader, manager
+and batches are verl's own.
 """
 
 from __future__ import annotations
@@ -21,26 +20,25 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import need_critic
-from verl.utils.ray_utils import auto_await
 
 import recipe.partial_rollout.engine.replica as replica
-from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
+from recipe.partial_rollout.checkpoint.run_checkpoints import claim_retention
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices
 from recipe.partial_rollout.engine.kept_kv import kv_gap
-from recipe.partial_rollout.records.ledger import Ledger
-from recipe.partial_rollout.records.run_trace import RunTrace
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
-from recipe.partial_rollout.rollout.driver import Driver
+from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.engine_probe import EngineProbe
-from recipe.partial_rollout.rollout.prompt_source import PromptSource, SlotLoader, rows_of
-from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.rollout.prompt_source import SlotLoader, rows_of
+from recipe.partial_rollout.rollout.replicas import ServerControl
+from recipe.partial_rollout.rollout.slots import ReplicaSlots, SampleSizes
+from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.gpu_watch import GpuWatch
 from recipe.partial_rollout.training.proximal import ProximalPolicy
-from recipe.partial_rollout.training.rollout_parts import rollout_context
+from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
 from recipe.partial_rollout.training.step_log import StepLog
-from recipe.partial_rollout.training.training_steps import TrainingSteps, step_of
 from recipe.partial_rollout.training.weight_sync import RecipeCheckpointManager
+from recipe.partial_rollout.waits import finished
 from verl_ext.standalone_engines import standalone_engines
 from verl_ext.tracking_observer import observed_tracking
 
@@ -48,73 +46,59 @@ _PROBE_ROWS = 64
 
 
 class PartialRolloutRayPPOTrainer(RayPPOTrainer):
-    """``RayPPOTrainer`` whose batches come from rounds; reads ``config.partial_rollout``.
+    """``RayPPOTrainer`` whose batches come from the driver; reads ``config.partial_rollout``.
 
     Args:
         nodes: of Ray's cluster; told of each step that the run completes. None: those that live now.
         args, kwargs: verl's.
     """
 
-    trace: RunTrace
-    """opened in ``init_workers``, where verl makes its own parts"""
     gpus: GpuWatch
-    """started there, too"""
+    """started in ``init_workers``, where verl makes its own parts"""
 
     def __init__(self, config: Any, *args: Any, nodes: ClusterNodes | None = None, **kwargs: Any) -> None:
         self.nodes = nodes or ClusterNodes()
-        self.settings = PartialRolloutConfig.from_config(config)
-        self.proximal = ProximalPolicy.of(config, self.settings)
-        self.prompt_source: PromptSource | None = None
-        """None under noPR"""
-        self.ledger: Ledger | None = None
-        """None under noPR; opened in ``init_workers``"""
+        settings = PartialRolloutConfig.from_config(config)
+        self.proximal = ProximalPolicy.of(config, settings)
         replica.register()
-        self.stop = StopSignals()
-        self.run_dir = Path(config.trainer.default_local_dir)
-        keep = claim_retention(config.trainer, critic=need_critic(config)) if self.settings.enable else None
-        self.checkpoints = RunCheckpoints(self.run_dir, checksum_all=self.settings.checkpoint.checksum_all, keep=keep)
-        self.resume_from = self._find_checkpoint(config)
+        trainer = config.trainer
+        keep = claim_retention(trainer, critic=need_critic(config)) if settings.enable else None
+        self.session = RunSession(
+            settings,
+            Path(trainer.default_local_dir),
+            trainer.resume_mode,
+            trainer.get("resume_from_path"),
+            keep,
+        )
         super().__init__(config, *args, **kwargs)
-        self.step_log = StepLog(config, self.settings, self.run_dir, self.total_training_steps)
+        self.step_log = StepLog(config, settings, self.session.run_dir, self.total_training_steps)
         self._phase_started: float | None = None
         self._measured: dict[str, float] = {}
-        self._completed_step = step_of(self.resume_from)
 
-    def _find_checkpoint(self, config: Any) -> Path | None:
-        if not self.settings.enable:
-            return None
-        trainer = config.trainer
-        return self.checkpoints.to_resume(trainer.resume_mode, trainer.get("resume_from_path"))
+    @property
+    def settings(self) -> PartialRolloutConfig:
+        return self.session.settings
 
     @property
     def _rollout(self) -> Any:
         """The recipe's agent-loop manager."""
         return self.async_rollout_manager
 
-    @property
-    def _driver(self) -> Driver:
-        """Of PR."""
-        return self._rollout.driver
-
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
         super()._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
-        self._collate: Any = self.train_dataloader.collate_fn  # type: ignore[union-attr]
-        if not self.settings.enable:
-            return
-        steps, size = self.steps, self.settings.batch_groups
-        self.prompt_source = PromptSource(self.train_dataloader, total=steps.offered * size)
-        self.train_dataloader = SlotLoader(steps.per_epoch, size, exhausted=lambda: self._driver.exhausted)
-
-    @property
-    def steps(self) -> TrainingSteps:
-        """Steps of the whole training, including those before a resumed checkpoint."""
-        return TrainingSteps(
-            per_epoch=len(self.train_dataloader),
+        loader: Any = self.train_dataloader
+        self._collate = loader.collate_fn
+        steps = TrainingSteps(
+            per_epoch=len(loader),
             epochs=self.config.trainer.total_epochs,
             total=self.total_training_steps,
             drains=self.settings.drain,
             filters=self.settings.group_filter is not None,
         )
+        self.session.offer(loader, steps)
+        if self.settings.enable:
+            size = self.settings.batch_groups
+            self.train_dataloader = SlotLoader(steps.per_epoch, size, exhausted=lambda: self.session.driver.exhausted)
 
     def init_workers(self) -> None:
         """As verl's; then connect the recipe's parts to the replicas and workers that it made."""
@@ -124,17 +108,34 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         if self.settings.enable:
             self.send_loss()
         self.gpus = GpuWatch.of_cluster()
-        context = rollout_context(self)
-        self.settings, self.trace, self.ledger = context.settings, context.trace, context.ledger
+        context = self._open_session()
         tokenizer: Any = self.tokenizer
         self._rollout.connect(context, tokenizer.pad_token_id)
+        if self.settings.enable:
+            self.session.connect(self._rollout.driver)
         verls: Any = self.checkpoint_manager
         self.checkpoint_manager: Any = RecipeCheckpointManager(
             verls,
             self.settings.deadlines.weight_sync_s,
-            driver=self._driver if self.settings.enable else None,
-            note=partial(self.trace.phase, "sync"),
+            driver=self.session.driver if self.settings.enable else None,
+            note=partial(self.session.trace.phase, "sync"),
         )
+
+    def _open_session(self) -> RolloutContext:
+        """Find the slots of the replicas that verl has made, and open the run's records."""
+        settings = self.settings
+        servers: Any = self.llm_server_manager
+        control = ServerControl(
+            servers.get_replicas(),
+            settings.deadlines.interrupt_s,
+            restarts=settings.failures.replica_restarts,
+            start_deadline_s=settings.deadlines.start_s,
+        )
+        rollout = self.config.actor_rollout_ref.rollout
+        sizes = SampleSizes(rollout.prompt_length, rollout.response_length)
+        slots = ReplicaSlots.of(settings, finished(control.kv_tokens()), sizes)
+        print(slots.describe())
+        return self.session.open(control, slots, self.actor_rollout_wg.workers, self.config.trainer.experiment_name)
 
     def send_loss(self) -> None:
         """Give the actor workers the loss that the config asks for; this also registers the recipe's losses there."""
@@ -147,91 +148,82 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             StopTraining: after Ctrl-C or SIGTERM; if ``trainer.save_freq`` asks for checkpoints, one holds what was in
                 flight.
         """
-        with self.stop.caught():
-            if step_of(self.resume_from) >= self.total_training_steps:
-                print(f"nothing to do: {self.resume_from} is the checkpoint of the last step")
+        session = self.session
+        with session.stop.caught():
+            if session.resumed_step >= self.total_training_steps:
+                print(f"nothing to do: {session.resume_from} is the checkpoint of the last step")
                 return
             if self.settings.probe_s:
                 self.checkpoint_manager.update_weights(0)
                 self._probe("before training")
             try:
-                table = self.step_log.open(resumes=self.resume_from is not None)
+                table = self.step_log.open(resumes=session.resume_from is not None)
                 with observed_tracking(self._observe_step, after=self._after_log, table=table):
                     if self.settings.enable:
-                        self._driver.begin()
+                        session.driver.begin()
                     super().fit()
             except StopTraining:
                 self._save_before_stop()
                 raise
-            exhausted = self.settings.group_filter is not None and self._driver.exhausted
-            if exhausted:
+            if session.exhausted:
                 self._save_where_data_ended()
-            if self.settings.enable:
-                auto_await(self._driver.end)()
+            session.end()
             if self.settings.probe_s:
                 self._probe("after training")
-        self.trace.complete()
-        if self.ledger is not None:
-            self.ledger.complete(exhausted=exhausted)
+        session.complete()
 
     def _probe(self, when: str) -> None:
         dataset: Any = self.train_dataset
         rows = [dataset[i] for i in range(min(_PROBE_ROWS, len(dataset)))]
         probe: EngineProbe = self._rollout.probe
-        rate = auto_await(probe.measure)(rows_of(self._collate(rows)), self.settings.probe_s)
+        rate = finished(probe.measure(rows_of(self._collate(rows)), self.settings.probe_s))
         print(f"engine kept full at {probe.concurrency} samples {when}: {rate:,.0f} tokens/s")
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self) -> None:
         """Save verl's checkpoint; under partial rollout also everything in flight, and seal it."""
-        if self.prompt_source is None or self.ledger is None:
+        if self.settings.enable:
+            self.session.save(super()._save_checkpoint)
+        else:
             super()._save_checkpoint()
-            return
-        self.checkpoints.save(
-            self.global_steps,
-            save_manager=auto_await(self._driver.save),
-            source=self.prompt_source.state_dict(),
-            save_verl=super()._save_checkpoint,
-            sizes=self.settings.sizes,
-        )
-        self.trace.checkpoint(self.global_steps)
-        self.ledger.checkpoint(self.global_steps)
 
     def _load_checkpoint(self) -> int | None:
-        if self.prompt_source is None or self.resume_from is None:
-            return None if self.settings.enable else super()._load_checkpoint()
-        trainer = self.config.trainer
+        session, trainer = self.session, self.config.trainer
+        if not self.settings.enable:
+            return super()._load_checkpoint()
+        if session.resume_from is None:
+            return None
         asked = trainer.resume_mode, trainer.get("resume_from_path")
-        trainer.resume_mode, trainer.resume_from_path = "resume_path", str(self.resume_from)
+        trainer.resume_mode, trainer.resume_from_path = "resume_path", str(session.resume_from)
         super()._load_checkpoint()
         trainer.resume_mode, trainer.resume_from_path = asked
-        state = self.checkpoints.take(self.resume_from)
-        self.prompt_source.load_state_dict(self.checkpoints.read_source(state))
-        auto_await(self._driver.load)(state.manager, self.global_steps)
+        session.load()
         slots: Any = self.train_dataloader
-        slots.start_at(self.global_steps % self.steps.per_epoch)
+        slots.start_at(self.global_steps % session.steps.per_epoch)
         return None
 
     def _save_where_data_ended(self) -> None:
         """Save the last step if the data ended early (dynamic sampling); verl saves only the last step that it expects."""
-        step, every = self._completed_step, self.config.trainer.save_freq
+        step, every = self.session.completed_step, self.config.trainer.save_freq
         print(
-            f"the data ends after step {step} of {self.steps.last}: dynamic sampling has consumed it "
+            f"the data ends after step {step} of {self.session.steps.last}: dynamic sampling has consumed it "
             f"(trainer.total_epochs={self.config.trainer.total_epochs})"
         )
-        if every > 0 and step % every and step > step_of(self.resume_from):
+        if every > 0 and step % every and step > self.session.resumed_step:
             self.global_steps = step
             self._save_checkpoint()
 
     def _save_before_stop(self) -> None:
         """Save a checkpoint of the last completed step; the manager's state includes what was decoded since."""
-        if self._completed_step and self.config.trainer.save_freq > 0:
-            self.global_steps = self._completed_step
+        session = self.session
+        if session.completed_step and self.config.trainer.save_freq > 0:
+            self.global_steps = session.completed_step
             self._save_checkpoint()
-            print(f"saved {self.checkpoints.step_dir(self.global_steps)}; trainer.resume_mode=auto resumes from it")
-        if self.ledger is not None:
-            self.ledger.stopped(self._completed_step)
+            saved = session.checkpoints.step_dir(session.completed_step)
+            print(f"saved {saved}; trainer.resume_mode=auto resumes from it")
+        if session.ledger is not None:
+            session.ledger.stopped(session.completed_step)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -247,22 +239,18 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def _after_log(self, data: dict[str, Any], step: int) -> None:
         """Stop verl's ``fit`` if asked to, here and nowhere else: the step is logged, and the next has not begun."""
         self._end_phase()
-        self.step_log.close(step, self.trace.last_round)
-        if step < self.steps.last:
-            self.stop.check()
+        self.step_log.close(step, self.session.trace.last_round)
+        if step < self.session.steps.last:
+            self.session.stop.check()
 
     def _complete_step(self) -> None:
-        """End the round of a trained batch, here and nowhere else; from now on a checkpoint is of this step.
+        """End the step of a trained batch, here and nowhere else.
 
         Called after the actor's update, in the critic's warm-up after the critic's: as late as verl's ``fit`` allows, so
         that the workers report while the trainer updates.
         """
-        if self._completed_step == self.global_steps:
-            return
-        if self.settings.enable:
-            auto_await(self._driver.finish_step)()
-        self._completed_step = self.global_steps
-        self.nodes.outlive()
+        if self.session.complete_step(self.global_steps):
+            self.nodes.outlive()
 
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float | None]:
         if self.settings.enable and not self.proximal.recomputes(self.global_steps):
@@ -293,7 +281,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         if self.settings.enable:
             self._complete_step()
         try:
-            self.stop.check()
+            self.session.stop.check()
             return super()._validate(*args, **kwargs)
         except StopTraining:
             return {"partial_rollout/validation_cut_short": 1.0}
@@ -304,5 +292,5 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     def _end_phase(self) -> None:
         if self._phase_started is not None:
-            self.trace.phase("train", self.global_steps, self._phase_started, time.time())
+            self.session.trace.phase("train", self.global_steps, self._phase_started, time.time())
             self._phase_started = None
