@@ -87,12 +87,12 @@ def prepare(config: DictConfig) -> None:
 
 
 def check(config: DictConfig) -> NoReturn:
-    """Exit with what ``preflight/dry_run.py`` finds.
+    """Exit with what ``tools/dry_run.py`` finds.
 
     Raises:
         ConfigError: the settings do not hold.
     """
-    from recipe.partial_rollout.preflight.dry_run import dry_run
+    from recipe.partial_rollout.tools.dry_run import dry_run
 
     prepare(config)
     sys.exit(dry_run(config))
@@ -104,9 +104,8 @@ def run(config: DictConfig) -> None:
     Raises:
         ConfigError: before Ray starts, in one line.
     """
-    from recipe.partial_rollout.preflight.checkpoints import check_rows
     from recipe.partial_rollout.preflight.inputs import fetch_model
-    from recipe.partial_rollout.preflight.prompts import check_prompts
+    from recipe.partial_rollout.preflight.prompts import check_prompts, check_rows
     from recipe.partial_rollout.preflight.settings_check import check_config
     from recipe.partial_rollout.training.swanlab_run import choose_mode
 

@@ -14,8 +14,7 @@ from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler, need_cr
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import collate_fn
 
-from recipe.partial_rollout.preflight.machine import check_cpus
-from recipe.partial_rollout.preflight.placement_check import check_devices_of_ray
+from recipe.partial_rollout.preflight.placement_check import check_cpus, check_devices_of_ray
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer

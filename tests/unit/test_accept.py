@@ -9,13 +9,12 @@ import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.partial_rollout.preflight.memory import DeviceMemory, check_memory
-from recipe.partial_rollout.preflight.model_shape import named
 from recipe.partial_rollout.preflight.settings_check import check_config
 from recipe.partial_rollout.tasks.trace_task.prepare import main as prepare
 from recipe.partial_rollout.tools.accept import checks, command
 from recipe.partial_rollout.tools.accept.checks import Check, judge
 from recipe.partial_rollout.tools.accept.command import AS_CHOSEN, FALLBACKS, Plan, diagnose
+from recipe.partial_rollout.tools.memory import DeviceMemory, check_memory, named
 
 BUDGETS = [5, 9]
 FREED = "Sleep mode freed 52.1 GiB memory, 3.0 GiB memory is still in use.\n"

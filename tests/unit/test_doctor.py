@@ -8,10 +8,9 @@ import pytest
 import torch
 import yaml
 
-from recipe.partial_rollout.preflight import host
-from recipe.partial_rollout.preflight.host import Finding
-from recipe.partial_rollout.tools import doctor
+from recipe.partial_rollout.tools import doctor, host
 from recipe.partial_rollout.tools.command_line import HERE
+from recipe.partial_rollout.tools.host import Finding
 from verl_ext import command
 from verl_ext.guard import GPU_PAIR
 

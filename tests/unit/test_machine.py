@@ -1,4 +1,4 @@
-"""What a run lacks on this machine is refused in one line, before Ray starts: packages, CPUs, disk, device memory."""
+"""What a run lacks on this machine is said in one line: packages, CPUs, disk, device memory."""
 
 import re
 from pathlib import Path
@@ -8,12 +8,12 @@ from jinja2 import Environment
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight import machine, settings_check
-from recipe.partial_rollout.preflight.host import Finding
-from recipe.partial_rollout.preflight.machine import PACKAGES, check_cpus, machine_problems, missing_packages
-from recipe.partial_rollout.preflight.memory import DeviceMemory, check_memory
-from recipe.partial_rollout.preflight.model_shape import named
-from recipe.partial_rollout.tools import verl_trainer
+from recipe.partial_rollout.preflight import inputs, settings_check
+from recipe.partial_rollout.preflight.inputs import PACKAGES, missing_packages
+from recipe.partial_rollout.preflight.placement_check import check_cpus
+from recipe.partial_rollout.tools import host, verl_trainer
+from recipe.partial_rollout.tools.host import Finding, machine_problems
+from recipe.partial_rollout.tools.memory import DeviceMemory, check_memory, named
 from verl_ext.guard import CPU_PAIR, GPU_PAIR
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,8 +36,8 @@ def build(composed_config):
 @pytest.fixture
 def gpu_machine(monkeypatch):
     """This machine has a GPU, by its looks, and no Ray cluster is named."""
-    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(machine, "host_findings", lambda: [])
+    monkeypatch.setattr(host.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(host, "host_findings", lambda: [])
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
@@ -59,17 +59,17 @@ def refused(found):
     ],
 )
 def test_what_a_command_imports_is_asked_for_with_the_command_that_brings_it(build, monkeypatch, overrides, module):
-    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    monkeypatch.setattr(inputs, "find_spec", lambda name: None)
     lines = refused(missing_packages(build(*overrides)))
     assert len(lines) == (module is not None)
     for line in lines:
         assert f"the package {module}, which is not installed: `PARTIAL_ROLLOUT_EXTRA=gpu bash" in line
-    monkeypatch.setattr(machine, "find_spec", lambda name: name)
+    monkeypatch.setattr(inputs, "find_spec", lambda name: name)
     assert not refused(missing_packages(build(*overrides)))
 
 
 def test_verls_own_trainer_does_not_start_without_its_queue(build, monkeypatch, capsys):
-    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    monkeypatch.setattr(inputs, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as end:
         verl_trainer.main.__wrapped__(build("arm=colocate_async"))
     assert end.value.code == 2 and capsys.readouterr().err.startswith("config error: trainer.v1.trainer_mode=colocate")
@@ -106,34 +106,34 @@ def test_ray_needs_three_cpus_a_trainer_two_an_engine_and_one(build, overrides, 
 
 def test_run_is_refused_where_it_would_wait_for_cpus_or_fill_the_disk(build, gpu_machine, monkeypatch, tmp_path):
     config = build("experiment=gsm8k_8gpu_4b", f"recipe.out={tmp_path}/out")
-    shape = shape_of_named(config)
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: OmegaConf.create({"free": 100 * 2**30}))
+    shape = shape_of_named(config).parameters
+    monkeypatch.setattr(host.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda path: OmegaConf.create({"free": 100 * 2**30}))
     cpus, disk = refused(machine_problems(config, shape))
     assert "25 CPUs for Ray, which has 16" in cpus
     assert disk.startswith(
         f"trainer.default_local_dir={tmp_path}/out/pr: a directory with 135 GiB free, for 3 checkpoints of 45.0"
     )
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(host.os, "cpu_count", lambda: 64)
     config.trainer.save_freq = -1
     assert not refused(machine_problems(config, shape))
 
 
 def test_check_refuses_the_device_that_the_doctor_refuses(build, gpu_machine, monkeypatch):
     found = [Finding("device", "driver 535", "a newer one", stops=True), Finding("attention", "sdpa", "flash-attn")]
-    monkeypatch.setattr(machine, "host_findings", lambda: found)
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(host, "host_findings", lambda: found)
+    monkeypatch.setattr(host.os, "cpu_count", lambda: 64)
     assert refused(machine_problems(build(), None)) == ["trainer.device=cuda: driver 535: a newer one"]
     assert not refused(machine_problems(build("platform=cpu"), None))
 
 
 @pytest.mark.parametrize("elsewhere", ["address", "nodes", "no GPU"])
 def test_machine_that_will_not_train_is_not_asked(build, gpu_machine, monkeypatch, elsewhere):
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(host.os, "cpu_count", lambda: 1)
     if elsewhere == "address":
         monkeypatch.setenv("RAY_ADDRESS", "auto")
     if elsewhere == "no GPU":
-        monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+        monkeypatch.setattr(host.shutil, "which", lambda name: None)
     config = build("trainer.nnodes=2" if elsewhere == "nodes" else "trainer.nnodes=1")
     assert not refused(machine_problems(config, None))
 

@@ -12,10 +12,9 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.preflight import dry_run as checks
-from recipe.partial_rollout.preflight.memory import DeviceMemory, check_memory
-from recipe.partial_rollout.preflight.model_shape import QWEN3, ModelShape, named
 from recipe.partial_rollout.preflight.settings_check import check_settings
+from recipe.partial_rollout.tools import dry_run as checks
+from recipe.partial_rollout.tools.memory import QWEN3, DeviceMemory, ModelShape, check_memory, named
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "run_scripts"

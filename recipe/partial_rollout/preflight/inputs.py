@@ -1,19 +1,24 @@
-"""What a run reads: model, data, Ray cluster. What is missing is named with the command that brings it."""
+"""What a run reads: model, data, packages, Ray cluster. What is missing is named with the command that brings it."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError, fail
-from recipe.partial_rollout.preflight.model_shape import ModelShape, named
 
+BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+_LEAST_MIB, _VERLS_MIB = 64, 2048
+"""a bucket for small models, and verl's default, for a model whose sizes are not known"""
+INSTALL_GPU = "PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh"
 MODEL = "actor_rollout_ref.model.path"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PROBE_S = 5.0
@@ -60,15 +65,6 @@ def model_config(path: str) -> dict[str, Any]:
     if not _HUB_ID.fullmatch(path):
         raise fail(MODEL, path, "a local model directory with config.json, or a model of the hub such as Qwen/Qwen3-4B")
     return json.loads(_of_hub(path).read_text())
-
-
-def shape_of(config: DictConfig) -> ModelShape | None:
-    """The model's shape by its ``config.json``, or by its name where it is not at hand; None if neither says it."""
-    path = str(config.actor_rollout_ref.model.path)
-    try:
-        return ModelShape.of(model_config(path))
-    except ConfigError:
-        return named(path)
 
 
 def reach_hub() -> None:
@@ -141,3 +137,68 @@ def check_vocabulary(config: DictConfig) -> None:
         f"its tokenizer has {tokens} tokens and the model {rows}; they must be equal (where the model's extra rows are "
         f"padding that is never sampled, as in Qwen's checkpoints, set partial_rollout.padded_vocabulary=True)",
     )
+
+
+def weight_bytes(config: DictConfig) -> int:
+    """Bytes of a weight in the trainer."""
+    fsdp = config.actor_rollout_ref.actor.get("fsdp_config") or {}
+    return {"fp32": 4, "float32": 4}.get(str(fsdp.get("model_dtype", "fp32")), 2)
+
+
+def size_bucket(config: DictConfig) -> None:
+    """Where ``BUCKET`` is null, set it in place to hold the model's largest tensor; check a number that the user gave.
+
+    On the way into an engine verl packs tensors into a bucket. Where processes share no device memory (a CPU, some NPUs)
+    each must fit; with IPC verl sends a larger one by itself.
+
+    Raises:
+        ConfigError: the number is too small, or there is no model to read.
+    """
+    from verl.utils.device import is_support_ipc
+
+    given = OmegaConf.select(config, BUCKET)
+    if given is not None and is_support_ipc():
+        return
+    numbers = largest_matrix(model_config(str(config.actor_rollout_ref.model.path)))
+    needed = math.ceil(numbers * weight_bytes(config) / (1 << 20)) if numbers else None
+    if given is None:
+        OmegaConf.update(config, BUCKET, max(_LEAST_MIB, needed) if needed else _VERLS_MIB)
+    elif needed and given < needed:
+        raise fail(BUCKET, given, f"at least {needed}, or null: the model's largest tensor must fit the bucket here")
+
+
+def largest_matrix(config: Mapping[str, Any]) -> int | None:
+    """Numbers in the largest matrix of any decoder, embedding or feed-forward; None if its ``config.json`` lacks the sizes.
+
+    >>> largest_matrix({"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536}) * 4 >> 20
+    108
+    """
+    text = config.get("text_config") or config
+    rows = max(text.get("vocab_size") or 0, text.get("intermediate_size") or 0)
+    return rows * (text.get("hidden_size") or 0) or None
+
+
+class Package(NamedTuple):
+    """A package of the extra ``gpu`` that a run imports if ``key`` has ``value``."""
+
+    module: str
+    key: str
+    value: str
+
+
+PACKAGES = (
+    Package("cupy", "actor_rollout_ref.rollout.checkpoint_engine.backend", "nccl"),
+    Package("transfer_queue", "trainer.v1.trainer_mode", "colocate_async"),
+)
+"""the optional imports of the documented commands"""
+
+
+def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
+    """An error for each package that ``config`` needs and this environment lacks."""
+    for module, key, value in PACKAGES:
+        # Every arm has a trainer mode; verl's v1 trainer alone reads it.
+        unread = key.startswith("trainer.v1.") and not config.trainer.use_v1
+        if OmegaConf.select(config, key) == value and not unread and find_spec(module) is None:
+            yield fail(
+                key, value, f"another, or the package {module}, which is not installed: `{INSTALL_GPU}` brings it"
+            )

@@ -15,6 +15,8 @@ from recipe.partial_rollout.engine.hold import has_pause_modes
 from verl_ext import cores
 from verl_ext.guard import installed_pair
 
+CPUS_PER_TRAINER, CPUS_PER_ENGINE = 3, 2
+"""that verl's placement groups reserve with each device; the second, where engines have devices of their own"""
 _ROLLOUT = "actor_rollout_ref.rollout"
 _BACKEND = f"{_ROLLOUT}.checkpoint_engine.backend"
 _WITH = "with partial_rollout.placement=separate"
@@ -139,3 +141,23 @@ def _check_transfer(config: DictConfig) -> None:
     for key, nodes in (("trainer.nnodes", config.trainer.nnodes), (f"{_ROLLOUT}.nnodes", rollout.nnodes)):
         if nodes > 1:
             raise fail(key, nodes, f"1 with {_BACKEND}=shm, whose file other nodes do not see; nccl crosses nodes")
+
+
+def cpus_for_ray(config: DictConfig) -> int:
+    """CPUs without which Ray would wait for ever to place trainers, engines and the rest."""
+    return CPUS_PER_TRAINER * trainer_devices(config) + CPUS_PER_ENGINE * engine_devices(config) + 1
+
+
+def check_cpus(config: DictConfig, available: int) -> None:
+    """Refuse more devices than the ``available`` CPUs of Ray can serve.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    if (needed := cpus_for_ray(config)) > available:
+        raise fail(
+            "trainer.n_gpus_per_node",
+            config.trainer.n_gpus_per_node,
+            f"fewer devices, or {needed} CPUs for Ray, which has {available}: verl reserves {CPUS_PER_TRAINER} for a "
+            f"device of the trainer and {CPUS_PER_ENGINE} for one of separate engines, and waits for them without end",
+        )

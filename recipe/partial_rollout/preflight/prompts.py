@@ -1,5 +1,6 @@
-"""Lengths of all prompts in tokens, measured once per data file and tokenizer: the check for over-long ones.
+"""Checks of the rows of the data set: prompts that are too long, and columns that a checkpoint cannot hold.
 
+Lengths are measured once per data file and tokenizer.
 verl's agent loops would cut an over-long prompt on the left, with a warning.
 """
 
@@ -13,14 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
 from recipe.partial_rollout.config.keys import fail
 
 _BATCH = 512
 """prompts that the tokenizer gets at once; it spreads them over the cores"""
 _READ_BYTES = 1 << 20
+_ROWS = 256
+"""rows that are tried, spread over the dataset: its columns have types, but their first rows may be null"""
 
 
 def check_prompts(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -> None:
@@ -97,3 +102,15 @@ def _fingerprint(config: DictConfig, tokenizer: Any) -> str | None:
             while part := file.read(_READ_BYTES):
                 digest.update(part)
     return digest.hexdigest()[:32]
+
+
+def check_rows(config: DictConfig, dataset: Sequence[dict[str, Any]]) -> None:
+    """Raise ``ConfigError`` for a column of ``dataset`` that a checkpoint cannot hold."""
+    if not config.partial_rollout.enable or config.trainer.save_freq <= 0:
+        return
+    for i in np.linspace(0, len(dataset) - 1, min(len(dataset), _ROWS)).astype(int).tolist():
+        try:
+            pack({column: value for column, value in dataset[i].items() if not isinstance(value, torch.Tensor)})
+        except UnsaveableError as error:
+            remedy = "(store it as text, or train without checkpoints: trainer.save_freq=-1)"
+            raise fail("data.train_files", config.data.train_files, f"row {i}, column {error} {remedy}") from None

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
 
+from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, TornCheckpointError, verify
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.config.keys import fail
+from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.config.settings import OVERLONG, PartialRolloutConfig, check_keys, trainer_devices
-from recipe.partial_rollout.preflight.checkpoints import check_checkpoints
-from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs, shape_of
-from recipe.partial_rollout.preflight.machine import machine_problems, missing_packages
-from recipe.partial_rollout.preflight.memory import DeviceMemory, check_memory, size_bucket
+from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs, missing_packages, size_bucket
 from recipe.partial_rollout.preflight.placement_check import check_placement
 from recipe.partial_rollout.training.correction_check import check_correction
 from verl_ext.guard import installed_pair
@@ -36,7 +38,7 @@ _DRAFTS_KILL = "0.24.0"
 
 
 def check_config(config: DictConfig) -> PartialRolloutConfig:
-    """Raise ``ConfigError`` for the first mistake in settings, inputs or machine; returns the checked settings.
+    """Raise ``ConfigError`` for the first mistake in settings or inputs; returns the checked settings.
 
     Flags in ``config`` become bools, and a bucket of the weight sync that is null gets its size.
     """
@@ -45,10 +47,6 @@ def check_config(config: DictConfig) -> PartialRolloutConfig:
         raise error
     check_vocabulary(config)
     size_bucket(config)
-    shape = shape_of(config)
-    check_memory(config, DeviceMemory.of(config, shape) if shape else None)
-    for error in machine_problems(config, shape):
-        raise error
     return settings
 
 
@@ -262,3 +260,52 @@ def _check_kept_kv(rollout: DictConfig) -> None:
         raise fail(
             "partial_rollout.resume_kv", "keep", "recompute with actor_rollout_ref.rollout.enable_prefix_caching=False"
         )
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def check_checkpoints(config: DictConfig) -> None:
+    """Raise ``ConfigError`` where the checkpoint that ``trainer.resume_mode`` asks for cannot be resumed."""
+    trainer, mode = config.trainer, config.trainer.resume_mode
+    if mode not in ("auto", "resume_path", "disable"):
+        raise fail("trainer.resume_mode", mode, "one of auto, resume_path, disable")
+    path = trainer.get("resume_from_path")
+    if mode == "resume_path" and not (path and Path(str(path)).is_dir() and "global_step_" in Path(str(path)).name):
+        raise fail(
+            "trainer.resume_from_path", path, "an existing .../global_step_K with trainer.resume_mode=resume_path"
+        )
+    if trainer.get("default_hdfs_dir"):
+        raise fail(
+            "trainer.default_hdfs_dir", trainer.default_hdfs_dir, "null: what is in flight is saved locally only"
+        )
+    for part in ("actor_rollout_ref.actor", "critic"):
+        if OmegaConf.select(config, f"{part}.checkpoint.async_save"):
+            raise fail(f"{part}.checkpoint.async_save", True, "False: a checkpoint is sealed when it is whole")
+    try:
+        found = RunCheckpoints(Path(trainer.default_local_dir), checksum_all=False).to_resume(mode, path)
+    except (TornCheckpointError, ForeignCheckpointError) as error:
+        raise fail("trainer.resume_mode", mode, str(error)) from error
+    if found is not None:
+        _check_sizes(found, PartialRolloutConfig.from_config(config))
+        _check_trainers(found, trainer.nnodes * trainer.n_gpus_per_node)
+
+
+def _check_sizes(checkpoint: Path, settings: PartialRolloutConfig) -> None:
+    saved = verify(checkpoint).facts["sizes"]
+    theirs = ResumeSizes(saved["batch_groups"], saved["samples_per_group"], saved["max_staleness"])
+    if other := settings.resume_sizes.mismatch(theirs):
+        raise fail(other.key, other.here, other.allowed_by(f"as in {checkpoint}"))
+    if saved.get("filter_groups") and settings.group_filter is None:
+        raise fail(
+            "algorithm.filter_groups.enable", False, f"True, as in {checkpoint}: it consumed more than it trained"
+        )
+
+
+def _check_trainers(checkpoint: Path, trainers: int) -> None:
+    """FSDP's shards belong to a number of trainers, on whichever nodes; Megatron's checkpoints have no such file."""
+    path = checkpoint / "actor" / "fsdp_config.json"
+    saved = json.loads(path.read_text())["world_size"] if path.exists() else trainers
+    if saved != trainers:
+        key = "trainer.nnodes * trainer.n_gpus_per_node"
+        raise fail(key, trainers, f"{saved}, as in {checkpoint}: its shards belong to that many trainers")

@@ -14,11 +14,20 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from recipe.partial_rollout.preflight.host import INSTALL_GPU, Finding, compiler, device, gpus, shared_memory, wants_gpu
-from recipe.partial_rollout.preflight.inputs import reach_hub
-from recipe.partial_rollout.preflight.machine import CPUS_PER_TRAINER, PACKAGES, STATE, free_disk_gib
-from recipe.partial_rollout.preflight.model_shape import QWEN3
+from recipe.partial_rollout.preflight.inputs import INSTALL_GPU, PACKAGES, reach_hub
+from recipe.partial_rollout.preflight.placement_check import CPUS_PER_TRAINER
 from recipe.partial_rollout.tools.command_line import described
+from recipe.partial_rollout.tools.host import (
+    STATE,
+    Finding,
+    compiler,
+    device,
+    free_disk_gib,
+    gpus,
+    shared_memory,
+    wants_gpu,
+)
+from recipe.partial_rollout.tools.memory import QWEN3
 from recipe.partial_rollout.waits import one_line
 from verl_ext import attention, check, which_recipe
 from verl_ext.guard import GPU_PAIR, installed, installed_pair

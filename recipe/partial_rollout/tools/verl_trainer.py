@@ -9,8 +9,7 @@ from omegaconf import DictConfig
 from verl.trainer import main_ppo
 
 from recipe.partial_rollout.config.settings import CONF_DIR, pinned_cores, register_keys
-from recipe.partial_rollout.preflight.machine import missing_packages
-from recipe.partial_rollout.preflight.memory import size_bucket
+from recipe.partial_rollout.preflight.inputs import missing_packages, size_bucket
 from recipe.partial_rollout.training.attention import choose_attention
 from verl_ext import cores
 

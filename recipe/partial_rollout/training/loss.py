@@ -171,6 +171,7 @@ def corrected_ppo_loss(
     if region is not None:
         advantages = padded["advantages"]
         outside = region.outside(current, behaviour, advantages, mask)
+        assert weights is not None, "a region without weights is refused before Ray starts"
         weights = weights.masked_fill(outside, 0)
         parts = masked_parts(outside, advantages, age=trained - padded["rollout_versions"])
         reported |= {f"trust_region/{key}": value for key, value in parts.items()}

@@ -1,19 +1,110 @@
-"""Memory by arithmetic: of a run on one device, before activations and what the engine computes with; of a weight sync."""
+"""Memory by arithmetic: a dense decoder's size, from its ``config.json`` or its name; a run's on one device.
+
+What activations take, and what the engine computes with, is not counted.
+"""
 
 from __future__ import annotations
 
-import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.choices import Placement
-from recipe.partial_rollout.config.keys import fail
+from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.config.settings import trainer_devices
-from recipe.partial_rollout.preflight.host import GIB
-from recipe.partial_rollout.preflight.inputs import model_config
-from recipe.partial_rollout.preflight.machine import weight_bytes
-from recipe.partial_rollout.preflight.model_shape import ModelShape, largest_matrix
+from recipe.partial_rollout.preflight.inputs import model_config, weight_bytes
+from recipe.partial_rollout.tools.host import GIB
+
+_DENSE = ("qwen3", "qwen2", "llama", "mistral")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder with gated feed-forward layers and grouped-query attention.
+
+    >>> f"{named('Qwen/Qwen3-4B').parameters / 1e9:.2f}", named("Qwen/Qwen3-0.6B").kv_bytes // 1024
+    ('4.02', 112)
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    """whether input and output embeddings are one matrix"""
+
+    @property
+    def parameters(self) -> int:
+        """Weights of matrices and norms; biases, of which Qwen3 has none, are left out."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        norms = 2 * self.hidden + 2 * self.head_dim
+        layer = attention + 3 * self.hidden * self.intermediate + norms
+        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return self.layers * layer + embeddings + self.hidden
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of the keys and values of one token, in two bytes a number."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Self | None:
+        """From ``config.json``; None for an architecture that is not of this kind."""
+        if config.get("model_type") not in _DENSE:
+            return None
+        try:
+            heads, hidden = config["num_attention_heads"], config["hidden_size"]
+            return cls(
+                layers=config["num_hidden_layers"],
+                hidden=hidden,
+                intermediate=config["intermediate_size"],
+                heads=heads,
+                kv_heads=config.get("num_key_value_heads") or heads,
+                head_dim=config.get("head_dim") or hidden // heads,
+                vocabulary=config["vocab_size"],
+                tied=config.get("tie_word_embeddings", False),
+            )
+        except KeyError:
+            return None
+
+
+def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, *, tied: bool) -> ModelShape:
+    return ModelShape(layers, hidden, intermediate, heads, kv_heads, 128, 151_936, tied)
+
+
+QWEN3 = {
+    "0.6B": _qwen3(28, 1024, 3072, 16, 8, tied=True),
+    "1.7B": _qwen3(28, 2048, 6144, 16, 8, tied=True),
+    "4B": _qwen3(36, 2560, 9728, 32, 8, tied=True),
+    "8B": _qwen3(36, 4096, 12_288, 32, 8, tied=False),
+    "14B": _qwen3(40, 5120, 17_408, 40, 8, tied=False),
+    "32B": _qwen3(64, 5120, 25_600, 64, 8, tied=False),
+}
+"""the dense models of arXiv:2505.09388, whose config.json is not at hand before they are downloaded"""
+
+
+def named(path: str) -> ModelShape | None:
+    """The shape of a Qwen3 model by the last part of its path or hub id; None for any other name."""
+    found = re.fullmatch(r"Qwen3-([\d.]+B)(-[\w-]+)?", path.rstrip("/").rsplit("/", 1)[-1])
+    return QWEN3.get(found[1]) if found and not re.search(r"-A\d", found[0]) else None
+
+
+def shape_of(config: DictConfig) -> ModelShape | None:
+    """The model's shape by its ``config.json``, or by its name where it is not at hand; None if neither says it."""
+    path = str(config.actor_rollout_ref.model.path)
+    try:
+        return ModelShape.of(model_config(path))
+    except ConfigError:
+        return named(path)
+
+
+# -- a run's, on one device --------------------------------------------------------------------------------------------
 
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2}
 _ADAM = 2
@@ -24,10 +115,6 @@ _CHUNK_COPIES = 4
 """of a chunk: float32 logits, softmax, their gradients"""
 RESERVE = 8.0
 """GiB for activations, CUDA contexts and NCCL"""
-
-BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
-_LEAST_MIB, _VERLS_MIB = 64, 2048
-"""a bucket for small models, and verl's default, for a model whose sizes are not known"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,25 +191,3 @@ def check_memory(config: DictConfig, memory: DeviceMemory | None) -> None:
             f"at most {int(most * 100) / 100:g} with rollout.free_cache_engine=False, because the engine keeps its memory "
             f"while {what}",
         )
-
-
-def size_bucket(config: DictConfig) -> None:
-    """Where ``BUCKET`` is null, set it in place to hold the model's largest tensor; check a number that the user gave.
-
-    On the way into an engine verl packs tensors into a bucket. Where processes share no device memory (a CPU, some NPUs)
-    each must fit; with IPC verl sends a larger one by itself.
-
-    Raises:
-        ConfigError: the number is too small, or there is no model to read.
-    """
-    from verl.utils.device import is_support_ipc
-
-    given = OmegaConf.select(config, BUCKET)
-    if given is not None and is_support_ipc():
-        return
-    numbers = largest_matrix(model_config(str(config.actor_rollout_ref.model.path)))
-    needed = math.ceil(numbers * weight_bytes(config) / (1 << 20)) if numbers else None
-    if given is None:
-        OmegaConf.update(config, BUCKET, max(_LEAST_MIB, needed) if needed else _VERLS_MIB)
-    elif needed and given < needed:
-        raise fail(BUCKET, given, f"at least {needed}, or null: the model's largest tensor must fit the bucket here")

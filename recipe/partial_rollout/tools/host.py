@@ -1,4 +1,4 @@
-"""What this machine is, whatever runs on it: device, compiler, shared memory. Start, check and doctor look here."""
+"""What this machine is, whatever runs on it (device, compiler, shared memory), and what a run needs of it (CPUs, disk)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.partial_rollout.config.keys import ConfigError, fail
+from recipe.partial_rollout.preflight.inputs import INSTALL_GPU, weight_bytes
+from recipe.partial_rollout.preflight.placement_check import check_cpus
 
 GIB = 1 << 30
-INSTALL_GPU = "PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh"
+STATE = 3
+"""weights and Adam's two moments, each of the size of the weights"""
 _ANSWER_S = 20.0
 """for nvidia-smi, which takes seconds where the driver does not stay loaded"""
 _LEAST_SHARED_GIB = 1.0
@@ -102,3 +108,55 @@ def shared_memory() -> Finding:
     total = psutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0
     remedy = "" if total >= _LEAST_SHARED_GIB else "docker run --ipc=host, or --shm-size=16g"
     return Finding("shared memory", f"{total:.1f} GiB in /dev/shm", remedy, stops=bool(remedy) and wants_gpu())
+
+
+# -- what a run needs of it ----------------------------------------------------------------------------------------------
+
+
+def checkpoint_gib(config: DictConfig, parameters: int) -> float:
+    """Size of one checkpoint of FSDP: weights and moments of all shards."""
+    return parameters * weight_bytes(config) * STATE / GIB
+
+
+def checkpoints_at_once(config: DictConfig) -> int:
+    """Checkpoints on disk at the worst moment: those that are kept, and one that is being written."""
+    return (config.trainer.get("max_actor_ckpt_to_keep") or 1) + 1
+
+
+def free_disk_gib(directory: Path) -> float:
+    """Space that is left where ``directory`` is, or will be."""
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free / GIB
+
+
+def machine_problems(config: DictConfig, parameters: int | None) -> Iterator[ConfigError]:
+    """An error for each thing that this machine lacks, if it is the one that will train.
+
+    It is not where a Ray cluster is joined, or where the devices are GPUs and it has none.
+    """
+    address = os.environ.get("RAY_ADDRESS") or OmegaConf.select(config, "ray_kwargs.ray_init.address")
+    trainer = config.trainer
+    if address not in (None, "", "local") or trainer.nnodes > 1:
+        return
+    if trainer.device == "cuda" and shutil.which("nvidia-smi") is None:
+        return
+    if trainer.device == "cuda":
+        yield from (fail("trainer.device", "cuda", f"{at.said}: {at.remedy}") for at in host_findings() if at.stops)
+    try:
+        check_cpus(config, OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus") or os.cpu_count() or 1)
+    except ConfigError as error:
+        yield error
+    if trainer.save_freq <= 0 or parameters is None:
+        return
+    directory, each, count = (
+        Path(str(trainer.default_local_dir)),
+        checkpoint_gib(config, parameters),
+        checkpoints_at_once(config),
+    )
+    if (free := free_disk_gib(directory)) < each * count:
+        yield fail(
+            "trainer.default_local_dir",
+            directory,
+            f"a directory with {each * count:.0f} GiB free, for {count} checkpoints of {each:.1f} GiB; it has {free:.0f} "
+            "(trainer.max_actor_ckpt_to_keep, trainer.save_freq)",
+        )
