@@ -31,10 +31,9 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.output_store import RayObjects, fetch_groups
 from recipe.partial_rollout.manager.types import Prompt
-from recipe.partial_rollout.planner.cluster import Cluster
-from recipe.partial_rollout.planner.engine_curve import PRESETS, EngineCurve
-from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal
-from recipe.partial_rollout.planner.simulation import Simulation
+from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster, EngineCurve
+from recipe.partial_rollout.planner.rounds import Simulation
+from recipe.partial_rollout.planner.samples import LengthTrace, lognormal
 from recipe.partial_rollout.tools.table import Table
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from tests.bench.scripted_engine import ScriptedWorker

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.records.run_record import last_attempts
-from recipe.partial_rollout.records.run_trace import NAME, TraceEvent, iter_trace
-from recipe.partial_rollout.records.trace_events import Begin
+from recipe.partial_rollout.records.run import last_attempts
+from recipe.partial_rollout.records.trace import TRACE, Begin, RoundRecord, TraceEvent, iter_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +35,8 @@ def survival(run_dir: Path, kills: list[float]) -> Survival:
     Raises:
         RunRecordError: its trace cannot be read.
     """
-    events = list(iter_trace(run_dir / NAME))
-    rounds = [event for event in events if isinstance(event, Round)]
+    events = list(iter_trace(run_dir / TRACE))
+    rounds = [event for event in events if isinstance(event, RoundRecord)]
     logged = sum(round_.phase.decoded_tokens for round_ in rounds)
     seconds = sum(round_.phase.seconds for round_ in rounds)
     rate = logged / seconds if seconds else 0.0
@@ -53,6 +51,6 @@ def _cut_off_s(events: list[TraceEvent], kill: float) -> float:
     if not begun:
         return 0.0
     last = begun[-1]
-    phases = [event.phase for event in events if isinstance(event, Round)]
+    phases = [event.phase for event in events if isinstance(event, RoundRecord)]
     ended = any(phase.start >= last - 1.0 and phase.end <= kill for phase in phases)
     return 0.0 if ended else kill - last

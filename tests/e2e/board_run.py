@@ -21,9 +21,8 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
-from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
+from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.training.dashboard import Dashboard
 from verl_ext.tracking_observer import observed_tracking
@@ -44,7 +43,7 @@ def round_of(rng, step, partial):
         free[replica, slot] = start + length / 60
         calls.append(EngineCall(replica, start, free[replica, slot], int(length), step, interrupted=cut))
     trained = [TrainedGroup(0, 0, [int(length) for length in lengths], [0] * 64)]
-    return Round(step, step - 1, RolloutPhase(0.0, float(free.max()), tuple(calls)), trained)
+    return RoundRecord(step, step - 1, RolloutPhase(0.0, float(free.max()), tuple(calls)), trained)
 
 
 def metrics_of(rng, round_, partial):

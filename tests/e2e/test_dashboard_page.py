@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.partial_rollout.records.overview import FIGURES, SECTION
+from recipe.partial_rollout.records.figures import FIGURES, SECTION
 from recipe.partial_rollout.training.dashboard import PICTURES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.partial_rollout.records.ledger import NAME, iter_ledger
-from recipe.partial_rollout.records.ledger_events import Filtered, Trained
+from recipe.partial_rollout.records.ledger import NAME, Filtered, Trained, iter_ledger
 from recipe.partial_rollout.tools.audit import audit
 
 pytestmark = pytest.mark.nightly

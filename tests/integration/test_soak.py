@@ -20,8 +20,7 @@ from recipe.partial_rollout.manager.output_store import RayObjects
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.records.ledger import Ledger
-from recipe.partial_rollout.records.run_settings import Arm, RunSettings
-from recipe.partial_rollout.records.run_trace import RunTrace
+from recipe.partial_rollout.records.trace import Arm, RunSettings, RunTrace
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.engine_probe import EndedCalls
 from recipe.partial_rollout.rollout.guard import Guard

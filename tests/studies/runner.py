@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from recipe.partial_rollout.records.fields import RunRecordError, read_object
-from recipe.partial_rollout.records.step_metrics import read_metrics
+from recipe.partial_rollout.records.run import read_metrics
 from tests.studies.arm import BASELINE, MAIN, Arm
 from tests.studies.machine import MACHINE, write_machine
 

@@ -6,12 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.records.lineage import Resumed
-from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.records.run_trace import to_json
-from recipe.partial_rollout.records.trace_events import Begin
+from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
+from recipe.partial_rollout.records.jsonl import Resumed
+from recipe.partial_rollout.records.trace import Begin, RoundRecord, to_json
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from tests.chaos import __main__ as command
 from tests.chaos import victim
@@ -115,7 +112,7 @@ def test_survival_estimates_the_round_that_a_kill_cut_off_and_counts_a_step_once
     def round_of(step, start, tokens, trained):
         phase = RolloutPhase(start, start + 10.0, (EngineCall(0, start, start + 10.0, tokens, step - 1),))
         group = TrainedGroup(order=step, epoch=0, lengths=[trained], staleness=[0], segments=[1], tokens=trained)
-        return Round(step, step - 1, phase, [group])
+        return RoundRecord(step, step - 1, phase, [group])
 
     events = [
         Begin(1, 0.0),

@@ -11,14 +11,10 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import TakenGroup
-from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.records.run_record import load_run
-from recipe.partial_rollout.records.run_settings import Arm, RunSettings
-from recipe.partial_rollout.records.run_trace import RunTrace
-from recipe.partial_rollout.records.running_curve import bubble_fraction, running_curve
-from recipe.partial_rollout.records.spread import p95, spread
+from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
+from recipe.partial_rollout.records.figures import bubble_fraction, p95, running_curve, spread
+from recipe.partial_rollout.records.run import load_run
+from recipe.partial_rollout.records.trace import Arm, RoundRecord, RunSettings, RunTrace
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout.step_book import batch_metrics, phase_metrics
 from recipe.partial_rollout.tools.report.summary import summarize
@@ -38,7 +34,7 @@ def reported(directory, phases, groups=()):
     trace = RunTrace(directory, ["a", "b"], FACTS)
     with (directory / "metrics.jsonl").open("w") as metrics:
         for step, phase in enumerate(phases, start=1):
-            trace.round(Round(step, step - 1, phase, [TrainedGroup.of(group, 9) for group in groups]))
+            trace.round(RoundRecord(step, step - 1, phase, [TrainedGroup.of(group, 9) for group in groups]))
             data = {"timing_s/step": phase.seconds, "timing_s/gen": phase.seconds}
             metrics.write(json.dumps({"step": step, "data": data}) + "\n")
     return summarize(load_run(directory), None)
@@ -90,8 +86,10 @@ def test_bubble_of_several_phases_weighs_them_by_time():
 
 
 def test_curve_has_a_row_for_each_replica():
-    phase = RolloutPhase(0.0, 10.0, (call(-5, 4), call(0, 99, replica="b", queued_s=2.0), call(3, 3, replica="b")))
-    curve = running_curve(phase, [0, 1, 1], 2)
+    phase = RolloutPhase(
+        0.0, 10.0, (call(-5, 4, replica=0), call(0, 99, replica=1, queued_s=2.0), call(3, 3, replica=1))
+    )
+    curve = running_curve(phase, 2)
     assert curve.times.tolist() == [0, 2, 3, 4, 10]
     assert curve.running.tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 0]]
 

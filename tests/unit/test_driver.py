@@ -13,7 +13,7 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.output_store import InProcess
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.rollout.driver import Driver, RolloutState
 from recipe.partial_rollout.rollout.engine_probe import EndedCalls
 from recipe.partial_rollout.rollout.guard import Guard

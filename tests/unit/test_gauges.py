@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from omegaconf import OmegaConf
 
-from recipe.partial_rollout.records.overview import FIGURES, SECTION
+from recipe.partial_rollout.records.figures import FIGURES, SECTION
 from recipe.partial_rollout.rollout.gauges import PREFIX, Gauges
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "partial_rollout.json"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipe.partial_rollout.config.sections import Deadlines
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.slots import KV_SHARE, ReplicaSlots, SampleSizes
 from recipe.partial_rollout.rollout.workers import WorkerShares

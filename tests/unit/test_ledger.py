@@ -6,9 +6,8 @@ import pytest
 
 from recipe.partial_rollout.manager.types import TakenGroup
 from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.ledger import NAME, Ledger, iter_ledger
-from recipe.partial_rollout.records.ledger_events import RunSizes, Trained
-from recipe.partial_rollout.records.lineage import Resumed
+from recipe.partial_rollout.records.jsonl import Resumed
+from recipe.partial_rollout.records.ledger import NAME, Ledger, RunSizes, Trained, iter_ledger
 from recipe.partial_rollout.tools.audit import audit, main
 
 RUN = {

@@ -13,7 +13,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout import waits
 from recipe.partial_rollout.manager.types import Segment
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.waits import ReplicaError
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample

@@ -28,8 +28,7 @@ from recipe.partial_rollout.manager.failure_policy import FailurePolicy, Failure
 from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import GroupState, Prompt, SampleOutput, SampleState, Segment
-from recipe.partial_rollout.records.ledger import Ledger
-from recipe.partial_rollout.records.ledger_events import RunSizes
+from recipe.partial_rollout.records.ledger import Ledger, RunSizes
 from recipe.partial_rollout.tools.audit import audit
 
 SEQUENCES = int(os.environ.get("PARTIAL_ROLLOUT_SEQUENCES", "2000"))

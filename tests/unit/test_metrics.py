@@ -3,10 +3,8 @@
 import pytest
 
 from recipe.partial_rollout.manager.types import TakenGroup
-from recipe.partial_rollout.records.dealt_calls import dealt
-from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.running_curve import bubble_fraction, bubble_of_ended
+from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase, dealt
+from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout.step_book import batch_metrics, phase_metrics
 

@@ -8,11 +8,10 @@ import pytest
 from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.cluster import Cluster
-from recipe.partial_rollout.planner.engine_curve import EngineCurve
-from recipe.partial_rollout.planner.forecast import forecast
-from recipe.partial_rollout.planner.lengths import lognormal
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.planner.engine_curve import Cluster, EngineCurve
+from recipe.partial_rollout.planner.rounds import forecast
+from recipe.partial_rollout.planner.samples import lognormal
+from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.rollout.overlap import OverlapControl, OverlapDecision
 
 LENGTHS = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)

@@ -13,12 +13,10 @@ import pytest
 from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.cluster import Cluster
-from recipe.partial_rollout.planner.engine_curve import EngineCurve
-from recipe.partial_rollout.planner.forecast import forecast, smallest_worthwhile
-from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal
-from recipe.partial_rollout.planner.simulation import Simulation
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.planner.engine_curve import Cluster, EngineCurve
+from recipe.partial_rollout.planner.rounds import Simulation, forecast, smallest_worthwhile
+from recipe.partial_rollout.planner.samples import LengthTrace, lognormal
+from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.rollout.overlap import OverlapControl
 
 NOTCH, MIN_GAIN, ROUNDS = 0.25, 0.03, 36

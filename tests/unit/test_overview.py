@@ -5,7 +5,7 @@ import pytest
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.reward_score import default_compute_score
 
-from recipe.partial_rollout.records.overview import FIGURES, SECTION, overview
+from recipe.partial_rollout.records.figures import FIGURES, SECTION, overview
 from recipe.partial_rollout.tasks.answers import compute_score
 
 KEYS = [f"{SECTION}/{figure}" for figure in FIGURES]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.planner.engine_curve import PRESETS, CurveError, EngineCurve
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.tools import plan, plan_measure
 from recipe.partial_rollout.tools.plan_cost import Prices, add_arguments, cost_table, curve_source, prices_of
 from recipe.partial_rollout.tools.plan_measure import Burst, curve_of, decoded_lengths, fit_table, predicted_s

@@ -9,10 +9,9 @@ import pytest
 
 from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.cluster import Cluster
-from recipe.partial_rollout.planner.engine_curve import PRESETS, EngineCurve
-from recipe.partial_rollout.planner.lengths import LengthTrace
-from recipe.partial_rollout.planner.trainer_rate import TrainerRate, WeightUpdate
+from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster, EngineCurve
+from recipe.partial_rollout.planner.samples import LengthTrace
+from recipe.partial_rollout.planner.separate import TrainerRate, WeightUpdate
 from recipe.partial_rollout.tools import plan_cost, plan_separate
 from recipe.partial_rollout.tools.plan import main as plan
 
@@ -110,6 +109,6 @@ def test_speeds_that_nothing_gives_are_asked_for(capsys, tmp_path):
 
 
 def test_presets_of_trainers_are_those_of_engines():
-    from recipe.partial_rollout.planner.trainer_rate import TRAINER_PRESETS
+    from recipe.partial_rollout.planner.separate import TRAINER_PRESETS
 
     assert TRAINER_PRESETS.keys() == PRESETS.keys()

@@ -10,13 +10,11 @@ import pytest
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.cluster import Cluster
-from recipe.partial_rollout.planner.engine_curve import PRESETS, CurveError, EngineCurve, fit
-from recipe.partial_rollout.planner.forecast import baseline, forecast, smallest_worthwhile
-from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal
+from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster, CurveError, EngineCurve, fit
 from recipe.partial_rollout.planner.replica_model import Decoding, ReplicaModel
-from recipe.partial_rollout.planner.simulation import Simulation
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.planner.rounds import Simulation, baseline, forecast, smallest_worthwhile
+from recipe.partial_rollout.planner.samples import LengthTrace, lognormal
+from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.tools.plan import main as plan
 
 

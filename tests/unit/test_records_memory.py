@@ -12,14 +12,11 @@ import tracemalloc
 
 import pytest
 
-from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.records.ledger_events import Admitted, Complete, RunSizes, Trained
-from recipe.partial_rollout.records.ledger_events import to_json as ledger_line
-from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.records.run_record import load_run
-from recipe.partial_rollout.records.run_settings import Arm, RunSettings
-from recipe.partial_rollout.records.run_trace import RunTrace
+from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
+from recipe.partial_rollout.records.ledger import Admitted, Complete, RunSizes, Trained
+from recipe.partial_rollout.records.ledger import to_json as ledger_line
+from recipe.partial_rollout.records.run import load_run
+from recipe.partial_rollout.records.trace import Arm, RoundRecord, RunSettings, RunTrace
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.audit import audit
 
@@ -54,7 +51,7 @@ def write_run(path, steps, calls, groups, **trace_options):
                 for i in range(calls)
             )  # fmt: skip
             batch = [trained_group((step - 1) * groups + i, old) for i in range(groups)]
-            trace.round(Round(step, step - 1, RolloutPhase(start, start + 40, tuple(ran)), batch))
+            trace.round(RoundRecord(step, step - 1, RolloutPhase(start, start + 40, tuple(ran)), batch))
             trace.phase("train", step, start + 40, start + STEP_S)
             book(Admitted(step, step - 1, [group.uid for group in batch]))
             book(Trained(step, step - 1, batch))

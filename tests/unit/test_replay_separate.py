@@ -9,9 +9,8 @@ from omegaconf import OmegaConf
 from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.cluster import Cluster
-from recipe.partial_rollout.planner.engine_curve import EngineCurve
-from recipe.partial_rollout.records.run_record import load_run
+from recipe.partial_rollout.planner.engine_curve import Cluster, EngineCurve
+from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.tools.replay import replay
 from recipe.partial_rollout.tools.replay_separate import measured_steps, play_separate, trainer_of
 

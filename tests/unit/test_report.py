@@ -6,10 +6,10 @@ import json
 import pytest
 
 from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.run_record import load_run
+from recipe.partial_rollout.records.figures import running_curve
+from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
-from recipe.partial_rollout.tools.report.concurrency import running_curve
 from recipe.partial_rollout.tools.report.findings import cautions, findings
 from recipe.partial_rollout.tools.report.table import report_markdown, tables
 from recipe.partial_rollout.tools.report.timeline import CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS, close_up

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.partial_rollout.records.run_record import load_run
+from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.tools.report import command
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare

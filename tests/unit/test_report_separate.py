@@ -13,11 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from recipe.partial_rollout.records.dealt_calls import dealt
-from recipe.partial_rollout.records.engine_call import EngineCall, union
-from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.run_record import load_run
-from recipe.partial_rollout.records.running_curve import bubble_fraction
+from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase, dealt, union
+from recipe.partial_rollout.records.figures import bubble_fraction
+from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
 from recipe.partial_rollout.tools.report.findings import findings, headline

@@ -12,8 +12,7 @@ from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.messages import PromptsWanted, Report, RolloutFailedError
 from recipe.partial_rollout.manager.types import Progress
-from recipe.partial_rollout.records.ledger import Ledger
-from recipe.partial_rollout.records.ledger_events import RunSizes
+from recipe.partial_rollout.records.ledger import Ledger, RunSizes
 from recipe.partial_rollout.tools.audit import audit
 
 

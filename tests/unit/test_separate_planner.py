@@ -6,13 +6,18 @@ import pytest
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.cluster import Cluster
-from recipe.partial_rollout.planner.engine_curve import EngineCurve
-from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal
+from recipe.partial_rollout.planner.engine_curve import Cluster, EngineCurve
 from recipe.partial_rollout.planner.replica_model import Decoding, ReplicaModel
-from recipe.partial_rollout.planner.separate import SeparateSimulation
-from recipe.partial_rollout.planner.separate_forecast import Devices, balanced, best_split, forecast_separate
-from recipe.partial_rollout.planner.trainer_rate import TrainerRate, WeightUpdate
+from recipe.partial_rollout.planner.samples import LengthTrace, lognormal
+from recipe.partial_rollout.planner.separate import (
+    Devices,
+    SeparateSimulation,
+    TrainerRate,
+    WeightUpdate,
+    balanced,
+    best_split,
+    forecast_separate,
+)
 
 FREE = WeightUpdate(0.0, 0.0)
 LENGTHS = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)

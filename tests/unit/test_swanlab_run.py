@@ -8,10 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.records.run_settings import Arm
+from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
+from recipe.partial_rollout.records.trace import Arm, RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.training import swanlab_run
 from recipe.partial_rollout.training.round_pictures import length_histogram, timeline
@@ -126,7 +124,7 @@ def round_of(samples, seed=0):
         for i, length in enumerate(lengths)
     )
     trained = [TrainedGroup(0, 0, [int(length) for length in lengths], [0] * samples)]
-    return Round(4, 3, RolloutPhase(0.0, max(call.end for call in calls), calls), trained)
+    return RoundRecord(4, 3, RolloutPhase(0.0, max(call.end for call in calls), calls), trained)
 
 
 def colours(pixels):
@@ -139,13 +137,13 @@ def test_the_timeline_tells_ended_from_interrupted_calls():
 
 
 def test_the_timeline_of_a_rollout_that_goes_on_shows_calls_from_before_the_round():
-    round_ = Round(3, 2, RolloutPhase(100.0, 110.0, (EngineCall(0, 95.0, 112.0, 5, 2),)), [])
+    round_ = RoundRecord(3, 2, RolloutPhase(100.0, 110.0, (EngineCall(0, 95.0, 112.0, 5, 2),)), [])
     round_colour = (0xFB, 0xF3, 0xD0, 255)
     assert round_colour in colours(timeline(round_)) and round_colour not in colours(timeline(round_of(64)))
 
 
 def test_pictures_of_a_round_without_calls_and_of_one_sample_are_drawn():
-    empty = Round(1, 0, RolloutPhase(0.0, 0.0, ()), [TrainedGroup(0, 0, [5], [0])])
+    empty = RoundRecord(1, 0, RolloutPhase(0.0, 0.0, ()), [TrainedGroup(0, 0, [5], [0])])
     assert timeline(empty).shape == length_histogram(empty).shape
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipe.partial_rollout.records.overview import FIGURES, SECTION, overview
+from recipe.partial_rollout.records.figures import FIGURES, SECTION, overview
 from verl_ext.tracking_observer import observed_tracking
 
 STEP = {

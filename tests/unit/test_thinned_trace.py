@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.records.run_record import load_run
-from recipe.partial_rollout.records.run_settings import RunSettings
-from recipe.partial_rollout.records.run_trace import RunTrace, iter_trace
-from recipe.partial_rollout.records.trace_events import Phase, Probe
+from recipe.partial_rollout.records.run import load_run
+from recipe.partial_rollout.records.trace import Phase, Probe, RoundRecord, RunSettings, RunTrace, iter_trace
 from recipe.partial_rollout.tools.audit import audit, main
 from recipe.partial_rollout.tools.report.command import main as report
 from recipe.partial_rollout.tools.report.comparison import compare
@@ -36,7 +33,7 @@ def runs(tmp_path):
         trace = RunTrace(thinned, [str(i) for i in range(settings.replicas)], settings, every=2)
         for event in iter_trace(whole / "trace.jsonl"):
             match event:
-                case Round():
+                case RoundRecord():
                     calls = tuple(replace(call, replica=str(call.replica)) for call in event.phase.calls)
                     trace.round(replace(event, phase=replace(event.phase, calls=calls)))
                 case Phase(name, step, start, end):

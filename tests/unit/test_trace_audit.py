@@ -7,15 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.ledger import Ledger
-from recipe.partial_rollout.records.ledger_events import RunSizes
-from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.records.run_record import last_attempts
-from recipe.partial_rollout.records.run_settings import Arm, RunSettings
-from recipe.partial_rollout.records.run_trace import RunTrace, iter_trace
+from recipe.partial_rollout.records.ledger import Ledger, RunSizes
+from recipe.partial_rollout.records.run import last_attempts
+from recipe.partial_rollout.records.trace import Arm, RoundRecord, RunSettings, RunTrace, iter_trace
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.audit import audit, main
 
@@ -38,7 +34,7 @@ class Life:
             self.ledger.resumed(resumed)
 
     def step(self, number, *, dies_after=None):
-        """Round and update of step ``number``; ends early after ``dies_after``."""
+        """RoundRecord and update of step ``number``; ends early after ``dies_after``."""
         manager, version = self.manager, number - 1
         manager.advance_version(version)
         manager.open_round()
@@ -55,7 +51,7 @@ class Life:
         self.ledger.admitted(number, version, admitted)
         call = EngineCall("r0", 1.0, 2.0, 20, version)
         phase = RolloutPhase(0.0, 3.0, (call,))
-        self.trace.round(Round(number, version, phase, [TrainedGroup.of(group, version) for group in groups]))
+        self.trace.round(RoundRecord(number, version, phase, [TrainedGroup.of(group, version) for group in groups]))
         if dies_after == "round":
             return
         manager.acknowledge([group.uid for group in groups])

@@ -154,9 +154,7 @@ CONTRACT = (
         "observed_worker",
         calls={"rollout_trace_attr": "*, step, sample_index, rollout_n, validate, name, trace"},
     ),
-    Uses(
-        "verl.utils.ray_utils", "weight_sync weight_transfer agent_loop_manager", calls={"auto_await": "func"}
-    ),
+    Uses("verl.utils.ray_utils", "weight_sync weight_transfer agent_loop_manager", calls={"auto_await": "func"}),
     Uses(
         "verl.workers.rollout.llm_server:LLMServerClient",
         "llm_client",

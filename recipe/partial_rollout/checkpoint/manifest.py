@@ -17,8 +17,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from recipe.partial_rollout.checkpoint.durable_file import PART, checksum, sync, write_atomically
-from recipe.partial_rollout.checkpoint.snapshot import ForeignCheckpointError, TornCheckpointError, foreign, torn
+from recipe.partial_rollout.checkpoint.snapshot import (
+    PART,
+    ForeignCheckpointError,
+    TornCheckpointError,
+    checksum,
+    foreign,
+    sync,
+    torn,
+    write_atomically,
+)
 
 DIRECTORY = "partial_rollout"
 """directory of the recipe's own files within a step directory"""

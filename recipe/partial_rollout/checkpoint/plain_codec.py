@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-from recipe.partial_rollout.checkpoint.durable_file import Buffer
+Buffer = bytes | memoryview
 
 _ARRAY, _SCALAR, _OBJECTS, _TUPLE, _HEAD = 1, 2, 3, 4, 5
 _DTYPE = re.compile(r"\|b1|\|[iu]1|<[iu][248]|<f[248]|<U[0-9]{1,6}")

@@ -8,6 +8,7 @@ and nothing is decoded before the checksum matches.
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 import time
 from collections.abc import Iterable
@@ -15,8 +16,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from recipe.partial_rollout.checkpoint import plain_codec
-from recipe.partial_rollout.checkpoint.durable_file import Buffer, write_atomically
+from recipe.partial_rollout.checkpoint.plain_codec import Buffer, pack, unpack
+
+PART = ".part"
+"""suffix of a file that is being written"""
+
+
+def write_atomically(path: Path, chunks: Iterable[Buffer]) -> int:
+    """Write ``chunks`` to ``path`` under a temporary name, fsync, rename, fsync the directory; returns the bytes."""
+    part = path.with_name(path.name + PART)
+    with part.open("wb") as file:
+        size = sum(file.write(chunk) for chunk in chunks)
+        file.flush()
+        os.fsync(file.fileno())
+    part.rename(path)
+    sync(path.parent)
+    return size
+
+
+def sync(path: Path) -> None:
+    """Sync file or directory ``path`` to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksum(path: Path) -> str:
+    """blake2b of a file, 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+
 
 MAGIC = b"VERL-PR\n"
 VERSION = 1
@@ -53,7 +84,7 @@ def write_snapshot(path: Path, state: dict[str, Any]) -> Written:
         UnsaveableError: it holds a value that is neither plain nor numpy; the message names its path.
     """
     start = time.perf_counter()
-    chunks = plain_codec.pack(state)
+    chunks = pack(state)
     length = sum(len(chunk) for chunk in chunks)
     digest = _digest(VERSION, length, chunks)
     size = write_atomically(path, [_HEADER.pack(MAGIC, VERSION, length, digest), *chunks])
@@ -73,7 +104,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise torn(path, "it is missing") from None
     try:
-        state = plain_codec.unpack(payload)
+        state = unpack(payload)
     except ValueError as error:
         raise foreign(path, f"its payload is {error}") from None
     if not isinstance(state, dict):

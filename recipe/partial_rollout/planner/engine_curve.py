@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import nnls
 
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.calls import EngineCall
 
 _PASSES = 8
 """passes of the fit without contexts, and as many with them; it iterates because the times of a call's steps depend on the
@@ -179,3 +179,20 @@ class _Spans:
         starts = self._starts[order]
         until = total[np.searchsorted(starts, self._ends, side="left")]
         return until - total[np.searchsorted(starts, self._starts, side="left")]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The replicas that decode."""
+
+    curve: EngineCurve
+    """speed of each replica"""
+    replicas: int
+    slots_per_replica: int
+    keeps_kv: bool = False
+    """whether interrupted samples keep their keys and values (``partial_rollout.resume_kv=keep``)"""
+
+    def full_tokens_per_s(self, samples: int, context: float) -> float:
+        """Tokens/s of all replicas while ``samples`` with ``context`` tokens each run, or fewer for want of slots."""
+        running = min(samples / self.replicas, self.slots_per_replica)
+        return self.replicas * running / self.curve.decode_s(running, running * context)

@@ -6,23 +6,158 @@ A run that resumes appends to the file of the run before.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from recipe.partial_rollout.manager.types import FilteredGroup
-from recipe.partial_rollout.records.jsonl import JsonLines, iter_lines
-from recipe.partial_rollout.records.ledger_events import (
-    Admitted,
-    Complete,
-    Filtered,
-    LedgerEvent,
-    RunSizes,
-    Stopped,
-    Trained,
-    from_json,
-    to_json,
-)
-from recipe.partial_rollout.records.lineage import Checkpoint, Resumed
+from recipe.partial_rollout.records.fields import Fields, RunRecordError
+from recipe.partial_rollout.records.jsonl import Checkpoint, JsonLines, Resumed, iter_lines
 from recipe.partial_rollout.records.trained_group import TrainedGroup
+
+
+@dataclass(frozen=True, slots=True)
+class RunSizes:
+    """Sizes of a run: the first event of each process that starts or continues the training."""
+
+    EVENT: ClassVar[str] = "run"
+    arm: str
+    """``PR`` or ``noPR``"""
+    samples_per_group: int
+    batch_groups: int
+    """N"""
+    max_staleness: int
+    epoch_prompts: int
+    """prompts trained in an epoch"""
+    total: int
+    """prompts that the whole training trains, over its epochs"""
+    offered: int
+    """prompts that may be admitted: more than ``total`` if the training ends with prompts in flight (``drain=False``)
+    or filters groups"""
+    filters: bool = False
+    """whether groups may be filtered: then more than ``total`` prompts are consumed, of which ``total`` are trained"""
+    drains: bool = True
+    """whether nothing is left in flight once the training reaches its last step"""
+
+    @classmethod
+    def from_json(cls, line: Fields) -> Self:
+        """Older ledgers do not say what was offered, and filter nothing."""
+        total, offered = line.integer("total"), line.optional_integer("offered")
+        return cls(
+            arm=line.text("arm"),
+            samples_per_group=line.integer("samples_per_group"),
+            batch_groups=line.integer("batch_groups"),
+            max_staleness=line.integer("max_staleness"),
+            epoch_prompts=line.integer("epoch_prompts", least=1),
+            total=total,
+            offered=total if offered is None else offered,
+            filters=line.flag("filters", default=False),
+            drains=line.flag("drains", default=True),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Groups admitted in the rollout of ``step`` under policy ``version``."""
+
+    EVENT: ClassVar[str] = "admitted"
+    step: int
+    version: int
+    uids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Filtered:
+    """Groups that dynamic sampling consumed in the rollout of ``step`` without training them."""
+
+    EVENT: ClassVar[str] = "filtered"
+    step: int
+    version: int
+    groups: list[FilteredGroup]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Groups that the update of ``step`` trained."""
+
+    EVENT: ClassVar[str] = "trained"
+    step: int
+    version: int
+    """policy version that the update started from"""
+    groups: list[TrainedGroup]
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The process ended on purpose after ``step``, before the training was over."""
+
+    EVENT: ClassVar[str] = "stopped"
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The training is over."""
+
+    EVENT: ClassVar[str] = "complete"
+    exhausted: bool = False
+    """whether it ended because the data could not fill another batch"""
+
+
+LedgerEvent = RunSizes | Resumed | Admitted | Filtered | Trained | Checkpoint | Stopped | Complete
+
+
+def to_json(event: LedgerEvent) -> dict[str, Any]:
+    """The event's line."""
+    match event:
+        case Trained(step, version, groups):
+            values = {"step": step, "version": version, "groups": [group.to_ledger() for group in groups]}
+        case Complete(exhausted):
+            values = {"exhausted": True} if exhausted else {}
+        case _:
+            values = asdict(event)
+    return {"event": event.EVENT, **values}
+
+
+def from_json(line: Fields) -> LedgerEvent:
+    """The inverse of ``to_json``.
+
+    Raises:
+        RunRecordError: the event is unknown, or a field is missing or of another type; names the line.
+    """
+    match event := line.text("event"):
+        case RunSizes.EVENT:
+            return RunSizes.from_json(line)
+        case Resumed.EVENT:
+            return Resumed(line.integer("step"))
+        case Admitted.EVENT:
+            return Admitted(line.integer("step"), line.integer("version"), line.texts("uids"))
+        case Filtered.EVENT:
+            return Filtered(line.integer("step"), line.integer("version"), _filtered_groups(line))
+        case Trained.EVENT:
+            groups = [TrainedGroup.from_ledger(group) for group in line.objects("groups")]
+            return Trained(line.integer("step"), line.integer("version"), groups)
+        case Checkpoint.EVENT:
+            return Checkpoint(line.integer("step"))
+        case Stopped.EVENT:
+            return Stopped(line.integer("step"))
+        case Complete.EVENT:
+            return Complete(line.flag("exhausted", default=False))
+    raise RunRecordError(f"{line.place}: '{event}' is no event of a ledger")
+
+
+def _filtered_groups(line: Fields) -> list[FilteredGroup]:
+    return [
+        FilteredGroup(
+            uid=group.text("uid"),
+            order=group.integer("order"),
+            birth=group.optional_integer("birth"),
+            value=group.number("value"),
+            lengths=group.integers("lengths"),
+        )
+        for group in line.objects("groups")
+    ]
+
 
 NAME = "ledger.jsonl"
 

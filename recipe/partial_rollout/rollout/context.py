@@ -8,7 +8,7 @@ from typing import Any
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.ledger import Ledger
-from recipe.partial_rollout.records.run_trace import RunTrace
+from recipe.partial_rollout.records.trace import RunTrace
 from recipe.partial_rollout.rollout.prompt_source import PromptSource
 from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.rollout.slots import ReplicaSlots

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.waits import result_of, within
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.records.overview import FIGURES, SECTION
+from recipe.partial_rollout.records.figures import FIGURES, SECTION
 
 PREFIX = "partial_rollout"
 """of the gauges' names; Ray puts ``ray_`` before it"""

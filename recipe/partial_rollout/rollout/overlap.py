@@ -20,11 +20,10 @@ from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.cluster import Cluster
-from recipe.partial_rollout.planner.engine_curve import CurveError, EngineCurve, fit
-from recipe.partial_rollout.planner.forecast import forecast, warmup_rounds
-from recipe.partial_rollout.planner.lengths import LengthTrace
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.planner.engine_curve import Cluster, CurveError, EngineCurve, fit
+from recipe.partial_rollout.planner.rounds import forecast, warmup_rounds
+from recipe.partial_rollout.planner.samples import LengthTrace
+from recipe.partial_rollout.records.calls import EngineCall
 
 logger = logging.getLogger(__name__)
 

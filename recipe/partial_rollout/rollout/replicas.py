@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayActorError
 
-from recipe.partial_rollout.records.run_trace import RunTrace
+from recipe.partial_rollout.records.trace import RunTrace
 from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.waits import ReplicaError, answer_of, means_death, one_line, result_of, within
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice

@@ -21,7 +21,7 @@ from typing import Self
 from tqdm import tqdm
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.calls import EngineCall
 
 KV_SHARE = 0.8
 """share of the KV cache that samples of the measured mean context fill; the rest is for their spread"""

@@ -10,11 +10,9 @@ from tqdm import tqdm
 
 from recipe.partial_rollout.manager.messages import RolloutFailedError, StepAccount, VersionStart
 from recipe.partial_rollout.manager.types import TakenGroup
-from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.records.running_curve import bubble_fraction, bubble_of_ended
-from recipe.partial_rollout.records.spread import spread
+from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
+from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended, spread
+from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.engine_probe import EngineProbe
@@ -103,7 +101,7 @@ class StepBook:
             ledger.filtered(batch.step, batch.version, account.filtered)
         ledger.trained(batch.step, batch.version, trained)
         context.trace.round(
-            Round(
+            RoundRecord(
                 step=batch.step,
                 version=batch.version,
                 phase=phase,

@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from recipe.partial_rollout.config.sections import Deadlines
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.waits import NoAnswerError, answer_of, is_out_of_reach, one_line, result_of, within

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.partial_rollout.records import ledger_events as ledger
-from recipe.partial_rollout.records import run_trace
+from recipe.partial_rollout.records import ledger
 from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.records.jsonl import Checkpoint, Resumed
 from recipe.partial_rollout.records.ledger import NAME, iter_ledger
-from recipe.partial_rollout.records.lineage import Checkpoint, Resumed
+from recipe.partial_rollout.records.trace import TRACE
 from recipe.partial_rollout.tools import trace_audit
 from recipe.partial_rollout.tools.audit_entries import POSITIONS, Entries, Entry, uid_of
 from recipe.partial_rollout.tools.command_line import described
@@ -263,7 +263,7 @@ def audit(run_dir: Path) -> tuple[Audit, int]:
     Raises:
         RunRecordError: one of them cannot be read; names the file and line.
     """
-    path, trace = run_dir / NAME, run_dir / run_trace.NAME
+    path, trace = run_dir / NAME, run_dir / TRACE
     result, cut_off = Audit(), []
     for at, event in iter_ledger(path, cut_off):
         result.book(event, at)

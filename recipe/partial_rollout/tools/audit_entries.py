@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.ledger_events import RunSizes, Trained
-from recipe.partial_rollout.records.lineage import Lineage
+from recipe.partial_rollout.records.jsonl import Lineage
+from recipe.partial_rollout.records.ledger import RunSizes, Trained
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 _PARTS = ("tokens", "log-probs", "versions", "mask entries")

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import mean
 
 from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.overview import held_out_rewards
-from recipe.partial_rollout.records.step_metrics import NAME, read_metrics
+from recipe.partial_rollout.records.figures import held_out_rewards
+from recipe.partial_rollout.records.run import METRICS, read_metrics
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.table import Table
 from recipe.partial_rollout.training.policy_drift import KL, PolicyDrift
@@ -24,7 +24,7 @@ def row_of(run: Path) -> list[str]:
     Raises:
         RunRecordError: ``metrics.jsonl`` cannot be read, or no step of it has ``KL``.
     """
-    lines, _ = read_metrics(run / NAME)
+    lines, _ = read_metrics(run / METRICS)
     data = [line.values for line in lines if line.trained]
     if not any(KL in step for step in data):
         raise RunRecordError(f"{run}: no step has {KL}, which algorithm.rollout_correction makes verl log")

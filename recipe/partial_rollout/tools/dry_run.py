@@ -17,10 +17,9 @@ from recipe.partial_rollout.config.choices import Mode, Placement
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices, trainer_devices
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.cluster import Cluster
-from recipe.partial_rollout.planner.engine_curve import PRESETS
-from recipe.partial_rollout.planner.forecast import baseline, forecast
-from recipe.partial_rollout.planner.lengths import lognormal
+from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster
+from recipe.partial_rollout.planner.rounds import baseline, forecast
+from recipe.partial_rollout.planner.samples import lognormal
 from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs, missing_packages, size_bucket
 from recipe.partial_rollout.preflight.placement_check import cpus_for_ray
 from recipe.partial_rollout.preflight.prompts import check_prompts, check_rows, prompt_lengths

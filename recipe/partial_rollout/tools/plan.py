@@ -21,12 +21,11 @@ from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.config.settings import default_of
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.cluster import Cluster
-from recipe.partial_rollout.planner.engine_curve import PRESETS, CurveError, EngineCurve, fit
-from recipe.partial_rollout.planner.forecast import baseline, forecast
-from recipe.partial_rollout.planner.lengths import LengthTrace, lognormal, of_run
+from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster, CurveError, EngineCurve, fit
+from recipe.partial_rollout.planner.rounds import baseline, forecast
+from recipe.partial_rollout.planner.samples import LengthTrace, lognormal, of_run
 from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.run_record import RunRecord, load_run
+from recipe.partial_rollout.records.run import RunRecord, load_run
 from recipe.partial_rollout.tools import plan_cost, plan_measure, plan_separate
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.plan_separate_table import shown

@@ -16,19 +16,21 @@ from tqdm import tqdm
 from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.cluster import Cluster
-from recipe.partial_rollout.planner.engine_curve import PRESETS
-from recipe.partial_rollout.planner.forecast import warmup_rounds
-from recipe.partial_rollout.planner.lengths import LengthTrace
-from recipe.partial_rollout.planner.separate_forecast import (
+from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster
+from recipe.partial_rollout.planner.rounds import warmup_rounds
+from recipe.partial_rollout.planner.samples import LengthTrace
+from recipe.partial_rollout.planner.separate import (
+    TRAINER_PRESETS,
+    UPDATE_PRESET,
     Devices,
     SeparateForecast,
+    TrainerRate,
+    WeightUpdate,
     balanced,
     best_split,
     forecast_separate,
 )
-from recipe.partial_rollout.planner.trainer_rate import TRAINER_PRESETS, UPDATE_PRESET, TrainerRate, WeightUpdate
-from recipe.partial_rollout.records.run_record import RunRecord
+from recipe.partial_rollout.records.run import RunRecord
 from recipe.partial_rollout.tools.plan_cost import Prices, prices_of
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recipe.partial_rollout.planner.forecast import smallest_worthwhile
+from recipe.partial_rollout.planner.rounds import smallest_worthwhile
 from recipe.partial_rollout.tools.plan_cost import STEPS, Prices, curve_source
 from recipe.partial_rollout.tools.table import Table
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.planner.separate_forecast import Devices
+    from recipe.partial_rollout.planner.separate import Devices
     from recipe.partial_rollout.tools.plan_separate import SeparateOption
     from recipe.partial_rollout.tools.plan_table import Option
 

@@ -14,12 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.cluster import Cluster
-from recipe.partial_rollout.planner.engine_curve import fit
-from recipe.partial_rollout.planner.forecast import baseline
-from recipe.partial_rollout.planner.lengths import of_run
-from recipe.partial_rollout.planner.simulation import Simulation
-from recipe.partial_rollout.records.run_record import RunRecord
+from recipe.partial_rollout.planner.engine_curve import Cluster, fit
+from recipe.partial_rollout.planner.rounds import Simulation, baseline
+from recipe.partial_rollout.planner.samples import of_run
+from recipe.partial_rollout.records.run import RunRecord
 from recipe.partial_rollout.tools.replay_separate import play_separate
 from recipe.partial_rollout.tools.table import Table
 

@@ -12,13 +12,11 @@ from scipy.optimize import nnls
 
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.cluster import Cluster
-from recipe.partial_rollout.planner.lengths import of_run
-from recipe.partial_rollout.planner.played_samples import TrainedBatch
-from recipe.partial_rollout.planner.separate import SeparateSimulation
-from recipe.partial_rollout.planner.trainer_rate import TrainerRate, WeightUpdate
-from recipe.partial_rollout.records.run_record import RunRecord
-from recipe.partial_rollout.records.trace_events import PhaseName
+from recipe.partial_rollout.planner.engine_curve import Cluster
+from recipe.partial_rollout.planner.samples import TrainedBatch, of_run
+from recipe.partial_rollout.planner.separate import SeparateSimulation, TrainerRate, WeightUpdate
+from recipe.partial_rollout.records.run import RunRecord
+from recipe.partial_rollout.records.trace import PhaseName
 from recipe.partial_rollout.tools.report.lanes import seconds, within
 
 

@@ -18,10 +18,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.partial_rollout.records import ledger_events as ledger
+from recipe.partial_rollout.records import ledger
 from recipe.partial_rollout.records.jsonl import line_at
-from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.records.run_trace import iter_trace, lineage
+from recipe.partial_rollout.records.trace import RoundRecord, iter_trace, lineage
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 
@@ -37,7 +36,7 @@ class RoundNote:
     """what is wrong with it by itself"""
 
     @classmethod
-    def of(cls, round_: Round) -> RoundNote:
+    def of(cls, round_: RoundRecord) -> RoundNote:
         """The note of a round that was read from a trace."""
         return cls(round_.step, round_.version, round_.at, _of_round(round_))
 
@@ -92,7 +91,7 @@ def _trained(path: Path, places: list[int]) -> ledger.Trained:
     return ledger.Trained(steps[0].step, steps[0].version, [group for step in steps for group in step.groups])
 
 
-def _of_round(round_: Round) -> list[str]:
+def _of_round(round_: RoundRecord) -> list[str]:
     step, version = round_.step, round_.version
     found = []
     if (latest := round_.phase.latest_version) > version:

@@ -20,9 +20,8 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.output_store import RayObjects
-from recipe.partial_rollout.records.engine_call import EngineCall
-from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
+from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup, prompt_identity
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.driver import Driver
@@ -127,7 +126,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
                     tokens=sum(tokens[rows]),
                 )
             )
-        self.context.trace.round(Round(step, step - 1, phase, trained))
+        self.context.trace.round(RoundRecord(step, step - 1, phase, trained))
         return {
             **phase_metrics(phase, self.context.full_concurrency, self.probe.full_tokens_per_s),
             "trained/groups": size,

@@ -8,9 +8,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.overview import overview
-from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.records.run_settings import Arm
+from recipe.partial_rollout.records.figures import overview
+from recipe.partial_rollout.records.trace import Arm, RoundRecord
 from recipe.partial_rollout.rollout.gauges import Gauges
 from recipe.partial_rollout.training import swanlab_run
 from verl_ext import swanlab_board
@@ -66,7 +65,7 @@ class Dashboard:
             self._gauges.set(figures)
         return figures
 
-    def draw(self, step: int, round_: Round | None) -> None:
+    def draw(self, step: int, round_: RoundRecord | None) -> None:
         """Send pictures of ``round_`` if it is that of ``step`` and the step's turn."""
         if not self._pictures_every or round_ is None or round_.step != step or (step - 1) % self._pictures_every:
             return

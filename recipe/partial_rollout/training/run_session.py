@@ -22,10 +22,8 @@ from typing import Any
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.ledger import NAME as LEDGER
-from recipe.partial_rollout.records.ledger import Ledger
-from recipe.partial_rollout.records.ledger_events import RunSizes
-from recipe.partial_rollout.records.run_settings import Arm, RunSettings
-from recipe.partial_rollout.records.run_trace import RunTrace
+from recipe.partial_rollout.records.ledger import Ledger, RunSizes
+from recipe.partial_rollout.records.trace import Arm, RunSettings, RunTrace
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.prompt_source import BatchLoader, PromptSource

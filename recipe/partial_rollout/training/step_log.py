@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.round import Round
+from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.training.dashboard import Dashboard
 from recipe.partial_rollout.training.policy_drift import PolicyDrift, not_finite
 from recipe.partial_rollout.training.step_line import StepLine
@@ -47,7 +47,7 @@ class StepLog:
             tqdm.write(warning)
         return data
 
-    def close(self, step: int, round_: Round | None) -> None:
+    def close(self, step: int, round_: RoundRecord | None) -> None:
         """Draw the pictures of ``step``, which verl has recorded."""
         self._dashboard.draw(step, round_)
         self._last_s = time.perf_counter() - self._began

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import ROOT
-from recipe.partial_rollout.records.run_settings import Arm
+from recipe.partial_rollout.records.trace import Arm
 from verl_ext.guard import installed_pair
 
 SWANLAB = "swanlab"

@@ -23,7 +23,7 @@ from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.engine.kept_kv import request_id_of
 from recipe.partial_rollout.engine.version_marks import spans
 from recipe.partial_rollout.manager.types import Segment
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.waits import ReplicaError, answer_of, means_death, one_line
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice

@@ -18,7 +18,7 @@ from verl.experimental.reward_loop import RewardLoopWorker
 from verl.protocol import DataProto
 from verl.utils.rollout_trace import rollout_trace_attr
 
-from recipe.partial_rollout.records.engine_call import EngineCall
+from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.waits import one_line
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient
 from recipe.partial_rollout.worker.places import Places, reward_places

@@ -14,7 +14,7 @@ from statistics import median
 
 import pandas as pd
 
-from recipe.partial_rollout.records.run_record import RunRecord, Step, load_run
+from recipe.partial_rollout.records.run import RunRecord, Step, load_run
 from recipe.partial_rollout.tools.audit import audit
 
 MOST_K3, MOST_ERROR = 0.005, 0.03

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.run_record import load_run
+from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.report.comparison import Comparison, as_json, compare
 from recipe.partial_rollout.tools.report.findings import cautions, findings, headline

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recipe.partial_rollout.records.run_settings import Arm
+from recipe.partial_rollout.records.trace import Arm
 from recipe.partial_rollout.tools.report.run_names import names_of
 from recipe.partial_rollout.tools.report.summary import Summary, full_tokens_per_s, ratio, summarize
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.records.run_record import RunRecord
+    from recipe.partial_rollout.records.run import RunRecord
 
 SPEED_TOLERANCE = 0.10
 """Probes may differ by this share, from each other or from a run's decoding speed, before the report warns."""

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recipe.partial_rollout.records.engine_call import Span, union
-from recipe.partial_rollout.records.trace_events import PhaseName
-from recipe.partial_rollout.tools.report.concurrency import running_curve
+from recipe.partial_rollout.records.calls import Span, union
+from recipe.partial_rollout.records.figures import running_curve
+from recipe.partial_rollout.records.trace import PhaseName
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.records.run_record import RunRecord
+    from recipe.partial_rollout.records.run import RunRecord
 
 
 def without(spans: Iterable[Span], *cuts: Iterable[Span]) -> list[Span]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from recipe.partial_rollout.records.run_record import RunRecord
-from recipe.partial_rollout.records.trace_events import Phase, PhaseName
+from recipe.partial_rollout.records.run import RunRecord
+from recipe.partial_rollout.records.trace import Phase, PhaseName
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.findings import cautions, findings
 from recipe.partial_rollout.tools.report.picture import hue

@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.run_record import Step
-from recipe.partial_rollout.records.run_settings import RunSettings
-from recipe.partial_rollout.records.running_curve import bubble_fraction
+from recipe.partial_rollout.records.calls import RolloutPhase
+from recipe.partial_rollout.records.figures import bubble_fraction
+from recipe.partial_rollout.records.run import Step
+from recipe.partial_rollout.records.trace import RunSettings
 from recipe.partial_rollout.tools.report.comparison import Comparison
 from recipe.partial_rollout.tools.report.picture import DPI, hue, mark
 from recipe.partial_rollout.tools.report.summary import ratio

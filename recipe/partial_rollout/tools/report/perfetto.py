@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from recipe.partial_rollout.records.run_record import RunRecord
-from recipe.partial_rollout.records.trace_events import PhaseName
+from recipe.partial_rollout.records.figures import running_curve
+from recipe.partial_rollout.records.run import RunRecord
+from recipe.partial_rollout.records.trace import PhaseName
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
-from recipe.partial_rollout.tools.report.concurrency import running_curve
 from recipe.partial_rollout.tools.report.lanes import lanes_of
 from recipe.partial_rollout.tools.report.segments import Segments, segments_of
 

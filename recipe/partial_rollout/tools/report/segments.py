@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipe.partial_rollout.records.engine_call import CallColumns
-from recipe.partial_rollout.records.run_record import RunRecord
+from recipe.partial_rollout.records.calls import CallColumns
+from recipe.partial_rollout.records.run import RunRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recipe.partial_rollout.records.overview import SECTION
-from recipe.partial_rollout.records.running_curve import bubble_fraction
-from recipe.partial_rollout.records.spread import Spread, spread
-from recipe.partial_rollout.records.trace_events import PhaseName
+from recipe.partial_rollout.records.figures import SECTION, Spread, bubble_fraction, spread
+from recipe.partial_rollout.records.trace import PhaseName
 from recipe.partial_rollout.tools.report.lanes import LaneShares, lane_shares
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.records.run_record import RunRecord, Step
+    from recipe.partial_rollout.records.run import RunRecord, Step
 
 REWARD_STEPS = 3
 """The first and last reward are means over this many steps."""

@@ -16,11 +16,10 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from recipe.partial_rollout.records.run_record import RunRecord
-from recipe.partial_rollout.records.running_curve import RunningCurve
+from recipe.partial_rollout.records.figures import RunningCurve, running_curve
+from recipe.partial_rollout.records.run import RunRecord
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
-from recipe.partial_rollout.tools.report.concurrency import running_curve
 from recipe.partial_rollout.tools.report.lane_strip import Strip, strip_of
 from recipe.partial_rollout.tools.report.lanes import Trainer
 from recipe.partial_rollout.tools.report.picture import (

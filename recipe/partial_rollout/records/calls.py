@@ -1,14 +1,15 @@
-"""One request to an engine: noted by a worker's client, kept in the trace, read by the planner and the report.
+"""Engine calls, and the rollout phases that they ran in.
 
-Of many, a reader keeps ``CallColumns``, and a thinned trace ``CallTotals``.
+Of many calls a reader keeps ``CallColumns``, and a thinned trace ``CallTotals``.
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, overload
 
 import numpy as np
@@ -237,3 +238,97 @@ class CallTotals:
                     spans=[of_replica.optional_spans("spans") for of_replica in by_replica],
                 )
         raise RunRecordError(f"{line.place}: 'busy_s' and 'spans' should have an entry for each of {replicas} replicas")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPhase:
+    """A time span from the start of a round until every replica is quiet, and its engine calls."""
+
+    start: float
+    """unix seconds"""
+    end: float
+    calls: Sequence[EngineCall] = field(repr=False)
+    totals: CallTotals | None = field(default=None, repr=False)
+    """of all its calls, in a thinned trace, which keeps the calls of some rounds only; None: ``calls`` are all"""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def decoded_tokens(self) -> int:
+        if self.totals is not None:
+            return self.totals.tokens
+        if isinstance(self.calls, CallColumns):
+            return int(self.calls.column("tokens").sum())
+        return sum(call.tokens for call in self.calls)
+
+    @property
+    def busy(self) -> tuple[np.ndarray, np.ndarray]:
+        """[call] when each began to run in its engine, and when it ended"""
+        if isinstance(self.calls, CallColumns):
+            return self.calls.busy_from, self.calls.column("end")
+        return np.array([call.busy_from for call in self.calls]), np.array([call.end for call in self.calls])
+
+    @property
+    def replicas(self) -> np.ndarray:
+        """[call] index of its replica"""
+        if isinstance(self.calls, CallColumns):
+            return self.calls.column("replica")
+        return np.array([call.replica for call in self.calls], dtype=int)
+
+    @property
+    def latest_version(self) -> int:
+        """The latest policy version of a call; -1 without one that says."""
+        versions = (call.version for call in self.calls)
+        return max(versions, default=-1) if self.totals is None else self.totals.latest_version
+
+    @property
+    def thinned(self) -> bool:
+        """Whether ``calls`` are not all."""
+        return self.totals is not None and len(self.calls) < self.totals.calls
+
+
+def dealt(phases: Sequence[RolloutPhase]) -> list[RolloutPhase]:
+    """The same spans, each with the parts of all calls that ran in it.
+
+    A call that crosses an end is cut there, its tokens shared by time; what ran outside of all spans is left out. Only the
+    last part of an interrupted call is interrupted, only the first has its ``resumed_tokens``; no part queues.
+
+    Args:
+        phases: by start; they do not overlap.
+
+    >>> long = EngineCall(0, start=2.0, end=12.0, tokens=100, version=1)
+    >>> first, second = dealt([RolloutPhase(0.0, 10.0, ()), RolloutPhase(10.0, 20.0, (long,))])
+    >>> [(call.start, call.end, call.tokens) for call in (*first.calls, *second.calls)]
+    [(2.0, 10.0, 80), (10.0, 12.0, 20)]
+    """
+    starts = [phase.start for phase in phases]
+    parts = [CallColumns() for _ in phases]
+    for phase in phases:
+        for call in phase.calls:
+            for at, part in _cut(call, phases, max(0, bisect_right(starts, call.busy_from) - 1)):
+                parts[at].append(part)
+    return [replace(phase, calls=calls) for phase, calls in zip(phases, parts, strict=True)]
+
+
+def _cut(call: EngineCall, phases: Sequence[RolloutPhase], first: int) -> Iterator[tuple[int, EngineCall]]:
+    """The parts of ``call``, each with the index of its phase, from phase ``first`` on."""
+    begun = call.busy_from
+    for at in range(first, len(phases)):
+        start, end = max(begun, phases[at].start), min(call.end, phases[at].end)
+        if start > call.end:
+            return
+        if end > start or begun == call.end == start:
+            last = end == call.end
+            # Rounded at the cuts, so that the parts of a call add up to it.
+            tokens = _made_by(call, end) - _made_by(call, start) if call.end > begun else call.tokens
+            resumed = call.resumed_tokens if start == begun else 0
+            cut = {"interrupted": call.interrupted and last, "resumed_tokens": resumed}
+            yield at, replace(call, start=start, end=end, tokens=tokens, queued_s=0.0, **cut)
+            if last:
+                return
+
+
+def _made_by(call: EngineCall, moment: float) -> int:
+    return round(call.tokens_within(call.busy_from, moment))

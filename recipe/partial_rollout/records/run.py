@@ -12,15 +12,57 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from recipe.partial_rollout.records import run_trace, step_metrics
-from recipe.partial_rollout.records.dealt_calls import dealt
+from recipe.partial_rollout.records.calls import RolloutPhase, dealt
 from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.rollout_phase import RolloutPhase
-from recipe.partial_rollout.records.round import Round
-from recipe.partial_rollout.records.run_settings import RunSettings
-from recipe.partial_rollout.records.run_trace import TraceEvent
-from recipe.partial_rollout.records.trace_events import Phase, Probe, Thinned
+from recipe.partial_rollout.records.jsonl import read_lines
+from recipe.partial_rollout.records.trace import (
+    TRACE,
+    Phase,
+    Probe,
+    RoundRecord,
+    RunSettings,
+    Thinned,
+    TraceEvent,
+    iter_trace,
+    lineage,
+)
 from recipe.partial_rollout.records.trained_group import GroupColumns, TrainedGroup
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One line: a training step, or the validation before the first step."""
+
+    step: int
+    values: dict[str, float] = field(repr=False)
+    """metrics by verl's key; NaN, which verl logs as null, is left out"""
+
+    @property
+    def trained(self) -> bool:
+        """Whether it is a training step."""
+        return "training/global_step" in self.values
+
+
+def read_metrics(path: Path) -> tuple[list[StepMetrics], list[str]]:
+    """The lines in order, and a warning if the last one is torn.
+
+    Raises:
+        RunRecordError: the file cannot be read, or a line holds no metrics; names it.
+    """
+    lines, warnings = read_lines(path)
+    found = []
+    for line in lines:
+        data = line.values.get("data")
+        if not isinstance(data, dict):
+            raise RunRecordError(
+                f"{line.place}: 'data' is missing; it should hold the metrics that verl's file logger writes"
+            )
+        numbers = {key: float(value) for key, value in data.items() if isinstance(value, int | float)}
+        found.append(StepMetrics(line.integer("step"), numbers))
+    return found, warnings
+
 
 CLOCK_TOLERANCE = 0.05
 """verl's rollout timer and the trace may differ by this share before the report warns."""
@@ -30,7 +72,7 @@ CLOCK_TOLERANCE = 0.05
 class Step:
     """One training step: its round and what verl logged for it."""
 
-    round: Round
+    round: RoundRecord
     metrics: dict[str, float] = field(repr=False)
 
     @property
@@ -64,7 +106,7 @@ class RunRecord:
     warnings: list[str]
 
     @property
-    def rounds(self) -> list[Round]:
+    def rounds(self) -> list[RoundRecord]:
         return [step.round for step in self.steps]
 
     @property
@@ -100,10 +142,10 @@ def load_run(directory: Path) -> RunRecord:
             f"{directory}: no such directory; give the directory that a run wrote (trainer.default_local_dir)"
         )
     settings = RunSettings.read(directory)
-    trace = directory / run_trace.NAME
+    trace = directory / TRACE
     warnings: list[str] = []
     others: list[TraceEvent] = []
-    rounds, repeated = last_attempts(_split(run_trace.iter_trace(trace, settings.replicas, warnings), others))
+    rounds, repeated = last_attempts(_split(iter_trace(trace, settings.replicas, warnings), others))
     if repeated:
         warnings.append(f"{trace}: steps {_ranges(repeated)} were begun again (a resumed run); the last attempt counts")
     if every := max((event.every for event in others if isinstance(event, Thinned)), default=0):
@@ -113,7 +155,7 @@ def load_run(directory: Path) -> RunRecord:
             "panels count every call"
         )
     resumed = sorted(directory.glob("metrics_from_*.jsonl"), key=lambda path: path.stat().st_mtime)
-    metrics, metric_warnings = _read_metrics([directory / step_metrics.NAME, *resumed])
+    metrics, metric_warnings = _read_metrics([directory / METRICS, *resumed])
     steps, join_warnings = _join(directory, rounds, metrics)
     warnings += metric_warnings + join_warnings
     if not settings.separate:
@@ -137,18 +179,18 @@ def _split(events: Iterable[TraceEvent], others: list[TraceEvent]) -> Iterator[T
         yield event
 
 
-def last_attempts(events: Iterable[TraceEvent]) -> tuple[list[Round], set[int]]:
+def last_attempts(events: Iterable[TraceEvent]) -> tuple[list[RoundRecord], set[int]]:
     """The rounds that count, of all that the run's processes played, and the steps that were begun again.
 
     Where a trace does not say where it was resumed, a round undoes earlier rounds of its own step and of later ones.
     """
-    lineage = run_trace.lineage(events, keep=lambda round_: round_)
-    kept: list[Round] = []
-    for round_ in lineage.standing():
+    rounds = lineage(events, keep=lambda round_: round_)
+    kept: list[RoundRecord] = []
+    for round_ in rounds.standing():
         while kept and kept[-1].step >= round_.step:
             kept.pop()
         kept.append(round_)
-    undone = Counter(round_.step for round_ in lineage.all()) - Counter(round_.step for round_ in kept)
+    undone = Counter(round_.step for round_ in rounds.all()) - Counter(round_.step for round_ in kept)
     return kept, set(undone)
 
 
@@ -157,14 +199,16 @@ def _read_metrics(paths: list[Path]) -> tuple[dict[int, dict[str, float]], list[
     metrics: dict[int, dict[str, float]] = {}
     warnings: list[str] = []
     for path in paths:
-        lines, torn = step_metrics.read_metrics(path)
+        lines, torn = read_metrics(path)
         warnings += torn
         for line in lines:
             metrics.setdefault(line.step, {}).update(line.values)
     return metrics, warnings
 
 
-def _join(directory: Path, rounds: list[Round], metrics: dict[int, dict[str, float]]) -> tuple[list[Step], list[str]]:
+def _join(
+    directory: Path, rounds: list[RoundRecord], metrics: dict[int, dict[str, float]]
+) -> tuple[list[Step], list[str]]:
     timed = {step for step, values in metrics.items() if "timing_s/step" in values}
     steps = [Step(round_, metrics[round_.step]) for round_ in rounds if round_.step in timed]
     if not steps:

@@ -1,0 +1,155 @@
+"""Figures of steps and phases, computed alike for dashboard, report and forecast."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.records.calls import RolloutPhase
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Spread of a figure over samples or rounds."""
+
+    mean: float
+    p95: float
+    max: float
+
+
+def p95(values: Sequence[float] | np.ndarray) -> float:
+    """The smallest of ``values`` that 95% of them do not exceed: no interpolation, as suits counts (versions, segments)."""
+    return float(np.percentile(values, 95, method="inverted_cdf"))
+
+
+def spread(values: Sequence[float] | np.ndarray) -> Spread | None:
+    """Mean, 95th percentile and maximum of ``values``; None if there are none."""
+    if not len(values):
+        return None
+    return Spread(float(np.mean(values)), p95(values), float(np.max(values)))
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCurve:
+    """A step function of running calls: exactly ``running[:, i]`` from ``times[i]`` to ``times[i + 1]``; it ends at 0."""
+
+    times: np.ndarray
+    """[point], unix seconds, ascending; the first and last are the phase's start and end"""
+    running: np.ndarray
+    """[row, point]"""
+
+    def slot_seconds(self, full: int) -> float:
+        """Integral over time of the running calls of all rows, with at most ``full`` counted at once."""
+        total = np.minimum(self.running.sum(axis=0), full)
+        return float(np.sum(total[:-1] * np.diff(self.times)))
+
+
+def running_curve(phase: RolloutPhase, replicas: int | None = None) -> RunningCurve:
+    """The curve of the phase's calls while they were busy, cut at the phase's start and end.
+
+    Where a thinned trace lacks the calls, it is flat, at the mean.
+
+    Args:
+        replicas: number of rows, one a replica; None: all calls in one row.
+    """
+    if phase.thinned:
+        return _mean_curve(phase, by_row=replicas is not None)
+    calls = len(phase.calls)
+    starts, ends = (np.clip(side, phase.start, phase.end) for side in phase.busy)
+    owners = np.zeros(calls, dtype=int) if replicas is None else phase.replicas
+    times, where = np.unique(np.concatenate([[phase.start, phase.end], starts, ends]), return_inverse=True)
+    changes = np.zeros((replicas or 1, len(times)), dtype=int)
+    np.add.at(changes, (owners, where[2 : 2 + calls]), 1)
+    np.add.at(changes, (owners, where[2 + calls :]), -1)
+    return RunningCurve(times, np.cumsum(changes, axis=1))
+
+
+def _mean_curve(phase: RolloutPhase, *, by_row: bool) -> RunningCurve:
+    assert phase.totals is not None
+    busy_s = np.array(phase.totals.busy_s if by_row else [sum(phase.totals.busy_s)])
+    mean = busy_s / phase.seconds if phase.seconds else np.zeros(len(busy_s))
+    return RunningCurve(np.array([phase.start, phase.end]), np.stack([mean, np.zeros(len(mean))], axis=1))
+
+
+def slot_seconds(phase: RolloutPhase, full: int) -> float:
+    """Seconds that slots were busy in the phase, with at most ``full`` counted at once."""
+    return phase.totals.slot_s if phase.totals is not None else running_curve(phase).slot_seconds(full)
+
+
+def bubble_fraction(phases: Sequence[RolloutPhase], full: int) -> float | None:
+    """Mean share of ``full`` slots that were empty during the phases, 0 to 1; None if they took no time."""
+    seconds = sum(phase.seconds for phase in phases)
+    if seconds <= 0:
+        return None
+    return 1 - sum(slot_seconds(phase, full) for phase in phases) / (full * seconds)
+
+
+def bubble_of_ended(phase: RolloutPhase, full: int) -> float | None:
+    """As ``bubble_fraction``, of a phase that calls outlast: they are not known yet, so those that ended count whole.
+
+    Close in the mean over many phases, not for one of them (0 to 1); None if it took no time.
+    """
+    if phase.seconds <= 0:
+        return None
+    busy = sum(call.end - call.busy_from for call in phase.calls)
+    return max(0.0, 1 - busy / (full * phase.seconds))
+
+
+SECTION = "0_overview"
+"""what the keys start with, before the slash"""
+
+_HELD_OUT = re.compile(r"val-core/.*/mean@\d+")
+"""verl's mean validation reward (accuracy, if the reward function gives one) of a data source"""
+
+_COPIES = {
+    "step_s": "timing_s/step",
+    "rollout_s": "timing_s/gen",
+    "efficiency": "partial_rollout/rollout/efficiency",
+    "bubble": "partial_rollout/rollout/bubble_fraction",
+    "tokens_per_s": "partial_rollout/rollout/tokens_per_s",
+    "staleness_mean": "partial_rollout/staleness/mean",
+    "staleness_max": "partial_rollout/staleness/max",
+    "off_policy_share": "partial_rollout/off_policy_token_fraction",
+    "length_bias": "partial_rollout/length/bias",
+}
+"""figure to the key that it copies"""
+
+_SYNCHRONOUS = {"staleness_mean": 0.0, "staleness_max": 0.0, "off_policy_share": 0.0, "length_bias": 1.0}
+"""what these are under noPR, by definition: a batch is dispatched, decoded and trained under one version"""
+
+FIGURES = ("held_out_reward", *_COPIES)
+"""names of the ten figures, in the order in which a dashboard shows them"""
+
+
+def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Mean rewards of the validations among ``steps`` (verl's metrics of each), in their order."""
+    return [float(value) for step in steps for key, value in step.items() if _HELD_OUT.fullmatch(key)]
+
+
+def overview(data: Mapping[str, Any], *, partial: bool) -> dict[str, float]:
+    """The figures that ``data``, the metrics of a step, allows; by their full keys, in the order of ``FIGURES``.
+
+    Args:
+        data: by verl's keys; a validation without a training step has few of them.
+        partial: False under noPR, whose staleness, off-policy share and length bias are known.
+
+    >>> overview({"val-core/gsm8k/acc/mean@4": 0.5, "val-core/math/acc/mean@4": 0.7}, partial=True)
+    {'0_overview/held_out_reward': 0.6}
+    >>> list(overview({"training/global_step": 1, "timing_s/gen": 3.0}, partial=False).items())[:2]
+    [('0_overview/rollout_s', 3.0), ('0_overview/staleness_mean', 0.0)]
+    """
+    found: dict[str, float] = {}
+    if rewards := held_out_rewards([data]):
+        found["held_out_reward"] = float(np.mean(rewards))
+    known = {} if partial or "training/global_step" not in data else _SYNCHRONOUS
+    for figure, source in _COPIES.items():
+        if figure in known:
+            found[figure] = known[figure]
+        elif source in data:
+            found[figure] = float(data[source])
+    return {f"{SECTION}/{figure}": value for figure, value in found.items()}

@@ -1,0 +1,375 @@
+"""``trace.jsonl``: what each round of a run cost, and what it trained; ``run.json``: how the run was set up.
+
+Times are unix seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+from recipe.partial_rollout.config.choices import Placement
+from recipe.partial_rollout.records.calls import CallColumns, CallTotals, EngineCall, RolloutPhase
+from recipe.partial_rollout.records.fields import Fields, RunRecordError, read_object
+from recipe.partial_rollout.records.figures import slot_seconds
+from recipe.partial_rollout.records.jsonl import Checkpoint, JsonLines, Lineage, Resumed, iter_lines
+from recipe.partial_rollout.records.trained_group import GroupColumns, TrainedGroup
+
+RUN, TRACE = "run.json", "trace.jsonl"
+
+
+class Arm(StrEnum):
+    """Which trainer ran."""
+
+    NOPR = "noPR"
+    PR = "PR"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What a reader of the run's other files must know."""
+
+    arm: Arm
+    experiment: str
+    batch_groups: int
+    """groups that one step trains (N)"""
+    samples_per_group: int
+    """samples in one group (n)"""
+    replicas: int
+    slots_per_replica: int
+    """samples that one replica can run at a time"""
+    max_staleness: int | None
+    mode: str
+    policy: str
+    verl: str
+    """version"""
+    vllm: str
+    """version"""
+    overtake: float | None = None
+    """``partial_rollout.scheduling.overtake``, a share of N; None: no limit, and under noPR"""
+    placement: str = "colocated"
+    """``partial_rollout.placement``"""
+    complete: bool = False
+    """whether the training reached its end"""
+
+    @property
+    def separate(self) -> bool:
+        """Whether the engines decode while the trainer updates; a round's span is then the time from batch to batch."""
+        return self.placement == Placement.SEPARATE
+
+    @property
+    def full_concurrency(self) -> int:
+        """Running samples when no slot is wasted: a whole batch, or all slots if the batch is larger."""
+        return min(self.batch_groups * self.samples_per_group, self.replicas * self.slots_per_replica)
+
+    def write(self, directory: Path) -> None:
+        """Write ``run.json`` in the run's directory."""
+        (directory / RUN).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """The inverse of ``write``.
+
+        Raises:
+            RunRecordError: the file cannot be read, or a field is missing, mistyped or out of range; names it.
+        """
+        fields = read_object(directory / RUN)
+        arm = fields.text("arm")
+        if arm not in list(Arm):
+            raise RunRecordError(f"{fields.place}: 'arm' is {arm!r}; it should be one of {', '.join(Arm)}")
+        return cls(
+            arm=Arm(arm),
+            experiment=fields.text("experiment"),
+            batch_groups=fields.integer("batch_groups", least=1),
+            samples_per_group=fields.integer("samples_per_group", least=1),
+            replicas=fields.integer("replicas", least=1),
+            slots_per_replica=fields.integer("slots_per_replica", least=1),
+            max_staleness=fields.optional_integer("max_staleness"),
+            mode=fields.text("mode"),
+            policy=fields.text("policy"),
+            verl=fields.text("verl"),
+            vllm=fields.text("vllm"),
+            overtake=fields.optional_number("overtake"),
+            placement=fields.optional_text("placement") or "colocated",
+            complete=fields.flag("complete"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The engines' speed when kept full, measured in the run itself through the same path as its rounds."""
+
+    EVENT: ClassVar[str] = "probe"
+    tokens_per_s: float
+    concurrency: int
+    """running samples"""
+
+
+@dataclass(frozen=True, slots=True)
+class Thinned:
+    """The header of a thinned trace: its rounds keep the engine calls of one step in ``every`` only, and totals of all."""
+
+    EVENT: ClassVar[str] = "thinned"
+    every: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The rollout of ``step`` begins."""
+
+    EVENT: ClassVar[str] = "begin"
+    step: int
+    start: float
+
+
+class PhaseName(StrEnum):
+    """What a ``Phase`` is; ``WAIT`` to ``FLUSH`` are of separate placement."""
+
+    TRAIN = "train"
+    """from the batch to the log; under separate placement the sync, staging and hold of the step lie in it"""
+    VALIDATE = "validate"
+    SYNC = "sync"
+    """new weights on their way to the replicas, from the trainer to the last replica"""
+    WAIT = "wait"
+    """the trainer waits for its batch"""
+    STAGE = "stage"
+    """new weights leave the trainer while the engines decode"""
+    HOLD = "hold"
+    """all engines are held, from the request to the resumption, while they load the weights"""
+    FLUSH = "flush"
+    """the engines are stopped for a checkpoint"""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase that is not a rollout."""
+
+    EVENT: ClassVar[str] = "phase"
+    name: str
+    """a ``PhaseName``; another version of the recipe may have others"""
+    step: int
+    """or, of a ``sync``, the policy version"""
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """A rollout phase and the groups that it trains."""
+
+    EVENT: ClassVar[str] = "round"
+    step: int
+    version: int
+    """policy version that the engines held"""
+    phase: RolloutPhase
+    trained: Sequence[TrainedGroup] = field(repr=False)
+    interrupt_s: float | None = None
+    """seconds from the decision to interrupt until every engine was quiet; None if the arm does not interrupt"""
+    resume_s: float | None = None
+    """seconds from the opening of the round to its first engine call; None if the arm does not interrupt"""
+    carried_groups: int = 0
+    """unfinished groups that it started with"""
+    lost_samples: int = 0
+    """samples unaccounted for so far, not only in this round"""
+    at: int = field(default=0, repr=False, compare=False)
+    """byte of the trace at which its line begins, if it was read"""
+
+    def to_json(self) -> dict[str, Any]:
+        """Its line, without the event's name. One without its calls has no ``calls``: older readers must refuse it."""
+        calls = {} if self.phase.thinned else {"calls": [call.to_json() for call in self.phase.calls]}
+        totals = self.phase.totals
+        return {
+            **calls,
+            **({} if totals is None else {"totals": totals.to_json()}),
+            "step": self.step,
+            "version": self.version,
+            "start": self.phase.start,
+            "end": self.phase.end,
+            "interrupt_s": self.interrupt_s,
+            "resume_s": self.resume_s,
+            "trained": [group.to_trace() for group in self.trained],
+            "carried_groups": self.carried_groups,
+            "lost_samples": self.lost_samples,
+        }
+
+    @classmethod
+    def from_json(cls, line: Fields, replicas: int | None) -> Self:
+        """The inverse of ``to_json``; ``replicas`` is the number of the run's replicas (None: any).
+
+        Raises:
+            RunRecordError: a field is missing, mistyped or impossible; names the line.
+        """
+        start, end = line.span()
+        groups = line.objects("trained", "one object a group")
+        totals, rows = None, []
+        if "totals" in line.values:
+            totals = CallTotals.from_json(line.object("totals"), replicas)
+        if totals is None or "calls" in line.values:
+            rows = line.items("calls")
+        calls = CallColumns(EngineCall.from_json(values, line.place, replicas) for values in rows)
+        return cls(
+            step=line.integer("step"),
+            version=line.integer("version"),
+            phase=RolloutPhase(start, end, calls, totals),
+            trained=GroupColumns(map(TrainedGroup.from_trace, groups)),
+            interrupt_s=line.optional_number("interrupt_s"),
+            resume_s=line.optional_number("resume_s"),
+            carried_groups=line.integer("carried_groups"),
+            lost_samples=line.integer("lost_samples"),
+            at=line.at,
+        )
+
+
+T = TypeVar("T")
+TraceEvent = Thinned | Probe | Begin | RoundRecord | Phase | Checkpoint | Resumed
+
+
+class RunTrace:
+    """Appends to the trace of one run directory, and keeps its ``run.json``.
+
+    Args:
+        directory: of the run; created if missing.
+        replicas: server ids, in replica order; a call is noted under its replica's index.
+        resumed_step: the step that the run continues from; events of later steps are undone (0: all of them).
+        append: to the trace of an earlier run in the directory, instead of starting it over.
+        every: steps from one round whose calls are kept to the next (``partial_rollout.dashboard.trace_every``).
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        replicas: list[str],
+        run: RunSettings,
+        resumed_step: int = 0,
+        *,
+        append: bool = False,
+        every: int = 1,
+    ) -> None:
+        self._directory, self._run, self._every = directory, run, every
+        self._index: dict[str | int, int] = {address: i for i, address in enumerate(replicas)}
+        self._lines = JsonLines(directory / TRACE, append=append)
+        self.last_round: RoundRecord | None = None
+        """the round noted last, its replicas by index, with all its calls"""
+        self._run.write(directory)
+        if self._lines.continues:
+            self._lines.add(to_json(Resumed(resumed_step)))
+        if every > 1:
+            self._lines.add(to_json(Thinned(every)))
+
+    def use_replicas(self, replicas: list[str]) -> None:
+        """From here on the replicas have these server ids, in replica order."""
+        self._index.update({address: i for i, address in enumerate(replicas)})
+
+    def complete(self) -> None:
+        """Note that the training reached its last step."""
+        self._run = replace(self._run, complete=True)
+        self._run.write(self._directory)
+
+    def probe(self, start: float, end: float, tokens: int, concurrency: int) -> None:
+        """Note a probe: the engines ran ``concurrency`` samples throughout."""
+        rate = tokens / (end - start)
+        span = {"start": start, "end": end, "tokens": tokens}
+        self._lines.add({"event": Probe.EVENT, **span, "tokens_per_s": rate, "concurrency": concurrency})
+
+    def begin(self, step: int) -> None:
+        """The rollout of ``step`` begins."""
+        self._lines.add(to_json(Begin(step, time.time())))
+
+    def round(self, round_: RoundRecord) -> None:
+        """Note one rollout phase and what it trains; the trace must know the replicas of its calls."""
+        calls = tuple(replace(call, replica=self._index[call.replica]) for call in round_.phase.calls)
+        phase = replace(round_.phase, calls=calls)
+        self.last_round = replace(round_, phase=phase)
+        if self._every > 1:
+            kept = calls if (round_.step - 1) % self._every == 0 else ()
+            round_ = replace(round_, phase=replace(phase, calls=kept, totals=self._totals(phase)))
+        else:
+            round_ = self.last_round
+        self._lines.add(to_json(round_))
+
+    def _totals(self, phase: RolloutPhase) -> CallTotals:
+        if self._run.separate:
+            # Calls outlast their rounds: those that ended in it count whole.
+            slot_s = sum(call.end - call.busy_from for call in phase.calls)
+        else:
+            slot_s = slot_seconds(phase, self._run.full_concurrency)
+        return CallTotals.of(phase.calls, self._run.replicas, slot_s)
+
+    def phase(self, name: str, step: int, start: float, end: float) -> None:
+        """Note a phase that is not a rollout; ``name`` is a ``PhaseName``."""
+        self._lines.add(to_json(Phase(name, step, start, end)))
+
+    def checkpoint(self, step: int) -> None:
+        """Note that the checkpoint of ``step`` is whole, and sync every line to disk."""
+        self._lines.add(to_json(Checkpoint(step)))
+        self._lines.sync()
+
+
+def iter_trace(path: Path, replicas: int | None = None, warnings: list[str] | None = None) -> Iterator[TraceEvent]:
+    """The events, one at a time.
+
+    Args:
+        replicas: number of the run's replicas, to check its calls; None: any.
+        warnings: gets a line for each line that a dying process left torn.
+
+    Raises:
+        RunRecordError: the file is missing, or a line is not an event; names it.
+    """
+    for line in iter_lines(path, [] if warnings is None else warnings, restarts=(Resumed.EVENT,)):
+        if (event := from_json(line, replicas)) is not None:
+            yield event
+
+
+def lineage(events: Iterable[TraceEvent], keep: Callable[[RoundRecord], T]) -> Lineage[T]:
+    """What to ``keep`` of each round. A resume undoes rounds only once its process has added something."""
+    found: Lineage[T] = Lineage()
+    resumed: int | None = None
+    for event in events:
+        if isinstance(event, Resumed):
+            resumed = event.step
+            continue
+        if resumed is not None:
+            found.resume(resumed)
+            resumed = None
+        if isinstance(event, RoundRecord):
+            found.add(event.step, keep(event))
+        elif isinstance(event, Checkpoint):
+            found.checkpoint(event.step)
+    return found
+
+
+def to_json(event: Thinned | Begin | RoundRecord | Phase | Checkpoint | Resumed) -> dict[str, Any]:
+    """The event's line."""
+    return {"event": event.EVENT, **(event.to_json() if isinstance(event, RoundRecord) else asdict(event))}
+
+
+def from_json(line: Fields, replicas: int | None) -> TraceEvent | None:
+    """The inverse of ``to_json``; None for an event of another version of the recipe.
+
+    Args:
+        replicas: number of the run's replicas, to check its calls; None: any.
+
+    Raises:
+        RunRecordError: a field is missing, mistyped or impossible; names the line.
+    """
+    match line.text("event"):
+        case Probe.EVENT:
+            return Probe(line.number("tokens_per_s"), line.integer("concurrency"))
+        case Begin.EVENT:
+            return Begin(line.integer("step"), line.number("start"))
+        case RoundRecord.EVENT:
+            return RoundRecord.from_json(line, replicas)
+        case Phase.EVENT:
+            return Phase(line.text("name"), line.integer("step"), *line.span())
+        case Thinned.EVENT:
+            return Thinned(line.integer("every", least=1))
+        case Checkpoint.EVENT:
+            return Checkpoint(line.integer("step"))
+        case Resumed.EVENT:
+            return Resumed(line.integer("step"))
+    return None
