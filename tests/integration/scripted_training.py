@@ -1,0 +1,160 @@
+"""A training without verl and without engines: a real session, driver, manager and workers over scripted replicas."""
+
+import sys
+from dataclasses import replace
+
+import numpy as np
+import ray
+from hydra import compose, initialize_config_dir
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout.config.choices import Placement
+from recipe.partial_rollout.config.sections import Deadlines
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.manager.actor import ManagerActor
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.output_store import RayObjects
+from recipe.partial_rollout.planner.engine_curve import EngineCurve
+from recipe.partial_rollout.rollout.driver import Driver
+from recipe.partial_rollout.rollout.engine_probe import EndedCalls, EngineProbe
+from recipe.partial_rollout.rollout.guard import Guard
+from recipe.partial_rollout.rollout.slots import ReplicaSlots, SampleSizes
+from recipe.partial_rollout.rollout.step_book import StepBook
+from recipe.partial_rollout.rollout.workers import WorkerPool
+from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
+from recipe.partial_rollout.waits import finished
+from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from tests.bench.scripted_engine import ScriptedWorker
+
+# Ray's workers cannot import a test module.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+WORKERS, BATCH, N = 2, 2, 2
+CURVE = EngineCurve(step_s=0.0005, sample_s=0.0)
+
+
+class Worker(ScriptedWorker):
+    def open_round(self):
+        for replica in self._scripted:
+            replica.start()
+        super().open_round()
+
+    def take_calls(self):
+        return []
+
+
+class Control:
+    """A ``ServerControl`` of the workers' own replicas."""
+
+    restarted = 0
+    addresses = ()
+
+    def __init__(self, pool_of):
+        self._pool_of = pool_of
+
+    def __len__(self):
+        return WORKERS
+
+    async def interrupt(self):
+        await self._pool_of().ask("interrupt")
+
+    async def resume(self):
+        return None
+
+    hold = restart_dead = new_preemptions = resume
+
+    async def load(self):
+        return {}
+
+    running_tokens = load
+
+
+async def nothing(*_):
+    pass
+
+
+class Nothing:
+    announce_restarted = reckon = nothing
+
+
+def rows(count, mean_length):
+    lengths = np.random.default_rng(0).geometric(1 / mean_length, (count, N)).tolist()
+    return [{"lengths": length, "index": i} for i, length in enumerate(lengths)]
+
+
+def collate(batch):
+    return {key: np.array([row[key] for row in batch] + [None], object)[:-1] for key in ("lengths", "index")}
+
+
+class ScriptedTraining:
+    """One process of a training in ``run_dir``; it resumes from what it finds there. A step's update takes no time."""
+
+    def __init__(self, run_dir, placement, steps, mean_length=15):
+        self.run_dir, self.steps = run_dir, steps
+        with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
+            composed = compose(
+                "quickstart_cpu", ["trainer.default_local_dir=none", f"partial_rollout.placement={placement}"]
+            )
+        settings = replace(
+            PartialRolloutConfig.from_config(composed),
+            batch_groups=BATCH,
+            samples_per_group=N,
+            deadlines=Deadlines(stall_s=60, interrupt_s=30),
+        )
+        self.session = session = RunSession(settings, run_dir, "auto")
+        loader = StatefulDataLoader(rows(steps * BATCH, mean_length), batch_size=BATCH, collate_fn=collate)
+        session.offer(loader, TrainingSteps(steps, 1, steps, drains=True, filters=False))
+        control = Control(lambda: self.pool)
+        slots = ReplicaSlots(4, given=True, kv_tokens=None, sizes=SampleSizes(4, 64))
+        context = session.open(control, slots, [], "scripted")
+        store, admission = RayObjects(30.0), Admission.of(settings)
+        self.manager = (
+            ray.remote(ManagerActor).options(num_cpus=0).remote(admission, settings.scheduling, 60.0, store=store)
+        )
+        placed = Placement(placement)
+        self.workers = [ray.remote(Worker).options(num_cpus=0).remote(CURVE, 1, placed) for _ in range(WORKERS)]
+
+        async def connect(i, name, worker):
+            await worker.connect.remote(name, self.manager, 4, ReplicaChoice({}))
+
+        self.pool = WorkerPool(self.workers, None, connect, 0, settings.deadlines, session.stop)
+        guard = Guard(context, self.manager, self.pool)
+        calls = EndedCalls(guard.ask)
+        book = StepBook(context, EngineProbe(context, self.workers, calls.take_others), None)
+        self.driver = Driver(
+            context, self.manager, store, self.pool, Nothing(), Nothing(), calls, book, overlap=None, guard=guard
+        )
+        session.connect(self.driver)
+        finished(self.pool.start())
+        if session.resume_from is not None:
+            session.load()
+
+    def begin(self):
+        self.driver.begin()
+        self.sync(self.session.resumed_step)
+
+    def sync(self, version):
+        finished(self.driver.before_load(version))
+        finished(self.driver.after_load(version))
+
+    def step(self, step):
+        groups = finished(self.driver.next_batch(step))
+        assert len(groups) == BATCH
+        self.session.complete_step(step)
+        self.driver.take_step_metrics()
+        self.sync(step)
+
+    def save(self):
+        self.session.save(lambda: (self.session.checkpoints.step_dir(self.session.completed_step) / "actor").mkdir())
+
+    def train(self, until):
+        """The steps from the resumed one to ``until``, each with a checkpoint."""
+        self.begin()
+        for step in range(self.session.resumed_step + 1, until + 1):
+            self.step(step)
+            self.save()
+
+    def kill(self):
+        for actor in (self.manager, *self.workers):
+            ray.kill(actor)
