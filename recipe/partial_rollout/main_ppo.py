@@ -55,7 +55,7 @@ def wire(config: DictConfig) -> None:
     if overlong and overlong.enable and overlong.len is None:
         overlong.len = max(1, config.reward.reward_kwargs.max_resp_len // 5)
     if config.partial_rollout.enable:
-        from recipe.partial_rollout.training.correction_check import wire_correction
+        from recipe.partial_rollout.training.trainer_config import wire_correction
 
         wire_correction(config)
         ours = config.partial_rollout
@@ -79,7 +79,7 @@ def prepare(config: DictConfig) -> None:
     foreign = which_recipe.problem()
     if foreign is not None:
         raise ConfigError(foreign)
-    from recipe.partial_rollout.training.attention import choose_attention
+    from recipe.partial_rollout.training.trainer_config import choose_attention
 
     choose_attention(config)
     # verl instantiates parts of the config detached from its root, where interpolations would not resolve.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,7 +20,6 @@ from recipe.partial_rollout.preflight.placement_check import check_cpus, check_d
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
-from recipe.partial_rollout.training.worker_group import with_master_ports
 from verl_ext import cores
 
 _SIZES = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
@@ -50,6 +51,38 @@ def start_ray(config: DictConfig, trainer_cores: int = 0) -> None:
     )
     with cores.starting_others(trainer_cores) if trainer_cores else nullcontext():
         ray.init(runtime_env=OmegaConf.to_container(environment), **options)
+
+
+_WIDTH = 1000
+"""ports of a range"""
+
+
+def master_port_range(kernels: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> list[int]:
+    """A random range of ports ``[first, end)`` below those that the kernel assigns; all if there is no room below.
+
+    verl finds a free port and listens on it seconds later, in another process. By then one of Ray's many connections may
+    have taken a port that the kernel assigns, and the training fails to start with EADDRINUSE. Ports below are taken only
+    by processes that ask for them by number.
+    """
+    try:
+        end = int(kernels.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        end = 32768  # Linux's default
+    if end < 10_000 + _WIDTH:
+        return [10_000, 65_535]
+    first = random.randrange(10_000, end - _WIDTH + 1)
+    return [first, first + _WIDTH]
+
+
+def with_master_ports(worker_group_class: type) -> type:
+    """``worker_group_class`` (verl's ``RayWorkerGroup``), whose ``master_port_range`` is ``master_port_range()``."""
+
+    class MasterPortWorkerGroup(worker_group_class):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.setdefault("master_port_range", master_port_range())
+            super().__init__(*args, **kwargs)
+
+    return MasterPortWorkerGroup
 
 
 def _remedy(config: DictConfig) -> str:

@@ -24,7 +24,7 @@ from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup
-from recipe.partial_rollout.training.dashboard import Dashboard
+from recipe.partial_rollout.training.step_log import StepLog
 from verl_ext.tracking_observer import observed_tracking
 
 SECTIONS = {"actor": 12, "critic": 18, "response_length": 4, "timing_s": 9, "perf": 8, "partial_rollout/buffer": 6}
@@ -114,11 +114,10 @@ def main(arm, directory, first, last, resumes):
             "actor_rollout_ref": {"rollout": {"n": 8}},
         }
     )
-    settings = SimpleNamespace(enable=partial, dashboard=SimpleNamespace(pictures_every=10))
-    dashboard = Dashboard(config, settings, directory)
+    log = StepLog(config, SimpleNamespace(enable=partial), directory, last)
     rng = np.random.default_rng(first + 100 * partial)
     spent, managers = [], manager_metrics(rng, first)
-    with observed_tracking(lambda data, step: dashboard.figures(data) | data, table=dashboard.open(resumes=resumes)):
+    with observed_tracking(lambda data, step: log.figures(data) | data, table=log.open(resumes=resumes)):
         from verl.utils.tracking import Tracking
 
         tracking = Tracking("made_up", arm, ["swanlab"], OmegaConf.to_container(config))
@@ -130,7 +129,7 @@ def main(arm, directory, first, last, resumes):
             data = metrics_of(rng, round_, partial) | (next(managers) if partial else {})
             began = time.perf_counter()
             tracking.log(data, step)
-            dashboard.draw(step, round_)
+            log.close(step, round_)
             spent.append(time.perf_counter() - began)
         tracking.finish()
     usual = np.median(spent)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from recipe.partial_rollout.records.figures import FIGURES, SECTION
-from recipe.partial_rollout.training.dashboard import PICTURES
+from recipe.partial_rollout.training.step_log import PICTURES
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

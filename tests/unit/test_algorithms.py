@@ -19,7 +19,7 @@ from recipe.partial_rollout.checkpoint import plain_codec
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.types import Segment
-from recipe.partial_rollout.training.correction_check import check_correction
+from recipe.partial_rollout.training.trainer_config import check_correction
 from recipe.partial_rollout.worker.live_sample import LiveSample
 from recipe.partial_rollout.worker.turn_alignment import sample_output
 

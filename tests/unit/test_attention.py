@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.training.attention import choose_attention
+from recipe.partial_rollout.training.trainer_config import choose_attention
 from verl_ext import attention, check
 
 KEY = "actor_rollout_ref.model.override_config.attn_implementation"

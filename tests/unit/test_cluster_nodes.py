@@ -108,3 +108,19 @@ def test_run_that_sizes_its_ray_joins_no_other_by_chance(monkeypatch, address):
 
 def test_run_without_sizes_finds_its_ray_as_verl_does(monkeypatch):
     assert ray_options(monkeypatch, None, num_cpus=None) == {"num_cpus": None}
+
+
+def test_trainers_rendezvous_port_is_one_that_the_kernel_does_not_hand_out(tmp_path):
+    file = tmp_path / "range"
+    file.write_text("20000\t60999\n")
+    first, end = task_runner.master_port_range(file)
+    assert 10_000 <= first < end <= 20_000
+    assert task_runner.master_port_range(tmp_path / "none")[1] <= 32768
+
+    class Group:
+        def __init__(self, **kwargs):
+            self.ports = kwargs["master_port_range"]
+
+    wrapped = task_runner.with_master_ports(Group)
+    assert wrapped(master_port_range=[1, 2]).ports == [1, 2]
+    assert wrapped().ports[0] >= 10_000

@@ -34,20 +34,13 @@ class Handle:
         return self._taken.pop(0)
 
 
-def test_sampler_averages_over_gpus_and_forgets_what_was_taken(monkeypatch):
-    nvml(monkeypatch, 100, 50)
+def test_sampler_averages_over_gpus_that_say_and_forgets_what_was_taken(monkeypatch):
+    nvml(monkeypatch, 100, None, 50)
     sampler = GpuSampler()
     sampler.sample()
     sampler.sample()
     assert sampler.take() == (3.0, 4)
     assert sampler.take() == (0.0, 0)
-
-
-def test_gpu_that_does_not_say_is_left_out(monkeypatch):
-    nvml(monkeypatch, None, 80)
-    sampler = GpuSampler()
-    sampler.sample()
-    assert sampler.take() == (pytest.approx(0.8), 1)
 
 
 def test_node_without_nvml_samples_nothing(monkeypatch):
@@ -60,16 +53,11 @@ def test_node_without_nvml_samples_nothing(monkeypatch):
     assert sampler.take() == (0.0, 0)
 
 
-def test_step_has_the_mean_over_all_nodes(monkeypatch):
+def test_step_has_the_mean_over_all_nodes_and_no_figure_without_a_sample(monkeypatch):
     monkeypatch.setattr(gpu_watch.ray, "get", lambda taken, timeout: taken)
     watch = GpuWatch([Handle((8.0, 10)), Handle((1.0, 5))])
     assert watch.take_metrics() == {"gpu/utilisation": pytest.approx(0.6)}
-
-
-def test_step_without_a_sample_has_no_figure(monkeypatch):
-    monkeypatch.setattr(gpu_watch.ray, "get", lambda taken, timeout: taken)
-    assert GpuWatch([Handle((0.0, 0))]).take_metrics() == {}
-    assert GpuWatch([]).take_metrics() == {}
+    assert GpuWatch([Handle((0.0, 0))]).take_metrics() == GpuWatch([]).take_metrics() == {}
 
 
 def test_node_that_does_not_answer_costs_the_step_its_figure_only(monkeypatch):

@@ -8,7 +8,7 @@ from verl.protocol import DataProto
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.correction import WeightLevel, weight_level
+from recipe.partial_rollout.training.loss import WeightLevel, weight_level
 from recipe.partial_rollout.training.proximal import ProximalPolicy, effective_sample_size, needs_pass
 from verl_ext.reported_entropy import ASKED
 

@@ -1,66 +1,126 @@
-"""What is added to a logged step, and printed."""
+"""What is added to a logged step, and printed: a line, and a warning when the policy runs away from its samples."""
 
+import json
 import time
+from math import inf, nan
 from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
+from recipe.partial_rollout.tools.drift import main
 from recipe.partial_rollout.training import step_log
-from recipe.partial_rollout.training.step_log import StepLog
-
-K3 = "rollout_corr/k3_kl"
+from recipe.partial_rollout.training.step_log import KL, PolicyDrift, StepLog
 
 
-def build_log(tmp_path, *, enable=True, separate=False):
-    config = OmegaConf.create({"trainer": {"logger": ["file"]}, "actor_rollout_ref": {"rollout": {}}})
-    settings = SimpleNamespace(enable=enable, separate=separate, dashboard=SimpleNamespace(pictures_every=0))
-    return StepLog(config, settings, tmp_path, total_steps=20)
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    """``log(enable=, separate=)``: a log, and the lines that it prints."""
+    monkeypatch.setattr("recipe.partial_rollout.training.step_log.Gauges.of", lambda config: None)
+
+    def build(*, enable=True, separate=False):
+        printed = []
+        monkeypatch.setattr(step_log.tqdm, "write", printed.append)
+        config = OmegaConf.create({"trainer": {"logger": ["file"]}, "actor_rollout_ref": {"rollout": {}}})
+        settings = SimpleNamespace(enable=enable, separate=separate)
+        return StepLog(config, settings, tmp_path, total_steps=20), printed
+
+    return build
 
 
-@pytest.fixture(autouse=True)
-def no_gauges(monkeypatch):
-    monkeypatch.setattr("recipe.partial_rollout.training.dashboard.Gauges.of", lambda config: None)
-
-
-def test_a_step_tells_how_long_the_log_of_the_step_before_took(tmp_path):
-    log = build_log(tmp_path)
-
-    first = log.extend({"training/global_step": 1}, 1)
+def test_a_step_tells_how_long_the_log_of_the_step_before_took(log):
+    ours, _ = log()
+    first = ours.extend({"training/global_step": 1}, 1)
     time.sleep(0.05)
-    log.close(1, None)
-    second = log.extend({"training/global_step": 2}, 2)
-
+    ours.close(1, None)
+    second = ours.extend({"training/global_step": 2}, 2)
     assert first["partial_rollout/timing/log_s"] == 0.0
     assert 0.05 <= second["partial_rollout/timing/log_s"] < 1.0
 
 
 @pytest.mark.parametrize("enable", [True, False])
-def test_drift_is_noticed_under_partial_rollout_alone(tmp_path, monkeypatch, enable):
-    printed = []
-    monkeypatch.setattr(step_log.tqdm, "write", printed.append)
-    log = build_log(tmp_path, enable=enable)
-
+def test_drift_is_told_under_partial_rollout_alone_and_a_loss_that_is_no_number_in_both_arms(log, enable):
+    ours, printed = log(enable=enable)
     for step in range(1, 12):
-        log.extend({"training/global_step": step, K3: 1e-4}, step)
-    log.extend({"training/global_step": 12, K3: 0.1}, 12)
-
+        ours.extend({"training/global_step": step, KL: 1e-4}, step)
+    ours.extend({"training/global_step": 12, KL: 0.1, "actor/loss": nan}, 12)
     assert any("drift" in line for line in printed) is enable
-
-
-@pytest.mark.parametrize("enable", [True, False])
-def test_a_loss_that_is_no_number_is_printed_in_its_step_in_both_arms(tmp_path, monkeypatch, enable):
-    printed = []
-    monkeypatch.setattr(step_log.tqdm, "write", printed.append)
-    log = build_log(tmp_path, enable=enable)
-    log.extend({"training/global_step": 1, "actor/loss": float("nan")}, 1)
-    assert any("actor/loss nan" in line and "step 1" in line for line in printed)
+    assert any("actor/loss nan" in line and "step 12" in line for line in printed)
 
 
 @pytest.mark.parametrize(("separate", "got"), [(False, "rollout"), (True, "wait")])
-def test_the_line_of_a_step_says_what_the_trainer_got_its_batch_from(tmp_path, monkeypatch, separate, got):
-    printed = []
-    monkeypatch.setattr(step_log.tqdm, "write", printed.append)
-    log = build_log(tmp_path, separate=separate)
-    log.extend({"training/global_step": 1, "timing_s/gen": 1.0, "timing_s/step": 3.0}, 1)
+def test_the_line_of_a_step_says_what_the_trainer_got_its_batch_from(log, separate, got):
+    ours, printed = log(separate=separate)
+    ours.extend({"training/global_step": 1, "timing_s/gen": 1.0, "timing_s/step": 3.0}, 1)
     assert f"3.0 s = {got} 1.0 + train 2.0" in printed[0]
+
+
+# -- drift -------------------------------------------------------------------------------------------------------------
+
+
+def steps_of_warnings(values):
+    drift = PolicyDrift()
+    return [step for step, kl in enumerate(values, 1) if drift.observe({KL: kl}, step)]
+
+
+def test_run_that_is_well_is_left_alone():
+    # Large while much is learnt, and a floor below which factors mean nothing.
+    assert steps_of_warnings([0.0, 0.0002, 0.0009, 0.0007, 0.0002, 0.0001, 0.0001, 0.00001, 0.0019, 0.0005]) == []
+
+
+def test_drift_is_told_when_it_sets_in_and_again_only_after_it_was_over():
+    well = [0.0002] * 8
+    assert steps_of_warnings([*well, 0.0085, 0.0157, 0.0387]) == [9]
+    assert steps_of_warnings([*well, 0.0085, 0.0001, 0.0157]) == [9, 11]
+
+
+def test_first_steps_and_runs_that_always_were_far_off_are_no_alarm():
+    assert steps_of_warnings([0.02, 0.3, 0.02, 0.03, 0.02]) == []
+    assert steps_of_warnings([0.02] * 10) == []
+
+
+def test_warning_says_what_to_do():
+    drift = PolicyDrift()
+    for step in range(1, 7):
+        assert drift.observe({KL: 0.0003}, step) is None
+    assert drift.observe({"critic/score/mean": 0.5}, 7) is None
+    warning = drift.observe({KL: 0.0085}, 8)
+    assert warning is not None
+    for words in ("step 8", "rollout_corr/k3_kl 0.0085, 0.00030 by the median", "optim.lr", "partial_rollout.overlap"):
+        assert words in warning
+
+
+@pytest.mark.parametrize(("key", "value"), [(KL, inf), ("actor/grad_norm", nan), ("critic/vf_loss", -inf)])
+def test_figure_that_is_not_finite_is_told_by_name_in_its_own_step_and_hides_no_later_drift(key, value):
+    drift = PolicyDrift()
+    assert not any(drift.observe({KL: 0.0005}, step) for step in range(7))
+    warning = drift.observe({KL: 0.0005, "actor/entropy": 1.0, key: value}, 7)
+    assert warning is not None and "step 7" in warning and f"{key} {value}" in warning
+    assert "actor/entropy" not in warning
+    assert drift.observe({KL: 0.0005}, 8) is None
+    assert drift.observe({KL: 0.5}, 9) is not None
+
+
+def write_run(directory, steps):
+    directory.mkdir()
+    lines = [{"step": i, "data": {"training/global_step": i, **step}} for i, step in enumerate(steps, 1)]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(directory)
+
+
+def test_command_says_of_each_run_where_it_warned_and_how_it_ended(tmp_path, capsys):
+    kl = [0.0002] * 8 + [0.0085, 0.0001, 0.0157]
+    fell = write_run(tmp_path / "fell", [{KL: value, "critic/score/mean": i / 10} for i, value in enumerate(kl)])
+    well = write_run(tmp_path / "well", [{KL: 0.0002, "critic/score/mean": 0.5, "val-core/x/mean@1": 0.875}] * 6)
+    assert main([fell, well]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [fell, "11", "9", "11", "0.900"] in rows
+    assert [well, "6", "-", "0.875"] in rows
+
+
+def test_command_refuses_what_is_no_run_of_pr(tmp_path, capsys):
+    assert main([str(tmp_path / "none")]) == 2
+    assert main([write_run(tmp_path / "noPR", [{"critic/score/mean": 0.5}])]) == 2
+    missing, uncorrected = capsys.readouterr().err.splitlines()
+    assert "metrics.jsonl" in missing
+    assert f"noPR: no step has {KL}" in uncorrected

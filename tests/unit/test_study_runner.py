@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.training.correction_check import check_correction
+from recipe.partial_rollout.training.trainer_config import check_correction
 from tests.studies.arm import BASELINE, Arm
 from tests.studies.learning.arms import ARMS, COMMON, at_rates
 from tests.studies.runner import Study, StudyError

@@ -1,7 +1,6 @@
 """A run in SwanLab: where it is logged, under which id, what its table and its pictures show."""
 
 import os
-import time
 
 import numpy as np
 import pytest
@@ -9,11 +8,11 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
-from recipe.partial_rollout.records.trace import Arm, RoundRecord
+from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.training import swanlab_run
 from recipe.partial_rollout.training.round_pictures import length_histogram, timeline
-from recipe.partial_rollout.training.swanlab_run import ID_FILE, LONGEST, choose_mode, commit_of, config_table, name_run
+from recipe.partial_rollout.training.swanlab_run import ID_FILE, LONGEST, choose_mode, name_run
 
 
 @pytest.fixture(autouse=True)
@@ -30,15 +29,17 @@ def no_account(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-def test_without_a_key_a_run_stays_on_the_machine():
+@pytest.mark.parametrize(
+    ("key", "asked", "mode"),
+    [(False, None, "local"), (True, None, "cloud"), (True, "local", "local"), (True, "offline", "offline")],
+)
+def test_a_run_goes_to_the_cloud_with_a_key_unless_the_user_says_otherwise(monkeypatch, key, asked, mode):
+    if key:
+        monkeypatch.setenv("SWANLAB_API_KEY", "a-key")
+    if asked:
+        monkeypatch.setenv("SWANLAB_MODE", asked)
     choose_mode(["file", "swanlab"])
-    assert os.environ["SWANLAB_MODE"] == "local"
-
-
-def test_with_a_key_a_run_goes_to_the_cloud(monkeypatch):
-    monkeypatch.setenv("SWANLAB_API_KEY", "a-key")
-    choose_mode(["swanlab"])
-    assert os.environ["SWANLAB_MODE"] == "cloud"
+    assert os.environ["SWANLAB_MODE"] == mode
 
 
 def test_a_login_is_as_good_as_a_key(tmp_path):
@@ -47,14 +48,6 @@ def test_a_login_is_as_good_as_a_key(tmp_path):
     (account / ".netrc").write_text("machine https://api.swanlab.cn\n\tlogin https://swanlab.cn\n\tpassword a-key\n")
     choose_mode(["swanlab"])
     assert os.environ["SWANLAB_MODE"] == "cloud"
-
-
-@pytest.mark.parametrize("mode", ["local", "offline", "disabled"])
-def test_the_users_mode_is_kept(monkeypatch, mode):
-    monkeypatch.setenv("SWANLAB_API_KEY", "a-key")
-    monkeypatch.setenv("SWANLAB_MODE", mode)
-    choose_mode(["swanlab"])
-    assert os.environ["SWANLAB_MODE"] == mode
 
 
 @pytest.mark.parametrize(("mode", "words"), [("cloud", "a key in SWANLAB_API_KEY"), ("remote", "cloud, local")])
@@ -78,38 +71,29 @@ def test_a_resumed_run_keeps_its_id_and_a_new_one_gets_another(tmp_path):
     assert os.environ["SWANLAB_RESUME"] == "allow"
 
 
-def test_the_arms_have_unlike_colours_and_a_run_keeps_its_own():
-    colours = []
-    for experiment, arm in (("noPR", Arm.NOPR), ("PR", Arm.PR), ("PR", Arm.PR)):
-        swanlab_run.colour_run(experiment, arm)
-        colours.append(os.environ.pop("SWANLAB_EXP_COLOR"))
-    assert colours[0] != colours[1] == colours[2]
-
-
-def test_the_table_is_flat_and_short():
+def test_a_run_has_a_colour_of_its_arm_and_a_flat_and_short_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(swanlab_run, "_overridden", lambda: iter(["algorithm.gamma", "trainer.nested"]))
     config = OmegaConf.create(
         {
             "partial_rollout": {"enable": True, "deadlines": {"stall_s": 60.0}},
             "actor_rollout_ref": {"model": {"path": "/models/" + "x" * 3000}, "rollout": {"n": 8, "engine_kwargs": {}}},
             "data": {"train_batch_size": 64},
+            "trainer": {"experiment_name": "PR", "nested": {"a": {"b": 1}}},
+            "algorithm": {"gamma": 0.9},
         }
     )
-    table = config_table(config)
-    assert table["arm"] == "PR" and table["verl"] == "0.9.1" and table["data.train_batch_size"] == 64
+    colours = []
+    for enable in (True, False):
+        config.partial_rollout.enable = enable
+        table = swanlab_run.open_run(config, tmp_path, resumes=False)
+        assert table["arm"] == ("PR" if enable else "noPR")
+        colours.append(os.environ.pop("SWANLAB_EXP_COLOR"))
+    assert colours[0] != colours[1]
+    assert table["verl"] == "0.9.1" and table["data.train_batch_size"] == 64
+    assert (table["algorithm.gamma"], table["trainer.nested.a.b"]) == (0.9, 1)
     assert table["partial_rollout.deadlines.stall_s"] == 60.0 and table["actor_rollout_ref.rollout.n"] == 8
     assert not [value for value in table.values() if isinstance(value, dict) or len(str(value)) > LONGEST]
     assert "actor_rollout_ref.rollout.engine_kwargs" not in table
-
-
-def test_what_the_command_line_sets_is_in_the_table(monkeypatch):
-    monkeypatch.setattr(swanlab_run, "_overridden", lambda: iter(["algorithm.gamma", "trainer.nested"]))
-    config = {"partial_rollout": {"enable": False}, "algorithm": {"gamma": 0.9}, "trainer": {"nested": {"a": {"b": 1}}}}
-    table = config_table(OmegaConf.create(config))
-    assert (table["arm"], table["algorithm.gamma"], table["trainer.nested.a.b"]) == ("noPR", 0.9, 1)
-
-
-def test_a_directory_without_git_has_no_commit(tmp_path):
-    assert commit_of(tmp_path) is None
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------
@@ -145,15 +129,3 @@ def test_the_timeline_of_a_rollout_that_goes_on_shows_calls_from_before_the_roun
 def test_pictures_of_a_round_without_calls_and_of_one_sample_are_drawn():
     empty = RoundRecord(1, 0, RolloutPhase(0.0, 0.0, ()), [TrainedGroup(0, 0, [5], [0])])
     assert timeline(empty).shape == length_histogram(empty).shape
-
-
-@pytest.mark.benchmarks
-def test_pictures_of_a_large_round_take_under_a_second():
-    round_ = round_of(8192)
-    timeline(round_)
-    began = time.perf_counter()
-    timeline(round_)
-    length_histogram(round_)
-    seconds = time.perf_counter() - began
-    print(f"pictures of 8,192 calls: {seconds:.2f} s")
-    assert seconds < 1.0

@@ -19,9 +19,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 from recipe.partial_rollout.config.choices import Correction, TrustRegion
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.correction import weight_level
-from recipe.partial_rollout.training.loss import corrected_ppo_loss
-from recipe.partial_rollout.training.trust_region import BehaviourRegion
+from recipe.partial_rollout.training.loss import BehaviourRegion, corrected_ppo_loss, weight_level
 
 ROWS, WIDTH, VERSION, CAP = 6, 9, 4, 1.5
 LOW, HIGH, TV, M2 = 0.3, 0.4, 0.1, 0.05

@@ -90,7 +90,7 @@ class Proximal(Choice):
 
 
 class TrustRegion(Choice):
-    """``partial_rollout.trust_region``; ``training/trust_region.py`` has the formulas."""
+    """``partial_rollout.trust_region``; ``training/loss.py`` has the formulas."""
 
     AUTO = "auto", "`mask`; `none` where the loss has one ratio a sequence, or with `correction=none`"
     NONE = "none", "as far as the updates take it"

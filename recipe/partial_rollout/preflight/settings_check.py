@@ -19,7 +19,7 @@ from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.config.settings import OVERLONG, PartialRolloutConfig, check_keys, trainer_devices
 from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs, missing_packages, size_bucket
 from recipe.partial_rollout.preflight.placement_check import check_placement
-from recipe.partial_rollout.training.correction_check import check_correction
+from recipe.partial_rollout.training.trainer_config import check_correction
 from verl_ext.guard import installed_pair
 
 _GROUPED = (

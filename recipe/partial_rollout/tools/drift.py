@@ -13,7 +13,7 @@ from recipe.partial_rollout.records.figures import held_out_rewards
 from recipe.partial_rollout.records.run import METRICS, read_metrics
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.table import Table
-from recipe.partial_rollout.training.policy_drift import KL, PolicyDrift
+from recipe.partial_rollout.training.step_log import KL, PolicyDrift
 
 
 def row_of(run: Path) -> list[str]:

@@ -10,7 +10,7 @@ from verl.trainer import main_ppo
 
 from recipe.partial_rollout.config.settings import CONF_DIR, pinned_cores, register_keys
 from recipe.partial_rollout.preflight.inputs import missing_packages, size_bucket
-from recipe.partial_rollout.training.attention import choose_attention
+from recipe.partial_rollout.training.trainer_config import choose_attention
 from verl_ext import cores
 
 

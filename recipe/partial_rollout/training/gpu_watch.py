@@ -30,7 +30,11 @@ class GpuSampler:
         self._every_s = every_s
         self._lock = threading.Lock()
         self._sum, self._count = 0.0, 0
-        self._devices = _devices()
+        try:
+            pynvml.nvmlInit()
+            self._devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        except pynvml.NVMLError:
+            self._devices = []
         if self._devices:
             threading.Thread(target=self._run, daemon=True, name="gpu-sampler").start()
 
@@ -59,20 +63,8 @@ class GpuSampler:
             time.sleep(self._every_s)
 
 
-def _devices() -> list[Any]:
-    try:
-        pynvml.nvmlInit()
-        return [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:
-        return []
-
-
 class GpuWatch:
-    """A sampler on each node; the driver asks them once a step.
-
-    Args:
-        samplers: handles of ``GpuSampler`` actors.
-    """
+    """Handles of ``GpuSampler`` actors, one a node; the driver asks them once a step."""
 
     def __init__(self, samplers: list[Any]) -> None:
         self._samplers = samplers
@@ -82,17 +74,11 @@ class GpuWatch:
         """One sampler on each live node of Ray's cluster that has GPUs: none on a cluster without."""
         nodes = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("GPU", 0) > 0]
         sampler = ray.remote(num_cpus=0)(GpuSampler)
-        return cls(
-            [
-                sampler.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True)).remote()
-                for node in nodes
-            ]
-        )
+        places = [NodeAffinitySchedulingStrategy(node, soft=True) for node in nodes]
+        return cls([sampler.options(scheduling_strategy=place).remote() for place in places])
 
     def take_metrics(self) -> dict[str, float]:
         """``gpu/utilisation``: mean over GPUs and time since the last call, 0 to 1; nothing without a sample."""
-        if not self._samplers:
-            return {}
         try:
             taken = ray.get([sampler.take.remote() for sampler in self._samplers], timeout=_DEADLINE_S)
         except RayError:

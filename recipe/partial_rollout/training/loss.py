@@ -1,21 +1,44 @@
-"""Decoupled PPO: AReaL's equation 5 (arXiv:2505.24298) as a policy loss of verl, ``policy_loss.loss_mode=decoupled_ppo``.
+"""The actor workers' loss under partial rollout: decoupled PPO inside a trust region at the behaviour policy.
 
-For every generated token, with ``r = pi_theta / pi_prox`` and ``w = pi_prox / pi_behav``::
+``decoupled_ppo`` is AReaL's equation 5 (arXiv:2505.24298) as a policy loss of verl. For every generated token, with
+``r = pi_theta / pi_prox`` and ``w = pi_prox / pi_behav``::
 
     loss = -w * min(r * A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) * A)
 
 ``w`` is the ``rollout_is_weights`` of verl's rollout correction, capped or masked there (``rollout_is_threshold``: one
 number caps, ``lower_upper`` zeroes what is outside). Without weights this loss raises: it never trains uncorrected.
 
-``corrected_ppo_loss`` is the worker's loss function under partial rollout: it takes the proximal policy from the update's
-own forward pass if the trainer left that to it (``training/proximal.py``), applies the trust region if there is one
-(``training/trust_region.py``), then calls verl's ``ppo_loss``. Unpickling it in the worker imports this module, which
-registers ``decoupled_ppo`` there.
+``corrected_ppo_loss`` is the worker's loss function: it takes the proximal policy from the update's own forward pass if the
+trainer left that to it (``training/proximal.py``), masks what is outside the trust region, then calls verl's ``ppo_loss``.
+Unpickling it in the worker imports this module, which registers ``decoupled_ppo`` there.
+
+**The region.** With one update a batch ``r`` is 1, the clip never acts, and nothing limits ``rho = pi_theta / pi_behav``. A
+region does. With ``delta = log rho``, the advantage ``A`` and the bounds ``eps``, a token is outside if it has moved in the
+direction of its advantage (``delta * A > 0``) and
+
+====== =============================================================================================================
+mask   ``rho > 1 + eps_high`` or ``rho < 1 - eps_low``
+tv     ``pi_theta - pi_behav > eps_high`` or ``< -eps_low``: DPPO with the binary total variation of the sampled token
+       (arXiv:2602.04879; the bounds 0.15 are those of verl's example script)
+m2     it is one of those with the largest ``delta^2``, which are taken out until the mean of ``delta^2`` over the tokens
+       that are left, among those that moved so, is at most ``eps_high`` (M2PO, arXiv:2510.01161, whose bound is 0.04; its
+       published code clips at the largest that is left instead, and never inside [0.7, 1.5])
+====== =============================================================================================================
+
+A token outside gets the weight 0. Every loss that the recipe accepts multiplies a token's loss by its weight, so the
+gradient is gone and the denominator keeps the token. Entropy and KL losses are never masked.
+
+- ``m2`` sees one micro-batch, because the gradient of the first is taken before the log-probs of the last are known. Its
+  bound then holds for the mini-batch too, but verl's split decides which tokens are masked, and may mask more than needed.
+- With one ratio a sequence (``gspo``, ``geo_mean``) ``rho`` is the geometric mean over the sequence, whose tokens are in or
+  out together, by the sign of their mean advantage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -32,9 +55,9 @@ from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
+from recipe.partial_rollout.config.choices import Correction, TrustRegion
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.engine.kept_kv import newest_of_older
-from recipe.partial_rollout.training.trust_region import BehaviourRegion, clip_bounds, masked_parts
 from verl_ext.reported_entropy import REPORTED
 
 DECOUPLED_PPO = "decoupled_ppo"
@@ -64,6 +87,29 @@ _READ = "response_mask old_log_probs rollout_log_probs rollout_versions advantag
 
 METRICS_PREFIX = "actor/partial_rollout/"
 """prefix of the loss's metrics; verl would otherwise put its own ``actor/`` before them"""
+
+
+class WeightLevel(StrEnum):
+    """The likelihood ratio that weights a token; the values of ``rollout_correction.rollout_is``."""
+
+    TOKEN = "token"
+    """the token's own ratio"""
+    GEOMETRIC = "geometric"
+    """the geometric mean over its sequence; its noise does not grow with length (``verl_ext.geometric_weights``)"""
+    SEQUENCE = "sequence"
+    """the product over its sequence; unbiased, but its noise grows with length"""
+
+
+SEQUENCE_LEVEL_LOSSES = frozenset({"gspo", "geo_mean"})
+"""verl's policy losses with one ratio for a sequence; token-level weights do not fit them"""
+
+
+def weight_level(loss_mode: str) -> WeightLevel:
+    """The behaviour weights that fit verl's policy loss ``loss_mode``."""
+    return WeightLevel.GEOMETRIC if loss_mode in SEQUENCE_LEVEL_LOSSES else WeightLevel.TOKEN
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
 
 
 def clipped_objective(
@@ -244,3 +290,106 @@ def _mean_share(value: torch.Tensor, mask: torch.Tensor, config: ActorConfig, mo
     """This micro-batch's share of the mean over the mini-batch, which verl sums; ``mode`` is one of verl's ``agg_loss``."""
     share = agg_loss(loss_mat=value, loss_mask=mask, loss_agg_mode=mode, **config.global_batch_info)
     return Metric(value=share, aggregation=AggregationType.SUM)
+
+
+# -- the trust region --------------------------------------------------------------------------------------------------
+
+_BOUNDS = {TrustRegion.TV: (0.15, 0.15), TrustRegion.M2: (0.04, 0.04)}
+"""bounds that are not set, where they are not those of the loss's clip"""
+
+
+def _kind(settings: PartialRolloutConfig, loss_mode: str) -> TrustRegion:
+    """What ``auto`` stands for; every other kind as it is.
+
+    A sequence-level loss has clip bounds of 3e-4, made for the single update that it starts from: as a region they would
+    mask almost everything that is stale.
+    """
+    if settings.trust_region is not TrustRegion.AUTO:
+        return settings.trust_region
+    masks = settings.correction is not Correction.NONE and loss_mode not in SEQUENCE_LEVEL_LOSSES
+    return TrustRegion.MASK if masks else TrustRegion.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class BehaviourRegion:
+    """The region of a run, as the worker's loss applies it."""
+
+    kind: TrustRegion
+    """any but ``auto`` and ``none``"""
+    low: float
+    """bound below, of the ratio or the probability"""
+    high: float
+    """bound above; of ``m2``, on the mean squared log-ratio"""
+    per_sequence: bool
+    """whether the loss has one ratio a sequence"""
+
+    @classmethod
+    def of(cls, settings: PartialRolloutConfig, actor: DictConfig) -> BehaviourRegion | None:
+        """The region that the settings ask for, None for none; ``actor`` is verl's, checked."""
+        kind = _kind(settings, actor.policy_loss.loss_mode)
+        if kind is TrustRegion.NONE:
+            return None
+        low, high = _BOUNDS.get(kind) or clip_bounds(actor)
+        return cls(
+            kind,
+            low if settings.trust_region_low is None else settings.trust_region_low,
+            high if settings.trust_region_high is None else settings.trust_region_high,
+            per_sequence=actor.policy_loss.loss_mode in SEQUENCE_LEVEL_LOSSES,
+        )
+
+    def outside(
+        self, current: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """[B, R] bool, generated tokens that are outside the region.
+
+        Args:
+            current, behaviour: [B, R] log-probs. advantages: [B, R]. mask: [B, R], above 0 where the model generated.
+        """
+        delta = (current - behaviour).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+        if self.per_sequence:
+            delta, advantages = (_sequence_mean(each, mask).expand_as(each) for each in (delta, advantages))
+        moved = (delta.sign() * advantages.sign() > 0) & (mask > 0)
+        if self.kind is TrustRegion.M2:
+            return _largest(delta.square(), moved, self.high)
+        change = current.exp() - behaviour.exp() if self.kind is TrustRegion.TV else delta.exp() - 1
+        return moved & ((change > self.high) | (change < -self.low))
+
+
+def clip_bounds(actor: DictConfig | ActorConfig) -> tuple[float, float]:
+    """``clip_ratio_low`` and ``clip_ratio_high`` of verl's actor config, each ``clip_ratio`` where it is None."""
+    low, high = actor.clip_ratio_low, actor.clip_ratio_high
+    return actor.clip_ratio if low is None else low, actor.clip_ratio if high is None else high
+
+
+def masked_parts(outside: torch.Tensor, advantages: torch.Tensor, age: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Metrics of the masked tokens, each [B, R] bool: all, by the sign of the advantage, by age; the parts add up to all.
+
+    Args:
+        outside: [B, R] bool. advantages: [B, R].
+        age: [B, R] int, versions between a token and the weights before the update.
+    """
+    positive = advantages > 0
+    return {
+        "masked": outside,
+        "masked_positive": outside & positive,
+        "masked_negative": outside & ~positive,
+        "masked_age_0": outside & (age <= 0),
+        "masked_age_1": outside & (age == 1),
+        "masked_age_2_plus": outside & (age >= 2),
+    }
+
+
+def _sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[B, 1], the mean over each sequence's generated tokens, 0 where there are none."""
+    generated = (mask > 0).to(values.dtype)
+    return (values * generated).sum(-1, keepdim=True) / generated.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _largest(squares: torch.Tensor, among: torch.Tensor, bound: float) -> torch.Tensor:
+    """[B, R] bool, the fewest largest ``squares`` of those in ``among`` without which their mean is at most ``bound``."""
+    ascending, order = squares[among].double().sort(stable=True)
+    # The mean of the smallest n never falls with n: those within the bound come first.
+    means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=squares.device)
+    taken = torch.zeros_like(order, dtype=torch.bool)
+    taken[order] = means > bound
+    return torch.zeros_like(among).masked_scatter(among, taken)

@@ -1,20 +1,35 @@
-"""What becomes of a logged step besides verl's record: more figures, one line, warnings, pictures."""
+"""What becomes of a logged step besides verl's record: more figures, one line, warnings of collapse, pictures."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from math import isfinite, nan
+from numbers import Real
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from omegaconf import DictConfig
 from tqdm import tqdm
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.records.figures import overview
 from recipe.partial_rollout.records.trace import RoundRecord
-from recipe.partial_rollout.training.dashboard import Dashboard
-from recipe.partial_rollout.training.policy_drift import PolicyDrift, not_finite
-from recipe.partial_rollout.training.step_line import StepLine
+from recipe.partial_rollout.rollout.gauges import Gauges
+from recipe.partial_rollout.training import swanlab_run
 
+PICTURES = "1_pictures"
+"""section of the pictures"""
+PICTURES_EVERY = 10
+"""steps from one pair of pictures (timeline of the round, response lengths) to the next"""
+KL = "rollout_corr/k3_kl"
+"""verl's metric: divergence of the policy before the update from the behaviour policy, by the k3 estimator (nats a token).
+Unlike the mean log-ratio, ``rollout_corr/kl``, it is never negative, and has less noise"""
+_FACTOR, _FLOOR, _FIRST = 10.0, 0.002, 5
+"""the warning needs this many times the median so far, at least this many nats, and this many earlier steps"""
+_WATCHED = ("actor/", "critic/", "rollout_corr/")
+"""verl's names for losses, gradients, rewards, advantages and divergences"""
 _LOG_S = "partial_rollout/timing/log_s"
 
 
@@ -28,26 +43,123 @@ class StepLog:
     """
 
     def __init__(self, config: DictConfig, settings: PartialRolloutConfig, directory: Path, total_steps: int) -> None:
-        self._partial = settings.enable
-        self._dashboard = Dashboard(config, settings, directory)
-        self._line = StepLine(total_steps, separate=settings.separate)
+        self._config, self._settings, self._directory, self._total = config, settings, directory, total_steps
+        self._gauges = Gauges.of(config)
+        self._on_swanlab = swanlab_run.SWANLAB in config.trainer.logger
         self._drift = PolicyDrift()
         self._began, self._last_s = 0.0, 0.0
 
     def open(self, *, resumes: bool) -> dict[str, Any] | None:
-        """See ``Dashboard.open``."""
-        return self._dashboard.open(resumes=resumes)
+        """Prepare SwanLab for the run; returns its config table, None without SwanLab.
+
+        Args:
+            resumes: whether a checkpoint of this recipe is resumed; verl's own are found here.
+        """
+        if not self._on_swanlab:
+            return None
+        mode, found = self._config.trainer.resume_mode, self._directory / "latest_checkpointed_iteration.txt"
+        verls = not self._settings.enable and (mode == "resume_path" or (mode == "auto" and found.exists()))
+        return swanlab_run.open_run(self._config, self._directory, resumes=resumes or verls)
 
     def extend(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """Metrics of ``step`` with the dashboard's figures and the seconds of the last log; prints the line, warns."""
+        """Metrics of ``step`` with the overview's figures and the seconds of the last log; prints the line, warns."""
         self._began = time.perf_counter()
-        data = {**self._dashboard.figures(data), **data, _LOG_S: self._last_s}
-        self._line.show(data, step)
-        if warning := self._drift.observe(data, step) if self._partial else not_finite(data, step):
+        data = {**self.figures(data), **data, _LOG_S: self._last_s}
+        tqdm.write(step_line(data, step, self._total, got="wait" if self._settings.separate else "rollout"))
+        if warning := self._drift.observe(data, step) if self._settings.enable else not_finite(data, step):
             tqdm.write(warning)
         return data
 
+    def figures(self, data: dict[str, Any]) -> dict[str, float]:
+        """The ten figures of a step that logs ``data``, as far as it has them; Prometheus gets them too, if asked for."""
+        figures = overview(data, partial=self._settings.enable)
+        if self._gauges is not None:
+            self._gauges.set(figures)
+        return figures
+
     def close(self, step: int, round_: RoundRecord | None) -> None:
-        """Draw the pictures of ``step``, which verl has recorded."""
-        self._dashboard.draw(step, round_)
+        """Send the pictures of ``step``, which verl has recorded, if ``round_`` is its round and it is their turn."""
+        due = self._on_swanlab and (step - 1) % PICTURES_EVERY == 0
+        if due and round_ is not None and round_.step == step:
+            import swanlab
+
+            # Drawing libraries take a second to import.
+            from recipe.partial_rollout.training.round_pictures import length_histogram, timeline
+
+            pictures = {"timeline": timeline(round_), "lengths": length_histogram(round_)}
+            swanlab.log({f"{PICTURES}/{name}": swanlab.Image(each) for name, each in pictures.items()}, step=step)
         self._last_s = time.perf_counter() - self._began
+
+
+def step_line(data: Mapping[str, Any], step: int, total: int, *, got: str) -> str:
+    """A step's main figures in a line; verl's full metrics go to the file and the tracker backends.
+
+    Args:
+        data: metrics; those of a validation alone have a line of their own.
+        total: steps of the training.
+        got: what the trainer got its batch from.
+    """
+    if "training/global_step" not in data:
+        scores = [f"{key.split('/', 1)[1]} {value:.3f}" for key, value in data.items() if "val-core" in key]
+        return f"step {step:>3}  validation  {'  '.join(scores)}"
+
+    def get(key: str) -> float:
+        return float(data.get(key, nan))
+
+    rollout, whole = get("timing_s/gen"), get("timing_s/step")
+    parts = [
+        f"step {step:>3}/{total}",
+        f"reward {get('critic/score/mean'):.3f}",
+        f"length {get('response_length/mean'):.0f}",
+        f"{whole:.1f} s = {got} {rollout:.1f} + train {whole - rollout:.1f}",
+        f"{get('partial_rollout/rollout/tokens_per_s'):,.0f} tok/s",
+    ]
+    if "partial_rollout/rollout/efficiency" in data:
+        parts.append(f"efficiency {get('partial_rollout/rollout/efficiency'):.2f}")
+    if "partial_rollout/staleness/mean" in data:
+        stale, most = get("partial_rollout/staleness/mean"), get("partial_rollout/staleness/max")
+        parts.append(f"stale {stale:.2f} (max {most:.0f})")
+        parts.append(f"carried {get('partial_rollout/buffer/carried_groups'):.0f}")
+    return " | ".join(parts)
+
+
+# -- warnings of collapse ----------------------------------------------------------------------------------------------
+
+
+def not_finite(data: Mapping[str, Any], step: int) -> str | None:
+    """A warning that names the figures of ``step`` that are nan or infinite; None if all are finite."""
+    watched = ((key, value) for key, value in data.items() if key.startswith(_WATCHED) and isinstance(value, Real))
+    broken = [f"{key} {value}" for key, value in watched if not isfinite(value)]
+    if not broken:
+        return None
+    return (
+        f"warning: at step {step} not finite: {', '.join(broken)}. FSDP skips an update without a finite gradient; others "
+        f"spoil the weights. Look at the rewards and log-probs of its batch; if it recurs, resume an earlier checkpoint"
+    )
+
+
+class PolicyDrift:
+    """Compares each step's ``rollout_corr/k3_kl`` with those before it (docs/learning.md has the limits' origin)."""
+
+    def __init__(self) -> None:
+        self._seen: list[float] = []
+        self._alarmed = False
+
+    def observe(self, data: Mapping[str, Any], step: int) -> str | None:
+        """Warnings if drift begins in ``step``, or a figure of it is not finite; None if all is well or drift goes on."""
+        return "\n".join(filter(None, (not_finite(data, step), self._drift(data, step)))) or None
+
+    def _drift(self, data: Mapping[str, Any], step: int) -> str | None:
+        kl = float(data.get(KL, nan))
+        if not isfinite(kl):
+            return None
+        usual = median(self._seen) if len(self._seen) >= _FIRST else None
+        self._seen.append(kl)
+        before, self._alarmed = self._alarmed, usual is not None and kl > max(_FLOOR, _FACTOR * usual)
+        if not self._alarmed or before:
+            return None
+        return (
+            f"warning: at step {step} the policy has drifted far from the one that made its samples ({KL} {kl:.4f}, "
+            f"{usual:.5f} by the median so far): its reward is likely to fall. Lower actor_rollout_ref.actor.optim.lr "
+            f"or partial_rollout.overlap, and resume from an earlier checkpoint"
+        )

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import ROOT
 from recipe.partial_rollout.records.trace import Arm
+from verl_ext import swanlab_board
 from verl_ext.guard import installed_pair
 
 SWANLAB = "swanlab"
@@ -94,10 +95,17 @@ def name_run(directory: Path, *, resumes: bool) -> None:
     os.environ.setdefault("SWANLAB_RESUME", "allow")
 
 
-def colour_run(experiment: str, arm: Arm) -> None:
-    """Give the run's curves a readable colour: noPR's, or one of PR's by the experiment's name. A user's own stays."""
-    choice = _PR_COLOURS[crc32(experiment.encode()) % len(_PR_COLOURS)]
-    os.environ.setdefault("SWANLAB_EXP_COLOR", _NOPR_COLOUR if arm is Arm.NOPR else choice)
+def open_run(config: DictConfig, directory: Path, *, resumes: bool) -> dict[str, Any]:
+    """Prepare SwanLab for the run in ``directory``; returns its config table.
+
+    Its curves get a readable colour: noPR's, or one of PR's by the experiment's name. A user's own stays.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    swanlab_board.install()
+    name_run(directory, resumes=resumes)
+    choice = _PR_COLOURS[crc32(str(config.trainer.experiment_name).encode()) % len(_PR_COLOURS)]
+    os.environ.setdefault("SWANLAB_EXP_COLOR", choice if config[ROOT].enable else _NOPR_COLOUR)
+    return config_table(config)
 
 
 def config_table(config: DictConfig) -> dict[str, Any]:

@@ -1,7 +1,11 @@
-"""Checks and fills in what ``partial_rollout.correction`` needs in verl's config, so that none silently trains uncorrected.
+"""What a training needs of verl's own keys: a correction that acts, and an attention that is installed.
 
 verl leaves its rollout correction off by default, and several settings make it ignore the correction without a warning.
-Each of them is refused here.
+Each of them is refused here, so that nothing trains uncorrected without being told.
+
+With torch's own attention nothing is packed. Packing would be correct: transformers masks the sequences of a packed row
+from each other. But the mask's size is the square of the row's tokens, 1 GiB for the 32k of a micro-batch. Instead, padded
+micro-batches hold sequences of similar length (``verl_ext.like_length_batches``).
 """
 
 from __future__ import annotations
@@ -10,17 +14,18 @@ import sys
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.trainer.ppo.utils import need_critic
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig
 
 from recipe.partial_rollout.config.choices import Correction, TrustRegion
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.training.correction import SEQUENCE_LEVEL_LOSSES, WeightLevel, weight_level
-from recipe.partial_rollout.training.loss import DECOUPLED_PPO
+from recipe.partial_rollout.training.loss import DECOUPLED_PPO, SEQUENCE_LEVEL_LOSSES, WeightLevel, weight_level
+from verl_ext import attention, chunked_log_probs
 
 _NODE = "algorithm.rollout_correction"
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -157,3 +162,59 @@ def wire_correction(config: DictConfig) -> None:
     if actor.policy_loss.loss_mode == "vanilla":
         # verl's vanilla loss times the weights; unlike it, this loss raises if they are missing.
         actor.policy_loss.loss_mode = DECOUPLED_PPO
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+_ATTENTION = "override_config.attn_implementation"
+_SEQUENCE_PARALLEL = "ulysses_sequence_parallel_size"
+
+
+def choose_attention(config: DictConfig) -> None:
+    """Give every model of ``config`` an attention that is installed; one that the user named stays.
+
+    Prints how log-probs are computed, and the attention if it is not verl's default. Call it before interpolations are
+    resolved, because some copy its result.
+
+    Raises:
+        ConfigError: flash-attn is asked for, by name or by sequence parallelism, and is not installed.
+    """
+    if config.actor_rollout_ref.actor.strategy not in ("fsdp", "fsdp2"):
+        # Megatron brings its own.
+        return
+    print(f"log-probs of the trainer: {chunked_log_probs.in_force()}")
+    problem = attention.flash_attn_problem()
+    remedy = f"{problem}: {attention.INSTALL}"
+    models: dict[str, tuple[str, ...]] = {
+        "actor_rollout_ref.model": ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
+    }
+    if need_critic(config):
+        models["critic.model"] = ("critic",)
+    fallen = []
+    for path, engines in models.items():
+        asked = OmegaConf.select(config, f"{path}.{_ATTENTION}")
+        if problem and asked == attention.FLASH:
+            raise fail(f"{path}.{_ATTENTION}", asked, f"{attention.FALLBACK}, or null: {remedy}")
+        if problem and asked is None:
+            _fall_back(config, path)
+            fallen.append(path)
+        if problem or asked not in (None, attention.FLASH):
+            _refuse_sequence_parallelism(config, engines, remedy if problem else f"{path}.{_ATTENTION}=null")
+    if fallen:
+        print(
+            f"attention of {' and '.join(fallen)}: torch's own ({attention.FALLBACK}), unpacked; for verl's default, "
+            f"{attention.FLASH}, {remedy}"
+        )
+
+
+def _fall_back(config: DictConfig, path: str) -> None:
+    OmegaConf.update(config, f"{path}.{_ATTENTION}", attention.FALLBACK, force_add=True)
+    OmegaConf.update(config, f"{path}.use_remove_padding", False, force_add=True)
+
+
+def _refuse_sequence_parallelism(config: DictConfig, engines: tuple[str, ...], remedy: str) -> None:
+    """Refuse sequence parallelism: verl implements it for flash-attn; others silently attend within their own piece."""
+    for engine in engines:
+        for key in (f"{engine}.{_SEQUENCE_PARALLEL}", f"{engine}.fsdp_config.{_SEQUENCE_PARALLEL}"):
+            if (size := OmegaConf.select(config, key) or 1) > 1:
+                raise fail(key, size, f"1 with any attention but {attention.FLASH} ({remedy})")
