@@ -79,6 +79,8 @@ class GpuWatch:
 
     def take_metrics(self) -> dict[str, float]:
         """``gpu/utilisation``: mean over GPUs and time since the last call, 0 to 1; nothing without a sample."""
+        if not self._samplers:
+            return {}
         try:
             taken = ray.get([sampler.take.remote() for sampler in self._samplers], timeout=_DEADLINE_S)
         except RayError:
