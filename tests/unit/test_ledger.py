@@ -8,6 +8,7 @@ from recipe.partial_rollout.manager.types import TakenGroup
 from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.records.jsonl import Resumed
 from recipe.partial_rollout.records.ledger import NAME, Ledger, RunSizes, Trained, iter_ledger
+from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.audit import audit, main
 
 RUN = {
@@ -326,7 +327,7 @@ def test_ledger_writes_what_the_audit_reads(tmp_path, output):
     ledger.admitted(1, 0, ["0/0", "0/1"])
     for step, uid in ((1, "0/1"), (2, "0/0")):
         taken = TakenGroup(uid, int(uid[2:]), 0, {}, (output(3, version=0), output(4, version=step - 1)), 0)
-        ledger.trained(step, step - 1, [taken])
+        ledger.trained(step, step - 1, [TrainedGroup.of(taken, step - 1)])
         ledger.checkpoint(step)
     ledger.complete()
     result, cut_off = audit(tmp_path)

@@ -29,6 +29,7 @@ from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import GroupState, Prompt, SampleOutput, SampleState, Segment
 from recipe.partial_rollout.records.ledger import Ledger, RunSizes
+from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.audit import audit
 
 SEQUENCES = int(os.environ.get("PARTIAL_ROLLOUT_SEQUENCES", "2000"))
@@ -530,7 +531,7 @@ class ManagerLife(RuleBasedStateMachine):
         step, version = self.step, self.step - 1
         self.ledger.admitted(step, version, self.told)
         self.ledger.filtered(step, version, self.manager.take_filtered())
-        self.ledger.trained(step, version, self.taken_groups)
+        self.ledger.trained(step, version, [TrainedGroup.of(group, version) for group in self.taken_groups])
 
     @precondition(started)
     @rule(quarters=st.integers(0, 12))

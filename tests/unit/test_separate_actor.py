@@ -13,6 +13,7 @@ from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.messages import PromptsWanted, Report, RolloutFailedError
 from recipe.partial_rollout.manager.types import Progress
 from recipe.partial_rollout.records.ledger import Ledger, RunSizes
+from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.audit import audit
 
 
@@ -185,7 +186,7 @@ class Process:
                 break
             account = await self.actor.finish_step(uids(batch))
             self.ledger.admitted(step, step - 1, account.admitted)
-            self.ledger.trained(step, step - 1, batch)
+            self.ledger.trained(step, step - 1, [TrainedGroup.of(group, step - 1) for group in batch])
             await self.save(step)
         self.alive = False
         await asyncio.gather(*workers)

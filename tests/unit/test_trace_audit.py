@@ -55,7 +55,7 @@ class Life:
         if dies_after == "round":
             return
         manager.acknowledge([group.uid for group in groups])
-        self.ledger.trained(number, version, groups)
+        self.ledger.trained(number, version, [TrainedGroup.of(group, version) for group in groups])
         self.trace.checkpoint(number)
         self.ledger.checkpoint(number)
 
