@@ -46,8 +46,8 @@ ENDED_BY = {
     "worker/claim_loop.py _run_sample": "the guard, which asks the manager: a worker lives as long as its driver",
     "worker/claim_loop.py flush": "the guard, as above",
     "worker/claim_loop.py serve": "the guard, as above; a claim also ends after CLAIM_WAIT_S",
-    "worker/outbox.py _send_all": "the guard, as above",
-    "worker/reward_workers.py remote": "ObservedAgentLoopWorker._compute_score, within reward_s",
+    "worker/claim_loop.py _send_all": "the guard, as above",
+    "worker/rewards.py remote": "ObservedAgentLoopWorker._compute_score, within reward_s",
     "manager/output_store.py fetch": "ray.get with a timeout",
 }
 """file and function of each question outside such a call, and what ends it"""

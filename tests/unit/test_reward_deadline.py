@@ -8,10 +8,13 @@ import pytest
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, AgentLoopWorker
 
-from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
+from recipe.partial_rollout.worker.agent_loop_worker import (
+    ObservedAgentLoopWorker,
+    PartialRolloutAgentLoopWorker,
+    RewardError,
+)
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.worker.observed_worker import ObservedAgentLoopWorker, RewardError
-from recipe.partial_rollout.worker.places import Places, reward_places
+from recipe.partial_rollout.worker.rewards import Places, reward_places
 
 
 async def raises(*_):

@@ -8,8 +8,8 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 
-from recipe.partial_rollout.worker.observed_worker import ObservedAgentLoopWorker
-from recipe.partial_rollout.worker.reward_workers import RewardWorkers, RewardWorkersLostError
+from recipe.partial_rollout.worker.agent_loop_worker import ObservedAgentLoopWorker
+from recipe.partial_rollout.worker.rewards import RewardWorkers, RewardWorkersLostError
 
 
 class Worker:

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from recipe.partial_rollout.worker.sample_clock import SampleClock, SampleTimeoutError
+from recipe.partial_rollout.worker.live_sample import SampleClock, SampleTimeoutError
 
 
 def run(loop, *, deadline_s=0.1):

@@ -22,8 +22,8 @@ from recipe.partial_rollout.tasks.sandboxed import clock10_check, limited_proces
 from recipe.partial_rollout.tasks.sandboxed.limited_process import Limit, Limits, SandboxError, run_limited
 from recipe.partial_rollout.tasks.sandboxed.reward import compute_score
 from recipe.partial_rollout.tasks.sandboxed.supervisor import MOST_OUTPUT
-from recipe.partial_rollout.worker.observed_worker import ObservedAgentLoopWorker, RewardError
-from recipe.partial_rollout.worker.places import Places
+from recipe.partial_rollout.worker.agent_loop_worker import ObservedAgentLoopWorker, RewardError
+from recipe.partial_rollout.worker.rewards import Places
 
 PROBLEM = "3?4=_?2=_-8=0"
 RIGHT, WRONG = "3*4=2*2=4!**", "3+4=7+2=9!++"

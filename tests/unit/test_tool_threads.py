@@ -6,7 +6,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from recipe.partial_rollout.worker.tool_threads import ToolThreads
+from recipe.partial_rollout.worker.tool_journal import ToolThreads
 
 WHO = ContextVar("who")
 

@@ -22,8 +22,7 @@ from recipe.partial_rollout.manager.types import Grant, Prompt, Segment
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.waits import ReplicaError
 from recipe.partial_rollout.worker import agent_loop_worker
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.worker.probe_slots import ProbeSlots
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, ProbeSlots
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker

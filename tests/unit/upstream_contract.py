@@ -106,7 +106,7 @@ CONTRACT = (
     ),
     Uses(
         f"{AGENT_LOOP}:AgentLoopWorker",
-        "observed_worker agent_loop_worker agent_loop_manager",
+        "agent_loop_worker agent_loop_manager",
         has="config rollout_config llm_client tokenizer processor hf_model_type dataset_cls tools "
         "reward_loop_worker_handles",
         calls={
@@ -125,7 +125,7 @@ CONTRACT = (
     Uses(f"{AGENT_LOOP}:AgentLoopMetrics", "turn_alignment", has="model_dump"),
     Uses(
         f"{AGENT_LOOP}:AgentLoopBase",
-        "observed_worker",
+        "agent_loop_worker",
         calls={
             "__init__": "*, trainer_config, server_manager, tokenizer, processor, hf_model_type, dataset_cls, data_config, "
             "tools",
@@ -134,7 +134,7 @@ CONTRACT = (
     ),
     Uses(
         AGENT_LOOP,
-        "observed_worker",
+        "agent_loop_worker",
         has="_agent_loop_registry",
         calls={"DictConfigWrap": "config", "ToolListWrap": "tools"},
     ),
@@ -143,15 +143,15 @@ CONTRACT = (
         "agent_loop",
         calls={"run": "sampling_params"},
     ),
-    Uses("verl.experimental.reward_loop", "observed_worker", calls={"RewardLoopWorker": "config"}),
+    Uses("verl.experimental.reward_loop", "agent_loop_worker", calls={"RewardLoopWorker": "config"}),
     Uses(
         "verl.experimental.reward_loop.reward_loop:RewardLoopWorker",
-        "observed_worker pooled_reward_model",
+        "agent_loop_worker pooled_reward_model",
         calls={"compute_score": "data", "compute_score_disrm": "data"},
     ),
     Uses(
         "verl.utils.rollout_trace",
-        "observed_worker",
+        "agent_loop_worker",
         calls={"rollout_trace_attr": "*, step, sample_index, rollout_n, validate, name, trace"},
     ),
     Uses("verl.utils.ray_utils", "weight_sync weight_transfer agent_loop_manager", calls={"auto_await": "func"}),
@@ -259,14 +259,14 @@ CONTRACT = (
     ),
     Uses(
         "verl.workers.config:RolloutConfig",
-        "main_ppo settings_check placement_check settings observed_worker llm_client replica ray_trainer",
+        "main_ppo settings_check placement_check settings agent_loop_worker llm_client replica ray_trainer",
         has="name n nnodes n_gpus_per_node custom agent scheduling_policy free_cache_engine enable_prefix_caching "
         "calculate_log_probs checkpoint_engine prompt_length response_length max_model_len max_num_seqs temperature "
         "top_p top_k",
     ),
     Uses(
         "verl.workers.config:AgentLoopConfig",
-        "main_ppo observed_worker",
+        "main_ppo agent_loop_worker",
         has="agent_loop_manager_class default_agent_loop",
     ),
     Uses("verl.workers.config:CheckpointEngineConfig", "placement_check", has="backend"),
@@ -462,7 +462,7 @@ CONTRACT = (
     Uses("vllm.engine.arg_utils:AsyncEngineArgs", "replica", has="watermark"),
     Uses(
         "vllm:SamplingParams",
-        "llm_client observed_worker resumption admitting_engine distribution",
+        "llm_client agent_loop_worker resumption admitting_engine distribution",
         has="temperature top_p top_k repetition_penalty logprobs n max_tokens detokenize stop min_tokens seed "
         "presence_penalty frequency_penalty bad_words thinking_token_budget structured_outputs repetition_detection "
         "skip_special_tokens spaces_between_special_tokens output_kind",

@@ -34,9 +34,8 @@ from recipe.partial_rollout.rollout.step_book import StepBook, phase_metrics
 from recipe.partial_rollout.rollout.workers import WorkerPool, WorkerShares
 from recipe.partial_rollout.training.batch import fill_slots
 from recipe.partial_rollout.waits import beside, result_of, within
-from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
+from recipe.partial_rollout.worker.agent_loop_worker import ObservedAgentLoopWorker, PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient, PartialRolloutLLMClient
-from recipe.partial_rollout.worker.observed_worker import ObservedAgentLoopWorker
 
 _IDENTITY = ("raw_prompt", "index")
 

@@ -1,25 +1,165 @@
-"""verl's agent-loop worker under PR: runs the samples that its ``ClaimLoop`` claims; any engine call can be interrupted."""
+"""verl's agent-loop worker in both arms: noPR's with an account of its calls, and PR's, which runs what it claims."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable
 from typing import Any
 from uuid import uuid4
 
-from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from hydra.utils import get_class
+from verl.experimental.agent_loop.agent_loop import (
+    AgentLoopOutput,
+    AgentLoopWorker,
+    DictConfigWrap,
+    ToolListWrap,
+    _agent_loop_registry,
+)
+from verl.experimental.reward_loop import RewardLoopWorker
+from verl.protocol import DataProto
+from verl.utils.rollout_trace import rollout_trace_attr
 
 from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.manager.codec import check_saveable
 from recipe.partial_rollout.manager.types import Grant, SampleOutput
+from recipe.partial_rollout.records.calls import EngineCall
+from recipe.partial_rollout.waits import one_line
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
-from recipe.partial_rollout.worker.observed_worker import ObservedAgentLoopWorker, trajectory_of
-from recipe.partial_rollout.worker.probe_slots import ProbeEndedError, ProbeSlots
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, ProbeEndedError, ProbeSlots
+from recipe.partial_rollout.worker.llm_client import ObservedLLMClient, PartialRolloutLLMClient
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from recipe.partial_rollout.worker.rewards import Places, RewardWorkers, reward_places
 from recipe.partial_rollout.worker.tool_journal import journaled
 from recipe.partial_rollout.worker.turn_alignment import sample_output
+
+_WARM_UP_TOKENS = 8
+
+
+class RewardError(RuntimeError):
+    """The reward function failed or did not answer."""
+
+
+class ObservedAgentLoopWorker(AgentLoopWorker):
+    """verl's worker, with a deadline on the reward function and an account of its engine calls."""
+
+    llm_client: ObservedLLMClient
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.config.partial_rollout.reward_in_worker:
+            self.reward_loop_worker_handles = [_LocalRewardHandle(RewardLoopWorker(self.config))]  # type: ignore[assignment]
+        elif self.reward_loop_worker_handles:
+            self.reward_loop_worker_handles = [RewardWorkers(self.reward_loop_worker_handles)]  # type: ignore[assignment]
+        self._rewards = Places(reward_places(self.config))
+        self._probe_over = asyncio.Event()
+
+    def take_calls(self) -> list[EngineCall]:
+        """Engine calls that ended since this was last called."""
+        return self.llm_client.take_calls()
+
+    async def _run_agent_loop(
+        self,
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        *,
+        agent_name: str,
+        trace: bool = True,
+        **kwargs,
+    ) -> Any:
+        """As verl's, but without composing the whole configuration again for every sample."""
+        registered = _agent_loop_registry.get(agent_name)
+        if registered is None or set(registered) != {"_target_"}:
+            return await super()._run_agent_loop(
+                sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs
+            )
+        with rollout_trace_attr(
+            step=trajectory["step"],
+            sample_index=trajectory["sample_index"],
+            rollout_n=trajectory["rollout_n"],
+            validate=trajectory["validate"],
+            name="agent_loop",
+            trace=trace,
+        ):
+            agent_loop = get_class(registered["_target_"])(
+                trainer_config=DictConfigWrap(config=self.config),
+                server_manager=self.llm_client,
+                tokenizer=self.tokenizer,
+                processor=self.processor,
+                hf_model_type=self.hf_model_type,
+                dataset_cls=self.dataset_cls,
+                data_config=DictConfigWrap(self.config.data),
+                tools=ToolListWrap(self.tools),
+            )
+            output = await agent_loop.run(sampling_params, **kwargs)
+            return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
+
+    async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
+        deadline_s = self.config.partial_rollout.deadlines.reward_s
+        async with self._rewards.one():
+            try:
+                await asyncio.wait_for(super()._compute_score(outputs, kwargs), deadline_s)
+            except TimeoutError as error:
+                raise RewardError(
+                    f"reward function gave no score for prompt {kwargs.get('uid')} within {deadline_s:g} s "
+                    f"(partial_rollout.deadlines.reward_s)"
+                ) from error
+            except Exception as error:
+                raise RewardError(f"reward function failed on prompt {kwargs.get('uid')}: {one_line(error)}") from error
+
+    async def warm_up(self, rows: list[dict[str, Any]], concurrency: int) -> None:
+        """Decode ``concurrency`` samples of a few tokens, because engines compile in their first steps."""
+        rows = [rows[index % len(rows)] for index in range(concurrency)]
+        await asyncio.gather(*[self._probe_sample(row, max_tokens=_WARM_UP_TOKENS) for row in rows])
+
+    async def probe(self, rows: list[dict[str, Any]], concurrency: int) -> None:
+        """Keep ``concurrency`` samples running through the whole path until ``end_probe``."""
+        self._probe_over.clear()
+
+        async def keep_one(index: int) -> None:
+            while not self._probe_over.is_set():
+                await self._probe_sample(rows[index % len(rows)])
+                index += concurrency
+
+        await asyncio.gather(*[keep_one(index) for index in range(concurrency)])
+
+    async def _probe_sample(self, row: dict[str, Any], **sampling_params: Any) -> None:
+        sampling_params = {**self._sampling_params(), **sampling_params}
+        await self._run_agent_loop(sampling_params, trajectory_of(row), trace=False, **self._kwargs(row))
+
+    def end_probe(self) -> None:
+        """Start no more probe samples."""
+        self._probe_over.set()
+
+    def _sampling_params(self) -> dict[str, Any]:
+        config = self.rollout_config
+        return {
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k,
+            "repetition_penalty": 1.0,
+            "logprobs": config.calculate_log_probs,
+        }
+
+    def _kwargs(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"agent_name": self.rollout_config.agent.default_agent_loop, **row}
+
+
+def trajectory_of(row: dict[str, Any]) -> dict[str, Any]:
+    """What verl's tracing needs to know about a sample of dataset row ``row``."""
+    return {"step": -1, "sample_index": row.get("index", 0), "rollout_n": 0, "validate": False}
+
+
+class _LocalRewardHandle:
+    """verl's reward worker in this process, called like an actor handle."""
+
+    def __init__(self, worker: RewardLoopWorker) -> None:
+        self.compute_score = self
+        self._worker = worker
+
+    def remote(self, data: DataProto) -> Awaitable[dict]:
+        return self._worker.compute_score(data)
+
 
 _FREES_SLOT_AFTER_S = 0.1
 """a reward call longer than this gives the slot back meanwhile; most end sooner, and one report says it all"""

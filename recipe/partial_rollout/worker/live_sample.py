@@ -1,18 +1,94 @@
-"""A training sample in its worker: the tokens of its engine calls, its replica, and what the manager knows about it."""
+"""A training sample in its worker: the tokens of its engine calls, its replica, its clock, what the manager knows of it."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 from collections import deque
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from recipe.partial_rollout.manager.types import Segment
-from recipe.partial_rollout.worker.sample_clock import SampleClock
+
+T = TypeVar("T")
+
+
+class SampleTimeoutError(TimeoutError):
+    """An agent loop made no engine call for too long."""
+
+
+class SampleClock:
+    """The time that a sample's agent loop spends between engine calls, so that a hung tool ends its sample, not the run.
+
+    It runs in tools, in environments and in the loop's own code, and stops while something else has a deadline: while the
+    sample waits for its slot, the engine or its reward. Each engine call starts it anew.
+
+    Args:
+        sample_id: for the error.
+        deadline_s: seconds between two engine calls (``partial_rollout.failures.sample_timeout_s``); None: no deadline.
+    """
+
+    def __init__(self, sample_id: str, deadline_s: float | None = None) -> None:
+        self._sample_id = sample_id
+        self._deadline_s = deadline_s
+        self._timeout: asyncio.Timeout | None = None
+        self._stops = 0
+        self._error: Exception | None = None
+
+    async def run(self, agent_loop: Awaitable[T]) -> T:
+        """``agent_loop``'s result.
+
+        Raises:
+            SampleTimeoutError: the clock ran for longer than its deadline.
+            Exception: the one given to ``end``.
+        """
+        limit = asyncio.timeout(self._deadline_s)
+        try:
+            async with limit as self._timeout:
+                output = await agent_loop
+        except TimeoutError as error:
+            if error is self._error or not limit.expired():
+                raise
+            raise self._error or SampleTimeoutError(
+                f"the agent loop of sample {self._sample_id} made no engine call for {self._deadline_s:g} s "
+                f"(partial_rollout.failures.sample_timeout_s)"
+            ) from error
+        finally:
+            self._timeout = None
+        if self._error is not None:
+            # An agent loop may also catch its cancellation.
+            raise self._error
+        return output
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the clock while entered; it restarts afterwards. Calls may overlap."""
+        self._stops += 1
+        self._set(None)
+        try:
+            yield
+        finally:
+            self._stops -= 1
+            if not self._stops:
+                self._set(self._deadline_s)
+
+    def end(self, error: Exception) -> None:
+        """Cancel the agent loop and have ``run`` raise ``error``: an agent loop may catch what its tools raise."""
+        self._error = self._error or error
+        self._set(0.0)
+
+    def _set(self, seconds: float | None) -> None:
+        if self._timeout is None or self._timeout.expired():
+            return
+        if self._error is not None:
+            seconds = 0.0
+        self._timeout.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
 
 
 class SlotKeeper(Protocol):
@@ -153,3 +229,27 @@ class LiveSample:
 
 
 LIVE_SAMPLE: ContextVar[LiveSample | None] = ContextVar("live_sample", default=None)
+
+
+class ProbeEndedError(Exception):
+    """The replicas were paused, so a sample of the probe ends."""
+
+
+class ProbeSlots:
+    """The ``SlotKeeper`` of probe samples: a slot is always granted and never given back."""
+
+    @contextlib.asynccontextmanager
+    async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
+        yield
+
+    def release_slot(self, sample: LiveSample) -> None:
+        raise ProbeEndedError(sample.id)
+
+    def report_now(self, sample: LiveSample) -> None:
+        """Do nothing: nobody needs to know."""
+
+    def leave(self, sample: LiveSample) -> None:
+        """Do nothing, as ``report_now``."""
+
+    async def tell(self, sample: LiveSample) -> None:
+        """Do nothing, as ``report_now``."""

@@ -9,7 +9,7 @@ not journaled: such a tool must be able to rebuild it in ``create``.
 
 A call that takes too long ends its sample. (Raising inside the tool would not do: agent loops turn a tool's exception
 into its answer, and a hung tool gave none.) The call is cancelled if possible. A synchronous function runs in a thread
-(``tool_threads``), which continues until the function returns. A coroutine that blocks the event loop stops its worker,
+(``ToolThreads``), which continues until the function returns. A coroutine that blocks the event loop stops its worker,
 and only ``deadlines.stall_s`` detects that.
 
 A call may have had its effect although it has no result: it ran out of time, its worker died, or the run resumes from a
@@ -22,8 +22,10 @@ verl's tool loop shows to the model like any other error of a tool.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -34,7 +36,36 @@ from verl.tools.function_tool import FunctionTool, normalize_function_tool_retur
 from verl.tools.schemas import ToolResponse
 
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.worker.tool_threads import ToolThreads
+
+T = TypeVar("T")
+
+
+class ToolThreads:
+    """Threads for synchronous tools, apart from the event loop's, so that a hung tool takes none from tokenizers.
+
+    A thread cannot be ended from outside: a call that is given up keeps its own until it returns. Later calls get a new
+    pool, and the old one ends with its calls.
+
+    Args:
+        size: threads; None: as many as the event loop's own pool has.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        self._size = size
+        self._pool = ThreadPoolExecutor(size, thread_name_prefix="tool")
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """``call``'s result, in a thread, with the caller's context variables (as ``asyncio.to_thread``)."""
+        pool = self._pool
+        running = pool.submit(contextvars.copy_context().run, call)
+        try:
+            return await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            if running.running() and pool is self._pool:
+                self._pool = ThreadPoolExecutor(self._size, thread_name_prefix="tool")
+                pool.shutdown(wait=False)
+            raise
+
 
 logger = logging.getLogger(__name__)
 
