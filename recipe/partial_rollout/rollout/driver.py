@@ -40,7 +40,7 @@ from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.engine_probe import EndedCalls
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.overlap import OverlapControl
-from recipe.partial_rollout.rollout.progress import Progress
+from recipe.partial_rollout.rollout.progress import ProgressLine
 from recipe.partial_rollout.rollout.replicas import ReplicaRoster
 from recipe.partial_rollout.rollout.step_book import StepBatch, StepBook
 from recipe.partial_rollout.rollout.stop import StopTraining
@@ -94,7 +94,7 @@ class Driver:
         self._manager, self._store = manager, store
         self._pool, self._roster, self._shares = pool, roster, shares
         self._calls, self._book, self._overlap, self._guard = calls, book, overlap, guard
-        self._progress = Progress(
+        self._progress = ProgressLine(
             context.settings, context.control, standing=lambda: result_of(manager.standing.remote())
         )
         self._state = RolloutState.QUIET

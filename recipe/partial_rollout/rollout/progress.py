@@ -98,7 +98,7 @@ class LiveLine:
             self._bar = None
 
 
-class Progress:
+class ProgressLine:
     """Shows rounds while they go on.
 
     Args:

@@ -28,7 +28,7 @@ from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.engine_probe import EndedCalls, EngineProbe, TakeCalls
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.overlap import OverlapControl
-from recipe.partial_rollout.rollout.progress import Progress
+from recipe.partial_rollout.rollout.progress import ProgressLine
 from recipe.partial_rollout.rollout.replicas import ReplicaRoster
 from recipe.partial_rollout.rollout.step_book import StepBook, phase_metrics
 from recipe.partial_rollout.rollout.workers import WorkerPool, WorkerShares
@@ -65,7 +65,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         """
         taken = partial(_taken_calls, self.agent_loop_workers, context.settings.deadlines.interrupt_s)
         self._observe(context, taken)
-        self._progress = Progress(context.settings, context.control)
+        self._progress = ProgressLine(context.settings, context.control)
 
     def _observe(self, context: RolloutContext, take_calls: TakeCalls) -> None:
         self.context, self._take_calls = context, take_calls
