@@ -29,7 +29,7 @@ ENGINE = {
 """vLLM arguments of an engine without Ray and verl around it, unless a test has its own"""
 SCHEDULERS = ("synchronous", "asynchronous") if os.environ.get("VERL_PLATFORM") == "cpu" else ("device's",)
 """vLLM's schedulers that tests run with: on a CPU its own and a GPU's, on a device what vLLM chooses there"""
-MOST_STARTS = 13
+MOST_STARTS = 9
 """trainings of a session without the nightly tests; each keeps a core busy for most of 90 s before its first step"""
 
 

@@ -41,7 +41,8 @@ def check_ends_with(run, *words, within_s=30.0):
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("enable", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["PR", "noPR"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("enable", [True, False], ids=["PR", "noPR"])
 def test_killed_engine_ends_the_run_by_name(start, wait_for, enable):
     run = start(*LONG, f"partial_rollout.enable={enable}")
     wait_for(lambda: in_mid_round(run), "a round of training")
@@ -93,6 +94,7 @@ def test_killed_replicas_come_back_and_the_other_takes_their_samples_over(start,
     assert not orphan.is_running(), "it would hold the memory of its device"
 
 
+@pytest.mark.nightly
 def test_reward_function_that_raises_is_asked_again_and_one_that_hangs_ends_the_run_by_name(start, wait_for):
     """The first step trains a sample whose first score raised; in the second no score comes, at either try."""
     run = start(
@@ -132,6 +134,7 @@ def test_reward_function_that_fails_or_hangs_ends_the_run_by_name(start, wait_fo
     check_ends_with(run, *words, within_s=60.0)
 
 
+@pytest.mark.nightly
 def test_failed_weight_sync_ends_the_run_by_name(start, wait_for, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     run = start(*SHORT, "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=bad_sync.FailingExtension")

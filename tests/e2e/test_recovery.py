@@ -10,7 +10,7 @@ from recipe.partial_rollout.tools.audit import audit
 from tests.chaos.__main__ import main as chaos
 from tests.chaos.victim import processes_of_session
 
-# Up to four trainings, one after the other.
+# Three trainings, one after the other.
 pytestmark = pytest.mark.timeout(1800)
 
 SMALL = (
@@ -43,9 +43,8 @@ def sealed(run_dir, step):
 
 
 def test_training_that_is_stopped_killed_and_robbed_of_its_worker_loses_nothing(start, wait_for, tmp_path):
-    """The first process is stopped; the second is killed with all that it started; the third loses its worker, and ends
-    before its data does and without draining; the fourth has more steps and goes on with it. The second and the third have
-    the engine decode while they train, so each placement goes on from the other's checkpoint."""
+    """The first process is stopped; the second is killed with all that it started; the third loses its worker and ends. In
+    the second the engine decodes while it trains, so each placement goes on from the other's checkpoint."""
     run_dir = tmp_path / "kept"
     ours = (*SMALL, "data.train_max_samples=32", f"trainer.default_local_dir={run_dir}", "trainer.resume_mode=auto")
     # The manifest is sealed before the weight sync and the validation of its step: the signal comes in that step.
@@ -66,19 +65,12 @@ def test_training_that_is_stopped_killed_and_robbed_of_its_worker_loses_nothing(
     second.process.wait(10)
     wait_for(lambda: processes_of_session(second.process.pid) == [], "the end of what was killed", 30)
 
-    short = (SEPARATE, "trainer.total_training_steps=7", "partial_rollout.drain=False", "trainer.save_freq=1")
-    third = start(*ours, *short, name="third")
+    third = start(*ours, "trainer.save_freq=2", name="third")
     wait_for(lambda: "Training Progress" in third.terminal(), "the training that goes on after the kill")
     time.sleep(3)
     (worker,) = processes_of_session(third.process.pid, "ray::PartialRolloutAgentLoopWorker")
     worker.kill()
     assert third.process.wait(300) == 0, third.terminal()[-3000:]
-    result, _ = audit(run_dir)
-    assert result.violations == [] and result.complete and len(result.trained.all) == 28
-    assert len(result.admitted.all) > 28, "prompts are in flight"
-
-    fourth = start(*ours, "trainer.save_freq=2", name="fourth")
-    assert fourth.process.wait(300) == 0, fourth.terminal()[-3000:]
     result, _ = audit(run_dir)
     assert result.violations == [] and result.complete and result.kills == 1
     assert len(result.trained.all) == 32
