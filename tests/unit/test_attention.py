@@ -1,7 +1,5 @@
 """Models are built with an attention that is installed; verl's default needs flash-attn, which no extra brings."""
 
-from importlib.metadata import PackageNotFoundError
-
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -42,10 +40,6 @@ def test_verls_default_cannot_be_built_without_flash_attn():
         attention.build(attention.FLASH)
 
 
-def test_fallback_builds_and_runs():
-    attention.build(attention.FALLBACK)
-
-
 def test_without_flash_attn_torchs_attention_is_chosen_unpacked_and_said_in_one_line(choose, capsys):
     config = choose()
     assert in_force(config) == ("sdpa", False)
@@ -77,31 +71,14 @@ def test_megatron_brings_its_own_attention(choose, capsys):
     assert in_force(config) == (None, True) and capsys.readouterr().out == ""
 
 
-def test_quick_start_names_its_attention(choose, capsys):
-    assert in_force(choose(name="quickstart_cpu")) == ("sdpa", False)
-    assert capsys.readouterr().out == LOG_PROBS
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (f"+{KEY}=flash_attention_2", f"{KEY}=flash_attention_2: sdpa, or null: {MISSING}"),
-        (
-            "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
-            "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2: 1 with any attention but "
-            f"flash_attention_2 ({MISSING})",
-        ),
-    ],
-)
-def test_what_needs_flash_attn_is_refused_without_it(choose, override, message):
-    with pytest.raises(ConfigError) as refused:
-        choose(override)
-    assert str(refused.value) == message
-
-
-def test_sequence_parallelism_is_refused_with_an_attention_that_verl_does_not_split(choose):
-    with pytest.raises(ConfigError, match="ulysses_sequence_parallel_size=2: 1 with any attention but flash"):
-        choose(f"+{KEY}=sdpa", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", problem=None)
+def test_what_needs_flash_attn_is_refused_without_it(choose):
+    parallel = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    with pytest.raises(ConfigError, match=f"{KEY}=flash_attention_2: sdpa, or null: {MISSING}"):
+        choose(f"+{KEY}=flash_attention_2")
+    with pytest.raises(ConfigError, match=f"{parallel}: 1 with any attention but flash_attention_2"):
+        choose(parallel)
+    with pytest.raises(ConfigError, match=f"{parallel}: 1 with any attention but flash_attention_2"):
+        choose(f"+{KEY}=sdpa", parallel, problem=None)
 
 
 def test_set_up_check_builds_a_model_and_says_what_to_install(monkeypatch):
@@ -132,16 +109,8 @@ def test_flash_attn_built_for_another_torch_counts_as_missing(monkeypatch):
     assert attention.flash_attn_problem() == "flash-attn does not import (ImportError: undefined symbol: _ZN3c104cuda)"
 
 
-def test_module_of_that_name_from_another_distribution_is_not_it(monkeypatch):
-    def absent(package):
-        raise PackageNotFoundError(package)
-
-    monkeypatch.setattr(attention, "version", absent)
-    assert attention.flash_attn_problem() == "flash-attn is not installed"
-
-
 def test_packed_rows_would_be_right_with_torchs_attention():
-    """Not packing costs speed; ``training/attention.py`` says why it is done all the same."""
+    """Not packing costs speed; ``training/trainer_config.py`` says why it is done all the same."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     shape = {

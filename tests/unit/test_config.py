@@ -15,8 +15,8 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint import manifest
-from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.config.settings import FLAGS, read_flags
+from recipe.partial_rollout.config.keys import ConfigError, defaults_of
+from recipe.partial_rollout.config.settings import FLAGS, PartialRolloutConfig, read_flags
 from recipe.partial_rollout.preflight.settings_check import check_config
 
 SIZES = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
@@ -116,158 +116,75 @@ def test_bucket_that_is_too_small_is_refused_where_a_tensor_must_fit_it(with_mod
     check_config(config)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("actor_rollout_ref.rollout.n=0", "actor_rollout_ref.rollout.n=0: an integer of at least 1"),
-        ("data.train_batch_size=0", "data.train_batch_size=0: an integer of at least 1"),
-        ("trainer.n_gpus_per_node=3", "data.train_batch_size=4: times rollout.n=2 it must be divisible by 3 device"),
-        (
-            "actor_rollout_ref.actor.ppo_mini_batch_size=3",
-            "ppo_mini_batch_size=3: a divisor of data.train_batch_size=4",
-        ),
-        ("data.gen_batch_size=7", "data.gen_batch_size=7: null, or data.train_batch_size=4"),
-        ("actor_rollout_ref.rollout.max_model_len=500", "response_length=1536: with prompt_length=64 it must fit"),
-        (
-            "actor_rollout_ref.rollout.calculate_log_probs=False",
-            "calculate_log_probs=False: with partial_rollout.enable",
-        ),
-        (
-            "actor_rollout_ref.rollout.name=sglang",
-            "rollout.name=sglang: with partial_rollout.enable=True it must be vllm",
-        ),
-        ("partial_rollout.mode=fast", "partial_rollout.mode=fast: one of window, ssim, april"),
-        ("partial_rollout.scheduling.policy=fifo", "partial_rollout.scheduling.policy=fifo: one of bounded, seed"),
-        ("partial_rollout.max_staleness=-1", "partial_rollout.max_staleness=-1: an integer of at least 0"),
-        ("partial_rollout.max_staleness=1.5", "partial_rollout.max_staleness=1.5: an integer of at least 0"),
-        ("partial_rollout.overlap=-0.5", "partial_rollout.overlap=-0.5: a number of at least 0"),
-        ("partial_rollout.overlap=many", "partial_rollout.overlap=many: a number of at least 0, or auto"),
-        ("partial_rollout.overlap=9", "partial_rollout.overlap=9.0: at most partial_rollout.max_staleness=8"),
-        # verl's server takes 1,000 calls at once, and needs some for control: an interruption must not queue.
-        ("partial_rollout.slots_per_replica=985", "partial_rollout.slots_per_replica=985: at most 984"),
-        ("partial_rollout.deadlines.stall_s=0", "partial_rollout.deadlines.stall_s=0: seconds above 0"),
-        ("actor_rollout_ref.model.path=/nowhere/model", "model.path=/nowhere/model: a local model directory"),
-        ("data.train_files=/nowhere/a.parquet", "data.train_files=/nowhere/a.parquet: an existing parquet file"),
-        ("data.val_files=/nowhere/b.parquet", "data.val_files=/nowhere/b.parquet: an existing parquet file"),
-        ("trainer.use_v1=True", "trainer.use_v1=True: False"),
-        ("trainer.resume_mode=never", "trainer.resume_mode=never: one of auto, resume_path, disable"),
-        ("trainer.resume_mode=resume_path", "trainer.resume_from_path=None: an existing"),
-        ("partial_rollout.failures.on_sample_error=drop", "partial_rollout.failures.on_sample_error=drop: one of"),
-        ("partial_rollout.failures.sample_retries=-1", "partial_rollout.failures.sample_retries=-1: an integer"),
-        ("partial_rollout.failures.max_masked_fraction=2", "partial_rollout.failures.max_masked_fraction=2"),
-        ("partial_rollout.failures.tool_timeout_s=0", "failures.tool_timeout_s=0: seconds above 0, or null"),
-        ("partial_rollout.failures.sample_timeout_s=soon", "sample_timeout_s=soon: seconds above 0, or null"),
-        ("reward.reward_model.enable=True", "partial_rollout.reward_in_worker=True: False with"),
-        ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax: any other"),
-        (
-            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
-            "enable_rollout_routing_replay=True: False with partial_rollout.enable=True",
-        ),
-        (
-            "actor_rollout_ref.rollout.disaggregation.enabled=True",
-            "disaggregation.enabled=True: False with partial_rollout.enable=True",
-        ),
-        (
-            "actor_rollout_ref.rollout.full_determinism=True",
-            "full_determinism=True: False with partial_rollout.enable=True: it seeds every request alike",
-        ),
-        ("+actor_rollout_ref.actor.megatron.router_replay.mode=R3", "megatron.router_replay.mode=R3: disabled with"),
-        ("+actor_rollout_ref.actor.veomni.router_replay.mode=R2", "veomni.router_replay.mode=R2: disabled with"),
-        ("model_engine=megatron", "model_engine=megatron: dp"),
-        ("engine=megatron", "engine=megatron: fsdp2 with trainer.device=cpu"),
-        ("partial_rollout.correction=tis", "partial_rollout.correction=tis: one of decoupled, none"),
-        ("partial_rollout.proximal=cached", "partial_rollout.proximal=cached: one of auto, recompute"),
-        ("algorithm.rollout_correction=null", "algorithm.rollout_correction=None: verl's node"),
-        (
-            "algorithm.rollout_correction.bypass_mode=True",
-            "bypass_mode=True: False: verl changes the driver's loss once",
-        ),
-        ("partial_rollout.trust_region=kl", "partial_rollout.trust_region=kl: one of auto, none, mask, tv, m2"),
-        ("partial_rollout.trust_region_low=0", "partial_rollout.trust_region_low=0: a number above 0, or null"),
-        (
-            "algorithm.rollout_correction.rollout_is=row",
-            "rollout_is=row: token or geometric or sequence, or null for token",
-        ),
-        ("algorithm.rollout_correction.rollout_is_threshold=null", "rollout_is_threshold=None: a number above 0"),
-        (
-            "algorithm.rollout_correction.rollout_is_threshold='2.0_5.0'",
-            "rollout_is_threshold=2.0_5.0: a number above 0",
-        ),
-        ("algorithm.rollout_correction.rollout_is_threshold=-1", "rollout_is_threshold=-1: a number above 0"),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=ppo", "policy_loss.loss_mode=ppo: one of bypass_mode, cispo"),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode", "this one ignores them"),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=dro", "it raises: policy_loss.dro_beta must be"),
-        ("actor_rollout_ref.actor.clip_ratio_c=1.0", "clip_ratio_c=1.0: a number above 1, or null"),
-        ("distillation.enabled=True", "distillation.enabled=True: False with partial_rollout.enable=True"),
-    ],
-)
-def test_mistake_is_refused_in_one_line(configure, override, message):
+P, ACTOR, ROLLOUT = "partial_rollout", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+CORRECTION, LOSS = "algorithm.rollout_correction", f"{ACTOR}.policy_loss.loss_mode"
+MISTAKES = {
+    f"{ROLLOUT}.n=0": "an integer of at least 1",
+    "trainer.n_gpus_per_node=3": "data.train_batch_size=4: times rollout.n=2 it must be divisible by 3 device",
+    f"{ACTOR}.ppo_mini_batch_size=3": "a divisor of data.train_batch_size=4",
+    "data.gen_batch_size=7": "null, or data.train_batch_size=4",
+    f"{ROLLOUT}.max_model_len=500": "response_length=1536: with prompt_length=64 it must fit",
+    f"{ROLLOUT}.calculate_log_probs=False": "with partial_rollout.enable=True it must be True",
+    f"{ROLLOUT}.name=sglang": "with partial_rollout.enable=True it must be vllm",
+    f"{P}.mode=fast": "one of window, ssim, april",
+    f"{P}.max_staleness=1.5": "an integer of at least 0",
+    f"{P}.overlap=many": "a number of at least 0, or auto",
+    f"{P}.overlap=9": "partial_rollout.overlap=9.0: at most partial_rollout.max_staleness=8",
+    # verl's server takes 1,000 calls at once, and needs some for control: an interruption must not queue.
+    f"{P}.slots_per_replica=985": "at most 984",
+    f"{P}.failures.sample_timeout_s=soon": "seconds above 0, or null",
+    "actor_rollout_ref.model.path=/nowhere/model": "a local model directory",
+    "data.train_files=/nowhere/a.parquet": "an existing parquet file",
+    "data.val_files=/nowhere/b.parquet": "an existing parquet file",
+    "trainer.use_v1=True": "False",
+    "trainer.resume_mode=never": "one of auto, resume_path, disable",
+    "trainer.resume_mode=resume_path": "trainer.resume_from_path=None: an existing",
+    "reward.reward_model.enable=True": "partial_rollout.reward_in_worker=True: False with",
+    "algorithm.adv_estimator=remax": "any other",
+    f"{ROLLOUT}.enable_rollout_routing_replay=True": "False with partial_rollout.enable=True",
+    f"{ROLLOUT}.disaggregation.enabled=True": "False with partial_rollout.enable=True",
+    f"{ROLLOUT}.full_determinism=True": "False with partial_rollout.enable=True: it seeds every request alike",
+    f"+{ACTOR}.megatron.router_replay.mode=R3": "disabled with",
+    f"{ACTOR}.checkpoint.async_save=True": "False: a checkpoint is sealed when it is whole",
+    "model_engine=megatron": "dp",
+    "engine=megatron": "fsdp2 with trainer.device=cpu",
+    "algorithm.rollout_correction=null": "algorithm.rollout_correction=None: verl's node",
+    f"{CORRECTION}.bypass_mode=True": "False: verl changes the driver's loss once",
+    f"{P}.correction=none {CORRECTION}.bypass_mode=True": "bypass_mode=True: False: verl changes the driver's loss once",
+    f"{P}.trust_region=kl": "one of auto, none, mask, tv, m2",
+    f"{P}.trust_region_low=0": "a number above 0, or null",
+    f"{CORRECTION}.rollout_is=row": "token or geometric or sequence, or null for token",
+    f"{CORRECTION}.rollout_is_threshold=null": "rollout_is_threshold=None: a number above 0",
+    f"{CORRECTION}.rollout_is_threshold='2.0_5.0'": "rollout_is_threshold=2.0_5.0: a number above 0",
+    f"{LOSS}=ppo": "one of bypass_mode, cispo",
+    f"{LOSS}=bypass_mode": "this one ignores them",
+    f"{LOSS}=dro": "it raises: policy_loss.dro_beta must be",
+    f"{ACTOR}.clip_ratio_c=1.0": "a number above 1, or null",
+    "distillation.enabled=True": "False with partial_rollout.enable=True",
+    f"algorithm=gspo {CORRECTION}.rollout_is=token": "geometric or sequence, or null for geometric, with loss_mode=gspo",
+    f"{P}.correction=none {CORRECTION}.rollout_is=token": "null with partial_rollout.correction=none",
+    f"{P}.correction=none {LOSS}=decoupled_ppo": "any other with partial_rollout.correction=none",
+    f"{P}.correction=none {P}.trust_region=mask": "none with partial_rollout.correction=none",
+    f"algorithm=gspo {P}.trust_region=m2": "mask, or none, with loss_mode=gspo: it has one ratio a sequence",
+    f"algorithm=sapo {ACTOR}.clip_ratio_c=null": "clip_ratio_c=None: a number above 1 with",
+    f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=ngram": "null with trainer.device=cpu: vLLM's proposers",
+    f"{P}.mode=ssim {P}.overlap=auto": "a number in mode ssim",
+    f"{P}.enable=False {P}.placement=separate": "colocated with partial_rollout.enable=False",
+    f"{P}.placement=separate {P}.overlap=auto": "a number with partial_rollout.placement=separate",
+    f"{P}.resume_kv=keep {ROLLOUT}.free_cache_engine=True": "resume_kv=keep: recompute with",
+    f"{P}.resume_kv=keep {ROLLOUT}.enable_prefix_caching=False": "resume_kv=keep: recompute with",
+}
+"""overrides, and a part of the error; it also has the last override, unless it names another key"""
+
+
+@pytest.mark.parametrize("overrides", MISTAKES)
+def test_mistake_is_refused_in_one_line(configure, overrides):
     with pytest.raises(ConfigError) as caught:
-        check_config(configure(override))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+        check_config(configure(*overrides.split()))
+    said, message = str(caught.value), MISTAKES[overrides]
+    assert message in said and "\n" not in said
+    assert "=" in message.split(":")[0] or overrides.split()[-1].partition("=")[0].lstrip("+").rsplit(".", 1)[0] in said
     assert not ray.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ("algorithm=gspo", "algorithm.rollout_correction.rollout_is=token"),
-            "rollout_is=token: geometric or sequence, or null for geometric, with loss_mode=gspo",
-        ),
-        (
-            ("actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean", "algorithm.rollout_correction.rollout_is=token"),
-            "rollout_is=token: geometric or sequence, or null for geometric, with loss_mode=geo_mean",
-        ),
-        (
-            ("partial_rollout.correction=none", "algorithm.rollout_correction.rollout_is=token"),
-            "rollout_is=token: null with partial_rollout.correction=none",
-        ),
-        (
-            ("partial_rollout.correction=none", "actor_rollout_ref.actor.policy_loss.loss_mode=decoupled_ppo"),
-            "loss_mode=decoupled_ppo: any other with partial_rollout.correction=none",
-        ),
-        (
-            ("+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method=ngram", "trainer.device=cpu"),
-            "speculative_config={'method': 'ngram'}: null with trainer.device=cpu: vLLM's proposers change",
-        ),
-        (("partial_rollout.overlap=auto", "partial_rollout.mode=ssim"), "overlap=auto: a number in mode ssim"),
-        (
-            ("partial_rollout.placement=separate", "partial_rollout.enable=False"),
-            "partial_rollout.placement=separate: colocated with partial_rollout.enable=False",
-        ),
-        (
-            ("partial_rollout.placement=separate", "partial_rollout.overlap=auto"),
-            "partial_rollout.overlap=auto: a number with partial_rollout.placement=separate",
-        ),
-        (
-            ("partial_rollout.resume_kv=keep", "actor_rollout_ref.rollout.free_cache_engine=True"),
-            "resume_kv=keep: recompute with actor_rollout_ref.rollout.free_cache_engine=True: an engine that sleeps",
-        ),
-        (
-            ("partial_rollout.resume_kv=keep", "actor_rollout_ref.rollout.enable_prefix_caching=False"),
-            "resume_kv=keep: recompute with actor_rollout_ref.rollout.enable_prefix_caching=False",
-        ),
-        (
-            ("partial_rollout.correction=none", "algorithm.rollout_correction.bypass_mode=True"),
-            "bypass_mode=True: False: verl changes the driver's loss once",
-        ),
-        (
-            ("partial_rollout.correction=none", "partial_rollout.trust_region=mask"),
-            "trust_region=mask: none with partial_rollout.correction=none",
-        ),
-        (
-            ("algorithm=gspo", "partial_rollout.trust_region=m2"),
-            "trust_region=m2: mask, or none, with loss_mode=gspo: it has one ratio a sequence",
-        ),
-        (("algorithm=sapo", "actor_rollout_ref.actor.clip_ratio_c=null"), "clip_ratio_c=None: a number above 1 with"),
-    ],
-)
-def test_mistaken_pair_is_refused_in_one_line(configure, overrides, message):
-    with pytest.raises(ConfigError) as caught:
-        check_config(configure(*overrides))
-    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 USING = [
@@ -286,8 +203,8 @@ USING = [
 
 
 @pytest.mark.parametrize("loss_mode", USING)
-def test_loss_that_uses_the_behaviour_weights_is_accepted(configure, loss_mode):
-    assert check_config(configure(f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}")).enable
+def test_loss_that_uses_the_behaviour_weights_is_accepted_and_can_mask(configure, loss_mode):
+    assert check_config(configure(f"{LOSS}={loss_mode}", f"{P}.trust_region=mask")).enable
 
 
 def test_every_policy_loss_of_verl_is_either_accepted_or_refused_above():
@@ -321,20 +238,12 @@ def test_verl_still_changes_the_loss_of_the_driver_alone_in_bypass_mode(configur
     assert (actor.policy_loss.loss_mode, sent.policy_loss.loss_mode) == ("bypass_mode", "vanilla")
 
 
-@pytest.mark.parametrize("loss_mode", [*USING])
-def test_every_policy_loss_can_mask(configure, loss_mode):
-    mode = f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}"
-    assert check_config(configure(mode, "partial_rollout.trust_region=mask")).trust_region == "mask"
-
-
 @pytest.mark.parametrize("override", ["actor_rollout_ref.rollout.name=sglang", "trainer.resume_mode=auto"])
 def test_without_partial_rollout_verls_own_choices_are_allowed(configure, override):
     assert not check_config(configure("partial_rollout.enable=False", override)).enable
 
 
-@pytest.mark.parametrize(
-    ("word", "value"), [("no", False), ("Off", False), ("false", False), ("yes", True), ("ON", True), ("True", True)]
-)
+@pytest.mark.parametrize(("word", "value"), [("no", False), ("Off", False), ("yes", True), ("True", True)])
 def test_flag_is_what_yaml_says_for_whoever_reads_it(configure, word, value):
     # Hydra's command line hands "no" over as a string; a config file says False.
     config = configure(*[f"partial_rollout.{key}={word}" for key in FLAGS])
@@ -342,26 +251,13 @@ def test_flag_is_what_yaml_says_for_whoever_reads_it(configure, word, value):
     assert {key: OmegaConf.select(config.partial_rollout, key) for key in FLAGS} == dict.fromkeys(FLAGS, value)
 
 
-@pytest.mark.parametrize("key", FLAGS)
 @pytest.mark.parametrize("value", [0, "nope", None])
-def test_flag_that_is_neither_true_nor_false_is_refused(key, value):
-    ours = dict.fromkeys(FLAGS[:-1], True) | {"checkpoint": {"checksum_all": False}}
-    config = OmegaConf.create({"partial_rollout": ours})
-    OmegaConf.update(config, f"partial_rollout.{key}", value)
-    with pytest.raises(ConfigError, match=rf"^partial_rollout\.{key}={value}: true or false$"):
-        read_flags(config)
-
-
-def test_every_yes_or_no_key_is_a_checked_flag(configure):
-    def flags(node, at):
-        for key, value in node.items():
-            if isinstance(value, dict):
-                yield from flags(value, f"{at}{key}.")
-            elif isinstance(value, bool):
-                yield at + key
-
-    ours = OmegaConf.to_container(configure().partial_rollout)
-    assert sorted(flags(ours, "")) == sorted(FLAGS)
+def test_flag_that_is_neither_true_nor_false_is_refused(value):
+    for key in FLAGS:
+        config = OmegaConf.create({"partial_rollout": defaults_of(PartialRolloutConfig)})
+        OmegaConf.update(config, f"partial_rollout.{key}", value)
+        with pytest.raises(ConfigError, match=rf"^partial_rollout\.{key}={value}: true or false$"):
+            read_flags(config)
 
 
 def test_partial_rollout_that_is_switched_off_by_no_runs_the_baseline(configure):
@@ -371,49 +267,30 @@ def test_partial_rollout_that_is_switched_off_by_no_runs_the_baseline(configure)
     assert "Observed" in config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
 
 
-def test_deadlines_of_tools_and_agent_loops_may_be_left_out(configure):
-    keys = ("tool_timeout_s", "sample_timeout_s")
-    defaults = check_config(configure()).failures
-    none = check_config(configure(*[f"partial_rollout.failures.{key}=null" for key in keys])).failures
-    assert [getattr(defaults, key) for key in keys] == [600.0, 1200.0]
-    assert [getattr(none, key) for key in keys] == [None, None]
-
-
-FILTER = "algorithm.filter_groups.enable=True"
+FILTER = "algorithm.filter_groups"
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["partial_rollout.enable=False"], "enable=True: False with partial_rollout.enable=False: verl's v0 trainer"),
-        (["actor_rollout_ref.rollout.n=1"], "enable=True: False with actor_rollout_ref.rollout.n=1"),
-        (["algorithm.filter_groups.metric=null"], "metric=None: reward, or a name of the reward's extra information"),
-        (["algorithm.filter_groups.max_num_gen_batches=1"], "max_num_gen_batches=1: 0 for no limit, or at least 2"),
-        (["algorithm.filter_groups.max_num_gen_batches=1.5"], "max_num_gen_batches=1.5: 0 for no limit"),
-        (["algorithm.filter_groups.max_inflight_gen_batches=2"], "max_inflight_gen_batches=2: 1: partial_rollout.over"),
-        (
-            ["algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=True"],
-            "metric=seq_final_reward: reward with use_kl_in_reward=True",
-        ),
-        (
-            ["reward.reward_model.enable=True", "partial_rollout.reward_in_worker=False"],
-            "enable=True: False, or reward.reward_model.enable_resource_pool=True",
-        ),
+        (f"{P}.enable=False", "enable=True: False with partial_rollout.enable=False: verl's v0 trainer"),
+        (f"{ROLLOUT}.n=1", "enable=True: False with actor_rollout_ref.rollout.n=1"),
+        (f"{FILTER}.metric=null", "metric=None: reward, or a name of the reward's extra information"),
+        (f"{FILTER}.max_num_gen_batches=1", "max_num_gen_batches=1: 0 for no limit, or at least 2"),
+        (f"{FILTER}.max_inflight_gen_batches=2", "max_inflight_gen_batches=2: 1: partial_rollout.over"),
+        (f"{FILTER}.metric=seq_final_reward algorithm.use_kl_in_reward=True", "metric=seq_final_reward: reward with"),
+        (f"reward.reward_model.enable=True {P}.reward_in_worker=False", "enable=True: False, or reward.reward_model"),
     ],
 )
 def test_dynamic_sampling_that_cannot_work_is_refused(configure, overrides, message):
     with pytest.raises(ConfigError) as error:
-        check_config(configure(FILTER, *overrides))
-    assert str(error.value).startswith(f"algorithm.filter_groups.{message}") and "\n" not in str(error.value)
+        check_config(configure(f"{FILTER}.enable=True", *overrides.split()))
+    assert str(error.value).startswith(f"{FILTER}.{message}") and "\n" not in str(error.value)
 
 
 def test_dapo_passes_on_the_embedded_task(configure):
     settings = check_config(configure("algorithm=dapo"))
     assert settings.group_filter.metric == "acc" and settings.group_filter.max_num_gen_batches == 10
-
-
-def test_dynamic_sampling_is_verls_default_off(configure):
-    assert check_config(configure()).group_filter is None
 
 
 @pytest.mark.parametrize(
@@ -464,8 +341,7 @@ def test_checkpoint_that_the_settings_cannot_go_on_from_is_refused(configure, tm
         check_config(configure(f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto", override))
 
 
-@pytest.mark.parametrize(("nodes", "devices"), [(1, 1), (1, 4)])
-def test_checkpoint_of_another_number_of_trainers_is_refused(configure, tmp_path, nodes, devices):
+def test_checkpoint_of_another_number_of_trainers_is_refused(configure, tmp_path):
     """FSDP's shards are of a world size; two nodes with one trainer each can go on as one node with two."""
     step_dir = tmp_path / "global_step_3"
     manifest.begin(step_dir)
@@ -473,11 +349,9 @@ def test_checkpoint_of_another_number_of_trainers_is_refused(configure, tmp_path
     (step_dir / "actor" / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 2}))
     manifest.seal(step_dir, 3, {"sizes": {"batch_groups": 4, "samples_per_group": 2, "max_staleness": 8}})
     ours = f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto"
-    with pytest.raises(
-        ConfigError, match=rf"trainer.nnodes \* trainer.n_gpus_per_node={nodes * devices}: 2, as in .*step_3"
-    ):
-        check_config(configure(*ours, f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={devices}"))
-    check_config(configure(*ours, "trainer.nnodes=1", "trainer.n_gpus_per_node=2"))
+    with pytest.raises(ConfigError, match=r"trainer.nnodes \* trainer.n_gpus_per_node=4: 2, as in .*step_3"):
+        check_config(configure(*ours, "trainer.n_gpus_per_node=4"))
+    check_config(configure(*ours, "trainer.n_gpus_per_node=2"))
 
 
 def test_run_whose_checkpoints_are_all_torn_does_not_start_over_in_silence(configure, tmp_path):
@@ -489,7 +363,7 @@ def test_run_whose_checkpoints_are_all_torn_does_not_start_over_in_silence(confi
     check_config(configure(ours, "trainer.resume_mode=disable"))
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "gpg", "opo", "grpo_passk", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("algorithm", ["grpo", "grpo_passk", "reinforce_plus_plus_baseline"])
 def test_group_of_one_is_refused_where_its_siblings_are_the_baseline(configure, algorithm):
     with pytest.raises(ConfigError, match=f"rollout.n=1: at least 2 with algorithm.adv_estimator={algorithm}, whose"):
         check_config(configure(f"algorithm={algorithm}", "actor_rollout_ref.rollout.n=1"))
@@ -512,12 +386,6 @@ def test_second_node_needs_a_ray_cluster(configure, monkeypatch):
     check_config(configure("trainer.nnodes=2", "+ray_kwargs.ray_init.address=auto"))
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     check_config(configure("trainer.nnodes=2"))
-
-
-@pytest.mark.parametrize("part", ["actor_rollout_ref.actor", "critic"])
-def test_checkpoint_that_is_written_behind_the_trainers_back_is_refused(configure, part):
-    with pytest.raises(ConfigError, match=f"{part}.checkpoint.async_save=True: False"):
-        check_config(configure(f"{part}.checkpoint.async_save=True"))
 
 
 def test_decoupled_loss_is_on_for_partial_rollout_and_off_for_the_baseline(configure):

@@ -101,7 +101,7 @@ def token_shares(mask, agg_mode):
 
 
 @pytest.mark.parametrize("agg_mode", AGG_MODES)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_equals_verls_vanilla_ppo_where_behaviour_is_proximal(agg_mode, seed):
     batch = build_batch(seed)
     batch["behaviour"] = batch["proximal"]
@@ -116,7 +116,7 @@ def test_equals_verls_vanilla_ppo_where_behaviour_is_proximal(agg_mode, seed):
 
 @pytest.mark.parametrize("agg_mode", AGG_MODES)
 @pytest.mark.parametrize("dual_clip", [None, 1.5])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_equals_the_equation_in_float64_for_three_different_policies(agg_mode, dual_clip, seed):
     config = build_config(clip_ratio_low=0.2, clip_ratio_high=0.4, clip_ratio_c=dual_clip)
     # verl's seq-mean-token-mean adds 1e-8 to each length.
@@ -293,16 +293,13 @@ def test_difference_that_the_pass_makes_is_measured_on_request():
     assert "actor/partial_rollout/proximal/error" not in run_loss(corrected_ppo_loss, data, output)[2]
 
 
-def test_micro_batch_of_masked_samples_has_no_gradient():
-    _, data, output = build_micro_batch(5, **from_update(3))
-    data["response_mask"] = torch.zeros_like(data["response_mask"])
-    value, gradient, _ = run_loss(corrected_ppo_loss, data, output)
-    assert value == 0 and not gradient.any()
-
-
-def test_micro_batch_whose_weights_are_all_masked_has_no_gradient():
+@pytest.mark.parametrize("masked", ["samples", "weights"])
+def test_micro_batch_where_everything_is_masked_has_no_gradient(masked):
     _, data, output = build_micro_batch(5, **from_update(3, threshold="1e-9_1.0"))
-    data["rollout_log_probs"] = data["rollout_log_probs"] - 9.0
+    if masked == "samples":
+        data["response_mask"] = torch.zeros_like(data["response_mask"])
+    else:
+        data["rollout_log_probs"] = data["rollout_log_probs"] - 9.0
     value, gradient, _ = run_loss(corrected_ppo_loss, data, output)
     assert value == 0 and not gradient.any()
 
