@@ -25,7 +25,7 @@ from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 
 P99_BOUND_MS = 1.0
-_BULK = ("open_round", "release_worker", "take_batch", "acknowledge")
+_BULK = ("begin_version", "release_worker", "take_batch", "acknowledge")
 """verbs whose work grows with what they move; their bound is per group or sample moved"""
 
 
@@ -77,7 +77,7 @@ class Drive:
         for worker in self.workers:
             self.manager.register_worker(worker, self.capacity)
         self.running: dict[str, list[str]] = {worker: [] for worker in self.workers}
-        self.offered = 0
+        self.offered = self.version = 0
         self.most_in_flight = 0
 
     def round(self) -> None:
@@ -86,15 +86,14 @@ class Drive:
         wanted = m.wanted
         m.offer(Prompt(f"0/{self.offered + i}", 0, {}) for i in range(wanted))
         self.offered += wanted
-        watch("open_round", m.open_round, items=int)
+        watch("begin_version", lambda: m.begin_version(self.version), items=int)
         self._claim_all()
         self.most_in_flight = max(self.most_in_flight, int(m.metrics()["inflight/samples"]))
         self._finish_until_complete()
-        m.close_round()
+        taken = watch("take_batch", lambda: m.take_batch(stop=True), items=len)
         self._interrupt_all()
-        taken = watch("take_batch", m.take_batch, items=len)
         watch("acknowledge", lambda: m.acknowledge(g.uid for g in taken), items=lambda _: len(taken))
-        watch("advance_version", lambda: m.advance_version(m.version + 1))
+        self.version += 1
 
     def _claim_all(self) -> None:
         claimed = True

@@ -205,25 +205,25 @@ class _Drive:
         prepare_s, expected = self._prepare(version)
         began = time.monotonic()
         self._all("begin", version, began)
-        ended = self._unless_a_worker_ends(self._manager.wait_round.remote())
+        ended = self._unless_a_worker_ends(self._manager.wait_batch.remote(True))
         _get([*self._ask("close_round"), *self._ask("interrupt")], "workers and replicas to stop")
         quiet, quiet_at = time.monotonic(), time.time()
-        groups = fetch_groups(_get(self._manager.take_batch.remote(), "the batch"), self._store.fetch)
+        groups = fetch_groups(ended.groups, self._store.fetch)
         take_s = time.monotonic() - quiet
         waits = self._all("waited")
         if (started := sum(slots for _, _, slots in waits)) < expected:
             raise RuntimeError(f"{started} samples of round {version} decoded; {expected} had been granted")
         flushing = self._ask("flush")
-        flushed = _get(self._manager.flush.remote(), "the manager to hear from all workers")
+        flushed_at = _get(self._manager.flush.remote(), "the manager to hear from all workers")
         _get(flushing, "all workers to report")
-        _get(self._manager.acknowledge.remote([group.uid for group in groups]), "the manager to forget the batch")
+        _get(self._manager.finish_step.remote([group.uid for group in groups]), "the manager to forget the batch")
         return {
             "round_s": quiet - began,
             "open_s": max(last for _, last, _ in waits),
             "open_lost_s": sum(seconds for seconds, _, _ in waits) / started,
             "interrupt_s": quiet_at - ended.decided_at,
             "take_s": take_s,
-            "collect_s": max(0.0, flushed.at - quiet_at),
+            "collect_s": max(0.0, flushed_at - quiet_at),
             "prepare_s": prepare_s,
             "decoded_tokens": self._total("decoded") - decoded,
             "manager_cpu_s": self._cpu_s() - cpu,
@@ -234,7 +234,7 @@ class _Drive:
         """Seconds until every sample that has a slot waits for the round to open, and how many they are."""
         began = time.monotonic()
         prompts = list(islice(self._prompts, _get(self._manager.wanted.remote(), "what the manager wants")))
-        _get(self._manager.prepare_round.remote(version, prompts, True), "the manager to prepare a round")
+        _get(self._manager.begin_version.remote(version, prompts, True), "the manager to prepare a round")
         figures = _get(self._manager.metrics.remote(), "the manager's figures")
         expected = min(self._slots, int(figures["inflight/samples"]))
         while self._total("ready") < expected:

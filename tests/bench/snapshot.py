@@ -64,7 +64,7 @@ def _fill(options: argparse.Namespace) -> PromptsManager:
     row = {"raw_prompt": [{"role": "user", "content": "x" * 400}], "index": 0, "extra_info": {"split": "train"}}
     manager.offer(Prompt(f"0/{i}", 0, row) for i in range(manager.wanted))
     manager.register_worker("w0", options.groups * options.group)
-    manager.open_round()
+    manager.begin_version(0)
     random = np.random.default_rng(0)
     for index, grant in enumerate(manager.claim("w0")):
         tokens = random.integers(0, _VOCABULARY, options.tokens, np.int32)

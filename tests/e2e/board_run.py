@@ -75,11 +75,10 @@ def manager_metrics(rng, first):
     admission = Admission(Mode.WINDOW, 4, 1, 1.0, 8, 8, max_staleness=3)
     manager = PromptsManager(admission, Scheduling(), time.monotonic)
     manager.register_worker("w0", 8)
-    manager.advance_version(first - 1)
     left = {}
     for version in itertools.count(first):
         manager.offer([Prompt(f"{version}/{i}", 0, {}) for i in range(manager.wanted)])
-        manager.open_round()
+        manager.begin_version(version - 1)
         left |= {
             grant.sample_id: int(rng.integers(1, 9)) for grant in manager.claim("w0") if grant.sample_id not in left
         }
@@ -87,14 +86,12 @@ def manager_metrics(rng, first):
             soonest = min(left, key=left.__getitem__)
             zeros = np.zeros(left.pop(soonest), np.int32)
             manager.finish(soonest, SampleOutput(zeros[:0], zeros, zeros, zeros, zeros, 1, None, {}, 2, {}))
-        manager.close_round()
+        taken = manager.take_batch(stop=True)
         for sample_id in left:
             manager.add_segment(sample_id, Segment(np.zeros(1, np.int32), np.zeros(1, np.float32), version - 1))
             manager.interrupt(sample_id)
-        taken = manager.take_batch()
         yield {f"partial_rollout/{key}": value for key, value in manager.metrics().items()}
         manager.acknowledge([group.uid for group in taken])
-        manager.advance_version(version)
 
 
 def main(arm, directory, first, last, resumes):

@@ -11,8 +11,8 @@ from recipe.partial_rollout.config.choices import Mode, OnSampleError
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
+from recipe.partial_rollout.manager.policies import FailurePolicy
 from recipe.partial_rollout.manager.types import Progress, Prompt, SampleOutput, Segment
 
 
@@ -56,7 +56,7 @@ def test_waiting_claim_is_answered_when_the_round_opens(start):
     actor = start()
     claim = actor.claim.remote("w0")
     assert ray.wait([claim], timeout=0.3)[0] == []
-    opened = ray.get(actor.prepare_round.remote(0, prompts(4), True))
+    opened = ray.get(actor.begin_version.remote(0, prompts(4), True))
     grants = ray.get(claim, timeout=5)
     assert opened.admitted == 4 and len(grants) == 8
     assert grants[0].row == {"index": 0}
@@ -64,7 +64,7 @@ def test_waiting_claim_is_answered_when_the_round_opens(start):
 
 def test_report_of_a_finished_sample_brings_the_next_one(start):
     actor = start(workers=(("w0", 2),))
-    ray.get(actor.prepare_round.remote(0, prompts(4), True))
+    ray.get(actor.begin_version.remote(0, prompts(4), True))
     first, _ = ray.get(actor.claim.remote("w0"))
     grants = ray.get(actor.report.remote(Report("w0", finished=((first.sample_id, output_of()),))))
     assert [g.group_uid for g in grants] == ["0/1"]
@@ -72,9 +72,9 @@ def test_report_of_a_finished_sample_brings_the_next_one(start):
 
 def test_round_ends_at_its_last_needed_sample_and_carries_the_rest(start):
     actor = start(batch=1, n=1)
-    ray.get(actor.prepare_round.remote(0, prompts(2), True))
+    ray.get(actor.begin_version.remote(0, prompts(2), True))
     a, b = ray.get(actor.claim.remote("w0"))
-    waiting = actor.wait_round.remote()
+    waiting = actor.wait_batch.remote(True)
     assert ray.wait([waiting], timeout=0.3)[0] == []
     ray.get(actor.report.remote(Report("w0", finished=((a.sample_id, output_of()),))))
     ended = ray.get(waiting, timeout=5)
@@ -84,10 +84,10 @@ def test_round_ends_at_its_last_needed_sample_and_carries_the_rest(start):
         actor.report.remote(Report("w0", progress=(Progress(b.sample_id, (segment,)),), interrupted=(b.sample_id,)))
     )
     ray.get(actor.flushed.remote("w0"))
-    (taken,) = ray.get(actor.take_batch.remote())
+    (taken,) = ended.groups
     assert taken.uid == "0/0" and taken.outputs[0].response_length == 3
-    ray.get(actor.acknowledge.remote([taken.uid]))
-    ray.get(actor.prepare_round.remote(1, prompts(1, start=2), True))
+    ray.get(actor.finish_step.remote([taken.uid]))
+    ray.get(actor.begin_version.remote(1, prompts(1, start=2), True))
     resumed = ray.get(actor.claim.remote("w0"))
     assert resumed[0].sample_id == b.sample_id and resumed[0].segments == (), "its worker holds the conversation"
 
@@ -95,16 +95,16 @@ def test_round_ends_at_its_last_needed_sample_and_carries_the_rest(start):
 def test_large_claim_is_answered_in_parts(start):
     most = ManagerActor.CLAIM_SAMPLES
     actor = start(batch=1, n=most + 10, workers=(("w0", 4 * most),))
-    ray.get(actor.prepare_round.remote(0, prompts(2), True))
+    ray.get(actor.begin_version.remote(0, prompts(2), True))
     sizes = [len(ray.get(actor.claim.remote("w0"))) for _ in range(3)]
     assert sizes == [most, most, 20]
 
 
 def test_failed_sample_ends_the_round_by_name(start):
     actor = start(batch=1, n=1, failures=FailurePolicy(OnSampleError.RAISE))
-    ray.get(actor.prepare_round.remote(0, prompts(2), True))
+    ray.get(actor.begin_version.remote(0, prompts(2), True))
     a, _ = ray.get(actor.claim.remote("w0"))
-    waiting = actor.wait_round.remote()
+    waiting = actor.wait_batch.remote(True)
     ray.get(actor.report.remote(Report("w0", failed=((a.sample_id, "ReplicaError: vLLM replica r1 failed"),))))
     with pytest.raises(RolloutFailedError, match="sample 0/0#0 on w0 failed: ReplicaError: vLLM replica r1 failed"):
         ray.get(waiting, timeout=5)
@@ -112,17 +112,18 @@ def test_failed_sample_ends_the_round_by_name(start):
 
 def test_round_without_progress_ends_with_the_samples_awaited(start):
     actor = start(batch=1, n=1, stall_s=0.5)
-    ray.get(actor.prepare_round.remote(0, prompts(1), True))
+    ray.get(actor.begin_version.remote(0, prompts(1), True))
     ray.get(actor.claim.remote("w0"))
     with pytest.raises(RolloutFailedError) as caught:
-        ray.get(actor.wait_round.remote(), timeout=10)
+        ray.get(actor.wait_batch.remote(True), timeout=10)
     assert "deadlines.stall_s=0.5" in str(caught.value)
     assert "0/0#0 running on w0 for" in str(caught.value)
 
 
 def test_death_of_something_else_reaches_everyone_who_waits(start):
     actor = start()
-    claim, waiting = actor.claim.remote("w0"), actor.wait_round.remote()
+    ray.get(actor.begin_version.remote(0, [], 1))
+    claim, waiting = actor.claim.remote("w0"), actor.wait_batch.remote(True)
     ray.get(actor.abandon.remote("vLLM replica r0 died"))
     for ref in (claim, waiting):
         with pytest.raises(RolloutFailedError, match="vLLM replica r0 died"):
@@ -139,7 +140,7 @@ def test_death_of_the_manager_reaches_a_waiting_worker(start):
 
 def test_samples_of_a_released_worker_wake_another(start):
     actor = start(batch=1, n=1, overlap=0.0, workers=(("w0", 4), ("w1", 4)))
-    ray.get(actor.prepare_round.remote(0, prompts(1), True))
+    ray.get(actor.begin_version.remote(0, prompts(1), True))
     (grant,) = ray.get(actor.claim.remote("w0"))
     claim = actor.claim.remote("w1")
     assert ray.wait([claim], timeout=0.3)[0] == []
@@ -174,17 +175,16 @@ def test_a_scripted_engine_trains_every_prompt_once(start):
         for version in range(10):
             wanted = min(await actor.wanted.remote(), 40 - offered)
             open_round.set()
-            await actor.prepare_round.remote(version, prompts(wanted, start=offered), offered + wanted < 40)
+            await actor.begin_version.remote(version, prompts(wanted, start=offered), offered + wanted < 40)
             offered += wanted
-            await asyncio.wait_for(actor.wait_round.remote(), 20)
+            batch = (await asyncio.wait_for(actor.wait_batch.remote(True), 20)).groups
             open_round.clear()
             while any(held.values()):
                 await asyncio.sleep(0.001)
             for name in held:
                 await actor.flushed.remote(name)
-            batch = await actor.take_batch.remote()
             trained += [group.uid for group in batch]
-            await actor.acknowledge.remote([group.uid for group in batch])
+            await actor.finish_step.remote([group.uid for group in batch])
         for task in workers:
             task.cancel()
         return trained, await actor.metrics.remote()
@@ -218,11 +218,12 @@ def test_trainer_takes_batch_after_batch_while_samples_run_on(start):
         wanted = await actor.wanted.remote()
         for version in range(versions):
             first, offered = offered, min(offered + wanted, total)
-            await actor.next_version.remote(version, prompts(offered - first, start=first), total - offered)
-            batch = await asyncio.wait_for(actor.next_batch.remote(), 20)
-            account = await actor.finish_step.remote([group.uid for group in batch])
-            trained += [group.uid for group in batch]
-            admitted += account.admitted
+            await actor.begin_version.remote(version, prompts(offered - first, start=first), total - offered)
+            batch = await asyncio.wait_for(actor.wait_batch.remote(False), 20)
+            uids = [group.uid for group in batch.groups]
+            account = await actor.finish_step.remote(uids)
+            trained += uids
+            admitted += batch.admitted
             wanted = account.wanted
         for task in workers:
             task.cancel()

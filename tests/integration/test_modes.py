@@ -15,10 +15,9 @@ from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy
-from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.messages import PromptsWanted
 from recipe.partial_rollout.manager.output_store import RayObjects, fetch_groups
+from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
@@ -105,7 +104,7 @@ class Trainer:
         played = Played()
         for version in range(PROMPTS):
             prompts = self.take(self.call("wanted"))
-            start = self.call("prepare_round", version, prompts, len(self.left))
+            start = self.call("begin_version", version, prompts, len(self.left))
             if start.exhausted or self.nothing_left():
                 played.exhausted = start.exhausted
                 break
@@ -122,16 +121,15 @@ class Trainer:
             self.call("offer", self.take(ended.count), len(self.left))
         self.ask("close_round")
         self.ask("interrupt")
-        groups = fetch_groups(self.call("take_batch"), STORE.fetch)
+        groups = fetch_groups(ended.groups, STORE.fetch)
         self.ask("flush")
         self.call("flush")
-        played.filtered += self.call("take_filtered")
         played.admitted.append((admitted_at_start, len(ended.admitted)))
-        self.call("acknowledge", [group.uid for group in groups])
+        played.filtered += self.call("finish_step", [group.uid for group in groups]).filtered
         return groups
 
     def until_complete(self, played):
-        waiting = self.manager.wait_round.remote()
+        waiting = self.manager.wait_batch.remote(True)
         while not ray.wait([waiting, *self.serving], timeout=0.05)[0]:
             played.in_flight.append(self.call("metrics")["inflight/samples"])
         return ray.get(waiting, timeout=30)

@@ -12,9 +12,9 @@ from recipe.partial_rollout.config.choices import Mode, OnSampleError
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
 from recipe.partial_rollout.manager.output_store import RayObjects, _Bundle, fetch_groups
+from recipe.partial_rollout.manager.policies import FailurePolicy
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, StoredOutput
 
 # Ray's workers cannot import a test module.
@@ -62,7 +62,7 @@ def start():
         actors.append(actor)
         ray.get(actor.register_worker.remote("w0", 64))
         if offer:
-            ray.get(actor.prepare_round.remote(version, [Prompt(f"0/{i}", 0, {}) for i in range(groups)], False))
+            ray.get(actor.begin_version.remote(version, [Prompt(f"0/{i}", 0, {}) for i in range(groups)], False))
         return actor
 
     yield build
@@ -81,9 +81,9 @@ def finish_all(actor, length):
 
 def take(actor):
     """The batch as the manager answers."""
-    ray.get(actor.wait_round.remote(), timeout=10)
+    batch = ray.get(actor.wait_batch.remote(True), timeout=10)
     ray.get(actor.flushed.remote("w0"))
-    return ray.get(actor.take_batch.remote())
+    return batch.groups
 
 
 def objects_of(actor):
@@ -129,7 +129,7 @@ def test_manager_keeps_the_metadata_of_a_finished_sample_and_no_array(start):
 
     def kept(actor):
         actor._store.seal()
-        return [sample.output for group in actor._manager._state.groups.by_order.values() for sample in group.samples]
+        return [sample.output for group in actor._manager.groups.by_order.values() for sample in group.samples]
 
     first, second = ray.get(actor.__ray_call__.remote(kept))
     assert first.handle[0].reference == second.handle[0].reference, "one object"
@@ -155,7 +155,7 @@ def test_outputs_are_freed_once_their_group_is_trained(start, length):
     taken = take(actor)
     assert_soon(lambda: objects_of(actor) == before + 1)
     fetched = fetch_groups(taken, STORE.fetch)
-    ray.get(actor.acknowledge.remote([group.uid for group in taken]))
+    ray.get(actor.finish_step.remote([group.uid for group in taken]))
     del taken, fetched
     assert_soon(lambda: objects_of(actor) == before)
 
@@ -174,7 +174,7 @@ def test_report_that_is_refused_leaves_nothing_in_the_store(start):
     (group,) = fetch_groups(taken, STORE.fetch)
     for seed, output in enumerate(group.outputs):
         assert_is_output(output, LARGE, seed)
-    ray.get(actor.acknowledge.remote([group.uid]))
+    ray.get(actor.finish_step.remote([group.uid]))
     del taken, group, output
     assert_soon(lambda: objects_of(actor) == before)
 
@@ -200,7 +200,7 @@ def test_checkpoint_holds_the_outputs_and_brings_them_back_to_the_store(start, t
     assert written.bytes > 2 * LARGE * 8
     restored = start(offer=False)
     ray.get(restored.load.remote(path))
-    ray.get(restored.prepare_round.remote(0, [], False))
+    ray.get(restored.begin_version.remote(0, [], False))
     taken = take(restored)
     assert all(isinstance(output, StoredOutput) for group in taken for output in group.outputs)
     (group,) = fetch_groups(taken, STORE.fetch)

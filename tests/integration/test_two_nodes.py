@@ -14,7 +14,7 @@ from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Deadlines, Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy
+from recipe.partial_rollout.manager.policies import FailurePolicy
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.guard import Guard
@@ -143,7 +143,7 @@ def test_samples_of_a_dead_node_go_on_on_the_drivers_node_from_what_the_manager_
         pool = WorkerPool(workers, spawn, connect, 1, deadlines, StopSignals())
         guard = Guard(SimpleNamespace(settings=SimpleNamespace(deadlines=deadlines)), manager, pool)
         await pool.start()
-        await manager.prepare_round.remote(0, [Prompt(f"0/{i}", 0, {"index": i}) for i in range(2)], True)
+        await manager.begin_version.remote(0, [Prompt(f"0/{i}", 0, {"index": i}) for i in range(2)], True)
         await pool.open_round()
         deadline = time.monotonic() + 30
         while await asyncio.gather(*[worker.told.remote() for worker in workers]) != [2, 2]:
@@ -151,12 +151,13 @@ def test_samples_of_a_dead_node_go_on_on_the_drivers_node_from_what_the_manager_
             await asyncio.sleep(0.05)
         second.kill()
         workers[0].finish.remote()
-        waiting = guard.wait(manager.wait_round.remote(), "the round", key=None)
-        await asyncio.wait_for(waiting, 60)
-        return pool.restarted
+        waiting = guard.wait(manager.wait_batch.remote(True), "the round", key=None)
+        batch = await asyncio.wait_for(waiting, 60)
+        return pool.restarted, batch.groups
 
-    assert asyncio.run(round_with_a_death()) == 1
-    outputs = [output for group in ray.get(manager.take_batch.remote()) for output in group.outputs]
+    restarted, groups = asyncio.run(round_with_a_death())
+    assert restarted == 1
+    outputs = [output for group in groups for output in group.outputs]
     assert [output.response_length for output in outputs] == [TOLD + MORE] * 4
     assert sorted(output.reward_extra_info["kept"] for output in outputs) == [0, 0, TOLD, TOLD]
     assert {output.reward_extra_info["node"] for output in outputs} == {node_here()}

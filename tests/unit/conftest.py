@@ -12,7 +12,7 @@ from hypothesis import settings
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy
+from recipe.partial_rollout.manager.policies import FailurePolicy
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 

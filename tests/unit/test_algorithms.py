@@ -17,7 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint import plain_codec
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.manager.group_filter import GroupFilter
+from recipe.partial_rollout.manager.policies import GroupFilter
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.training.trainer_config import check_correction
 from recipe.partial_rollout.worker.live_sample import LiveSample

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.partial_rollout.manager.failure_policy import masked_output
+from recipe.partial_rollout.manager.policies import masked_output
 from recipe.partial_rollout.manager.types import Segment, TakenGroup
 from recipe.partial_rollout.training.batch import assemble_batch
 

@@ -23,5 +23,5 @@ def test_examples_of_a_module_hold(name):
 
 
 def test_structures_of_the_manager_are_explained_by_examples():
-    explained = {"admission", "group_filter", "groups", "prompts_manager", "scheduling", "slots"}
+    explained = {"admission", "policies", "groups", "prompts_manager", "scheduling"}
     assert {f"manager.{name}" for name in explained} <= set(WITH_EXAMPLES)

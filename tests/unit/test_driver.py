@@ -255,7 +255,7 @@ def test_checkpoint_holds_every_token_and_the_samples_run_on(tmp_path, placement
             await life.step(step)
         restored = Life([]).manager
         await restored.load(str(tmp_path / "manager"))
-        return life, made, restored._manager.cached_tokens
+        return life, made, restored._manager.groups.cached_tokens
 
     life, made, restored = lived(body)
     assert made == 5 + restored and restored > 0
@@ -279,7 +279,7 @@ def test_stop_while_the_trainer_waits_leaves_the_engines_quiet_and_the_tokens_wi
     life = lived(body)
     assert life.asked.count("interrupt") == 1 and life.driver._state is RolloutState.QUIET
     assert len(life.worker._scripted[0]) == 0
-    assert life.manager._manager.cached_tokens == life.worker.decoded() > 0
+    assert life.manager._manager.groups.cached_tokens == life.worker.decoded() > 0
 
 
 @both

@@ -1,7 +1,6 @@
 """Groups whose samples score alike are consumed without being trained, and replaced in the same round."""
 
 import asyncio
-import doctest
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +8,10 @@ import pytest
 from recipe.partial_rollout.checkpoint import plain_codec
 from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
-from recipe.partial_rollout.manager import group_filter, length_ledger
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy
-from recipe.partial_rollout.manager.group_filter import GroupFilter, MissingMetricError
 from recipe.partial_rollout.manager.messages import PromptsWanted, Report, RolloutFailedError
+from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter, MissingMetricError
 from recipe.partial_rollout.records.ledger import Ledger
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.guard import Guard
@@ -22,6 +19,11 @@ from recipe.partial_rollout.rollout.step_book import StepBook
 from recipe.partial_rollout.rollout.stop import StopSignals
 
 ACC = GroupFilter("acc")
+
+
+def begin(manager):
+    """The version after the last batch."""
+    return manager.begin_version(manager.version + manager._batch_taken)
 
 
 def numbers(*taken):
@@ -35,7 +37,7 @@ def filtering(manager):
     def build(*, group_filter=ACC, left=100, **sizes):
         m = manager(group_filter=group_filter, **sizes)
         m.note_source(left)
-        m.open_round()
+        begin(m)
         return m
 
     return build
@@ -51,10 +53,8 @@ def end_groups(m, output, *uids, equal=True):
 
 
 def train(m):
-    m.close_round()
-    taken = m.take_batch()
+    taken = m.take_batch(stop=True)
     m.acknowledge(group.uid for group in taken)
-    m.advance_version(m.version + 1)
     return taken
 
 
@@ -80,11 +80,6 @@ def test_metric_that_the_reward_lacks_is_named_with_those_it_has(output):
         GroupFilter("reward").common_value([output(reward=None), output(reward=None)])
 
 
-def test_examples_of_the_docstrings_hold():
-    assert doctest.testmod(group_filter).attempted and not doctest.testmod(group_filter).failed
-    assert doctest.testmod(length_ledger).attempted and not doctest.testmod(length_ledger).failed
-
-
 # -- replacement -------------------------------------------------------------------------------------------------------
 
 
@@ -96,7 +91,7 @@ def test_equal_group_is_replaced_in_the_same_round(filtering, output, mode):
     assert m.admit() == 1 and m.admit() == 0
     assert {g.group_uid for g in end_groups(m, output, "0/1", equal=False)} == {"0/2"}
     end_groups(m, output, "0/2", equal=False)
-    assert m.round_complete() and numbers(train(m)) == ["0/1", "0/2"] and m.lost_groups == 0
+    assert m.round_complete() and numbers(train(m)) == ["0/1", "0/2"] and m.groups.lost == 0
 
 
 def test_supplementation_replaces_by_its_budget_of_samples(filtering, output):
@@ -111,6 +106,7 @@ def test_equal_group_is_no_part_of_the_batch(filtering, output):
     m = filtering(batch=2)
     end_groups(m, output, "0/0", "0/1")
     end_groups(m, output, "0/2", "0/3", equal=False)
+    assert m.take_filtered() == (), "their admission comes with the batch"
     assert numbers(train(m)) == ["0/2", "0/3"]
     assert [(g.uid, g.order, g.birth, g.value, g.lengths) for g in m.take_filtered()] == [
         ("0/0", 0, 0, 1.0, [5, 5]),
@@ -131,14 +127,12 @@ def test_in_order_the_next_group_takes_the_place_of_a_filtered_one(filtering, ou
 def test_group_that_ends_between_rounds_is_filtered_and_the_next_round_makes_up_for_it(filtering, output):
     m = filtering(batch=1, overlap=1.0)
     end_groups(m, output, "0/0", equal=False)
-    m.close_round()
-    m.take_batch()
+    m.take_batch(stop=True)
     m.finish("0/1#0", output())
     m.finish("0/1#1", output())
     assert m.counters.filtered_groups == 1
     m.acknowledge(["0/0"])
-    m.advance_version(1)
-    assert m.open_round() == 2 and m.admit() == 0
+    assert begin(m) == 2 and m.admit() == 0
 
 
 def test_masked_samples_have_no_say_and_failures_are_not_filtered_away(filtering, output):
@@ -166,7 +160,7 @@ def test_past_the_limit_of_a_round_equal_groups_are_trained(filtering, output):
     end_groups(m, output, "0/0", "0/1", "0/2", "0/3")
     assert (m.counters.filtered_groups, m.counters.spared_groups) == (2, 2)
     assert m.round_complete() and numbers(train(m)) == ["0/2", "0/3"]
-    m.open_round()
+    begin(m)
     end_groups(m, output, "0/4")
     assert m.counters.filtered_groups == 3, "the limit is that of one round"
 
@@ -178,7 +172,7 @@ def test_training_keeps_no_more_groups_than_it_trains(filtering, output):
     assert m.admit() == 1, "a filtered group does not count"
     end_groups(m, output, "0/1", "0/2", equal=False)
     train(m)
-    assert m.open_round() == 0
+    assert begin(m) == 0
     end_groups(m, output, "0/3", "0/4", equal=False)
     train(m)
     assert m.counters.trained_groups == 4 and m.metrics()["inflight/groups"] == 0
@@ -197,7 +191,7 @@ def test_reserve_that_may_not_suffice_asks_for_prompts_in_the_round(filtering, o
 
 def test_without_dynamic_sampling_nothing_is_asked_for_in_a_round(manager):
     m = manager(prompts=2)
-    m.open_round()
+    begin(m)
     assert not m.short_of_prompts and not m.exhausted and "filter/groups_total" not in m.metrics()
 
 
@@ -208,7 +202,7 @@ def test_equal_groups_are_trained_where_the_data_has_no_other(filtering, output)
     m = filtering(batch=2, overlap=1.0, prompts=4, left=0)
     end_groups(m, output, "0/0", "0/1", "0/2", "0/3")
     assert numbers(train(m)) == ["0/2", "0/3"]
-    assert (m.counters.filtered_groups, m.counters.spared_groups, m.lost_groups) == (2, 2, 0)
+    assert (m.counters.filtered_groups, m.counters.spared_groups, m.groups.lost) == (2, 2, 0)
 
 
 def test_prompts_yet_to_be_offered_count_one_by_one(filtering, output):
@@ -223,7 +217,7 @@ def test_data_that_cannot_fill_another_batch_is_exhausted(filtering, output):
     end_groups(m, output, "0/0")
     end_groups(m, output, "0/1", "0/2", equal=False)
     train(m)
-    assert m.exhausted and m.metrics()["inflight/groups"] == 1 and m.lost_groups == 0
+    assert m.exhausted and m.metrics()["inflight/groups"] == 1 and m.groups.lost == 0
 
 
 def test_prompts_in_reserve_that_cannot_fill_a_batch_do_not_start(manager):
@@ -247,7 +241,7 @@ def test_length_bias_leaves_filtered_groups_out_on_both_sides(filtering, output)
     assert "length/bias" not in m.metrics(), "as many in dispatch order: 0/1, which has no token yet"
     for index in range(2):
         m.finish(f"0/1#{index}", output(30, reward=float(index)))
-    m.open_round()
+    begin(m)
     train(m)
     assert m.metrics()["length/bias"] == 1
 
@@ -257,17 +251,18 @@ def test_filtered_groups_survive_a_checkpoint(manager, filtering, output):
     end_groups(m, output, "0/1")
     end_groups(m, output, "0/0", "0/2", equal=False)
     train(m)
-    m.open_round()
+    begin(m)
     restored = manager(batch=2, prompts=0, group_filter=ACC)
     restored.load_state_dict(plain_codec.unpack(b"".join(plain_codec.pack(m.state_dict()))))
-    assert restored.counters == m.counters and restored.lost_groups == 0
+    assert restored.counters == m.counters and restored.groups.lost == 0
     assert restored.metrics()["length/bias"] == m.metrics()["length/bias"]
-    assert numbers(restored.take_filtered()) == ["0/1"]
+    assert numbers(m.take_filtered()) == ["0/1"]
+    assert [group.uid for group in restored.groups.filtered] == ["0/1"]
 
 
 def test_checkpoint_of_before_there_was_a_filter_still_loads(manager, output):
     m = manager(batch=2, overlap=1.0)
-    m.open_round()
+    begin(m)
     end_groups(m, output, "0/0", "0/2")
     train(m)
     state = m.state_dict()
@@ -276,7 +271,7 @@ def test_checkpoint_of_before_there_was_a_filter_still_loads(manager, output):
     del state["lengths"]["passed"], state["lengths"]["left_out"], state["filtered"]
     old = manager(batch=2, prompts=0)
     old.load_state_dict(state)
-    assert old.metrics()["length/bias"] == m.metrics()["length/bias"] and old.lost_groups == 0
+    assert old.metrics()["length/bias"] == m.metrics()["length/bias"] and old.groups.lost == 0
 
 
 # -- behind the actor --------------------------------------------------------------------------------------------------
@@ -298,15 +293,16 @@ def test_round_that_uses_its_prompts_up_goes_on_with_more(prompts, output):
     async def life():
         manager = actor()
         await manager.register_worker("w0", 2)
-        await manager.prepare_round(0, prompts(2), 10)
+        await manager.begin_version(0, prompts(2), 10)
         second = await end_one(manager, output, await manager.claim("w0"), 1.0, 1.0)
-        wanted = await asyncio.wait_for(manager.wait_round(), 5)
+        wanted = await asyncio.wait_for(manager.wait_batch(True), 5)
         assert isinstance(wanted, PromptsWanted)
         await manager.offer(prompts(2 + wanted.count)[2:], 8)
         third = await end_one(manager, output, second, 0.0, 0.0)
         await end_one(manager, output, third, 0.0, 1.0)
-        await asyncio.wait_for(manager.wait_round(), 5)
-        return numbers(await manager.take_filtered()), numbers(await manager.take_batch())
+        batch = await asyncio.wait_for(manager.wait_batch(True), 5)
+        await manager.flushed("w0")
+        return numbers((await manager.finish_step(numbers(batch.groups))).filtered), numbers(batch.groups)
 
     assert asyncio.run(life()) == (["0/0", "0/1"], ["0/2"])
 
@@ -315,7 +311,7 @@ def test_round_is_not_opened_where_the_data_cannot_fill_it(prompts):
     async def life():
         manager = ManagerActor(Admission(Mode.WINDOW, 2, 2, 0.0, 4, 4, 4), Scheduling(), stall_s=30.0, group_filter=ACC)
         await manager.register_worker("w0", 2)
-        return await manager.prepare_round(0, [], 0)
+        return await manager.begin_version(0, [], 0)
 
     assert asyncio.run(life()).exhausted
 
@@ -324,9 +320,9 @@ def test_missing_metric_ends_the_run_by_its_name(prompts, output):
     async def life():
         manager = actor(GroupFilter("f1"))
         await manager.register_worker("w0", 2)
-        await manager.prepare_round(0, prompts(2), 10)
+        await manager.begin_version(0, prompts(2), 10)
         await end_one(manager, output, await manager.claim("w0"), 1.0, 1.0)
-        await asyncio.wait_for(manager.wait_round(), 5)
+        await asyncio.wait_for(manager.wait_batch(True), 5)
 
     with pytest.raises(RolloutFailedError, match=r"algorithm\.filter_groups\.metric=f1"):
         asyncio.run(life())

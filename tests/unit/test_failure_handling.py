@@ -10,16 +10,21 @@ from recipe.partial_rollout.config.choices import Mode, OnSampleError
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict
 from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
+from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict
 from recipe.partial_rollout.manager.types import Progress
 
 RETRY_ONCE = FailurePolicy(OnSampleError.RETRY, sample_retries=1, retry_backoff_s=0.02)
 
 
+def begin(manager):
+    """The version after the last batch."""
+    return manager.begin_version(manager.version + manager._batch_taken)
+
+
 def one_running(manager, **kwargs):
     m = manager(batch=1, n=1, overlap=0.0, workers=2, **kwargs)
-    m.open_round()
+    begin(m)
     (grant,) = m.claim("w0")
     return m, grant.sample_id
 
@@ -50,7 +55,7 @@ def test_sample_that_used_up_its_retries_is_masked_and_its_group_trains(manager,
     m.claim("w1")
     assert m.fail(sample_id, "boom") is FailureVerdict.MASK
     assert m.round_complete()
-    (output,) = m.take_batch()[0].outputs
+    (output,) = m.take_batch(stop=True)[0].outputs
     assert output.masked and output.response_ids.tolist() == [0, 1, 2, 3, 4]
     assert not output.response_mask.any() and not output.log_probs.any()
     assert output.versions.tolist() == [-1] * 5
@@ -62,7 +67,7 @@ def test_sample_that_used_up_its_retries_is_masked_and_its_group_trains(manager,
 def test_masked_sample_without_tokens_has_one(manager):
     m, sample_id = one_running(manager, failures=FailurePolicy(OnSampleError.MASK))
     assert m.fail(sample_id, "boom") is FailureVerdict.MASK
-    (output,) = m.take_batch()[0].outputs
+    (output,) = m.take_batch(stop=True)[0].outputs
     assert output.response_ids.tolist() == [0] and output.response_mask.tolist() == [0]
 
 
@@ -76,7 +81,7 @@ def test_raise_leaves_the_sample_failed_with_its_error(manager):
 
 def test_failed_sample_frees_its_slot(manager):
     m = manager(batch=1, n=2, overlap=0.0, capacity=1, failures=RETRY_ONCE)
-    m.open_round()
+    begin(m)
     (first,) = m.claim("w0")
     m.fail(first.sample_id, "boom")
     assert [g.sample_id for g in m.claim("w0")] == ["0/0#1"]
@@ -115,7 +120,7 @@ def test_running_and_failed_samples_are_claimable_after_a_restore(manager, segme
             m.fail(sample_id, "boom")
         fresh = restored(manager, m)
         assert "0/0#0 interrupted on no worker" in fresh.unfinished_report()
-        fresh.open_round()
+        begin(fresh)
         (grant,) = fresh.claim("w0")
         assert [len(s) for s in grant.segments] == [5]
 
@@ -123,11 +128,11 @@ def test_running_and_failed_samples_are_claimable_after_a_restore(manager, segme
 def test_group_that_the_trainer_did_not_acknowledge_is_ready_after_a_restore(manager, output):
     m, sample_id = one_running(manager)
     m.finish(sample_id, output(4))
-    m.close_round()
-    (taken,) = m.take_batch()
+    (taken,) = m.take_batch(stop=True)
     fresh = restored(manager, m)
-    assert fresh.round_complete()
-    (again,) = fresh.take_batch()
+    begin(fresh)
+    assert fresh.round_complete() and fresh.version == m.version
+    (again,) = fresh.take_batch(stop=True)
     assert again.uid == taken.uid
     assert again.outputs[0].response_ids.tolist() == taken.outputs[0].response_ids.tolist()
 
@@ -135,8 +140,8 @@ def test_group_that_the_trainer_did_not_acknowledge_is_ready_after_a_restore(man
 def test_prompts_in_reserve_start_in_data_order_after_a_restore(manager):
     m, _ = one_running(manager)
     fresh = restored(manager, m)
-    reserve = [prompt.uid for prompt in fresh._state.reserve]
-    assert reserve == [prompt.uid for prompt in m._state.reserve] == [f"0/{i}" for i in range(1, 100)]
+    reserve = [prompt.uid for prompt in fresh._reserve]
+    assert reserve == [prompt.uid for prompt in m._reserve] == [f"0/{i}" for i in range(1, 100)]
 
 
 def test_source_must_go_on_where_the_manager_did(manager, prompts):
@@ -192,22 +197,19 @@ def test_state_is_a_moment_that_later_verbs_do_not_change(manager, segment):
     assert [s.tool_results for g in captured.groups for s in g.samples] == [[]]
 
 
-def test_admitted_uids_are_told_until_the_batch_is_taken(manager, output):
+def test_next_version_that_has_begun_is_not_saved_before_the_batch_is_trained(manager, output):
+    """A restored run would have to train that batch again, under a version that is gone."""
     m, sample_id = one_running(manager)
     m.finish(sample_id, output())
-    # A stop may come between: whoever goes on is told again.
-    assert m.close_round() == m.close_round() == ("0/0",)
-    m.take_batch()
-    assert m.close_round() == ()
-
-
-def test_uids_admitted_in_a_suspended_round_are_told_after_the_restore(manager, output):
-    m, _ = one_running(manager)
-    m.close_round()
-    assert m.claim("w1") == []
-    fresh = restored(manager, m)
-    fresh.open_round()
-    assert fresh.close_round() == ("0/0",)
+    taken = m.take_batch(stop=True)
+    m.state_dict()
+    begin(m)
+    with pytest.raises(
+        RuntimeError, match="version 1 has begun, the batch before it is not trained: too early to save"
+    ):
+        m.state_dict()
+    m.acknowledge(group.uid for group in taken)
+    m.state_dict()
 
 
 # -- the actor ---------------------------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ def actor_of(failures=RETRY_ONCE, stall_s=30.0):
 
 async def one_claimed(actor, prompts):
     await actor.register_worker("w0", 4)
-    await actor.prepare_round(0, prompts(1), False)
+    await actor.begin_version(0, prompts(1), False)
     (grant,) = await actor.claim("w0")
     return grant.sample_id
 
@@ -240,7 +242,7 @@ def test_backoff_longer_than_the_stall_deadline_is_no_stall(prompts, output):
     async def life():
         actor = actor_of(FailurePolicy(retry_backoff_s=0.6), stall_s=0.2)
         sample_id = await one_claimed(actor, prompts)
-        waiting = asyncio.ensure_future(actor.wait_round())
+        waiting = asyncio.ensure_future(actor.wait_batch(True))
         await actor.report(Report("w0", failed=((sample_id, "boom"),)))
         (grant,) = await asyncio.wait_for(actor.claim("w0"), 5)
         await actor.report(Report("w0", finished=((grant.sample_id, output()),)))
@@ -253,7 +255,7 @@ def test_round_in_which_engines_decode_is_no_stall_until_they_stop(prompts):
     async def life():
         actor = actor_of(stall_s=0.5)
         await one_claimed(actor, prompts)
-        waiting = asyncio.ensure_future(actor.wait_round())
+        waiting = asyncio.ensure_future(actor.wait_batch(True))
         for _ in range(10):
             await asyncio.sleep(0.1)
             await actor.note_decoding()
@@ -271,7 +273,7 @@ def test_raise_fails_everyone_who_waits(prompts):
     async def life():
         actor = actor_of(FailurePolicy(OnSampleError.RAISE))
         sample_id = await one_claimed(actor, prompts)
-        waiting = asyncio.ensure_future(actor.wait_round())
+        waiting = asyncio.ensure_future(actor.wait_batch(True))
         await actor.report(Report("w0", failed=((sample_id, "ToolError: boom"),)))
         await asyncio.wait_for(waiting, 5)
 
@@ -300,7 +302,7 @@ def test_waiting_claim_of_a_dead_worker_takes_nothing_from_its_successor(prompts
         await asyncio.sleep(0)
         await actor.release_worker("w0")
         await actor.register_worker("w0", 4)
-        await actor.prepare_round(0, prompts(1), False)
+        await actor.begin_version(0, prompts(1), False)
         return await asyncio.wait_for(orphan, 5), await actor.claim("w0")
 
     orphaned, grants = asyncio.run(life())
@@ -326,7 +328,7 @@ def test_actor_saves_and_loads(tmp_path, prompts, segment, output):
 
 async def one_claimed_again(actor):
     await actor.register_worker("w0", 4)
-    await actor.prepare_round(0, [], False)
+    await actor.begin_version(0, [], False)
     return (await actor.claim("w0"))[0]
 
 
@@ -340,7 +342,7 @@ def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, monkeypa
             asyncio.run_coroutine_threadsafe(release.wait(), loop).result(10)
             raise TornCheckpointError("written at last")
 
-        monkeypatch.setattr("recipe.partial_rollout.manager.state_file.write_snapshot", slow)
+        monkeypatch.setattr("recipe.partial_rollout.manager.actor.write_snapshot", slow)
         saving = asyncio.ensure_future(actor.save(str(tmp_path / "s")))
         await asyncio.sleep(0.05)
         figures = await asyncio.wait_for(actor.metrics(), 1)

@@ -17,7 +17,7 @@ from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snap
 from recipe.partial_rollout.config.choices import Mode, OnSampleError
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict
+from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 
@@ -131,8 +131,8 @@ class ScriptedRun:
         self.manager.offer(Prompt(f"0/{i}", 0, {"index": i}) for i in range(self.offered, self.offered + count))
         self.offered += count
         if self.offered == self.total:
-            self.manager.close_source()
-        self.manager.open_round()
+            self.manager.note_source(0)
+        self.manager.begin_version(len(self.trained) // self.batch)
 
     def play_round(self):
         epoch = self.epoch
@@ -145,13 +145,14 @@ class ScriptedRun:
             self.running.rotate(-1)
             if self.epoch is not epoch:
                 return
-        self.manager.close_round()
+        if not self.step("take", self.take):
+            return
         for sample_id, worker in list(self.running):
             if (sample_id, worker) in self.running:
                 self.interrupt(sample_id)
             if self.epoch is not epoch:
                 return
-        self.train()
+        self.step("acknowledge", self.acknowledge)
 
     def retry_one(self):
         if self.failed:
@@ -176,7 +177,7 @@ class ScriptedRun:
         script = SampleScript(sample_id)
         segments, results = self.held[dict(self.running)[sample_id]][sample_id]
         done = sum(map(len, segments))
-        failures = self.manager._samples.unfinished[sample_id].failures
+        failures = self.manager.unfinished[sample_id].failures
         if done >= min(CHUNK, script.length) and failures < script.raises:
             self.step("fail", lambda: self.fail(sample_id), sample_id)
         elif script.tool_after is not None and done >= script.tool_after and not results:
@@ -244,27 +245,19 @@ class ScriptedRun:
         self.manager.finish(sample_id, output)
         del self.held[self.leave(sample_id)][sample_id]
 
-    def train(self):
-        version = self.manager.version
+    def take(self):
+        self.taken = self.manager.take_batch(stop=True)
 
-        def take():
-            self.taken = self.manager.take_batch()
-
-        def acknowledge():
-            self.manager.acknowledge(group.uid for group in self.taken)
-            for group in self.taken:
-                assert group.uid not in self.trained
-                self.trained[group.uid] = (version, group.outputs)
-
-        if self.step("take", take):
-            self.step("acknowledge", acknowledge)
-        if len(self.trained) == (version + 1) * self.batch:
-            self.manager.advance_version(version + 1)
+    def acknowledge(self):
+        self.manager.acknowledge(group.uid for group in self.taken)
+        for group in self.taken:
+            assert group.uid not in self.trained
+            self.trained[group.uid] = (self.manager.version, group.outputs)
 
 
 def assert_trained_once_and_exactly(run):
     assert sorted(run.trained) == sorted(f"0/{i}" for i in range(run.total))
-    assert run.manager.lost_groups == 0
+    assert run.manager.groups.lost == 0
     for uid, (version, outputs) in run.trained.items():
         assert len(outputs) == run.n
         for i, output in enumerate(outputs):
@@ -343,7 +336,7 @@ def test_three_hundred_rounds_do_not_grow_the_manager(tmp_path):
     def fault(run, transition, side, sample_id):
         done = len(run.trained) // run.batch
         if transition == "take" and side == "before" and done in (100, 300):
-            sizes[done] = footprint([run.manager._state, run.manager._samples, run.manager._slots])
+            sizes[done] = footprint([run.manager._state, run.manager.unfinished, run.manager._slots])
         if transition == "interrupt" and side == "after":
             count = next(occasions)
             if count % 300 == 0:

@@ -1,65 +1,349 @@
-"""Between rounds: the manager prepares the next one when every worker has reported of the last, and not before."""
+"""What driver and workers ask of the manager actor: versions, batches and steps in both placements, claims.
+
+A round that stops after each batch (colocated) takes it at the decision; one that runs on (separate) refills meanwhile.
+"""
 
 import asyncio
 import gc
+
+import pytest
 
 from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.messages import Report
+from recipe.partial_rollout.manager.messages import PromptsWanted, Report, RolloutFailedError
+from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter
+from recipe.partial_rollout.manager.types import Progress
+from recipe.partial_rollout.records.ledger import Ledger, RunSizes
+from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.tools.audit import audit
+
+BOTH = pytest.mark.parametrize("stop", [True, False], ids=["stops", "runs on"])
 
 
-async def played(prompts, output):
-    """An actor after a round of w0 and w1: w0 has finished its sample, w1 still holds one; one group is left over."""
-    actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 1.0, 2, 1, 4), Scheduling(), stall_s=30.0)
-    for worker in ("w0", "w1"):
-        await actor.register_worker(worker, 1)
-    await actor.prepare_round(0, prompts(2), True)
-    (done,), (left,) = await actor.claim("w0"), await actor.claim("w1")
-    await actor.report(Report("w0", finished=((done.sample_id, output()),)))
-    await actor.wait_round()
-    return actor, left.sample_id
+def actor_of(*, batch=1, n=1, overlap=1.0, mode=Mode.WINDOW, stall_s=30.0, group_filter=None):
+    admission = Admission(mode, batch, n, overlap, 2 * batch, 2, 4)
+    return ManagerActor(admission, Scheduling(), stall_s, FailurePolicy(), group_filter)
 
 
-def later(prompts):
-    return [prompt for prompt in prompts(4) if prompt.uid > "0/1"]
+async def begun(prompts, *, workers=("w0",), **sizes):
+    """An actor whose first worker runs what version 0 admits of 6 prompts; no more come."""
+    actor = actor_of(**sizes)
+    await actor.register_worker(workers[0], 8)
+    await actor.begin_version(0, prompts(6), 0)
+    samples = [grant.sample_id for grant in await actor.claim(workers[0])]
+    for worker in workers[1:]:
+        await actor.register_worker(worker, 8)
+    return actor, samples
 
 
-def test_next_round_is_prepared_once_all_workers_have_settled(prompts, output):
+async def end(actor, output, *samples):
+    await actor.report(Report("w0", finished=tuple((sample, output()) for sample in samples)))
+
+
+def soon(awaitable):
+    return asyncio.wait_for(awaitable, 5)
+
+
+async def pending(awaitable):
+    """The task of ``awaitable``, which still waits after a moment."""
+    task = asyncio.ensure_future(awaitable)
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    return task
+
+
+def uids(groups):
+    return [group.uid for group in groups]
+
+
+@BOTH
+def test_batch_is_taken_when_it_is_complete(stop, prompts, output):
     async def life():
-        actor, left = await played(prompts, output)
-        preparing = asyncio.ensure_future(actor.prepare_round(1, later(prompts), True))
-        await actor.flushed("w0")
-        await asyncio.sleep(0.01)
-        waited = not preparing.done()
-        await actor.report(Report("w1", interrupted=(left,)))
-        await actor.flushed("w1")
-        return waited, await asyncio.wait_for(preparing, 5)
+        actor, (first, second) = await begun(prompts)
+        waiting = await pending(actor.wait_batch(stop))
+        await end(actor, output, first)
+        batch = await soon(waiting)
+        await end(actor, output, second)
+        return batch, await actor.metrics()
 
-    waited, start = asyncio.run(life())
-    # The batch is not taken yet: its group is ready and counts.
-    assert waited and start.carried_groups == 2 and start.admitted == 0
+    batch, metrics = asyncio.run(life())
+    assert uids(batch.groups) == ["0/0"] and batch.admitted == ("0/0", "0/1") and batch.decided_at > 0
+    assert metrics["buffer/ready_groups"] == 1, "what ends after the decision is of a later batch"
 
 
-def test_figures_of_a_round_are_those_before_the_next_one_is_admitted(prompts, output):
+def test_stopped_round_grants_nothing_and_refills_nothing(prompts, output):
     async def life():
-        actor, _ = await played(prompts, output)
-        await actor.take_batch()
-        warmup = asyncio.ensure_future(actor.flush())
-        preparing = asyncio.ensure_future(actor.prepare_round(1, later(prompts), True))
-        await actor.flushed("w0")
-        await actor.flushed("w1")
-        return await asyncio.wait_for(warmup, 5), await preparing, await actor.metrics()
+        actor, (first, _) = await begun(prompts, mode=Mode.SSIM)
+        actor.CLAIM_WAIT_S = 0.01
+        await end(actor, output, first)
+        batch = await soon(actor.wait_batch(True))
+        return batch.admitted, await actor.claim("w0"), (await actor.metrics())["inflight/groups"]
 
-    flushed, start, now = asyncio.run(life())
-    assert start.admitted == 1
-    assert flushed.metrics["inflight/groups"] == 1 and now["inflight/groups"] == 2
+    assert asyncio.run(life()) == (("0/0", "0/1"), [], 1)
+
+
+def test_round_that_runs_on_is_refilled_and_the_next_batch_tells_what_was_admitted(prompts, output):
+    async def life():
+        actor, (first, second) = await begun(prompts, mode=Mode.SSIM)
+        await end(actor, output, first)
+        batch = await soon(actor.wait_batch(False))
+        (refilled,) = await actor.claim("w0")
+        await actor.finish_step(uids(batch.groups))
+        await actor.begin_version(1, [], 0)
+        await end(actor, output, second)
+        return batch.admitted, refilled.group_uid, (await soon(actor.wait_batch(False))).admitted
+
+    assert asyncio.run(life()) == (("0/0", "0/1"), "0/2", ("0/2",))
+
+
+@BOTH
+def test_uids_told_with_a_batch_are_told_again_if_it_is_not_trained(stop, prompts, output, tmp_path):
+    async def life():
+        actor, (first, _) = await begun(prompts)
+        await end(actor, output, first)
+        batch = await soon(actor.wait_batch(stop))
+        path = str(tmp_path / "manager.state")
+        await actor.save(path)
+        resumed = actor_of()
+        await resumed.register_worker("w0", 8)
+        await resumed.load(path)
+        await resumed.begin_version(0, [], 0)
+        again = await soon(resumed.wait_batch(stop))
+        await resumed.flushed("w0")
+        await resumed.finish_step(uids(again.groups))
+        await resumed.save(path)
+        trained = actor_of()
+        await trained.load(path)
+        return batch, again, trained._manager.state_dict()["admitted"]
+
+    batch, again, left = asyncio.run(life())
+    assert uids(again.groups) == uids(batch.groups) and again.admitted == batch.admitted and left == []
+
+
+def test_next_version_of_a_stopped_round_waits_for_every_worker_but_not_for_the_update(prompts, output):
+    async def life():
+        actor, (first, left) = await begun(prompts, workers=("w0", "w1"))
+        await end(actor, output, first)
+        batch = await soon(actor.wait_batch(True))
+        beginning = await pending(actor.begin_version(1, [], 0))
+        flushing = await pending(actor.flush())
+        await actor.report(Report("w0", interrupted=(left,)))
+        await actor.flushed("w0")
+        assert not beginning.done()
+        await actor.flushed("w1")
+        start, at = await soon(beginning), await soon(flushing)
+        account = await actor.finish_step(uids(batch.groups))
+        return batch, at, start, account, await actor.metrics()
+
+    batch, at, start, account, now = asyncio.run(life())
+    assert at >= batch.decided_at and (start.admitted, start.carried_groups) == (1, 1)
+    assert account.metrics["inflight/groups"] == 1 and now["inflight/groups"] == 2, "figures before the next admission"
+    assert account.metrics["length/batch_bias"] == 1, "while the trainer has the batch"
+
+
+def test_step_of_a_stopped_round_is_finished_after_its_flush(prompts, output):
+    async def life():
+        actor, (first, left) = await begun(prompts)
+        await end(actor, output, first)
+        batch = await soon(actor.wait_batch(True))
+        finishing = await pending(actor.finish_step(uids(batch.groups)))
+        await actor.report(Report("w0", interrupted=(left,)))
+        await actor.flushed("w0")
+        return (await soon(finishing)).metrics["buffer/interrupted_total"]
+
+    assert asyncio.run(life()) == 1
+
+
+def test_step_of_a_round_that_runs_on_has_the_figures_of_now(prompts, output):
+    async def life():
+        actor, (first, second) = await begun(prompts)
+        await end(actor, output, first)
+        batch = await soon(actor.wait_batch(False))
+        await end(actor, output, second)
+        return await actor.finish_step(uids(batch.groups)), await actor.metrics()
+
+    account, after = asyncio.run(life())
+    assert account.metrics["buffer/ready_groups"] == 1 and account.wanted == 0
+    assert "length/batch_bias" in account.metrics and "length/batch_bias" not in after
+
+
+def test_checkpoint_of_a_round_that_runs_on_waits_for_the_workers_and_claims_go_on(prompts, output):
+    async def life():
+        actor, (first, _) = await begun(prompts, mode=Mode.SSIM)
+        await end(actor, output, first)
+        batch = await soon(actor.wait_batch(False))
+        await actor.finish_step(uids(batch.groups))
+        await actor.begin_flush()
+        flushing = await pending(actor.flush())
+        granted = await soon(actor.claim("w0"))
+        await actor.flushed("w0")
+        return await soon(flushing), granted
+
+    at, granted = asyncio.run(life())
+    assert at > 0 and len(granted) == 1
+
+
+@BOTH
+def test_dead_worker_holds_no_flush_up(stop, prompts, output):
+    async def life():
+        actor, (first, left) = await begun(prompts, workers=("w0", "w1"))
+        await end(actor, output, first)
+        await soon(actor.wait_batch(stop))
+        if not stop:
+            await actor.begin_flush()
+        await actor.flushed("w1")
+        flushing = await pending(actor.flush())
+        assert await actor.release_worker("w0") == 1
+        await soon(flushing)
+        await actor.finish_step(["0/0"])
+        await actor.begin_version(1, [], 0)
+        return left, await actor.claim("w1")
+
+    left, grants = asyncio.run(life())
+    assert left in [grant.sample_id for grant in grants]
+
+
+def test_stop_without_workers_is_flushed_at_once(prompts, output):
+    async def life():
+        actor, (first, _) = await begun(prompts, workers=("w0",))
+        await end(actor, output, first)
+        await actor.release_worker("w0")
+        batch = await soon(actor.wait_batch(True))
+        await soon(actor.flush())
+        return (await actor.finish_step(uids(batch.groups))).metrics["inflight/groups"]
+
+    assert asyncio.run(life()) == 1
+
+
+@BOTH
+def test_batch_that_completes_after_suspension_stays_for_the_checkpoint(stop, prompts, output, tmp_path):
+    async def life():
+        actor, (first, _) = await begun(prompts)
+        waiting = await pending(actor.wait_batch(stop))
+        await actor.suspend()
+        await end(actor, output, first)
+        await actor.flushed("w0")
+        batch, late = await soon(waiting), await soon(actor.wait_batch(stop))
+        await soon(actor.flush())
+        path = str(tmp_path / "manager.state")
+        await actor.save(path)
+        resumed = actor_of()
+        await resumed.load(path)
+        await resumed.begin_version(0, [], 0)
+        return batch, late, await soon(resumed.wait_batch(stop))
+
+    batch, late, resumed = asyncio.run(life())
+    assert batch.groups == late.groups == [] and batch.admitted == ()
+    assert uids(resumed.groups) == ["0/0"] and resumed.admitted == ("0/0", "0/1")
+
+
+@BOTH
+def test_each_version_has_one_batch(stop, prompts, output):
+    async def life():
+        actor = actor_of()
+        with pytest.raises(RuntimeError, match="wait_batch: the round is closed: call begin_version first"):
+            await soon(actor.wait_batch(stop))
+        actor, (first, _) = await begun(prompts)
+        with pytest.raises(RuntimeError, match="the batch of version 0 is not taken: 1 cannot follow"):
+            await actor.begin_version(1, [], 0)
+        await end(actor, output, first)
+        batch = await soon(actor.wait_batch(stop))
+        await actor.flushed("w0")
+        with pytest.raises(RuntimeError, match=r"wait_batch: the round is .*: call begin_version first"):
+            await soon(actor.wait_batch(stop))
+        if not stop:
+            with pytest.raises(RuntimeError, match="the batch of version 0 is not trained: 1 cannot follow"):
+                await actor.begin_version(1, [], 0)
+        await actor.finish_step(uids(batch.groups))
+        for version in (0, 2):
+            with pytest.raises(RuntimeError, match=f"{version} after 0: each version trains one batch"):
+                await actor.begin_version(version, [], 0)
+        return await actor.begin_version(1, [], 0)
+
+    start = asyncio.run(life())
+    assert (start.admitted, start.carried_groups, start.exhausted) == (1, 1, False)
+
+
+def test_group_filtered_before_its_admission_is_told_is_accounted_for_with_the_next_batch(prompts, output):
+    """Prompt 2 is admitted in place of 0 after the first batch was decided, and filtered before that batch is trained."""
+
+    async def life():
+        actor = ManagerActor(
+            Admission(Mode.SSIM, 1, 2, 1.0, 2, 4, 4), Scheduling(), 30.0, FailurePolicy(), GroupFilter("reward", 0)
+        )
+        actor.CLAIM_WAIT_S = 0.01
+        await actor.register_worker("w0", 8)
+        await actor.begin_version(0, prompts(8), 0)
+
+        async def score(group, *rewards):
+            finished = tuple((f"{group}#{i}", output(reward=reward)) for i, reward in enumerate(rewards))
+            await actor.report(Report("w0", finished=finished))
+
+        await actor.claim("w0")
+        await score("0/0", 0, 1)
+        batch = await soon(actor.wait_batch(False))
+        await actor.claim("w0")
+        await score("0/2", 1, 1)
+        await score("0/1", 1, 1)
+        first = await actor.finish_step(uids(batch.groups))
+        await actor.begin_version(1, [], 0)
+        await actor.claim("w0")
+        await score("0/3", 0, 1)
+        batch = await soon(actor.wait_batch(False))
+        return uids(first.filtered), batch.admitted, uids((await actor.finish_step(uids(batch.groups))).filtered)
+
+    first, admitted, second = asyncio.run(life())
+    assert first == ["0/1"] and "0/2" in admitted and second == ["0/2"]
+
+
+@BOTH
+def test_failure_reaches_whoever_waits_for_the_batch(stop, prompts):
+    async def life():
+        actor, _ = await begun(prompts)
+        waiting = await pending(actor.wait_batch(stop))
+        await actor.abandon("vLLM replica r0 died")
+        await soon(waiting)
+
+    with pytest.raises(RolloutFailedError, match="vLLM replica r0 died"):
+        asyncio.run(life())
+
+
+@BOTH
+def test_batch_that_does_not_come_ends_the_run_with_the_samples_awaited(stop, prompts):
+    async def life():
+        actor, _ = await begun(prompts, stall_s=0.2)
+        await soon(actor.wait_batch(stop))
+
+    with pytest.raises(RolloutFailedError, match=r"deadlines.stall_s=0.2.*0/0#0 running on w0"):
+        asyncio.run(life())
+
+
+@BOTH
+def test_prompts_are_asked_for_when_dynamic_sampling_runs_low(stop, prompts):
+    async def life():
+        actor = actor_of(batch=2, group_filter=GroupFilter("reward", 0))
+        await actor.begin_version(0, prompts(4), 6)
+        return await soon(actor.wait_batch(stop))
+
+    assert asyncio.run(life()) == PromptsWanted(6)
+
+
+def test_data_that_ends_short_of_a_batch_begins_no_version(prompts):
+    async def life():
+        actor = actor_of(batch=2, group_filter=GroupFilter("reward", 0))
+        return await actor.begin_version(0, prompts(1), 0), actor._manager.round_open
+
+    start, opened = asyncio.run(life())
+    assert start.exhausted and not opened
 
 
 def test_garbage_is_collected_between_rounds(prompts, output):
     async def life():
-        actor, _ = await played(prompts, output)
+        actor, (first, _) = await begun(prompts, workers=("w0", "w1"))
+        await end(actor, output, first)
+        await soon(actor.wait_batch(True))
         await actor.flushed("w0")
         held = gc.get_freeze_count() > 0
         await actor.flushed("w1")
@@ -68,58 +352,13 @@ def test_garbage_is_collected_between_rounds(prompts, output):
     assert asyncio.run(life()) == (True, 0)
 
 
-def test_dead_worker_holds_nobody_up(prompts, output):
-    async def life():
-        actor, left = await played(prompts, output)
-        await actor.flushed("w0")
-        warmup = asyncio.ensure_future(actor.flush())
-        assert await actor.release_worker("w1") == 1
-        await asyncio.wait_for(warmup, 5)
-        await actor.prepare_round(1, [], True)
-        return left, await actor.claim("w0")
-
-    left, (grant,) = asyncio.run(life())
-    assert grant.sample_id == left
-
-
-def test_batch_that_is_complete_after_the_round_was_suspended_stays_where_it_is(prompts, output):
-    async def life():
-        actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 1.0, 2, 1, 4), Scheduling(), stall_s=30.0)
-        await actor.register_worker("w0", 1)
-        await actor.prepare_round(0, prompts(1), True)
-        (grant,) = await actor.claim("w0")
-        waiting = asyncio.ensure_future(actor.wait_round())
-        await asyncio.sleep(0.01)
-        await actor.suspend_round()
-        await actor.flushed("w0")
-        await actor.report(Report("w0", finished=((grant.sample_id, output()),)))
-        ended = await asyncio.wait_for(waiting, 5)
-        flushed = await asyncio.wait_for(actor.flush(), 5)
-        return ended, flushed, actor._manager._state.groups.admitted
-
-    ended, flushed, admitted = asyncio.run(life())
-    assert ended.admitted == () and admitted == ["0/0"]
-    assert flushed.metrics["inflight/groups"] == 1
-
-
-def test_worker_that_joins_between_rounds_has_nothing_to_settle(prompts, output):
-    async def life():
-        actor, _ = await played(prompts, output)
-        for worker in ("w0", "w1"):
-            await actor.flushed(worker)
-        await actor.register_worker("w2", 4)
-        return await asyncio.wait_for(actor.prepare_round(1, later(prompts), True), 5)
-
-    assert asyncio.run(life()).admitted == 0
-
-
 def test_share_of_a_worker_that_never_asks_is_run_by_the_others(prompts):
     async def life():
         actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Scheduling(), stall_s=30.0)
         actor.SHARE_WAIT_S = 0.05
         for worker in ("w0", "w1"):
             await actor.register_worker(worker, 8)
-        await actor.prepare_round(0, prompts(4), True)
+        await actor.begin_version(0, prompts(4), 0)
         sizes = []
         while sum(sizes) < 8:
             sizes.append(len(await asyncio.wait_for(actor.claim("w0"), 5)))
@@ -135,7 +374,7 @@ def test_workers_that_wait_together_share_a_round(prompts):
             await actor.register_worker(worker, 8)
         claims = [asyncio.ensure_future(actor.claim(f"w{i}")) for i in range(4)]
         await asyncio.sleep(0)
-        await actor.prepare_round(0, prompts(4), True)
+        await actor.begin_version(0, prompts(4), 0)
         return [len(grants) for grants in await asyncio.wait_for(asyncio.gather(*claims), 5)]
 
     assert asyncio.run(life()) == [2, 2, 2, 2]
@@ -145,7 +384,7 @@ def test_waiting_claim_is_answered_when_its_worker_gets_more_slots(prompts):
     async def life():
         actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Scheduling(), stall_s=30.0)
         await actor.register_worker("w0", 2)
-        await actor.prepare_round(0, prompts(4), True)
+        await actor.begin_version(0, prompts(4), 0)
         first = await actor.claim("w0")
         waiting = asyncio.ensure_future(actor.claim("w0"))
         await asyncio.sleep(0)
@@ -153,3 +392,89 @@ def test_waiting_claim_is_answered_when_its_worker_gets_more_slots(prompts):
         return len(first), len(await asyncio.wait_for(waiting, 5))
 
     assert asyncio.run(life()) == (2, 3)
+
+
+PROMPTS, STEPS = 12, 6
+
+
+class Process:
+    """A driver that trains steps of 2 groups of 2, and its two workers, whose samples take 1 or 12 turns of a token."""
+
+    def __init__(self, run_dir, prompts, output, segment):
+        self.path, self.ledger = str(run_dir / "manager.state"), Ledger(run_dir)
+        self.prompts, self.output, self.segment = prompts, output, segment
+        self.actor = actor_of(batch=2, n=2)
+        self.actor.CLAIM_WAIT_S = 0.01
+        self.alive = True
+        self.offered = 0
+        self.ledger.run(RunSizes("PR", 2, 2, 4, PROMPTS, PROMPTS, PROMPTS))
+
+    async def resume(self, step):
+        restored = await self.actor.load(self.path)
+        self.offered = int(self.actor._manager._reserve.last_offered[2:]) + 1
+        self.ledger.resumed(step)
+        return restored
+
+    async def train(self, steps, *, dies_in=None):
+        """Train ``steps``; die in ``dies_in`` with its batch at the trainer and the other samples running."""
+        workers = [asyncio.create_task(self.work(name)) for name in ("w0", "w1")]
+        for step in steps:
+            count = min(await self.actor.wanted(), PROMPTS - self.offered)
+            rows = self.prompts(count, start=self.offered)
+            self.offered += count
+            await self.actor.begin_version(step - 1, rows, PROMPTS - self.offered)
+            batch = await soon(self.actor.wait_batch(False))
+            await asyncio.sleep(0)
+            if step == dies_in:
+                break
+            await self.actor.finish_step(uids(batch.groups))
+            self.ledger.admitted(step, step - 1, batch.admitted)
+            self.ledger.trained(step, step - 1, [TrainedGroup.of(group, step - 1) for group in batch.groups])
+            await self.save(step)
+        self.alive = False
+        await asyncio.gather(*workers)
+
+    async def save(self, step):
+        await self.actor.save(self.path)
+        self.ledger.checkpoint(step)
+
+    async def work(self, name):
+        await self.actor.register_worker(name, 3)
+        left = {}
+        while self.alive:
+            grants = await self.turn(name, left) if left else await self.actor.claim(name)
+            left |= {grant.sample_id: 1 + 11 * (grant.order % 2) for grant in grants}
+            await asyncio.sleep(0)
+
+    async def turn(self, name, left):
+        """Every sample gets a token; those that end are reported with what the others have made."""
+        version = self.actor._manager.version
+        ended = tuple((sample, self.output(version=version)) for sample in left if left[sample] == 1)
+        for sample, _ in ended:
+            del left[sample]
+        left |= {sample: turns - 1 for sample, turns in left.items()}
+        progress = tuple(Progress(sample, (self.segment(1, version=version),)) for sample in left)
+        return await self.actor.report(Report(name, progress=progress, finished=ended))
+
+
+@pytest.mark.parametrize("saved_with_the_trainer", [False, True])
+def test_run_that_dies_while_its_batch_trains_and_samples_run_trains_every_prompt_once(
+    saved_with_the_trainer, tmp_path, prompts, output, segment
+):
+    """It resumes from the step before, whose checkpoint was made before or after the batch was taken."""
+
+    async def life():
+        first = Process(tmp_path, prompts, output, segment)
+        await first.train([1, 2, 3], dies_in=3)
+        if saved_with_the_trainer:
+            await first.save(2)
+        second = Process(tmp_path, prompts, output, segment)
+        restored = await second.resume(2)
+        await second.train(range(3, STEPS + 1))
+        second.ledger.complete()
+        return restored
+
+    restored = asyncio.run(life())
+    result, _ = audit(tmp_path)
+    assert result.violations == [] and len(result.trained.once) == PROMPTS
+    assert restored.groups == (4 if saved_with_the_trainer else 2) and restored.unfinished_samples

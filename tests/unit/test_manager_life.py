@@ -24,8 +24,7 @@ from recipe.partial_rollout.checkpoint import plain_codec
 from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict
-from recipe.partial_rollout.manager.group_filter import GroupFilter
+from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import GroupState, Prompt, SampleOutput, SampleState, Segment
 from recipe.partial_rollout.records.ledger import Ledger, RunSizes
@@ -414,7 +413,7 @@ class ManagerLife(RuleBasedStateMachine):
 
     def newly_filtered(self):
         """They stay with the manager until a step tells them."""
-        return [group for group in self.manager._state.groups.filtered if group.uid not in self.model.filtered]
+        return [group for group in self.manager.groups.filtered if group.uid not in self.model.filtered]
 
     @precondition(some_end)
     @rule(pick=PICK)
@@ -481,7 +480,7 @@ class ManagerLife(RuleBasedStateMachine):
     @precondition(lambda self: started(self) and self.manager.round_open and self.complete())
     @rule(stop=st.booleans())
     def take_batch(self, stop):
-        taken, self.told = self.manager.complete_batch(stop=stop)
+        taken, self.told = self.manager.take_batch(stop=stop), self.manager.admitted
         self.check(taken)
         self.taken_groups = taken
         assert self.manager.round_open is not stop
@@ -490,7 +489,7 @@ class ManagerLife(RuleBasedStateMachine):
     @precondition(lambda self: started(self) and self.manager.round_open and not self.model.taken)
     @rule()
     def suspend(self):
-        self.manager.close_round()
+        self.manager.suspend()
 
     def check(self, taken):
         """Whole groups, fresh enough and in turn, with the tokens that their samples were given."""
@@ -518,7 +517,7 @@ class ManagerLife(RuleBasedStateMachine):
         elif positions is not None:
             overtaken = min((i for i in left if i not in orders), default=max(orders))
             assert max(orders) - overtaken <= positions
-        births = [group.birth for group in self.manager._state.groups.by_order.values() if group.birth is not None]
+        births = [group.birth for group in self.manager.groups.by_order.values() if group.birth is not None]
         assert births == sorted(births), "dispatch order is the order of birth"
 
     @precondition(lambda self: started(self) and self.model.taken)
@@ -633,7 +632,7 @@ class ManagerLife(RuleBasedStateMachine):
     def nothing_is_lost_or_repeated(self):
         if self.manager is None:
             return
-        assert self.manager.lost_groups == 0
+        assert self.manager.groups.lost == 0
         assert len(set(self.model.trained)) == len(self.model.trained) == self.manager.counters.trained_groups
         assert len(set(self.model.filtered)) == len(self.model.filtered) == self.manager.counters.filtered_groups
         assert not set(self.model.filtered) & set(self.model.trained + self.model.taken)
@@ -642,7 +641,7 @@ class ManagerLife(RuleBasedStateMachine):
     def states_agree_with_the_indexes(self):
         if self.manager is None:
             return
-        groups = self.manager._state.groups
+        groups = self.manager.groups
         by_state = {state: list(groups.in_state(state)) for state in GroupState}
         waiting, active, ready, taken = (by_state[state] for state in IN_THE_MANAGER)
         assert sum(map(len, by_state.values())) == len(waiting + active + ready + taken) == len(groups.by_order)
@@ -656,9 +655,9 @@ class ManagerLife(RuleBasedStateMachine):
         assert not any(group.unfinished for group in ready + taken)
         assert groups.in_flight == len(waiting + active + ready) and groups.carried == len(active + ready)
         unfinished = [s for g in waiting + active for s in g.samples if s.state is not SampleState.FINISHED]
-        assert len(unfinished) == len(self.manager._samples) == sum(g.unfinished for g in waiting + active)
+        assert len(unfinished) == len(self.manager.unfinished) == sum(g.unfinished for g in waiting + active)
         for sample in unfinished:
-            assert self.manager._samples.unfinished[sample.id] is sample
+            assert self.manager.unfinished[sample.id] is sample
             assert (sample.state is SampleState.RUNNING) == (sample.id in self.model.running)
             assert (sample.state is SampleState.AWAY) == (sample.id in self.model.away)
             assert (sample.state is SampleState.FAILED) == (sample.id in self.model.failed)
@@ -673,10 +672,10 @@ class ManagerLife(RuleBasedStateMachine):
         """No more than can be trained in time; where each version before has its batch, these are the groups in flight."""
         if self.manager is None or not self.manager.round_open:
             return
-        load, counters = self.manager._round._load(), self.manager.counters
+        load, counters = self.manager.load(), self.manager.counters
         kept = counters.admitted_groups - counters.filtered_groups
         assert load.groups == kept - self.batch * self.model.version
-        assert load.groups == self.manager._state.groups.in_flight + self.with_the_trainer()
+        assert load.groups == self.manager.groups.in_flight + self.with_the_trainer()
         assert load.groups <= (1 + self.max_staleness) * self.batch
 
     @invariant()

@@ -117,7 +117,7 @@ def test_the_manager_says_how_far_the_round_is():
         await actor.begin_version(3, [Prompt(f"0/{i}", 0, {}) for i in range(3)], 0)
         granted = await actor.claim("w0")
         assert await actor.standing() == Standing(ready_groups=0, running=len(granted), oldest=0)
-        actor._manager.advance_version(5)
+        actor._manager._state.version = 5
         assert (await actor.standing()).oldest == 2
 
     asyncio.run(asked())

@@ -5,6 +5,11 @@ import pytest
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 
 
+def begin(manager):
+    """The version after the last batch."""
+    return manager.begin_version(manager.version + manager._batch_taken)
+
+
 def groups_of(grants):
     return [grant.group_uid for grant in grants]
 
@@ -16,34 +21,32 @@ def finish_group(manager, grants, uid, output, **kwargs):
 
 
 def end_round(manager, running):
-    """Close the round, interrupt ``running`` and train the batch."""
-    manager.close_round()
+    """Take the batch, interrupt ``running`` and train it."""
+    taken = manager.take_batch(stop=True)
     for sample_id in running:
         manager.interrupt(sample_id)
-    taken = manager.take_batch()
     manager.acknowledge(group.uid for group in taken)
-    manager.advance_version(manager.version + 1)
     return taken
 
 
 def test_window_round_starts_with_overlap_groups_beyond_the_batch(manager):
     m = manager(batch=2, n=3, overlap=1.0)
-    assert m.open_round() == 4
+    assert begin(m) == 4
     assert len(m.claim("w0")) == 12
 
 
 def test_nothing_is_claimed_outside_a_round(manager):
     m = manager()
-    m.admit(round_start=True)
+    m.admit(version_begins=True)
     assert m.claim("w0") == []
-    m.open_round()
-    m.close_round()
+    begin(m)
+    m.suspend()
     assert m.claim("w0") == []
 
 
 def test_a_worker_never_holds_more_than_its_capacity(manager, output):
     m = manager(batch=2, n=4, capacity=3)
-    m.open_round()
+    begin(m)
     first = m.claim("w0")
     assert len(first) == 3 and m.claim("w0") == []
     m.finish(first[0].sample_id, output())
@@ -52,13 +55,13 @@ def test_a_worker_never_holds_more_than_its_capacity(manager, output):
 
 def test_workers_share_the_samples_evenly_whoever_claims_first(manager):
     m = manager(batch=64, n=8, overlap=0.0, workers=8, capacity=256)
-    m.open_round()
+    begin(m)
     assert [len(m.claim(f"w{i}")) for i in range(8)] == [64] * 8
 
 
 def test_share_of_a_worker_that_claims_late_waits_for_it(manager):
     m = manager(batch=64, n=8, overlap=0.0, workers=8, capacity=256)
-    m.open_round()
+    begin(m)
     early = [len(m.claim(f"w{i}")) for i in range(5)]
     assert early == [64] * 5 and m.claim("w0") == []
     assert [len(m.claim(f"w{i}")) for i in range(5, 8)] == [64] * 3
@@ -66,7 +69,7 @@ def test_share_of_a_worker_that_claims_late_waits_for_it(manager):
 
 def test_samples_that_others_do_not_claim_are_left_over_for_whoever_has_slots(manager):
     m = manager(batch=64, n=8, overlap=0.0, workers=8, capacity=256)
-    m.open_round()
+    begin(m)
     m.claim("w0")
     assert m.claim("w0") == [] and m.held_back("w0")
     taken = []
@@ -79,14 +82,14 @@ def test_samples_that_others_do_not_claim_are_left_over_for_whoever_has_slots(ma
 
 def test_share_counts_the_conversations_that_a_worker_holds(manager, output):
     m = manager(batch=2, n=4, overlap=1.0, workers=2, capacity=16)
-    m.open_round()
+    begin(m)
     first = m.claim("w0") + m.claim("w1")
     assert len(first) == 16
     for grant in [g for g in first if g.group_uid in ("0/0", "0/1")]:
         m.finish(grant.sample_id, output())
     left = [g.sample_id for g in first if g.group_uid not in ("0/0", "0/1")]
     end_round(m, left)
-    m.open_round()
+    begin(m)
     # w0 had the samples of the groups that ended, w1 still holds those of the others.
     assert [len(m.claim("w1")), len(m.claim("w0"))] == [8, 8]
 
@@ -94,13 +97,13 @@ def test_share_counts_the_conversations_that_a_worker_holds(manager, output):
 def test_share_follows_the_slots_of_a_worker(manager):
     m = manager(batch=6, n=2, overlap=0.0, workers=1, capacity=4)
     m.register_worker("large", 12)
-    m.open_round()
+    begin(m)
     assert [len(m.claim("large")), len(m.claim("w0"))] == [9, 3]
 
 
 def test_slots_that_change_between_rounds_are_those_of_the_next(manager, output):
     m = manager(batch=2, n=4, overlap=0.0, workers=2, capacity=4)
-    m.open_round()
+    begin(m)
     running = m.claim("w0") + m.claim("w1")
     for worker in ("w0", "w1"):
         m.resize_worker(worker, 1)
@@ -108,7 +111,7 @@ def test_slots_that_change_between_rounds_are_those_of_the_next(manager, output)
     for grant in running:
         m.finish(grant.sample_id, output())
     end_round(m, [])
-    m.open_round()
+    begin(m)
     assert [len(m.claim("w0")), len(m.claim("w1"))] == [1, 1]
     m.resize_worker("w0", 3)
     assert len(m.claim("w0")) == 2
@@ -118,7 +121,7 @@ def test_slots_that_change_between_rounds_are_those_of_the_next(manager, output)
 
 def test_samples_of_a_dead_worker_are_shared_by_those_that_live(manager):
     m = manager(batch=6, n=2, overlap=0.0, workers=4, capacity=12)
-    m.open_round()
+    begin(m)
     for i in range(4):
         m.claim(f"w{i}")
     assert m.release_worker("w3") == 3
@@ -127,23 +130,21 @@ def test_samples_of_a_dead_worker_are_shared_by_those_that_live(manager):
 
 def test_overdue_sample_goes_to_whoever_asks(manager, output):
     m = manager(batch=1, n=2, overlap=1.0, max_staleness=1, workers=3, capacity=4, prompts=2)
-    m.open_round()
+    begin(m)
     granted = {f"w{i}": m.claim(f"w{i}") for i in range(3)}
     assert [len(grants) for grants in granted.values()] == [2, 2, 0]
     for grant in granted["w0"]:
         m.finish(grant.sample_id, output())
-    m.close_round()
     m.release_worker("w1")
-    m.take_batch()
+    m.take_batch(stop=True)
     m.acknowledge(["0/0"])
-    m.advance_version(1)
-    m.open_round()
+    begin(m)
     assert groups_of(m.claim("w2")) == ["0/1", "0/1"], "beyond its share, which is one: the round waits for them"
 
 
 def test_finished_sample_frees_its_slot_while_its_siblings_run(manager, output):
     m = manager(batch=1, n=2, overlap=1.0, capacity=2)
-    m.open_round()
+    begin(m)
     straggler, short = m.claim("w0")
     m.finish(short.sample_id, output())
     assert groups_of(m.claim("w0")) == ["0/1"]
@@ -153,7 +154,7 @@ def test_finished_sample_frees_its_slot_while_its_siblings_run(manager, output):
 
 def test_round_is_complete_when_a_batch_of_groups_is_ready(manager, output):
     m = manager(batch=2, n=2)
-    m.open_round()
+    begin(m)
     grants = m.claim("w0")
     finish_group(m, grants, "0/0", output)
     assert not m.round_complete()
@@ -163,14 +164,14 @@ def test_round_is_complete_when_a_batch_of_groups_is_ready(manager, output):
 
 def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, segment):
     m = manager(batch=1, n=2, overlap=1.0)
-    m.open_round()
+    begin(m)
     grants = m.claim("w0")
     finish_group(m, grants, "0/0", output)
     carried = [g.sample_id for g in grants if g.group_uid == "0/1"]
     for sample_id in carried:
         m.add_segment(sample_id, segment(3))
     end_round(m, carried)
-    m.open_round()
+    begin(m)
     resumed = m.claim("w0")
     assert [g.sample_id for g in resumed[:2]] == carried
     assert [g.segments for g in resumed[:2]] == [(), ()], "their worker holds the conversations"
@@ -180,12 +181,12 @@ def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, segment
 def test_samples_that_the_engine_still_queued_resume_in_their_order_before_a_new_prompt(manager, output):
     """They come back without a segment, in any order; what counts is when they were dispatched."""
     m = manager(batch=1, n=2, overlap=2.0)
-    m.open_round()
+    begin(m)
     grants = m.claim("w0")
     finish_group(m, grants, "0/0", output)
     carried = [g.sample_id for g in grants if g.group_uid != "0/0"]
     end_round(m, reversed(carried))
-    m.open_round()
+    begin(m)
     resumed = m.claim("w0")
     assert {g.sample_id for g in resumed[: len(carried)]} == set(carried) and len(carried) == 4
     assert groups_of(resumed) == ["0/1", "0/1", "0/2", "0/2", "0/3", "0/3"]
@@ -194,19 +195,19 @@ def test_samples_that_the_engine_still_queued_resume_in_their_order_before_a_new
 
 def test_interrupted_sample_is_granted_to_the_worker_that_holds_its_conversation(manager, output):
     m = manager(batch=1, n=1, overlap=1.0, workers=2, capacity=1)
-    m.open_round()
+    begin(m)
     (a,) = m.claim("w0")
     (b,) = m.claim("w1")
     m.finish(a.sample_id, output())
     end_round(m, [b.sample_id])
-    m.open_round()
+    begin(m)
     assert groups_of(m.claim("w0")) == ["0/2"]
     assert [g.sample_id for g in m.claim("w1")] == [b.sample_id]
 
 
 def test_samples_of_a_dead_worker_go_on_elsewhere_from_their_segments(manager, segment):
     m = manager(batch=1, n=2, overlap=0.0, workers=1)
-    m.open_round()
+    begin(m)
     first, second = m.claim("w0")
     m.register_worker("w1", 64)
     m.add_segment(first.sample_id, segment(7))
@@ -219,38 +220,38 @@ def test_samples_of_a_dead_worker_go_on_elsewhere_from_their_segments(manager, s
 
 def test_ready_groups_train_in_dispatch_order_and_the_rest_is_kept(manager, output):
     m = manager(batch=1, n=1, overlap=2.0)
-    m.open_round()
+    begin(m)
     grants = m.claim("w0")
     for grant in reversed(grants[1:]):
         m.finish(grant.sample_id, output())
     first = end_round(m, [grants[0].sample_id])
-    m.open_round()
+    begin(m)
     assert m.round_complete()
     m.claim("w0")
     m.finish(grants[0].sample_id, output())
-    second = m.take_batch()
+    second = m.take_batch(stop=True)
     assert [g.uid for g in first] == ["0/1"]
     assert [g.uid for g in second] == ["0/0"]
 
 
 def test_round_waits_for_a_group_at_the_staleness_bound(manager, output):
     m = manager(batch=1, n=1, overlap=1.0, max_staleness=1)
-    m.open_round()
+    begin(m)
     old, young = m.claim("w0")
     m.finish(young.sample_id, output())
     end_round(m, [old.sample_id])
-    m.open_round()
+    begin(m)
     old, young = m.claim("w0")
     m.finish(young.sample_id, output())
     assert not m.round_complete()
     m.finish(old.sample_id, output())
     assert m.round_complete()
-    assert [g.uid for g in m.take_batch()] == ["0/0"]
+    assert [g.uid for g in m.take_batch(stop=True)] == ["0/0"]
 
 
 def test_in_order_waits_for_the_first_dispatched_and_trains_them_first(manager, output):
     m = manager(batch=2, n=1, overlap=1.0, policy=SchedulingPolicy.IN_ORDER)
-    m.open_round()
+    begin(m)
     grants = {grant.group_uid: grant.sample_id for grant in m.claim("w0")}
     for uid in ("0/3", "0/2", "0/1"):
         m.finish(grants[uid], output())
@@ -258,22 +259,22 @@ def test_in_order_waits_for_the_first_dispatched_and_trains_them_first(manager, 
     m.finish(grants["0/0"], output())
     assert m.round_complete()
     assert [g.uid for g in end_round(m, [])] == ["0/0", "0/1"]
-    m.open_round()
+    begin(m)
     assert m.round_complete() and [g.uid for g in end_round(m, [])] == ["0/2", "0/3"]
 
 
 @pytest.mark.parametrize("policy", SchedulingPolicy)
 def test_group_overtakes_an_unfinished_one_by_so_many_positions_and_no_more(manager, output, policy):
     m = manager(batch=2, n=1, overlap=1.5, policy=policy, overtake=1.0)
-    m.open_round()
+    begin(m)
     grants = {grant.group_uid: grant.sample_id for grant in m.claim("w0")}
     for uid in ("0/2", "0/3", "0/4"):
         m.finish(grants[uid], output())
     assert not m.round_complete(), "0/3 would be trained three positions ahead of 0/0"
     with pytest.raises(RuntimeError, match="take_batch: the round is not complete: 3 groups are ready, 2 are needed"):
-        m.take_batch()
+        m.take_batch(stop=True)
     m.finish(grants["0/1"], output())
-    assert m.round_complete() and [g.uid for g in m.take_batch()] == ["0/1", "0/2"]
+    assert m.round_complete() and [g.uid for g in m.take_batch(stop=True)] == ["0/1", "0/2"]
 
 
 def test_overtaking_is_limited_by_default_in_order_alone(manager, output):
@@ -284,58 +285,59 @@ def test_overtaking_is_limited_by_default_in_order_alone(manager, output):
         (SchedulingPolicy.IN_ORDER, 1.0, True),
     ):
         m = manager(batch=1, n=1, overlap=1.0, policy=policy, overtake=overtake)
-        m.open_round()
+        begin(m)
         m.finish(m.claim("w0")[1].sample_id, output())
         assert m.round_complete() is complete, (policy, overtake)
 
 
 def test_in_order_survives_a_restore(manager, output):
     m = manager(batch=1, n=1, overlap=2.0, policy=SchedulingPolicy.IN_ORDER)
-    m.open_round()
+    begin(m)
     for grant in reversed(m.claim("w0")):
         m.finish(grant.sample_id, output())
     fresh = manager(batch=1, n=1, overlap=2.0, policy=SchedulingPolicy.IN_ORDER, prompts=0)
     fresh.load_state_dict(m.state_dict())
     trained = []
-    while fresh._state.groups.ready_queue.size and fresh.round_complete():
-        trained += [group.uid for group in fresh.take_batch()]
+    while fresh.groups.ready_queue.size:
+        begin(fresh)
+        trained += [group.uid for group in end_round(fresh, [])]
     assert trained == ["0/0", "0/1", "0/2"]
 
 
 def test_window_follows_the_overlap_that_is_set_between_rounds(manager):
     m = manager(batch=4, n=1, overlap=0.0)
-    assert m.open_round() == 4
+    assert begin(m) == 4
     m.set_overlap(0.5)
-    assert m.wanted == 0 and m.admit(round_start=True) == 2
+    assert m.wanted == 0 and m.admit(version_begins=True) == 2
     m.set_overlap(0.25)
-    assert m.admit(round_start=True) == 0, "what is in flight stays"
+    assert m.admit(version_begins=True) == 0, "what is in flight stays"
     with pytest.raises(ValueError, match=r"overlap 4\.5: 0 to max_staleness=4"):
         m.set_overlap(4.5)
 
 
 def test_overdue_group_runs_first_under_the_published_key(manager, output):
     m = manager(batch=1, n=2, overlap=1.0, max_staleness=1, policy=SchedulingPolicy.SEED, capacity=64)
-    m.open_round()
+    begin(m)
     grants = m.claim("w0")
     finish_group(m, grants, "0/1", output)
     end_round(m, [g.sample_id for g in grants if g.group_uid == "0/0"])
-    m.open_round()
+    begin(m)
     assert groups_of(m.claim("w0", limit=2)) == ["0/0", "0/0"]
 
 
 def test_published_key_puts_a_new_prompt_before_a_carried_group_with_nothing_finished(manager, output):
     m = manager(batch=1, n=2, overlap=1.0, max_staleness=4, policy=SchedulingPolicy.SEED)
-    m.open_round()
+    begin(m)
     grants = m.claim("w0")
     finish_group(m, grants, "0/1", output)
     end_round(m, [g.sample_id for g in grants if g.group_uid == "0/0"])
-    m.open_round()
+    begin(m)
     assert groups_of(m.claim("w0", limit=2)) == ["0/2", "0/2"]
 
 
 def test_ssim_refills_to_its_budget_in_the_middle_of_a_round(manager, output):
     m = manager(batch=2, n=2, mode=Mode.SSIM, in_flight=4)
-    assert m.open_round() == 2
+    assert begin(m) == 2
     grants = m.claim("w0")
     m.finish(grants[0].sample_id, output())
     assert m.admit() == 0
@@ -346,40 +348,40 @@ def test_ssim_refills_to_its_budget_in_the_middle_of_a_round(manager, output):
 
 def test_april_tops_up_unfinished_groups_only_at_the_start_of_a_round(manager, output):
     m = manager(batch=2, n=1, mode=Mode.APRIL, over_sampling=5)
-    assert m.open_round() == 5
+    assert begin(m) == 5
     grants = m.claim("w0")
     for grant in grants[:2]:
         m.finish(grant.sample_id, output())
     assert m.admit() == 0 and m.round_complete()
     end_round(m, [g.sample_id for g in grants[2:]])
-    assert m.open_round() == 2
+    assert begin(m) == 2
     assert groups_of(m.claim("w0"))[:3] == ["0/2", "0/3", "0/4"]
 
 
 def test_training_drains_when_the_data_ends(manager, output):
     m = manager(batch=2, n=1, overlap=1.0, prompts=4)
-    m.close_source()
-    m.open_round()
+    m.note_source(0)
+    begin(m)
     grants = m.claim("w0")
     for grant in grants[2:]:
         m.finish(grant.sample_id, output())
     first = end_round(m, [g.sample_id for g in grants[:2]])
-    m.open_round()
+    begin(m)
     grants = m.claim("w0")
     m.finish(grants[0].sample_id, output())
     assert not m.round_complete()
     m.finish(grants[1].sample_id, output())
     assert m.round_complete()
-    second = m.take_batch()
+    second = m.take_batch(stop=True)
     m.acknowledge(g.uid for g in second)
     assert sorted(g.uid for g in first + second) == ["0/0", "0/1", "0/2", "0/3"]
-    assert m.lost_groups == 0 and m.counters.trained_groups == 4
+    assert m.groups.lost == 0 and m.counters.trained_groups == 4
 
 
 def test_training_that_drained_goes_on_where_it_is_resumed_with_more_steps(manager, prompts, output):
     m = manager(batch=2, n=1, overlap=1.0, prompts=2)
-    m.close_source()
-    m.open_round()
+    m.note_source(0)
+    begin(m)
     for grant in m.claim("w0"):
         m.finish(grant.sample_id, output())
     end_round(m, [])
@@ -387,12 +389,12 @@ def test_training_that_drained_goes_on_where_it_is_resumed_with_more_steps(manag
     resumed.load_state_dict(m.state_dict())
     assert resumed.wanted == 4
     resumed.offer(prompts(4)[2:])
-    assert resumed.open_round() == 2 and not resumed.round_complete()
+    assert begin(resumed) == 2 and not resumed.round_complete()
 
 
 def test_a_prompt_is_offered_once(manager, prompts):
     m = manager()
-    m.open_round()
+    begin(m)
     with pytest.raises(RuntimeError, match="0/0 was offered twice"):
         m.offer(prompts(1))
 
@@ -400,7 +402,7 @@ def test_a_prompt_is_offered_once(manager, prompts):
 @pytest.mark.parametrize("verb", ["interrupt", "finish", "fail", "add_segment", "add_tool_result"])
 def test_verbs_on_a_sample_that_does_not_run_are_refused(manager, output, segment, verb):
     m = manager()
-    m.open_round()
+    begin(m)
     (grant,) = m.claim("w0", limit=1)
     m.finish(grant.sample_id, output())
     argument = {"finish": [output()], "add_segment": [segment()], "fail": ["boom"], "add_tool_result": [{}]}.get(
@@ -412,29 +414,22 @@ def test_verbs_on_a_sample_that_does_not_run_are_refused(manager, output, segmen
 
 def test_a_group_is_acknowledged_once(manager, output):
     m = manager(batch=1, n=1)
-    m.open_round()
+    begin(m)
     (grant,) = m.claim("w0", limit=1)
     m.finish(grant.sample_id, output())
-    (taken,) = m.take_batch()
+    (taken,) = m.take_batch(stop=True)
     m.acknowledge([taken.uid])
     with pytest.raises(RuntimeError, match="0/0 was not taken"):
         m.acknowledge([taken.uid])
 
 
-def test_policy_version_never_goes_back(manager):
-    m = manager()
-    m.advance_version(3)
-    with pytest.raises(RuntimeError, match="from 3 back to 2"):
-        m.advance_version(2)
-
-
 def test_length_bias_shows_that_short_groups_train_first(manager, output, segment):
     m = manager(batch=1, n=1, overlap=1.0)
-    m.open_round()
+    begin(m)
     long, short = m.claim("w0")
     assert not [key for key in m.metrics() if key.startswith("length/")], "what is not defined yet is not logged"
     m.finish(short.sample_id, output(10))
-    (batch,) = m.take_batch()
+    (batch,) = m.take_batch(stop=True)
     assert m.metrics().keys().isdisjoint({"length/bias", "length/batch_bias"}), "0/0 has no token yet"
     m.add_segment(long.sample_id, segment(40))
     biases = m.metrics()["length/bias"], m.metrics()["length/batch_bias"]
@@ -442,27 +437,80 @@ def test_length_bias_shows_that_short_groups_train_first(manager, output, segmen
     m.acknowledge([batch.uid])
     assert m.metrics()["length/bias"] == 10 / 40
     assert "length/batch_bias" not in m.metrics(), "the trainer has no batch"
+    begin(m)
     m.finish(long.sample_id, output(90))
-    m.take_batch()
+    m.take_batch(stop=True)
     assert (m.metrics()["length/bias"], m.metrics()["length/batch_bias"]) == (1.0, 90 / 10)
     assert m.metrics()["length/batch_bias"] == 90 / 10, "looking ahead has moved nothing"
 
 
 def test_batches_in_order_have_no_bias(manager, output):
     m = manager(batch=2, n=1, overlap=1.0, policy=SchedulingPolicy.IN_ORDER)
-    m.open_round()
+    begin(m)
     for length, grant in enumerate(m.claim("w0"), 1):
         m.finish(grant.sample_id, output(length))
-    for version in (1, 2):
-        batch = m.take_batch()
+    for last in (False, True):
+        batch = m.take_batch(stop=True)
         assert m.metrics()["length/batch_bias"] == 1.0
         m.acknowledge(group.uid for group in batch)
-        m.advance_version(version)
+        if not last:
+            begin(m)
+
+
+def test_others_run_on_while_a_batch_is_taken_and_the_version_advances(manager, output, segment):
+    m = manager(batch=2, n=1, overlap=1.0)
+    begin(m)
+    grants = m.claim("w0")
+    for uid in ("0/0", "0/2"):
+        finish_group(m, grants, uid, output)
+    taken = m.take_batch(stop=False)
+    m.add_segment("0/1#0", segment(3))
+    m.acknowledge(group.uid for group in taken)
+    assert begin(m) == 2
+    m.add_segment("0/1#0", segment(2, version=1))
+    finish_group(m, grants, "0/1", output)
+    assert m.counters.interrupted == 0 and m.version == 1
+    assert groups_of(m.claim("w0")) == ["0/4", "0/5"]
+
+
+def test_batch_that_the_trainer_has_counts_as_load(manager, output):
+    """Prompts that start in its place are as old as the next version's: not all could be trained in time, and all wait."""
+    m = manager(batch=1, n=1, mode=Mode.SSIM, in_flight=2, max_staleness=1)
+    begin(m)
+    for grant in m.claim("w0"):
+        m.finish(grant.sample_id, output())
+    taken = m.take_batch(stop=False)
+    assert m.admit() == 0 and m.claim("w0") == [], "one group is in flight, and one with the trainer"
+    m.acknowledge(group.uid for group in taken)
+    assert begin(m) == 1
+    assert [group.uid for group in m.take_batch(stop=False)] == ["0/1"]
+
+
+def test_sample_that_the_next_batch_needs_runs_first_even_while_the_trainer_has_this_one(manager, output):
+    m = manager(batch=1, n=1, overlap=1.0, max_staleness=1, policy=SchedulingPolicy.SEED, capacity=2)
+    begin(m)
+    finish_group(m, m.claim("w0"), "0/0", output)
+    m.interrupt("0/1#0")
+    m.take_batch(stop=False)
+    assert groups_of(m.claim("w0", limit=1)) == ["0/1"]
+
+
+def test_sample_that_was_away_comes_back_to_its_worker_before_any_other(manager, segment):
+    m = manager(batch=2, n=2, workers=2, capacity=2)
+    begin(m)
+    first, second = (grant.sample_id for grant in m.claim("w0"))
+    m.leave(first)
+    assert groups_of(m.claim("w0")) == ["0/1"], "its slot is another's"
+    m.add_tool_result(first, {"text": "42"})
+    m.come_back(first)
+    assert first not in [grant.sample_id for grant in m.claim("w1")]
+    m.interrupt(second)
+    assert [(grant.sample_id, grant.held) for grant in m.claim("w0")] == [(first, True)]
 
 
 def test_unfinished_report_names_sample_state_worker_and_age(manager, segment):
     m = manager(batch=1, n=1, overlap=0.0)
-    m.open_round()
+    begin(m)
     (grant,) = m.claim("w0")
     m.add_segment(grant.sample_id, segment(3))
     report = m.unfinished_report()

@@ -78,7 +78,7 @@ class Rollout:
             manager.begin_version(step - 1)
         for grant in manager.claim("w0"):
             manager.finish(grant.sample_id, self.output(version=step - 1))
-        groups, _ = manager.complete_batch(stop=True)
+        groups = manager.take_batch(stop=True)
         self.untrained = [group.uid for group in groups]
         # As the manager actor does behind the update: the next version begins before this batch is trained.
         if step < STEPS:
@@ -241,7 +241,7 @@ def life(tmp_path, monkeypatch, manager, output):
 
 
 def prompts_of(manager):
-    return list(manager(prompts=2 * STEPS)._state.reserve)
+    return list(manager(prompts=2 * STEPS)._reserve)
 
 
 VALIDATES = ("trainer.test_freq=1",)

@@ -12,9 +12,9 @@ from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.codec import encode
-from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.messages import Report
 from recipe.partial_rollout.manager.output_store import InProcess, _Columns, fetch_groups
+from recipe.partial_rollout.manager.policies import GroupFilter
 from recipe.partial_rollout.manager.types import SampleOutput, StoredOutput
 
 
@@ -53,9 +53,14 @@ class Handle:
         self.output = output
 
 
+def begin(manager):
+    """The version after the last batch."""
+    return manager.begin_version(manager.version + manager._batch_taken)
+
+
 def finish_some(m, output, store, count):
     """Finish the first ``count`` samples; the i-th has 2 + i tokens."""
-    m.open_round()
+    begin(m)
     finished = [(grant.sample_id, output(2 + i)) for i, grant in enumerate(m.claim("w0")[:count])]
     for (sample_id, _), held in zip(finished, store.put(finished), strict=True):
         m.finish(sample_id, held)
@@ -66,9 +71,9 @@ def test_lengths_and_totals_are_those_of_the_outputs_themselves(manager, output)
     for store in (InProcess(), Shelf()):
         m = manager(prompts=4)
         finish_some(m, output, store, 5)
-        taken = m.take_batch()
+        taken = m.take_batch(stop=True)
         m.acknowledge([group.uid for group in taken])
-        figures.append((m.cached_tokens, m.counters, m.metrics()))
+        figures.append((m.groups.cached_tokens, m.counters, m.metrics()))
     assert figures[0] == figures[1]
 
 
@@ -86,9 +91,10 @@ def test_restored_outputs_go_to_the_store(manager, output):
     finish_some(m, output, InProcess(), 5)
     shelf, restored = Shelf(), manager(prompts=0)
     restored.load_state_dict(m.state_dict())
-    restored.store_outputs(shelf.put)
+    restored.groups.store_outputs(shelf.put)
+    begin(restored)
     assert sorted(shelf.outputs) == ["0/0#0", "0/0#1", "0/1#0", "0/1#1", "0/2#0"]
-    taken = fetch_groups(restored.take_batch(), shelf.fetch)
+    taken = fetch_groups(restored.take_batch(stop=True), shelf.fetch)
     assert [[o.response_length for o in group.outputs] for group in taken] == [[2, 3], [4, 5]]
     assert all(isinstance(o, SampleOutput) for group in taken for o in group.outputs)
 
@@ -97,7 +103,7 @@ def test_stored_outputs_are_let_go_as_their_group_is_trained(manager, output):
     """At once: until its round ends, the manager's process collects no garbage."""
     m, shelf = manager(prompts=4), Shelf()
     finish_some(m, output, shelf, 5)
-    m.acknowledge([group.uid for group in m.take_batch()])
+    m.acknowledge([group.uid for group in m.take_batch(stop=True)])
     assert sorted(shelf.outputs) == ["0/2#0"]
 
 
@@ -106,10 +112,10 @@ def test_outputs_of_a_report_are_stored_before_it_is_booked(prompts, output):
         admission = Admission(Mode.WINDOW, 1, 2, 0.0, 2, 2, 4)
         actor = ManagerActor(admission, Scheduling(), stall_s=30.0, store=shelf)
         await actor.register_worker("w0", 2)
-        await actor.prepare_round(0, prompts(1), False)
+        await actor.begin_version(0, prompts(1), 0)
         first, second = await actor.claim("w0")
         await actor.report(Report("w0", finished=((first.sample_id, output(3)), (second.sample_id, output(4)))))
-        return await actor.take_batch()
+        return (await actor.wait_batch(True)).groups
 
     shelf = Shelf()
     (taken,) = asyncio.run(life())

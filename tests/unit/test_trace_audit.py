@@ -36,15 +36,14 @@ class Life:
     def step(self, number, *, dies_after=None):
         """RoundRecord and update of step ``number``; ends early after ``dies_after``."""
         manager, version = self.manager, number - 1
-        manager.advance_version(version)
-        manager.open_round()
+        manager.begin_version(version)
         for grant in manager.claim("w0"):
             output = self.output(version=version)
             born = max(0, version - 1)
             versions = np.array([born, born, version, version, version], np.int32)
             manager.finish(grant.sample_id, replace(output, versions=versions))
-        admitted = manager.close_round()
-        groups = manager.take_batch()
+        groups = manager.take_batch(stop=True)
+        admitted = manager.admitted
         self.trace.begin(number)
         if dies_after == "begin":
             return

@@ -16,8 +16,8 @@ from recipe.partial_rollout.config.choices import Mode, OnSampleError
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy
 from recipe.partial_rollout.manager.messages import RolloutFailedError
+from recipe.partial_rollout.manager.policies import FailurePolicy
 from recipe.partial_rollout.manager.types import Grant, Prompt, Segment
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.waits import ReplicaError
@@ -96,18 +96,17 @@ async def start(
     await asyncio.sleep(0.01)
     worker.begin(0, time.monotonic())
     prompts = [Prompt(f"0/{i}", 0, {"lengths": group}) for i, group in enumerate(lengths)]
-    await manager.actor.prepare_round(0, prompts, False)
+    await manager.actor.begin_version(0, prompts, False)
     return manager, worker, serving
 
 
 async def finish_round(manager, worker):
-    await asyncio.wait_for(manager.actor.wait_round(), 20)
+    batch = await asyncio.wait_for(manager.actor.wait_batch(True), 20)
     worker.close_round()
     worker.interrupt()
     await asyncio.wait_for(worker.flush(), 20)
-    groups = await manager.actor.take_batch()
-    await manager.actor.acknowledge([group.uid for group in groups])
-    return groups
+    await manager.actor.finish_step([group.uid for group in batch.groups])
+    return batch.groups
 
 
 def test_probe_is_preceded_by_a_few_tokens_in_every_slot():
@@ -124,7 +123,7 @@ def test_garbage_is_collected_once_everything_is_reported():
     async def body():
         manager, worker, serving = await start([[5]])
         held = gc.get_freeze_count() > 0
-        await asyncio.wait_for(manager.actor.wait_round(), 20)
+        await asyncio.wait_for(manager.actor.wait_batch(True), 20)
         # The manager, here in the same process, would release it too.
         manager.broken["flushed"] = RuntimeError("not heard")
         with pytest.raises(RuntimeError, match="not heard"):
@@ -139,10 +138,10 @@ def test_interrupted_sample_goes_on_in_its_worker_from_where_it_was():
     async def body():
         manager, worker, serving = await start([[5], [60]])
         (first,) = await finish_round(manager, worker)
-        (waiting,) = manager.actor._manager._samples.unfinished.values()
+        (waiting,) = manager.actor._manager.unfinished.values()
         cached = waiting.cached_tokens
         worker.begin(1, time.monotonic())
-        await manager.actor.prepare_round(1, [], False)
+        await manager.actor.begin_version(1, [], False)
         (second,) = await finish_round(manager, worker)
         serving.cancel()
         return first, cached, second, worker.decoded()
@@ -178,7 +177,7 @@ def test_samples_are_ready_before_their_round_opens():
         await finish_round(manager, worker)
         decoded, collected = worker.decoded(), worker.ready()
         # The trainer updates; the samples of the round to come wait at the gate.
-        await manager.actor.prepare_round(1, [], False)
+        await manager.actor.begin_version(1, [], False)
         await asyncio.sleep(0.05)
         before = worker.ready(), worker.decoded() - decoded
         worker.begin(1, time.monotonic())
@@ -225,7 +224,7 @@ def test_sample_that_no_round_comes_for_ends_the_run_by_its_deadline():
         await finish_round(manager, worker)
         await asyncio.sleep(0.4)
         with pytest.raises(RolloutFailedError, match=r"sample 0/1#0 was not granted a slot in an .* 0\.2 s.*grant_s"):
-            await asyncio.wait_for(manager.actor.wait_round(), 5)
+            await asyncio.wait_for(manager.actor.wait_batch(True), 5)
         serving.cancel()
 
     asyncio.run(body())
@@ -357,7 +356,7 @@ def test_sample_may_wait_for_its_round_and_decode_for_longer_than_its_timeout():
         await finish_round(manager, worker)
         await asyncio.sleep(0.3)
         worker.begin(1, time.monotonic())
-        await manager.actor.prepare_round(1, [], False)
+        await manager.actor.begin_version(1, [], False)
         (second,) = await finish_round(manager, worker)
         serving.cancel()
         return second.outputs[0], manager.actor._manager.metrics()
@@ -374,7 +373,7 @@ def test_turn_is_known_while_its_reward_call_goes_on(monkeypatch, after_s):
         manager, worker, serving = await start([[60], [7]], kind=AfterTurn)
         await asyncio.sleep(0.1)
         state = manager.actor._manager
-        before = state.cached_tokens
+        before = state.groups.cached_tokens
         if after_s:
             await finish_round(manager, worker)
         saved = state.state_dict()
@@ -395,7 +394,7 @@ def test_slot_of_a_sample_that_awaits_its_reward_goes_to_another():
         manager, worker, serving = await start([[7], [20]], kind=Slow, slots=1)
         state = manager.actor._manager
         await asyncio.sleep(0.3)
-        states = [sample.state for sample in state._samples.unfinished.values()]
+        states = [sample.state for sample in state.unfinished.values()]
         groups = await finish_round(manager, worker)
         serving.cancel()
         return states, worker.decoded(), [group.uid for group in groups]
@@ -426,7 +425,7 @@ def test_turn_and_tool_call_are_known_before_the_tool_is_called_and_outlive_the_
     calls = []
 
     async def buy():
-        calls.append(manager_of[0].cached_tokens)
+        calls.append(manager_of[0].groups.cached_tokens)
         await asyncio.sleep(60)
         return ToolResponse(text="bought"), 0.0, {}
 

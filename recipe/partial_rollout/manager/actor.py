@@ -1,52 +1,133 @@
 """``PromptsManager`` behind Ray: adds waiting, deadlines and failure propagation; it makes no decisions.
 
-One condition guards the state, and every change notifies it. ``claim`` waits on it for work, ``wait_round`` for the end
-of the round, ``next_batch`` for a batch of separate placement, whose round does not end. The first failure that anyone
-reports is raised to everyone who waits.
+One condition guards the state, and every change notifies it. ``claim`` waits on it for work, ``wait_batch`` for the batch,
+``flush`` and what needs one for the workers' last reports. The first failure that anyone reports is raised to everyone who
+waits. The verbs of a step::
+
+    begin_version ----> wait_batch ----> finish_step            separate: the next version begins after the step
+                          |  stop: flush ----> begin_version    colocated: it begins while the trainer updates
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
-from recipe.partial_rollout.checkpoint.snapshot import Written
+from recipe.partial_rollout.checkpoint.snapshot import Written, read_snapshot, write_snapshot
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.condition import ManagerCondition
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy
-from recipe.partial_rollout.manager.group_filter import GroupFilter
+from recipe.partial_rollout.manager.codec import encode
 from recipe.partial_rollout.manager.messages import (
     Batch,
-    Flushed,
     PromptsWanted,
     Report,
     Restored,
     RolloutFailedError,
-    RoundEnd,
-    RoundStart,
     Standing,
     StepAccount,
     VersionStart,
 )
 from recipe.partial_rollout.manager.output_store import InProcess, OutputStore
+from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter, MissingMetricError
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.report_book import ReportBook
-from recipe.partial_rollout.manager.stall_clock import StallClock
-from recipe.partial_rollout.manager.state_file import StateFile
-from recipe.partial_rollout.manager.stream_verbs import StreamVerbs
-from recipe.partial_rollout.manager.types import FilteredGroup, FinishedOutput, Grant, Prompt, TakenGroup
+from recipe.partial_rollout.manager.types import Grant, Progress, Prompt
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
-class ManagerActor(StreamVerbs):
+class ManagerCondition:
+    """Guards the manager's state (``async with``); whoever waits is woken by every change, and by a failure."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._failure: str | None = None
+
+    async def __aenter__(self) -> None:
+        await self._changed.acquire()
+
+    async def __aexit__(self, *error: object) -> None:
+        self._changed.release()
+
+    async def change(self, verb: Callable[[], T]) -> T:
+        """Run ``verb`` under the condition, then wake everyone who waits."""
+        async with self:
+            result = verb()
+            self.notify()
+        return result
+
+    def notify(self) -> None:
+        """Wake everyone who waits; the caller holds the condition."""
+        self._changed.notify_all()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until something changes or ``timeout_s`` pass; the caller holds the condition."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    def fail(self, reason: str) -> None:
+        """Make everyone who waits, now or later, fail with ``reason``; only the first reason counts."""
+        self._failure = self._failure or reason
+
+    def raise_failure(self) -> None:
+        """Raise ``RolloutFailedError`` with the first reason, if there is one."""
+        if self._failure is not None:
+            raise RolloutFailedError(self._failure)
+
+
+class StallClock:
+    """Seconds since a sample last reported or an engine last made a token, against the most that is allowed.
+
+    >>> clock = StallClock(stall_s=60.0)
+    >>> clock.stalled, 59 < clock.left_s <= 60
+    (False, True)
+    >>> clock.words
+    'no sample reported and no engine made a token for 0 s (partial_rollout.deadlines.stall_s=60)'
+    """
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._moved_at = time.monotonic()
+
+    def touch(self) -> None:
+        """Note that there was progress."""
+        self._moved_at = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        return time.monotonic() - self._moved_at
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the rollout counts as stalled; at least 0.1 s."""
+        return max(0.1, self._stall_s - self.idle_s)
+
+    @property
+    def stalled(self) -> bool:
+        return self.idle_s >= self._stall_s
+
+    @property
+    def words(self) -> str:
+        """How long nothing happened, for the error that ends the run."""
+        idle = f"no sample reported and no engine made a token for {self.idle_s:.0f} s"
+        return f"{idle} (partial_rollout.deadlines.stall_s={self._stall_s:g})"
+
+
+class ManagerActor:
     """Ray actor (``ray.remote(ManagerActor)``) around one ``PromptsManager``.
 
     Args:
-        stall_s: the run ends once no sample has reported and no engine has made a token for so many seconds of an open
-            round.
+        stall_s: the run ends once no sample has reported and no engine has made a token for so many seconds of a wait
+            for a batch.
         failures: what to do with a sample whose agent loop raised.
         group_filter: which finished groups are replaced; None: none.
         store: keeps the outputs of finished samples; ``InProcess`` needs no Ray.
@@ -55,7 +136,7 @@ class ManagerActor(StreamVerbs):
     CLAIM_WAIT_S = 20.0
     """after this long a claim returns empty-handed, so that a worker notices when the manager is gone"""
     CLAIM_SAMPLES = 512
-    """most samples that one answer grants: a round of 100,000 samples can start before all of them are granted"""
+    """most samples that one answer grants: a version of 100,000 samples can start before all of them are granted"""
     SHARE_WAIT_S = 1.0
     """a worker that has its share waits this long for the others to claim theirs, then runs some of what they left"""
 
@@ -72,27 +153,35 @@ class ManagerActor(StreamVerbs):
         self._progress = StallClock(stall_s)
         self._store = store
         self._manager = PromptsManager(admission, scheduling, time.monotonic, failures, group_filter)
-        self._saved = StateFile(self._manager, store, self._changed)
-        self._book = ReportBook(self._manager, store, self._changed.fail, self._retry_later)
         self._retries: set[asyncio.Task[None]] = set()
         self._unflushed: set[str] = set()
-        """workers that may still have something to report about the finished round"""
+        """workers that may still have something to report before the flush ends"""
         self._suspended = False
-        self._flushed = Flushed(time.time(), self._manager.metrics())
+        self._flushed_at = time.time()
+        """when the last flush ended, unix seconds"""
         self._metrics_at_flush: dict[str, float] | None = None
         """of the last flush, if it followed a stop; until the next batch"""
-        self._told = False
-        """whether ``wait_batch`` has told what was admitted"""
 
-    # -- trainer ---------------------------------------------------------------------------------------------------
+    # -- driver ----------------------------------------------------------------------------------------------------
 
     async def wanted(self) -> int:
-        """Number of prompts that the next round may need beyond the reserve."""
+        """Number of prompts that the next version may need beyond the reserve."""
         return self._manager.wanted
 
     async def set_overlap(self, overlap: float) -> None:
-        """``PromptsManager.set_overlap``; call it between rounds."""
+        """``PromptsManager.set_overlap``; call it between versions."""
         self._manager.set_overlap(overlap)
+
+    async def offer(self, prompts: list[Prompt], source_left: int) -> None:
+        """Answer to ``PromptsWanted``: these prompts replace filtered groups."""
+
+        def book() -> None:
+            self._manager.offer(prompts)
+            self._manager.note_source(source_left)
+            if self._manager.round_open and not self._manager.round_complete():
+                self._manager.admit()
+
+        await self._changed.change(book)
 
     async def begin_version(self, version: int, prompts: list[Prompt], source_left: int) -> VersionStart:
         """Begin ``version`` once the workers have reported everything of a stopped round.
@@ -102,11 +191,20 @@ class ManagerActor(StreamVerbs):
         remain in the source after ``prompts``.
 
         Raises:
-            RuntimeError: see ``Round.begin_version``.
+            RuntimeError: see ``PromptsManager.begin_version``.
         """
         async with self._changed:
             await self._until_flushed()
-            return self._begin(prompts, source_left, lambda: self._manager.begin_version(version))
+            manager = self._manager
+            manager.offer(prompts)
+            manager.note_source(source_left)
+            carried = manager.groups.carried
+            if manager.exhausted:
+                return VersionStart(0, carried, exhausted=True)
+            admitted = manager.begin_version(version)
+            self._suspended = False
+            self._changed.notify()
+            return VersionStart(admitted, carried)
 
     async def wait_batch(self, stop: bool) -> Batch | PromptsWanted:
         """Wait until the batch of this version is complete, and take it.
@@ -121,6 +219,7 @@ class ManagerActor(StreamVerbs):
             RolloutFailedError: something failed, or nothing moved for ``stall_s``.
         """
         async with self._changed:
+            self._changed.raise_failure()
             if not self._suspended:
                 self._manager.require_open("wait_batch")
             if wanted := await self._until_complete():
@@ -131,8 +230,7 @@ class ManagerActor(StreamVerbs):
             decided_at = time.time()
             self._metrics_at_flush = None
             self._store.seal()
-            groups, admitted = self._manager.complete_batch(stop=stop)
-            self._told = True
+            groups, admitted = self._manager.take_batch(stop=stop), self._manager.admitted
             if stop:
                 self._expect_flush()
             else:
@@ -141,83 +239,8 @@ class ManagerActor(StreamVerbs):
             self._changed.notify()
             return Batch(decided_at, groups, admitted, self._manager.wanted)
 
-    async def finish_step(self, uids: list[str]) -> StepAccount:
-        """The trainer has updated on these groups; if the round was stopped, wait for its flush first."""
-        async with self._changed:
-            if not self._manager.round_open:
-                await self._until_flushed()
-            # The batch's own figures are known only while the trainer has it.
-            metrics = self._metrics_at_flush or self._manager.metrics()
-            self._metrics_at_flush = None
-            self._manager.acknowledge(uids)
-            admitted = () if self._told else self._manager.take_admitted()
-            self._told = False
-            return StepAccount(self._manager.take_filtered(), self._manager.wanted, metrics, admitted)
-
-    async def suspend(self) -> None:
-        """End the round without a batch, to checkpoint and stop: no sample can be claimed from here on."""
-
-        def close() -> None:
-            self._suspended = True
-            self._manager.close_round()
-            self._expect_flush()
-
-        await self._changed.change(close)
-
-    async def begin_flush(self) -> None:
-        """The workers are about to report everything that they have, and ``flush`` waits for it; claims go on."""
-        await self._changed.change(self._expect_flush)
-
-    async def prepare_round(self, version: int, prompts: list[Prompt], source_left: int) -> RoundStart:
-        """Wait until the last round is flushed; then take new prompts, admit the round's first groups, let workers claim.
-
-        The trainer may still be updating: claimed samples wait at their workers' gates until the engines hold
-        ``version``. ``source_left``: prompts that remain in the source after ``prompts``.
-        """
-        async with self._changed:
-            await self._until_flushed()
-            self._manager.advance_version(version)
-            return self._begin(prompts, source_left, self._manager.open_round)
-
-    def _begin(self, prompts: list[Prompt], source_left: int, admit: Callable[[], int]) -> RoundStart:
-        self._manager.offer(prompts)
-        self._manager.note_source(source_left)
-        carried = self._manager.carried_groups
-        if self._manager.exhausted:
-            return RoundStart(0, carried, exhausted=True)
-        admitted = admit()
-        self._suspended = False
-        self._changed.notify()
-        return RoundStart(admitted, carried)
-
-    async def offer(self, prompts: list[Prompt], source_left: int) -> None:
-        """Answer to ``PromptsWanted``: in the open round these prompts replace filtered groups."""
-
-        def book() -> None:
-            self._manager.offer(prompts)
-            self._manager.note_source(source_left)
-            if self._manager.round_open and not self._manager.round_complete():
-                self._manager.admit()
-
-        await self._changed.change(book)
-
-    async def wait_round(self) -> RoundEnd | PromptsWanted:
-        """Wait until the batch is complete; no sample can be claimed from then on. The engines run from this call on.
-
-        Returns early with ``PromptsWanted``, the round still open, when dynamic sampling runs low on reserve prompts.
-        """
-        async with self._changed:
-            if wanted := await self._until_complete():
-                return wanted
-            if self._suspended:
-                # The trainer waits no longer: if the last reports complete a batch, it goes into the checkpoint.
-                return RoundEnd(decided_at=time.time())
-            admitted = self._manager.close_round()
-            self._expect_flush()
-            return RoundEnd(time.time(), admitted, self._manager.wanted)
-
     async def _until_complete(self) -> PromptsWanted | None:
-        """Wait until the batch is complete or the round suspended; see ``wait_round``."""
+        """Wait until the batch is complete or the rollout suspended."""
         garbage.hold()
         self._progress.touch()
         while not self._suspended and not self._manager.round_complete():
@@ -233,15 +256,41 @@ class ManagerActor(StreamVerbs):
         """Note that an engine has made tokens that no worker has reported yet."""
         self._progress.touch()
 
-    async def suspend_round(self) -> None:
-        """``suspend``."""
-        await self.suspend()
+    async def finish_step(self, uids: list[str]) -> StepAccount:
+        """The trainer has updated on these groups; if the round was stopped, wait for its flush first."""
+        async with self._changed:
+            if not self._manager.round_open:
+                await self._until_flushed()
+            # The batch's own figures are known only while the trainer has it.
+            metrics = self._metrics_at_flush or self._manager.metrics()
+            self._metrics_at_flush = None
+            self._manager.acknowledge(uids)
+            return StepAccount(self._manager.take_filtered(), self._manager.wanted, metrics)
 
-    async def flush(self) -> Flushed:
+    async def suspend(self) -> None:
+        """End the round without a batch, to checkpoint and stop: no sample can be claimed from here on."""
+
+        def close() -> None:
+            self._suspended = True
+            self._manager.suspend()
+            self._expect_flush()
+
+        await self._changed.change(close)
+
+    async def begin_flush(self) -> None:
+        """The workers are about to report everything that they have, and ``flush`` waits for it; claims go on."""
+        await self._changed.change(self._expect_flush)
+
+    async def flush(self) -> float:
         """Wait until every worker has reported everything; returns when the last one had (unix seconds)."""
         async with self._changed:
             await self._until_flushed()
-            return self._flushed
+            return self._flushed_at
+
+    async def _until_flushed(self) -> None:
+        while self._unflushed:
+            self._changed.raise_failure()
+            await self._changed.wait(self.CLAIM_WAIT_S)
 
     def _expect_flush(self) -> None:
         self._unflushed = set(self._manager.workers)
@@ -250,29 +299,9 @@ class ManagerActor(StreamVerbs):
 
     def _note_flushed(self) -> None:
         garbage.release()
-        metrics = self._manager.metrics()
-        self._flushed = Flushed(time.time(), metrics)
+        self._flushed_at = time.time()
         if not self._manager.round_open:
-            self._metrics_at_flush = metrics
-
-    async def _until_flushed(self) -> None:
-        while self._unflushed:
-            self._changed.raise_failure()
-            await self._changed.wait(self.CLAIM_WAIT_S)
-
-    async def take_batch(self) -> list[TakenGroup[FinishedOutput]]:
-        """The groups of the finished round; the caller fetches their outputs from the store."""
-        self._changed.raise_failure()
-        self._store.seal()
-        return self._manager.take_batch()
-
-    async def take_filtered(self) -> tuple[FilteredGroup, ...]:
-        """``PromptsManager.take_filtered``; the caller must note them in the ledger before the next checkpoint."""
-        return self._manager.take_filtered()
-
-    async def acknowledge(self, uids: list[str]) -> None:
-        """The trainer has updated on these groups."""
-        self._manager.acknowledge(uids)
+            self._metrics_at_flush = self._manager.metrics()
 
     async def metrics(self) -> dict[str, float]:
         """``PromptsManager.metrics``."""
@@ -282,21 +311,45 @@ class ManagerActor(StreamVerbs):
         """``PromptsManager.standing``; it waits for nobody, and nobody for it."""
         return self._manager.standing()
 
+    async def abandon(self, reason: str) -> None:
+        """Fail everyone who waits, because something outside the manager has died."""
+        await self._changed.change(lambda: self._changed.fail(reason))
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     async def save(self, path: str) -> Written:
-        """``StateFile.save``."""
-        return await self._saved.save(Path(path))
+        """Write the present state to ``path``; samples may run, and what they report later is not part of it.
+
+        Raises:
+            UnsaveableError: a dataset row or an output holds a value that cannot be saved; the message names it.
+            RolloutFailedError, TimeoutError: outputs are lost, or do not arrive.
+        """
+        start = time.perf_counter()
+        async with self._changed:
+            self._store.seal()
+            captured = self._manager.capture()
+            blocked_s = time.perf_counter() - start
+        written = await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured, self._store.fetch)))
+        return replace(written, seconds=time.perf_counter() - start, blocked_s=blocked_s)
 
     async def load(self, path: str) -> Restored:
-        """``StateFile.load``; before the first round."""
-        return await self._saved.load(Path(path))
+        """Restore the snapshot at ``path``; before the first version.
 
-    async def abandon(self, reason: str) -> None:
-        """Fail everyone who waits, because something outside the manager has died."""
-        async with self._changed:
-            self._changed.fail(reason)
-            self._changed.notify()
+        Raises:
+            TornCheckpointError, ForeignCheckpointError: see ``read_snapshot``.
+            ValueError: it was made with sizes that this run cannot resume from.
+        """
+        state = await asyncio.to_thread(read_snapshot, Path(path))
+        manager = self._manager
+
+        def restore() -> Restored:
+            manager.load_state_dict(state)
+            groups = manager.groups
+            groups.store_outputs(self._store.put)
+            counts = groups.in_flight, len(groups.ready_queue), len(manager.unfinished)
+            return Restored(manager.version, *counts, groups.cached_tokens)
+
+        return await self._changed.change(restore)
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -320,7 +373,7 @@ class ManagerActor(StreamVerbs):
         return requeued
 
     async def flushed(self, worker: str) -> None:
-        """Note that ``worker`` has reported everything about the finished round, or never will."""
+        """Note that ``worker`` has reported everything that a flush waits for, or never will."""
 
         def book() -> None:
             self._unflushed.discard(worker)
@@ -359,7 +412,7 @@ class ManagerActor(StreamVerbs):
         """Book what happened to a worker's samples; answers with new ones for the slots that came free."""
 
         def book() -> list[Grant]:
-            self._book.book(report)
+            self._book(report)
             if self._manager.round_open and not self._manager.round_complete():
                 self._manager.admit()
                 return self._manager.claim(report.worker, self.CLAIM_SAMPLES)
@@ -367,6 +420,44 @@ class ManagerActor(StreamVerbs):
 
         self._progress.touch()
         return await self._changed.change(book)
+
+    def _book(self, report: Report) -> None:
+        """Book progress first: it includes the last progress of samples that the other fields name.
+
+        Raises:
+            RuntimeError: the worker was released, so other workers have its samples; or a sample does not run there,
+                so the report came twice.
+        """
+        self._manager.incarnation(report.worker)
+        for progress in report.progress:
+            self._book_progress(progress)
+        for sample_id in report.interrupted:
+            self._manager.interrupt(sample_id)
+        for sample_id in report.away:
+            self._manager.leave(sample_id)
+        for sample_id in report.back:
+            self._manager.come_back(sample_id)
+        try:
+            for (sample_id, _), output in zip(report.finished, self._store.put(report.finished), strict=True):
+                self._manager.finish(sample_id, output)
+            for sample_id, error in report.failed:
+                self._book_failure(sample_id, report.worker, error)
+        except MissingMetricError as error:
+            self._changed.fail(str(error))
+
+    def _book_progress(self, progress: Progress) -> None:
+        for segment in progress.segments:
+            self._manager.add_segment(progress.sample_id, segment)
+        for result in progress.tool_results:
+            self._manager.add_tool_result(progress.sample_id, result)
+
+    def _book_failure(self, sample_id: str, worker: str, error: str) -> None:
+        verdict = self._manager.fail(sample_id, error)
+        logger.warning("sample %s on %s failed: %s (verdict: %s)", sample_id, worker, error, verdict)
+        if verdict is FailureVerdict.RETRY:
+            self._retry_later(sample_id, self._manager.retry_delay_s(sample_id))
+        elif verdict is FailureVerdict.RAISE:
+            self._changed.fail(f"sample {sample_id} on {worker} failed: {error}")
 
     def _retry_later(self, sample_id: str, delay_s: float) -> None:
         async def retry() -> None:

@@ -1,12 +1,35 @@
-"""How many new prompts may start: the three modes of a round.
+"""How many new prompts may start, and when a batch is complete: what bounds staleness without dropping anything.
 
 By Little's law mean staleness follows from the number of groups in flight, so admission sets the staleness. ``window``
-and ``april`` fill at the start of a round; ``ssim`` refills throughout.
+and ``april`` fill when a version begins; ``ssim`` refills throughout.
+
+**The bound.** Each version trains one batch of the N oldest ready groups. Let K be ``max_staleness``, and a group's birth
+the version under which its first sample started. Then every group is trained by version birth + K, if
+
+1. *admission*: at most (1 + K) N groups count at any time: those unfinished or ready, and those that the present version
+   trains (``pacing_load``);
+2. *completion*: version v takes its batch only when the groups that remain can be trained in time (``in_time``): of those
+   born, for each j >= 0 at most j N have birth + K <= v + j. Until then the trainer waits; nothing is dropped.
+
+A batch always completes. Once all that is born is finished, version v takes the N oldest. Of those born up to w there were
+at most (w + K - v + 1) N left: by 2 for the version before, or by 1 if w = v. Now N fewer are left, which is in time::
+
+    N = 2, K = 1: at most 4 count. Version 5 begins with two groups born at 4 and two admitted, born at 5.
+    Ready: both of 5. Left would be two of birth 4, to be trained by 5: 2 > 0 * 2, so version 5 waits.
+    Ready: one of 4 and one of 5. Left would be one of 4: 1 > 0 * 2, it waits. Ready: both of 4. It takes them, and
+    leaves two of 5, to be trained by version 6: 2 <= 1 * 2.
+
+    >>> in_time(ready={5: 2}, unfinished={4: 2}, batch=2, version=5, max_staleness=1)
+    False
+    >>> in_time({4: 1, 5: 1}, {4: 1, 5: 1}, 2, 5, 1), in_time({4: 2}, {5: 2}, 2, 5, 1)
+    (False, True)
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,28 +39,33 @@ if TYPE_CHECKING:
     from recipe.partial_rollout.config.settings import PartialRolloutConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What the manager holds when admission is asked."""
+def in_time(
+    ready: Mapping[int, int], unfinished: Mapping[int | None, int], batch: int, version: int, max_staleness: int
+) -> bool:
+    """Whether all other groups can still be trained in time after ``version`` takes the ``batch`` oldest ready ones.
 
-    groups: int
-    """``pacing_load``: unfinished, ready, or in the batch that the present version trains"""
-    unfinished_groups: int
-    unfinished_samples: int
-    kept: int = 0
-    """groups admitted over the whole run, less the filtered ones"""
-    to_replace: int = 0
-    """groups filtered in this round that nothing has replaced yet"""
+    ``ready``, ``unfinished``: number of groups by birth; those under None are not born.
+    """
+    left, to_take = Counter({birth: count for birth, count in unfinished.items() if birth is not None}), batch
+    for birth in sorted(ready):
+        taken = min(to_take, ready[birth])
+        left[birth] += ready[birth] - taken
+        to_take -= taken
+    due = 0
+    for birth in sorted(left):
+        due += left[birth]
+        if due > max(0, birth + max_staleness - version) * batch:
+            return False
+    return True
 
 
 def pacing_load(kept: int, in_flight: int, batch_groups: int, version: int) -> int:
     """Groups that admission counts: each version trains N of those kept, and its batch counts until the next version.
 
-    At the start of a colocated round all versions before it have their batches, so these are the groups in flight. In
-    separate placement prompts start while the trainer holds a batch. Its groups still count: whoever starts in their place
-    is as old as the next version's, and would be trained too late::
+    Prompts may start while the trainer holds the batch of the present version. Whoever starts in its place is as old as the
+    next version's groups, and would be trained too late::
 
-        N = 2, max_staleness 1: at most 4. Version 5 begins with 14 - 2 * 5 = 4 in flight.
+        N = 2, K = 1: at most 4. Version 5 begins with 14 - 2 * 5 = 4 in flight.
         Its batch is taken: 2 are in flight, and 4 count. Two more would be born under version 5, too, and one version
         must then train 4 groups to keep the bound.
 
@@ -53,26 +81,40 @@ def pacing_load(kept: int, in_flight: int, batch_groups: int, version: int) -> i
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """What the manager holds when admission is asked."""
+
+    groups: int
+    """``pacing_load``: unfinished, ready, or in the batch that the present version trains"""
+    unfinished_groups: int
+    unfinished_samples: int
+    kept: int = 0
+    """groups admitted over the whole run, less the filtered ones"""
+    to_replace: int = 0
+    """groups filtered since the version began that nothing has replaced yet"""
+
+
+@dataclass(frozen=True, slots=True)
 class Admission:
     """Decides whether one more prompt may be admitted.
 
     Mode ``window``, 4 groups trained a step and an overlap of 0.5::
 
-        start of a round    4 * (1 + 0.5) = 6 groups, unfinished or ready
-        in the round        none, except to replace filtered groups
+        a version begins    4 * (1 + 0.5) = 6 groups, unfinished or ready
+        later               none, except to replace filtered groups
         at any time         at most (1 + max_staleness) * 4 = 12
 
     >>> window = Admission(Mode.WINDOW, 4, 8, 0.5, 8, 32, max_staleness=2)
     >>> five, six = (Load(groups, unfinished_groups=3, unfinished_samples=20) for groups in (5, 6))
-    >>> window.allows(five, round_start=True), window.allows(six, round_start=True)
+    >>> window.allows(five, version_begins=True), window.allows(six, version_begins=True)
     (True, False)
-    >>> window.allows(five, round_start=False)
+    >>> window.allows(five, version_begins=False)
     False
 
-    Mode ``ssim`` counts samples, and refills throughout the round: 20 + 8 fit into 32.
+    Mode ``ssim`` counts samples, and refills throughout: 20 + 8 fit into 32.
 
     >>> ssim = Admission(Mode.SSIM, 4, 8, 0.5, 8, in_flight_samples=32, max_staleness=2)
-    >>> ssim.allows(five, round_start=False)
+    >>> ssim.allows(five, version_begins=False)
     True
     """
 
@@ -83,7 +125,7 @@ class Admission:
     overlap: float
     """spare groups in flight as a share of N (window)"""
     over_sampling_batch_size: int
-    """unfinished groups at the start of a round (april)"""
+    """unfinished groups when a version begins (april)"""
     in_flight_samples: int
     """budget of unfinished samples (ssim)"""
     max_staleness: int
@@ -113,8 +155,8 @@ class Admission:
         """Most groups, unfinished or ready, that can all be trained before they are older than ``max_staleness``."""
         return (1 + self.max_staleness) * self.batch_groups
 
-    def allows(self, load: Load, *, round_start: bool) -> bool:
-        """Whether one more group may start under ``load``, at the start of a round or during it."""
+    def allows(self, load: Load, *, version_begins: bool) -> bool:
+        """Whether one more group may start under ``load``, when a version begins or later."""
         if load.groups >= self.ceiling or (self.train_groups is not None and load.kept >= self.train_groups):
             return False
         if self.mode is Mode.SSIM:
@@ -124,14 +166,14 @@ class Admission:
         # ssim's budget of samples already refills the place of a filtered group.
         if load.to_replace:
             return True
-        if not round_start:
+        if not version_begins:
             return False
         if self.mode is Mode.APRIL:
             return load.unfinished_groups < self.over_sampling_batch_size
         return load.groups < self.window
 
-    def most_per_round(self) -> int:
-        """Upper bound of the prompts that one round can admit."""
+    def most_per_version(self) -> int:
+        """Upper bound of the prompts that one version can admit."""
         return {
             Mode.WINDOW: self.window,
             Mode.APRIL: self.over_sampling_batch_size,

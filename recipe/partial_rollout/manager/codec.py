@@ -30,9 +30,7 @@ import numpy as np
 from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
 from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.groups import Counters
-from recipe.partial_rollout.manager.length_ledger import LengthLedger
-from recipe.partial_rollout.manager.state import ManagerState
+from recipe.partial_rollout.manager.groups import Counters, LengthLedger, ManagerState
 from recipe.partial_rollout.manager.types import (
     FilteredGroup,
     FinishedOutput,

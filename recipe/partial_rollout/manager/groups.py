@@ -1,4 +1,7 @@
-"""Groups from admission to training: the state of each, and the indexes and totals derived from it.
+"""All prompts between the data source and the trainer: what a checkpoint keeps.
+
+A prompt waits in the ``Reserve``, and is a group from admission to training. Workers, their slots and the claim queue are
+no part of it: after a crash no sample has an owner. The states of a group, and the verbs of ``Groups``
 
 ::
 
@@ -15,12 +18,11 @@ the indexes always agree with the states. Trained and filtered groups are counte
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from bisect import bisect_left, insort
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from recipe.partial_rollout.manager.length_ledger import LengthLedger
-from recipe.partial_rollout.manager.ready_groups import ReadyGroups
 from recipe.partial_rollout.manager.types import (
     FilteredGroup,
     FinishedOutput,
@@ -30,6 +32,7 @@ from recipe.partial_rollout.manager.types import (
     Sample,
     SampleOutput,
     TakenGroup,
+    position_of,
 )
 
 Put = Callable[[Sequence[tuple[str, SampleOutput]]], Sequence[FinishedOutput]]
@@ -43,6 +46,149 @@ _FOLLOWS = {
     GroupState.TRAINED: GroupState.TAKEN,
 }
 """the only state from which each state can be entered; a group begins as WAITING"""
+
+
+@dataclass(slots=True)
+class Reserve:
+    """Prompts that were offered, in training order, and are not admitted yet."""
+
+    prompts: deque[Prompt] = field(default_factory=deque)
+    last_offered: str | None = None
+    """uid; prompts come in order, so this shows whether a prompt was already offered"""
+    source_open: bool = True
+    """whether more prompts may be offered"""
+    source_left: int = 0
+    """prompts left in the source, as last noted; only dynamic sampling uses it"""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self.prompts)
+
+    def offer(self, prompts: Iterable[Prompt]) -> None:
+        """Append ``prompts``.
+
+        Raises:
+            RuntimeError: a prompt does not come after the last one.
+        """
+        for prompt in prompts:
+            last = self.last_offered
+            if last is not None and prompt.position <= position_of(last):
+                raise RuntimeError(f"prompt {prompt.uid} was offered twice, or out of order: the last one was {last}")
+            self.prompts.append(prompt)
+            self.last_offered = prompt.uid
+
+    def pop(self) -> Prompt:
+        """Take out the next prompt, to be admitted."""
+        return self.prompts.popleft()
+
+
+def _order(group: PromptGroup) -> int:
+    return group.order
+
+
+@dataclass(slots=True)
+class ReadyGroups:
+    """READY groups, oldest birth first, then by dispatch: the order in which they are trained."""
+
+    by_birth: dict[int, list[PromptGroup]] = field(default_factory=dict)
+    size: int = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[PromptGroup]:
+        """Oldest birth first."""
+        for birth in sorted(self.by_birth):
+            yield from self.by_birth[birth]
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """Number of groups by birth."""
+        return {birth: len(groups) for birth, groups in self.by_birth.items()}
+
+    def add(self, group: PromptGroup) -> None:
+        """Add ``group``, which has become ready."""
+        assert group.birth is not None
+        insort(self.by_birth.setdefault(group.birth, []), group, key=_order)
+        self.size += 1
+
+    def remove(self, group: PromptGroup) -> None:
+        """Take out ``group``."""
+        assert group.birth is not None
+        groups = self.by_birth[group.birth]
+        del groups[bisect_left(groups, group.order, key=_order)]
+        if not groups:
+            del self.by_birth[group.birth]
+        self.size -= 1
+
+
+@dataclass(slots=True)
+class LengthLedger:
+    """Response tokens of every group by dispatch order, for ``Groups.length_bias``: short groups finish first.
+
+    The first groups are kept only as a sum once as many are trained. Filtered groups count on neither side: what dynamic
+    sampling selects is no bias of the scheduling.
+
+    >>> ledger = LengthLedger(opened=3)
+    >>> ledger.leave_out(0)
+    >>> ledger.close(1, 10)
+    >>> ledger.total_of_first(2, so_far=lambda order: 7)
+    17
+    """
+
+    opened: int = 0
+    """groups dispatched"""
+    prefix: int = 0
+    """tokens of the first ``prefix_groups`` unfiltered groups in dispatch order"""
+    prefix_groups: int = 0
+    passed: int = 0
+    """number of groups dispatched up to the end of the prefix, filtered ones included"""
+    ended: dict[int, int] = field(default_factory=dict)
+    """tokens of the ended groups after the prefix, by dispatch order"""
+    left_out: set[int] = field(default_factory=set)
+    """dispatch orders of the filtered groups after the prefix"""
+
+    def open(self) -> None:
+        """Note that one more group was dispatched."""
+        self.opened += 1
+
+    def close(self, order: int, tokens: int) -> None:
+        """Note that the group dispatched as number ``order`` ended with ``tokens``."""
+        self.ended[order] = tokens
+
+    def leave_out(self, order: int) -> None:
+        """Note that the group dispatched as number ``order`` was filtered."""
+        self.left_out.add(order)
+
+    def fold(self, groups: int) -> None:
+        """Fold the first ``groups`` dispatched groups into the sum, up to the first that has not ended."""
+        while self.prefix_groups < groups:
+            if self.passed in self.left_out:
+                self.left_out.remove(self.passed)
+            elif self.passed in self.ended:
+                self.prefix += self.ended.pop(self.passed)
+                self.prefix_groups += 1
+            else:
+                return
+            self.passed += 1
+
+    def total_of_first(self, groups: int, so_far: Callable[[int], int]) -> int:
+        """Tokens of the first ``groups`` unfiltered groups dispatched; ``so_far(order)`` gives those of one in flight."""
+        self.fold(groups)
+        return self.prefix + self._total(0, groups - self.prefix_groups, so_far)
+
+    def total_of_next(self, groups: int, after: int, so_far: Callable[[int], int]) -> int:
+        """As ``total_of_first``, of the ``groups`` that follow the first ``after``."""
+        self.fold(after)
+        return self._total(after - self.prefix_groups, groups, so_far)
+
+    def _total(self, skipped: int, groups: int, so_far: Callable[[int], int]) -> int:
+        """Tokens of ``groups`` groups after the prefix and the ``skipped`` that follow it."""
+        behind = (order for order in range(self.passed, self.opened) if order not in self.left_out)
+        orders = itertools.islice(behind, skipped, skipped + groups)
+        return sum(so_far(i) if (tokens := self.ended.get(i)) is None else tokens for i in orders)
 
 
 @dataclass(slots=True)
@@ -99,7 +245,7 @@ class Groups:
     admitted: list[str] = field(default_factory=list)
     """uids of the groups entered that are not in the ledger yet"""
     told: int = 0
-    """the first of these: the trainer has them with its batch, and they are forgotten with it"""
+    """the first of these: the trainer gets them with its batch; kept until it is trained, because a crash may undo it"""
     filtered: list[FilteredGroup] = field(default_factory=list)
     """FILTERED groups that are not in the ledger yet"""
 
@@ -168,11 +314,7 @@ class Groups:
             self._move(group, GroupState.TAKEN)
             self.ready_queue.remove(group)
             self.taken[group.uid] = group
-        return self.views(batch)
-
-    @staticmethod
-    def views(batch: Iterable[PromptGroup]) -> list[TakenGroup[FinishedOutput]]:
-        """These groups as the trainer sees them; their state stays."""
+        self.told = len(self.admitted)
         return [TakenGroup(g.uid, g.order, g.prompt.epoch, g.prompt.row, g.outputs, g.birth) for g in batch]
 
     def train(self, uids: Iterable[str]) -> None:
@@ -189,16 +331,6 @@ class Groups:
         self.lengths.fold(self.counters.trained_groups)
         del self.admitted[: self.told]
         self.told = 0
-
-    def tell_admitted(self) -> tuple[str, ...]:
-        """Uids of the groups entered since the last call; kept until ``train``, because a crash may undo the batch."""
-        admitted, self.told = tuple(self.admitted[self.told :]), len(self.admitted)
-        return admitted
-
-    def take_admitted(self) -> tuple[str, ...]:
-        """Uids of the groups entered since the last call."""
-        admitted, self.admitted = tuple(self.admitted), []
-        return admitted
 
     def take_filtered(self) -> tuple[FilteredGroup, ...]:
         """Groups filtered since the last call, but for those whose admission is not told yet: they come later."""
@@ -269,24 +401,40 @@ class Groups:
         """The first ``count`` READY groups by birth, then by dispatch order; fewer only if there are no more."""
         return list(itertools.islice(self.ready_queue, count))
 
-    def in_time_after(self, batch: int, version: int, max_staleness: int) -> bool:
-        """Whether all other groups can still be trained in time after the ``batch`` oldest ready groups are taken.
+    def oldest_birth(self, default: int) -> int:
+        """Birth version of the oldest group in flight; ``default`` if none is born."""
+        births = [birth for birth in self.unfinished if birth is not None] + list(self.ready_queue.by_birth)
+        return min(births, default=default)
 
-        Each round trains ``batch`` groups, so at most j * ``batch`` may be due within the next j rounds.
+    def length_bias(self) -> dict[str, float]:
+        """Mean response length of what was trained over that of as many groups in dispatch order.
+
+        ``length/bias`` is of the whole run, ``length/batch_bias`` of the batch that the trainer has, which counts as
+        trained in both. Both are 1 if prompts train in the order of the data. A group that has not ended counts with its
+        length so far. A figure is missing before the first batch, and while none of the groups below its line has a token.
         """
-        left = Counter({birth: len(groups) for birth, groups in self.ready_queue.by_birth.items()})
-        to_take = batch
-        for birth in sorted(left):
-            taken = min(to_take, left[birth])
-            left[birth] -= taken
-            to_take -= taken
-        for birth, count in self.unfinished.items():
-            if birth is not None:
-                left[birth] += count
-        due = 0
-        for birth in sorted(left):
-            due += left[birth]
-            rounds_left = birth + max_staleness - version
-            if due > max(0, rounds_left) * batch:
-                return False
-        return True
+        trained, taken = self.counters.trained_groups, self.taken.values()
+        batch = sum(group.finished_length for group in taken)
+        in_order = self.lengths.total_of_next(len(taken), trained, self._length_so_far)
+        first = self.lengths.total_of_first(trained, self._length_so_far) + in_order
+        biases = {}
+        if first:
+            biases["length/bias"] = (self.counters.trained_tokens + batch) / first
+        if in_order:
+            biases["length/batch_bias"] = batch / in_order
+        return biases
+
+    def _length_so_far(self, order: int) -> int:
+        return sum(sample.length for sample in self.by_order[order].samples)
+
+
+@dataclass(slots=True)
+class ManagerState:
+    """All prompts between the data source and the trainer."""
+
+    version: int = 0
+    """policy version that decodes the claimed samples"""
+    reserve: Reserve = field(default_factory=Reserve)
+    groups: Groups = field(default_factory=Groups)
+    paced: int = 0
+    """prompts that admission held back when the last version began"""

@@ -35,9 +35,6 @@ class VersionStart:
     """the version did not begin, because the data ended with fewer prompts left than a batch needs"""
 
 
-RoundStart = VersionStart
-
-
 @dataclass(frozen=True, slots=True)
 class Standing:
     """How far an open round is."""
@@ -47,18 +44,6 @@ class Standing:
     """samples that hold a slot of a worker"""
     oldest: int
     """versions since the first token of the oldest group in flight; 0 if none has begun"""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundEnd:
-    """The manager's decision to interrupt the round."""
-
-    decided_at: float
-    """unix seconds"""
-    admitted: tuple[str, ...] = ()
-    """uids of the groups admitted since the last batch was taken, in order"""
-    wanted: int = 0
-    """``PromptsManager.wanted``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +78,6 @@ class StepAccount:
     """prompts to offer with the next version (``PromptsManager.wanted``)"""
     metrics: dict[str, float]
     """``PromptsManager.metrics`` of the last flush if the round was stopped, else those before the batch was forgotten"""
-    admitted: tuple[str, ...] = ()
-    """of ``Stream``: uids of the groups admitted, in order"""
-
-
-class Flushed(float):
-    """When every worker had reported everything about a round (unix seconds); its attributes are for ``Rounds``."""
-
-    at: float
-    metrics: dict[str, float]
-
-    def __new__(cls, at: float, metrics: dict[str, float] | None = None) -> Flushed:
-        self = super().__new__(cls, at)
-        self.at, self.metrics = at, metrics or {}
-        return self
 
 
 @dataclass(frozen=True, slots=True)

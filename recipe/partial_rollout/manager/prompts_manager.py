@@ -1,42 +1,80 @@
 """The state of partial rollout: which prompts are in flight, and the state of each of their samples.
 
-A pure state machine, driven by verbs: no Ray, no asyncio, no torch, no clock of its own. It guarantees that
+A pure state machine, driven by verbs: no Ray, no asyncio, no torch, no clock of its own. It guarantees, across
+``state_dict`` and ``load_state_dict``, that
 
 * every prompt offered is consumed exactly once: its group is acknowledged as trained, or FILTERED when its last sample
   ends;
-* no group is trained later than ``max_staleness`` versions after its first sample started: ``round_complete`` stays False
-  while stopping would leave more groups than the next rounds can train in time;
+* no group is trained later than ``max_staleness`` versions after its first sample started (``admission`` has the theorem);
 * a sample has one owner: it is claimable, or one worker has it (RUNNING, AWAY), or it awaits its retry, or it has ended.
 
-These guarantees hold across ``state_dict`` and ``load_state_dict``. ``PromptsManager`` passes each verb to the owner of
-the state that it changes: ``Reserve`` (prompts that wait), ``Groups``, ``Samples``, ``Slots`` (workers and their claims),
-``Round``.
+The verbs of samples. Each checks the present state first: a message that comes twice or late is an error.
+
+============== ============================= ================================================
+verb           leaves                        enters
+============== ============================= ================================================
+admit                                        INTERRUPTED if it has a journal, else WAITING
+claim          WAITING, INTERRUPTED          RUNNING
+interrupt      RUNNING                       INTERRUPTED
+leave          RUNNING                       AWAY
+come_back      AWAY                          INTERRUPTED
+finish         RUNNING, AWAY                 FINISHED
+fail           RUNNING, AWAY                 FAILED, then FINISHED if the verdict is MASK
+retry          FAILED                        as ``admit``
+release_worker RUNNING, INTERRUPTED, AWAY    as ``admit``
+============== ============================= ================================================
+
+The verbs of versions. Where trainer and engines share their devices each batch stops the round (colocated placement);
+where each side has its own, everything else runs on (separate placement)::
+
+    CLOSED --begin_version--> OPEN --take_batch(stop=True)---> CLOSED
+                               ^  --take_batch(stop=False)--> AHEAD
+                               +--------begin_version----------+
+
+Both take N groups a version and admit at its start, so pacing and the bound on staleness are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from enum import StrEnum
 from typing import Any
 
 from recipe.partial_rollout.config.sections import Scheduling
-from recipe.partial_rollout.manager import report as manager_report
-from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.admission import Admission, Load, in_time, pacing_load
 from recipe.partial_rollout.manager.codec import Captured, capture, decode, encode
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy, FailureVerdict
-from recipe.partial_rollout.manager.group_filter import GroupFilter
-from recipe.partial_rollout.manager.groups import Counters, Put
+from recipe.partial_rollout.manager.groups import Counters, ManagerState
 from recipe.partial_rollout.manager.messages import Standing
-from recipe.partial_rollout.manager.round import Round
-from recipe.partial_rollout.manager.samples import Samples
-from recipe.partial_rollout.manager.slots import Slots
-from recipe.partial_rollout.manager.state import ManagerState
-from recipe.partial_rollout.manager.types import FilteredGroup, FinishedOutput, Grant, Prompt, Segment, TakenGroup
+from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter, masked_output
+from recipe.partial_rollout.manager.scheduling import Slots
+from recipe.partial_rollout.manager.types import (
+    FilteredGroup,
+    FinishedOutput,
+    Grant,
+    GroupState,
+    Prompt,
+    PromptGroup,
+    Sample,
+    SampleState,
+    Segment,
+    TakenGroup,
+)
+
+
+class VersionState(StrEnum):
+    CLOSED = "closed"
+    """No sample may be claimed."""
+    OPEN = "open"
+    """Samples run; the batch of this version is to come."""
+    AHEAD = "ahead"
+    """Samples run on while the trainer has the batch of this version."""
 
 
 class PromptsManager:
     """Owner of all prompts between the data source and the trainer.
 
-    A batch of one group of two samples, one spare group in flight, three slots. At the end of the first round::
+    A batch of one group of two samples, one spare group in flight, three slots. After the first batch::
 
         reserve        in flight                                trainer
         0/2     ---->  0/1#0 interrupted, 0/1#1 waiting  ---->  0/0
@@ -48,17 +86,15 @@ class PromptsManager:
     >>> manager = PromptsManager(admission, Scheduling(), clock=lambda: 0.0)
     >>> manager.offer(Prompt(f"0/{i}", 0, {}) for i in range(3))
     >>> manager.register_worker("w0", capacity=3)
-    >>> manager.open_round(), [grant.sample_id for grant in manager.claim("w0")]
+    >>> manager.begin_version(0), [grant.sample_id for grant in manager.claim("w0")]
     (2, ['0/0#0', '0/0#1', '0/1#0'])
     >>> token = np.ones(1, np.int32)
     >>> output = SampleOutput(token, token, token, -token, 0 * token, 1, 1.0, {}, 2, {})
     >>> for sample_id in ("0/0#0", "0/0#1"):
     ...     manager.finish(sample_id, output)
-    >>> manager.round_complete(), manager.close_round()
-    (True, ('0/0', '0/1'))
+    >>> [group.uid for group in manager.take_batch(stop=True)], manager.admitted
+    (['0/0'], ('0/0', '0/1'))
     >>> manager.interrupt("0/1#0")
-    >>> [group.uid for group in manager.take_batch()]
-    ['0/0']
 
     Args:
         admission: mode and sizes.
@@ -76,11 +112,24 @@ class PromptsManager:
         failures: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
         group_filter: GroupFilter | None = None,
     ) -> None:
+        self.admission = admission
+        self._scheduling = scheduling
         self._clock = clock
+        self._failures = failures
+        self._filter = group_filter
         self._state = ManagerState()
+        self.groups = self._state.groups
+        self._reserve = self._state.reserve
         self._slots = Slots(scheduling.policy)
-        self._samples = Samples(self._state.groups, self._slots, failures, clock)
-        self._round = Round(self._state, self._samples, admission, scheduling, group_filter)
+        self.unfinished: dict[str, Sample] = {}
+        """unfinished samples by id"""
+        self._version_state = VersionState.CLOSED
+        self._batch_taken = False
+        """whether the trainer has got the batch of the present version"""
+        self._filtered = 0
+        """groups filtered since the version began"""
+        self._to_replace = 0
+        """of these, the groups that are not replaced yet"""
 
     @property
     def version(self) -> int:
@@ -90,7 +139,7 @@ class PromptsManager:
     @property
     def counters(self) -> Counters:
         """Totals since the start of the run."""
-        return self._state.groups.counters
+        return self.groups.counters
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -104,7 +153,11 @@ class PromptsManager:
 
     def release_worker(self, worker: str) -> int:
         """Forget a dead worker and requeue its samples with their journals; returns how many."""
-        return self._samples.release(worker)
+        held = self._slots.release(worker)
+        for sample in held:
+            assert sample.state in (SampleState.RUNNING, SampleState.INTERRUPTED, SampleState.AWAY)
+            self._requeue(sample)
+        return len(held)
 
     @property
     def workers(self) -> Iterable[str]:
@@ -112,8 +165,12 @@ class PromptsManager:
         return self._slots.workers
 
     def incarnation(self, worker: str) -> object:
-        """See ``Slots.incarnation``: distinguishes a call by a dead worker from one by its successor of the same name."""
+        """Distinguishes a call by a dead worker from one by its successor of the same name; see ``Slots.incarnation``."""
         return self._slots.incarnation(worker)
+
+    def held_back(self, worker: str) -> bool:
+        """Whether ``worker`` has free slots but got no more samples because it already has its share."""
+        return self.round_open and self._slots.held_back(worker)
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
@@ -122,161 +179,318 @@ class PromptsManager:
         self.incarnation(worker)
         if not self.round_open:
             return []
-        version, overdue = self.version, self._round.overdue
-        return self._samples.claim(worker, limit, version=version, overdue=overdue, beyond_share=beyond_share)
+        unfinished, overdue = len(self.unfinished), self._overdue
+        claimed = self._slots.claim(worker, limit, unfinished, overdue, beyond_share=beyond_share)
+        return [self._grant(sample, worker) for sample in claimed]
 
-    def held_back(self, worker: str) -> bool:
-        """Whether ``worker`` has free slots but got no more samples because it already has its share."""
-        return self.round_open and self._slots.held_back(worker)
+    @property
+    def _overdue(self) -> int:
+        """Groups born at this version or before must be in the next batch."""
+        return self.version + (self._version_state is VersionState.AHEAD) - self.admission.max_staleness
+
+    def _grant(self, sample: Sample, worker: str) -> Grant:
+        assert sample.state in (SampleState.WAITING, SampleState.INTERRUPTED)
+        group = sample.group
+        if group.state is GroupState.WAITING:
+            self.groups.start(group, self.version)
+            self._slots.refresh(group)
+        self.counters.resumed += sample.state is SampleState.INTERRUPTED
+        # This worker still holds the conversation, so its journal need not be sent at every resumption.
+        held = sample.worker == worker
+        journals = ((), ()) if held else (tuple(sample.segments), tuple(sample.tool_results))
+        sample.worker = worker
+        self._move(sample, SampleState.RUNNING)
+        return Grant(sample.id, group.uid, group.order, group.prompt.row, *journals, held=held)
 
     def add_segment(self, sample_id: str, segment: Segment) -> None:
         """Cache tokens of a running sample, so that they survive its worker."""
-        self._samples.add_segment(sample_id, segment)
+        sample = self._in_state(sample_id, "add_segment", SampleState.RUNNING)
+        if len(segment):
+            sample.segments.append(segment)
 
     def add_tool_result(self, sample_id: str, result: dict[str, Any]) -> None:
-        """Cache the JSON-able result of a running sample's finished tool call, so that the call is not made again."""
-        self._samples.add_tool_result(sample_id, result)
+        """Cache the JSON-able result of a finished tool call, so that the call is not made again."""
+        sample = self._in_state(sample_id, "add_tool_result", SampleState.RUNNING, SampleState.AWAY)
+        sample.tool_results.append(result)
 
     def interrupt(self, sample_id: str) -> None:
-        """RUNNING -> INTERRUPTED: frees the slot; the worker keeps the conversation until the sample is granted again."""
-        self._samples.interrupt(sample_id)
+        """Free its slot; the worker keeps the conversation until the sample is granted again."""
+        sample = self._in_state(sample_id, "interrupt", SampleState.RUNNING)
+        self._slots.free(sample)
+        self._move(sample, SampleState.INTERRUPTED)
+        self.counters.interrupted += 1
+        self._slots.offer(sample)
 
     def leave(self, sample_id: str) -> None:
-        """RUNNING -> AWAY: frees the slot; its worker awaits its reward or a tool."""
-        self._samples.leave(sample_id)
+        """Free its slot; the worker goes on with it, and no token follows until it has come back."""
+        sample = self._in_state(sample_id, "leave", SampleState.RUNNING)
+        self._slots.leave(sample)
+        self._move(sample, SampleState.AWAY)
 
     def come_back(self, sample_id: str) -> None:
-        """AWAY -> INTERRUPTED: its worker claims it before any other sample."""
-        self._samples.come_back(sample_id)
+        """It needs a slot again: its worker claims it before any other sample."""
+        sample = self._in_state(sample_id, "come_back", SampleState.AWAY)
+        self._slots.come_back(sample)
+        self._move(sample, SampleState.INTERRUPTED)
 
     def finish(self, sample_id: str, output: FinishedOutput) -> None:
-        """RUNNING, AWAY -> FINISHED with its output; if it was the last of its group, see ``Round.sample_ended``."""
-        self._round.sample_ended(self._samples.finish(sample_id, output))
+        """Free its slot; ``output`` replaces the journal. After the last sample its group is READY, or FILTERED.
+
+        Raises:
+            MissingMetricError: the group cannot be judged by ``algorithm.filter_groups``.
+        """
+        self._end(self._leave_worker(sample_id, "finish"), output)
 
     def fail(self, sample_id: str, error: str) -> FailureVerdict:
-        """RUNNING, AWAY -> FAILED: its agent loop raised ``error`` (one line); returns the verdict.
+        """Free its slot: its agent loop raised ``error`` (one line). Returns the verdict.
 
         RETRY: call ``retry`` after ``retry_delay_s``. MASK: the sample is FINISHED, masked. RAISE: the run must end.
         """
-        verdict = self._samples.fail(sample_id, error)
+        sample = self._leave_worker(sample_id, "fail")
+        sample.worker, sample.error = None, error
+        sample.failures += 1
+        self._move(sample, SampleState.FAILED)
+        verdict = self._failures.verdict(sample.failures)
+        self.counters.failed += 1
+        self.counters.retried += verdict is FailureVerdict.RETRY
         if verdict is FailureVerdict.MASK:
-            self._round.sample_ended(self._samples.mask(sample_id))
+            self.counters.masked += 1
+            self._end(sample, masked_output(sample.segments, error))
         return verdict
 
     def retry_delay_s(self, sample_id: str) -> float:
         """Seconds that a failed sample waits for its ``retry``."""
-        return self._samples.retry_delay_s(sample_id)
+        return self._failures.delay_s(self._in_state(sample_id, "retry_delay_s", SampleState.FAILED).failures)
 
     def retry(self, sample_id: str) -> None:
-        """FAILED -> INTERRUPTED with its journal (WAITING without one); any worker may claim it."""
-        self._samples.retry(sample_id)
+        """Make a failed sample claimable; any worker may continue from its journal."""
+        self._requeue(self._in_state(sample_id, "retry", SampleState.FAILED))
 
-    # -- prompts, rounds and batches -------------------------------------------------------------------------------
+    def _in_state(self, sample_id: str, verb: str, *states: SampleState) -> Sample:
+        sample = self.unfinished.get(sample_id)
+        if sample is None or sample.state not in states:
+            actual = "unknown or finished" if sample is None else sample.state
+            raise RuntimeError(f"{verb}: sample {sample_id} is {actual}, not {' or '.join(states)}")
+        return sample
+
+    def _leave_worker(self, sample_id: str, verb: str) -> Sample:
+        sample = self._in_state(sample_id, verb, SampleState.RUNNING, SampleState.AWAY)
+        self._slots.free(sample)
+        return sample
+
+    def _end(self, sample: Sample, output: FinishedOutput) -> None:
+        group = sample.group
+        self._move(sample, SampleState.FINISHED)
+        sample.output = output
+        sample.segments, sample.tool_results = [], []
+        del self.unfinished[sample.id]
+        self.groups.end_sample(group, output.response_length)
+        self._slots.refresh(group)
+        if not group.unfinished:
+            self._end_group(group)
+
+    def _end_group(self, group: PromptGroup) -> None:
+        value = self._filter.common_value(group.outputs) if self._filter is not None else None
+        if value is not None and self._may_filter():
+            self.groups.filter(group, value)
+            self._filtered += 1
+            self._to_replace += self.round_open
+        else:
+            self.counters.spared_groups += value is not None
+            self.groups.ready(group)
+
+    def _may_filter(self) -> bool:
+        """Whether the version's limit allows one more, and the remaining data can still fill a batch without it."""
+        assert self._filter is not None
+        size = self.admission.batch_groups
+        most = self._filter.most_a_version(size)
+        if most is not None and self._filtered >= most:
+            return False
+        return self.groups.in_flight - 1 + len(self._reserve) + self._reserve.source_left >= size
+
+    def _enter(self, group: PromptGroup) -> None:
+        """Add the unfinished samples of ``group``, new or restored; any worker may claim them."""
+        for sample in group.samples:
+            if sample.output is None:
+                self.unfinished[sample.id] = sample
+                self._requeue(sample)
+
+    def _requeue(self, sample: Sample) -> None:
+        """Make ``sample``, which nobody owns now, claimable."""
+        sample.worker = None
+        self._move(sample, SampleState.INTERRUPTED if sample.has_journal else SampleState.WAITING)
+        self._slots.offer(sample)
+
+    def _move(self, sample: Sample, state: SampleState) -> None:
+        sample.state = state
+        sample.since = self._clock()
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
 
     def offer(self, prompts: Iterable[Prompt]) -> None:
         """Put prompts in reserve, in training order; they start when admission allows."""
-        self._state.reserve.offer(prompts)
+        self._reserve.offer(prompts)
 
     def note_source(self, left: int) -> None:
-        """Note that the source has ``left`` more prompts to offer; if none, it is closed."""
-        self._state.reserve.note_source(left)
+        """Note that the source has ``left`` more prompts to offer; with none, what is in flight drains."""
+        self._reserve.source_left = left
+        self._reserve.source_open = self._reserve.source_open and left > 0
 
-    def close_source(self) -> None:
-        """No more prompts will be offered: what is in flight drains."""
-        self._state.reserve.close_source()
+    def set_overlap(self, overlap: float) -> None:
+        """Spare groups in flight from here on, as a share of N; what is in flight already stays.
+
+        Raises:
+            ValueError: more than ``max_staleness``: they could not all be trained in time.
+        """
+        if not 0 <= overlap <= self.admission.max_staleness:
+            raise ValueError(f"overlap {overlap:g}: 0 to max_staleness={self.admission.max_staleness}")
+        self.admission = replace(self.admission, overlap=overlap)
+
+    def admit(self, *, version_begins: bool = False) -> int:
+        """Move prompts from the reserve into flight as far as the mode allows; returns how many."""
+        admitted = 0
+        while self._reserve and self.admission.allows(self.load(), version_begins=version_begins):
+            self._enter(self.groups.enter(self._reserve.pop(), self.admission.samples_per_group))
+            self._to_replace = max(0, self._to_replace - 1)
+            admitted += 1
+        return admitted
+
+    def load(self) -> Load:
+        """What admission is asked with."""
+        groups, counters = self.groups, self.counters
+        kept = counters.admitted_groups - counters.filtered_groups
+        counted = pacing_load(kept, groups.in_flight, self.admission.batch_groups, self.version)
+        return Load(counted, groups.waiting_or_active, len(self.unfinished), kept, self._to_replace)
 
     @property
     def wanted(self) -> int:
-        """See ``Round.wanted``."""
-        return self._round.wanted
+        """Prompts to offer so that the next version never runs short; replacements for filtered groups are not counted."""
+        spare = self.admission.batch_groups if self._filter is not None else 0
+        missing = self.admission.most_per_version() + spare - len(self._reserve)
+        return max(0, missing) if self._reserve.source_open else 0
 
     @property
     def short_of_prompts(self) -> bool:
-        """See ``Round.short_of_prompts``."""
-        return self._round.short_of_prompts
+        """Whether more groups may soon be filtered than the reserve can replace."""
+        filters = self._filter is not None and self._reserve.source_open
+        return self.round_open and filters and len(self._reserve) < self.admission.batch_groups
 
     @property
     def exhausted(self) -> bool:
-        """See ``Round.exhausted``."""
-        return self._round.exhausted
+        """Whether the data has ended with fewer prompts left than a batch needs, so that no further batch can complete.
 
-    def admit(self, *, round_start: bool = False) -> int:
-        """Move prompts from the reserve into flight as far as the mode allows; returns how many."""
-        return self._round.admit(round_start=round_start)
+        This only happens with dynamic sampling, which consumes more prompts than it trains.
+        """
+        ended = self._filter is not None and not self._reserve.source_open
+        return ended and self.groups.in_flight + len(self._reserve) < self.admission.batch_groups
 
-    def set_overlap(self, overlap: float) -> None:
-        """See ``Round.set_overlap``; what is in flight already stays."""
-        self._round.set_overlap(overlap)
-
-    def advance_version(self, version: int) -> None:
-        """See ``ManagerState.advance``."""
-        self._state.advance(version)
+    # -- versions and batches --------------------------------------------------------------------------------------
 
     @property
     def round_open(self) -> bool:
         """Whether workers may claim."""
-        return self._round.is_open
-
-    def open_round(self) -> int:
-        """Admit what the mode starts a round with, and let workers claim; returns the groups admitted."""
-        return self._round.open()
-
-    def close_round(self) -> tuple[str, ...]:
-        """Stop claims: running samples are about to be interrupted; returns the uids admitted since the last batch."""
-        self._round.close()
-        return tuple(self._state.groups.admitted)
-
-    def round_complete(self) -> bool:
-        """See ``Round.complete``."""
-        return self._round.complete()
+        return self._version_state is not VersionState.CLOSED
 
     def begin_version(self, version: int) -> int:
-        """See ``Round.begin_version``."""
-        return self._round.begin_version(version)
+        """CLOSED, AHEAD -> OPEN: admit the groups of ``version`` and let workers claim; returns the groups admitted.
 
-    def complete_batch(self, *, stop: bool) -> tuple[list[TakenGroup[FinishedOutput]], tuple[str, ...]]:
-        """READY -> TAKEN: see ``Round.take_batch``; returns the groups, and the uids admitted since the last batch.
+        A batch that stopped the round may still be with the trainer.
 
-        A checkpoint keeps these uids until the batch is acknowledged.
+        Raises:
+            RuntimeError: the batch of the present version was not taken; it ran on and is not trained; or ``version``
+                does not follow the present one.
         """
-        groups = self._state.groups
-        return groups.take(self._round.take_batch(stop=stop)), groups.tell_admitted()
+        present, ahead = self.version, self._version_state is VersionState.AHEAD
+        if self._version_state is VersionState.OPEN or (ahead and self.groups.taken):
+            state = "trained" if ahead else "taken"
+            raise RuntimeError(f"begin_version: the batch of version {present} is not {state}: {version} cannot follow")
+        if version < present or (self._batch_taken and version != present + 1):
+            raise RuntimeError(f"begin_version: {version} after {present}: each version trains one batch")
+        self._state.version = version
+        self._batch_taken = False
+        self._filtered = self._to_replace = 0
+        most = min(self.admission.most_per_version(), len(self._reserve))
+        admitted = self.admit(version_begins=True)
+        self._state.paced = max(0, most - admitted)
+        self._version_state = VersionState.OPEN
+        return admitted
 
-    def take_batch(self) -> list[TakenGroup[FinishedOutput]]:
-        """READY -> TAKEN: the N oldest ready groups; see ``Round.batch``. ``close_round`` has told the uids admitted."""
-        taken = self._state.groups.take(self._round.batch())
-        self.take_admitted()
-        return taken
-
-    def next_batch(self) -> list[TakenGroup[FinishedOutput]]:
-        """Separate placement: ``take_batch``, while all other samples run on; see ``Round.next_batch``."""
-        return self._state.groups.take(self._round.next_batch())
+    def suspend(self) -> None:
+        """OPEN, AHEAD -> CLOSED without a batch."""
+        self._version_state = VersionState.CLOSED
 
     def require_open(self, verb: str) -> None:
-        """See ``Round.require_open``."""
-        self._round.require_open(verb)
+        """Raise RuntimeError, which names the state, unless the batch of this version is to come."""
+        if self._version_state is not VersionState.OPEN:
+            raise RuntimeError(f"{verb}: the round is {self._version_state}: call begin_version first")
 
-    def next_version(self, version: int, prompts: Iterable[Prompt]) -> int:
-        """Separate placement: all engines hold ``version``; opens the one round the first time; ``Round.next_version``."""
-        return self._round.next_version(version, prompts)
+    def round_complete(self) -> bool:
+        """Whether the batch of this version can be taken: N groups are ready, and all others can be trained in time.
+
+        It can once nothing in flight is unfinished, so a round always ends.
+        """
+        if self._version_state is not VersionState.OPEN:
+            return False
+        groups, size = self.groups, self.admission.batch_groups
+        if len(groups.ready_queue) < size:
+            return not (self._reserve.source_open or self._reserve or groups.waiting_or_active)
+        ready = groups.ready_queue.counts
+        return in_time(ready, groups.unfinished, size, self.version, self.admission.max_staleness) and self._in_turn()
+
+    def _in_turn(self) -> bool:
+        """Whether the batch overtakes no unfinished group by more positions than ``scheduling`` allows."""
+        size = self.admission.batch_groups
+        positions = self._scheduling.positions(size)
+        if positions is None or (oldest := self.groups.oldest_unfinished) is None:
+            return True
+        return max(group.order for group in self.groups.oldest_ready(size)) <= oldest.order + positions
+
+    def take_batch(self, *, stop: bool) -> list[TakenGroup[FinishedOutput]]:
+        """The N oldest ready groups, READY -> TAKEN; fewer only once the data ran out.
+
+        OPEN -> CLOSED with ``stop``: running samples are about to be interrupted. Else OPEN -> AHEAD: they run on.
+
+        Raises:
+            RuntimeError: the batch is not complete, or the one before is not trained.
+        """
+        self.require_open("take_batch")
+        groups, size = self.groups, self.admission.batch_groups
+        if groups.taken:
+            raise RuntimeError(f"take_batch: the batch before that of version {self.version} is not trained")
+        if not self.round_complete():
+            raise RuntimeError(
+                f"take_batch: the round is not complete: {len(groups.ready_queue)} groups are ready, {size} are needed"
+            )
+        self._version_state = VersionState.CLOSED if stop else VersionState.AHEAD
+        self._batch_taken = True
+        return groups.take(groups.oldest_ready(size))
+
+    @property
+    def admitted(self) -> tuple[str, ...]:
+        """Uids that the trainer gets with its batch: admitted since the one before; a checkpoint keeps them as long."""
+        return tuple(self.groups.admitted[: self.groups.told])
 
     def acknowledge(self, uids: Iterable[str]) -> None:
         """TAKEN -> TRAINED: the trainer has updated on these groups, and they are forgotten."""
-        self._state.groups.train(uids)
-
-    def take_admitted(self) -> tuple[str, ...]:
-        """Separate placement: the uids admitted since this was last asked, for the ledger."""
-        return self._state.groups.take_admitted()
+        self.groups.train(uids)
 
     def take_filtered(self) -> tuple[FilteredGroup, ...]:
-        """The groups filtered since this was last asked, for the ledger."""
-        return self._state.groups.take_filtered()
+        """Groups filtered since this was last asked, of those whose admission is told."""
+        return self.groups.take_filtered()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def capture(self) -> Captured:
-        """The state at this moment, cheap to take; ``codec.encode`` can make the ``state_dict`` of it later."""
-        return capture(self._state, self._round.admission)
+        """The state at this moment, cheap to take; ``codec.encode`` can make the ``state_dict`` of it later.
+
+        Raises:
+            RuntimeError: the next version has begun before the batch is trained: it could not be trained again.
+        """
+        if self.groups.taken and not self._batch_taken:
+            raise RuntimeError(
+                f"version {self.version} has begun, the batch before it is not trained: too early to save"
+            )
+        return capture(self._state, self.admission)
 
     def state_dict(self) -> dict[str, Any]:
         """All but the workers, in plain Python and numpy; layout in ``codec``."""
@@ -289,42 +503,53 @@ class PromptsManager:
             ValueError: it was made with another batch or group size, or a larger ``max_staleness`` than this run allows.
             RuntimeError: this manager already has prompts.
         """
-        if self._state.reserve or self.counters.admitted_groups:
+        if self._reserve or self.counters.admitted_groups:
             raise RuntimeError("load_state_dict: the manager has prompts already; load before the first offer")
-        decode(state, self._round.admission, self._state)
-        for group in self._state.groups.by_order.values():
-            self._samples.enter(group)
-
-    def store_outputs(self, put: Put) -> None:
-        """Move the outputs restored from a checkpoint into a store with ``put``, a group at a time."""
-        self._state.groups.store_outputs(put)
+        decode(state, self.admission, self._state)
+        for group in self.groups.by_order.values():
+            self._enter(group)
 
     # -- observation -----------------------------------------------------------------------------------------------
 
-    @property
-    def lost_groups(self) -> int:
-        """Number of admitted groups that are missing, though neither trained nor filtered: always 0."""
-        return self._state.groups.lost
-
-    @property
-    def cached_tokens(self) -> int:
-        """Response tokens of all samples in flight or with the trainer."""
-        return self._state.groups.cached_tokens
-
-    @property
-    def carried_groups(self) -> int:
-        """Number of groups in flight that have started."""
-        return self._state.groups.carried
-
     def metrics(self) -> dict[str, float]:
-        """See ``report.gauges``; with dynamic sampling those of ``report.filter_gauges`` too."""
-        gauges = manager_report.gauges(self._state, len(self._samples), self._round.admission.samples_per_group)
-        return gauges | (manager_report.filter_gauges(self.counters) if self._round.group_filter is not None else {})
+        """Gauges and totals without the ``partial_rollout/`` prefix; groups and samples are counts.
+
+        What is not defined yet is left out: SwanLab gives up a chart whose first value is nan.
+        """
+        groups, counters = self.groups, self.counters
+        gauges = {
+            "inflight/groups": groups.in_flight,
+            "inflight/samples": len(self.unfinished),
+            "buffer/carried_groups": groups.carried,
+            "buffer/ready_groups": len(groups.ready_queue),
+            "buffer/interrupted_total": counters.interrupted,
+            "buffer/resumed_total": counters.resumed,
+            "admission/admitted_total": counters.admitted_groups,
+            "admission/paced": self._state.paced,
+            "failures/failed_total": counters.failed,
+            "failures/retried_total": counters.retried,
+            "failures/masked_total": counters.masked,
+            "lost_samples": groups.lost * self.admission.samples_per_group,
+            **groups.length_bias(),
+        }
+        if self._filter is not None:
+            gauges["filter/groups_total"] = counters.filtered_groups
+            gauges["filter/tokens_total"] = counters.filtered_tokens
+            gauges["filter/spared_total"] = counters.spared_groups
+        return gauges
 
     def standing(self) -> Standing:
-        """See ``report.standing``."""
-        return manager_report.standing(self._state, self._slots.running)
+        """How far the round is; constant time but for the few birth versions in flight."""
+        oldest = self.version - self.groups.oldest_birth(default=self.version)
+        return Standing(len(self.groups.ready_queue), self._slots.running, oldest)
 
     def unfinished_report(self, limit: int = 8) -> str:
-        """See ``report.unfinished_report``."""
-        return manager_report.unfinished_report(self._samples.unfinished.values(), self._clock(), limit)
+        """One line for an error: the unfinished samples, longest unchanged first."""
+        live, now = sorted(self.unfinished.values(), key=lambda sample: sample.since), self._clock()
+        rows = [
+            f"{s.id} {s.state} on {s.worker or 'no worker'} for {now - s.since:.0f} s ({s.cached_tokens} tokens cached"
+            + (f"; failed {s.failures} times, last: {s.error})" if s.error is not None else ")")
+            for s in live[:limit]
+        ]
+        more = f" and {len(live) - limit} more" if len(live) > limit else ""
+        return f"{len(live)} unfinished samples: " + "; ".join(rows) + more

@@ -69,6 +69,7 @@ class Simulation:
         self._samples = PlayedSamples(lengths, admission.samples_per_group, seed=seed, groups=groups)
         self._manager = PromptsManager(admission, scheduling, clock=lambda: 0.0)
         self._manager.register_worker(_WORKER, cluster.slots_per_replica * cluster.replicas)
+        self._version = 0
 
     @property
     def dispatched(self) -> list[np.ndarray]:
@@ -81,13 +82,13 @@ class Simulation:
             self._offer()
             if self._samples.all_trained:
                 return
-            self._manager.open_round()
+            self._manager.begin_version(self._version)
             yield self._round()
 
     def _offer(self) -> None:
         self._manager.offer(self._samples.prompts(self._manager.wanted))
         if self._samples.all_offered:
-            self._manager.close_source()
+            self._manager.note_source(0)
 
     def _round(self) -> SimulatedRound:
         manager, now = self._manager, 0.0
@@ -101,13 +102,17 @@ class Simulation:
             now = busy.clock
             manager.admit()
             self._claim(replicas, now)
-        manager.close_round()
+        groups, version = manager.take_batch(stop=True), manager.version
         for replica in replicas:
             for decoding in replica.interrupt(now):
                 # The step that the interruption completes may have made the last token.
                 (self._interrupt if decoding.left else self._finish)(decoding.id)
         end = max(replica.clock for replica in replicas)
-        return self._train(end, self._samples.made_by_this_version())
+        decoded = self._samples.made_by_this_version()
+        batch = self._samples.train(groups, version)
+        manager.acknowledge([group.uid for group in groups])
+        self._version += 1
+        return SimulatedRound(end, decoded, batch.lengths, batch.staleness, batch.on_policy_tokens, batch.token_ages)
 
     def _claim(self, replicas: list[ReplicaModel], now: float) -> None:
         """Claim samples; each starts at the replica that has the fewest."""
@@ -128,16 +133,6 @@ class Simulation:
         zeros = np.broadcast_to(np.float32(0), made)
         self._manager.add_segment(sample_id, Segment(zeros.astype(np.int32), zeros, self._manager.version))
         self._manager.interrupt(sample_id)
-
-    def _train(self, seconds: float, decoded: int) -> SimulatedRound:
-        manager, version = self._manager, self._manager.version
-        groups = manager.take_batch()
-        batch = self._samples.train(groups, version)
-        manager.acknowledge([group.uid for group in groups])
-        manager.advance_version(version + 1)
-        return SimulatedRound(
-            seconds, decoded, batch.lengths, batch.staleness, batch.on_policy_tokens, batch.token_ages
-        )
 
 
 _FIRST = 5

@@ -4,7 +4,7 @@ The real ``PromptsManager`` decides, as in ``simulation``; models of both sides 
 
     engines   |==decode=====================|hold|==decode=====================|hold|==
     trainer   |wait| log-probs, update |stage     |wait| log-probs, update |stage
-                   ^ next_batch                  ^ next_version
+                   ^ take_batch                  ^ begin_version
 
 Its round never ends: samples run through the weight updates, at which every engine stands still together.
 """
@@ -132,9 +132,10 @@ class SeparateSimulation:
             yield self._step()
 
     def _begin(self, version: int) -> None:
-        self._manager.next_version(version, self._samples.prompts(self._manager.wanted))
+        self._manager.offer(self._samples.prompts(self._manager.wanted))
+        self._manager.begin_version(version)
         if self._samples.all_offered:
-            self._manager.close_source()
+            self._manager.note_source(0)
         self._samples.begin_version()
         self._claim()
 
@@ -143,7 +144,7 @@ class SeparateSimulation:
         self._idle_s = self._held_s = 0.0
         self._decode(math.inf)
         waited = self._now - began
-        groups = manager.next_batch()
+        groups = manager.take_batch(stop=False)
         batch = self._samples.train(groups, manager.version)
         updated = self._now + self._train_s(batch.tokens) + self._update.stage_s
         self._decode(updated)

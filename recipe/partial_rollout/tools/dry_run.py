@@ -175,7 +175,7 @@ class Sizes:
 def _in_flight(settings: PartialRolloutConfig, admission: Admission) -> int:
     if settings.mode is Mode.SSIM:
         return settings.in_flight_samples
-    return admission.most_per_round() * settings.samples_per_group
+    return admission.most_per_version() * settings.samples_per_group
 
 
 def lines(

@@ -17,9 +17,8 @@ from verl.utils.ray_utils import auto_await
 
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.failure_policy import FailurePolicy
-from recipe.partial_rollout.manager.group_filter import GroupFilter
 from recipe.partial_rollout.manager.output_store import RayObjects
+from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup, prompt_identity

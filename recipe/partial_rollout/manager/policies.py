@@ -1,0 +1,152 @@
+"""What becomes of a sample that failed, and of a group from which there is nothing to learn. Neither is dropped.
+
+A failed sample is retried, masked, or ends the run. With dynamic sampling (DAPO, arXiv:2503.14476) a group whose samples
+all have the same score is consumed without being trained, and another prompt takes its place in the same version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from recipe.partial_rollout.config.choices import OnSampleError
+from recipe.partial_rollout.config.sections import FailureLimits
+from recipe.partial_rollout.manager.types import FinishedOutput, SampleOutput, Segment
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.config.settings import FilterSettings
+
+_DEFAULTS = FailureLimits()
+
+
+class FailureVerdict(StrEnum):
+    RETRY = "retry"
+    """the sample stays FAILED until ``PromptsManager.retry``"""
+    MASK = "mask"
+    """the sample is FINISHED, with a masked output"""
+    RAISE = "raise"
+    """everyone who waits fails"""
+
+
+@dataclass(frozen=True, slots=True)
+class FailurePolicy:
+    """``partial_rollout.failures``, checked."""
+
+    on_sample_error: OnSampleError = _DEFAULTS.on_sample_error
+    sample_retries: int = _DEFAULTS.sample_retries
+    retry_backoff_s: float = 1.0
+    """seconds before the first retry; doubles with each further one of the same sample"""
+
+    def __post_init__(self) -> None:
+        if self.sample_retries < 0:
+            raise ValueError(f"partial_rollout.failures.sample_retries={self.sample_retries}: at least 0")
+
+    @classmethod
+    def of(cls, limits: FailureLimits) -> FailurePolicy:
+        """The policy that ``limits`` describe."""
+        return cls(limits.on_sample_error, limits.sample_retries)
+
+    def verdict(self, failures: int) -> FailureVerdict:
+        """The verdict on a sample that has failed ``failures`` times, this time included."""
+        if self.on_sample_error is OnSampleError.RAISE:
+            return FailureVerdict.RAISE
+        if self.on_sample_error is OnSampleError.RETRY and failures <= self.sample_retries:
+            return FailureVerdict.RETRY
+        return FailureVerdict.MASK
+
+    def delay_s(self, failures: int) -> float:
+        """Seconds from a sample's failure number ``failures`` to its retry."""
+        return self.retry_backoff_s * 2 ** (failures - 1)
+
+
+def masked_output(segments: Sequence[Segment], error: str | None) -> SampleOutput:
+    """Output in place of a sample that failed for good: its group still trains, and none of its tokens enters the loss.
+
+    ``prompt_ids`` is empty; batch assembly takes those of a sibling.
+    """
+    # A row without tokens would have no last token to carry a score.
+    response = np.concatenate([segment.token_ids for segment in segments]) if segments else np.zeros(1, np.int32)
+    length = len(response)
+    return SampleOutput(
+        prompt_ids=np.empty(0, np.int32),
+        response_ids=response,
+        response_mask=np.zeros(length, np.int8),
+        log_probs=np.zeros(length, np.float32),
+        versions=np.full(length, -1, np.int32),
+        segments=len(segments),
+        reward_score=None,
+        reward_extra_info={},
+        num_turns=0,
+        metrics={},
+        extra_fields={"sample_error": error},
+        masked=True,
+    )
+
+
+SCORES = ("reward", "seq_reward", "seq_final_reward")
+"""names of ``metric`` for the score itself; any other is a key of the reward's extra information"""
+
+
+class MissingMetricError(ValueError):
+    """The reward function does not return what ``algorithm.filter_groups.metric`` names."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFilter:
+    """``algorithm.filter_groups``, checked.
+
+    ::
+
+        rewards 1, 1, 1, 1   filtered: its value is 1
+        rewards 1, 0, 1, 1   trained
+        rewards 1            not judged: the other samples failed
+
+    >>> from recipe.partial_rollout.manager.types import StoredOutput
+    >>> def outputs(*rewards):
+    ...     return [StoredOutput(f"0/0#{i}", None, 9, reward, {}, False) for i, reward in enumerate(rewards)]
+    >>> equal = GroupFilter("reward", max_num_gen_batches=3)
+    >>> equal.common_value(outputs(1, 1, 1, 1)), equal.common_value(outputs(1, 0, 1, 1)), equal.common_value(outputs(1))
+    (1.0, None, None)
+    >>> equal.most_a_version(batch_groups=8)
+    16
+    """
+
+    metric: str
+    max_num_gen_batches: int = 0
+    """prompts that a version may consume, trained or filtered, in batches; 0: no limit"""
+
+    @classmethod
+    def of(cls, settings: FilterSettings | None) -> GroupFilter | None:
+        """The filter that ``settings`` describe; None: every group is trained."""
+        return None if settings is None else cls(settings.metric, settings.max_num_gen_batches)
+
+    def most_a_version(self, batch_groups: int) -> int | None:
+        """Groups that one version may filter; None: no limit."""
+        return (self.max_num_gen_batches - 1) * batch_groups if self.max_num_gen_batches else None
+
+    def common_value(self, outputs: Sequence[FinishedOutput]) -> float | None:
+        """The value that all samples share; None if they differ, or if fewer than two are known.
+
+        Masked samples have no value. A group with fewer than two unmasked samples is not judged: it trains, so that
+        its failures count against ``partial_rollout.failures.max_masked_fraction``.
+
+        Raises:
+            MissingMetricError: a sample lacks the metric.
+        """
+        values = [self._value(output) for output in outputs if not output.masked]
+        return values[0] if len(values) > 1 and len(set(values)) == 1 else None
+
+    def _value(self, output: FinishedOutput) -> float:
+        key = "algorithm.filter_groups.metric"
+        if self.metric in SCORES:
+            if output.reward_score is None:
+                raise MissingMetricError(f"{key}={self.metric}: a sample was not scored before its group finished")
+            return float(output.reward_score)
+        if self.metric not in output.reward_extra_info:
+            known = ", ".join([*SCORES, *output.reward_extra_info])
+            raise MissingMetricError(f"{key}={self.metric}: the reward function returns no such value; one of {known}")
+        return float(output.reward_extra_info[self.metric])
