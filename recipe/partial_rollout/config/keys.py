@@ -51,11 +51,10 @@ class Key:
     """its meaning, for the README's table"""
     at_least: float | None = None
     above: float | None = None
-    at_most: float | None = None
+    share_of: str = ""
+    """what a share, at most 1, is a share of"""
     unit: str = "a number"
     """what a float counts, as the error names it"""
-    share_of: str = ""
-    """what a share is a share of"""
     word: str | None = None
     """a word that the key accepts besides numbers"""
     null: str | None = None
@@ -76,9 +75,8 @@ class Key:
             raise fail(path, value, allowed)
         if self.at_least is not None and value < self.at_least:
             raise fail(path, value, allowed)
-        share = f": a share of {self.share_of}" if self.share_of else ""
-        if self.at_most is not None and value > self.at_most:
-            raise fail(path, kind(value), f"at most {self.at_most:g}{share}")
+        if self.share_of and value > 1:
+            raise fail(path, kind(value), f"at most 1: a share of {self.share_of}")
         return kind(value)
 
 

@@ -94,7 +94,6 @@ class FailureLimits:
         0.25,
         "Share of a batch's samples that may be masked; above it the run ends.",
         at_least=0,
-        at_most=1,
         share_of="the batch",
     )
     worker_restarts: int = key(

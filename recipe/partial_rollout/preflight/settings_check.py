@@ -33,6 +33,19 @@ _GROUPED = (
     "reinforce_plus_plus_baseline",
 )
 """advantage estimators with a baseline made of a prompt's other samples"""
+_ROLLOUT = "actor_rollout_ref.rollout"
+_REQUIRED = (
+    (f"{_ROLLOUT}.name", "vllm", "other engines are not interrupted by it"),
+    (f"{_ROLLOUT}.calculate_log_probs", True, "samples span policy versions, so the engine's own log-probs are needed"),
+    (
+        f"{_ROLLOUT}.enable_rollout_routing_replay",
+        False,
+        "an interrupted sample loses the routes of its earlier tokens",
+    ),
+    (f"{_ROLLOUT}.disaggregation.enabled", False, "an interrupted sample is prefilled again where it is decoded"),
+    (f"{_ROLLOUT}.full_determinism", False, "every request is seeded alike, so a resumed sample would draw old noise"),
+)
+"""verl's keys, the value that partial rollout needs, and why"""
 _DRAFTS_KILL = "0.24.0"
 """the vLLM whose asynchronous scheduler loses count of draft tokens when it preempts"""
 
@@ -178,22 +191,16 @@ def _check_budget(config: DictConfig) -> None:
 
 
 def _check_partial_rollout(config: DictConfig) -> None:
-    rollout = config.actor_rollout_ref.rollout
-    required: tuple[tuple[str, Any, Any, str], ...] = (
-        ("actor_rollout_ref.rollout.name", rollout.name, "vllm", "vllm: other engines are not interrupted by it"),
-        (
-            "actor_rollout_ref.rollout.calculate_log_probs",
-            rollout.calculate_log_probs,
-            True,
-            "True: samples span policy versions, so the engine's own log-probs are needed",
-        ),
-    )
-    for key, value, wanted, why in required:
-        if value != wanted:
-            raise fail(key, value, f"with partial_rollout.enable=True it must be {why}")
-    _check_unsupported(config)
+    for key, wanted, why in _REQUIRED:
+        if (value := OmegaConf.select(config, key) or False) != wanted:
+            raise fail(key, value, f"with partial_rollout.enable=True it must be {wanted}: {why}")
+    for engine in ("megatron", "veomni"):
+        key = f"actor_rollout_ref.actor.{engine}.router_replay.mode"
+        mode = OmegaConf.select(config, key) or "disabled"
+        if mode != "disabled":
+            raise fail(key, mode, "disabled with partial_rollout.enable=True: routes are not kept over interruptions")
     if config.partial_rollout.resume_kv == ResumeKV.KEEP:
-        _check_kept_kv(rollout)
+        _check_kept_kv(config.actor_rollout_ref.rollout)
     check_checkpoints(config)
     if not config.partial_rollout.drain and config.trainer.save_freq <= 0:
         print(
@@ -217,35 +224,6 @@ def _check_slots(config: DictConfig, settings: PartialRolloutConfig) -> None:
             f"at most {most}: verl's server takes {calls} calls at once, {CONTROL_METHOD_CONCURRENCY} of them for control "
             f"(more with a larger actor_rollout_ref.rollout.max_num_seqs)",
         )
-
-
-# verl's key, and why partial rollout cannot honour it.
-_UNSUPPORTED = (
-    (
-        "actor_rollout_ref.rollout.enable_rollout_routing_replay",
-        "a sample that is interrupted loses the routes of its earlier tokens",
-    ),
-    (
-        "actor_rollout_ref.rollout.disaggregation.enabled",
-        "an interrupted sample is prefilled again on the replica that decodes it",
-    ),
-    (
-        "actor_rollout_ref.rollout.full_determinism",
-        "it seeds every request alike, so a resumed sample would draw the noise of its first tokens again",
-    ),
-)
-
-
-def _check_unsupported(config: DictConfig) -> None:
-    for key, why in _UNSUPPORTED:
-        value = OmegaConf.select(config, key)
-        if value:
-            raise fail(key, value, f"False with partial_rollout.enable=True: {why}")
-    for engine in ("megatron", "veomni"):
-        key = f"actor_rollout_ref.actor.{engine}.router_replay.mode"
-        mode = OmegaConf.select(config, key) or "disabled"
-        if mode != "disabled":
-            raise fail(key, mode, "disabled with partial_rollout.enable=True: routes are not kept over interruptions")
 
 
 def _check_kept_kv(rollout: DictConfig) -> None:
