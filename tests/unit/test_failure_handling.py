@@ -197,6 +197,14 @@ def test_state_is_a_moment_that_later_verbs_do_not_change(manager, segment):
     assert [s.tool_results for g in captured.groups for s in g.samples] == [[]]
 
 
+@pytest.mark.parametrize("layout", [None, 2])
+def test_state_of_another_layout_is_refused(manager, layout):
+    m, _ = one_running(manager)
+    state = m.state_dict() | {"layout": layout}
+    with pytest.raises(ValueError, match=f"manager state has layout={layout}: this version of the recipe reads 1"):
+        manager(batch=1, n=1, prompts=0).load_state_dict(state)
+
+
 def test_next_version_that_has_begun_is_not_saved_before_the_batch_is_trained(manager, output):
     """A restored run would have to train that batch again, under a version that is gone."""
     m, sample_id = one_running(manager)
