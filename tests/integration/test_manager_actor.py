@@ -1,19 +1,18 @@
 """The manager behind Ray: who waits is woken, who fails is named, and nobody waits for ever."""
 
 import asyncio
-import time
 
 import numpy as np
 import pytest
 import ray
 
-from recipe.partial_rollout.config.choices import Mode, OnSampleError
+from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
 from recipe.partial_rollout.manager.policies import FailurePolicy
-from recipe.partial_rollout.manager.types import Progress, Prompt, SampleOutput, Segment
+from recipe.partial_rollout.manager.types import Prompt, SampleOutput
 
 
 def output_of(length=3, version=0):
@@ -52,72 +51,12 @@ def start():
         ray.kill(actor)
 
 
-def test_waiting_claim_is_answered_when_the_round_opens(start):
-    actor = start()
-    claim = actor.claim.remote("w0")
-    assert ray.wait([claim], timeout=0.3)[0] == []
-    opened = ray.get(actor.begin_version.remote(0, prompts(4), True))
-    grants = ray.get(claim, timeout=5)
-    assert opened.admitted == 4 and len(grants) == 8
-    assert grants[0].row == {"index": 0}
-
-
-def test_report_of_a_finished_sample_brings_the_next_one(start):
-    actor = start(workers=(("w0", 2),))
-    ray.get(actor.begin_version.remote(0, prompts(4), True))
-    first, _ = ray.get(actor.claim.remote("w0"))
-    grants = ray.get(actor.report.remote(Report("w0", finished=((first.sample_id, output_of()),))))
-    assert [g.group_uid for g in grants] == ["0/1"]
-
-
-def test_round_ends_at_its_last_needed_sample_and_carries_the_rest(start):
-    actor = start(batch=1, n=1)
-    ray.get(actor.begin_version.remote(0, prompts(2), True))
-    a, b = ray.get(actor.claim.remote("w0"))
-    waiting = actor.wait_batch.remote(True)
-    assert ray.wait([waiting], timeout=0.3)[0] == []
-    ray.get(actor.report.remote(Report("w0", finished=((a.sample_id, output_of()),))))
-    ended = ray.get(waiting, timeout=5)
-    assert abs(time.time() - ended.decided_at) < 5
-    segment = Segment(np.array([7, 8], np.int32), np.zeros(2, np.float32), 0)
-    ray.get(
-        actor.report.remote(Report("w0", progress=(Progress(b.sample_id, (segment,)),), interrupted=(b.sample_id,)))
-    )
-    ray.get(actor.flushed.remote("w0"))
-    (taken,) = ended.groups
-    assert taken.uid == "0/0" and taken.outputs[0].response_length == 3
-    ray.get(actor.finish_step.remote([taken.uid]))
-    ray.get(actor.begin_version.remote(1, prompts(1, start=2), True))
-    resumed = ray.get(actor.claim.remote("w0"))
-    assert resumed[0].sample_id == b.sample_id and resumed[0].segments == (), "its worker holds the conversation"
-
-
 def test_large_claim_is_answered_in_parts(start):
     most = ManagerActor.CLAIM_SAMPLES
     actor = start(batch=1, n=most + 10, workers=(("w0", 4 * most),))
     ray.get(actor.begin_version.remote(0, prompts(2), True))
     sizes = [len(ray.get(actor.claim.remote("w0"))) for _ in range(3)]
     assert sizes == [most, most, 20]
-
-
-def test_failed_sample_ends_the_round_by_name(start):
-    actor = start(batch=1, n=1, failures=FailurePolicy(OnSampleError.RAISE))
-    ray.get(actor.begin_version.remote(0, prompts(2), True))
-    a, _ = ray.get(actor.claim.remote("w0"))
-    waiting = actor.wait_batch.remote(True)
-    ray.get(actor.report.remote(Report("w0", failed=((a.sample_id, "ReplicaError: vLLM replica r1 failed"),))))
-    with pytest.raises(RolloutFailedError, match="sample 0/0#0 on w0 failed: ReplicaError: vLLM replica r1 failed"):
-        ray.get(waiting, timeout=5)
-
-
-def test_round_without_progress_ends_with_the_samples_awaited(start):
-    actor = start(batch=1, n=1, stall_s=0.5)
-    ray.get(actor.begin_version.remote(0, prompts(1), True))
-    ray.get(actor.claim.remote("w0"))
-    with pytest.raises(RolloutFailedError) as caught:
-        ray.get(actor.wait_batch.remote(True), timeout=10)
-    assert "deadlines.stall_s=0.5" in str(caught.value)
-    assert "0/0#0 running on w0 for" in str(caught.value)
 
 
 def test_death_of_something_else_reaches_everyone_who_waits(start):
@@ -136,16 +75,6 @@ def test_death_of_the_manager_reaches_a_waiting_worker(start):
     ray.kill(actor)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(claim, timeout=10)
-
-
-def test_samples_of_a_released_worker_wake_another(start):
-    actor = start(batch=1, n=1, overlap=0.0, workers=(("w0", 4), ("w1", 4)))
-    ray.get(actor.begin_version.remote(0, prompts(1), True))
-    (grant,) = ray.get(actor.claim.remote("w0"))
-    claim = actor.claim.remote("w1")
-    assert ray.wait([claim], timeout=0.3)[0] == []
-    assert ray.get(actor.release_worker.remote("w0")) == 1
-    assert [g.sample_id for g in ray.get(claim, timeout=5)] == [grant.sample_id]
 
 
 def test_a_scripted_engine_trains_every_prompt_once(start):

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.partial_rollout.checkpoint import plain_codec
 from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
@@ -92,14 +91,6 @@ def test_equal_group_is_replaced_in_the_same_round(filtering, output, mode):
     assert {g.group_uid for g in end_groups(m, output, "0/1", equal=False)} == {"0/2"}
     end_groups(m, output, "0/2", equal=False)
     assert m.round_complete() and numbers(train(m)) == ["0/1", "0/2"] and m.groups.lost == 0
-
-
-def test_supplementation_replaces_by_its_budget_of_samples(filtering, output):
-    m = filtering(batch=2, mode=Mode.SSIM, in_flight=4)
-    for _ in range(5):
-        end_groups(m, output, m.claim("w0")[0].group_uid if m.counters.filtered_groups else "0/0")
-        m.admit()
-        assert m.metrics()["inflight/samples"] == 4
 
 
 def test_equal_group_is_no_part_of_the_batch(filtering, output):
@@ -189,12 +180,6 @@ def test_reserve_that_may_not_suffice_asks_for_prompts_in_the_round(filtering, o
     assert not m.short_of_prompts
 
 
-def test_without_dynamic_sampling_nothing_is_asked_for_in_a_round(manager):
-    m = manager(prompts=2)
-    begin(m)
-    assert not m.short_of_prompts and not m.exhausted and "filter/groups_total" not in m.metrics()
-
-
 # -- the end of the data -----------------------------------------------------------------------------------------------
 
 
@@ -244,20 +229,6 @@ def test_length_bias_leaves_filtered_groups_out_on_both_sides(filtering, output)
     begin(m)
     train(m)
     assert m.metrics()["length/bias"] == 1
-
-
-def test_filtered_groups_survive_a_checkpoint(manager, filtering, output):
-    m = filtering(batch=2)
-    end_groups(m, output, "0/1")
-    end_groups(m, output, "0/0", "0/2", equal=False)
-    train(m)
-    begin(m)
-    restored = manager(batch=2, prompts=0, group_filter=ACC)
-    restored.load_state_dict(plain_codec.unpack(b"".join(plain_codec.pack(m.state_dict()))))
-    assert restored.counters == m.counters and restored.groups.lost == 0
-    assert restored.metrics()["length/bias"] == m.metrics()["length/bias"]
-    assert numbers(m.take_filtered()) == ["0/1"]
-    assert [group.uid for group in restored.groups.filtered] == ["0/1"]
 
 
 def test_checkpoint_of_before_there_was_a_filter_still_loads(manager, output):

@@ -40,13 +40,6 @@ def test_failed_sample_is_retried_by_any_worker_from_its_journal(manager, segmen
     assert [len(s) for s in grant.segments] == [5] and grant.tool_results == ({"text": "42"},)
 
 
-def test_failed_sample_without_a_journal_starts_over(manager):
-    m, sample_id = one_running(manager, failures=RETRY_ONCE)
-    m.fail(sample_id, "boom")
-    m.retry(sample_id)
-    assert m.unfinished_report().startswith("1 unfinished samples: 0/0#0 waiting on no worker")
-
-
 def test_sample_that_used_up_its_retries_is_masked_and_its_group_trains(manager, segment):
     m, sample_id = one_running(manager, failures=RETRY_ONCE)
     m.add_segment(sample_id, segment(5))
@@ -79,20 +72,6 @@ def test_raise_leaves_the_sample_failed_with_its_error(manager):
     assert "failed 1 times, last: ToolError: boom" in m.unfinished_report()
 
 
-def test_failed_sample_frees_its_slot(manager):
-    m = manager(batch=1, n=2, overlap=0.0, capacity=1, failures=RETRY_ONCE)
-    begin(m)
-    (first,) = m.claim("w0")
-    m.fail(first.sample_id, "boom")
-    assert [g.sample_id for g in m.claim("w0")] == ["0/0#1"]
-
-
-def test_only_a_failed_sample_is_retried(manager):
-    m, sample_id = one_running(manager)
-    with pytest.raises(RuntimeError, match="retry: sample 0/0#0 is running, not failed"):
-        m.retry(sample_id)
-
-
 def test_backoff_doubles_with_each_failure_of_a_sample():
     policy = FailurePolicy(retry_backoff_s=0.5)
     assert [policy.delay_s(k) for k in (1, 2, 3)] == [0.5, 1.0, 2.0]
@@ -110,38 +89,6 @@ def restored(manager, m, **kwargs):
     fresh = manager(batch=1, n=1, overlap=0.0, workers=1, prompts=0, **kwargs)
     fresh.load_state_dict(m.state_dict())
     return fresh
-
-
-def test_running_and_failed_samples_are_claimable_after_a_restore(manager, segment):
-    m, sample_id = one_running(manager)
-    m.add_segment(sample_id, segment(5))
-    for state in ("running", "failed"):
-        if state == "failed":
-            m.fail(sample_id, "boom")
-        fresh = restored(manager, m)
-        assert "0/0#0 interrupted on no worker" in fresh.unfinished_report()
-        begin(fresh)
-        (grant,) = fresh.claim("w0")
-        assert [len(s) for s in grant.segments] == [5]
-
-
-def test_group_that_the_trainer_did_not_acknowledge_is_ready_after_a_restore(manager, output):
-    m, sample_id = one_running(manager)
-    m.finish(sample_id, output(4))
-    (taken,) = m.take_batch(stop=True)
-    fresh = restored(manager, m)
-    begin(fresh)
-    assert fresh.round_complete() and fresh.version == m.version
-    (again,) = fresh.take_batch(stop=True)
-    assert again.uid == taken.uid
-    assert again.outputs[0].response_ids.tolist() == taken.outputs[0].response_ids.tolist()
-
-
-def test_prompts_in_reserve_start_in_data_order_after_a_restore(manager):
-    m, _ = one_running(manager)
-    fresh = restored(manager, m)
-    reserve = [prompt.uid for prompt in fresh._reserve]
-    assert reserve == [prompt.uid for prompt in m._reserve] == [f"0/{i}" for i in range(1, 100)]
 
 
 def test_source_must_go_on_where_the_manager_did(manager, prompts):

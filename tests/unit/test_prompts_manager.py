@@ -35,30 +35,6 @@ def test_window_round_starts_with_overlap_groups_beyond_the_batch(manager):
     assert len(m.claim("w0")) == 12
 
 
-def test_nothing_is_claimed_outside_a_round(manager):
-    m = manager()
-    m.admit(version_begins=True)
-    assert m.claim("w0") == []
-    begin(m)
-    m.suspend()
-    assert m.claim("w0") == []
-
-
-def test_a_worker_never_holds_more_than_its_capacity(manager, output):
-    m = manager(batch=2, n=4, capacity=3)
-    begin(m)
-    first = m.claim("w0")
-    assert len(first) == 3 and m.claim("w0") == []
-    m.finish(first[0].sample_id, output())
-    assert len(m.claim("w0")) == 1
-
-
-def test_workers_share_the_samples_evenly_whoever_claims_first(manager):
-    m = manager(batch=64, n=8, overlap=0.0, workers=8, capacity=256)
-    begin(m)
-    assert [len(m.claim(f"w{i}")) for i in range(8)] == [64] * 8
-
-
 def test_share_of_a_worker_that_claims_late_waits_for_it(manager):
     m = manager(batch=64, n=8, overlap=0.0, workers=8, capacity=256)
     begin(m)
@@ -119,15 +95,6 @@ def test_slots_that_change_between_rounds_are_those_of_the_next(manager, output)
         m.resize_worker("w1", 0)
 
 
-def test_samples_of_a_dead_worker_are_shared_by_those_that_live(manager):
-    m = manager(batch=6, n=2, overlap=0.0, workers=4, capacity=12)
-    begin(m)
-    for i in range(4):
-        m.claim(f"w{i}")
-    assert m.release_worker("w3") == 3
-    assert [len(m.claim(f"w{i}")) for i in range(3)] == [1, 1, 1]
-
-
 def test_overdue_sample_goes_to_whoever_asks(manager, output):
     m = manager(batch=1, n=2, overlap=1.0, max_staleness=1, workers=3, capacity=4, prompts=2)
     begin(m)
@@ -140,26 +107,6 @@ def test_overdue_sample_goes_to_whoever_asks(manager, output):
     m.acknowledge(["0/0"])
     begin(m)
     assert groups_of(m.claim("w2")) == ["0/1", "0/1"], "beyond its share, which is one: the round waits for them"
-
-
-def test_finished_sample_frees_its_slot_while_its_siblings_run(manager, output):
-    m = manager(batch=1, n=2, overlap=1.0, capacity=2)
-    begin(m)
-    straggler, short = m.claim("w0")
-    m.finish(short.sample_id, output())
-    assert groups_of(m.claim("w0")) == ["0/1"]
-    assert m.metrics()["inflight/samples"] == 3
-    assert straggler.group_uid == "0/0"
-
-
-def test_round_is_complete_when_a_batch_of_groups_is_ready(manager, output):
-    m = manager(batch=2, n=2)
-    begin(m)
-    grants = m.claim("w0")
-    finish_group(m, grants, "0/0", output)
-    assert not m.round_complete()
-    finish_group(m, grants, "0/3", output)
-    assert m.round_complete()
 
 
 def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, segment):
@@ -191,47 +138,6 @@ def test_samples_that_the_engine_still_queued_resume_in_their_order_before_a_new
     assert {g.sample_id for g in resumed[: len(carried)]} == set(carried) and len(carried) == 4
     assert groups_of(resumed) == ["0/1", "0/1", "0/2", "0/2", "0/3", "0/3"]
     assert [g.order for g in resumed] == [1, 1, 2, 2, 3, 3], "what the engine queues by"
-
-
-def test_interrupted_sample_is_granted_to_the_worker_that_holds_its_conversation(manager, output):
-    m = manager(batch=1, n=1, overlap=1.0, workers=2, capacity=1)
-    begin(m)
-    (a,) = m.claim("w0")
-    (b,) = m.claim("w1")
-    m.finish(a.sample_id, output())
-    end_round(m, [b.sample_id])
-    begin(m)
-    assert groups_of(m.claim("w0")) == ["0/2"]
-    assert [g.sample_id for g in m.claim("w1")] == [b.sample_id]
-
-
-def test_samples_of_a_dead_worker_go_on_elsewhere_from_their_segments(manager, segment):
-    m = manager(batch=1, n=2, overlap=0.0, workers=1)
-    begin(m)
-    first, second = m.claim("w0")
-    m.register_worker("w1", 64)
-    m.add_segment(first.sample_id, segment(7))
-    assert m.release_worker("w0") == 2
-    again = {g.sample_id: g for g in m.claim("w1")}
-    assert set(again) == {first.sample_id, second.sample_id}
-    assert sum(len(s) for s in again[first.sample_id].segments) == 7
-    assert again[second.sample_id].segments == ()
-
-
-def test_ready_groups_train_in_dispatch_order_and_the_rest_is_kept(manager, output):
-    m = manager(batch=1, n=1, overlap=2.0)
-    begin(m)
-    grants = m.claim("w0")
-    for grant in reversed(grants[1:]):
-        m.finish(grant.sample_id, output())
-    first = end_round(m, [grants[0].sample_id])
-    begin(m)
-    assert m.round_complete()
-    m.claim("w0")
-    m.finish(grants[0].sample_id, output())
-    second = m.take_batch(stop=True)
-    assert [g.uid for g in first] == ["0/1"]
-    assert [g.uid for g in second] == ["0/0"]
 
 
 def test_round_waits_for_a_group_at_the_staleness_bound(manager, output):
@@ -290,20 +196,6 @@ def test_overtaking_is_limited_by_default_in_order_alone(manager, output):
         assert m.round_complete() is complete, (policy, overtake)
 
 
-def test_in_order_survives_a_restore(manager, output):
-    m = manager(batch=1, n=1, overlap=2.0, policy=SchedulingPolicy.IN_ORDER)
-    begin(m)
-    for grant in reversed(m.claim("w0")):
-        m.finish(grant.sample_id, output())
-    fresh = manager(batch=1, n=1, overlap=2.0, policy=SchedulingPolicy.IN_ORDER, prompts=0)
-    fresh.load_state_dict(m.state_dict())
-    trained = []
-    while fresh.groups.ready_queue.size:
-        begin(fresh)
-        trained += [group.uid for group in end_round(fresh, [])]
-    assert trained == ["0/0", "0/1", "0/2"]
-
-
 def test_window_follows_the_overlap_that_is_set_between_rounds(manager):
     m = manager(batch=4, n=1, overlap=0.0)
     assert begin(m) == 4
@@ -356,26 +248,6 @@ def test_april_tops_up_unfinished_groups_only_at_the_start_of_a_round(manager, o
     end_round(m, [g.sample_id for g in grants[2:]])
     assert begin(m) == 2
     assert groups_of(m.claim("w0"))[:3] == ["0/2", "0/3", "0/4"]
-
-
-def test_training_drains_when_the_data_ends(manager, output):
-    m = manager(batch=2, n=1, overlap=1.0, prompts=4)
-    m.note_source(0)
-    begin(m)
-    grants = m.claim("w0")
-    for grant in grants[2:]:
-        m.finish(grant.sample_id, output())
-    first = end_round(m, [g.sample_id for g in grants[:2]])
-    begin(m)
-    grants = m.claim("w0")
-    m.finish(grants[0].sample_id, output())
-    assert not m.round_complete()
-    m.finish(grants[1].sample_id, output())
-    assert m.round_complete()
-    second = m.take_batch(stop=True)
-    m.acknowledge(g.uid for g in second)
-    assert sorted(g.uid for g in first + second) == ["0/0", "0/1", "0/2", "0/3"]
-    assert m.groups.lost == 0 and m.counters.trained_groups == 4
 
 
 def test_training_that_drained_goes_on_where_it_is_resumed_with_more_steps(manager, prompts, output):
@@ -442,19 +314,6 @@ def test_length_bias_shows_that_short_groups_train_first(manager, output, segmen
     m.take_batch(stop=True)
     assert (m.metrics()["length/bias"], m.metrics()["length/batch_bias"]) == (1.0, 90 / 10)
     assert m.metrics()["length/batch_bias"] == 90 / 10, "looking ahead has moved nothing"
-
-
-def test_batches_in_order_have_no_bias(manager, output):
-    m = manager(batch=2, n=1, overlap=1.0, policy=SchedulingPolicy.IN_ORDER)
-    begin(m)
-    for length, grant in enumerate(m.claim("w0"), 1):
-        m.finish(grant.sample_id, output(length))
-    for last in (False, True):
-        batch = m.take_batch(stop=True)
-        assert m.metrics()["length/batch_bias"] == 1.0
-        m.acknowledge(group.uid for group in batch)
-        if not last:
-            begin(m)
 
 
 def test_others_run_on_while_a_batch_is_taken_and_the_version_advances(manager, output, segment):
