@@ -1,6 +1,6 @@
 """``overlap=auto`` beside hill-climbing on measured speed, in the planner's simulation: why the recipe simulates.
 
-``python -m pytest tests/unit/test_overlap_search.py -m benchmarks -s`` prints the figures in docs/scheduling.md.
+``python -m pytest tests/unit/test_overlap_search.py -m benchmarks -s`` prints the figures in docs/tuning.md.
 """
 
 import itertools

@@ -67,7 +67,7 @@ class ResumeKV(Choice):
     KEEP = (
         "keep",
         "the keys and values of the old weights, where vLLM's prefix cache still has them; see "
-        "[docs/scheduling.md](../../docs/scheduling.md#keeping-the-kv-cache)",
+        "[docs/tuning.md](../../docs/tuning.md#keeping-the-kv-cache)",
     )
 
 

@@ -99,7 +99,7 @@ class PartialRolloutConfig:
         1.0,
         "Spare groups in flight as a share of N = `data.train_batch_size` (window, april): more speed for more staleness, "
         "whose mean is about the overlap. `auto` (window): as many as are worth their staleness, found by measuring, from "
-        "1 on ([docs/scheduling.md](../../docs/scheduling.md)).",
+        "1 on ([docs/tuning.md](../../docs/tuning.md)).",
         at_least=0,
         word=AUTO,
     )
@@ -118,25 +118,24 @@ class PartialRolloutConfig:
     slots_per_replica: int = key(
         None,
         "Samples that run at once on a replica. `null`: at most `rollout.max_num_seqs`, and no more than its KV cache "
-        "holds; a line at start says how many and why ([docs/scheduling.md](../../docs/scheduling.md)).",
+        "holds; a line at start says how many and why ([docs/tuning.md](../../docs/tuning.md)).",
         at_least=1,
         null="by KV",
     )
     scheduling: Scheduling = section(Scheduling)
     correction: Correction = key(
         Correction.DECOUPLED,
-        "How tokens that older weights sampled are trained "
-        "([docs/algorithms.md](../../docs/algorithms.md#correction)).",
+        "How tokens that older weights sampled are trained ([docs/learning.md](../../docs/learning.md#correction)).",
     )
     proximal: Proximal = key(
         Proximal.AUTO,
         "Where the log-probs of the weights before the update come from "
-        "([docs/algorithms.md](../../docs/algorithms.md#one-forward-pass-less)).",
+        "([docs/learning.md](../../docs/learning.md#one-forward-pass-less)).",
     )
     trust_region: TrustRegion = key(
         TrustRegion.AUTO,
         "How far the trained policy may move from the one that sampled a token. A masked token has no gradient; it still "
-        "counts in the mean ([docs/algorithms.md](../../docs/algorithms.md#trust-region)).",
+        "counts in the mean ([docs/learning.md](../../docs/learning.md#trust-region)).",
     )
     trust_region_low: float | None = key(
         None,
