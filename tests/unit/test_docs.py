@@ -16,6 +16,7 @@ LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
 MODULE = re.compile(r"python -m (recipe\.[\w.]+)(?: ([a-z]\w*))?")
 SCRIPT = re.compile(r"run_scripts/\w+\.sh")
 FILE = re.compile(r"`((?:tests|conf|docs|recipe|run_scripts|verl_ext)/[\w/.]+\.(?:py|md|yaml|sh|json|png))`")
+IN_PACKAGE = re.compile(r"`((?:training|rollout|worker|engine|manager|planner|records|checkpoint|config)/\w+\.py)`")
 
 
 def named(path):
@@ -50,8 +51,11 @@ def test_named_commands_exist(page):
 
 @pytest.mark.parametrize("page", PAGES + COMMENTED, ids=named)
 def test_named_files_exist(page):
-    for file in FILE.findall(page.read_text()):
+    text = page.read_text()
+    for file in FILE.findall(text):
         assert (REPOSITORY / file).exists(), file
+    for file in IN_PACKAGE.findall(text):
+        assert (REPOSITORY / "recipe/partial_rollout" / file).exists(), file
 
 
 def test_every_page_of_docs_is_linked_from_the_readme_or_a_page_it_links():
