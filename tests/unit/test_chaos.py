@@ -91,10 +91,6 @@ def test_every_life_resumes_the_same_run_and_the_last_one_ends_by_itself(chaos, 
     }
 
 
-def test_life_that_ends_before_its_kill_is_no_kill(chaos):
-    assert len(chaos((None, 0, 0))[2]["faults"]) == 1
-
-
 def test_training_that_ends_with_an_error_before_its_fault_is_an_error(chaos):
     assert chaos((None, 1))[0] == 1
 
@@ -102,10 +98,6 @@ def test_training_that_ends_with_an_error_before_its_fault_is_an_error(chaos):
 def test_loss_is_an_error(chaos):
     code, _, report = chaos((None, None, 0), ["prompt 0/1 was lost: never trained"])
     assert code == 1 and report["lost"] == 1
-
-
-def test_last_life_that_fails_is_an_error(chaos):
-    assert chaos((None, None, 1))[0] == 1
 
 
 def test_survival_estimates_the_round_that_a_kill_cut_off_and_counts_a_step_once(tmp_path):

@@ -59,6 +59,7 @@ class NotedRounds(Simulation):
     def __init__(self, case, overlap, noise, seed):
         admission = replace(case.admission, overlap=overlap)
         super().__init__(admission, Scheduling(), case.cluster, case.lengths, seed=seed)
+        self._start, self._samples.start = self._samples.start, self._sample
         self._noise, self._rng = noise, np.random.default_rng(seed)
         self._clock, self._started, self._ended = 0.0, {}, []
 
@@ -74,14 +75,14 @@ class NotedRounds(Simulation):
             if tokens
         ]
         self._clock += slower * played.seconds
-        return calls, played.lengths
+        return calls, played.batch.lengths
 
     def _claim(self, replicas, now):
         self._replica = replicas[0]
         super()._claim(replicas, now)
 
     def _sample(self, grant):
-        sample, resumed = super()._sample(grant)
+        sample, resumed = self._start(grant)
         self._started[grant.sample_id] = self._replica.clock, sample.made
         return sample, resumed
 

@@ -2,14 +2,13 @@
 
 import argparse
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster, EngineCurve
+from recipe.partial_rollout.planner.engine_curve import Cluster, EngineCurve
 from recipe.partial_rollout.planner.samples import LengthTrace
 from recipe.partial_rollout.planner.separate import TrainerRate, WeightUpdate
 from recipe.partial_rollout.tools import plan_cost, plan_separate
@@ -49,23 +48,10 @@ def test_split_is_printed_beside_colocated_and_nopr_with_gpu_hours(capsys, tmp_p
     assert "under an overlap of 1 the trainer waits" not in out or "overlap=0.5" in out
 
 
-def test_each_replica_takes_its_gpus_and_the_trainer_the_rest(capsys):
-    assert plan([*PRESET, "--gpus-per-replica", "2", "--overlaps", "1"]) == 0
-    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["separate"]]
-    engines, trainers = int(row[3]), int(row[5])
-    assert engines % 2 == 0 and engines + trainers == 8
-
-
 def test_trainer_rate_is_of_the_seconds_given():
     assert devices_of("--train-seconds", "30", "--train-fixed", "10", "--hold-seconds", "1").trainer == TrainerRate(
         10.0, 20 * 4 / 4000
     )
-
-
-def test_trainer_rate_of_a_run_is_of_its_own_devices_and_batches():
-    step = SimpleNamespace(seconds={"step": 50.0, "gen": 30.0}.__getitem__, lengths=[100] * 20)
-    record = SimpleNamespace(steps=[step] * 3, settings=SimpleNamespace(replicas=2))
-    assert devices_of("--hold-seconds", "1", record=record).trainer == TrainerRate(0.0, 20 * 2 / 2000)
 
 
 def test_speeds_that_are_given_replace_those_of_the_preset():
@@ -96,19 +82,3 @@ def test_options_that_make_no_sense_are_refused_in_a_line(capsys, arguments, mes
     assert plan(arguments) == 2
     out = capsys.readouterr().out
     assert out.startswith(f"error: {message}") and out.count("\n") == 1
-
-
-def test_speeds_that_nothing_gives_are_asked_for(capsys, tmp_path):
-    (tmp_path / "curve.json").write_text(json.dumps({"step_s": 1e-3, "sample_s": 1e-4}))
-    curve = [*SMALL, "--replicas", "4", "--curve", str(tmp_path / "curve.json")]
-    assert plan(curve) == 2
-    assert capsys.readouterr().out.startswith("error: --train-seconds is missing: give it, --run, or a --curve whose")
-    assert plan([*curve, "--train-seconds", "2"]) == 2
-    assert capsys.readouterr().out.startswith("error: --hold-seconds is missing: how long engines stand still")
-    assert plan([*curve, "--train-seconds", "2", "--hold-seconds", "0.1"]) == 0
-
-
-def test_presets_of_trainers_are_those_of_engines():
-    from recipe.partial_rollout.planner.separate import TRAINER_PRESETS
-
-    assert TRAINER_PRESETS.keys() == PRESETS.keys()

@@ -11,8 +11,7 @@ from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import Cluster, EngineCurve
 from recipe.partial_rollout.records.run import load_run
-from recipe.partial_rollout.tools.replay import replay
-from recipe.partial_rollout.tools.replay_separate import measured_steps, play_separate, trainer_of
+from recipe.partial_rollout.tools.replay import measured_steps, play_separate, replay, trainer_of
 
 RUN = runpy.run_path(str(Path(__file__).with_name("separate_run.py")))
 ADMISSION = Admission(Mode.WINDOW, 2, 2, 1.0, 4, 8, 4)

@@ -1,12 +1,10 @@
 """The report over small runs whose figures can be worked out by hand. Times are seconds after `ZERO`."""
 
-import dataclasses
 import json
 
 import pytest
 
 from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.figures import running_curve
 from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
@@ -122,36 +120,9 @@ def test_bubble_is_the_share_of_slots_that_stood_empty(tmp_path):
     assert summary_of(build_run(tmp_path / "a", rounds=rounds)).bubble_fraction == pytest.approx(1 - 25 / 40)
 
 
-def test_bubble_counts_no_slot_beyond_a_full_batch(tmp_path):
-    # Eight run for 5 s and none for 5 s: half of the four slots' time, however many ran.
-    calls = [(i % 2, 0, 5, 10) for i in range(8)]
-    rounds = [build_round(1, start=0, end=10, calls=calls, trained=[build_group(0, [10, 10])])]
-    assert summary_of(build_run(tmp_path / "a", rounds=rounds)).bubble_fraction == pytest.approx(0.5)
-
-
 def test_full_is_every_slot_where_the_batch_is_larger(tmp_path):
     path = build_run(tmp_path / "a", slots_per_replica=1)
     assert load_run(path).settings.full_concurrency == 2
-
-
-def test_bubble_weighs_rounds_by_their_time(tmp_path):
-    full_round = build_round(1, start=0, end=30, calls=[(0, 0, 30, 1)] * 4, trained=[build_group(0, [1, 1])])
-    empty_round = build_round(2, start=40, end=50, trained=[build_group(1, [1, 1])])
-    path = build_run(tmp_path / "a", rounds=[full_round, empty_round])
-    assert summary_of(path).bubble_fraction == pytest.approx(10 / 40)
-
-
-def test_running_curve_steps_at_every_call_and_is_cut_at_the_round(tmp_path):
-    calls = [(0, -5, 4, 1), (1, 2, 99, 1), (1, 3, 3, 0)]
-    path = build_run(tmp_path / "a", rounds=[build_round(1, start=0, end=10, calls=calls)])
-    curve = running_curve(load_run(path).rounds[0].phase, replicas=2)
-    assert (curve.times - ZERO).tolist() == [0, 2, 3, 4, 10]
-    assert curve.running.tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 0]]
-
-
-def test_round_without_calls_is_all_bubble(tmp_path):
-    rounds = [build_round(1, start=0, end=10, trained=[build_group(0, [1, 1])])]
-    assert summary_of(build_run(tmp_path / "a", rounds=rounds)).bubble_fraction == 1
 
 
 def test_efficiency_is_decoded_over_what_a_full_engine_decodes(tmp_path):
@@ -202,11 +173,6 @@ def test_staleness_segments_and_off_policy_share(tmp_path):
     assert (summary.staleness.mean, summary.staleness.max) == (1.5, 3)
     assert (summary.segments_per_sample.mean, summary.segments_per_sample.max) == (1.5, 2)
     assert summary.off_policy_token_fraction == pytest.approx(0.6)
-
-
-def test_rewards_are_means_of_the_first_and_last_three_steps(tmp_path):
-    summary = summary_of(build_run(tmp_path / "a", rounds=default_rounds(steps=5)))
-    assert (summary.reward_first, summary.reward_last) == (2, 4)
 
 
 def test_interrupt_is_unknown_where_no_round_was_interrupted(tmp_path):
@@ -263,11 +229,6 @@ def test_runs_of_one_arm_are_called_by_what_differs_in_their_directories(tmp_pat
     assert [side.name for side in compare(runs).sides] == ["bounded", "seed", "april"]
 
 
-def test_one_run_given_twice_is_told_apart_by_letters(tmp_path):
-    run = load_run(build_run(tmp_path / "x"))
-    assert [side.name for side in compare([run, dataclasses.replace(run)]).sides] == ["A", "B"]
-
-
 def test_any_number_of_runs_is_compared_with_the_first_one_of_nopr(tmp_path):
     arms = {"pr_1": "PR", "plain": "noPR", "pr_2": "PR"}
     runs = [load_run(build_run(tmp_path / name, arm=arm)) for name, arm in arms.items()]
@@ -277,32 +238,9 @@ def test_any_number_of_runs_is_compared_with_the_first_one_of_nopr(tmp_path):
     assert figures.header == ["", "plain", "pr_1", "pr_1 / plain", "pr_2", "pr_2 / plain"]
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_every_row_of_every_table_has_its_cells_and_its_note(tmp_path, count):
-    comparison = compare([load_run(build_run(tmp_path / str(i), arm="PR")) for i in range(count)])
-    for table in tables(comparison):
-        assert {len(row) for row in table.rows} == {len(table.header)}, table.title
-        assert len(table.notes) == len(table.rows), table.title
-
-
 def test_one_run_alone_is_reported(tmp_path, capsys):
     assert main([str(build_run(tmp_path / "a", arm="PR"))]) == 0
     assert "PR trained 4 groups in 2 steps of 20.0 s, 50.0% of it rollout." in capsys.readouterr().out
-
-
-def test_every_file_of_the_report_is_written(tmp_path):
-    runs = [build_run(tmp_path / "a"), build_run(tmp_path / "b", arm="PR")]
-    main(list(map(str, runs)))
-    out = tmp_path / "b" / "report"
-    assert sorted(p.name for p in out.iterdir()) == [
-        "report.html",
-        "report.json",
-        "report.md",
-        "report.png",
-        "timeline.png",
-    ]
-    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    assert "| rollout efficiency | 40.0% | 40.0% | 1.00 |" in (out / "report.md").read_text()
 
 
 def test_long_runs_get_a_close_up_of_the_middle(tmp_path):

@@ -47,12 +47,6 @@ def test_engines_decode_while_the_trainer_trains():
     assert second.batch.staleness.tolist() == [[1]] and second.batch.token_ages == 8
 
 
-def test_engine_without_samples_is_idle():
-    # The only replica has nothing from 8 s on, and the trainer trains twice more.
-    first, second = play([[4], [8]], 2, train_s=5.0)
-    assert (first.idle_s, second.idle_s) == (1.0, 5.0)
-
-
 def test_all_engines_stand_still_for_the_weights_once_their_step_has_ended():
     # 0/0 ends at 4 s and trains until 6.5 s; the step of 0/1 ends at 7 s, and the load at 9 s.
     first, second = play([[4], [10]], 2, train_s=2.0, update=WeightUpdate(0.5, 2.0))
@@ -100,11 +94,6 @@ def test_without_staleness_the_sides_take_turns():
     assert not any(step.batch.token_ages for step in steps)
 
 
-def test_lengths_of_another_group_size_are_refused():
-    with pytest.raises(ValueError, match=r"lengths are of groups of 3, rollout\.n is 2"):
-        play([[4, 5, 6]], 1, n=2)
-
-
 def build_devices(*, replicas=8, token_s=1e-3, fixed_s=0.0, update=FREE):
     return Devices(replicas, 1, TrainerRate(fixed_s, token_s), update)
 
@@ -130,13 +119,6 @@ def test_slow_trainer_leaves_engines_idle_and_a_fast_one_waits():
     assert slow.step_s == pytest.approx(slow.train_s, rel=0.01)
 
 
-def test_shares_of_a_step_add_up():
-    found = made_with(build_devices(update=WeightUpdate(0.2, 0.3)))(4)
-    busy = found.train_s + found.waiting_s + 0.2
-    assert 0.3 <= found.step_s - busy < 0.4, "the hold, and the step that it waits for"
-    assert found.engine_held > 0 and found.engine_held + found.engine_idle >= 0.3 / found.step_s
-
-
 def test_best_split_is_the_fastest_of_all():
     devices = build_devices(token_s=4e-4)
     made = made_with(devices)
@@ -145,9 +127,3 @@ def test_best_split_is_the_fastest_of_all():
         best, seen = best_split(made, start, 7)
         assert speeds[best.engines] == max(speeds.values())
         assert best in seen and best.engines + best.trainers == 8
-
-
-def test_balance_gives_the_slower_side_more():
-    # All eight decode a batch in 10 s; eight trainers need 10 s, too: four and four.
-    assert balanced(build_devices(token_s=1.0), round_s=10.0, tokens=80) == 4
-    assert balanced(build_devices(token_s=3.0), round_s=10.0, tokens=80) == 2

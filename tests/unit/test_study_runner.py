@@ -65,20 +65,7 @@ def test_run_with_other_overrides_is_not_taken_for_one_of_the_study(tmp_path, mo
     assert not longer.is_complete(PR, 1)
 
 
-def test_override_of_the_user_gives_way_to_the_arms(tmp_path):
-    study = build_study(tmp_path, overrides=("partial_rollout.max_staleness=2", "data.train_batch_size=8"))
-    command = study.command(PR, 3)
-    assert "data.train_batch_size=8" in command and "partial_rollout.max_staleness=4" in command
-    assert "partial_rollout.max_staleness=2" not in command and "data.seed=3" in command
-
-
 def test_what_a_run_learns_does_not_depend_on_where_it_lies(tmp_path):
     here, there = build_study(tmp_path / "here"), build_study(tmp_path / "there")
     assert here.alike(PR, 1) == there.alike(PR, 1)
     assert "data.seed=1" in here.alike(PR, 1) and here.alike(PR, 1) != here.alike(PR, 2)
-
-
-def test_a_failed_run_ends_the_study_and_names_its_log(tmp_path, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(returncode=3))
-    with pytest.raises(StudyError, match=r"noPR, seed 1 ended with exit code 3: see .*terminal\.log"):
-        build_study(tmp_path).run_missing()

@@ -15,10 +15,10 @@ import numpy as np
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.types import Grant, Segment
+from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.planner.engine_curve import Cluster
 from recipe.partial_rollout.planner.replica_model import ReplicaModel
-from recipe.partial_rollout.planner.samples import LengthTrace, PlayedSample, PlayedSamples
+from recipe.partial_rollout.planner.samples import LengthTrace, PlayedSamples, TrainedBatch
 from recipe.partial_rollout.records.figures import spread
 
 _WORKER = "simulation"
@@ -26,22 +26,11 @@ _WORKER = "simulation"
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRound:
-    """One simulated rollout phase."""
+    """One simulated rollout phase, and the batch that it trains."""
 
     seconds: float
     decoded_tokens: int
-    lengths: np.ndarray
-    """int [trained groups, samples of a group], tokens"""
-    staleness: np.ndarray
-    """int [trained groups, samples of a group], versions since the first token of each"""
-    on_policy_tokens: int
-    """trained tokens that this round decoded"""
-    token_ages: int
-    """sum over the trained tokens of the versions between each token's own and the one that trains it"""
-
-    @property
-    def trained_tokens(self) -> int:
-        return int(self.lengths.sum())
+    batch: TrainedBatch
 
 
 class Simulation:
@@ -112,18 +101,15 @@ class Simulation:
         batch = self._samples.train(groups, version)
         manager.acknowledge([group.uid for group in groups])
         self._version += 1
-        return SimulatedRound(end, decoded, batch.lengths, batch.staleness, batch.on_policy_tokens, batch.token_ages)
+        return SimulatedRound(end, decoded, batch)
 
     def _claim(self, replicas: list[ReplicaModel], now: float) -> None:
         """Claim samples; each starts at the replica that has the fewest."""
         for grant in self._manager.claim(_WORKER):
             replica = min(replicas, key=len)
             replica.advance(now)
-            sample, resumed = self._sample(grant)
+            sample, resumed = self._samples.start(grant)
             replica.add(sample.engine, reads=not (resumed and self._cluster.keeps_kv))
-
-    def _sample(self, grant: Grant) -> tuple[PlayedSample, bool]:
-        return self._samples.start(grant)
 
     def _finish(self, sample_id: str) -> None:
         self._manager.finish(sample_id, self._samples.end(sample_id, self._manager.version))
@@ -174,7 +160,7 @@ def forecast(
     warmup = warmup_rounds(admission.overlap) if warmup is None else warmup
     simulation = Simulation(admission, scheduling, cluster, lengths)
     played = list(simulation.rounds(warmup + max(rounds, _FIRST)))
-    first = np.concatenate([round_.lengths for round_ in played[:_FIRST]])
+    first = np.concatenate([round_.batch.lengths for round_ in played[:_FIRST]])
     dispatched = np.array(simulation.dispatched[: len(first)])
     full = cluster.full_tokens_per_s(admission.batch_groups * admission.samples_per_group, lengths.mean_context)
     return _summarize(played, warmup, float(first.mean() / dispatched.mean()), full)
@@ -188,8 +174,8 @@ def _summarize(
 ) -> Forecast:
     """Summarize rounds; the first ``warmup`` count only for the largest staleness."""
     steady = played[warmup:]
-    seconds, tokens = sum(r.seconds for r in steady), sum(r.trained_tokens for r in steady)
-    staleness = spread(np.concatenate([r.staleness.ravel() for r in steady]))
+    seconds, tokens = sum(r.seconds for r in steady), sum(r.batch.tokens for r in steady)
+    staleness = spread(np.concatenate([r.batch.staleness.ravel() for r in steady]))
     assert staleness is not None
     return Forecast(
         round_s=seconds / len(steady),
@@ -197,9 +183,9 @@ def _summarize(
         efficiency=tokens / seconds / full_tokens_per_s,
         staleness_mean=staleness.mean,
         staleness_p95=staleness.p95,
-        staleness_max=max(int(r.staleness.max()) for r in played),
-        token_age_mean=sum(r.token_ages for r in steady) / tokens,
-        off_policy_fraction=1 - sum(r.on_policy_tokens for r in steady) / tokens,
+        staleness_max=max(int(r.batch.staleness.max()) for r in played),
+        token_age_mean=sum(r.batch.token_ages for r in steady) / tokens,
+        off_policy_fraction=1 - sum(r.batch.on_policy_tokens for r in steady) / tokens,
         first_length=first_length,
     )
 

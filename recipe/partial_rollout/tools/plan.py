@@ -28,7 +28,7 @@ from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.records.run import RunRecord, load_run
 from recipe.partial_rollout.tools import plan_cost, plan_measure, plan_separate
 from recipe.partial_rollout.tools.command_line import described
-from recipe.partial_rollout.tools.plan_separate_table import shown
+from recipe.partial_rollout.tools.plan_separate import shown
 from recipe.partial_rollout.tools.plan_table import Option, advice, of_default_policy, plan_table
 from recipe.partial_rollout.tools.replay import replay, replay_table
 
