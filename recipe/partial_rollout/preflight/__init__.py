@@ -1,1 +1,1 @@
-"""Checks of a run before Ray starts: settings, files, prompts; and the plan that ``--check`` prints."""
+"""Checks of a run before Ray starts: settings, placement, inputs, rows of the data."""
