@@ -1,6 +1,6 @@
 """Separate placement in a plan: trainer and engines on devices of their own, beside both in turn on all of them.
 
-A forecast; docs/placement.md has what was measured.
+A forecast; docs/performance.md has what was measured.
 """
 
 from __future__ import annotations
