@@ -308,5 +308,5 @@ def assumptions(options: argparse.Namespace, devices: Devices) -> str:
     return (
         f"trainer, {source}: {trainer.fixed_s:g} s a batch and {trainer.token_s * 1e3:.3g} ms a token of one GPU; "
         f"new weights, assumed: {update.stage_s:g} s while engines decode, {update.hold_s:g} s while they stand still. "
-        "This is a forecast: no run can place trainer and engines separately yet (docs/placement.md)"
+        "This is a forecast: separate placement has run on CPU cores only (docs/placement.md)"
     )
