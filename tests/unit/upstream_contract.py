@@ -61,7 +61,7 @@ CONTRACT = (
     Uses("verl.trainer.constants_ppo", "task_runner", calls={"get_ppo_ray_runtime_env": "config"}),
     Uses(
         "verl.trainer.ppo.utils",
-        "task_runner ray_trainer dry_run placement_check",
+        "task_runner ray_trainer dry_run placement_check trainer_config",
         calls={
             "create_rl_dataset": "data_paths, data_config, tokenizer, processor, *, is_train, max_samples",
             "create_rl_sampler": "data_config, dataset",
@@ -72,14 +72,14 @@ CONTRACT = (
     Uses("verl.utils.tokenizer", "dry_run", calls={"hf_tokenizer": "name_or_path"}),
     Uses(
         "verl.utils.config",
-        "task_runner ray_trainer correction_check dry_run",
+        "task_runner ray_trainer trainer_config dry_run",
         calls={
             "omega_conf_to_dataclass": "config",
             "validate_config": "*, config, use_reference_policy, use_critic",
         },
     ),
     Uses("verl.utils.dataset.rl_dataset", "task_runner", calls={"collate_fn": "data_list"}),
-    Uses("verl.single_controller.ray.base:RayWorkerGroup", "worker_group", calls={"__init__": "*, master_port_range"}),
+    Uses("verl.single_controller.ray.base:RayWorkerGroup", "task_runner", calls={"__init__": "*, master_port_range"}),
     Uses(
         "verl.workers.engine_workers:ActorRolloutRefWorker",
         "ray_trainer weight_sync weight_transfer",
@@ -272,7 +272,7 @@ CONTRACT = (
     Uses("verl.workers.config:CheckpointEngineConfig", "placement_check", has="backend"),
     Uses(
         "verl.workers.config:HFModelConfig",
-        "task_runner attention",
+        "task_runner trainer_config",
         has="tokenizer processor override_config use_remove_padding",
     ),
     # -- data, tools, losses --------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ CONTRACT = (
     Uses("verl.tools.schemas:ToolResponse", "tool_journal", has="text image video"),
     Uses(
         "verl.trainer.ppo.core_algos",
-        "loss correction_check",
+        "loss trainer_config",
         has="POLICY_LOSS_REGISTRY",
         calls={
             "agg_loss": "*, loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size",
@@ -302,7 +302,7 @@ CONTRACT = (
     ),
     Uses(
         "verl.trainer.ppo.rollout_corr_helper",
-        "loss correction_check geometric_weights masked_weights trust_region",
+        "loss trainer_config geometric_weights masked_weights",
         has="SAFETY_BOUND",
         calls={
             "compute_rollout_correction_weights": "log_ratio, response_mask, *, rollout_is, rollout_is_threshold",
@@ -329,7 +329,7 @@ CONTRACT = (
     Uses("verl.utils.metric:AggregationType", "loss", has="SUM"),
     Uses(
         "verl.workers.config:ActorConfig",
-        "loss correction_check trust_region",
+        "loss trainer_config",
         has="clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c tau_pos tau_neg policy_loss global_batch_info "
         "strategy rollout_n use_dynamic_bsz",
     ),
@@ -387,7 +387,7 @@ CONTRACT = (
         has="zmq_context",
         calls={"_init_socket": ""},
     ),
-    Uses("verl.utils.device", "like_length_batches memory", calls={"get_device_name": "", "is_support_ipc": ""}),
+    Uses("verl.utils.device", "like_length_batches inputs", calls={"get_device_name": "", "is_support_ipc": ""}),
     Uses(
         "verl.utils.tracking:Tracking",
         "tracking_observer",
