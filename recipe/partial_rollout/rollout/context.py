@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.ledger import Ledger
-from recipe.partial_rollout.records.trace import RunTrace
-from recipe.partial_rollout.rollout.prompt_source import PromptSource
-from recipe.partial_rollout.rollout.replicas import ServerControl
-from recipe.partial_rollout.rollout.slots import ReplicaSlots
-from recipe.partial_rollout.rollout.stop import StopSignals
+if TYPE_CHECKING:
+    from recipe.partial_rollout.config.settings import PartialRolloutConfig
+    from recipe.partial_rollout.records.ledger import Ledger
+    from recipe.partial_rollout.records.trace import RunTrace
+    from recipe.partial_rollout.rollout.prompt_source import PromptSource
+    from recipe.partial_rollout.rollout.replicas import ServerControl
+    from recipe.partial_rollout.rollout.slots import ReplicaSlots
+    from recipe.partial_rollout.rollout.stop import StopSignals
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,23 +29,25 @@ import time
 from collections.abc import Awaitable
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from recipe.partial_rollout.manager.messages import StepAccount, VersionStart
 from recipe.partial_rollout.manager.output_store import OutputStore, fetch_groups
 from recipe.partial_rollout.manager.types import Prompt, TakenGroup
-from recipe.partial_rollout.rollout.context import RolloutContext
-from recipe.partial_rollout.rollout.engine_probe import EndedCalls
-from recipe.partial_rollout.rollout.guard import Guard
-from recipe.partial_rollout.rollout.overlap import OverlapControl
 from recipe.partial_rollout.rollout.progress import ProgressLine
-from recipe.partial_rollout.rollout.replicas import ReplicaRoster
 from recipe.partial_rollout.rollout.step_book import StepBatch, StepBook
 from recipe.partial_rollout.rollout.stop import StopTraining
-from recipe.partial_rollout.rollout.workers import WorkerPool, WorkerShares
 from recipe.partial_rollout.waits import result_of
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.rollout.context import RolloutContext
+    from recipe.partial_rollout.rollout.engine_probe import EndedCalls
+    from recipe.partial_rollout.rollout.guard import Guard
+    from recipe.partial_rollout.rollout.overlap import OverlapControl
+    from recipe.partial_rollout.rollout.replicas import ReplicaRoster
+    from recipe.partial_rollout.rollout.workers import WorkerPool, WorkerShares
 
 
 class RolloutState(StrEnum):

@@ -6,11 +6,13 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recipe.partial_rollout.records.calls import EngineCall
-from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.waits import result_of, within
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.rollout.context import RolloutContext
 
 TakeCalls = Callable[[], Awaitable[tuple[EngineCall, ...]]]
 """returns engine calls that ended since it was last called"""

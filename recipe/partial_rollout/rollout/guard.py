@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ray.exceptions import RayActorError
 
 from recipe.partial_rollout.manager.messages import PromptsWanted, RolloutFailedError
-from recipe.partial_rollout.rollout.context import RolloutContext
-from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of, within
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.rollout.context import RolloutContext
+    from recipe.partial_rollout.rollout.workers import WorkerPool
 
 T = TypeVar("T")
 

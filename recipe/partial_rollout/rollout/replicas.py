@@ -13,14 +13,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ray.exceptions import RayActorError
 
 from recipe.partial_rollout.records.trace import RunTrace
-from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.waits import ReplicaError, answer_of, means_death, one_line, result_of, within
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.rollout.workers import WorkerPool
 
 logger = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
@@ -14,9 +15,11 @@ from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended, spread
 from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup
-from recipe.partial_rollout.rollout.context import RolloutContext
-from recipe.partial_rollout.rollout.engine_probe import EngineProbe
-from recipe.partial_rollout.rollout.overlap import OverlapControl
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.rollout.context import RolloutContext
+    from recipe.partial_rollout.rollout.engine_probe import EngineProbe
+    from recipe.partial_rollout.rollout.overlap import OverlapControl
 
 
 @dataclass(slots=True)
