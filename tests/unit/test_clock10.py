@@ -19,7 +19,7 @@ from recipe.partial_rollout.tasks.clock10.dataset import draw_training, draw_val
 from recipe.partial_rollout.tasks.clock10.demonstration import Mixture, search_line
 from recipe.partial_rollout.tasks.clock10.expression import (
     OPERATORS,
-    ClockProblem,
+    Problem,
     draw_problem,
     parse_problem,
     partial_results,
@@ -30,7 +30,7 @@ from recipe.partial_rollout.tasks.clock10.reward import compute_score
 from recipe.partial_rollout.tasks.clock10.tokenizer import CHARACTERS, build_tokenizer
 from recipe.partial_rollout.tasks.clock10.warm_start import IGNORED, WarmStart, draw_batches, train
 
-EXAMPLE = ClockProblem((3, 4, 2, 9), 8)
+EXAMPLE = Problem((3, 4, 2, 9), 8)
 digits_of_a_problem = st.lists(st.integers(1, 9), min_size=3, max_size=5).map(tuple)
 seeds = st.integers(0, 2**32)
 
@@ -61,7 +61,7 @@ def test_the_prompt_is_the_shape_of_the_line_that_solves_it():
 
 @given(digits=digits_of_a_problem, target=st.integers(0, 9))
 def test_every_prompt_parses_back_to_its_problem(digits, target):
-    problem = ClockProblem(digits, target)
+    problem = Problem(digits, target)
     assert parse_problem(problem.prompt) == problem
 
 
@@ -98,7 +98,7 @@ def test_equal_seeds_draw_equal_and_solvable_problems(seed):
 @pytest.mark.parametrize("digits, target", [((3,), 1), ((0, 3), 1), ((3, 10), 1), ((3, 4), 10), ((3, 4), -1)])
 def test_an_impossible_problem_is_refused(digits, target):
     with pytest.raises(ValueError, match="want"):
-        ClockProblem(digits, target)
+        Problem(digits, target)
 
 
 # --- demonstrations and reward
@@ -155,7 +155,7 @@ def test_a_mixture_out_of_range_is_refused(broken):
 )
 def test_only_a_complete_correct_answer_at_the_very_end_scores(response, score):
     # 3-4=9-2=7+9=6: the target below is what `--+` reaches.
-    assert compute_score("clock10", response, ClockProblem((3, 4, 2, 9), 6).prompt, extra_info={}) == score
+    assert compute_score("clock10", response, Problem((3, 4, 2, 9), 6).prompt, extra_info={}) == score
 
 
 def test_every_truncation_of_a_correct_response_scores_zero():

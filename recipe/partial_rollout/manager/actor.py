@@ -24,8 +24,8 @@ from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.codec import encode
 from recipe.partial_rollout.manager.messages import (
-    Batch,
     PromptsWanted,
+    ReadyBatch,
     Report,
     Restored,
     RolloutFailedError,
@@ -206,7 +206,7 @@ class ManagerActor:
             self._changed.notify()
             return VersionStart(admitted, carried)
 
-    async def wait_batch(self, stop: bool) -> Batch | PromptsWanted:
+    async def wait_batch(self, stop: bool) -> ReadyBatch | PromptsWanted:
         """Wait until the batch of this version is complete, and take it.
 
         With ``stop`` no sample can be claimed from then on, and ``flush`` waits for every worker. Without, everything else
@@ -225,7 +225,7 @@ class ManagerActor:
             if wanted := await self._until_complete():
                 return wanted
             if self._suspended:
-                return Batch(time.time())
+                return ReadyBatch(time.time())
             self._changed.raise_failure()
             decided_at = time.time()
             self._metrics_at_flush = None
@@ -237,7 +237,7 @@ class ManagerActor:
                 garbage.release()
                 self._manager.admit()
             self._changed.notify()
-            return Batch(decided_at, groups, admitted, self._manager.wanted)
+            return ReadyBatch(decided_at, groups, admitted, self._manager.wanted)
 
     async def _until_complete(self) -> PromptsWanted | None:
         """Wait until the batch is complete or the rollout suspended."""

@@ -47,7 +47,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ReadyBatch:
     """What ``wait_batch`` took when it decided that the batch is complete."""
 
     decided_at: float

@@ -10,25 +10,25 @@ from pathlib import Path
 
 import pandas as pd
 
-from recipe.partial_rollout.tasks.clock10.expression import ClockProblem, draw_problem
+from recipe.partial_rollout.tasks.clock10.expression import Problem, draw_problem
 
 DATA_SOURCE = "clock10"
 MAX_VALIDATION_ROWS = 4096
 """Upper bound on held-out problems; there are some 5,000 three-digit ones, so more would starve training."""
 
 
-def draw_validation(rows: int, seed: int) -> list[ClockProblem]:
+def draw_validation(rows: int, seed: int) -> list[Problem]:
     """Return `rows` distinct problems; ValueError outside 1..4096."""
     if not 1 <= rows <= MAX_VALIDATION_ROWS:
         raise ValueError(f"val_rows={rows}: want 1..{MAX_VALIDATION_ROWS}")
     rng = random.Random(f"validation-{seed}")
-    distinct: dict[ClockProblem, None] = {}
+    distinct: dict[Problem, None] = {}
     while len(distinct) < rows:
         distinct[draw_problem(rng)] = None
     return list(distinct)
 
 
-def draw_training(rng: random.Random, held_out: Collection[ClockProblem]) -> Iterator[ClockProblem]:
+def draw_training(rng: random.Random, held_out: Collection[Problem]) -> Iterator[Problem]:
     """Yield training problems without end, with repeats, none of them in `held_out`."""
     while True:
         problem = draw_problem(rng)
@@ -36,7 +36,7 @@ def draw_training(rng: random.Random, held_out: Collection[ClockProblem]) -> Ite
             yield problem
 
 
-def to_row(problem: ClockProblem, index: int, split: str) -> dict[str, object]:
+def to_row(problem: Problem, index: int, split: str) -> dict[str, object]:
     """Return one row in the schema that verl's RLHFDataset reads; the ground truth is the prompt text itself."""
     return {
         "data_source": DATA_SOURCE,
@@ -47,7 +47,7 @@ def to_row(problem: ClockProblem, index: int, split: str) -> dict[str, object]:
     }
 
 
-def write_dataset(folder: Path, train_rows: int, validation: Collection[ClockProblem], seed: int) -> None:
+def write_dataset(folder: Path, train_rows: int, validation: Collection[Problem], seed: int) -> None:
     """Write `train.parquet` and `val.parquet` into the existing `folder`; ValueError for `train_rows` below 1."""
     if train_rows < 1:
         raise ValueError(f"train_rows={train_rows}: want at least 1")

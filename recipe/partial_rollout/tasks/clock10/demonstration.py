@@ -9,7 +9,7 @@ the more likely the careful one writes it, and the less likely it stops.
 import random
 from dataclasses import dataclass
 
-from recipe.partial_rollout.tasks.clock10.expression import OPERATORS, ClockProblem, apply_operator, partial_results
+from recipe.partial_rollout.tasks.clock10.expression import OPERATORS, Problem, apply_operator, partial_results
 
 ANSWER_MARK = "!"
 
@@ -36,7 +36,7 @@ class Mixture:
         if self.max_length < 64:
             raise ValueError(f"max_length={self.max_length}: want at least 64")
 
-    def respond(self, problem: ClockProblem, rng: random.Random) -> str:
+    def respond(self, problem: Problem, rng: random.Random) -> str:
         """Return one response to a solvable `problem`: search lines, then `!` and the operators of the last line."""
         while True:
             response = _search(problem, 0.0 if rng.random() < self.careful_share else self.false_accept, rng)
@@ -44,18 +44,18 @@ class Mixture:
                 return response
 
 
-def search_line(problem: ClockProblem, operators: str) -> str:
+def search_line(problem: Problem, operators: str) -> str:
     """Return the worked line for `operators`, such as `3+4=7*2=4-9=5-8=7`; its last digit is result minus target."""
     steps = zip(operators, problem.digits[1:], partial_results(problem.digits, operators), strict=True)
     worked = "".join(f"{operator}{digit}={result}" for operator, digit, result in steps)
     return f"{problem.digits[0]}{worked}-{problem.target}={_difference(problem, operators)}"
 
 
-def _difference(problem: ClockProblem, operators: str) -> int:
+def _difference(problem: Problem, operators: str) -> int:
     return apply_operator(partial_results(problem.digits, operators)[-1], "-", problem.target)
 
 
-def _search(problem: ClockProblem, false_accept: float, rng: random.Random) -> str:
+def _search(problem: Problem, false_accept: float, rng: random.Random) -> str:
     lines: list[str] = []
     while True:
         operators = "".join(rng.choices(OPERATORS, k=problem.operator_count))

@@ -18,7 +18,7 @@ _PROMPT = re.compile(r"([1-9])((?:\?[1-9]=_)+)-([0-9])=0")
 
 
 @dataclass(frozen=True, slots=True)
-class ClockProblem:
+class Problem:
     """One problem: put an operator between neighbouring digits so that the result is the target.
 
     Raises:
@@ -88,17 +88,17 @@ def reachable_targets(digits: tuple[int, ...]) -> list[int]:
     return sorted(reached)
 
 
-def draw_problem(rng: random.Random) -> ClockProblem:
+def draw_problem(rng: random.Random) -> Problem:
     """Draw a solvable problem: digit count by weight, digits uniform, target uniform over the reachable ones."""
     (count,) = rng.choices(list(DIGIT_COUNT_WEIGHTS), weights=list(DIGIT_COUNT_WEIGHTS.values()))
     digits = tuple(rng.randint(1, 9) for _ in range(count))
-    return ClockProblem(digits, rng.choice(reachable_targets(digits)))
+    return Problem(digits, rng.choice(reachable_targets(digits)))
 
 
-def parse_problem(prompt: str) -> ClockProblem:
+def parse_problem(prompt: str) -> Problem:
     """Return the problem whose canonical text is `prompt`; ValueError for any other text."""
     match = _PROMPT.fullmatch(prompt)
     if match is None:
         raise ValueError(f"prompt={prompt!r}: want a text such as 3?4=_?2=_-8=0")
     first, rest, target = match.groups()
-    return ClockProblem((int(first), *(int(digit) for digit in re.findall(r"\?(\d)", rest))), int(target))
+    return Problem((int(first), *(int(digit) for digit in re.findall(r"\?(\d)", rest))), int(target))

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from recipe.partial_rollout.tasks.clock10.demonstration import Mixture
-from recipe.partial_rollout.tasks.clock10.expression import ClockProblem
+from recipe.partial_rollout.tasks.clock10.expression import Problem
 from recipe.partial_rollout.tasks.clock10.tokenizer import PAD, TURN_END, VOCABULARY
 
 IGNORED = -100
@@ -73,7 +73,7 @@ class WarmStart:
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedBatch:
+class Batch:
     """Token ids and labels, right-padded, both `[sequences, tokens]` int64; a label of -100 carries no loss."""
 
     input_ids: torch.Tensor
@@ -93,7 +93,7 @@ class _Encoded:
 def train(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    problems: Iterator[ClockProblem],
+    problems: Iterator[Problem],
     settings: WarmStart,
     seed: int,
 ) -> float:
@@ -119,8 +119,8 @@ def train(
 
 
 def draw_batches(
-    tokenizer: PreTrainedTokenizerFast, problems: Iterator[ClockProblem], settings: WarmStart, rng: random.Random
-) -> Iterator[EncodedBatch]:
+    tokenizer: PreTrainedTokenizerFast, problems: Iterator[Problem], settings: WarmStart, rng: random.Random
+) -> Iterator[Batch]:
     """Yield batches of like lengths without end, at most `tokens_per_step` padded tokens unless one sequence is longer.
 
     Pools drawn before batch `short_share * steps` hold no sequence above `short_length`.
@@ -140,7 +140,7 @@ def draw_batches(
         drawn += len(groups)
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, problem: ClockProblem, response: str) -> _Encoded:
+def _encode(tokenizer: PreTrainedTokenizerFast, problem: Problem, response: str) -> _Encoded:
     messages = [{"role": "user", "content": problem.prompt}]
     asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert isinstance(asked, str)
@@ -162,14 +162,14 @@ def _cut_by_length(ascending: list[_Encoded], tokens: int) -> list[list[_Encoded
     return [*groups, group] if group else groups
 
 
-def _pad(group: list[_Encoded], pad_id: int) -> EncodedBatch:
+def _pad(group: list[_Encoded], pad_id: int) -> Batch:
     shape = (len(group), max(item.length for item in group))
     input_ids = torch.full(shape, pad_id)
     labels = torch.full(shape, IGNORED)
     for row, item in enumerate(group):
         input_ids[row, : item.length] = torch.tensor(item.prompt + item.response)
         labels[row, len(item.prompt) : item.length] = torch.tensor(item.response)
-    return EncodedBatch(input_ids, labels)
+    return Batch(input_ids, labels)
 
 
 def _build_optimizers(model: Qwen3ForCausalLM, settings: WarmStart) -> list[torch.optim.Optimizer]:
@@ -183,7 +183,7 @@ def _build_optimizers(model: Qwen3ForCausalLM, settings: WarmStart) -> list[torc
     ]
 
 
-def _train_step(model: Qwen3ForCausalLM, optimizers: list[torch.optim.Optimizer], batch: EncodedBatch) -> float:
+def _train_step(model: Qwen3ForCausalLM, optimizers: list[torch.optim.Optimizer], batch: Batch) -> float:
     # Padding is on the right and attention is causal, so no response token sees a pad and no mask is needed.
     logits = model(input_ids=batch.input_ids, use_cache=False).logits
     loss = cross_entropy(logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORED)

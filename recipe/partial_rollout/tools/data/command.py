@@ -13,7 +13,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from recipe.partial_rollout.tools.command_line import described
-from recipe.partial_rollout.tools.data.named import DATA_SETS, DataSet, Problem, problem_of
+from recipe.partial_rollout.tools.data.named import DATA_SETS, DataSet, NamedProblem, problem_of
 from recipe.partial_rollout.tools.data.raw_files import DataError, Row, batches_of, count_rows, download, files_of
 from recipe.partial_rollout.tools.table import Table
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write(name: str, out: Path, place: Path | None = None) -> Iterator[tuple[Path, list[Problem], int]]:
+def write(name: str, out: Path, place: Path | None = None) -> Iterator[tuple[Path, list[NamedProblem], int]]:
     """Write each split of data set ``name``: its file, its problems, and how many repeated rows were left out.
 
     Raises:
@@ -87,7 +87,7 @@ def write(name: str, out: Path, place: Path | None = None) -> Iterator[tuple[Pat
         yield path, problems, repeats
 
 
-def unique_problems(data_set: DataSet, files: list[Path]) -> tuple[list[Problem], int]:
+def unique_problems(data_set: DataSet, files: list[Path]) -> tuple[list[NamedProblem], int]:
     """The problems in the order of their first row, and the number of rows that repeat an earlier prompt.
 
     DAPO-Math-17k has each prompt a hundred times, AIME-2024 32 times: an epoch would not be one.
@@ -95,7 +95,7 @@ def unique_problems(data_set: DataSet, files: list[Path]) -> tuple[list[Problem]
     Raises:
         DataError: a row is not in the data set's schema, or there is none.
     """
-    found: dict[str, Problem] = {}
+    found: dict[str, NamedProblem] = {}
     seen = 0
     with tqdm(total=count_rows(files), desc=data_set.repository, unit=" rows", leave=False) as bar:
         for batch in batches_of(files):
@@ -107,7 +107,7 @@ def unique_problems(data_set: DataSet, files: list[Path]) -> tuple[list[Problem]
     return list(found.values()), seen - len(found)
 
 
-def _add(found: dict[str, Problem], data_set: DataSet, batch: list[Row], seen: int) -> None:
+def _add(found: dict[str, NamedProblem], data_set: DataSet, batch: list[Row], seen: int) -> None:
     for i, row in enumerate(batch):
         problem = problem_of(data_set, row, f"row {seen + i}")
         found.setdefault(problem.content, problem)
@@ -125,7 +125,7 @@ def _tokenizer(model: str) -> Any:
         ) from error
 
 
-def _summary(path: Path, problems: list[Problem], repeats: int, tokenizer: Any) -> list[str]:
+def _summary(path: Path, problems: list[NamedProblem], repeats: int, tokenizer: Any) -> list[str]:
     cells = [str(path), f"{len(problems):,}", f"{repeats:,}", *_quantiles([len(each.content) for each in problems])]
     if tokenizer is None:
         return cells

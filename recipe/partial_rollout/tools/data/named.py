@@ -23,7 +23,7 @@ _REMINDER = 'Remember to put your answer on its own line after "Answer:".'
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class NamedProblem:
     """What a raw row says, in verl's terms."""
 
     content: str
@@ -42,11 +42,11 @@ class DataSet:
     splits: Mapping[str, str]
     """split written -> split of the raw files"""
     data_source: str
-    problem: Callable[[Row], Problem]
+    problem: Callable[[Row], NamedProblem]
     folder: str | None = None
     """configuration of the hub data set, if it has several"""
 
-    def row(self, problem: Problem, split: str, index: int) -> Row:
+    def row(self, problem: NamedProblem, split: str, index: int) -> Row:
         """The row that verl reads."""
         return {
             "data_source": self.data_source,
@@ -57,20 +57,20 @@ class DataSet:
         }
 
 
-def gsm8k(row: Row) -> Problem:
+def gsm8k(row: Row) -> NamedProblem:
     """A row of ``openai/gsm8k``: question, and an answer that ends in ``#### 1,234``."""
     _, mark, answer = row["answer"].rpartition("####")
     if not mark:
         raise ValueError(f"no #### in the answer {answer[:40]!r}")
-    return Problem(f"{row['question']} {_GSM8K_ASKS}", answer.strip().replace(",", ""))
+    return NamedProblem(f"{row['question']} {_GSM8K_ASKS}", answer.strip().replace(",", ""))
 
 
-def math_dapo(row: Row) -> Problem:
+def math_dapo(row: Row) -> NamedProblem:
     """A row of a data set of DAPO, which is in verl's schema already, or of ``HuggingFaceH4/aime_2024``."""
     if "prompt" in row:
         (message,) = row["prompt"]
-        return Problem(message["content"], _plain(row["reward_model"]["ground_truth"]))
-    return Problem(f"{_ANSWER_LINE}\n\n{row['problem']}\n\n{_REMINDER}", _plain(row["answer"]))
+        return NamedProblem(message["content"], _plain(row["reward_model"]["ground_truth"]))
+    return NamedProblem(f"{_ANSWER_LINE}\n\n{row['problem']}\n\n{_REMINDER}", _plain(row["answer"]))
 
 
 def _plain(answer: object) -> str:
@@ -105,7 +105,7 @@ DATA_SETS = {
 }
 
 
-def problem_of(data_set: DataSet, row: Row, at: str) -> Problem:
+def problem_of(data_set: DataSet, row: Row, at: str) -> NamedProblem:
     """The problem of a raw row.
 
     Raises:
