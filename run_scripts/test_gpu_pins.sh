@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs every test with the GPU's versions of vLLM, torch and transformers, on a CPU, and ends with a summary for docs/compat.md. CI
+# Runs what the GPU's versions of vLLM, torch and transformers can break, on a CPU, and ends with a summary for docs/compat.md. CI
 # does not run it: it needs an environment of its own (.venv-gpu-pins, 4.6 GB to download, made by the first run) and half an hour.
 #
-#   bash run_scripts/test_gpu_pins.sh                          unit, integration and e2e
+#   bash run_scripts/test_gpu_pins.sh                          unit tests that import them, engines, a training in each placement
 #   bash run_scripts/test_gpu_pins.sh tests/unit -k contract   only pytest with those arguments
 set -euo pipefail
 
@@ -19,18 +19,20 @@ out=outputs/gpu_pins
 rm -rf "$out"
 mkdir -p "$out"
 failed=0
+# As in run_tests.sh: two processes at once, whose OpenMP threads sleep where they wait.
+export OMP_WAIT_POLICY=passive
 
-layer() { # name, pytest options...
+layer() { # name, pytest's arguments...
   local name=$1
   shift
   # A layer that fails does not keep the next one from being tested.
-  python -m pytest "tests/$name" --junitxml="$out/$name.xml" -o junit_family=xunit1 "$@" || failed=1
+  python -m pytest --junitxml="$out/$name.xml" -o junit_family=xunit1 "$@" || failed=1
 }
 
-layer unit
-layer integration
-# As in run_tests.sh: two trainings at once, whose OpenMP threads sleep where they wait.
-export OMP_WAIT_POLICY=passive
-layer e2e -n 2 --dist loadfile --no-loadscope-reorder -m 'not benchmarks'
+mapfile -t unit < <(grep -lE '(import|from) (torch|transformers|verl|vllm)' tests/unit/test_*.py)
+layer unit "${unit[@]}" -n 2 --dist loadfile
+layer integration tests/integration/test_{async_scheduling,emptied_cache,dead_replica,shm_weights,which_recipe}.py
+layer e2e tests/e2e/test_{hold,interruption,kv_pressure,log_probs,speculative,separate,training}.py \
+  -n 2 --dist loadfile --no-loadscope-reorder
 python tests/summary.py "$out"/{unit,integration,e2e}.xml | tee "$out/summary.md"
 exit "$failed"

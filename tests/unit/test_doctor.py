@@ -12,7 +12,7 @@ from recipe.partial_rollout.tools import doctor, host
 from recipe.partial_rollout.tools.command_line import HERE
 from recipe.partial_rollout.tools.host import Finding
 from verl_ext import command
-from verl_ext.guard import GPU_PAIR
+from verl_ext.guard import CPU_PAIR, GPU_PAIR
 
 OLD, NEW = "535.104.05", "580.65.06"
 
@@ -69,6 +69,7 @@ def test_machine_without_a_gpu_is_asked_for_none(monkeypatch):
 
 def test_cpu_builds_on_a_gpu_machine_are_refused_with_the_command_that_brings_the_others(gpu_machine, monkeypatch):
     gpu_machine()
+    monkeypatch.setattr(doctor, "installed_pair", lambda: CPU_PAIR)
     assert str(doctor.versions()).endswith("is tested; PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh")
     monkeypatch.setattr(doctor, "installed_pair", lambda: GPU_PAIR)
     assert not doctor.versions().stops and not doctor.versions().remedy
