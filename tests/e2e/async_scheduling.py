@@ -85,6 +85,11 @@ class AsyncCPUWorker(CPUWorker):
         torch.cuda.stream = contextlib.nullcontext
         super().__init__(*args, **kwargs)
 
+    def init_device(self):
+        """As vLLM's; the stream that 0.24.0's runner makes for itself on a CPU cannot wait for another."""
+        super().init_device()
+        self.model_runner.async_output_copy_stream = _Nothing()
+
 
 @contextlib.contextmanager
 def allowed():
