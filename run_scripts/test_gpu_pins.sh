@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs what the GPU's versions of vLLM, torch and transformers can break, on a CPU, and ends with a summary for docs/compat.md. CI
-# does not run it: it needs an environment of its own (.venv-gpu-pins, 4.6 GB to download, made by the first run) and half an hour.
+# does not run it: it needs an environment of its own (.venv-gpu-pins, 4.6 GB to download, made by the first run) and a quarter of an hour.
 #
 #   bash run_scripts/test_gpu_pins.sh                          unit tests that import them, engines, a training in each placement
 #   bash run_scripts/test_gpu_pins.sh tests/unit -k contract   only pytest with those arguments
