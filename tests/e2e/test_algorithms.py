@@ -77,7 +77,8 @@ def test_update_gives_the_proximal_policy_and_the_pass_agrees_where_it_runs(run)
     for number, step in steps.items():
         assert ("partial_rollout/proximal/error" in step) is (number in checked)
         assert step["actor/entropy"] > 0
-        assert step["rollout_corr/k3_kl"] >= 0 and math.isfinite(step["rollout_corr/kl"])
+        # An estimate that is zero or more, but for float32's rounding where engine and trainer agree.
+        assert step["rollout_corr/k3_kl"] > -1e-6 and math.isfinite(step["rollout_corr/kl"])
         assert 0 < step["partial_rollout/behaviour_weight/mean"] <= 2
         assert 0 < step["partial_rollout/behaviour_weight/ess"] <= 1
         assert math.isfinite(step["actor/pg_loss"]) and step["actor/grad_norm"] > 0

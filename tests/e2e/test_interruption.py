@@ -9,9 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 SEATS, QUEUED, RESPONSE = 4, 100, 100
+STEP_S = 0.01
+"""Added to an engine's step: the test's own loop, which shares the machine with it, never comes too late to interrupt."""
 PROMPT = [4, 7, 8, 9, 10, 11]
 
-serve = runpy.run_path(str(Path(__file__).with_name("bare_server.py")))["serve"]
+HERE = Path(__file__).parent
+serve = runpy.run_path(str(HERE / "bare_server.py"))["serve"]
 
 
 def start(server, count, name, temperature=1.0):
@@ -88,6 +91,7 @@ def interruptions(on_each_scheduler):
         taken = SimpleNamespace()
         taken.verls = await interrupt_in_full_run(verls, "verls")
         await verls.resume_generation()
+        await engine.collective_rpc("slow_steps", args=(STEP_S,))
         taken.ours = await interrupt_in_full_run(ours, "ours")
         taken.refused = await asyncio.gather(*start(ours, 1, "refused"))
         await ours.resume_generation()
@@ -103,9 +107,16 @@ def interruptions(on_each_scheduler):
         taken.left = len(engine.output_processor.request_states), verls._admitting, ours._admitting
         return taken
 
-    return on_each_scheduler(
-        body, max_num_seqs=SEATS, disable_log_stats=False, scheduling_policy="priority", enable_prefix_caching=False
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        return on_each_scheduler(
+            body,
+            max_num_seqs=SEATS,
+            disable_log_stats=False,
+            scheduling_policy="priority",
+            enable_prefix_caching=False,
+            worker_extension_cls="new_weights.NewWeights",
+        )
 
 
 def test_verls_own_interruption_decodes_its_queue(interruptions):
