@@ -1,8 +1,5 @@
 """Replays of runs with separate placement: what is measured from batch to batch, and what the simulation makes of it."""
 
-import runpy
-from pathlib import Path
-
 import pytest
 from omegaconf import OmegaConf
 
@@ -12,13 +9,13 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import Cluster, EngineCurve
 from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.tools.replay import measured_steps, play_separate, replay, trainer_of
+from tests.unit.runs import PHASES, separate_run
 
-RUN = runpy.run_path(str(Path(__file__).with_name("separate_run.py")))
 ADMISSION = Admission(Mode.WINDOW, 2, 2, 1.0, 4, 8, 4)
 
 
 def build(path, *, more=()):
-    return load_run(RUN["write_run"](path, phases=[*RUN["PHASES"], *more]))
+    return load_run(separate_run(path, phases=[*PHASES, *more]))
 
 
 def test_trainer_works_from_batch_to_batch_but_for_waits_staging_and_holds(tmp_path):

@@ -1,7 +1,4 @@
-"""The report's page and its Chrome trace, from synthetic runs; where there is a Chromium, in Chromium.
-
-``python -m pytest tests/unit/test_report_page.py -m benchmarks -s`` prints how long 500 steps and 100,000 samples take.
-"""
+"""The report's page and its Chrome trace; where there is a Chromium, in Chromium."""
 
 import base64
 import gzip
@@ -11,7 +8,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -27,75 +23,12 @@ from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
 from recipe.partial_rollout.tools.report.perfetto import chrome_trace
 from recipe.partial_rollout.tools.report.segments import in_slots
+from tests.unit.runs import ZERO, interrupted_run, large_run, separate_run
 
-ZERO = 1_700_000_000.0
-ROUND_S, STEP_S = 20.0, 30.0
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="NOT SHOWN: the page in a browser; no chromium here (apt-get install chromium)"
 )
-
-
-def write_run(path, *, arm="PR", steps=3, samples=8, cut=2, replicas=2, complete=True, **settings):
-    """A run whose rounds finish ``samples`` samples each; ``cut`` more are interrupted, and finish in the next round.
-
-    A sample ``5#0`` is the first of round 5. An interrupted one has a tool call of 1 s in the round that it finishes in.
-    """
-    path.mkdir(parents=True)
-    n, cut = 4, cut if arm == "PR" else 0
-    run = {
-        "arm": arm, "experiment": "synthetic", "batch_groups": samples // n, "samples_per_group": n, "replicas": replicas,
-        "slots_per_replica": -(-samples // replicas), "max_staleness": 4, "mode": "window", "policy": "bounded",
-        "verl": "0.9.1", "vllm": "0", "complete": complete, **settings,
-    }  # fmt: skip
-    (path / "run.json").write_text(json.dumps(run))
-    generator = np.random.default_rng(0)
-    trace = [{"event": "probe", "start": 0.0, "end": 1.0, "tokens": 100, "tokens_per_s": 100.0, "concurrency": 4}]
-    metrics, carried = [], []
-    for step in range(1, steps + 1):
-        start = ZERO + STEP_S * (step - 1)
-        spans = generator.uniform(1, ROUND_S, samples).tolist()
-        calls = []
-        for i, name in enumerate(carried):
-            calls.append([i % replicas, start, start + 2, 20, step - 1, 5, 50, 0.0, name, False])
-            calls.append([i % replicas, start + 3, start + 4, 10, step - 1, 0, 70, 0.0, name, False])
-        for i, span in enumerate(spans):
-            name = f"{step}#{i}"
-            calls.append([i % replicas, start, start + span, int(10 * span), step - 1, 0, 10, 0.0, name, False])
-        carried = [f"{step}#{samples + i}" for i in range(cut)]
-        for i, name in enumerate(carried):
-            calls.append([i % replicas, start + 5, start + ROUND_S, 90, step - 1, 0, 10, 0.0, name, True])
-        trained = [
-            {
-                "group": samples // n * (step - 1) + g, "prompt": str(samples // n * (step - 1) + g), "epoch": 0,
-                "lengths": [int(10 * span) for span in spans[n * g : n * g + n]], "staleness": [g % 2] * n,
-                "segments": [1] * n, "tokens": int(sum(10 * span for span in spans[n * g : n * g + n])),
-                "off_policy_tokens": 0,
-            }
-            for g in range(samples // n)
-        ]  # fmt: skip
-        trace.append(
-            {
-                "event": "round",
-                "step": step,
-                "version": step - 1,
-                "start": start,
-                "end": start + ROUND_S,
-                "calls": calls,
-                "interrupt_s": 0.5 if cut else None,
-                "resume_s": 0.01 if cut else None,
-                "trained": trained,
-                "carried_groups": cut,
-                "lost_samples": 0,
-            }
-        )
-        for name, begin, end in (("train", ROUND_S, STEP_S), ("sync", STEP_S - 2, STEP_S - 1)):
-            trace.append({"event": "phase", "name": name, "step": step, "start": start + begin, "end": start + end})
-        data = {"timing_s/step": STEP_S, "timing_s/gen": ROUND_S, "critic/score/mean": 0.5}
-        metrics.append({"step": step, "data": data})
-    (path / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in trace))
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
-    return path
 
 
 def report(tmp_path, *runs, options=()):
@@ -113,15 +46,15 @@ def column(text, kind):
 
 
 def test_page_loads_nothing(tmp_path):
-    page = report(tmp_path, write_run(tmp_path / "a"), write_run(tmp_path / "b", arm="noPR"))
+    page = report(tmp_path, interrupted_run(tmp_path / "a"), interrupted_run(tmp_path / "b", arm="noPR"))
     for link in ("http:", "https:", "<link", "@import", "url(", "import("):
         assert link not in page, link
     assert re.findall(r'src="(.{5})', page) == ["data:"]
 
 
 def test_unequal_work_and_unlike_engines_stand_in_bold_above_the_findings(tmp_path):
-    other = write_run(tmp_path / "b", arm="noPR", replicas=1)
-    page = report(tmp_path, write_run(tmp_path / "a", steps=2), other)
+    other = interrupted_run(tmp_path / "b", arm="noPR", replicas=1)
+    page = report(tmp_path, interrupted_run(tmp_path / "a", steps=2), other)
     cautions = re.findall(r'<p class="caution"><b>(.*?)</b></p>', page)
     assert cautions[0].startswith("The work differs: noPR trained 6 groups, PR 4")
     assert "The runs differ in replicas: noPR 1, PR 2." in cautions
@@ -129,21 +62,22 @@ def test_unequal_work_and_unlike_engines_stand_in_bold_above_the_findings(tmp_pa
 
 
 def test_timeline_has_every_call_of_the_trace(tmp_path):
-    path = write_run(tmp_path / "a", steps=2)
+    path = interrupted_run(tmp_path / "a", steps=2)
     (run,) = data_of(report(tmp_path, path))
     calls = [call for round_ in load_run(path).rounds for call in round_.phase.calls]
     lanes = [(replica, slot) for replica, slot, count in run["lanes"] for _ in range(count)]
-    drawn = zip(
-        (replica for replica, _ in lanes),
-        column(run["start"], "<u4").tolist(),
-        column(run["length"], "<u4").tolist(),
-        column(run["tokens"], "<u4").tolist(),
-        column(run["version"], "<i4").tolist(),
-        [run["samples"][i] for i in column(run["sample"], "<u4").tolist()],
-        column(run["interrupted"], "u1").tolist(),
-        strict=True,
+    drawn = list(
+        zip(
+            (replica for replica, _ in lanes),
+            column(run["start"], "<u4").tolist(),
+            column(run["length"], "<u4").tolist(),
+            column(run["tokens"], "<u4").tolist(),
+            column(run["version"], "<i4").tolist(),
+            [run["samples"][i] for i in column(run["sample"], "<u4").tolist()],
+            column(run["interrupted"], "u1").tolist(),
+            strict=True,
+        )
     )
-    drawn = list(drawn)
     noted = [(call.replica, round((call.start - ZERO) * 1e3), call.tokens, call.version) for call in calls]
     assert sorted((d[0], d[1], d[3], d[4]) for d in drawn) == sorted(noted)
     assert sum(d[2] for d in drawn) == pytest.approx(1e3 * sum(call.end - call.start for call in calls), abs=len(calls))
@@ -152,8 +86,15 @@ def test_timeline_has_every_call_of_the_trace(tmp_path):
     assert [phase[0] for phase in run["phases"]] == ["train", "sync"] * 2
 
 
+def test_page_draws_what_lies_in_a_phase_over_it(tmp_path):
+    page = report(tmp_path, separate_run(tmp_path / "PR"))
+    (run,) = data_of(page)
+    assert [name for name, step, *_ in run["phases"] if step == 2] == ["wait", "train", "sync", "stage", "hold"]
+    assert "all engines held" in page
+
+
 def test_watch_labels_a_run_that_goes_on_and_ends_with_it(tmp_path, monkeypatch, capsys):
-    path = write_run(tmp_path / "a", complete=False)
+    path = interrupted_run(tmp_path / "a", complete=False)
     settings = json.loads((path / "run.json").read_text())
     pages = []
 
@@ -187,7 +128,7 @@ def test_slots_are_as_few_as_keep_calls_apart(spans):
 
 @pytest.fixture
 def events(tmp_path):
-    runs = [write_run(tmp_path / "a", steps=4), write_run(tmp_path / "b", arm="noPR")]
+    runs = [interrupted_run(tmp_path / "a", steps=4), interrupted_run(tmp_path / "b", arm="noPR")]
     return chrome_trace(compare([load_run(path) for path in runs]))["traceEvents"]
 
 
@@ -204,16 +145,18 @@ def test_chrome_trace_has_what_the_format_asks_of_each_phase(tmp_path, events):
     assert not validator.is_valid({"traceEvents": [{"ph": "i", "name": "x", "pid": 1, "tid": 1, "ts": 0}]})
 
 
-def test_time_never_runs_back_on_a_track_and_slices_of_a_slot_do_not_overlap(events):
-    tracks = defaultdict(list)
-    for event in events:
-        if event["ph"] != "M":
-            tracks[event["pid"], event["tid"]].append(event)
-    for track in tracks.values():
-        times = [event["ts"] for event in track]
-        assert times == sorted(times)
-        slices = of_phase(track, "X")
-        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(slices))
+def test_time_never_runs_back_on_a_track_and_slices_of_a_slot_do_not_overlap(tmp_path, events):
+    separate = chrome_trace(compare([load_run(separate_run(tmp_path / "separate"))]))["traceEvents"]
+    for found in (events, separate):
+        tracks = defaultdict(list)
+        for event in found:
+            if event["ph"] != "M":
+                tracks[event["pid"], event["tid"]].append(event)
+        for track in tracks.values():
+            times = [event["ts"] for event in track]
+            assert times == sorted(times)
+            slices = of_phase(track, "X")
+            assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(slices))
 
 
 def test_arrow_leads_from_an_interrupted_segment_to_its_resumption(events):
@@ -238,34 +181,45 @@ def test_arrow_leads_from_an_interrupted_segment_to_its_resumption(events):
 
 
 def test_perfetto_option_writes_the_trace_packed_if_the_name_says_so(tmp_path):
-    path = write_run(tmp_path / "a")
+    path = interrupted_run(tmp_path / "a")
     for name, read in (("t.json", Path.read_bytes), ("t.json.gz", lambda file: gzip.decompress(file.read_bytes()))):
         report(tmp_path, path, options=["--perfetto", str(tmp_path / name)])
         assert len(json.loads(read(tmp_path / name))["traceEvents"]) > 20
 
 
+def test_chrome_trace_has_a_thread_that_says_when_an_engine_is_held(tmp_path):
+    events = chrome_trace(compare([load_run(separate_run(tmp_path / "separate"))]))["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    tracks = defaultdict(list)
+    for event in of_phase(events, "X"):
+        tracks[event["pid"], event["tid"]].append(
+            (event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+        )
+    assert set(tracks) <= set(names)
+    driver = {names[at]: spans for at, spans in tracks.items() if at[0] == 1}
+    assert driver["engines held"] == [("hold 1", 18, 19), ("hold 2", 30, 31)]
+    assert driver["staging weights"] == [("stage 1", 16, 18), ("stage 2", 28, 30)]
+    assert [name for name, *_ in driver["trainer"]] == ["wait 1", "train 1", "wait 2", "train 2", "wait 3", "train 3"]
+    (engine,) = [spans for at, spans in tracks.items() if at[0] == 3 and names[at] == "engine"]
+    assert engine[1:4] == [("decoding", 12, 18), ("held", 18, 19), ("decoding", 19, 21)]
+    # A call that ends in a later round counts as running from its start.
+    running = [event for event in of_phase(events, "C") if event["pid"] == 2]
+    assert [event["args"]["running"] for event in running if event["ts"] in (0, 39_000_000)] == [1]
+    assert running[-1]["ts"] == 40_000_000 and running[-1]["args"]["running"] == 0
+
+
 # -- in a browser ------------------------------------------------------------------------------------------------------
 
 
-def in_chromium(page, script, *, picture=None):
-    """What ``script`` returns at the end of the page in headless Chromium; also takes a ``picture``, if given."""
+def in_chromium(page, script):
+    """What ``script`` returns at the end of the page in headless Chromium."""
     copy = page.with_name("in_chromium.html")
     call = f"document.body.dataset.result = JSON.stringify((() => {{ {script} }})());"
     caught = f"try {{ {call} }} catch (error) {{ document.body.dataset.result = JSON.stringify(String(error.stack)); }}"
     copy.write_text(page.read_text().replace("</body>", f"<script>{caught}</script></body>"))
-    command = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--window-size=1400,1400",
-        f"--user-data-dir={page.parent}/profile",
-    ]
-    done = subprocess.run([*command, "--dump-dom", copy.as_uri()], capture_output=True, text=True, timeout=300)
-    if picture is not None:
-        subprocess.run(
-            [*command, f"--screenshot={picture}", copy.as_uri()], capture_output=True, timeout=300, check=True
-        )
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,1400"]
+    command = [CHROMIUM, *options, f"--user-data-dir={page.parent}/profile", "--dump-dom", copy.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return json.loads(html.unescape(re.search(r'data-result="(.*?)"', done.stdout)[1]))
 
 
@@ -281,7 +235,7 @@ const tip = document.getElementById("tip");
 
 @needs_chromium
 def test_hover_in_chromium_shows_a_sample_with_its_segments_and_interruptions(tmp_path):
-    report(tmp_path, write_run(tmp_path / "a"))
+    report(tmp_path, interrupted_run(tmp_path / "a"))
     shown = in_chromium(tmp_path / "out" / "report.html", HOVER + "return [tip.hidden, tip.textContent];")
     hidden, text = shown
     assert not hidden
@@ -293,34 +247,9 @@ def test_hover_in_chromium_shows_a_sample_with_its_segments_and_interruptions(tm
     assert lines[4].strip() == "tools and agent loop: 1.0 s"
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    """The page of a run of 500 steps and 100,000 samples, and the seconds that its report took: CPU's, and all."""
-    root = tmp_path_factory.mktemp("large")
-    path = write_run(root / "run", steps=500, samples=200, cut=50, replicas=4)
-    started, cpu = time.monotonic(), time.process_time()
-    page = report(root, path)
-    return root / "out" / "report.html", page, time.process_time() - cpu, time.monotonic() - started
-
-
-@pytest.mark.benchmarks
-def test_report_of_500_steps_and_100000_samples_is_made_in_30_s(large):
-    file, page, cpu_s, wall_s = large
-    print(
-        f"\n500 steps, 100,000 samples: {cpu_s:.1f} s of CPU, {wall_s:.1f} s in all, {file.stat().st_size / 2**20:.1f} MiB"
-    )
-    (run,) = data_of(page)
-    calls = sum(count for _, _, count in run["lanes"])
-    assert calls == len(column(run["start"], "<u4")) == 500 * 250 + 499 * 100 and len(run["rounds"]) == 500
-    assert len(run["samples"]) == 100_000 + 500 * 50
-    assert "trained groups<small>" in page and "<td>25,000</td>" in page
-    # Of CPU: other work on the machine is not the report's.
-    assert cpu_s < 30
-
-
 @needs_chromium
 @pytest.mark.benchmarks
-def test_page_of_100000_segments_is_smooth_in_chromium(large):
+def test_page_of_100000_segments_is_smooth_in_chromium(tmp_path):
     script = """
     const timeline = shown.timelines[0], frames = [];
     for (let i = 0; i < 20; i++) {
@@ -333,10 +262,10 @@ def test_page_of_100000_segments_is_smooth_in_chromium(large):
     timeline.describe(timeline.interrupted.indexOf(1));
     return { segments: timeline.start.length, frame: frames.sort((a, b) => a - b)[10], hover: performance.now() - started };
     """
-    shown = in_chromium(large[0], script)
+    report(tmp_path, large_run(tmp_path / "run", 500, calls=250, groups=25))
+    found = in_chromium(tmp_path / "out" / "report.html", script)
     print(
-        f"\n{shown['segments']:,} segments: {shown['frame']:.0f} ms a frame, {shown['hover']:.0f} ms to find a sample's"
+        f"\n{found['segments']:,} segments: {found['frame']:.0f} ms a frame, {found['hover']:.0f} ms to find a sample's"
     )
-    assert shown["segments"] > 100_000
     # Far above what either takes on an idle machine: other work beside the test is not the page's.
-    assert shown["frame"] < 500 and shown["hover"] < 100
+    assert found["segments"] > 100_000 and found["frame"] < 500 and found["hover"] < 100

@@ -1,0 +1,199 @@
+"""Made-up runs whose figures can be worked out by hand. Times are seconds after ``ZERO``.
+
+In ``separate_run`` batches are taken at 10, 22 and 42; engines are held from 18 to 19 and from 30 to 31::
+
+    replica 0 |==40 s, 400 tokens=====================================|
+    replica 1 |==10 s, 100==|  |12 to 21, 90|     |25 to 35, 100|
+    trainer   |wait 0 to 10 |train 10 to 20 |wait|train 22 to 32|wait 32 to 42|train 42 to 50|
+                               stage 16 to 18, hold to 19          stage 28 to 30, hold to 31
+"""
+
+import json
+
+from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
+from recipe.partial_rollout.records.ledger import Admitted, Complete, RunSizes, Trained
+from recipe.partial_rollout.records.ledger import to_json as ledger_line
+from recipe.partial_rollout.records.trace import Arm, RoundRecord, RunSettings, RunTrace
+from recipe.partial_rollout.records.trained_group import TrainedGroup
+
+ZERO = 1_700_000_000.0
+SETTINGS = {
+    "arm": "noPR", "experiment": "tiny", "batch_groups": 2, "samples_per_group": 2, "replicas": 2,
+    "slots_per_replica": 8, "max_staleness": 4, "mode": "window", "policy": "bounded", "verl": "0.9.1", "vllm": "0.0",
+    "complete": True,
+}  # fmt: skip
+TAKEN = (10, 22, 42)
+CALLS = ([(1, 0, 10, 100, 0)], [(1, 12, 21, 90, 0)], [(0, 0, 40, 400, 1), (1, 25, 35, 100, 1)])
+"""replica, start, end, tokens and version, by the round that saw the call end"""
+PHASES = [
+    ("wait", 1, 0, 10), ("stage", 1, 16, 18), ("hold", 1, 18, 19), ("sync", 1, 16, 19), ("train", 1, 10, 20),
+    ("wait", 2, 20, 22), ("stage", 2, 28, 30), ("hold", 2, 30, 31), ("sync", 2, 28, 31), ("train", 2, 22, 32),
+    ("wait", 3, 32, 42), ("train", 3, 42, 50),
+]  # fmt: skip
+TIMERS = {1: (10, 20), 2: (2, 12), 3: (10, 18)}
+"""seconds of a step, by its number: for its batch, and in all"""
+
+
+def build_group(index, lengths, *, prompt=None, epoch=0, staleness=0, off_policy=0, segments=1):
+    return {
+        "group": index,
+        "prompt": str(index) if prompt is None else prompt,
+        "epoch": epoch,
+        "lengths": lengths,
+        "staleness": [staleness] * len(lengths),
+        "segments": [segments] * len(lengths),
+        "tokens": sum(lengths),
+        "off_policy_tokens": off_policy,
+    }
+
+
+def build_round(step, *, start, end, calls=(), trained=(), interrupt=None, resume=None, lost=0):
+    """A call is (replica, start, end, tokens) and, if they matter, what else the trace says of one."""
+    noted = [
+        [replica, ZERO + begin, ZERO + stop, tokens, *(rest or (step - 1,))]
+        for replica, begin, stop, tokens, *rest in calls
+    ]
+    return {
+        "event": "round", "step": step, "version": step - 1, "start": ZERO + start, "end": ZERO + end, "calls": noted,
+        "interrupt_s": interrupt, "resume_s": resume, "trained": list(trained), "carried_groups": 0,
+        "lost_samples": lost,
+    }  # fmt: skip
+
+
+def default_rounds(steps=2):
+    """Each round lasts 10 s, runs 4 samples of 100 tokens for 5 s, and trains two groups in dispatch order."""
+    return [
+        build_round(
+            step,
+            start=20 * (step - 1),
+            end=20 * (step - 1) + 10,
+            calls=[(i % 2, 20 * (step - 1), 20 * (step - 1) + 5, 100) for i in range(4)],
+            trained=[build_group(2 * step - 2, [100, 100]), build_group(2 * step - 1, [100, 100])],
+        )
+        for step in range(1, steps + 1)
+    ]
+
+
+def build_run(path, *, rounds=None, probes=(100,), metrics=None, step_s=20.0, phases=(), more=(), **settings):
+    """``path``, now the directory of the run. ``metrics`` replaces what is logged for a step; None leaves it out."""
+    rounds = default_rounds() if rounds is None else rounds
+    lines = {
+        r["step"]: {
+            "timing_s/step": step_s,
+            "timing_s/gen": r["end"] - r["start"],
+            "timing_s/update_actor": 4.0,
+            "critic/score/mean": float(r["step"]),
+        }
+        for r in rounds
+    }
+    lines = {step: data for step, data in {**lines, **(metrics or {})}.items() if data is not None}
+    probed = [
+        {"event": "probe", "start": 0.0, "end": 1.0, "tokens": speed, "tokens_per_s": speed, "concurrency": 4}
+        for speed in probes
+    ]
+    ran = [
+        {"event": "phase", "name": name, "step": step, "start": ZERO + start, "end": ZERO + end}
+        for name, step, start, end in phases
+    ]
+    path.mkdir(parents=True)
+    (path / "run.json").write_text(json.dumps({**SETTINGS, **settings}))
+    write_lines(path / "metrics.jsonl", [{"step": step, "data": data} for step, data in sorted(lines.items())])
+    write_lines(path / "trace.jsonl", [*probed, *more, *rounds, *ran])
+    return path
+
+
+def write_lines(path, objects):
+    path.write_text("".join(json.dumps(o) + "\n" for o in objects))
+
+
+def separate_rounds():
+    return [
+        build_round(
+            step,
+            start=start,
+            end=end,
+            calls=[(*call, 0, 10, 0.0, f"0/{call[1]}#{call[0]}", False) for call in CALLS[step - 1]],
+            trained=[build_group(index, [50, 50]) for index in (2 * step - 2, 2 * step - 1)],
+        )
+        for step, (start, end) in enumerate(zip((0, *TAKEN), TAKEN, strict=False), start=1)
+    ]
+
+
+def separate_run(path, *, rounds=None, phases=PHASES, **settings):
+    begins = [
+        {"event": "begin", "step": step, "start": ZERO + start} for name, step, start, _ in phases if name == "wait"
+    ]
+    timed = {step: {"timing_s/gen": gen, "timing_s/step": whole} for step, (gen, whole) in TIMERS.items()}
+    logged = {step: {**timers, "critic/score/mean": 0.5} for step, timers in timed.items()}
+    rounds = separate_rounds() if rounds is None else rounds
+    placed = {"arm": "PR", "placement": "separate", **settings}
+    return build_run(path, rounds=rounds, probes=(20.0,), metrics=logged, phases=phases, more=begins, **placed)
+
+
+ROUND_S, STEP_S = 20.0, 30.0
+
+
+def interrupted_run(path, *, arm="PR", steps=3, replicas=2, complete=True):
+    """Rounds that finish eight samples each; under PR two more are interrupted, and finish in the next round.
+
+    A sample ``5#0`` is the first of round 5. An interrupted one has a tool call of 1 s in the round that it finishes in.
+    """
+    rounds, phases, carried = [], [], []
+    for step in range(1, steps + 1):
+        start, version = STEP_S * (step - 1), step - 1
+        calls = []
+        for i, name in enumerate(carried):
+            calls.append((i % replicas, start, start + 2, 20, version, 5, 50, 0.0, name, False))
+            calls.append((i % replicas, start + 3, start + 4, 10, version, 0, 70, 0.0, name, False))
+        spans = [1.5 + 2 * i for i in range(8)]
+        for i, span in enumerate(spans):
+            calls.append((i % replicas, start, start + span, int(10 * span), version, 0, 10, 0.0, f"{step}#{i}", False))
+        carried = [f"{step}#{8 + i}" for i in range(2)] if arm == "PR" else []
+        for i, name in enumerate(carried):
+            calls.append((i % replicas, start + 5, start + ROUND_S, 90, version, 0, 10, 0.0, name, True))
+        groups = [[int(10 * span) for span in spans[at : at + 4]] for at in (0, 4)]
+        trained = [build_group(2 * version + at, lengths, staleness=at) for at, lengths in enumerate(groups)]
+        waits = {"interrupt": 0.5, "resume": 0.01} if carried else {}
+        rounds.append(build_round(step, start=start, end=start + ROUND_S, calls=calls, trained=trained, **waits))
+        phases += [("train", step, start + ROUND_S, start + STEP_S), ("sync", step, start + 28, start + 29)]
+    own = {"arm": arm, "replicas": replicas, "complete": complete, "samples_per_group": 4}
+    return build_run(path, rounds=rounds, step_s=STEP_S, phases=phases, slots_per_replica=8 // replicas, **own)
+
+
+def large_group(order, staleness):
+    lengths = [3000 + 17 * (order % 40) + i for i in range(8)]
+    return TrainedGroup(
+        order=order, epoch=0, lengths=lengths, staleness=[staleness] * 8, prompt=f"{order}-0123456789ab",
+        segments=[1 + staleness] * 8, tokens=sum(lengths), off_policy_tokens=100 * staleness, uid=f"0/{order}", birth=0,
+        parts=[[length] * 4 for length in lengths], masked=[False] * 8,
+    )  # fmt: skip
+
+
+def large_run(path, steps, calls, groups, **trace_options):
+    """A run in ``path``: ``calls`` engine calls and ``groups`` trained groups in each of its ``steps``."""
+    settings = RunSettings(Arm.PR, "large", groups, 8, 8, 256, 4, "window", "bounded", "0", "0", complete=True)
+    trace = RunTrace(path, [str(i) for i in range(8)], settings, **trace_options)
+    total = steps * groups
+    with (path / "ledger.jsonl").open("w") as ledger, (path / "metrics.jsonl").open("w") as metrics:
+
+        def book(event):
+            ledger.write(json.dumps(ledger_line(event)) + "\n")
+
+        book(RunSizes("PR", 8, groups, 4, total, total, total))
+        for step in range(1, steps + 1):
+            start, old = ZERO + 60.0 * step, int(step > 1)
+            ran = (
+                EngineCall(str(i % 8), start + i % 7, start + 7 + 30 * (i % 19) / 19, 3000 + i, step - 1, 1234, 2345,
+                           0.0123456789, f"0/{(step - 1) * groups + i // 8 % groups}#{i % 8}", i % 9 == 0)
+                for i in range(calls)
+            )  # fmt: skip
+            batch = [large_group((step - 1) * groups + i, old) for i in range(groups)]
+            trace.round(RoundRecord(step, step - 1, RolloutPhase(start, start + 40, tuple(ran)), batch))
+            trace.phase("train", step, start + 40, start + 60.0)
+            book(Admitted(step, step - 1, [group.uid for group in batch]))
+            book(Trained(step, step - 1, batch))
+            values = {"timing_s/step": 60.0, "timing_s/gen": 40.0, "training/global_step": step}
+            metrics.write(json.dumps({"step": step, "data": values}) + "\n")
+        book(Complete())
+    settings.write(path)
+    return path
