@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.records.jsonl import RunRecordError
 from recipe.partial_rollout.tools.command_line import described
 from tests.studies.named import STUDIES, NamedStudy
 from tests.studies.runner import Study, StudyError

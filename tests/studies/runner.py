@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from recipe.partial_rollout.records.fields import RunRecordError, read_object
+from recipe.partial_rollout.records.jsonl import RunRecordError, read_object
 from recipe.partial_rollout.records.run import read_metrics
 from tests.studies.arm import BASELINE, MAIN, Arm
 from tests.studies.machine import MACHINE, write_machine
@@ -60,7 +60,7 @@ class Study:
         directory = self.directory(arm, seed)
         try:
             lines, _ = read_metrics(directory / "metrics.jsonl")
-            ended = arm.program != MAIN or read_object(directory / "run.json").flag("complete")
+            ended = arm.program != MAIN or read_object(directory / "run.json").get("complete", bool)
             steps = [line.step for line in lines if line.trained]
         except RunRecordError:
             return False

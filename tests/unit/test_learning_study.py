@@ -8,7 +8,7 @@ import pytest
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.preflight.placement_check import check_placement
-from recipe.partial_rollout.records.fields import Fields
+from recipe.partial_rollout.records.jsonl import Fields
 from tests.studies.learning.arms import COMMON, LR, at_rates
 from tests.studies.learning.campaign import Campaign
 from tests.studies.learning.document import report

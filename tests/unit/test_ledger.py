@@ -5,8 +5,7 @@ import json
 import pytest
 
 from recipe.partial_rollout.manager.types import TakenGroup
-from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.jsonl import Resumed
+from recipe.partial_rollout.records.jsonl import Resumed, RunRecordError
 from recipe.partial_rollout.records.ledger import NAME, Ledger, RunSizes, Trained, iter_ledger
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.audit import audit, main

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase, dealt, union
-from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.records.figures import bubble_fraction
+from recipe.partial_rollout.records.jsonl import RunRecordError
 from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
@@ -302,7 +302,7 @@ def test_bad_setting_names_key_value_and_range(tmp_path, settings, message):
         ({"calls": [[0, 1.0]]}, r"a call should be \[replica, start, end, tokens, version, resumed tokens"),
         ({"calls": [[7, 1.0, 2.0, 3, 0]]}, r"a call names replica 7, but run.json says 2 replicas"),
         ({"end": ZERO - 1}, "before it starts"),
-        ({"trained": ["x"]}, "'trained' should hold one object a group"),
+        ({"trained": ["x"]}, r"'trained' is \['x'\]; it should be a list, each entry an object"),
         ({"trained": [{**build_group(0, [1, 1]), "segments": [1]}]}, "group 0 has lists of different lengths"),
     ],
 )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
-from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.records.jsonl import RunRecordError
 from recipe.partial_rollout.records.ledger import Ledger, RunSizes
 from recipe.partial_rollout.records.run import last_attempts, load_run
 from recipe.partial_rollout.records.trace import Arm, Phase, Probe, RoundRecord, RunSettings, RunTrace, iter_trace

@@ -9,12 +9,13 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self, overload
+from dataclasses import asdict, dataclass, field, fields, replace
+from operator import attrgetter
+from typing import Annotated, Any, Self, overload
 
 import numpy as np
 
-from recipe.partial_rollout.records.fields import Fields, RunRecordError
+from recipe.partial_rollout.records.jsonl import Fields, RunRecordError
 
 Span = tuple[float, float]
 """start and end, in seconds"""
@@ -76,18 +77,7 @@ class EngineCall:
 
     def to_json(self) -> list[Any]:
         """A row of the trace: the fields in their order."""
-        return [
-            self.replica,
-            self.start,
-            self.end,
-            self.tokens,
-            self.version,
-            self.resumed_tokens,
-            self.context_tokens,
-            self.queued_s,
-            self.sample,
-            self.interrupted,
-        ]
+        return list(_in_order(self))
 
     @classmethod
     def from_json(cls, values: object, place: str, replicas: int | None) -> Self:
@@ -121,6 +111,8 @@ class EngineCall:
             f"queued seconds, sample, interrupted], got {values!r:.60}"
         )
 
+
+_in_order = attrgetter(*(each.name for each in fields(EngineCall)))
 
 _KINDS = {
     "replica": "i",
@@ -192,7 +184,7 @@ class CallTotals:
 
     calls: int
     tokens: int
-    latest_version: int
+    latest_version: Annotated[int, -1]
     """of a call; -1 without one that says"""
     slot_s: float
     """seconds that slots were busy, with no more counted at once than a full batch has"""
@@ -226,18 +218,14 @@ class CallTotals:
         Raises:
             RunRecordError: a field is missing or of another type, or there are not ``replicas`` of them (None: any).
         """
-        match line.items("busy_s"), line.items("spans"):
-            case [busy, spans] if len(busy) == len(spans) and replicas in (None, len(busy)):
-                by_replica = [Fields(line.place, {"spans": of_replica}) for of_replica in spans]
-                return cls(
-                    calls=line.integer("calls"),
-                    tokens=line.integer("tokens"),
-                    latest_version=line.integer("latest_version", least=-1),
-                    slot_s=line.number("slot_s"),
-                    busy_s=[Fields(line.place, {"busy_s": seconds}).number("busy_s") for seconds in busy],
-                    spans=[of_replica.optional_spans("spans") for of_replica in by_replica],
-                )
-        raise RunRecordError(f"{line.place}: 'busy_s' and 'spans' should have an entry for each of {replicas} replicas")
+        totals = line.read(cls)
+        if not (len(totals.busy_s) == len(totals.spans) and replicas in (None, len(totals.spans))):
+            raise RunRecordError(
+                f"{line.place}: 'busy_s' and 'spans' should have an entry for each of {replicas} replicas"
+            )
+        if any(end < start for of_replica in totals.spans for start, end in of_replica):
+            raise RunRecordError(f"{line.place}: 'spans' should hold pairs of start and end")
+        return totals
 
 
 @dataclass(frozen=True, slots=True)

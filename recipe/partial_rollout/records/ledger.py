@@ -6,13 +6,22 @@ A run that resumes appends to the file of the run before.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from recipe.partial_rollout.manager.types import FilteredGroup
-from recipe.partial_rollout.records.fields import Fields, RunRecordError
-from recipe.partial_rollout.records.jsonl import Checkpoint, JsonLines, Resumed, iter_lines
+from recipe.partial_rollout.records.jsonl import (
+    Checkpoint,
+    Fields,
+    JsonLines,
+    Positive,
+    Resumed,
+    RunRecordError,
+    event_line,
+    iter_lines,
+    kinds_of,
+)
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 
@@ -27,7 +36,7 @@ class RunSizes:
     batch_groups: int
     """N"""
     max_staleness: int
-    epoch_prompts: int
+    epoch_prompts: Positive
     """prompts trained in an epoch"""
     total: int
     """prompts that the whole training trains, over its epochs"""
@@ -38,22 +47,6 @@ class RunSizes:
     """whether groups may be filtered: then more than ``total`` prompts are consumed, of which ``total`` are trained"""
     drains: bool = True
     """whether nothing is left in flight once the training reaches its last step"""
-
-    @classmethod
-    def from_json(cls, line: Fields) -> Self:
-        """Older ledgers do not say what was offered, and filter nothing."""
-        total, offered = line.integer("total"), line.optional_integer("offered")
-        return cls(
-            arm=line.text("arm"),
-            samples_per_group=line.integer("samples_per_group"),
-            batch_groups=line.integer("batch_groups"),
-            max_staleness=line.integer("max_staleness"),
-            epoch_prompts=line.integer("epoch_prompts", least=1),
-            total=total,
-            offered=total if offered is None else offered,
-            filters=line.flag("filters", default=False),
-            drains=line.flag("drains", default=True),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,56 +100,31 @@ class Complete:
 LedgerEvent = RunSizes | Resumed | Admitted | Filtered | Trained | Checkpoint | Stopped | Complete
 
 
+_KINDS = kinds_of(LedgerEvent)
+
+
 def to_json(event: LedgerEvent) -> dict[str, Any]:
     """The event's line."""
-    match event:
-        case Trained(step, version, groups):
-            values = {"step": step, "version": version, "groups": [group.to_ledger() for group in groups]}
-        case Complete(exhausted):
-            values = {"exhausted": True} if exhausted else {}
-        case _:
-            values = asdict(event)
-    return {"event": event.EVENT, **values}
+    if isinstance(event, Trained):
+        return {**event_line(replace(event, groups=[])), "groups": [group.to_ledger() for group in event.groups]}
+    return event_line(event)
 
 
 def from_json(line: Fields) -> LedgerEvent:
-    """The inverse of ``to_json``.
+    """The inverse of ``to_json``; ledgers of older versions, which lack some fields, are read too.
 
     Raises:
         RunRecordError: the event is unknown, or a field is missing or of another type; names the line.
     """
-    match event := line.text("event"):
-        case RunSizes.EVENT:
-            return RunSizes.from_json(line)
-        case Resumed.EVENT:
-            return Resumed(line.integer("step"))
-        case Admitted.EVENT:
-            return Admitted(line.integer("step"), line.integer("version"), line.texts("uids"))
-        case Filtered.EVENT:
-            return Filtered(line.integer("step"), line.integer("version"), _filtered_groups(line))
-        case Trained.EVENT:
-            groups = [TrainedGroup.from_ledger(group) for group in line.objects("groups")]
-            return Trained(line.integer("step"), line.integer("version"), groups)
-        case Checkpoint.EVENT:
-            return Checkpoint(line.integer("step"))
-        case Stopped.EVENT:
-            return Stopped(line.integer("step"))
-        case Complete.EVENT:
-            return Complete(line.flag("exhausted", default=False))
-    raise RunRecordError(f"{line.place}: '{event}' is no event of a ledger")
-
-
-def _filtered_groups(line: Fields) -> list[FilteredGroup]:
-    return [
-        FilteredGroup(
-            uid=group.text("uid"),
-            order=group.integer("order"),
-            birth=group.optional_integer("birth"),
-            value=group.number("value"),
-            lengths=group.integers("lengths"),
-        )
-        for group in line.objects("groups")
-    ]
+    event = line.get("event", str)
+    if event not in _KINDS:
+        raise RunRecordError(f"{line.place}: '{event}' is no event of a ledger")
+    kind = _KINDS[event]
+    if kind is Trained:
+        return line.read(kind, groups=[TrainedGroup.from_ledger(group) for group in line.objects("groups")])
+    if kind is RunSizes and line.values.get("offered") is None:
+        return line.read(kind, offered=line.get("total", int))
+    return line.read(kind)
 
 
 NAME = "ledger.jsonl"

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from recipe.partial_rollout.records.calls import RolloutPhase, dealt
-from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.jsonl import read_lines
+from recipe.partial_rollout.records.jsonl import RunRecordError, read_lines
 from recipe.partial_rollout.records.trace import (
     TRACE,
     Phase,
@@ -60,7 +59,7 @@ def read_metrics(path: Path) -> tuple[list[StepMetrics], list[str]]:
                 f"{line.place}: 'data' is missing; it should hold the metrics that verl's file logger writes"
             )
         numbers = {key: float(value) for key, value in data.items() if isinstance(value, int | float)}
-        found.append(StepMetrics(line.integer("step"), numbers))
+        found.append(StepMetrics(line.get("step", int), numbers))
     return found, warnings
 
 

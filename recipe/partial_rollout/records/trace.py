@@ -15,9 +15,19 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.records.calls import CallColumns, CallTotals, EngineCall, RolloutPhase
-from recipe.partial_rollout.records.fields import Fields, RunRecordError, read_object
 from recipe.partial_rollout.records.figures import slot_seconds
-from recipe.partial_rollout.records.jsonl import Checkpoint, JsonLines, Lineage, Resumed, iter_lines
+from recipe.partial_rollout.records.jsonl import (
+    Checkpoint,
+    Fields,
+    JsonLines,
+    Lineage,
+    Positive,
+    Resumed,
+    event_line,
+    iter_lines,
+    kinds_of,
+    read_object,
+)
 from recipe.partial_rollout.records.trained_group import GroupColumns, TrainedGroup
 
 RUN, TRACE = "run.json", "trace.jsonl"
@@ -36,12 +46,12 @@ class RunSettings:
 
     arm: Arm
     experiment: str
-    batch_groups: int
+    batch_groups: Positive
     """groups that one step trains (N)"""
-    samples_per_group: int
+    samples_per_group: Positive
     """samples in one group (n)"""
-    replicas: int
-    slots_per_replica: int
+    replicas: Positive
+    slots_per_replica: Positive
     """samples that one replica can run at a time"""
     max_staleness: int | None
     mode: str
@@ -78,26 +88,7 @@ class RunSettings:
         Raises:
             RunRecordError: the file cannot be read, or a field is missing, mistyped or out of range; names it.
         """
-        fields = read_object(directory / RUN)
-        arm = fields.text("arm")
-        if arm not in list(Arm):
-            raise RunRecordError(f"{fields.place}: 'arm' is {arm!r}; it should be one of {', '.join(Arm)}")
-        return cls(
-            arm=Arm(arm),
-            experiment=fields.text("experiment"),
-            batch_groups=fields.integer("batch_groups", least=1),
-            samples_per_group=fields.integer("samples_per_group", least=1),
-            replicas=fields.integer("replicas", least=1),
-            slots_per_replica=fields.integer("slots_per_replica", least=1),
-            max_staleness=fields.optional_integer("max_staleness"),
-            mode=fields.text("mode"),
-            policy=fields.text("policy"),
-            verl=fields.text("verl"),
-            vllm=fields.text("vllm"),
-            overtake=fields.optional_number("overtake"),
-            placement=fields.optional_text("placement") or "colocated",
-            complete=fields.flag("complete"),
-        )
+        return read_object(directory / RUN).read(cls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +106,7 @@ class Thinned:
     """The header of a thinned trace: its rounds keep the engine calls of one step in ``every`` only, and totals of all."""
 
     EVENT: ClassVar[str] = "thinned"
-    every: int
+    every: Positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,29 +195,20 @@ class RoundRecord:
         Raises:
             RunRecordError: a field is missing, mistyped or impossible; names the line.
         """
-        start, end = line.span()
-        groups = line.objects("trained", "one object a group")
-        totals, rows = None, []
+        span, totals, rows = line.span(), None, []
         if "totals" in line.values:
-            totals = CallTotals.from_json(line.object("totals"), replicas)
+            totals = CallTotals.from_json(Fields(f"{line.place}, totals", line.get("totals", dict)), replicas)
         if totals is None or "calls" in line.values:
-            rows = line.items("calls")
+            rows = line.get("calls", list)
         calls = CallColumns(EngineCall.from_json(values, line.place, replicas) for values in rows)
-        return cls(
-            step=line.integer("step"),
-            version=line.integer("version"),
-            phase=RolloutPhase(start, end, calls, totals),
-            trained=GroupColumns(map(TrainedGroup.from_trace, groups)),
-            interrupt_s=line.optional_number("interrupt_s"),
-            resume_s=line.optional_number("resume_s"),
-            carried_groups=line.integer("carried_groups"),
-            lost_samples=line.integer("lost_samples"),
-            at=line.at,
-        )
+        phase = RolloutPhase(*span, calls, totals)
+        trained = GroupColumns(map(TrainedGroup.from_trace, line.objects("trained")))
+        return line.read(cls, phase=phase, trained=trained, at=line.at)
 
 
 T = TypeVar("T")
 TraceEvent = Thinned | Probe | Begin | RoundRecord | Phase | Checkpoint | Resumed
+_KINDS = kinds_of(TraceEvent)
 
 
 class RunTrace:
@@ -345,7 +327,9 @@ def lineage(events: Iterable[TraceEvent], keep: Callable[[RoundRecord], T]) -> L
 
 def to_json(event: Thinned | Begin | RoundRecord | Phase | Checkpoint | Resumed) -> dict[str, Any]:
     """The event's line."""
-    return {"event": event.EVENT, **(event.to_json() if isinstance(event, RoundRecord) else asdict(event))}
+    if isinstance(event, RoundRecord):
+        return {"event": event.EVENT, **event.to_json()}
+    return event_line(event)
 
 
 def from_json(line: Fields, replicas: int | None) -> TraceEvent | None:
@@ -357,19 +341,11 @@ def from_json(line: Fields, replicas: int | None) -> TraceEvent | None:
     Raises:
         RunRecordError: a field is missing, mistyped or impossible; names the line.
     """
-    match line.text("event"):
-        case Probe.EVENT:
-            return Probe(line.number("tokens_per_s"), line.integer("concurrency"))
-        case Begin.EVENT:
-            return Begin(line.integer("step"), line.number("start"))
-        case RoundRecord.EVENT:
-            return RoundRecord.from_json(line, replicas)
-        case Phase.EVENT:
-            return Phase(line.text("name"), line.integer("step"), *line.span())
-        case Thinned.EVENT:
-            return Thinned(line.integer("every", least=1))
-        case Checkpoint.EVENT:
-            return Checkpoint(line.integer("step"))
-        case Resumed.EVENT:
-            return Resumed(line.integer("step"))
-    return None
+    kind = _KINDS.get(line.get("event", str))
+    if kind is None:
+        return None
+    if kind is RoundRecord:
+        return RoundRecord.from_json(line, replicas)
+    if kind is Phase:
+        line.span()
+    return line.read(kind)

@@ -15,13 +15,24 @@ from dataclasses import dataclass, field
 from typing import Any, Self, overload
 
 from recipe.partial_rollout.manager.types import TakenGroup, position_of
-from recipe.partial_rollout.records.fields import Fields, RunRecordError
+from recipe.partial_rollout.records.jsonl import Fields, RunRecordError
 
 
 def prompt_identity(row: dict[str, Any]) -> str:
     """Identifier of a dataset row, made of its prompt and its index in the file; the same in every run and arm."""
     digest = hashlib.sha1(repr(list(row.get("raw_prompt", []))).encode()).hexdigest()[:12]
     return f"{row.get('index', 0)}-{digest}"
+
+
+_IN_TRACE = {
+    "order": "group",
+    **{name: name for name in ("prompt", "epoch", "lengths", "staleness", "tokens", "off_policy_tokens", "segments")},
+}
+_IN_LEDGER = {
+    **{name: name for name in ("uid", "order", "birth", "staleness", "masked")},
+    "parts": "lengths",
+}
+"""the fields that each file keeps, and their keys in it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +85,7 @@ class TrainedGroup:
 
     def to_trace(self) -> dict[str, Any]:
         """Its entry in a ``round`` of the trace."""
-        return {
-            "group": self.order,
-            "prompt": self.prompt,
-            "epoch": self.epoch,
-            "lengths": self.lengths,
-            "staleness": self.staleness,
-            "tokens": self.tokens,
-            "off_policy_tokens": self.off_policy_tokens,
-            "segments": self.segments,
-        }
+        return {key: getattr(self, name) for name, key in _IN_TRACE.items()}
 
     @classmethod
     def from_trace(cls, fields: Fields) -> Self:
@@ -92,16 +94,7 @@ class TrainedGroup:
         Raises:
             RunRecordError: a field is missing or of another type, or lists differ in length.
         """
-        group = cls(
-            order=fields.integer("group"),
-            epoch=fields.integer("epoch"),
-            lengths=fields.integers("lengths"),
-            staleness=fields.integers("staleness"),
-            prompt=fields.text("prompt"),
-            segments=fields.integers("segments"),
-            tokens=fields.integer("tokens"),
-            off_policy_tokens=fields.integer("off_policy_tokens"),
-        )
+        group = fields.read(cls, _IN_TRACE)
         if not len(group.lengths) == len(group.staleness) == len(group.segments):
             raise RunRecordError(
                 f"{fields.place}: group {group.order} has lists of different lengths, one entry a sample each"
@@ -110,14 +103,7 @@ class TrainedGroup:
 
     def to_ledger(self) -> dict[str, Any]:
         """Its entry in a ``trained`` event of the ledger."""
-        return {
-            "uid": self.uid,
-            "order": self.order,
-            "birth": self.birth,
-            "staleness": self.staleness,
-            "lengths": self.parts,
-            "masked": self.masked,
-        }
+        return {key: getattr(self, name) for name, key in _IN_LEDGER.items()}
 
     @classmethod
     def from_ledger(cls, fields: Fields) -> Self:
@@ -126,20 +112,12 @@ class TrainedGroup:
         Raises:
             RunRecordError: a field is missing or of another type.
         """
-        parts = fields.integer_rows("lengths", width=4)
-        uid = fields.text("uid")
+        uid, parts = fields.get("uid", str), fields.get("lengths", list[list[int]])
         if not re.fullmatch(r"\d+/\d+", uid):
             raise RunRecordError(f"{fields.place}: 'uid' is {uid!r:.60}; it should be epoch/position")
-        return cls(
-            order=fields.integer("order"),
-            epoch=position_of(uid)[0],
-            lengths=[row[0] for row in parts],
-            staleness=fields.integers("staleness"),
-            uid=uid,
-            birth=fields.optional_integer("birth"),
-            parts=parts,
-            masked=fields.flags("masked"),
-        )
+        if wrong := [row for row in parts if len(row) != 4]:
+            raise RunRecordError(f"{fields.place}: 'lengths' should hold lists of 4 integers, got {wrong[0]!r:.60}")
+        return fields.read(cls, _IN_LEDGER, epoch=position_of(uid)[0], lengths=[row[0] for row in parts])
 
 
 class GroupColumns(Sequence[TrainedGroup]):

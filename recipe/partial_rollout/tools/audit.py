@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from recipe.partial_rollout.records import ledger
-from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.jsonl import Checkpoint, Resumed
+from recipe.partial_rollout.records.jsonl import Checkpoint, Resumed, RunRecordError
 from recipe.partial_rollout.records.ledger import NAME, iter_ledger
 from recipe.partial_rollout.records.trace import TRACE
 from recipe.partial_rollout.tools import trace_audit

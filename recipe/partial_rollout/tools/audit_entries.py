@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from recipe.partial_rollout.records.fields import RunRecordError
-from recipe.partial_rollout.records.jsonl import Lineage
+from recipe.partial_rollout.records.jsonl import Lineage, RunRecordError
 from recipe.partial_rollout.records.ledger import RunSizes, Trained
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
-from recipe.partial_rollout.records.fields import RunRecordError
 from recipe.partial_rollout.records.figures import held_out_rewards
+from recipe.partial_rollout.records.jsonl import RunRecordError
 from recipe.partial_rollout.records.run import METRICS, read_metrics
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.table import Table

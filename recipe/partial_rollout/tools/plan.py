@@ -24,7 +24,7 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster, CurveError, EngineCurve, fit
 from recipe.partial_rollout.planner.rounds import baseline, forecast
 from recipe.partial_rollout.planner.samples import LengthTrace, lognormal, of_run
-from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.records.jsonl import RunRecordError
 from recipe.partial_rollout.records.run import RunRecord, load_run
 from recipe.partial_rollout.tools import plan_cost, plan_measure, plan_separate
 from recipe.partial_rollout.tools.command_line import described

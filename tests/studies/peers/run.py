@@ -133,5 +133,5 @@ def read_run(directory: Path, arm: str, seed: int, samples_per_step: int) -> Pee
 def _probed(trace: Path) -> float | None:
     if not trace.exists():
         return None
-    rates = [event.number("tokens_per_s") for event in iter_lines(trace, []) if event.text("event") == _PROBE]
+    rates = [event.get("tokens_per_s", float) for event in iter_lines(trace, []) if event.get("event", str) == _PROBE]
     return float(np.median(rates)) if rates else None

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe.partial_rollout.config.settings import CONF_DIR
-from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.records.jsonl import RunRecordError
 from recipe.partial_rollout.tasks.trace_task.prepare import SHAPES
 from recipe.partial_rollout.tasks.trace_task.prepare import main as prepare
 from recipe.partial_rollout.tools.accept.checks import Check, judge

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipe.partial_rollout.records.fields import RunRecordError
+from recipe.partial_rollout.records.jsonl import RunRecordError
 from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.report.comparison import Comparison, as_json, compare
