@@ -77,13 +77,9 @@ class NotedRounds(Simulation):
         self._clock += slower * played.seconds
         return calls, played.batch.lengths
 
-    def _claim(self, replicas, now):
-        self._replica = replicas[0]
-        super()._claim(replicas, now)
-
     def _sample(self, grant):
         sample, resumed = self._start(grant)
-        self._started[grant.sample_id] = self._replica.clock, sample.made
+        self._started[grant.sample_id] = self._replicas[0].clock, sample.made
         return sample, resumed
 
     def _finish(self, sample_id):
@@ -96,7 +92,7 @@ class NotedRounds(Simulation):
 
     def _note(self, sample_id):
         start, before = self._started[sample_id]
-        self._ended.append((start, self._replica.clock, self._samples.live[sample_id].made - before))
+        self._ended.append((start, self._replicas[0].clock, self._samples.live[sample_id].made - before))
 
 
 @dataclass

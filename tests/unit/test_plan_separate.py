@@ -9,8 +9,9 @@ import pytest
 from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import Cluster, EngineCurve
+from recipe.partial_rollout.planner.rounds import WeightUpdate
 from recipe.partial_rollout.planner.samples import LengthTrace
-from recipe.partial_rollout.planner.separate import TrainerRate, WeightUpdate
+from recipe.partial_rollout.planner.separate import TrainerRate
 from recipe.partial_rollout.tools import plan_cost, plan_separate
 from recipe.partial_rollout.tools.plan import main as plan
 

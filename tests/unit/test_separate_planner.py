@@ -8,12 +8,11 @@ from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import Cluster, EngineCurve
 from recipe.partial_rollout.planner.replica_model import Decoding, ReplicaModel
+from recipe.partial_rollout.planner.rounds import SeparateTrainer, Simulation, WeightUpdate
 from recipe.partial_rollout.planner.samples import LengthTrace, lognormal
 from recipe.partial_rollout.planner.separate import (
     Devices,
-    SeparateSimulation,
     TrainerRate,
-    WeightUpdate,
     balanced,
     best_split,
     forecast_separate,
@@ -33,10 +32,9 @@ def play(lengths, count, *, batch=1, n=1, overlap=1.0, max_staleness=4, replicas
     cluster = Cluster(curve, replicas, engine.pop("slots", 8), **engine)
     admission = build_admission(batch=batch, n=n, overlap=overlap, max_staleness=max_staleness)
     trace = LengthTrace(np.array(lengths))
-    simulation = SeparateSimulation(
-        admission, Scheduling(), cluster, trace, lambda tokens: train_s, update, seed=None, groups=len(lengths)
-    )
-    return list(simulation.steps(count))
+    trainer = SeparateTrainer(lambda tokens: train_s, update)
+    simulation = Simulation(admission, Scheduling(), cluster, trace, trainer, seed=None, groups=len(lengths))
+    return list(simulation.rounds(count))
 
 
 def test_engines_decode_while_the_trainer_trains():
@@ -79,10 +77,9 @@ def test_every_group_is_trained_once_within_the_bound(policy, train_s):
     lengths = lognormal(median=60, mean=100, cap=900, samples_per_group=2, groups=40)
     cluster = Cluster(EngineCurve(1e-2, 1e-4, kv_tokens=2_000), replicas=2, slots_per_replica=4)
     admission = build_admission(max_staleness=2)
-    simulation = SeparateSimulation(
-        admission, Scheduling(policy), cluster, lengths, lambda _: train_s, WeightUpdate(0.1, 0.1), seed=None, groups=40
-    )
-    steps = list(simulation.steps(100))
+    trainer = SeparateTrainer(lambda _: train_s, WeightUpdate(0.1, 0.1))
+    simulation = Simulation(admission, Scheduling(policy), cluster, lengths, trainer, seed=None, groups=40)
+    steps = list(simulation.rounds(100))
     trained = np.concatenate([step.batch.lengths for step in steps])
     assert len(steps) == 10 and sorted(map(tuple, trained)) == sorted(map(tuple, lengths.groups))
     assert max(step.batch.staleness.max() for step in steps) <= 2

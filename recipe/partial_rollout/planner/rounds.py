@@ -1,4 +1,4 @@
-"""Plays rounds of partial rollout, and forecasts their cost in the long run.
+"""Plays rounds of partial rollout in either placement, and forecasts the cost of colocated ones in the long run.
 
 The real ``PromptsManager`` decides, a model of the engine decodes.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,19 +25,54 @@ _WORKER = "simulation"
 
 
 @dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """What new weights cost in separate placement."""
+
+    stage_s: float
+    """from the end of the update until all replicas have the weights at hand; they decode meanwhile"""
+    hold_s: float
+    """in which all engines stand still and load them"""
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateTrainer:
+    """A trainer with devices of its own."""
+
+    train_s: Callable[[int], float]
+    """seconds that it takes for a batch of so many tokens"""
+    update: WeightUpdate
+
+
+@dataclass(frozen=True, slots=True)
 class SimulatedRound:
-    """One simulated rollout phase, and the batch that it trains."""
+    """One version and the batch that it trains.
+
+    Colocated, it is a rollout phase; else it lasts from when the engines decode with it until they decode with the next.
+    """
 
     seconds: float
-    decoded_tokens: int
+    waiting_s: float
+    """of them, in which the trainer waited for its batch"""
+    held_s: float
+    """in which a replica stood still for new weights, its samples waiting; mean over the replicas"""
+    idle_s: float
+    """in which a replica had no sample; mean over the replicas"""
     batch: TrainedBatch
 
 
 class Simulation:
     """Plays rounds, one after the other.
 
+    With a trainer on its own devices a round never ends: samples run through the weight updates, at which every engine
+    stands still together::
+
+        engines   |==decode=====================|hold|==decode=====================|hold|==
+        trainer   |wait| log-probs, update |stage     |wait| log-probs, update |stage
+                       ^ take_batch                  ^ begin_version
+
     Args:
         admission: mode and sizes, as the recipe's settings make them.
+        trainer: None: it shares the replicas' devices, so that each round ends with its batch.
         lengths, seed, groups: see ``PlayedSamples``.
 
     Raises:
@@ -50,15 +85,18 @@ class Simulation:
         scheduling: Scheduling,
         cluster: Cluster,
         lengths: LengthTrace,
+        trainer: SeparateTrainer | None = None,
         *,
         seed: int | None = 0,
         groups: int | None = None,
     ) -> None:
         self._cluster = cluster
+        self._trainer = trainer
         self._samples = PlayedSamples(lengths, admission.samples_per_group, seed=seed, groups=groups)
         self._manager = PromptsManager(admission, scheduling, clock=lambda: 0.0)
         self._manager.register_worker(_WORKER, cluster.slots_per_replica * cluster.replicas)
         self._version = 0
+        self._start_engines()
 
     @property
     def dispatched(self) -> list[np.ndarray]:
@@ -68,57 +106,108 @@ class Simulation:
     def rounds(self, count: int) -> Iterator[SimulatedRound]:
         """The next ``count`` rounds; fewer if the data runs out."""
         for _ in range(count):
-            self._offer()
             if self._samples.all_trained:
                 return
-            self._manager.begin_version(self._version)
+            if not self._manager.round_open:
+                self._start_engines()
+                self._begin()
             yield self._round()
 
-    def _offer(self) -> None:
+    def _start_engines(self) -> None:
+        self._replicas = [ReplicaModel(self._cluster.curve) for _ in range(self._cluster.replicas)]
+        self._now = self._idle_s = self._held_s = 0.0
+
+    def _begin(self) -> None:
         self._manager.offer(self._samples.prompts(self._manager.wanted))
         if self._samples.all_offered:
             self._manager.note_source(0)
+        self._manager.begin_version(self._version)
+        self._samples.begin_version()
+        self._claim()
 
     def _round(self) -> SimulatedRound:
-        manager, now = self._manager, 0.0
-        replicas = [ReplicaModel(self._cluster.curve) for _ in range(self._cluster.replicas)]
-        self._samples.begin_version()
-        self._claim(replicas, now)
-        while not manager.round_complete():
-            busy = min(replicas, key=ReplicaModel.next_end)
-            for sample_id in busy.run_to_event():
-                self._finish(sample_id)
-            now = busy.clock
-            manager.admit()
-            self._claim(replicas, now)
-        groups, version = manager.take_batch(stop=True), manager.version
-        for replica in replicas:
-            for decoding in replica.interrupt(now):
-                # The step that the interruption completes may have made the last token.
-                (self._interrupt if decoding.left else self._finish)(decoding.id)
-        end = max(replica.clock for replica in replicas)
-        decoded = self._samples.made_by_this_version()
+        manager, trainer, began = self._manager, self._trainer, self._now
+        self._idle_s = self._held_s = 0.0
+        self._decode(math.inf)
+        waited = self._now - began
+        groups, version = manager.take_batch(stop=trainer is None), manager.version
+        if trainer is None:
+            self._interrupt_all()
         batch = self._samples.train(groups, version)
+        updated = self._now
+        if trainer is not None:
+            updated += trainer.train_s(batch.tokens) + trainer.update.stage_s
+            self._decode(updated)
         manager.acknowledge([group.uid for group in groups])
         self._version += 1
-        return SimulatedRound(end, decoded, batch)
+        if trainer is not None:
+            self._hold(updated, trainer.update.hold_s)
+            self._begin()
+        replicas = len(self._replicas)
+        return SimulatedRound(self._now - began, waited, self._held_s / replicas, self._idle_s / replicas, batch)
 
-    def _claim(self, replicas: list[ReplicaModel], now: float) -> None:
+    def _decode(self, until: float) -> None:
+        """Decode until the clock is ``until``; if that is infinity, until the batch is complete."""
+        waiting = math.isinf(until)
+        while not (waiting and self._manager.round_complete()):
+            busy = min(self._replicas, key=ReplicaModel.next_end)
+            end = busy.next_end()
+            if not waiting and end > until:
+                self._now = until
+                return
+            assert end < math.inf, "no replica has a sample, and the batch is not complete"
+            self._run_to_event(busy)
+            self._now = busy.clock
+            self._manager.admit()
+            self._claim()
+
+    def _run_to_event(self, replica: ReplicaModel) -> None:
+        for sample_id in replica.run_to_event():
+            self._finish(sample_id)
+
+    def _claim(self) -> None:
         """Claim samples; each starts at the replica that has the fewest."""
         for grant in self._manager.claim(_WORKER):
-            replica = min(replicas, key=len)
-            replica.advance(now)
+            replica = min(self._replicas, key=len)
+            self._advance(replica, self._now)
             sample, resumed = self._samples.start(grant)
             replica.add(sample.engine, reads=not (resumed and self._cluster.keeps_kv))
 
+    def _advance(self, replica: ReplicaModel, clock: float) -> None:
+        if not len(replica):
+            self._idle_s += max(0.0, clock - replica.clock)
+        replica.advance(clock)
+
     def _finish(self, sample_id: str) -> None:
         self._manager.finish(sample_id, self._samples.end(sample_id, self._manager.version))
+
+    def _interrupt_all(self) -> None:
+        for replica in self._replicas:
+            for decoding in replica.interrupt(self._now):
+                # The step that the interruption completes may have made the last token.
+                (self._interrupt if decoding.left else self._finish)(decoding.id)
+        self._now = max(replica.clock for replica in self._replicas)
 
     def _interrupt(self, sample_id: str) -> None:
         made = self._samples.note_made(sample_id, self._manager.version)
         zeros = np.broadcast_to(np.float32(0), made)
         self._manager.add_segment(sample_id, Segment(zeros.astype(np.int32), zeros, self._manager.version))
         self._manager.interrupt(sample_id)
+
+    def _hold(self, at: float, hold_s: float) -> None:
+        """Every replica ends the step that it is in, and loads the weights once all have."""
+        for replica in self._replicas:
+            self._advance(replica, at)
+            while replica.next_end() <= replica.clock:
+                self._run_to_event(replica)
+        self._now = max(replica.clock for replica in self._replicas) + hold_s
+        for replica in self._replicas:
+            if len(replica):
+                self._held_s += self._now - replica.clock
+            else:
+                self._idle_s += self._now - replica.clock
+            replica.hold(self._now, reads=not self._cluster.keeps_kv)
+        self._samples.end_version(self._manager.version)
 
 
 _FIRST = 5

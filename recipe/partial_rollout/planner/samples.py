@@ -208,10 +208,6 @@ class PlayedSamples:
         for sample in self.live.values():
             sample.made_before = sample.made
 
-    def made_by_this_version(self) -> int:
-        """Tokens of all samples since ``begin_version``."""
-        return sum(sample.made - sample.made_before for sample in self.live.values())
-
     def train(self, groups: Sequence[TakenGroup[FinishedOutput]], version: int) -> TrainedBatch:
         """Train ``groups`` from ``version``, and forget them."""
         trained = [[self.live.pop(f"{group.uid}#{i}") for i in range(len(group.outputs))] for group in groups]

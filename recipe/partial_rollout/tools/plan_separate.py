@@ -17,7 +17,7 @@ from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster
-from recipe.partial_rollout.planner.rounds import smallest_worthwhile, warmup_rounds
+from recipe.partial_rollout.planner.rounds import WeightUpdate, smallest_worthwhile, warmup_rounds
 from recipe.partial_rollout.planner.samples import LengthTrace
 from recipe.partial_rollout.planner.separate import (
     TRAINER_PRESETS,
@@ -25,7 +25,6 @@ from recipe.partial_rollout.planner.separate import (
     Devices,
     SeparateForecast,
     TrainerRate,
-    WeightUpdate,
     balanced,
     best_split,
     forecast_separate,

@@ -19,9 +19,9 @@ from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import Cluster, fit
-from recipe.partial_rollout.planner.rounds import Simulation, baseline
+from recipe.partial_rollout.planner.rounds import SeparateTrainer, Simulation, WeightUpdate, baseline
 from recipe.partial_rollout.planner.samples import TrainedBatch, of_run
-from recipe.partial_rollout.planner.separate import SeparateSimulation, TrainerRate, WeightUpdate
+from recipe.partial_rollout.planner.separate import TrainerRate
 from recipe.partial_rollout.records.run import RunRecord
 from recipe.partial_rollout.records.trace import PhaseName
 from recipe.partial_rollout.tools.report.lanes import seconds, within
@@ -80,10 +80,9 @@ def play_separate(
         groups: in the data; None: endless.
     """
     measured = measured_steps(run)
-    simulation = SeparateSimulation(
-        admission, scheduling, cluster, of_run(run), trainer_of(measured), measured.update, seed=None, groups=groups
-    )
-    first, *later = simulation.steps(len(run.steps))
+    trainer = SeparateTrainer(trainer_of(measured), measured.update)
+    simulation = Simulation(admission, scheduling, cluster, of_run(run), trainer, seed=None, groups=groups)
+    first, *later = simulation.rounds(len(run.steps))
     # A simulated step begins with the wait for its batch, a measured one ends with that for the next.
     simulated_s = sum(step.seconds for step in (first, *later[:-1])) - first.waiting_s + later[-1].waiting_s
     return sum(measured.whole_s), simulated_s, [step.batch for step in later]
