@@ -133,6 +133,9 @@ MISTAKES = {
     # verl's server takes 1,000 calls at once, and needs some for control: an interruption must not queue.
     f"{P}.slots_per_replica=985": "at most 984",
     f"{P}.failures.sample_timeout_s=soon": "seconds above 0, or null",
+    f"{P}.failures.tool_timeout_s=1300": "at most partial_rollout.failures.sample_timeout_s=1200",
+    f"{P}.tools.release_after_s=-1": "seconds of at least 0, or inf",
+    f"{P}.tools.release_after_s=inf": "below partial_rollout.deadlines.stall_s=60",
     "actor_rollout_ref.model.path=/nowhere/model": "a local model directory",
     "data.train_files=/nowhere/a.parquet": "an existing parquet file",
     "data.val_files=/nowhere/b.parquet": "an existing parquet file",

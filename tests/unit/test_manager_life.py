@@ -115,8 +115,6 @@ class Model:
     version: int = 0
     running: dict = field(default_factory=dict)
     away: dict = field(default_factory=dict)
-    returned: list = field(default_factory=list)
-    """samples that came back and were not granted again, in order"""
     holders: dict = field(default_factory=dict)
     """worker that still has the conversation of a sample, by sample"""
     failed: list = field(default_factory=list)
@@ -265,7 +263,6 @@ class ManagerLife(RuleBasedStateMachine):
         del self.capacity[worker]
         self.model.running = {s: w for s, w in self.model.running.items() if w != worker}
         self.model.away = {s: w for s, w in self.model.away.items() if w != worker}
-        self.model.returned = [s for s in self.model.returned if self.model.holders[s] != worker]
         self.model.holders = {s: w for s, w in self.model.holders.items() if w != worker}
 
     @precondition(lambda self: started(self) and self.manager.round_open and self.capacity)
@@ -275,12 +272,9 @@ class ManagerLife(RuleBasedStateMachine):
 
     def take_grants(self, worker, beyond_share=False):
         model, below_share, unowned = self.model, self.below_share(worker), self.unowned()
-        returned, free = [s for s in model.returned if model.holders[s] == worker], self.free(worker)
         grants = self.manager.claim(worker, beyond_share=beyond_share)
-        assert [g.sample_id for g in grants][: len(returned)] == returned[:free], "first what came back"
-        model.returned = [s for s in model.returned if s not in returned[:free]]
         overdue = self.next_to_train() - self.max_staleness
-        births = model.births
+        births = dict(model.births)
         shared = [g for g in grants if not g.held and births.get(g.group_uid, model.version) > overdue]
         if beyond_share:
             assert grants or not (unowned and self.free(worker)), "a sample is left and nobody runs it"
@@ -297,6 +291,10 @@ class ManagerLife(RuleBasedStateMachine):
             model.holders[sample_id] = worker
             model.running[sample_id] = worker
             model.births.setdefault(grant.group_uid, model.version)
+        begun = any(grant.group_uid not in births for grant in grants)
+        waiting = [s for s in self.held(worker) if s not in model.running]
+        if self.scheduling.policy is SchedulingPolicy.BOUNDED:
+            assert not (begun and waiting), "a new prompt before a conversation that goes on"
 
     def next_to_train(self):
         """The version that trains the next batch."""
@@ -374,7 +372,6 @@ class ManagerLife(RuleBasedStateMachine):
             self.tool_result(sample_id)
         self.manager.come_back(sample_id)
         del self.model.away[sample_id]
-        self.model.returned.append(sample_id)
 
     @precondition(some_end)
     @rule(pick=PICK, length=st.integers(0, 4))

@@ -354,7 +354,7 @@ def test_sample_that_the_next_batch_needs_runs_first_even_while_the_trainer_has_
     assert groups_of(m.claim("w0", limit=1)) == ["0/1"]
 
 
-def test_sample_that_was_away_comes_back_to_its_worker_before_any_other(manager, segment):
+def test_sample_that_was_away_comes_back_to_its_worker_by_its_priority(manager, segment):
     m = manager(batch=2, n=2, workers=2, capacity=2)
     begin(m)
     first, second = (grant.sample_id for grant in m.claim("w0"))

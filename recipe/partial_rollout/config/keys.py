@@ -55,8 +55,8 @@ class Key:
     """what a share, at most 1, is a share of"""
     unit: str = "a number"
     """what a float counts, as the error names it"""
-    word: str | None = None
-    """a word that the key accepts besides numbers"""
+    word: str | float | None = None
+    """a word, or infinity, that the key accepts besides numbers"""
     null: str | None = None
     """what null stands for, if the settings fill it in; for the README's table"""
 
@@ -66,7 +66,7 @@ class Key:
 
     def number(self, path: str, value: Any, kind: type[int] | type[float], *, nullable: bool) -> Any:
         """``value``, checked; ``path`` is for the error."""
-        others = [*([self.word] if self.word else []), *(["null"] if nullable else [])]
+        others = [*([str(self.word)] if self.word else []), *(["null"] if nullable else [])]
         noun = "an integer" if kind is int else self.unit
         allowed = ", or ".join([f"{noun} {self._lower}", *others])
         if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):

@@ -47,7 +47,8 @@ class Deadlines:
 
     stall_s: float = seconds(
         1800,
-        "Seconds of an open round in which no sample reports and no engine makes a token, after which the run ends.",
+        "Seconds of an open round in which no sample reports and no engine makes a token, after which the run ends. A "
+        "tool or reward within its own deadline is no stall.",
     )
     grant_s: float = seconds(
         7200,
@@ -65,6 +66,26 @@ class Deadlines:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCalls:
+    """``partial_rollout.tools``."""
+
+    release_after_s: float = key(
+        0.1,
+        "Seconds of a tool or reward call after which its sample gives its slot to another, until it needs the engine "
+        "again. `inf`: it keeps its slot.",
+        at_least=0,
+        unit="seconds",
+        word=math.inf,
+    )
+    concurrency: int | None = key(
+        None,
+        "Calls of one tool that an agent-loop worker makes at once; others wait, and no clock runs for them. `null`: no "
+        "limit.",
+        at_least=1,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class FailureLimits:
     """``partial_rollout.failures``: how much may go wrong before the run ends."""
 
@@ -77,16 +98,16 @@ class FailureLimits:
     tool_timeout_s: float | None = key(
         600,
         "Seconds for one tool call, after which the sample fails, whatever its agent loop makes of tool errors. A retry "
-        "calls the tool again if it is `repeatable` ([docs/reliability.md](../../docs/reliability.md#checkpoints)). Keep "
-        "it shorter than `deadlines.stall_s`. `null`: no limit.",
+        "calls the tool again if it is `repeatable` ([docs/reliability.md](../../docs/reliability.md#checkpoints)). "
+        "`null`: no limit.",
         above=0,
         unit="seconds",
     )
     sample_timeout_s: float | None = key(
         1200,
         "Seconds that a sample may spend between two engine calls: in tools, environments and its agent loop. Waits for a "
-        "slot, the next round, the engine and the reward have deadlines of their own and do not count. Keep it shorter "
-        "than `deadlines.stall_s`. `null`: no limit.",
+        "slot, the next round, the engine and the reward have deadlines of their own and do not count. At least "
+        "`tool_timeout_s`. `null`: no limit.",
         above=0,
         unit="seconds",
     )

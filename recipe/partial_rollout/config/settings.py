@@ -42,6 +42,7 @@ from recipe.partial_rollout.config.sections import (
     Deadlines,
     FailureLimits,
     Scheduling,
+    ToolCalls,
 )
 
 CONF_DIR = Path(__file__).resolve().parents[3] / "conf"
@@ -173,6 +174,7 @@ class PartialRolloutConfig:
         at_least=0,
         unit="seconds",
     )
+    tools: ToolCalls = section(ToolCalls)
     failures: FailureLimits = section(FailureLimits)
     deadlines: Deadlines = section(Deadlines)
     checkpoint: Checkpointing = section(Checkpointing)
@@ -201,6 +203,12 @@ class PartialRolloutConfig:
     @property
     def batch_samples(self) -> int:
         return self.batch_groups * self.samples_per_group
+
+    @property
+    def away_s(self) -> float | None:
+        """Longest deadline of what a sample without a slot awaits: a tool or its reward; None: a tool may take any time."""
+        tool_s = self.failures.tool_timeout_s or self.failures.sample_timeout_s
+        return tool_s and max(tool_s, self.deadlines.reward_s)
 
     @property
     def over_sampling_batch_size(self) -> int:
@@ -263,6 +271,19 @@ class PartialRolloutConfig:
             )
         if self.mode is not Mode.WINDOW and self.max_staleness < 1:
             raise fail(f"{ROOT}.max_staleness", self.max_staleness, f"at least 1 in mode {self.mode}")
+
+        self._check_deadlines()
+
+    def _check_deadlines(self) -> None:
+        """A call's deadline must be able to pass before that of what it is part of."""
+        tool_s, sample_s = self.failures.tool_timeout_s, self.failures.sample_timeout_s
+        if tool_s is not None and sample_s is not None and tool_s > sample_s:
+            words = f"at most {ROOT}.failures.sample_timeout_s={sample_s:g}, which would end its sample first"
+            raise fail(f"{ROOT}.failures.tool_timeout_s", f"{tool_s:g}", words)
+        held_s, stall_s = self.tools.release_after_s, self.deadlines.stall_s
+        if held_s >= stall_s and (self.away_s or math.inf) > stall_s:
+            words = f"below {ROOT}.deadlines.stall_s={stall_s:g}, which would end the run during a call in its deadline"
+            raise fail(f"{ROOT}.tools.release_after_s", f"{held_s:g}", words)
 
     def _check_placement(self) -> None:
         if self.placement is not Placement.SEPARATE:

@@ -87,15 +87,22 @@ class ManagerCondition:
 class StallClock:
     """Seconds since a sample last reported or an engine last made a token, against the most that is allowed.
 
-    >>> clock = StallClock(stall_s=60.0)
-    >>> clock.stalled, 59 < clock.left_s <= 60
-    (False, True)
+    While a sample is away that is at least the longest deadline of what it may await.
+
+    Args:
+        stall_s: allowed while none is away.
+        away_s: longest deadline of a tool and of the reward; None: a tool may take any time, which is no excuse.
+
+    >>> clock = StallClock(stall_s=60.0, away_s=600.0)
+    >>> clock.stalled(away=0), 59 < clock.left_s(away=0) <= 60, 599 < clock.left_s(away=1) <= 600
+    (False, True, True)
     >>> clock.words
     'no sample reported and no engine made a token for 0 s (partial_rollout.deadlines.stall_s=60)'
     """
 
-    def __init__(self, stall_s: float) -> None:
+    def __init__(self, stall_s: float, away_s: float | None = None) -> None:
         self._stall_s = stall_s
+        self._away_s = max(stall_s, away_s or 0.0)
         self._moved_at = time.monotonic()
 
     def touch(self) -> None:
@@ -103,22 +110,20 @@ class StallClock:
         self._moved_at = time.monotonic()
 
     @property
-    def idle_s(self) -> float:
+    def _idle_s(self) -> float:
         return time.monotonic() - self._moved_at
 
-    @property
-    def left_s(self) -> float:
-        """Seconds until the rollout counts as stalled; at least 0.1 s."""
-        return max(0.1, self._stall_s - self.idle_s)
+    def left_s(self, away: int) -> float:
+        """Seconds until the rollout, ``away`` of whose samples are, counts as stalled; at least 0.1 s."""
+        return max(0.1, (self._away_s if away else self._stall_s) - self._idle_s)
 
-    @property
-    def stalled(self) -> bool:
-        return self.idle_s >= self._stall_s
+    def stalled(self, away: int) -> bool:
+        return self._idle_s >= (self._away_s if away else self._stall_s)
 
     @property
     def words(self) -> str:
         """How long nothing happened, for the error that ends the run."""
-        idle = f"no sample reported and no engine made a token for {self.idle_s:.0f} s"
+        idle = f"no sample reported and no engine made a token for {self._idle_s:.0f} s"
         return f"{idle} (partial_rollout.deadlines.stall_s={self._stall_s:g})"
 
 
@@ -127,7 +132,7 @@ class ManagerActor:
 
     Args:
         stall_s: the run ends once no sample has reported and no engine has made a token for so many seconds of a wait
-            for a batch.
+            for a batch; ``away_s`` while a sample is away (``StallClock``).
         failures: what to do with a sample whose agent loop raised.
         group_filter: which finished groups are replaced; None: none.
         store: keeps the outputs of finished samples; ``InProcess`` needs no Ray.
@@ -148,9 +153,10 @@ class ManagerActor:
         failures: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
         group_filter: GroupFilter | None = None,
         store: OutputStore = InProcess(),  # noqa: B008 - stateless
+        away_s: float | None = None,
     ) -> None:
         self._changed = ManagerCondition()
-        self._progress = StallClock(stall_s)
+        self._progress = StallClock(stall_s, away_s)
         self._store = store
         self._manager = PromptsManager(admission, scheduling, time.monotonic, failures, group_filter)
         self._retries: set[asyncio.Task[None]] = set()
@@ -247,8 +253,9 @@ class ManagerActor:
             self._changed.raise_failure()
             if self._manager.short_of_prompts:
                 return PromptsWanted(self._manager.wanted)
-            await self._changed.wait(self._progress.left_s)
-            if self._progress.stalled and not self._retries and not self._manager.round_complete():
+            await self._changed.wait(self._progress.left_s(self._manager.away))
+            stalled = self._progress.stalled(self._manager.away) and not self._retries
+            if stalled and not self._manager.round_complete():
                 raise RolloutFailedError(f"{self._progress.words}; {self._manager.unfinished_report()}")
         return None
 

@@ -211,6 +211,8 @@ class Counters:
     filtered_tokens: int = 0
     spared_groups: int = 0
     """trained although all samples have the same score: the round's filter limit was reached, or data was short"""
+    away_s: float = 0.0
+    """seconds in which samples lived on without their slot"""
 
 
 @dataclass(slots=True)

@@ -228,7 +228,7 @@ class PromptsManager:
         self._move(sample, SampleState.AWAY)
 
     def come_back(self, sample_id: str) -> None:
-        """It needs a slot again: its worker claims it before any other sample."""
+        """It needs a slot again, in its worker, before any new prompt."""
         sample = self._in_state(sample_id, "come_back", SampleState.AWAY)
         self._slots.come_back(sample)
         self._move(sample, SampleState.INTERRUPTED)
@@ -322,8 +322,15 @@ class PromptsManager:
         self._slots.offer(sample)
 
     def _move(self, sample: Sample, state: SampleState) -> None:
-        sample.state = state
-        sample.since = self._clock()
+        now = self._clock()
+        if sample.state is SampleState.AWAY:
+            self.counters.away_s += now - sample.since
+        sample.state, sample.since = state, now
+
+    @property
+    def away(self) -> int:
+        """Samples that live on without a slot."""
+        return self._slots.away
 
     # -- prompts ---------------------------------------------------------------------------------------------------
 
@@ -520,6 +527,8 @@ class PromptsManager:
         gauges = {
             "inflight/groups": groups.in_flight,
             "inflight/samples": len(self.unfinished),
+            "agent/away_samples": self.away,
+            "agent/slots_freed_s_total": counters.away_s,
             "buffer/carried_groups": groups.carried,
             "buffer/ready_groups": len(groups.ready_queue),
             "buffer/interrupted_total": counters.interrupted,

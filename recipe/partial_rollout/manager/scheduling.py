@@ -191,8 +191,6 @@ class WorkerLoad:
     """by id"""
     away: dict[str, Sample] = field(default_factory=dict)
     """by id; they hold no slot"""
-    returned: deque[Sample] = field(default_factory=deque)
-    """were away and wait for a slot, before all other samples"""
 
     @property
     def free(self) -> int:
@@ -220,7 +218,8 @@ class Slots:
         self._queue = ClaimQueue(policy)
         self._workers: dict[str, WorkerLoad] = {}
         self._capacity = 0
-        self._away = 0
+        self.away = 0
+        """samples that live on without a slot"""
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -245,8 +244,8 @@ class Slots:
         if slots is None:
             return []
         self._capacity -= slots.capacity
-        self._away -= len(slots.away)
-        return [*slots.running.values(), *slots.away.values(), *slots.returned, *self._queue.drain(worker)]
+        self.away -= len(slots.away)
+        return [*slots.running.values(), *slots.away.values(), *self._queue.drain(worker)]
 
     @property
     def workers(self) -> Iterable[str]:
@@ -287,26 +286,24 @@ class Slots:
             del slots.running[sample.id]
         else:
             del slots.away[sample.id]
-            self._away -= 1
+            self.away -= 1
 
     def leave(self, sample: Sample) -> None:
         """Free the slot of ``sample``, which lives on in its worker."""
         assert sample.worker is not None
         slots = self._workers[sample.worker]
         slots.away[sample.id] = slots.running.pop(sample.id)
-        self._away += 1
+        self.away += 1
 
     def come_back(self, sample: Sample) -> None:
-        """Make ``sample``, which was away, the next but for others that came back before it."""
-        assert sample.worker is not None
-        slots = self._workers[sample.worker]
-        slots.returned.append(slots.away.pop(sample.id))
-        self._away -= 1
+        """Make ``sample``, which was away, claimable by its worker again."""
+        self.free(sample)
+        self.offer(sample)
 
     def claim(
         self, worker: str, limit: int | None, unfinished: int, overdue: float, *, beyond_share: bool = False
     ) -> Iterator[Sample]:
-        """Up to ``limit`` samples, each with a slot of ``worker``: those that came back, then the others by priority.
+        """Up to ``limit`` samples by priority, each with a slot of ``worker``.
 
         Of the samples that any worker could run it gets overdue ones, and others up to its share. Each sample is chosen
         when the iterator reaches it, because starting the one before may have changed the priority of its group.
@@ -318,14 +315,12 @@ class Slots:
             beyond_share: also take part of the samples that other workers have left unclaimed.
         """
         slots = self.incarnation(worker)
-        shared = math.ceil((unfinished - self._away) * slots.capacity / self._capacity)
-        shared -= len(slots.running) + len(slots.returned) + self._queue.size(worker)
+        shared = math.ceil((unfinished - self.away) * slots.capacity / self._capacity)
+        shared -= len(slots.running) + self._queue.size(worker)
         if beyond_share:
             shared = max(shared, math.ceil(self._queue.size(None) / len(self._workers)))
         for _ in range(slots.free if limit is None else min(limit, slots.free)):
-            if slots.returned:
-                sample = slots.returned.popleft()
-            elif (sample := self._queue.pop(worker, overdue, own_only=shared <= 0)) is None:
+            if (sample := self._queue.pop(worker, overdue, own_only=shared <= 0)) is None:
                 return
             shared -= sample.worker != worker
             slots.running[sample.id] = sample

@@ -212,6 +212,7 @@ def _start_manager(context: RolloutContext, store: RayObjects) -> Any:
         FailurePolicy.of(settings.failures),
         GroupFilter.of(settings.group_filter),
         store,
+        settings.away_s,
     )
 
 
