@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from recipe.partial_rollout.config.choices import Placement
+from recipe.partial_rollout.config.sections import ToolCalls
 from recipe.partial_rollout.manager.types import SampleOutput, Segment
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.planner.replica_model import Decoding, ReplicaModel
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 
 
@@ -113,6 +114,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
                 placement=placement,
                 deadlines=SimpleNamespace(grant_s=3600.0),
                 failures=SimpleNamespace(sample_timeout_s=None),
+                tools=ToolCalls(),
             ),
         )
         self._connected = None
@@ -168,7 +170,12 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
         sample = LIVE_SAMPLE.get()
         assert sample is not None
         length = kwargs["length"][int(sample.id.rpartition("#")[2])]
-        done = sum(map(len, sample.start_turn(0)))
+        await self._turn(sample, length)
+        return output_of(length, self._version)
+
+    async def _turn(self, sample: LiveSample, length: int, context: int = 0) -> None:
+        """Decode ``length`` tokens after ``context``, in as many calls as it takes."""
+        done = sum(map(len, sample.start_turn(context)))
         while done < length:
             self._at_gate.add(sample.id)
             async with sample.keeper.engine_call(sample):
@@ -177,7 +184,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
                 # What comes later takes a slot that has decoded already.
                 if len(self._waited) < self._claims.capacity:
                     self._waited.append(time.monotonic() - self._idle_since)
-                made = await replica.decode(sample.id, done, length - done)
+                made = await replica.decode(sample.id, context + done, length - done)
                 self._choice.release(address)
             done += made
             ended = done == length
@@ -186,9 +193,8 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
                 sample.add(Segment(zeros.astype(np.int32), zeros, self._version, "completed" if ended else None))
             if not ended:
                 sample.keeper.release_slot(sample)
-        return _output(length, self._version)
 
 
-def _output(length: int, version: int) -> SampleOutput:
+def output_of(length: int, version: int) -> SampleOutput:
     ids, probs = np.zeros(length, np.int32), np.zeros(length, np.float32)
     return SampleOutput(ids[:0], ids, np.ones(length, np.int8), probs, ids + version, 1, 0.0, {}, 2, {})

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import json
+import math
 import time
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
+from recipe.partial_rollout.config.sections import ToolCalls
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.tool_journal import ToolError, ToolTimeoutError, journaled, repeatable
 
@@ -42,6 +45,9 @@ class Keeper:
 
     def report_now(self, sample):
         self.results += sample.take_unsent()[1]
+
+    def leave(self, sample):
+        raise AssertionError("no call here takes so long")
 
     async def tell(self, sample):
         await asyncio.sleep(0)
@@ -234,7 +240,7 @@ def test_tool_says_in_its_class_or_in_its_config_that_it_may_be_called_again():
 
     configured = Sandbox()
     configured.config = {"repeatable": True}
-    assert [repeatable(tool) for tool in (Search(), configured, Sandbox(), adder([]))] == [True, True, False, False]
+    assert [repeatable(tool) for tool in (Search(), configured, Sandbox(), adder([]).fn)] == [True, True, False, False]
 
 
 def test_outside_of_a_training_sample_a_tool_is_only_itself():
@@ -304,7 +310,7 @@ class HangingSandbox(Sandbox):
 )
 def test_tool_that_hangs_fails_its_sample_and_is_no_answer_in_verls_loop(tool):
     sample = live()
-    (late,) = journaled([tool], 0.1)
+    (late,) = journaled([tool], 0.1, ToolCalls(release_after_s=math.inf))
     with pytest.raises(
         ToolTimeoutError, match=r"tool add gave no answer to sample 0/0#0 within 0\.1 s .*tool_timeout_s"
     ):
@@ -349,3 +355,165 @@ def test_tool_that_lets_a_cancellation_out_has_failed_and_its_sample_goes_on():
     response, _, _ = run(sample, lambda: calls_in_verls_loop(tool, sample))
     assert "it may have had its effect" in response.text
     assert [entry["call"] for entry in sample.keeper.results if "error" in entry] == [0]
+
+
+class Workspace:
+    """A stateful tool: appends to a conversation's file, slowly, and knows all that the protocol asks for.
+
+    ``kept`` outlives a worker: what is on disk. Each call's record is part of the state, so a restore takes it back too.
+    """
+
+    def __init__(self, kept, *, verbs=("status", "snapshot", "restore")):
+        self.kept, self.asked = kept, []
+
+        async def append(text, call_id=None):
+            return await self._append(text, call_id)
+
+        self.fn = append
+        for verb in verbs:
+            setattr(self.fn, verb, getattr(self, f"_{verb}"))
+
+    async def _append(self, text, call_id):
+        conversation = call_id.rpartition("/")[0]
+        state = self.kept.setdefault(conversation, {"text": "", "calls": {}})
+        await asyncio.sleep(0)
+        state["text"] += text
+        await asyncio.sleep(0)
+        state["calls"][call_id] = state["text"]
+        await asyncio.sleep(0)
+        return state["text"]
+
+    async def _status(self, call_id):
+        self.asked.append(call_id)
+        return self.kept.get(call_id.rpartition("/")[0], {"calls": {}})["calls"].get(call_id)
+
+    async def _snapshot(self, conversation):
+        return json.loads(json.dumps(self.kept[conversation]))
+
+    async def _restore(self, conversation, handle):
+        self.kept[conversation] = json.loads(json.dumps(handle or {"text": "", "calls": {}}))
+
+
+def workspace(kept, **options):
+    tool = Workspace(kept, **options)
+    (ours,) = journaled([FunctionTool(name="workspace", fn=tool.fn, tool_schema=SCHEMA, is_async=True)])
+    return tool, ours
+
+
+async def append_all(ours, texts):
+    return [(await ours.call({"text": text}))[0].text for text in texts]
+
+
+@pytest.mark.parametrize("verbs", [("status", "snapshot", "restore"), ("snapshot", "restore")])
+@pytest.mark.parametrize("ticks", range(1, 17))
+def test_effects_happen_once_however_often_the_worker_dies_and_wherever(verbs, ticks):
+    """The file at the end, and each answer, are those of a life without deaths; here each lasts some turns of the loop."""
+    kept, journal, texts, lives = {}, [], ["a", "b", "c", "d"], 0
+
+    async def life(ours):
+        task = asyncio.ensure_future(append_all(ours, texts))
+        if lives <= 6:
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            task.cancel()
+        return (await asyncio.gather(task, return_exceptions=True))[0]
+
+    answers = None
+    while not isinstance(answers, list):
+        lives += 1
+        sample = live(journal)
+        answers = run(sample, lambda: life(workspace(kept, verbs=verbs)[1]))
+        journal = [*journal, *sample.keeper.results]
+    assert answers == ["a", "ab", "abc", "abcd"] and kept["0/0#0"]["text"] == "abcd"
+    assert lives > 1 and not any("error" in entry for entry in journal)
+
+
+def test_status_is_asked_of_a_call_with_an_unknown_outcome_alone_and_its_answer_is_journaled():
+    kept = {}
+    tool, ours = workspace(kept, verbs=("status",))
+    run(live(), lambda: ours.call({"text": "a"}))
+    started = {"call": 0, "started": "workspace"}
+    again = live([started])
+    response, _, _ = run(again, lambda: ours.call({"text": "a"}))
+    assert response.text == kept["0/0#0"]["text"] == "a" and tool.asked == ["0/0#0/0"]
+    assert again.keeper.results == [{"call": 0, "text": "a", "reward": 0.0}]
+    # It never happened, so it is made; nobody is told twice that it begins.
+    kept.clear()
+    third = live([started])
+    assert run(third, lambda: ours.call({"text": "b"}))[0].text == "b"
+    assert third.keeper.results == [{"call": 0, "text": "b", "reward": 0.0}]
+
+
+def test_resumption_from_before_the_first_call_takes_back_what_a_dead_run_did():
+    kept = {}
+    run(live(), lambda: append_all(workspace(kept)[1], ["x", "y"]))
+    run(live(), lambda: append_all(workspace(kept)[1], ["z"]))
+    assert kept["0/0#0"] == {"text": "z", "calls": {"0/0#0/0": "z"}}
+
+
+def test_state_after_a_call_that_failed_is_journaled_too():
+    kept, sample = {}, live()
+    tool = Workspace(kept)
+
+    async def fails(text, call_id=None):
+        await tool._append(text, call_id)
+        raise ValueError("disk full")
+
+    for verb in ("snapshot", "restore"):
+        setattr(fails, verb, getattr(tool, f"_{verb}"))
+    (ours,) = journaled([FunctionTool(name="workspace", fn=fails, tool_schema=SCHEMA, is_async=True)])
+    with pytest.raises(ValueError, match="disk full"):
+        run(sample, lambda: ours.call({"text": "a"}))
+    assert sample.keeper.results[-1]["error"] == "disk full" and sample.keeper.results[-1]["state"]["text"] == "a"
+
+
+def test_parallel_calls_of_a_stateful_tool_come_after_one_another():
+    kept, sample = {}, live()
+    _, ours = workspace(kept)
+
+    async def both():
+        return await asyncio.gather(*[ours.call({"text": text}) for text in "ab"])
+
+    run(sample, both)
+    states = [entry["state"]["text"] for entry in sample.keeper.results if "state" in entry]
+    assert states == ["a", "ab"]
+
+
+def test_tool_is_called_so_many_times_at_once_and_no_clock_runs_for_those_that_wait():
+    running, most = 0, 0
+
+    async def look():
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.03)
+        running -= 1
+        return "4"
+
+    plain = FunctionTool(name="look", fn=look, tool_schema=SCHEMA, is_async=True)
+    (ours,) = journaled([plain], 0.05, ToolCalls(release_after_s=math.inf, concurrency=2))
+
+    async def one(i):
+        sample = LiveSample(f"0/{i}#0", Keeper(), priority=0, deadline_s=0.05)
+        LIVE_SAMPLE.set(sample)
+        return (await sample.clock.run(ours.call({})))[0].text
+
+    async def body():
+        return await asyncio.gather(*[one(i) for i in range(8)])
+
+    assert asyncio.run(body()) == ["4"] * 8 and most == 2
+
+
+def test_tool_with_a_life_cycle_gets_its_call_id_if_it_takes_one():
+    class Named(Sandbox):
+        async def execute(self, instance_id, parameters, call_id=None, **kwargs):
+            return ToolResponse(text=str(call_id)), 0.0, {}
+
+    (tool,) = journaled([Named()])
+
+    async def conversation():
+        instance, _ = await tool.create(create_kwargs={})
+        return [(await tool.execute(instance, {}))[0].text for _ in range(2)]
+
+    assert run(live(), conversation) == ["0/0#0/0", "0/0#0/1"]
+    assert run(None, conversation) == ["None", "None"], "in validation"

@@ -13,7 +13,7 @@ from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import ToolResponse
 
 from recipe.partial_rollout.config.choices import Mode, OnSampleError
-from recipe.partial_rollout.config.sections import Scheduling
+from recipe.partial_rollout.config.sections import Scheduling, ToolCalls
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import RolloutFailedError
@@ -21,11 +21,10 @@ from recipe.partial_rollout.manager.policies import FailurePolicy
 from recipe.partial_rollout.manager.types import Grant, Prompt, Segment
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.waits import ReplicaError
-from recipe.partial_rollout.worker import agent_loop_worker
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, ProbeSlots
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.tool_journal import journaled
-from tests.bench.scripted_engine import ScriptedWorker
+from tests.bench.scripted_engine import ScriptedWorker, output_of
 
 CURVE = EngineCurve(step_s=0.002, sample_s=0.0)
 
@@ -81,16 +80,28 @@ class AfterTurn(ScriptedWorker):
 
 
 async def start(
-    lengths, *, batch=1, slots=16, grant_s=60.0, sample_s=None, failures=RETRY, kind=ScriptedWorker, save_freq=-1
+    lengths,
+    *,
+    batch=1,
+    slots=16,
+    grant_s=60.0,
+    sample_s=None,
+    failures=RETRY,
+    kind=ScriptedWorker,
+    save_freq=-1,
+    stall_s=30.0,
+    away_s=None,
+    release_after_s=0.1,
 ):
     """A manager with a prompt for each list of ``lengths``, and the worker that serves it, in an open first round."""
     n = len(lengths[0])
     admission = Admission(Mode.WINDOW, batch, n, len(lengths) / batch - 1, batch, batch * n, max_staleness=4)
-    manager = Local(ManagerActor(admission, Scheduling(), stall_s=30.0, failures=failures))
+    manager = Local(ManagerActor(admission, Scheduling(), stall_s, failures, away_s=away_s))
     worker = kind(CURVE, 1)
     worker.config.partial_rollout.deadlines.grant_s = grant_s
     worker.config.partial_rollout.failures.sample_timeout_s = sample_s
     worker.config.trainer.save_freq = save_freq
+    worker.config.partial_rollout.tools = ToolCalls(release_after_s)
     worker.connect("w0", manager, slots, ReplicaChoice({}))
     serving = asyncio.create_task(worker.serve())
     await asyncio.sleep(0.01)
@@ -366,11 +377,9 @@ def test_sample_may_wait_for_its_round_and_decode_for_longer_than_its_timeout():
 
 
 @pytest.mark.parametrize("after_s", [60.0, 0.0], ids=["at the end of the round", "before it"])
-def test_turn_is_known_while_its_reward_call_goes_on(monkeypatch, after_s):
-    monkeypatch.setattr(agent_loop_worker, "_FREES_SLOT_AFTER_S", after_s)
-
+def test_turn_is_known_while_its_reward_call_goes_on(after_s):
     async def body():
-        manager, worker, serving = await start([[60], [7]], kind=AfterTurn)
+        manager, worker, serving = await start([[60], [7]], kind=AfterTurn, release_after_s=after_s)
         await asyncio.sleep(0.1)
         state = manager.actor._manager
         before = state.groups.cached_tokens
@@ -447,6 +456,120 @@ def test_turn_and_tool_call_are_known_before_the_tool_is_called_and_outlive_the_
     assert grant.tool_results == ({"call": 0, "started": "buy"},)
 
 
+def conversations(events, tool_s, *, beside=False):
+    """A worker whose samples of 10 tokens make them in two turns with a tool call between them; ``beside``: meanwhile."""
+
+    async def look(name):
+        events.append(f"{name} asks")
+        await asyncio.sleep(tool_s)
+        events.append(f"{name} has its answer")
+        return "4"
+
+    class Conversations(ScriptedWorker):
+        async def _run_agent_loop(self, sampling_params, trajectory, *, length, **kwargs):
+            sample = LIVE_SAMPLE.get()
+            if length[int(sample.id[-1])] != 10:
+                output = await super()._run_agent_loop(sampling_params, trajectory, length=length, **kwargs)
+            else:
+                plain = FunctionTool(name="look", fn=look, tool_schema=None, is_async=True)
+                (tool,) = journaled([plain], limits=self.config.partial_rollout.tools)
+                await self._turn(sample, 5)
+                call = asyncio.ensure_future(tool.call({"name": sample.id}))
+                await (asyncio.sleep(0) if beside else call)
+                await self._turn(sample, 5, 5)
+                await call
+                output = output_of(10, self._version)
+            events.append(f"{sample.id} has ended")
+            return output
+
+    return Conversations
+
+
+def test_slot_of_a_sample_in_a_tool_is_anothers_and_it_comes_back_before_new_prompts():
+    async def body():
+        kind = conversations(events, 0.15)
+        manager, worker, serving = await start([[10], [120], [5]], kind=kind, slots=1, release_after_s=0.02)
+        await asyncio.sleep(0.1)
+        states = [sample.state for sample in manager.actor._manager.unfinished.values()]
+        await finish_round(manager, worker)
+        serving.cancel()
+        return states, manager.actor._manager.metrics()
+
+    events = []
+    states, figures = asyncio.run(body())
+    assert states == ["away", "running", "waiting"]
+    assert events == ["0/0#0 asks", "0/0#0 has its answer", "0/1#0 has ended"]
+    assert figures["agent/slots_freed_s_total"] > 0.1
+
+
+def test_tool_goes_on_while_the_trainer_updates_and_its_result_is_there_when_the_next_round_opens():
+    async def body():
+        kind = conversations(events, 0.3)
+        manager, worker, serving = await start([[10], [40]], kind=kind, release_after_s=0.02)
+        (first,) = await finish_round(manager, worker)
+        made = worker.decoded()
+        await asyncio.sleep(0.4)
+        (sample,) = manager.actor._manager.unfinished.values()
+        waiting = sample.state, [set(result) for result in sample.tool_results]
+        await manager.actor.begin_version(1, [], False)
+        worker.begin(1, time.monotonic())
+        (second,) = await finish_round(manager, worker)
+        serving.cancel()
+        return first.uid, second.uid, waiting, worker.decoded() - made
+
+    events = []
+    first, second, waiting, made = asyncio.run(body())
+    assert (first, second, made) == ("0/1", "0/0", 5), "the round ended without it, and no token was decoded twice"
+    assert waiting == ("interrupted", [{"call", "started"}, {"call", "text", "reward"}])
+    assert events.count("0/0#0 asks") == 1
+
+
+@pytest.mark.parametrize(("after_s", "beside"), [(float("inf"), False), (0.005, True)], ids=["inf", "used meanwhile"])
+def test_slot_is_kept_for_ever_if_asked_and_while_the_sample_decodes_beside_its_tool(after_s, beside):
+    async def body():
+        kind = conversations([], 0.1, beside=beside)
+        manager, _worker, serving = await start([[10], [5]], kind=kind, slots=1, release_after_s=after_s)
+        seen = []
+        while not manager.actor._manager.round_complete():
+            seen += [sample.state for sample in manager.actor._manager.unfinished.values()]
+            await asyncio.sleep(0.005)
+        serving.cancel()
+        return seen
+
+    assert "away" not in asyncio.run(body())
+
+
+@pytest.mark.parametrize("away_s", [None, 10.0])
+def test_tool_within_its_deadline_is_no_stall(away_s):
+    async def body():
+        kind = conversations([], 0.6)
+        manager, worker, serving = await start([[10]], kind=kind, stall_s=0.3, away_s=away_s, release_after_s=0.02)
+        try:
+            (group,) = await finish_round(manager, worker)
+        finally:
+            serving.cancel()
+        return group.uid
+
+    if away_s is None:
+        with pytest.raises(RolloutFailedError, match=r"0/0#0 away on w0"):
+            asyncio.run(body())
+    else:
+        assert asyncio.run(body()) == "0/0"
+
+
+def test_worker_that_dies_while_its_samples_are_away_loses_none():
+    async def body():
+        manager, _worker, serving = await start([[10, 5]], kind=conversations([], 60), release_after_s=0.0)
+        await asyncio.sleep(0.1)
+        serving.cancel()
+        requeued = await manager.actor.release_worker("w0")
+        await manager.actor.register_worker("w1", 16)
+        return requeued, await asyncio.wait_for(manager.actor.claim("w1"), 5)
+
+    requeued, grants = asyncio.run(body())
+    assert requeued == 1 and [(grant.sample_id, grant.held) for grant in grants] == [("0/0#0", False)]
+
+
 def test_tool_is_not_called_where_the_manager_refuses_to_know_of_it():
     calls = []
 
@@ -485,9 +608,7 @@ def test_single_turn_samples_cost_no_report_of_their_own_for_their_turn():
     assert not any(report.progress for report in reports)
 
 
-def test_long_reward_call_of_the_probe_is_nobodys_progress(monkeypatch):
-    monkeypatch.setattr(agent_loop_worker, "_FREES_SLOT_AFTER_S", 0.0)
-
+def test_long_reward_call_of_the_probe_is_nobodys_progress():
     class Probed(AfterTurn):
         async def _compute_score(self, outputs, kwargs):
             LIVE_SAMPLE.get().start_turn(1)
@@ -495,7 +616,7 @@ def test_long_reward_call_of_the_probe_is_nobodys_progress(monkeypatch):
             await asyncio.sleep(0.05)
 
     async def body():
-        _manager, worker, serving = await start([[60]], kind=Probed)
+        _manager, worker, serving = await start([[60]], kind=Probed, release_after_s=0.0)
         LIVE_SAMPLE.set(LiveSample("probe-0", keeper=ProbeSlots(), priority=0))
         await worker._agent_loop_postprocess(seven_tokens(), False)
         serving.cancel()

@@ -161,10 +161,6 @@ class _LocalRewardHandle:
         return self._worker.compute_score(data)
 
 
-_FREES_SLOT_AFTER_S = 0.1
-"""a reward call longer than this gives the slot back meanwhile; most end sooner, and one report says it all"""
-
-
 class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     """The actor around a ``ClaimLoop``: forwards its verbs, and runs claimed samples in verl's agent loops."""
 
@@ -173,7 +169,8 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.tools = journaled(self.tools, self.config.partial_rollout.failures.tool_timeout_s)
+        ours = self.config.partial_rollout
+        self.tools = journaled(self.tools, ours.failures.tool_timeout_s, ours.tools)
         self._connected: ClaimLoop | None = None
         assert isinstance(self.llm_client, PartialRolloutLLMClient)
         self.llm_client.use_tokenizer(self.tokenizer)
@@ -241,10 +238,6 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
                 f"sample {sample.id} has multi-modal data ({', '.join(output.multi_modal_data)}): "
                 f"partial rollout trains text only; set partial_rollout.enable=False"
             )
-        late = asyncio.get_running_loop().call_later(_FREES_SLOT_AFTER_S, sample.keeper.leave, sample)
-        try:
-            with sample.clock.stopped():
-                await self._compute_score([output], kwargs)
-        finally:
-            late.cancel()
+        with sample.clock.stopped(), sample.away_after(self.config.partial_rollout.tools.release_after_s):
+            await self._compute_score([output], kwargs)
         return sample_output(sample, output)

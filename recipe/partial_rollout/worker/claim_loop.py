@@ -7,8 +7,9 @@ Its control flow::
           +------------------- grants for the slots that came free ----------------------+
 
 A sample keeps its coroutine over interruptions; only its slot goes back to the manager. A finished turn is reported with
-the next event: an interruption, a tool call, the end of the sample. If a reward call delays that, the turn is reported
-and the slot goes back: the sample needs no engine any more. The end of a round leaves nothing unreported.
+the next event: an interruption, a tool call, the end of the sample. If a tool or its reward takes long, the turn is
+reported and the slot goes back; the sample asks for one again with its next engine call. The end of a round leaves nothing
+unreported.
 """
 
 from __future__ import annotations
@@ -103,13 +104,14 @@ class _Unsent:
     progress: list[Progress] = field(default_factory=list)
     interrupted: list[str] = field(default_factory=list)
     away: list[str] = field(default_factory=list)
+    back: list[str] = field(default_factory=list)
     finished: list[tuple[str, SampleOutput]] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     told: list[asyncio.Future[None]] = field(default_factory=list)
     """futures resolved once the manager has this report"""
 
     def __bool__(self) -> bool:
-        events = (self.progress, self.interrupted, self.away, self.finished, self.failed, self.told)
+        events = (self.progress, self.interrupted, self.away, self.back, self.finished, self.failed, self.told)
         return any(events)
 
     def report(self, worker: str) -> Report:
@@ -118,6 +120,7 @@ class _Unsent:
             progress=tuple(self.progress),
             interrupted=tuple(self.interrupted),
             away=tuple(self.away),
+            back=tuple(self.back),
             finished=tuple(self.finished),
             failed=tuple(self.failed),
         )
@@ -164,6 +167,10 @@ class Outbox:
         """Report that ``sample`` is away: it has given its slot back and lives on."""
         self.note(sample)
         self._unsent.away.append(sample.id)
+
+    def come_back(self, sample: LiveSample) -> None:
+        """Report that ``sample``, which was away, needs a slot again."""
+        self._unsent.back.append(sample.id)
 
     def finish(self, sample: LiveSample, output: SampleOutput) -> None:
         """Report that ``sample`` has ended with ``output``."""
@@ -255,6 +262,8 @@ class ClaimLoop:
         self._tasks: set[asyncio.Task[None]] = set()
         self._live: set[LiveSample] = set()
         self._calling: set[str] = set()
+        self._away: set[str] = set()
+        """samples that have left their slot"""
         self._any_finished = False
         self._quiet = asyncio.Event()
         """set whenever an engine call or the sending of reports ends, so that ``flush`` checks again"""
@@ -347,7 +356,8 @@ class ClaimLoop:
             self._any_finished = True
             self._outbox.finish(sample, output)
         self._live.discard(sample)
-        self._gate.forget(grant.sample_id)
+        self._away.discard(sample.id)
+        self._gate.forget(sample.id)
         self._outbox.send()
 
     # -- slots (``SlotKeeper``) ------------------------------------------------------------------------------------
@@ -359,17 +369,23 @@ class ClaimLoop:
     @contextlib.asynccontextmanager
     async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
         """Entered once the sample holds a slot in an open round."""
-        if sample.has_unsent and not self._gate.is_open:
+        if sample.id in self._away:
+            self._away.discard(sample.id)
+            self._outbox.come_back(sample)
+            self._outbox.send()
+        elif sample.has_unsent and not self._gate.is_open:
             # A checkpoint may be taken before its next call.
             self.report_now(sample)
-        with sample.clock.stopped():
-            await self._gate.wait(sample.id)
-            self._calling.add(sample.id)
-            try:
+        sample.engine_calls += 1
+        try:
+            with sample.clock.stopped():
+                await self._gate.wait(sample.id)
+                self._calling.add(sample.id)
                 yield
-            finally:
-                self._calling.discard(sample.id)
-                self._quiet.set()
+        finally:
+            sample.engine_calls -= 1
+            self._calling.discard(sample.id)
+            self._quiet.set()
 
     def release_slot(self, sample: LiveSample) -> None:
         """Give the slot back, and report what the manager does not know about the sample."""
@@ -383,7 +399,11 @@ class ClaimLoop:
         self._outbox.send()
 
     def leave(self, sample: LiveSample) -> None:
-        """As ``release_slot``, for a sample that goes on without an engine: its reward or a tool takes long."""
+        """As ``release_slot``, for a sample that goes on without an engine; nothing if it has no slot, or uses it."""
+        if sample.engine_calls or not self._gate.granted(sample.id):
+            return
+        self._gate.revoke(sample.id)
+        self._away.add(sample.id)
         self._outbox.leave(sample)
         self._outbox.send()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
@@ -107,7 +107,7 @@ class SlotKeeper(Protocol):
         ...
 
     def leave(self, sample: LiveSample) -> None:
-        """As ``release_slot``, for a sample that goes on without an engine: its reward or a tool takes long."""
+        """As ``release_slot``, for a sample that goes on without an engine; nothing if it has no slot, or uses it."""
         ...
 
     async def tell(self, sample: LiveSample) -> None:
@@ -143,6 +143,18 @@ class Turn:
         return np.concatenate(parts or [np.empty(0, np.int32)])
 
 
+@dataclass(slots=True)
+class ToolState:
+    """What is known of the state that one tool keeps for a sample (``tool_journal``)."""
+
+    handle: Any = None
+    """the last that was journaled; None: before any call"""
+    in_place: bool = False
+    """whether the tool is in it, or has gone on from there"""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """held by the call that may change it"""
+
+
 @dataclass(slots=True, eq=False)
 class LiveSample:
     """A training sample in its worker."""
@@ -156,6 +168,8 @@ class LiveSample:
     """journal from before a crash, a worker's death or a retry; engine calls are answered from it first"""
     restored_tools: dict[int, dict[str, Any]] = field(default_factory=dict)
     """the same for tools: results of finished calls by their number, and the starts of unfinished ones"""
+    tool_states: defaultdict[str, ToolState] = field(default_factory=lambda: defaultdict(ToolState))
+    """by tool"""
     segments: list[Segment] = field(default_factory=list)
     """every engine call so far, in order, including those of the journal"""
     turn_starts: list[tuple[int, int]] = field(default_factory=list)
@@ -166,6 +180,8 @@ class LiveSample:
     """address of the replica of its last call, if its prefix is cached there"""
     resumes: bool = False
     """whether its last call was interrupted, so that the next one may run elsewhere"""
+    engine_calls: int = 0
+    """that run or wait for the slot"""
     clock: SampleClock = field(init=False)
     """seconds that its agent loop spends between engine calls"""
     deadline_s: InitVar[float | None] = None
@@ -196,6 +212,15 @@ class LiveSample:
         """Add a tool call that must not be made twice, before it is made; returns once the manager knows it."""
         self._unsent_tools.append(start)
         await self.keeper.tell(self)
+
+    @contextmanager
+    def away_after(self, seconds: float) -> Iterator[None]:
+        """Its slot goes to another once what it awaits inside, a tool or its reward, has taken ``seconds``."""
+        late = asyncio.get_running_loop().call_later(seconds, self.keeper.leave, self)
+        try:
+            yield
+        finally:
+            late.cancel()
 
     @property
     def has_unsent(self) -> bool:

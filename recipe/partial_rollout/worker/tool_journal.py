@@ -1,28 +1,39 @@
-"""Tools that are called once: the result of every finished call is journaled, and a replay returns it.
+"""Tools whose effects happen once: every finished call is journaled, and a replay returns its result.
 
 A sample whose worker died, or whose run crashed, replays its conversation from the start: engine calls are answered from
 the journal (``PartialRolloutLLMClient``), and so are tool calls. The first call that is not in the journal is real.
 
 Calls are numbered in the order in which the agent loop makes them, and a replay repeats that order: verl's
-``ToolAgentLoop`` starts the parallel calls of a turn in order. What a tool keeps outside its result (a sandbox, files) is
-not journaled: such a tool must be able to rebuild it in ``create``.
+``ToolAgentLoop`` starts the parallel calls of a turn in order. So sample and number are a key that stays: ``call_id``,
+``0/12#3/0``, for each ``execute`` and each function that has a parameter of this name; None in validation.
+
+A call may have had its effect although it has no result: it ran out of time, its worker died, or the run resumes from a
+checkpoint that was taken during the call. What happens then is the tool's to say, by attributes of the ``BaseTool`` or of
+the function, each optional:
+
+* ``repeatable = True`` (or ``repeatable: true`` in the tool's ``config``): the call is made again.
+* ``status(call_id)``: the result of that call, or None if it never happened; it is then made again. When ``status`` has
+  answered, the conversation's state is the one right after the call.
+* ``snapshot(conversation)``: a handle (JSON-able) of the state that the tool keeps for a conversation, named by its
+  sample. It is journaled with each result. ``restore(conversation, handle)`` puts that state back before the first real
+  call, whatever an earlier life of the conversation has left; None stands for the state before any call. So a call that
+  was cut off can be made again.
+* None of them: a replay answers the call with an error, which verl's tool loop shows to the model like any other.
+
+All but a ``repeatable`` tool's calls are journaled before they are made, once the manager has confirmed it.
 
 A call that takes too long ends its sample. (Raising inside the tool would not do: agent loops turn a tool's exception
 into its answer, and a hung tool gave none.) The call is cancelled if possible. A synchronous function runs in a thread
 (``ToolThreads``), which continues until the function returns. A coroutine that blocks the event loop stops its worker,
 and only ``deadlines.stall_s`` detects that.
-
-A call may have had its effect although it has no result: it ran out of time, its worker died, or the run resumes from a
-checkpoint that was taken during the call. It is made again only if its tool allows it: ``repeatable = True`` as an
-attribute of the ``BaseTool`` or of the function, or ``repeatable: true`` in the tool's ``config``. Any other tool's call
-is journaled before it is made, once the manager has confirmed it. A replay answers such a call with an error, which
-verl's tool loop shows to the model like any other error of a tool.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import inspect
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,9 +46,15 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
 from verl.tools.schemas import ToolResponse
 
+from recipe.partial_rollout.config.sections import ToolCalls
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.rewards import Places
 
 T = TypeVar("T")
+
+Result = tuple[ToolResponse, float | None, dict[str, Any]]
+
+logger = logging.getLogger(__name__)
 
 
 class ToolThreads:
@@ -67,47 +84,182 @@ class ToolThreads:
             raise
 
 
-logger = logging.getLogger(__name__)
-
-Result = tuple[ToolResponse, float | None, dict[str, Any]]
-
-
-T = TypeVar("T")
-
-
 class ToolError(RuntimeError):
     """A replayed tool call that failed the first time, or that was cut off."""
-
-
-def repeatable(tool: Any) -> bool:
-    """Whether a call of ``tool`` that was cut off may be made again; see the module."""
-    if isinstance(tool, FunctionTool):
-        return bool(getattr(tool.fn, "repeatable", False))
-    return bool(getattr(tool, "repeatable", False) or (getattr(tool, "config", None) or {}).get("repeatable", False))
 
 
 class ToolTimeoutError(TimeoutError):
     """A tool did not answer in time."""
 
 
-def journaled(tools: list[Any], timeout_s: float | None = None) -> list[Any]:
-    """``tools`` as verl loads them (``load_all_tools``), each with a journal and ``timeout_s`` for one call."""
+def journaled(tools: list[Any], timeout_s: float | None = None, limits: ToolCalls = ToolCalls()) -> list[Any]:  # noqa: B008
+    """``tools`` as verl loads them (``load_all_tools``), each with a journal, ``limits``, and ``timeout_s`` for a call."""
     threads = ToolThreads()
     return [
-        _journaled_function(tool, timeout_s, threads)
+        _journaled_function(tool, _Calls(tool.name, tool.fn, threads, timeout_s, limits))
         if isinstance(tool, FunctionTool)
-        else JournaledTool(tool, timeout_s)
+        else JournaledTool(tool, _Calls(tool.name, tool, threads, timeout_s, limits))
         for tool in tools
     ]
 
 
-def _journaled_function(tool: FunctionTool, timeout_s: float | None, threads: ToolThreads) -> FunctionTool:
-    async def call(**parameters: Any) -> Result:
-        async def run() -> Result:
-            calling = tool.call(parameters) if tool.is_async else threads.run(partial(tool.fn, **parameters))
-            return normalize_function_tool_return(await _within(calling, tool.name, timeout_s))
+def repeatable(tool: Any) -> bool:
+    """Whether a call of ``tool``, a ``BaseTool`` or a function, may be made again after it was cut off."""
+    return bool(getattr(tool, "repeatable", False) or (getattr(tool, "config", None) or {}).get("repeatable", False))
 
-        return await _once(tool, run)
+
+class _Calls:
+    """The calls of one tool: within their limits, and journaled.
+
+    Args:
+        name: of the tool.
+        tool: what has the optional attributes (see the module).
+        threads: for those of its functions that are synchronous.
+        timeout_s: for one call; None: no limit.
+    """
+
+    def __init__(self, name: str, tool: Any, threads: ToolThreads, timeout_s: float | None, limits: ToolCalls) -> None:
+        self._name = name
+        self._threads = threads
+        self._timeout_s = timeout_s
+        self._release_after_s = limits.release_after_s
+        self._places = Places(limits.concurrency)
+        self._repeatable = repeatable(tool)
+        self._status, self._snapshot, self._restore = (
+            getattr(tool, verb, None) for verb in ("status", "snapshot", "restore")
+        )
+
+    async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``function`` of the tool, synchronous or not."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        result = await self._threads.run(partial(function, *args, **kwargs))
+        return await result if inspect.isawaitable(result) else result
+
+    async def within(self, call: Awaitable[T]) -> T:
+        """``call``'s result.
+
+        Raises:
+            ToolTimeoutError: none in time; the running sample fails with it, too.
+        """
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                return await call
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            sample = LIVE_SAMPLE.get()
+            late = ToolTimeoutError(
+                f"tool {self._name} gave no answer{'' if sample is None else f' to sample {sample.id}'} within "
+                f"{self._timeout_s:g} s (partial_rollout.failures.tool_timeout_s)"
+            )
+            if sample is not None:
+                sample.clock.end(late)
+            raise late from error
+
+    async def once(self, call: Callable[[str | None], Awaitable[Result]]) -> Result:
+        """Result of the running sample's next call: from its journal, else of ``call``, which gets its ``call_id``."""
+        sample = LIVE_SAMPLE.get()
+        if sample is None:
+            return await self.within(call(None))
+        number = sample.tool_calls
+        sample.tool_calls += 1
+        recorded, state = sample.restored_tools.pop(number, None), sample.tool_states[self._name]
+        if recorded is not None and "started" not in recorded:
+            state.handle = recorded.get("state", state.handle)
+            return _replayed(recorded)
+        with sample.away_after(self._release_after_s):
+            if self._repeatable:
+                # The call may take long, so the turn that asks for it is reported now.
+                sample.keeper.report_now(sample)
+            # Parallel calls that share a state come after one another, so that each journals its own.
+            async with state.turn if self._restore is not None else contextlib.nullcontext(), self._places.one():
+                if recorded is not None and (result := await self._outcome(sample, number)) is not None:
+                    return result
+                return await self._make(sample, number, call, again=recorded is not None)
+
+    async def _outcome(self, sample: LiveSample, number: int) -> Result | None:
+        """Result of a call that was cut off; None: it is to be made again."""
+        if self._status is not None:
+            found = await self.within(self.run(self._status, f"{sample.id}/{number}"))
+            if found is None:
+                return None
+            sample.tool_states[self._name].in_place = True
+            result = normalize_function_tool_return(found)
+            await self._record(sample, number, result)
+            return result
+        if self._restore is not None:
+            return None
+        logger.warning(
+            "sample %s: its call %d, of %s, was cut off and is not made again", sample.id, number, self._name
+        )
+        error = "the call was cut off before its result was known; it may have had its effect, and is not made again"
+        await self._journal(sample, number, error=error)
+        raise ToolError(error)
+
+    async def _make(
+        self, sample: LiveSample, number: int, call: Callable[[str | None], Awaitable[Result]], *, again: bool
+    ) -> Result:
+        state = sample.tool_states[self._name]
+        if self._restore is not None and not state.in_place:
+            await self.within(self.run(self._restore, sample.id, state.handle))
+            state.in_place = True
+        if not (self._repeatable or again):
+            await sample.start_tool_call({"call": number, "started": self._name})
+        try:
+            result = await self.within(call(f"{sample.id}/{number}"))
+        except ToolTimeoutError:
+            # There is no answer: a retry of the sample calls again if the tool allows it.
+            raise
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                # The sample itself is being ended.
+                raise
+            cancelled = "the call was cancelled from within; it may have had its effect, and is not made again"
+            await self._journal(sample, number, error=cancelled)
+            raise ToolError(cancelled) from error
+        except Exception as error:
+            await self._journal(sample, number, error=str(error))
+            raise
+        await self._record(sample, number, result)
+        return result
+
+    async def _record(self, sample: LiveSample, number: int, result: Result) -> None:
+        response, reward, _ = result
+        if response.image or response.video:
+            raise ValueError(
+                f"sample {sample.id}: its tool returned images or video: partial rollout trains text only; "
+                f"set partial_rollout.enable=False"
+            )
+        reward = None if reward is None else float(reward)
+        await self._journal(sample, number, text=response.text, reward=reward)
+
+    async def _journal(self, sample: LiveSample, number: int, **entry: Any) -> None:
+        if self._snapshot is not None:
+            entry["state"] = await self.within(self.run(self._snapshot, sample.id))
+        sample.add_tool_result({"call": number, **entry})
+
+
+def _replayed(recorded: dict[str, Any]) -> Result:
+    if "error" in recorded:
+        raise ToolError(recorded["error"])
+    return ToolResponse(text=recorded["text"]), recorded["reward"], {}
+
+
+def _takes_call_id(function: Callable[..., Any]) -> bool:
+    return "call_id" in inspect.signature(function).parameters
+
+
+def _journaled_function(tool: FunctionTool, calls: _Calls) -> FunctionTool:
+    named = _takes_call_id(tool.fn)
+
+    async def call(**parameters: Any) -> Result:
+        async def run(call_id: str | None) -> Result:
+            own = {"call_id": call_id} if named else {}
+            return normalize_function_tool_return(await calls.run(tool.fn, **{**parameters, **own}))
+
+        return await calls.once(run)
 
     return replace(tool, fn=call, is_async=True)
 
@@ -115,9 +267,10 @@ def _journaled_function(tool: FunctionTool, timeout_s: float | None, threads: To
 class JournaledTool:
     """A ``BaseTool`` behind a journal; everything but its life cycle is the tool's own."""
 
-    def __init__(self, tool: BaseTool, timeout_s: float | None = None) -> None:
+    def __init__(self, tool: BaseTool, calls: _Calls) -> None:
         self._tool = tool
-        self._timeout_s = timeout_s
+        self._calls = calls
+        self._named = _takes_call_id(tool.execute)
         self._to_create: dict[str, dict[str, Any]] = {}
         self._created: dict[str, str] = {}
 
@@ -133,97 +286,18 @@ class JournaledTool:
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Result:
         """The result of this call: from the journal, else from the tool."""
 
-        async def call() -> Result:
+        async def call(call_id: str | None) -> Result:
             if instance_id in self._to_create:
                 created, _ = await self._tool.create(instance_id, **self._to_create.pop(instance_id))
                 self._created[instance_id] = created
-            return await self._tool.execute(self._created[instance_id], parameters, **kwargs)
+            own = {"call_id": call_id} if self._named else {}
+            return await self._tool.execute(self._created[instance_id], parameters, **{**kwargs, **own})
 
-        return await _once(self._tool, lambda: _within(call(), self._tool.name, self._timeout_s))
+        return await self._calls.once(call)
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Release the tool's instance, if one was created."""
         self._to_create.pop(instance_id, None)
         created = self._created.pop(instance_id, None)
         if created is not None:
-            await _within(self._tool.release(created, **kwargs), self._tool.name, self._timeout_s)
-
-
-async def _once(tool: Any, run: Any) -> Result:
-    """Result of the running sample's next tool call: from the journal, else from ``run``, which is then journaled."""
-    sample = LIVE_SAMPLE.get()
-    if sample is None:
-        return await run()
-    number = sample.tool_calls
-    sample.tool_calls += 1
-    if (recorded := sample.restored_tools.pop(number, None)) is not None and "started" not in recorded:
-        return _replayed(recorded)
-    if repeatable(tool):
-        # The call may take long, so the turn that asks for it is reported now.
-        sample.keeper.report_now(sample)
-    elif recorded is not None:
-        return _cut_off(sample, number, tool.name)
-    else:
-        await sample.start_tool_call({"call": number, "started": tool.name})
-    try:
-        response, reward, metrics = await run()
-    except ToolTimeoutError:
-        # There is no answer: a retry of the sample calls again if the tool allows it.
-        raise
-    except asyncio.CancelledError as error:
-        if (task := asyncio.current_task()) is not None and task.cancelling():
-            # The sample itself is being ended.
-            raise
-        cancelled = "the call was cancelled from within; it may have had its effect, and is not made again"
-        sample.add_tool_result({"call": number, "error": cancelled})
-        raise ToolError(cancelled) from error
-    except Exception as error:
-        sample.add_tool_result({"call": number, "error": str(error)})
-        raise
-    _record(sample, number, response, reward)
-    return response, reward, metrics
-
-
-async def _within(call: Awaitable[T], tool: str, timeout_s: float | None) -> T:
-    """``call``'s result.
-
-    Raises:
-        ToolTimeoutError: none within ``timeout_s``; the running sample fails with it, too.
-    """
-    limit = asyncio.timeout(timeout_s)
-    try:
-        async with limit:
-            return await call
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        sample = LIVE_SAMPLE.get()
-        late = ToolTimeoutError(
-            f"tool {tool} gave no answer{'' if sample is None else f' to sample {sample.id}'} within {timeout_s:g} s "
-            f"(partial_rollout.failures.tool_timeout_s)"
-        )
-        if sample is not None:
-            sample.clock.end(late)
-        raise late from error
-
-
-def _cut_off(sample: LiveSample, number: int, name: str) -> Result:
-    logger.warning("sample %s: its call %d, of %s, was cut off and is not made again", sample.id, number, name)
-    error = "the call was cut off before its result was known; it may have had its effect, and is not made again"
-    sample.add_tool_result({"call": number, "error": error})
-    raise ToolError(error)
-
-
-def _record(sample: LiveSample, number: int, response: ToolResponse, reward: float | None) -> None:
-    if response.image or response.video:
-        raise ValueError(
-            f"sample {sample.id}: its tool returned images or video: partial rollout trains text only; "
-            f"set partial_rollout.enable=False"
-        )
-    sample.add_tool_result({"call": number, "text": response.text, "reward": None if reward is None else float(reward)})
-
-
-def _replayed(recorded: dict[str, Any]) -> Result:
-    if "error" in recorded:
-        raise ToolError(recorded["error"])
-    return ToolResponse(text=recorded["text"]), recorded["reward"], {}
+            await self._calls.within(self._tool.release(created, **kwargs))
