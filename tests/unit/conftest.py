@@ -1,9 +1,11 @@
 """Keyword builders for the pure parts: a prompt, an output, a manager with small sizes."""
 
+import asyncio
 import gc
 import itertools
 from copy import deepcopy
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -95,6 +97,20 @@ def build_manager(
     return manager
 
 
+def build_server(engine=None, *, version=None, **custom):
+    """A ``RecipeVLLMServer`` before ``engine``, without a process of its own; ``custom`` is the rollout's."""
+    from recipe.partial_rollout.engine.replica import RecipeVLLMServer
+    from recipe.partial_rollout.engine.version_marks import VersionMarks
+
+    made = object.__new__(RecipeVLLMServer)
+    made.config = SimpleNamespace(custom=custom)
+    made.engine, made.global_steps, made._marks = engine, version, VersionMarks()
+    made.node_rank = made._admitting = 0
+    made._submission_paused = made._rejecting = False
+    made._resume_event = asyncio.Event()
+    return made
+
+
 @cache
 def composed(name, groups):
     from hydra import compose, initialize_config_dir
@@ -144,6 +160,11 @@ def segment():
 @pytest.fixture
 def output():
     return build_output
+
+
+@pytest.fixture
+def server():
+    return build_server
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Every algorithm of ``conf/algorithm`` composes, passes verl's checks and the recipe's, and is what its paper says."""
 
 import asyncio
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -53,7 +53,12 @@ def test_there_is_a_test_for_each_file():
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_algorithm_trains_corrected_under_partial_rollout(build, name, capsys):
+def test_algorithm_trains_corrected_under_partial_rollout_and_as_verls_own_without(build, name):
+    baseline = build("quickstart_cpu", f"algorithm={name}", "partial_rollout.enable=False")
+    main_ppo.wire(baseline)
+    assert baseline.algorithm.rollout_correction.rollout_is is None
+    assert baseline.actor_rollout_ref.actor.policy_loss.loss_mode in ("vanilla", "gpg", "gspo", "sapo")
+    assert PartialRolloutConfig.from_config(baseline).group_filter is None
     config = build("quickstart_cpu", f"algorithm={name}")
     check_correction(config, PartialRolloutConfig.from_config(config))
     main_ppo.wire(config)
@@ -72,54 +77,11 @@ def test_algorithm_trains_corrected_under_partial_rollout(build, name, capsys):
     assert not need_critic(config) and not need_reference_policy(config)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_algorithm_is_verls_own_without_partial_rollout(build, name):
-    config = build("quickstart_cpu", f"algorithm={name}", "partial_rollout.enable=False")
-    main_ppo.wire(config)
-    assert config.algorithm.rollout_correction.rollout_is is None
-    assert config.actor_rollout_ref.actor.policy_loss.loss_mode in ("vanilla", "gpg", "gspo", "sapo")
-
-
-@pytest.mark.parametrize(
-    "config_name", [path.stem for path in main_ppo.CONF_DIR.glob("*.yaml") if "hydra:" in path.read_text()]
-)
-def test_plain_run_is_grpo(build, config_name):
-    assert build(config_name) == build(config_name, "algorithm=grpo", "engine=fsdp2")
-
-
-def test_single_key_still_overrides_the_named_algorithm(build):
-    config = build("quickstart_cpu", "algorithm=gspo", "algorithm.adv_estimator=rloo")
-    assert config.algorithm.adv_estimator == "rloo"
-    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "gspo"
-
-
-def test_conf_dir_is_the_one_of_this_checkout():
-    assert Path(__file__).resolve().parents[2] / "conf" == main_ppo.CONF_DIR
-
-
-# -- DAPO --------------------------------------------------------------------------------------------------------------
-
-
-def test_dapo_samples_dynamically_under_partial_rollout_alone(build):
-    on, off = (
-        build("quickstart_cpu", "algorithm=dapo"),
-        build("quickstart_cpu", "algorithm=dapo", "partial_rollout.enable=False"),
-    )
-    assert GroupFilter.of(PartialRolloutConfig.from_config(on).group_filter) == GroupFilter(
-        "acc", max_num_gen_batches=10
-    )
-    assert PartialRolloutConfig.from_config(off).group_filter is None
-
-
-class Words:
-    """A tokenizer whose text is always the same wrong answer."""
-
-    def decode(self, ids, skip_special_tokens):
-        return "!"
-
-
 def scored(config, length):
     """``length`` response tokens as verl's reward manager of ``config`` scores them: what the manager actor gets."""
+
+    # A tokenizer whose text is always the same wrong answer.
+    words = SimpleNamespace(decode=lambda ids, skip_special_tokens: "!")
 
     async def score():
         data = DataProto.from_dict(
@@ -132,7 +94,7 @@ def scored(config, length):
                 "reward_model": np.array([{"ground_truth": "3?4=_?2=_-8=0"}], dtype=object),
             },
         )
-        return await load_reward_manager(config, Words()).run_single(data)
+        return await load_reward_manager(config, words).run_single(data)
 
     result = asyncio.run(score())
     sample = LiveSample("0/0#0", keeper=None, priority=0)
@@ -154,19 +116,14 @@ def scored(config, length):
     )
 
 
-def test_dapo_penalises_the_last_fifth_of_the_budget_and_filters_by_the_reward_before_it(build):
+def test_dapo_penalises_the_last_fifth_of_the_budget_filters_by_the_reward_before_it_and_can_be_checkpointed(build):
     config = build("quickstart_cpu", "algorithm=dapo", "data.max_response_length=100")
     main_ppo.wire(config)
     outputs = [scored(config, length) for length in (80, 90, 100)]
     assert [output.reward_score for output in outputs] == [0.0, -0.5, -1.0]
     group_filter = GroupFilter.of(PartialRolloutConfig.from_config(config).group_filter)
-    assert group_filter.common_value(outputs) == 0.0
-
-
-def test_what_dapos_reward_manager_says_is_plain_and_can_be_checkpointed(build):
-    config = build("quickstart_cpu", "algorithm=dapo", "data.max_response_length=100")
-    main_ppo.wire(config)
-    output = scored(config, 90)
-    assert output.reward_extra_info == {"acc": 0.0, "overlong_reward": -0.5, "overlong": True}
-    assert {type(value) for value in output.reward_extra_info.values()} == {float, bool}
-    assert b"".join(plain_codec.pack({"info": output.reward_extra_info, "score": output.reward_score}))
+    assert group_filter == GroupFilter("acc", max_num_gen_batches=10) and group_filter.common_value(outputs) == 0.0
+    info = outputs[1].reward_extra_info
+    assert info == {"acc": 0.0, "overlong_reward": -0.5, "overlong": True}
+    assert {type(value) for value in info.values()} == {float, bool}
+    assert b"".join(plain_codec.pack({"info": info, "score": outputs[1].reward_score}))

@@ -1,7 +1,6 @@
 """Models are built with an attention that is installed; verl's default needs flash-attn, which no extra brings."""
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
@@ -51,24 +50,23 @@ def test_without_flash_attn_torchs_attention_is_chosen_unpacked_and_said_in_one_
     )
 
 
-def test_with_flash_attn_verls_defaults_stand(choose, capsys):
-    assert in_force(choose(problem=None)) == (None, True)
-    assert capsys.readouterr().out == LOG_PROBS
-
-
-def test_attention_that_the_user_names_stays(choose, capsys):
-    assert in_force(choose(f"+{KEY}=eager")) == ("eager", True)
-    assert capsys.readouterr().out == LOG_PROBS
+@pytest.mark.parametrize(
+    ("override", "problem", "found", "said"),
+    [
+        ("data.seed=1", None, (None, True), LOG_PROBS),
+        (f"+{KEY}=eager", "flash-attn is not installed", ("eager", True), LOG_PROBS),
+        # Megatron brings its own.
+        ("actor_rollout_ref.actor.strategy=megatron", "flash-attn is not installed", (None, True), ""),
+    ],
+)
+def test_attention_that_is_there_or_that_the_user_names_stays(choose, capsys, override, problem, found, said):
+    assert in_force(choose(override, problem=problem)) == found
+    assert capsys.readouterr().out == said
 
 
 def test_critic_that_trains_gets_it_too(choose, capsys):
     assert in_force(choose("algorithm.adv_estimator=gae"), "critic.model") == ("sdpa", False)
     assert "attention of actor_rollout_ref.model and critic.model: " in capsys.readouterr().out
-
-
-def test_megatron_brings_its_own_attention(choose, capsys):
-    config = choose("actor_rollout_ref.actor.strategy=megatron")
-    assert in_force(config) == (None, True) and capsys.readouterr().out == ""
 
 
 def test_what_needs_flash_attn_is_refused_without_it(choose):
@@ -107,24 +105,3 @@ def test_flash_attn_built_for_another_torch_counts_as_missing(monkeypatch):
 
     monkeypatch.setattr(attention.importlib, "import_module", broken)
     assert attention.flash_attn_problem() == "flash-attn does not import (ImportError: undefined symbol: _ZN3c104cuda)"
-
-
-def test_packed_rows_would_be_right_with_torchs_attention():
-    """Not packing costs speed; ``training/trainer_config.py`` says why it is done all the same."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-    }
-    config = Qwen3Config(vocab_size=32, num_hidden_layers=2, **shape)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    rows = [torch.arange(7)[None], torch.arange(5)[None] + 9]
-    apart = torch.cat([model(row, use_cache=False).logits for row in rows], dim=1)
-    positions = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
-    packed = model(torch.cat(rows, dim=1), attention_mask=None, position_ids=positions, use_cache=False).logits
-    torch.testing.assert_close(packed, apart)

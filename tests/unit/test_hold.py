@@ -10,8 +10,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from recipe.partial_rollout.engine import hold
-from recipe.partial_rollout.engine.replica import RecipeVLLMServer, vLLMHttpServer
-from recipe.partial_rollout.engine.version_marks import VersionMarks
+from recipe.partial_rollout.engine.replica import vLLMHttpServer
 
 CHUNK = 2
 """requests whose tokens vLLM's output handler processes before it lets others run; 128 in vLLM"""
@@ -79,26 +78,27 @@ class State:
         self.detokenizer = SimpleNamespace(num_output_tokens=lambda: self.made)
 
 
-def server(engine, *begun, resume_kv="recompute", version=3):
-    made = object.__new__(RecipeVLLMServer)
-    made.config = SimpleNamespace(custom={"resume_kv": resume_kv})
-    made.engine, made.node_rank, made.global_steps = engine, 0, version
-    made._marks = VersionMarks()
-    for name in begun:
-        made._marks.begin(name)
-    made._submission_paused = made._rejecting = False
-    made._resume_event, made._admitting = asyncio.Event(), 0
-    return made
+@pytest.fixture
+def serving(server):
+    """``serving(engine, *requests, ...)``: a server that has begun to mark ``requests``."""
+
+    def build(engine, *begun, resume_kv="recompute", version=3):
+        made = server(engine, version=version, resume_kv=resume_kv)
+        for name in begun:
+            made._marks.begin(name)
+        return made
+
+    return build
 
 
 DROPPED = "blocks dropped {'reset_running_requests': True, 'reset_connector': True}"
 
 
 @pytest.mark.parametrize("resume_kv", ["recompute", "keep"])
-def test_hold_drops_the_blocks_unless_they_are_kept_and_the_sync_within_it_drops_no_more(resume_kv):
+def test_hold_drops_the_blocks_unless_they_are_kept_and_the_sync_within_it_drops_no_more(serving, resume_kv):
     async def run():
         engine = Engine("r-internal")
-        held = server(engine, resume_kv=resume_kv)
+        held = serving(engine, resume_kv=resume_kv)
         await held.hold()
         await held.clear_kv_cache()
         await held.resume_generation()
@@ -114,13 +114,13 @@ def test_hold_drops_the_blocks_unless_they_are_kept_and_the_sync_within_it_drops
 
 @pytest.mark.parametrize("requests", [1, 3, 16])
 @pytest.mark.parametrize("in_flight", [0, 1, 2])
-def test_tokens_in_flight_at_the_hold_are_the_old_weights(requests, in_flight):
+def test_tokens_in_flight_at_the_hold_are_the_old_weights(serving, requests, in_flight):
     """They arrive at the output handler when the pause has been answered: a count at that moment would miss them."""
     names = [f"r{i}" for i in range(requests)]
 
     async def run():
         engine = Engine(*[f"{name}-internal" for name in names], in_flight=in_flight)
-        held = server(engine, *names)
+        held = serving(engine, *names)
         for _ in range(3):
             engine.step()
         await asyncio.sleep(0)
@@ -154,20 +154,20 @@ def test_vllms_own_output_handler_outlives_a_hold_and_logs_for_an_engine_that_it
     assert logged == [{"engine_idx": 2, **nothing}] * 2
 
 
-def test_hold_of_an_engine_that_dies_ends():
+def test_hold_of_an_engine_that_dies_ends(serving):
     async def run():
         engine = Engine("r-internal", in_flight=1)
         engine.dies = True
-        await asyncio.wait_for(server(engine).hold(), 5)
+        await asyncio.wait_for(serving(engine).hold(), 5)
 
     with pytest.raises(EngineDeadError):
         asyncio.run(run())
 
 
-def test_marks_of_a_request_that_is_held_again_and_again():
+def test_marks_of_a_request_that_is_held_again_and_again(serving):
     async def run():
         engine = Engine("r-internal")
-        held = server(engine, "r")
+        held = serving(engine, "r")
         await held.hold()
         for made, version in ((2, 4), (0, 5), (1, 6)):
             await held.resume_generation()
@@ -181,10 +181,10 @@ def test_marks_of_a_request_that_is_held_again_and_again():
     assert asyncio.run(run()) == [(2, 4), (3, 6)], "held without a token at first, and later without a new one"
 
 
-def test_request_that_is_aborted_during_a_hold_ends_and_one_resumption_suffices():
+def test_request_that_is_aborted_during_a_hold_ends_and_one_resumption_suffices(serving):
     async def run():
         engine = Engine("r-internal")
-        held = server(engine)
+        held = serving(engine)
         for first, then in ((held.hold, held.abort_all_requests), (held.abort_all_requests, held.hold)):
             engine.did = []
             await first()
@@ -199,9 +199,9 @@ def test_request_that_is_aborted_during_a_hold_ends_and_one_resumption_suffices(
     assert asyncio.run(run()) == 2
 
 
-def test_server_without_an_engine_has_nothing_to_hold():
+def test_server_without_an_engine_has_nothing_to_hold(serving):
     async def run():
-        headless = server(None)
+        headless = serving(None)
         headless.node_rank = 1
         await headless.hold()
         assert not headless._held
@@ -210,7 +210,7 @@ def test_server_without_an_engine_has_nothing_to_hold():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_answer_of_a_held_request_has_its_marks_and_the_server_keeps_none(monkeypatch, fails):
+def test_answer_of_a_held_request_has_its_marks_and_the_server_keeps_none(serving, monkeypatch, fails):
     async def generate(self, prompt_ids, sampling_params, request_id, **options):
         self._marks.note({request_id: 2}, 3)
         if fails:
@@ -220,7 +220,7 @@ def test_answer_of_a_held_request_has_its_marks_and_the_server_keeps_none(monkey
     monkeypatch.setattr(vLLMHttpServer, "generate", generate)
 
     async def run():
-        held = server(SimpleNamespace(take_queued_s=lambda request_id: 0.0))
+        held = serving(SimpleNamespace(take_queued_s=lambda request_id: 0.0))
         try:
             return await held.generate([1], {}, "r")
         finally:
@@ -233,15 +233,12 @@ def test_answer_of_a_held_request_has_its_marks_and_the_server_keeps_none(monkey
         assert asyncio.run(run()).extra_fields["version_marks"] == [(2, 3)]
 
 
-def test_installed_vllm_can_hold():
-    assert hold.has_pause_modes()
-
-
 @pytest.mark.parametrize(
     "source",
     [None, "class AsyncLLM:\n    async def pause_generation(self, *, wait_for_inflight_requests=False): ...\n"],
 )
 def test_vllm_without_pause_modes_is_found_out(tmp_path, monkeypatch, source):
+    assert hold.has_pause_modes()
     at = tmp_path / "v1" / "engine" / "async_llm.py"
     at.parent.mkdir(parents=True)
     if source is not None:
