@@ -190,37 +190,25 @@ class Life:
         return groups
 
 
-def lived(body):
-    async def life():
+def lived(body, *lengths, started=True, **options):
+    """``body`` of a life over prompts of ``lengths``; what the life is like afterwards, and what ``body`` returned."""
+
+    async def run():
         try:
-            return await asyncio.wait_for(body(), 30)
+            life = Life(lengths, **options)
+            if started:
+                await life.start()
+            return life, await asyncio.wait_for(body(life), 30)
         finally:
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
 
-    return asyncio.run(life())
-
-
-@both
-def test_each_version_trains_one_batch_and_no_sample_is_lost(placement):
-    async def body():
-        life = Life([5, 12, 5, 5, 5], placement)
-        await life.start()
-        for step in range(1, STEPS + 1):
-            await life.step(step)
-        return life
-
-    life = lived(body)
-    assert len(set(life.notes.trained)) == STEPS and "0/1" in life.notes.trained
-    assert life.asked.count("interrupt") == (0 if life.separate else STEPS)
-    assert life.asked.count("hold") == (STEPS + 1 if life.separate else 0)
+    return asyncio.run(run())
 
 
 @both
 def test_batch_its_figures_and_a_checkpoint_wait_for_the_update(placement):
-    async def body():
-        life = Life([5, 5, 5, 5], placement)
-        await life.start()
+    async def body(life):
         await life.batch(1)
         with pytest.raises(RuntimeError, match="step 1 is not trained: it is too early for the next batch"):
             await life.batch(2)
@@ -235,16 +223,14 @@ def test_batch_its_figures_and_a_checkpoint_wait_for_the_update(placement):
             await life.driver.finish_step()
         return life.driver.take_step_metrics()
 
-    figures = lived(body)
+    _, figures = lived(body, 5, 5, 5, 5, placement=placement)
     assert figures.pop("timing/hold_s", 0) >= 0
     assert figures == {"length/bias": 1.0, "failures/workers_restarted_total": 0}
 
 
 @both
 def test_checkpoint_holds_every_token_and_the_samples_run_on(tmp_path, placement):
-    async def body():
-        life = Life([5, 300, 5, 5], placement)
-        await life.start()
+    async def body(life):
         await life.batch(1)
         await asyncio.sleep(0.05)
         await life.driver.finish_step()
@@ -255,28 +241,25 @@ def test_checkpoint_holds_every_token_and_the_samples_run_on(tmp_path, placement
             await life.step(step)
         restored = Life([]).manager
         await restored.load(str(tmp_path / "manager"))
-        return life, made, restored._manager.groups.cached_tokens
+        return made, restored._manager.groups.cached_tokens
 
-    life, made, restored = lived(body)
+    life, (made, restored) = lived(body, 5, 300, 5, 5, placement=placement)
     assert made == 5 + restored and restored > 0
     assert sorted(life.notes.trained) == ["0/0", "0/1", "0/2", "0/3"]
+    assert life.asked.count("interrupt") == (1 if life.separate else STEPS)
     if life.separate:
-        assert life.asked.count("interrupt") == 1 and ("flush", 1) in life.notes.phases
-        assert life.driver._state is RolloutState.RUNNING
+        assert ("flush", 1) in life.notes.phases and life.driver._state is RolloutState.RUNNING
 
 
 @both
 def test_stop_while_the_trainer_waits_leaves_the_engines_quiet_and_the_tokens_with_the_manager(tmp_path, placement):
-    async def body():
-        life = Life([3000, 3000, 5, 5], placement)
-        await life.start()
+    async def body(life):
         life.stop._number = 15
         with pytest.raises(StopTraining):
             await life.batch(1)
         await life.driver.save(tmp_path / "manager")
-        return life
 
-    life = lived(body)
+    life, _ = lived(body, 3000, 3000, 5, 5, placement=placement)
     assert life.asked.count("interrupt") == 1 and life.driver._state is RolloutState.QUIET
     assert len(life.worker._scripted[0]) == 0
     assert life.manager._manager.groups.cached_tokens == life.worker.decoded() > 0
@@ -284,116 +267,90 @@ def test_stop_while_the_trainer_waits_leaves_the_engines_quiet_and_the_tokens_wi
 
 @both
 def test_last_step_begins_no_version(placement):
-    async def body():
-        life = Life([5, 5, 5, 5], placement, last_step=2)
-        await life.start()
+    async def body(life):
         for step in (1, 2):
             await life.step(step)
-        return life.manager._manager
 
-    manager = lived(body)
+    manager = lived(body, 5, 5, 5, 5, placement=placement, last_step=2)[0].manager._manager
     assert manager.version == 1 and manager.counters.admitted_groups == 3, "2 with version 0 and 1 with version 1"
 
 
 def test_colocated_version_begins_while_the_trainer_updates_and_its_samples_wait_for_the_weights():
-    async def body():
-        life = Life([5, 300, 5, 5], Placement.COLOCATED)
-        await life.start()
+    async def body(life):
         await life.batch(1)
         await asyncio.sleep(0.05)
-        quiet, version = len(life.worker._scripted[0]) == 0, life.manager._manager.version
-        waiting = life.worker.ready()
+        assert len(life.worker._scripted[0]) == 0 and life.manager._manager.version == 1 and life.worker.ready() == 2
         await life.driver.finish_step()
-        return quiet, version, waiting, life.notes.booked[0].waits
 
-    quiet, version, waiting, waits = lived(body)
-    assert quiet and version == 1 and waiting == 2
+    life, _ = lived(body, 5, 300, 5, 5, placement=Placement.COLOCATED)
+    waits = life.notes.booked[0].waits
     assert set(waits) == {"resume_s", "interrupt_s", "collect_s", "flush_s"} and all(s >= 0 for s in waits.values())
 
 
 def test_separate_sample_runs_on_while_the_trainer_updates_and_loads():
-    async def body():
-        life = Life([5, 400, 5, 5])
-        await life.start()
+    async def body(life):
         await life.batch(1)
-        replica = life.worker._scripted[0]
-        (running,) = replica._waiting.values()
+        waiting = life.worker._scripted[0]._waiting
+        (running,) = waiting.values()
         await asyncio.sleep(0.05)
         await life.driver.finish_step()
         await life.sync(1)
-        still = running in replica._waiting.values()
-        (group,) = await life.batch(2)
-        return still, group.uid, life.asked
+        assert running in waiting.values()
+        return await life.batch(2)
 
-    still, uid, asked = lived(body)
-    assert still and uid == "0/2" and "interrupt" not in asked
+    life, (group,) = lived(body, 5, 400, 5, 5)
+    assert group.uid == "0/2" and "interrupt" not in life.asked
 
 
 def test_separate_version_begins_once_all_engines_have_loaded_and_before_they_go_on():
-    async def body():
-        life = Life([5, 5, 5, 5])
-        await life.start()
+    async def body(life):
         await life.batch(1)
         with pytest.raises(RuntimeError, match="step 1 is not trained: it is too early for policy version 1"):
             await life.driver.after_load(1)
         await life.driver.finish_step()
         life.asked.clear()
         await life.driver.before_load(1)
-        held, version = list(life.asked), life.manager._manager.version
+        assert life.asked == ["restart_dead", "hold", "restart_dead"] and life.manager._manager.version == 0
         await life.driver.after_load(1)
-        return held, version, life.manager._manager.version, life.asked, life.notes.phases
 
-    held, before, after, asked, phases = lived(body)
-    assert held == ["restart_dead", "hold", "restart_dead"] and (before, after) == (0, 1)
-    assert asked[-1] == "resume" and phases[-1] == ("hold", 1)
+    life, _ = lived(body, 5, 5, 5, 5)
+    assert life.manager._manager.version == 1 and life.asked[-1] == "resume" and life.notes.phases[-1] == ("hold", 1)
 
 
 def test_nothing_runs_before_the_training_begins():
-    async def body():
-        life = Life([5, 5])
+    async def body(life):
         await life.sync(0)
         with pytest.raises(RuntimeError, match="the rollout is quiet, not running: no batch can complete"):
             await life.batch(1)
-        return life.source.left
 
-    assert lived(body) == 2
+    assert lived(body, 5, 5, started=False)[0].source.left == 2
 
 
 def test_end_of_training_interrupts_what_still_runs():
-    async def body():
-        life = Life([5, 3000, 5, 5], last_step=1)
-        await life.start()
+    async def body(life):
         await life.step(1)
         await life.driver.end()
         await life.driver.end()
-        return life
 
-    life = lived(body)
+    life, _ = lived(body, 5, 3000, 5, 5, last_step=1)
     assert life.asked.count("interrupt") == 1 and len(life.worker._scripted[0]) == 0
 
 
 def test_calls_of_training_samples_wait_for_their_step_and_validation_gets_its_own():
-    def call(sample):
-        return EngineCall("r0", 0.0, 1.0, 1, 0, sample=sample)
+    async def body(life):
+        return await life.calls.take_others(), await life.calls.take_training(), await life.calls.take_others()
 
-    async def body():
-        life = Life([5], calls=[call("0/0#0"), call("a4f0"), call("probe-7")])
-        others = await life.calls.take_others()
-        return others, await life.calls.take_training(), await life.calls.take_others()
-
-    others, training, left = lived(body)
+    calls = [EngineCall("r0", 0.0, 1.0, 1, 0, sample=sample) for sample in ("0/0#0", "a4f0", "probe-7")]
+    _, (others, training, left) = lived(body, 5, started=False, calls=calls)
     assert [c.sample for c in others] == ["a4f0", "probe-7"]
     assert [c.sample for c in training] == ["0/0#0"] and left == ()
 
 
 def test_separate_step_is_booked_from_the_batch_before_to_this_one():
-    async def body():
-        life = Life([5, 5, 5, 5])
-        await life.start()
+    async def body(life):
         for step in (1, 2):
             await life.step(step)
-        return life.notes.booked
 
-    first, second = lived(body)
+    first, second = lived(body, 5, 5, 5, 5)[0].notes.booked
     assert first.until == second.since and 0 <= second.waits["wait_s"] <= second.until - second.since
     assert [first.step, second.step] == [1, 2] and first.admitted == ("0/0", "0/1") and second.admitted == ("0/2",)

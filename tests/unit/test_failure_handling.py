@@ -206,24 +206,6 @@ def test_backoff_longer_than_the_stall_deadline_is_no_stall(prompts, output):
     assert asyncio.run(life()).admitted == ("0/0",)
 
 
-def test_round_in_which_engines_decode_is_no_stall_until_they_stop(prompts):
-    async def life():
-        actor = actor_of(stall_s=0.5)
-        await one_claimed(actor, prompts)
-        waiting = asyncio.ensure_future(actor.wait_batch(True))
-        for _ in range(10):
-            await asyncio.sleep(0.1)
-            await actor.note_decoding()
-        in_time = not waiting.done()
-        with pytest.raises(
-            RolloutFailedError, match=r"no sample reported and no engine made a token for .*; 1 unfinished"
-        ):
-            await asyncio.wait_for(waiting, 5)
-        return in_time
-
-    assert asyncio.run(life())
-
-
 def test_raise_fails_everyone_who_waits(prompts):
     async def life():
         actor = actor_of(FailurePolicy(OnSampleError.RAISE))
