@@ -14,7 +14,6 @@ from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.training.weight_sync import RecipeCheckpointManager
 from recipe.partial_rollout.training.weight_transfer import WeightSyncError
-from recipe.partial_rollout.waits import ReplicaError
 
 SERVER_DIED = RayActorError()
 ENGINE_DIED = RuntimeError("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue")
@@ -30,6 +29,16 @@ class Server:
         self.replica.answer("weight_sync_error")
 
 
+VERBS = {
+    "abort_all_requests": "abort",
+    "sleep": "sleep",
+    "wake_up": "wake_up",
+    "check_alive": "check_alive",
+    "hold_generation": "hold",
+    "resume_generation": "resume",
+}
+
+
 class FakeReplica:
     """Notes what it is asked; a dead one fails at everything, as Ray or vLLM do."""
 
@@ -38,30 +47,18 @@ class FakeReplica:
         self.asked = []
         self.dead_with, self.dies_in, self.dies_with = None, None, None
 
+    def __getattr__(self, verb):
+        async def answered(**_):
+            self.answer(VERBS[verb])
+
+        return answered
+
     def answer(self, verb):
         self.asked.append(verb)
         if verb == self.dies_in:
             self.dead_with, self.dies_in = self.dies_with, None
         if self.dead_with is not None:
             raise self.dead_with
-
-    async def abort_all_requests(self, reject_request):
-        self.answer("abort")
-
-    async def sleep(self):
-        self.answer("sleep")
-
-    async def wake_up(self):
-        self.answer("wake_up")
-
-    async def check_alive(self):
-        self.answer("check_alive")
-
-    async def hold_generation(self):
-        self.answer("hold")
-
-    async def resume_generation(self):
-        self.answer("resume")
 
     async def relaunch(self):
         self.asked.append("relaunch")
@@ -106,16 +103,6 @@ class Versions:
         self.phases.append((name, version))
 
 
-class NoWorkers:
-    """A ``WorkerPool`` without workers."""
-
-    async def ended(self):
-        await asyncio.sleep(1e6)
-
-    async def open_round(self):
-        pass
-
-
 async def nothing(*_):
     pass
 
@@ -125,7 +112,8 @@ def driver_of(control, versions, *, separate):
         separate=separate, deadlines=Deadlines(), batch_groups=1, dashboard=SimpleNamespace(progress_s=0)
     )
     context = SimpleNamespace(settings=settings, control=control, trace=versions, source=versions.source, last_step=99)
-    pool, roster = NoWorkers(), SimpleNamespace(announce_restarted=nothing)
+    pool = SimpleNamespace(ended=lambda: asyncio.sleep(1e6), open_round=nothing)
+    roster = SimpleNamespace(announce_restarted=nothing)
     guard = Guard(context, versions, pool)
     driver = Driver(context, versions, None, pool, roster, None, None, None, None, guard)
     driver.begin()
@@ -178,17 +166,12 @@ def test_sync_is_noted_with_its_version_and_its_time(pr):
     assert version == 3 and start <= end
 
 
-def test_replica_that_may_not_be_restarted_ends_the_run_by_name():
-    manager, control, (_, dead) = build(restarts=0)
-    dead.dies_in, dead.dies_with = "sleep", ENGINE_DIED
-    with pytest.raises(ReplicaError, match=r"vLLM replica b is dead .*failures\.replica_restarts=0"):
-        between_two_rounds(manager, control)
-
-
-def test_replica_that_dies_in_the_weight_sync_ends_the_run_by_name():
-    manager, control, _ = build(sync_kills=True)
+@pytest.mark.parametrize("kind", ["colocated", "separate"])
+def test_replica_that_dies_in_the_weight_sync_ends_the_run_by_name(kind):
+    manager, *_, versions = separate(sync_kills=True) if kind == "separate" else (*build(sync_kills=True), None)
     with pytest.raises(WeightSyncError, match=r"weight sync of version 3 failed in vLLM replica b: the server died"):
-        between_two_rounds(manager, control)
+        manager.update_weights(3)
+    assert versions is None or versions.begun == [], "no version begins that an engine lacks"
 
 
 def test_dead_replica_is_not_woken_up():
@@ -209,6 +192,8 @@ def test_baseline_asks_as_verl_does_and_fails_as_verl_does():
 def test_engines_of_their_own_decode_until_the_weights_go_out_and_begin_the_version_before_they_go_on():
     manager, _, (first, second), versions = separate()
     manager.sleep_replicas()
+    manager.wake_up_replicas()
+    assert first.asked == [], "they never sleep"
     manager.update_weights(3)
     assert first.asked == second.asked == ["check_alive", "hold", "check_alive", "resume"]
     assert versions.prepared == [[]], "the next prompts are read while the engines decode"
@@ -225,13 +210,6 @@ def test_engine_that_dies_while_it_decodes_or_is_held_is_restarted_and_gets_the_
     assert [version for version, _ in versions.begun] == [3] and alive.asked[-1] == "resume"
 
 
-def test_engine_that_dies_while_it_loads_ends_the_run_by_name():
-    manager, _, _, versions = separate(sync_kills=True)
-    with pytest.raises(WeightSyncError, match=r"weight sync of version 3 failed in vLLM replica b: the server died"):
-        manager.update_weights(3)
-    assert versions.begun == [], "no version begins that an engine lacks"
-
-
 def test_engine_that_dies_as_it_goes_on_is_restarted_for_the_next_version():
     manager, control, (_, dead), versions = separate()
     dead.dies_in, dead.dies_with = "resume", ENGINE_DIED
@@ -239,10 +217,3 @@ def test_engine_that_dies_as_it_goes_on_is_restarted_for_the_next_version():
     assert set(control.servers) == {"a"}
     manager.update_weights(4)
     assert set(control.servers) == {"a", "b'"} and [version for version, _ in versions.begun] == [3, 4]
-
-
-def test_engines_of_their_own_never_sleep():
-    manager, _, (first, _), _ = separate()
-    manager.sleep_replicas()
-    manager.wake_up_replicas()
-    assert first.asked == []

@@ -3,6 +3,7 @@
 import random
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from subprocess import run
@@ -12,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe.partial_rollout.tasks.clock10 import prepare
 from recipe.partial_rollout.tasks.clock10.dataset import draw_training, draw_validation, write_dataset
@@ -47,10 +47,6 @@ def tiny_task(tmp_path_factory) -> Path:
     return out
 
 
-def turns(*contents_by_role: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in contents_by_role]
-
-
 # --- expressions
 
 
@@ -71,10 +67,27 @@ def test_any_other_text_is_refused(text):
         parse_problem(text)
 
 
-@given(digits=digits_of_a_problem)
-def test_reachable_targets_are_exactly_the_values_of_all_operator_choices(digits):
-    values = {partial_results(digits, "".join(ops))[-1] for ops in product(OPERATORS, repeat=len(digits) - 1)}
-    assert reachable_targets(digits) == sorted(values)
+@pytest.mark.parametrize(
+    "refused",
+    [
+        *[partial(Problem, *wrong) for wrong in [((3,), 1), ((0, 3), 1), ((3, 10), 1), ((3, 4), 10), ((3, 4), -1)]],
+        *[partial(Mixture, **wrong) for wrong in [{"careful_share": 1.1}, {"false_accept": -0.1}, {"max_length": 10}]],
+        *[partial(WarmStart, **wrong) for wrong in [{"steps": 0}, {"matrix_lr": 0.0}, {"short_length": 8}]],
+        partial(compute_score, "clock10", "!+", "42"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(refused):
+    with pytest.raises(ValueError, match=r"want|=.*:|prompt="):
+        refused()
+
+
+@given(seed=seeds)
+def test_equal_seeds_draw_equal_problems_that_some_operators_solve(seed):
+    problem = draw_problem(random.Random(seed))
+    assert problem == draw_problem(random.Random(seed))
+    choices = product(OPERATORS, repeat=len(problem.digits) - 1)
+    values = {partial_results(problem.digits, "".join(operators))[-1] for operators in choices}
+    assert reachable_targets(problem.digits) == sorted(values) and problem.target in values
 
 
 @given(digits=digits_of_a_problem, data=st.data())
@@ -88,27 +101,17 @@ def test_results_agree_with_exact_integer_arithmetic_modulo_ten(digits, data):
     assert partial_results(digits, operators)[-1] == eval(left_to_right) % 10
 
 
-@given(seed=seeds)
-def test_equal_seeds_draw_equal_and_solvable_problems(seed):
-    problem = draw_problem(random.Random(seed))
-    assert problem == draw_problem(random.Random(seed))
-    assert problem.target in reachable_targets(problem.digits)
-
-
-@pytest.mark.parametrize("digits, target", [((3,), 1), ((0, 3), 1), ((3, 10), 1), ((3, 4), 10), ((3, 4), -1)])
-def test_an_impossible_problem_is_refused(digits, target):
-    with pytest.raises(ValueError, match="want"):
-        Problem(digits, target)
-
-
 # --- demonstrations and reward
 
 
 @given(seed=seeds)
-def test_a_careful_demonstrator_is_always_right(seed):
+def test_a_careful_demonstrator_is_right_within_its_limit_and_only_once_it_is_done(seed):
     rng = random.Random(seed)
     problem = draw_problem(rng)
-    assert compute_score("clock10", Mixture(careful_share=1.0).respond(problem, rng), problem.prompt) == 1.0
+    response = Mixture(careful_share=1.0, max_length=100).respond(problem, rng)
+    assert len(response) <= 100
+    scores = [compute_score("clock10", response[:end], problem.prompt) for end in range(len(response) + 1)]
+    assert scores == [0.0] * len(response) + [1.0]
 
 
 @given(seed=seeds)
@@ -118,22 +121,6 @@ def test_a_demonstrator_answers_with_its_last_line_and_stops_at_the_first_zero(s
     *lines, answer = Mixture().respond(problem, rng).split("\n")
     assert lines[-1] == search_line(problem, answer.removeprefix("!"))
     assert not any(line.endswith("=0") for line in lines[:-1])
-
-
-def test_a_demonstrator_that_accepts_everything_writes_one_line():
-    response = Mixture(careful_share=0.0, false_accept=1.0).respond(EXAMPLE, random.Random(0))
-    assert response.count("\n") == 1
-
-
-def test_demonstrations_keep_to_the_length_limit():
-    mixture, rng = Mixture(careful_share=1.0, max_length=100), random.Random(0)
-    assert all(len(mixture.respond(draw_problem(rng), rng)) <= 100 for _ in range(200))
-
-
-@pytest.mark.parametrize("broken", [{"careful_share": 1.1}, {"false_accept": -0.1}, {"max_length": 10}])
-def test_a_mixture_out_of_range_is_refused(broken):
-    with pytest.raises(ValueError, match=next(iter(broken))):
-        Mixture(**broken)
 
 
 @pytest.mark.parametrize(
@@ -158,30 +145,13 @@ def test_only_a_complete_correct_answer_at_the_very_end_scores(response, score):
     assert compute_score("clock10", response, Problem((3, 4, 2, 9), 6).prompt, extra_info={}) == score
 
 
-def test_every_truncation_of_a_correct_response_scores_zero():
-    rng = random.Random(0)
-    response = Mixture(careful_share=1.0).respond(EXAMPLE, rng)
-    scores = [compute_score("clock10", response[:cut], EXAMPLE.prompt) for cut in range(len(response))]
-    assert not any(scores)
-
-
-def test_a_ground_truth_that_is_no_problem_is_a_fault_of_the_data():
-    with pytest.raises(ValueError, match="prompt="):
-        compute_score("clock10", "!+", "42")
-
-
 # --- tokenizer and model
 
 
-def test_the_tokenizer_is_exactly_as_large_as_the_model(tokenizer):
-    model = build_model(seed=0)
-    assert len(tokenizer) == model.config.vocab_size == model.get_input_embeddings().num_embeddings == 64
-
-
-@given(text=st.text(st.sampled_from(CHARACTERS)))
-def test_text_in_the_alphabet_round_trips(text):
-    tokenizer = build_tokenizer()
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+def test_text_in_the_alphabet_round_trips_and_a_turn_costs_three_tokens_more(tokenizer):
+    assert tokenizer.decode(tokenizer.encode(CHARACTERS, add_special_tokens=False)) == CHARACTERS
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": EXAMPLE.prompt}], return_dict=False)
+    assert len(ids) == len(EXAMPLE.prompt) + 1 + len(["start", "newline", "end", "newline"])
 
 
 def test_other_characters_become_unknown_and_specials_vanish_from_decoded_text(tokenizer):
@@ -190,18 +160,13 @@ def test_other_characters_become_unknown_and_specials_vanish_from_decoded_text(t
     assert tokenizer.decode(ids, skip_special_tokens=True) == "3"
 
 
-def test_a_turn_costs_three_tokens_beyond_its_role_and_text(tokenizer):
-    ids = tokenizer.apply_chat_template(turns(("user", EXAMPLE.prompt)), return_dict=False)
-    assert len(ids) == len(EXAMPLE.prompt) + 1 + len(["start", "newline", "end", "newline"])
-
-
 def test_verl_merges_a_tool_conversation_into_the_tokens_of_the_whole(tokenizer):
     wiring = pytest.importorskip("verl.utils.tokenizer.continuous_token_wiring")
     builder = wiring.create_continuous_token_builder(tokenizer, hf_model_type="qwen3")
     call = '<tool_call>\n{"name": "check", "arguments": {"operators": "+*-"}}\n</tool_call>'
-    asked = turns(("user", EXAMPLE.prompt))
-    called = asked + turns(("assistant", call))
-    answered = called + turns(("tool", "7"), ("tool", "0"))
+    asked = [{"role": "user", "content": EXAMPLE.prompt}]
+    called = [*asked, {"role": "assistant", "content": call}]
+    answered = [*called, *({"role": "tool", "content": result} for result in "70")]
     call_ids = [*tokenizer.encode(call, add_special_tokens=False), tokenizer.eos_token_id]
     merged = builder.merge_assistant_tokens(builder.build_initial_tokens(asked), call_ids)
     merged = builder.merge_context_tokens(called, answered, merged.token_ids)
@@ -232,21 +197,17 @@ def test_validation_problems_are_distinct_and_absent_from_training(tmp_path):
     assert not train_prompts & val_prompts
 
 
-def test_a_row_carries_what_verl_reads(tmp_path):
-    write_dataset(tmp_path, train_rows=3, validation=[EXAMPLE], seed=0)
-    row = pd.read_parquet(tmp_path / "val.parquet").iloc[0].to_dict()
+def test_a_row_carries_what_verl_reads_and_follows_the_seed(tmp_path):
+    written = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        (tmp_path / name).mkdir()
+        write_dataset(tmp_path / name, train_rows=20, validation=[EXAMPLE], seed=seed)
+        written.append((tmp_path / name / "train.parquet").read_bytes())
+    assert written[0] == written[1] != written[2]
+    row = pd.read_parquet(tmp_path / "a" / "val.parquet").iloc[0].to_dict()
     assert row["prompt"].tolist() == [{"role": "user", "content": EXAMPLE.prompt}]
     assert row["reward_model"] == {"style": "rule", "ground_truth": EXAMPLE.prompt}
     assert (row["data_source"], row["extra_info"]) == ("clock10", {"index": 0, "split": "val"})
-
-
-def test_data_follows_the_seed(tmp_path):
-    prompts = []
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        (tmp_path / name).mkdir()
-        write_dataset(tmp_path / name, train_rows=20, validation=draw_validation(4, seed), seed=seed)
-        prompts.append((tmp_path / name / "train.parquet").read_bytes())
-    assert prompts[0] == prompts[1] != prompts[2]
 
 
 # --- warm start
@@ -267,65 +228,24 @@ def test_loss_covers_the_response_and_its_end_but_neither_prompt_nor_padding(tok
         assert unscored.endswith("assistant\n")
 
 
-def test_batches_keep_to_the_token_budget_unless_one_sequence_exceeds_it(tokenizer):
-    batches = draw_batches(tokenizer, training_problems(), WarmStart(pool_size=128), random.Random(0))
-    for batch in islice(batches, 40):
-        assert batch.input_ids.numel() <= 1024 or len(batch.input_ids) == 1
-
-
-def test_long_demonstrations_wait_until_the_short_phase_is_over(tokenizer):
+def test_batches_keep_to_the_token_budget_and_long_demonstrations_wait(tokenizer):
     settings = WarmStart(steps=6, short_share=0.5, short_length=128, pool_size=64)
-    lengths = [
-        batch.input_ids.shape[1]
-        for batch in islice(draw_batches(tokenizer, training_problems(), settings, random.Random(0)), 40)
-    ]
+    batches = list(islice(draw_batches(tokenizer, training_problems(), settings, random.Random(0)), 40))
+    assert all(batch.input_ids.numel() <= 1024 or len(batch.input_ids) == 1 for batch in batches)
+    lengths = [batch.input_ids.shape[1] for batch in batches]
     assert max(lengths[:3]) <= 128 < max(lengths)
 
 
-@pytest.mark.parametrize("broken", [{"steps": 0}, {"matrix_lr": 0.0}, {"short_share": 1.5}, {"short_length": 8}])
-def test_a_warm_start_out_of_range_is_refused(broken):
-    with pytest.raises(ValueError, match=next(iter(broken))):
-        WarmStart(**broken)
-
-
-def test_the_learning_rate_holds_for_half_the_steps_and_then_falls_to_zero():
-    settings = WarmStart(steps=10)
-    assert [settings.lr_scale(step) for step in (0, 5, 6, 9)] == [1.0, 1.0, 0.8, 0.2]
-
-
-def test_warm_starts_with_equal_seeds_end_in_equal_weights(tokenizer):
-    settings = WarmStart(steps=3, pool_size=32, threads=1)
-    models = [build_model(0) for _ in range(2)]
-    for model in models:
-        train(model, tokenizer, training_problems(), settings, seed=0)
-    first, second = (list(model.parameters()) for model in models)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_warm_start_multiplies_nothing_in_bfloat16(tokenizer):
-    """Without bfloat16 instructions it would take five times as long."""
-    products = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func._schema.name in ("aten::mm", "aten::addmm"):
-                products.append(args[-1].dtype)
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
-        train(build_model(0), tokenizer, training_problems(), WarmStart(steps=1, pool_size=32, threads=1), seed=0)
-    # Two products of each of Muon's five iterations, and one more, for each of 21 matrices, among the model's own.
-    assert len(products) > 300
-    assert set(products) == {torch.float32}
-
-
-def test_warm_start_lowers_the_loss(tokenizer):
+def test_warm_start_lowers_the_loss_and_equal_seeds_end_in_equal_weights(tokenizer):
     settings = WarmStart(pool_size=32, tokens_per_step=256, threads=1)
+    models = [build_model(0) for _ in range(3)]
     losses = [
-        train(build_model(0), tokenizer, training_problems(), replace(settings, steps=steps), seed=0)
-        for steps in (1, 20)
+        train(model, tokenizer, training_problems(), replace(settings, steps=steps), seed=0)
+        for model, steps in zip(models, (1, 1, 20), strict=True)
     ]
-    assert losses[1] < 0.75 * losses[0]
+    assert losses[2] < 0.75 * losses[0]
+    first, second = (list(model.parameters()) for model in models[:2])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 # --- prepare
@@ -369,24 +289,19 @@ def test_a_change_rebuilds_and_leaves_nothing_else_behind(change, tmp_path, monk
     assert [path.name for path in tmp_path.iterdir()] == ["task"]
 
 
-def test_a_failed_build_keeps_the_previous_folder(tmp_path, monkeypatch):
+def test_a_folder_of_someone_else_is_left_alone_and_so_is_the_one_before_a_failed_build(tmp_path, monkeypatch, capsys):
     def fail(folder: Path, parameters: prepare.Parameters) -> None:
         raise OSError("disk full")
 
-    out = tmp_path / "task"
-    out.mkdir()
-    (out / "manifest.json").write_text("{}")
     monkeypatch.setattr(prepare, "_write_content", fail)
-    assert prepare.main(["--out", str(out)]) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["task"]
-    assert (out / "manifest.json").read_text() == "{}"
-
-
-def test_a_folder_of_someone_else_is_left_alone(tmp_path, capsys):
-    (tmp_path / "thesis.tex").write_text("precious")
-    assert prepare.main(["--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    assert (tmp_path / "thesis.tex").read_text() == "precious"
+    for name in ("manifest.json", "thesis.tex"):
+        out = tmp_path / name.partition(".")[0]
+        out.mkdir()
+        (out / name).write_text("{}")
+        assert prepare.main(["--out", str(out)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+        assert [path.name for path in out.iterdir()] == [name] and (out / name).read_text() == "{}"
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("flag, value", [("--steps", "0"), ("--val-rows", "0"), ("--false-accept", "2")])
