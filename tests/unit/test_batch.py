@@ -30,19 +30,18 @@ def test_prompts_are_padded_left_and_responses_right(output):
     assert batch["input_ids"][0].tolist() == [0, 0, 1, 2, 3, 4, 10, 11, 12, 0, 0, 0, 0, 0]
     assert batch["attention_mask"][0].tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0]
     assert batch["position_ids"][0].tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 6, 6, 6, 6, 6, 6]
-
-
-def test_versions_and_log_probs_are_marked_outside_the_response(output):
-    batch = assemble(groups(output)).batch
     assert batch["rollout_versions"][2].tolist() == [1, 1, 1, -1, -1, -1, -1, -1]
     assert batch["rollout_log_probs"][2].tolist() == pytest.approx([-0.5] * 3 + [0.0] * 5)
     assert batch["rollout_log_probs"].dtype == torch.float32 and batch["rollout_versions"].dtype == torch.int32
+    assert assemble(groups(output, lengths=(0, 2))).batch["response_mask"][0].sum() == 0
 
 
-def test_score_sits_on_the_last_token(output):
+def test_score_sits_on_the_last_token_and_without_scores_a_reward_model_is_expected_later(output):
     scores = assemble(groups(output)).batch["rm_scores"]
     assert scores.sum(dim=1).tolist() == [1.0] * 4
     assert scores[1].nonzero().tolist() == [[4]]
+    unscored = assemble(groups(output, reward=None))
+    assert "rm_scores" not in unscored.batch and unscored.meta_info == {}
 
 
 def test_rows_of_a_group_carry_their_slot(output):
@@ -52,43 +51,17 @@ def test_rows_of_a_group_carry_their_slot(output):
     assert batch.meta_info["reward_extra_keys"] == ["acc"]
 
 
-def test_without_scores_a_reward_model_is_expected_later(output):
-    batch = assemble(groups(output, reward=None))
-    assert "rm_scores" not in batch.batch and batch.meta_info == {}
-
-
-def test_sample_without_tokens_is_padding_only(output):
-    batch = assemble(groups(output, lengths=(0, 2)))
-    assert batch.batch["response_mask"][0].sum() == 0
-
-
-def test_sample_longer_than_the_width_is_refused(output):
+def test_sample_longer_than_the_width_and_group_without_all_its_outputs_are_refused(output):
+    first, second = groups(output)
+    with pytest.raises(RuntimeError, match=r"groups of a batch have \[1, 2\] outputs"):
+        assemble([first, replace(second, outputs=second.outputs[:1])])
     with pytest.raises(RuntimeError, match="row 0 of the batch has 9 tokens, the width is 8"):
         assemble(groups(output, lengths=(9, 1)))
 
 
-def test_group_without_all_its_outputs_is_refused(output):
-    taken = groups(output)
-    short = TakenGroup(taken[1].uid, 1, 0, taken[1].row, taken[1].outputs[:1])
-    with pytest.raises(RuntimeError, match=r"groups of a batch have \[1, 2\] outputs"):
-        assemble([taken[0], short])
-
-
 def test_output_whose_parts_disagree_in_length_is_refused(output):
-    good = output(3)
     with pytest.raises(RuntimeError, match="3 tokens, 3 mask entries, 2 log-probs and 3 versions"):
-        type(good)(
-            prompt_ids=good.prompt_ids,
-            response_ids=good.response_ids,
-            response_mask=good.response_mask,
-            log_probs=np.zeros(2, np.float32),
-            versions=good.versions,
-            segments=1,
-            reward_score=None,
-            reward_extra_info={},
-            num_turns=2,
-            metrics={},
-        )
+        replace(output(3), log_probs=np.zeros(2, np.float32))
 
 
 def with_masked(output, *rewards, masked):

@@ -100,18 +100,3 @@ def test_every_question_to_an_actor_has_a_deadline():
 
 def test_no_exception_is_left_that_nobody_needs():
     assert set(ENDED_BY) - set(questions()) == set()
-
-
-@pytest.mark.parametrize(
-    ("code", "found"),
-    [
-        ("async def f(w): await w.serve.remote()", ["f"]),
-        ("async def f(w): await gather(*[w.ask.remote() for w in ws])", ["f"]),
-        ("async def f(w): await within(w.ask.remote(), 5, 'x', 'y')", []),
-        ("async def f(self, w): await self._guard.wait(result_of(w.ask.remote()), 'x')", []),
-        ("def f(r): return ray.get(r)", ["f"]),
-        ("f = ray.remote(num_cpus=0)(F)", []),
-    ],
-)
-def test_the_test_itself_sees_a_bare_wait(code, found):
-    assert unguarded(ast.parse(code)) == found

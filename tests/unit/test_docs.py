@@ -1,5 +1,7 @@
-"""The pages: every link, image, command and file they name exists."""
+"""The pages: every link, image, command and file they name exists. Examples in docstrings give what they say."""
 
+import doctest
+import importlib
 import re
 from pathlib import Path
 
@@ -62,3 +64,16 @@ def test_every_page_of_docs_is_linked_from_the_readme_or_a_page_it_links():
     linked = {(page.parent / target).resolve() for page in PAGES for target, _ in LINK.findall(page.read_text())}
     generated = {path for path in PAGES if path.parent.name == "performance" and path.name.startswith("peers")}
     assert {path.resolve() for path in PAGES if path.is_relative_to(REPOSITORY / "docs")} - generated <= linked
+
+
+WITH_EXAMPLES = sorted(
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+    for path in REPOSITORY.glob("recipe/**/*.py")
+    if ">>> " in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_examples_in_docstrings_hold(name):
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.attempted and not results.failed

@@ -4,8 +4,6 @@ import json
 
 import pytest
 from omegaconf import OmegaConf, open_dict
-from verl.trainer.main_ppo_v0 import BaseTaskRunner
-from verl.trainer.ppo.ray_trainer import Role
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import (
     FSDPActorConfig,
@@ -15,7 +13,6 @@ from verl.workers.config import (
     McoreEngineConfig,
     McoreOptimizerConfig,
 )
-from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from recipe.partial_rollout import main_ppo
 
@@ -121,21 +118,3 @@ def test_fsdp2_is_the_default(build):
     for part in ("actor", "ref", "critic"):
         assert isinstance(built[part].engine, FSDPEngineConfig), part
         assert built[part].strategy == built[part].engine.strategy == "fsdp2"
-
-
-@pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
-def test_both_engines_are_served_by_the_same_workers(build, engine):
-    config = build(f"engine={engine}")
-    runner = BaseTaskRunner()
-    worker, _ = runner.add_actor_rollout_worker(config)
-    runner.add_critic_worker(config)
-    assert worker is ActorRolloutRefWorker and worker.actor_worker_cls is TrainingWorker
-    assert set(runner.role_worker_mapping) == {Role.ActorRolloutRef, Role.Critic}
-    assert set(runner.mapping.values()) == {"global_pool"}
-
-
-def test_algorithm_and_engine_are_chosen_apart(build):
-    config = build("engine=megatron", "algorithm=gspo")
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    assert isinstance(actor, McoreActorConfig) and actor.policy_loss.loss_mode == "gspo"
-    assert config.algorithm.rollout_correction.rollout_is == "geometric"

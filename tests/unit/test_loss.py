@@ -128,43 +128,9 @@ def test_equals_the_equation_in_float64_for_three_different_policies(agg_mode, d
         np.testing.assert_allclose(gradient.numpy(), slopes, rtol=tolerance, atol=tolerance)
 
 
-def one_token(*, behaviour=-1.0, proximal=-1.0, current=-1.0, advantage=1.0):
-    row = {"behaviour": behaviour, "proximal": proximal, "current": current, "advantages": advantage, "mask": 1.0}
-    return {key: torch.tensor([[value]], dtype=torch.float64) for key, value in row.items()}
-
-
-def value_of(batch, *, threshold=2.0, **fields):
-    return loss_and_gradient(decoupled_ppo, batch, weights_of(batch, threshold), build_config(**fields), "token-mean")[
-        0
-    ]
-
-
-def test_weight_is_capped():
-    assert value_of(one_token(proximal=0.0, current=0.0), threshold=2.0) == pytest.approx(-2.0)
-    assert value_of(one_token(proximal=0.0, current=0.0), threshold=5.0) == pytest.approx(-math.e)
-
-
-def test_token_above_the_bound_is_masked_but_still_counted():
-    """As AReaL: the weight is zeroed, the denominator keeps the token. ``lower_upper`` is verl's form of it."""
-    both = {key: torch.cat([one_token(proximal=0.0, current=0.0)[key], one_token()[key]], dim=1) for key in one_token()}
-    assert value_of(both, threshold="1e-9_2.0") == pytest.approx(-(0.0 + 1.0) / 2)
-
-
-def test_clip_is_asymmetric():
-    up, down = one_token(current=0.0), one_token(current=-2.0, advantage=-1.0)
-    assert value_of(up, clip_ratio_low=0.2, clip_ratio_high=0.28) == pytest.approx(-1.28)
-    assert value_of(down, clip_ratio_low=0.2, clip_ratio_high=0.28) == pytest.approx(0.8)
-
-
-def test_dual_clip_bounds_the_loss_of_a_bad_token_and_can_be_switched_off():
-    bad = one_token(current=1.0, advantage=-1.0)
-    assert value_of(bad, clip_ratio_c=3.0) == pytest.approx(3.0)
-    assert value_of(bad, clip_ratio_c=None) == pytest.approx(math.exp(2.0))
-
-
 def test_it_never_trains_without_weights():
     with pytest.raises(RuntimeError, match="rollout_is_weights"):
-        loss_and_gradient(decoupled_ppo, one_token(), None, build_config(), "token-mean")
+        loss_and_gradient(decoupled_ppo, build_batch(0), None, build_config(), "token-mean")
 
 
 def build_micro_batch(seed, **facts):
