@@ -8,8 +8,8 @@ import pytest
 from datasets import load_dataset
 from verl.utils.reward_score import default_compute_score
 
+from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.tools.data.command import main
-from recipe.partial_rollout.tools.data.named import DATA_SETS
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "gsm8k"
 
@@ -54,13 +54,9 @@ def test_gsm8k_rows_have_verls_schema(tmp_path):
     assert [row["extra_info"] for row in test] == [{"split": "test", "index": i} for i in range(4)]
     (message,) = train[0]["prompt"]
     assert message["role"] == "user" and message["content"].startswith("Mia has 3 bags")
-
-
-@pytest.mark.parametrize(("answer", "score"), [("12 - 2 = 10\n#### 10", 1.0), ("#### 11", 0.0), ("10", 0.0)])
-def test_verl_scores_gsm8k_rows(tmp_path, answer, score):
-    convert("gsm8k", tmp_path, SAMPLE)
-    row = rows_of(tmp_path / "gsm8k" / "train.parquet")[0]
-    assert default_compute_score(row["data_source"], answer, row["reward_model"]["ground_truth"]) == score
+    for answer, score in (("12 - 2 = 10\n#### 10", 1.0), ("#### 11", 0.0), ("10", 0.0)):
+        assert default_compute_score("openai/gsm8k", answer, train[0]["reward_model"]["ground_truth"]) == score
+    assert train[0]["data_source"] == "openai/gsm8k"
 
 
 def test_folder_of_the_hub_is_read_in_its_main_configuration(tmp_path):
@@ -86,76 +82,6 @@ def test_prompts_are_written_once_in_the_order_of_their_first_row(tmp_path, caps
     assert " 97 " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("answer", "acc"), [("so\nAnswer: 34", True), ("Answer: 35", False)])
-def test_verl_scores_dapo_rows(tmp_path, answer, acc):
-    convert("dapo_math17k", tmp_path, write_jsonl(tmp_path / "raw.jsonl", [dapo_row("a", "34")]))
-    (row,) = rows_of(tmp_path / "dapo_math17k" / "train.parquet")
-    assert default_compute_score(row["data_source"], answer, row["reward_model"]["ground_truth"])["acc"] is acc
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [dapo_row("x", "033"), {"id": 60, "problem": "x", "solution": "", "answer": "033", "url": "", "year": "2024"}],
-)
-def test_both_sources_of_aime24_are_scored_alike(tmp_path, raw):
-    assert convert("aime24", tmp_path, write_jsonl(tmp_path / "raw.jsonl", [raw])) == 0
-    (row,) = rows_of(tmp_path / "aime24" / "test.parquet")
-    assert row["prompt"][0]["content"].split("\n\n")[1] == "x" and row["extra_info"]["split"] == "test"
-    assert default_compute_score(row["data_source"], "Answer: 33", row["reward_model"]["ground_truth"])["acc"] is True
-
-
-def test_every_data_source_has_a_reward_function_in_verl():
-    for data_set in DATA_SETS.values():
-        default_compute_score(data_set.data_source, "Answer: 1", "1")
-
-
-def test_tokens_are_counted_with_a_tokenizer(tmp_path, capsys):
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    core = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "model")
-    assert main(["gsm8k", "--out", str(tmp_path), "--from", str(SAMPLE), "--tokenizer", str(tmp_path / "model")]) == 0
-    assert "median tokens" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "message"),
-    [
-        (
-            "dapo_math17k",
-            [{"text": "a"}],
-            "row 0 is not in the schema of BytedTsinghua-SIA/DAPO-Math-17k: no 'problem'",
-        ),
-        ("dapo_math17k", [], "no rows"),
-        ("gsm8k", [{"question": "a", "answer": "#### 1"}], "a folder with a file of each split (train, test)"),
-    ],
-)
-def test_raw_file_that_does_not_fit_is_refused_in_one_line(tmp_path, capsys, name, rows, message):
-    assert convert(name, tmp_path, write_jsonl(tmp_path / "raw.jsonl", rows)) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
-    assert line.startswith("error: ") and message in line
-    assert not list(tmp_path.rglob("*.parquet"))
-
-
-def test_answer_without_its_mark_is_named_by_row(tmp_path, capsys):
-    rows = [{"question": "a", "answer": "#### 1"}, {"question": "b", "answer": "two"}]
-    for split in ("train", "test"):
-        write_jsonl(tmp_path / f"{split}.jsonl", rows)
-    assert convert("gsm8k", tmp_path / "out", tmp_path) == 2
-    assert "row 1 is not in the schema of openai/gsm8k: no #### in the answer 'two'" in capsys.readouterr().err
-
-
-def test_missing_place_and_broken_file_are_refused(tmp_path, capsys):
-    assert convert("aime24", tmp_path, tmp_path / "nowhere") == 2
-    assert "nowhere: an existing file or folder" in capsys.readouterr().err
-    (tmp_path / "raw.jsonl").write_text("{broken\n")
-    assert convert("aime24", tmp_path, tmp_path / "raw.jsonl") == 2
-    assert "raw.jsonl cannot be read" in capsys.readouterr().err
-
-
 def test_hub_that_cannot_be_reached_says_how_to_get_the_files(tmp_path, capsys, monkeypatch):
     import huggingface_hub
 
@@ -167,3 +93,60 @@ def test_hub_that_cannot_be_reached_says_how_to_get_the_files(tmp_path, capsys, 
     (line,) = capsys.readouterr().err.splitlines()
     assert "openai/gsm8k cannot be downloaded" in line and "--from DIR" in line
     assert "`hf download openai/gsm8k --repo-type dataset --local-dir DIR`" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("dapo_math17k", dapo_row("x", "33")),
+        ("aime24", dapo_row("x", "033")),
+        ("aime24", {"id": 60, "problem": "x", "solution": "", "answer": "033", "url": "", "year": "2024"}),
+    ],
+)
+def test_verl_scores_rows_of_each_source_alike(tmp_path, name, raw):
+    assert convert(name, tmp_path, write_jsonl(tmp_path / "raw.jsonl", [raw])) == 0
+    (path,) = (tmp_path / name).glob("*.parquet")
+    (row,) = rows_of(path)
+    assert row["prompt"][0]["content"].split("\n\n")[1] == "x" and row["extra_info"]["split"] == path.stem
+    for answer, right in (("so\nAnswer: 33", True), ("Answer: 34", False)):
+        score = default_compute_score(row["data_source"], answer, row["reward_model"]["ground_truth"])
+        assert score["acc"] is right
+
+
+def test_tokens_are_counted_with_a_tokenizer(tmp_path, capsys):
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    assert main(["gsm8k", "--out", str(tmp_path), "--from", str(SAMPLE), "--tokenizer", str(tmp_path / "model")]) == 0
+    assert "median tokens" in capsys.readouterr().out
+
+
+WITHOUT_MARK = [{"question": "a", "answer": "#### 1"}, {"question": "b", "answer": "two"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "message"),
+    [
+        (
+            "dapo_math17k",
+            {"raw": [{"text": "a"}]},
+            "row 0 is not in the schema of BytedTsinghua-SIA/DAPO-Math-17k: no 'p",
+        ),
+        ("dapo_math17k", {"raw": []}, "no rows"),
+        ("gsm8k", {"raw": WITHOUT_MARK}, "a folder with a file of each split (train, test)"),
+        (
+            "gsm8k",
+            dict.fromkeys(("train", "test"), WITHOUT_MARK),
+            "row 1 is not in the schema of openai/gsm8k: no ####",
+        ),
+        ("aime24", {}, "an existing file or folder"),
+        ("aime24", {"raw": ["{broken"]}, "raw.jsonl cannot be read"),
+    ],
+)
+def test_raw_file_that_does_not_fit_is_refused_in_one_line(tmp_path, capsys, name, files, message):
+    (tmp_path / "raw").mkdir()
+    for stem, rows in files.items():
+        lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+        (tmp_path / "raw" / f"{stem}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert convert(name, tmp_path / "out", tmp_path / "raw" / ("" if len(files) > 1 else "raw.jsonl")) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith("error: ") and message in line
+    assert not list(tmp_path.rglob("*.parquet"))

@@ -1,13 +1,9 @@
 """One definition each: dashboard and report give the same figure for the same calls and samples."""
 
-import asyncio
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from verl.workers.rollout.llm_server import LLMServerClient
-from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import TakenGroup
@@ -19,7 +15,6 @@ from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout.step_book import batch_metrics, phase_metrics
 from recipe.partial_rollout.tools.report.summary import summarize
 from recipe.partial_rollout.training.run_session import run_settings
-from recipe.partial_rollout.worker.llm_client import ObservedLLMClient
 
 FACTS = RunSettings(Arm.PR, "tiny", 2, 2, 2, 2, 4, "window", "bounded", "0", "0")
 FULL = 4
@@ -50,19 +45,34 @@ def random_phase(seed, *, start=1000.0):
     return RolloutPhase(start, start + 10.0, tuple(calls))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_dashboard_and_report_give_the_same_bubble(tmp_path, seed):
-    phase = random_phase(seed)
-    shown = phase_metrics(phase, FULL, None)["rollout/bubble_fraction"]
-    assert 0 < shown < 1
-    assert reported(tmp_path, [phase]).bubble_fraction == pytest.approx(shown, abs=1e-12)
-
-
-def test_bubble_is_what_a_fine_clock_counts():
+def test_dashboard_and_report_give_the_same_bubble_and_staleness(tmp_path, output):
+    groups = [
+        TakenGroup(f"0/{i}", i, 0, {}, tuple(output(3, version=9 - age) for age in ages))
+        for i, ages in enumerate([(0, 0), (1, 0), (0, 2), (5, 7)])
+    ]
     phase = random_phase(1)
+    summary = reported(tmp_path, [phase], groups)
+    bubble = phase_metrics(phase, FULL, None)["rollout/bubble_fraction"]
+    assert 0 < bubble < 1 and summary.bubble_fraction == pytest.approx(bubble, abs=1e-12)
     clock = np.arange(phase.start, phase.end, 1e-3) + 5e-4
     running = sum(((clock >= c.start + c.queued_s) & (clock < c.end)).astype(int) for c in phase.calls)
-    assert bubble_fraction([phase], FULL) == pytest.approx(1 - np.minimum(running, FULL).mean() / FULL, abs=1e-3)
+    assert bubble == pytest.approx(1 - np.minimum(running, FULL).mean() / FULL, abs=1e-3), "as a fine clock counts"
+    shown = batch_metrics(groups, [TrainedGroup.of(group, 9) for group in groups], 9)
+    assert summary.staleness is not None
+    assert (summary.staleness.mean, summary.staleness.p95, summary.staleness.max) == (
+        pytest.approx(shown["staleness/mean"]),
+        shown["staleness/p95"],
+        shown["staleness/max"],
+    )
+
+
+def test_traces_without_queued_seconds_read_as_none(tmp_path):
+    reported(tmp_path, [RolloutPhase(0.0, 10.0, (call(0, 10, queued_s=2.5),))])
+    trace = tmp_path / "trace.jsonl"
+    for queued_s, text in ((2.5, trace.read_text()), (0.0, trace.read_text().replace(', 2.5, "", false]]', "]]"))):
+        trace.write_text(text)
+        (read,) = load_run(tmp_path).rounds[0].phase.calls
+        assert read.queued_s == queued_s
 
 
 def test_request_that_the_engine_queues_takes_no_slot():
@@ -70,12 +80,8 @@ def test_request_that_the_engine_queues_takes_no_slot():
     phase = RolloutPhase(0.0, 10.0, (call(0, 10), call(0, 10, queued_s=6.0)))
     assert bubble_fraction([phase], 2) == pytest.approx(6 / 20)
     assert call(0, 10, queued_s=6.0).tokens_within(0.0, 8.0) == 5.0
-
-
-def test_request_that_never_ran_takes_no_slot_and_has_no_tokens():
     aborted = call(0, 4, queued_s=9.0, tokens=0)
-    assert bubble_fraction([RolloutPhase(0.0, 10.0, (aborted,))], 1) == 1.0
-    assert aborted.tokens_within(0.0, 10.0) == 0.0
+    assert bubble_fraction([RolloutPhase(0.0, 10.0, (aborted,))], 1) == 1.0 and aborted.tokens_within(0.0, 10.0) == 0.0
 
 
 def test_bubble_of_several_phases_weighs_them_by_time():
@@ -94,55 +100,10 @@ def test_curve_has_a_row_for_each_replica():
     assert curve.running.tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 0]]
 
 
-def test_dashboard_and_report_give_the_same_staleness(tmp_path, output):
-    groups = [
-        TakenGroup(f"0/{i}", i, 0, {}, tuple(output(3, version=9 - age) for age in ages))
-        for i, ages in enumerate([(0, 0), (1, 0), (0, 2), (5, 7)])
-    ]
-    shown = batch_metrics(groups, [TrainedGroup.of(group, 9) for group in groups], 9)
-    summary = reported(tmp_path, [RolloutPhase(0.0, 1.0, ())], groups)
-    assert summary.staleness is not None
-    assert (summary.staleness.mean, summary.staleness.p95, summary.staleness.max) == (
-        pytest.approx(shown["staleness/mean"]),
-        shown["staleness/p95"],
-        shown["staleness/max"],
-    )
-
-
 def test_p95_is_a_value_that_occurs():
     assert p95([0] * 19 + [7]) == 0 and p95([0] * 18 + [3, 7]) == 3
     assert p95([4]) == 4
     assert spread([]) is None and spread([1, 2]).p95 == 2
-
-
-def test_queued_seconds_reach_the_trace_and_traces_without_them_read_as_none(tmp_path):
-    reported(tmp_path, [RolloutPhase(0.0, 10.0, (call(0, 10, queued_s=2.5),))])
-    (read,) = load_run(tmp_path).rounds[0].phase.calls
-    assert read.queued_s == 2.5
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(trace.read_text().replace(', 2.5, "", false]]', "]]"))
-    (read,) = load_run(tmp_path).rounds[0].phase.calls
-    assert read.queued_s == 0.0
-
-
-def test_call_keeps_what_its_replica_says_of_the_queue(monkeypatch):
-    async def generate(self, request_id, **_):
-        await self._acquire_server(request_id)
-        return TokenOutput(token_ids=[5], extra_fields={"global_steps": 1, "queued_s": 0.25})
-
-    async def acquire(self, request_id, **_):
-        return "a", None
-
-    monkeypatch.setattr(LLMServerClient, "generate", generate)
-    monkeypatch.setattr(LLMServerClient, "_acquire_server", acquire)
-
-    async def run():
-        client = ObservedLLMClient(SimpleNamespace())
-        output = await client.generate("r", prompt_ids=[1], sampling_params={})
-        return output, client.take_calls()
-
-    output, (noted,) = asyncio.run(run())
-    assert noted.queued_s == 0.25 and "queued_s" not in output.extra_fields, "no agent loop carries it on"
 
 
 @pytest.mark.parametrize(("enable", "noted"), [(True, 1.5), (False, None)])

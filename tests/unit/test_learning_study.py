@@ -8,14 +8,12 @@ import pytest
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.preflight.placement_check import check_placement
-from recipe.partial_rollout.records.jsonl import Fields
-from tests.studies.learning.arms import COMMON, LR, at_rates
+from tests.studies.learning.arms import COMMON, at_rates
 from tests.studies.learning.campaign import Campaign
-from tests.studies.learning.document import report
 from tests.studies.learning.eta import ETA_ARMS
 from tests.studies.learning.figures import Gap, compare
-from tests.studies.learning.run import LearningRun, read_run
-from tests.studies.runner import Study, StudyError
+from tests.studies.learning.run import LearningRun
+from tests.studies.runner import Study
 
 STEPS = 6
 
@@ -41,11 +39,11 @@ def build_run(
     )
 
 
-def write_metrics(directory, rewards, *, steps=STEPS):
+def write_metrics(directory, rewards):
     """``metrics.jsonl`` of a run with a validation after every second step."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = []
-    for step in range(1, steps + 1):
+    for step in range(1, STEPS + 1):
         values = {
             "training/global_step": step,
             "timing_s/gen": 1.0,
@@ -60,11 +58,6 @@ def write_metrics(directory, rewards, *, steps=STEPS):
         lines.append({"step": step, "data": values})
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (directory / "run.json").write_text(json.dumps({"complete": True}))
-
-
-def build_campaign(out, *, arms=("noPR",), starts=(0,), seeds=(1,), rates=(3e-4,)):
-    study = Study(out, at_rates(arms, rates), seeds, STEPS, "quickstart_cpu")
-    return Campaign(study, starts, out / "runs.jsonl")
 
 
 @pytest.fixture
@@ -83,18 +76,6 @@ def trainings(monkeypatch):
     return ran
 
 
-def test_every_arm_is_trained_at_every_rate():
-    arms = at_rates(["noPR", "PR_bounded_1.5"], [1e-4, 3e-4])
-
-    assert [arm.name for arm in arms] == [
-        "noPR@0.0001",
-        "noPR@0.0003",
-        "PR_bounded_1.5@0.0001",
-        "PR_bounded_1.5@0.0003",
-    ]
-    assert f"{LR}=0.0003" in arms[3].overrides
-
-
 def test_eta_is_window_and_bound_of_separate_placement(composed_config):
     etas = set()
     for arm in ETA_ARMS:
@@ -108,64 +89,24 @@ def test_eta_is_window_and_bound_of_separate_placement(composed_config):
     assert len(etas) == len(ETA_ARMS) == 15 and {eta for eta, *_ in etas} == {0, 1, 2, 4, 8}
 
 
-def test_final_reward_is_the_mean_of_the_last_three_validations():
-    run = build_run((0.1, 0.2, 0.3, 0.6, 0.9))
-
-    assert run.final == pytest.approx(0.6)
-    assert run.area == pytest.approx(0.42)
-
-
-def test_a_fall_is_measured_from_the_best_three_validations():
-    assert build_run((0.5, 0.9, 0.9, 0.9, 0.6, 0.6)).fall == pytest.approx(0.2)
-    assert build_run((0.1, 0.2, 0.3, 0.4)).fall == 0
-
-
-def test_quality_is_reached_where_two_validations_in_a_row_reach_it():
-    assert build_run((0.5, 0.95, 0.8, 0.9, 0.91, 0.7)).seconds_to(0.9) == 4.0
-
-
-def test_a_run_survives_the_ledger():
-    run = build_run(k3_kl=(0.125,) * 6)
-
-    assert LearningRun.from_json(Fields("here", json.loads(json.dumps(run.to_json())))) == run
-
-
-def test_a_run_is_read_from_its_metrics(tmp_path):
-    write_metrics(tmp_path, (0.8, 0.9, 0.95))
-
-    run = read_run(tmp_path, arm="PR", rate=3e-4, start=0, seed=1, overrides=(), task="task", commit="abc")
-
-    assert run.validated_at == (2, 4, 6)
-    assert run.held_out == (0.8, 0.9, 0.95)
-    assert (run.staleness_mean, run.staleness_max) == (1.0, 6)
-    assert run.series["k3_kl"] == ()
-
-
-def test_a_run_in_the_ledger_is_not_trained_again(tmp_path, trainings):
-    campaign = build_campaign(tmp_path)
+def test_a_run_in_the_ledger_is_read_from_its_metrics_and_not_trained_again(tmp_path, trainings):
+    study = Study(tmp_path, at_rates(("noPR",), (3e-4,)), (1,), STEPS, "quickstart_cpu")
+    campaign = Campaign(study, (0,), tmp_path / "runs.jsonl")
     assert campaign.run_missing() == 1
     trained = len(trainings)
-
-    assert campaign.missing() == []
-    assert campaign.run_missing() == 0
-    assert len(trainings) == trained
-
-
-def test_the_ledger_counts_although_the_directories_are_gone(tmp_path, trainings):
-    first = build_campaign(tmp_path / "there")
-    first.run_missing()
-
-    second = Campaign(build_campaign(tmp_path / "here").study, (0,), first.ledger)
-
-    assert second.missing() == []
-    assert [run.final for run in second.chosen()] == [pytest.approx(0.8833, abs=1e-4)]
+    assert campaign.missing() == [] and campaign.run_missing() == 0 and len(trainings) == trained
+    (run,) = campaign.chosen()
+    assert run.final == pytest.approx(0.8833, abs=1e-4)
+    assert (run.validated_at, run.held_out) == ((2, 4, 6), (0.8, 0.9, 0.95))
+    assert (run.staleness_mean, run.staleness_max, run.series["k3_kl"]) == (1.0, 6, ())
 
 
-def test_a_warm_start_that_fails_ends_the_study(tmp_path, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
-
-    with pytest.raises(StudyError, match="the warm start of seed 0 failed"):
-        build_campaign(tmp_path).run_missing()
+def test_figures_of_a_run_are_means_of_its_validations():
+    run = build_run((0.1, 0.2, 0.3, 0.6, 0.9))
+    assert (run.final, run.area) == (pytest.approx(0.6), pytest.approx(0.42)), "the last three, and all"
+    assert build_run((0.5, 0.9, 0.9, 0.9, 0.6, 0.6)).fall == pytest.approx(0.2), "from the best three"
+    assert build_run((0.1, 0.2, 0.3, 0.4)).fall == 0
+    assert build_run((0.5, 0.95, 0.8, 0.9, 0.91, 0.7)).seconds_to(0.9) == 4.0, "twice in a row"
 
 
 def test_arms_are_compared_within_pairs():
@@ -177,37 +118,13 @@ def test_arms_are_compared_within_pairs():
         build_run((0.9, 0.7, 0.7, 0.7), arm="PR_in_order_3", seed=2, rollout_s=(0.4,) * 4),
         build_run(rising, arm="PR_in_order_3", seed=3),
     ]
-
     base, ours = compare(runs)
-
     assert (base.arm, base.held, ours.held) == ("noPR", 1, 1)
     assert [run.seed for run in ours.runs] == [1, 2]
     assert ours.gap(lambda run: run.final) == Gap(pytest.approx(0.05), pytest.approx(0.05))
     assert ours.ratio(lambda run: run.rollout_per_token) == pytest.approx(0.45)
     assert ours.ratio(lambda run: run.step_per_token) == pytest.approx(0.75)
-
-
-def test_time_to_quality_is_compared_where_both_reach_it():
-    late, early = (0.5, 0.5, 0.5, 0.9, 0.9), (0.5, 0.5, 0.9, 0.9, 0.9)
-    runs = [
-        build_run(late, seed=1),
-        build_run(late, arm="PR_in_order_3", seed=1, step_s=1.0),
-        build_run(late, seed=2),
-        build_run(early, arm="PR_in_order_3", seed=2, step_s=1.0),
-        build_run((0.5,) * 5, seed=3),
-        build_run(early, arm="PR_in_order_3", seed=3, step_s=1.0),
-    ]
-
-    assert compare(runs)[1].time_ratio(lambda base: 0.9) == pytest.approx(0.375)
-    assert compare(runs[:2])[1].time_ratio(lambda base: base.final + 1) is None
-
-
-def test_the_report_has_every_arm_and_every_run(tmp_path):
-    runs = [build_run(), build_run(arm="PR_in_order_3"), build_run(arm="PR_in_order_3", seed=2)]
-
-    table = report(runs, tmp_path, "bash study.sh")
-
-    text = (tmp_path / "runs.md").read_text()
-    assert [row[0] for row in table.rows] == ["noPR", "PR, in_order, overlap 3"]
-    assert text.count("PR, in_order, overlap 3") == 3
-    assert "`bash study.sh`" in text and (tmp_path / "runs.png").stat().st_size > 5_000
+    late = (0.5, 0.5, 0.5, 0.9, 0.9)
+    _, ours = compare([build_run(late), build_run(late, arm="PR_in_order_3", step_s=1.0)])
+    assert ours.time_ratio(lambda base: 0.9) == 0.5
+    assert ours.time_ratio(lambda base: base.final + 1) is None, "neither reaches it"

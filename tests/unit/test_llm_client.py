@@ -71,12 +71,12 @@ def engine(monkeypatch):
     return script
 
 
-def tokens(*ids, stop="completed", version=0, log_probs=True, marks=None):
+def tokens(*ids, stop="completed", version=0, log_probs=True, marks=None, **fields):
     return TokenOutput(
         token_ids=list(ids),
         log_probs=[-0.1 * i for i in ids] if log_probs else None,
         stop_reason=stop,
-        extra_fields={"global_steps": version} | ({"version_marks": marks} if marks else {}),
+        extra_fields={"global_steps": version} | ({"version_marks": marks} if marks else {}) | fields,
     )
 
 
@@ -382,9 +382,9 @@ def test_validation_calls_go_to_the_replicas_without_verls_load_balancer_once_th
 
 
 def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
-    engine.answers = [tokens(5, 6, version=9, stop="aborted"), tokens(7, version=10), tokens(5)]
+    engine.answers = [tokens(5, 6, version=9, stop="aborted", queued_s=0.25), tokens(7, version=10), tokens(5)]
     client = PartialRolloutLLMClient(CONFIG)
-    generate(client, live())
+    assert "queued_s" not in generate(client, live()).extra_fields, "no agent loop carries it on"
     asyncio.run(client.generate("0123456789abcdef", prompt_ids=[1], sampling_params={}))
     calls = client.take_calls()
     assert [(call.sample, call.interrupted, call.tokens, call.version) for call in calls] == [
@@ -393,6 +393,7 @@ def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
         # Without a training sample it has verl's request id.
         ("0123456789ab", False, 1, 0),
     ]
+    assert [call.queued_s for call in calls] == [0.25, 0.0, 0.0]
     assert all(call.replica == "replica-7" and call.end >= call.start for call in calls) and client.take_calls() == []
 
 
