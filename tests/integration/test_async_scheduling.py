@@ -5,7 +5,6 @@ At the step in question two are under way: one that stands still until the core 
 
 import asyncio
 import itertools
-import random
 import runpy
 from pathlib import Path
 
@@ -116,21 +115,6 @@ class Bench:
         await running
         return acted, await self.faults_of(samples, kv == "keep" and action == "hold")
 
-    async def storm(self, protocol, kv, rng):
-        """What went wrong in a longer generation with many actions at any moment."""
-        server, name = self.servers[kv], next(self.names)
-        samples = self.samples(24, rng.choice(list(self.scripted.ROOM)))
-        await self.begin(server, protocol)
-        running = asyncio.gather(*[sample.run(server, name) for sample in samples])
-        while not running.done():
-            await asyncio.sleep(rng.random() * rng.choice([0.001, 0.01, 0.1]))
-            urgent, last = await self.act(server, rng.choice(ACTIONS))
-            await asyncio.sleep(rng.random() * rng.choice([0.001, 0.1]))
-            samples.append(urgent)
-            await last
-        await running
-        return await self.faults_of(samples, kv == "keep")
-
     async def begin(self, server, protocol):
         await self.engine.reset_prefix_cache()
         await self.core("speak", protocol == "V2")
@@ -222,12 +206,3 @@ def test_planted_fault_is_found(bench, monkeypatch, fault):
     else:
         monkeypatch.setattr(replica, "freeze", uncleared)
     assert run(engine.at_every_step("V2", "plentiful", "recompute", "hold"))[1]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("kv", ["recompute", "keep"])
-@pytest.mark.parametrize("protocol", ["V1", "V2"])
-def test_no_moment_is_a_bad_one(bench, protocol, kv, seed):
-    run, engine = bench
-    assert run(asyncio.wait_for(engine.storm(protocol, kv, random.Random(seed)), WAIT_S)) == []

@@ -1,11 +1,11 @@
 """The acceptance's own assertions: a sound run passes each, and each fails for the run that breaks it."""
 
+import contextlib
 import json
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
+import psutil
 import pytest
 from omegaconf import OmegaConf
 
@@ -57,10 +57,6 @@ def judged(monkeypatch, tmp_path):
     return build
 
 
-def test_sound_run_passes_every_check(judged):
-    assert judged(*[build_step() for _ in range(4)]) == []
-
-
 @pytest.mark.parametrize(
     ("broken", "name"),
     [
@@ -73,23 +69,24 @@ def test_sound_run_passes_every_check(judged):
         ({"interrupt_s": 0.12}, "seconds to interrupt"),
     ],
 )
-def test_each_check_fails_for_the_run_that_breaks_it(judged, broken, name):
+def test_check_fails_for_the_run_that_breaks_it_in_its_last_step(judged, broken, name):
     assert name in judged(*[build_step() for _ in range(3)], build_step(**broken))
 
 
 @pytest.mark.parametrize(
-    ("steps", "run", "name"),
+    ("steps", "run", "failed"),
     [
-        ({"staleness": 0}, {}, "staleness"),
-        ({"segments": 1}, {}, "responses that were interrupted and resumed"),
-        ({}, {"violations": ["a prompt was lost"]}, "audit"),
-        ({}, {"terminal": FREED * 3 + ENGINE}, "rounds after which sleep freed 40 GiB"),
-        ({}, {"terminal": FREED.replace("52.1", "12.1") * 9 + ENGINE}, "rounds after which sleep freed 40 GiB"),
-        ({}, {"terminal": FREED * 4}, "asynchronous scheduling"),
+        ({}, {}, []),
+        ({"staleness": 0}, {}, ["staleness"]),
+        ({"segments": 1}, {}, ["responses that were interrupted and resumed"]),
+        ({}, {"violations": ["a prompt was lost"]}, ["audit"]),
+        ({}, {"terminal": FREED * 3 + ENGINE}, ["rounds after which sleep freed 40 GiB"]),
+        ({}, {"terminal": FREED.replace("52.1", "12.1") * 9 + ENGINE}, ["rounds after which sleep freed 40 GiB"]),
+        ({}, {"terminal": FREED * 4}, ["asynchronous scheduling"]),
     ],
 )
-def test_run_without_what_it_is_to_show_is_not_accepted(judged, steps, run, name):
-    assert judged(*[build_step(**steps) for _ in range(4)], **run) == [name]
+def test_run_is_accepted_with_all_that_it_is_to_show(judged, steps, run, failed):
+    assert judged(*[build_step(**steps) for _ in range(4)], **run) == failed
 
 
 @pytest.mark.parametrize(
@@ -130,20 +127,9 @@ def test_part_that_hangs_is_killed_with_all_that_it_started(tmp_path):
     child = "import subprocess,time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
     check = plan._process("training", ["-c", child], log, AS_CHOSEN, 3.0)
     assert not check.passed and check.measured == "killed after 3 s"
-    # A killed process goes only once the system has time for it.
-    for _ in range(200):
-        if (state := state_of(int(log.read_text()))) in (None, "Z"):
-            break
-        time.sleep(0.05)
-    assert state in (None, "Z")
-
-
-def state_of(pid):
-    """The letter of ``/proc``; None: there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2]
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+    with contextlib.suppress(psutil.NoSuchProcess):
+        left = psutil.Process(int(log.read_text()))
+        assert left.status() == psutil.STATUS_ZOMBIE or left.wait(10) is None
 
 
 def test_both_shapes_fit_one_device_and_their_config_passes_the_checks(composed_config, tmp_path):

@@ -25,20 +25,36 @@ def nodes_of(*tables, answers=lambda address, port: True):
     return ClusterNodes(table=lambda: left.pop(0) if len(left) > 1 else left[0], answers=answers)
 
 
-def test_node_that_died_meanwhile_is_named_with_its_reason():
-    dead = node("second", alive=False, reason="health check failed due to missing too many heartbeats")
-    nodes = nodes_of([node("first"), node("second")], [node("first"), dead])
-    assert nodes.lost() == ["second (10.0.0.2): health check failed due to missing too many heartbeats"]
+FIRST, MUTE = node("first"), node("second", port=7002)
+DEAD = node("second", alive=False, reason="missing too many heartbeats")
 
 
-def test_node_that_no_longer_answers_is_lost_before_ray_notices():
-    nodes = nodes_of([node("first"), node("second", port=7002)], answers=lambda address, port: port != 7002)
-    assert nodes.lost() == ["second (10.0.0.2): its raylet does not answer"]
+@pytest.mark.parametrize(
+    ("tables", "lost"),
+    [
+        ([[FIRST, node("second")], [FIRST, DEAD]], ["second (10.0.0.2): missing too many heartbeats"]),
+        # It no longer answers; Ray has not noticed.
+        ([[FIRST, MUTE]], ["second (10.0.0.2): its raylet does not answer"]),
+        # It was dead before the run.
+        ([[FIRST, DEAD]], []),
+        ([[node("10.0.0.2")], [node("10.0.0.2", alive=False)]], ["10.0.0.2: Ray gives no reason"]),
+    ],
+)
+def test_node_that_died_meanwhile_is_named_with_its_reason(tables, lost):
+    nodes = nodes_of(*tables, answers=lambda address, port: port != 7002)
+    assert nodes.lost() == lost
+    if not lost:
+        nodes.blame(RuntimeError("a failure on living nodes keeps its own words"), "resume like this")
 
 
-def test_node_that_was_dead_before_the_run_is_not_blamed():
-    nodes = nodes_of([node("first"), node("old", alive=False, reason="terminated")])
-    assert nodes.lost() == []
+def test_ray_that_no_longer_answers_hides_no_failure():
+    def table():
+        if seen.pop():
+            raise ConnectionError("the head is gone")
+        return [FIRST]
+
+    seen = [True, False]
+    assert ClusterNodes(table=table, answers=lambda address, port: True).lost() == []
 
 
 def test_node_whose_death_was_outlived_is_not_blamed_for_a_later_failure():
@@ -47,11 +63,6 @@ def test_node_whose_death_was_outlived_is_not_blamed_for_a_later_failure():
     assert nodes.lost() == ["third (10.0.0.2): power"]
     nodes.outlive()
     assert nodes.lost() == []
-
-
-def test_node_named_by_its_address_is_named_once():
-    nodes = nodes_of([node("10.0.0.2")], [node("10.0.0.2", alive=False)])
-    assert nodes.lost() == ["10.0.0.2: Ray gives no reason"]
 
 
 def test_failure_after_a_nodes_death_names_the_node_and_how_to_resume():
@@ -64,50 +75,29 @@ def test_failure_after_a_nodes_death_names_the_node_and_how_to_resume():
     )
 
 
-def test_failure_on_living_nodes_keeps_its_own_words():
-    nodes_of([node("first")]).blame(RuntimeError("no reward"), "resume like this")
-
-
-def test_ray_that_no_longer_answers_hides_no_failure():
-    def fails():
-        raise ConnectionError("the head is gone")
-
-    seen = [lambda: [node("first")], fails]
-    nodes = ClusterNodes(table=lambda: seen.pop(0)(), answers=lambda address, port: True)
-    assert nodes.lost() == []
-
-
-def ray_options(monkeypatch, ray_address, **options):
-    """What ``start_ray`` gives ``ray.init`` under this ``RAY_ADDRESS``."""
-    given = {}
+@pytest.mark.parametrize(
+    ("ray_address", "options", "given"),
+    [
+        # The cluster that it joins keeps its own resources.
+        ("10.0.0.1:6379", {"num_cpus": 32, "num_gpus": 1, "log_to_driver": False}, {"log_to_driver": False}),
+        (None, {"num_cpus": 4, "address": "auto"}, {"address": "auto"}),
+        # It sizes its Ray, and joins no other by chance.
+        (None, {"num_cpus": 4}, {"address": "local", "num_cpus": 4}),
+        ("local", {"num_cpus": 4}, {"address": "local", "num_cpus": 4}),
+        # Without sizes it finds its Ray as verl does.
+        (None, {"num_cpus": None}, {"num_cpus": None}),
+    ],
+)
+def test_run_joins_the_ray_that_it_is_given_or_starts_its_own(monkeypatch, capsys, ray_address, options, given):
+    asked = {}
     monkeypatch.setattr(task_runner.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(task_runner.ray, "init", lambda **kwargs: given.update(kwargs))
-    if ray_address is None:
-        monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    else:
+    monkeypatch.setattr(task_runner.ray, "init", lambda **kwargs: asked.update(kwargs))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if ray_address is not None:
         monkeypatch.setenv("RAY_ADDRESS", ray_address)
     task_runner.start_ray(OmegaConf.create({"ray_kwargs": {"ray_init": options}}))
-    del given["runtime_env"]
-    return given
-
-
-def test_cluster_that_is_joined_keeps_its_own_resources(monkeypatch, capsys):
-    given = ray_options(monkeypatch, "10.0.0.1:6379", num_cpus=32, num_gpus=1, log_to_driver=False)
-    assert given == {"log_to_driver": False}
-    assert "10.0.0.1:6379" in capsys.readouterr().out
-
-
-def test_address_among_the_options_counts_as_well(monkeypatch):
-    assert ray_options(monkeypatch, None, num_cpus=4, address="auto") == {"address": "auto"}
-
-
-@pytest.mark.parametrize("address", [None, "local"])
-def test_run_that_sizes_its_ray_joins_no_other_by_chance(monkeypatch, address):
-    assert ray_options(monkeypatch, address, num_cpus=4) == {"address": "local", "num_cpus": 4}
-
-
-def test_run_without_sizes_finds_its_ray_as_verl_does(monkeypatch):
-    assert ray_options(monkeypatch, None, num_cpus=None) == {"num_cpus": None}
+    del asked["runtime_env"]
+    assert asked == given and ("10.0.0.1:6379" in capsys.readouterr().out) == (ray_address == "10.0.0.1:6379")
 
 
 def test_trainers_rendezvous_port_is_one_that_the_kernel_does_not_hand_out(tmp_path):

@@ -72,7 +72,8 @@ def slurm(tmp_path):
 
 @pytest.fixture
 def log(tmp_path):
-    return lambda: (tmp_path / "log").read_text().splitlines() if (tmp_path / "log").exists() else []
+    (tmp_path / "log").touch()
+    return lambda: (tmp_path / "log").read_text().splitlines()
 
 
 def until(condition, process=None, seconds=30):
@@ -170,12 +171,6 @@ def ray_job():
     return yaml.safe_load(MANIFEST.read_text())["spec"]
 
 
-def cluster_of(ray_job):
-    """The pod of the head, and that of the workers."""
-    (workers,) = ray_job["rayClusterSpec"]["workerGroupSpecs"]
-    return ray_job["rayClusterSpec"]["headGroupSpec"]["template"]["spec"], workers["template"]["spec"]
-
-
 def test_manifest_runs_a_recipe_on_the_nodes_that_it_asks_for(ray_job):
     program, script = ray_job["entrypoint"].split()
     place = re.search(r"^WORKDIR (\S+)$", (ROOT / "docker" / "Dockerfile.gpu").read_text(), re.M)[1]
@@ -190,35 +185,28 @@ def test_manifest_runs_a_recipe_on_the_nodes_that_it_asks_for(ray_job):
     assert limits == requests
 
 
-def test_manifests_pods_share_image_and_storage_and_have_ray_of_this_repository(ray_job):
+def test_manifests_pods_are_alike_and_wait_for_the_trainer_to_save(ray_job):
     assert ray_job["rayClusterSpec"]["rayVersion"] == ray.__version__
-    head, workers = cluster_of(ray_job)
-    assert head["containers"][0]["image"] == workers["containers"][0]["image"]
-    for pod in (head, workers):
-        assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
-
-
-def test_manifests_pods_wait_for_the_trainer_to_save(ray_job):
+    (workers,) = ray_job["rayClusterSpec"]["workerGroupSpecs"]
+    pods = [each["template"]["spec"] for each in (ray_job["rayClusterSpec"]["headGroupSpec"], workers)]
     seconds = int(yaml.safe_load(ray_job["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"])
-    for pod in cluster_of(ray_job):
-        program, flag, command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert len({pod["containers"][0]["image"] for pod in pods}) == 1
+    stops = []
+    for pod in pods:
+        (container,) = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+        assert pod["terminationGracePeriodSeconds"] == seconds
+        program, flag, command = container["lifecycle"]["preStop"]["exec"]["command"]
         assert (program, flag) == ("bash", "-c")
         assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0
-        assert pod["terminationGracePeriodSeconds"] == seconds
-
-
-def test_worker_pod_waits_for_an_actor_and_not_for_an_idle_worker_of_ray(ray_job):
-    command = cluster_of(ray_job)[1]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][2]
-    pattern = re.search(r"pgrep -f '(.+?)'", command)[1]
+        stops.append(command)
+    # The head signals the trainer and not its own shell; a worker waits for an actor, not for an idle process of Ray.
+    for pattern in re.findall(r"-f '(.+?)'", stops[0]):
+        assert re.search(pattern, "python -m recipe.partial_rollout.main_ppo --config-name recipe")
+        assert not re.search(pattern, stops[0])
+    pattern = re.search(r"pgrep -f '(.+?)'", stops[1])[1]
     titles = {"ray::WorkerDict.actor_update": True, "ray::IDLE": False, "ray::IDLE_SpillWorker": False, "raylet": False}
     assert {title: bool(re.search(pattern, title)) for title in titles} == titles
-
-
-def test_head_pod_signals_the_trainer_and_not_its_own_shell(ray_job):
-    command = cluster_of(ray_job)[0]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][2]
-    for pattern in re.findall(r"-f '(.+?)'", command):
-        assert re.search(pattern, "python -m recipe.partial_rollout.main_ppo --config-name recipe")
-        assert not re.search(pattern, command)
 
 
 def test_variables_of_the_runtime_environments_are_read_and_their_paths_are_absolute(ray_job):

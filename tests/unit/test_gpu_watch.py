@@ -42,8 +42,6 @@ def test_sampler_averages_over_gpus_that_say_and_forgets_what_was_taken(monkeypa
     assert sampler.take() == (3.0, 4)
     assert sampler.take() == (0.0, 0)
 
-
-def test_node_without_nvml_samples_nothing(monkeypatch):
     def absent():
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
@@ -59,10 +57,8 @@ def test_step_has_the_mean_over_all_nodes_and_no_figure_without_a_sample(monkeyp
     assert watch.take_metrics() == {"gpu/utilisation": pytest.approx(0.6)}
     assert GpuWatch([Handle((0.0, 0))]).take_metrics() == GpuWatch([]).take_metrics() == {}
 
-
-def test_node_that_does_not_answer_costs_the_step_its_figure_only(monkeypatch):
     def late(taken, timeout):
         raise gpu_watch.ray.exceptions.GetTimeoutError
 
     monkeypatch.setattr(gpu_watch.ray, "get", late)
-    assert GpuWatch([Handle((1.0, 1))]).take_metrics() == {}
+    assert GpuWatch([Handle((1.0, 1))]).take_metrics() == {}, "a node that does not answer costs the figure only"

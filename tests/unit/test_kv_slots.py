@@ -4,8 +4,6 @@ import asyncio
 import math
 from types import SimpleNamespace
 
-import pytest
-
 from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.rollout.context import RolloutContext
@@ -23,19 +21,11 @@ def call(tokens, context):
 
 def test_scarce_kv_bounds_the_slots_and_the_line_says_why():
     chosen = slots()
-    assert chosen.per_replica == 37
+    assert [chosen.per_replica, slots(kv=10_000_000).per_replica, slots(kv=100).per_replica] == [37, 128, 1]
     assert chosen.describe() == (
         "slots per replica: 37 (KV cache holds 21,504 tokens, a sample is estimated at 576 = prompt_length 64 + "
         "response_length 1,024 / 2 until rounds are measured; rollout.max_num_seqs=128)"
     )
-
-
-def test_seats_bound_the_slots_where_kv_abounds():
-    assert slots(kv=10_000_000).per_replica == 128
-
-
-def test_a_cache_smaller_than_a_sample_still_runs_one():
-    assert slots(kv=100).per_replica == 1
 
 
 def test_slots_that_are_given_stay_with_a_warning_where_kv_cannot_hold_them():
@@ -56,30 +46,20 @@ def test_engine_that_does_not_say_has_all_its_seats():
 
 def test_slots_follow_the_context_that_is_measured(capsys):
     chosen = slots()
+    for nothing in ([], [call(0, 64)], [call(100, None)]):
+        chosen.reckon(nothing)
+    assert chosen.per_replica == 37
     # A token of the first call is decoded beside 114 others on average, one of the second beside 264.
     chosen.reckon([call(100, 64), call(300, 114)])
     mean = (100 * 114 + 300 * 264) / 400
     assert chosen.per_replica == int(KV_SHARE * 21_504 / mean) == 75
     assert capsys.readouterr().out.startswith("slots per replica: 75 from here on")
+    chosen.reckon([call(102, 64), call(306, 114)])
+    assert chosen.per_replica == 75, "small changes are not made"
     chosen.reckon([call(4000, 64)])
     assert chosen.per_replica == 8
     chosen.reckon([call(1, 1)])
     assert chosen.per_replica == 128
-
-
-@pytest.mark.parametrize("calls", [[], [call(0, 64)], [call(100, None)]])
-def test_round_that_decoded_nothing_changes_nothing(calls):
-    chosen = slots()
-    chosen.reckon(calls)
-    assert chosen.per_replica == 37
-
-
-def test_small_changes_are_not_made():
-    chosen = slots()
-    chosen.reckon([call(100, 64)])
-    before = chosen.per_replica
-    chosen.reckon([call(104, 64)])
-    assert chosen.per_replica == before
 
 
 class Control:
@@ -94,31 +74,20 @@ class Control:
         return self.preemptions
 
 
-def context_with(chosen):
-    """What the trainer lends, of which only two replicas and their slots are there."""
-    settings = SimpleNamespace(batch_samples=96, deadlines=Deadlines())
-    return RolloutContext(settings, Control(), chosen, *[None] * 5, steps_per_epoch=1, last_step=1)
-
-
 def test_workers_get_their_part_of_the_slots_that_were_reckoned_anew():
-    sent = []
+    sent, chosen = [], slots()
 
     async def resize(capacity):
         sent.append(capacity)
 
-    context = context_with(slots())
-    workers = WorkerShares(context.slots, 2, 3, SimpleNamespace(resize_workers=SimpleNamespace(remote=resize)), 5.0)
+    settings = SimpleNamespace(batch_samples=96, deadlines=Deadlines())
+    context = RolloutContext(settings, Control(), chosen, *[None] * 5, steps_per_epoch=1, last_step=1)
+    workers = WorkerShares(chosen, 2, 3, SimpleNamespace(resize_workers=SimpleNamespace(remote=resize)), 5.0)
     assert context.full_concurrency == 74 and workers.per_worker == math.ceil(74 / 3)
-    asyncio.run(workers.reckon((call(100, 64), call(300, 114))))
-    assert sent == [50] == [workers.per_worker], "two replicas with 75 slots, three workers"
+    assert asyncio.run(context.engine_metrics()) == {"rollout/slots_per_replica": 37, "rollout/preemptions": 4}
+    for _ in range(2):
+        asyncio.run(workers.reckon((call(100, 64), call(300, 114))))
+        assert sent == [50] == [workers.per_worker], "two replicas with 75 slots, three workers"
     assert context.full_concurrency == 96, "a batch has no more"
-    asyncio.run(workers.reckon((call(100, 64), call(300, 114))))
-    assert sent == [50]
-
-
-def test_slots_and_preemptions_are_figures_of_a_step():
-    context = context_with(slots())
-    expected = {"rollout/slots_per_replica": 37, "rollout/preemptions": 4}
-    assert asyncio.run(context.engine_metrics()) == expected
     context.control.preemptions = None
-    assert asyncio.run(context.engine_metrics()) == {"rollout/slots_per_replica": 37}
+    assert asyncio.run(context.engine_metrics()) == {"rollout/slots_per_replica": 75}
