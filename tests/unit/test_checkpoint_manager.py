@@ -12,8 +12,7 @@ from recipe.partial_rollout.manager.messages import VersionStart
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.replicas import ServerControl
-from recipe.partial_rollout.training.weight_sync import RecipeCheckpointManager
-from recipe.partial_rollout.training.weight_transfer import WeightSyncError
+from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager, WeightSyncError
 
 SERVER_DIED = RayActorError()
 ENGINE_DIED = RuntimeError("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue")

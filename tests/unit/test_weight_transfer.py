@@ -8,10 +8,10 @@ from ray.exceptions import RayActorError, RayTaskError
 from verl.checkpoint_engine import CheckpointEngineManager
 
 from recipe.partial_rollout.training import weight_transfer
-from recipe.partial_rollout.training.weight_sync import RecipeCheckpointManager
 from recipe.partial_rollout.training.weight_transfer import (
     CachedTransfer,
     HeldTransfer,
+    RecipeCheckpointManager,
     WeightSyncError,
     transfer_of,
     watched,

@@ -82,7 +82,7 @@ CONTRACT = (
     Uses("verl.single_controller.ray.base:RayWorkerGroup", "task_runner", calls={"__init__": "*, master_port_range"}),
     Uses(
         "verl.workers.engine_workers:ActorRolloutRefWorker",
-        "ray_trainer weight_sync weight_transfer",
+        "ray_trainer weight_transfer",
         calls={
             "set_loss_fn": "loss_fn",
             "update_weights": "*, global_steps, mode",
@@ -154,7 +154,7 @@ CONTRACT = (
         "agent_loop_worker",
         calls={"rollout_trace_attr": "*, step, sample_index, rollout_n, validate, name, trace"},
     ),
-    Uses("verl.utils.ray_utils", "weight_sync weight_transfer agent_loop_manager", calls={"auto_await": "func"}),
+    Uses("verl.utils.ray_utils", "weight_transfer agent_loop_manager", calls={"auto_await": "func"}),
     Uses(
         "verl.workers.rollout.llm_server:LLMServerClient",
         "llm_client",
@@ -225,7 +225,7 @@ CONTRACT = (
     ),
     Uses(
         "verl.checkpoint_engine:CheckpointEngineManager",
-        "weight_sync weight_transfer",
+        "weight_transfer",
         has="backend backend_cls config actor_wg replicas",
         calls={
             "update_weights": "global_steps",

@@ -37,7 +37,7 @@ from recipe.partial_rollout.training.gpu_watch import GpuWatch
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
 from recipe.partial_rollout.training.step_log import StepLog
-from recipe.partial_rollout.training.weight_sync import RecipeCheckpointManager
+from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
 from recipe.partial_rollout.waits import finished
 from verl_ext.standalone_engines import standalone_engines
 from verl_ext.tracking_observer import observed_tracking

@@ -1,7 +1,10 @@
 """How new weights get from the trainer into the engines, in two parts: ``stage`` while they decode, ``load`` while held.
 
 Each part has a deadline, and an eye on the replicas: verl's sender waits for the receiver's answer without looking at the
-receiver's error, so a sync that fails in an engine would hang whoever sends to it.
+receiver's error, so a sync that fails in an engine would hang whoever sends to it. A replica that is dead before the sync
+is restarted for it (PR); one that dies during it ends the run. What else PR does around a sync is the driver's::
+
+    transfer.stage -> driver.before_load -> transfer.load -> driver.after_load
 
 ===========  =========================================  ==================================================================
 backend      ``stage``                                  ``load``
@@ -16,9 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError, RayError
 from verl.checkpoint_engine import CheckpointEngineManager
@@ -26,6 +30,7 @@ from verl.checkpoint_engine.base import CheckpointEngineWithCache
 from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.replica import RolloutReplica
 
+from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of
 
 T = TypeVar("T")
@@ -39,25 +44,29 @@ class WeightSyncError(RuntimeError):
     """New weights did not reach the replicas."""
 
 
-class WeightTransfer(Protocol):
-    """Both parts raise ``WeightSyncError``, which names the trainer or the replica that failed."""
-
-    async def stage(self, version: int) -> bool:
-        """Do all that can be done while the engines decode; returns whether that was anything."""
-        ...
-
-    async def load(self, version: int) -> None:
-        """Every engine, idle and alive, gets the weights and learns their version."""
-        ...
-
-
-def transfer_of(verls: CheckpointEngineManager, deadline_s: float) -> WeightTransfer:
-    """The transfer for ``rollout.checkpoint_engine.backend``.
+class WeightTransfer(ABC):
+    """Both parts raise ``WeightSyncError``, which names the trainer or the replica that failed.
 
     Args:
         verls: the checkpoint manager that verl made.
         deadline_s: seconds for each part.
     """
+
+    def __init__(self, verls: CheckpointEngineManager, deadline_s: float) -> None:
+        self._verls = verls
+        self._deadline_s = deadline_s
+
+    async def stage(self, version: int) -> bool:
+        """Do all that can be done while the engines decode; returns whether that was anything."""
+        return False
+
+    @abstractmethod
+    async def load(self, version: int) -> None:
+        """Every engine, idle and alive, gets the weights and learns their version."""
+
+
+def transfer_of(verls: CheckpointEngineManager, deadline_s: float) -> WeightTransfer:
+    """The transfer for ``rollout.checkpoint_engine.backend``."""
     if verls.backend == "naive":
         return DirectTransfer(verls, deadline_s)
     if issubclass(verls.backend_cls, CheckpointEngineWithCache):
@@ -65,39 +74,28 @@ def transfer_of(verls: CheckpointEngineManager, deadline_s: float) -> WeightTran
     return HeldTransfer(verls, deadline_s)
 
 
-class DirectTransfer:
+class DirectTransfer(WeightTransfer):
     """Trainer and engines share their devices."""
 
-    def __init__(self, verls: CheckpointEngineManager, deadline_s: float) -> None:
-        self._verls = verls
-        self._deadline_s = deadline_s
-
-    async def stage(self, version: int) -> bool:
-        """See ``WeightTransfer``."""
-        return False
-
     async def load(self, version: int) -> None:
-        """See ``WeightTransfer``."""
         what = f"weight sync of version {version}"
         sending = _sent(self._verls, version, what)
         await watched(sending, self._verls.replicas, self._deadline_s, what)
 
 
-class CachedTransfer:
+class CachedTransfer(WeightTransfer):
     """The trainer is done when its weights are packed; the engines load them on their own.
 
     A replica that has died, and was restarted since, loads like the others. One that dies while it loads ends the run.
     """
 
     def __init__(self, verls: CheckpointEngineManager, deadline_s: float) -> None:
-        self._verls = verls
-        self._deadline_s = deadline_s
+        super().__init__(verls, deadline_s)
         self._met = False
         self._freeing: list[Any] = []
         """references to the trainers' removal of what was loaded"""
 
     async def stage(self, version: int) -> bool:
-        """See ``WeightTransfer``."""
         what = f"staging of version {version}"
         if not self._met:
             await watched(self._meet(), (), self._deadline_s, "the first meeting of trainers and engines")
@@ -109,7 +107,6 @@ class CachedTransfer:
         return True
 
     async def load(self, version: int) -> None:
-        """See ``WeightTransfer``."""
         what, replicas = f"loading of version {version}", self._verls.replicas
         loads = [
             _all(
@@ -137,21 +134,16 @@ class CachedTransfer:
         return trainers.execute_checkpoint_engine([method] * trainers.world_size)
 
 
-class HeldTransfer:
+class HeldTransfer(WeightTransfer):
     """verl's own sync, without its abort: the engines are held instead. Not run on a GPU."""
 
     def __init__(self, verls: CheckpointEngineManager, deadline_s: float) -> None:
+        super().__init__(verls, deadline_s)
         self._held = HeldCheckpointManager(verls.config, verls.actor_wg, verls.replicas)
-        self._deadline_s = deadline_s
         # verl blocks its thread. asyncio would wait for a thread of its own at the end, even after a failure.
         self._thread = ThreadPoolExecutor(1)
 
-    async def stage(self, version: int) -> bool:
-        """See ``WeightTransfer``."""
-        return False
-
     async def load(self, version: int) -> None:
-        """See ``WeightTransfer``."""
         what = f"weight sync of version {version}"
 
         async def sync() -> None:
@@ -233,3 +225,63 @@ async def _look(replicas: Sequence[RolloutReplica], what: str) -> None:
             error = None if is_out_of_reach(died) else f"the server died: {one_line(died)}"
         if error is not None:
             raise WeightSyncError(f"{what} failed in vLLM replica {replica.server_address}: {error}")
+
+
+class RecipeCheckpointManager:
+    """Stands in for verl's manager in its ``fit``.
+
+    Args:
+        verls: the checkpoint manager that verl made.
+        deadline_s: seconds that each part of a sync may take.
+        driver: None under noPR.
+        note: called after each sync with its version, start and end (unix seconds).
+    """
+
+    def __init__(
+        self,
+        verls: CheckpointEngineManager,
+        deadline_s: float,
+        driver: Driver | None,
+        note: Callable[[int, float, float], None] | None = None,
+    ) -> None:
+        self._verls = verls
+        self._transfer = transfer_of(verls, deadline_s)
+        self._driver = driver
+        self._note = note
+
+    @auto_await
+    async def sleep_replicas(self) -> None:
+        """As verl's, which calls it when it has a batch; a dead replica is left out (PR)."""
+        await (self._verls.sleep_replicas() if self._driver is None else self._driver.sleep())
+
+    @auto_await
+    async def wake_up_replicas(self) -> None:
+        """As verl's; a dead replica is left out (PR)."""
+        await (self._verls.wake_up_replicas() if self._driver is None else self._driver.wake_up())
+
+    @auto_await
+    async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
+        """Send the trainer's weights to every replica as policy version ``global_steps``.
+
+        Raises:
+            WeightSyncError: a replica or the trainer failed, or the deadline passed; the message names it.
+        """
+        start = time.time()
+        sent = await self._send(global_steps)
+        if self._note is not None:
+            self._note(global_steps or 0, start, time.time())
+        return sent
+
+    async def _send(self, version: int | None) -> dict[str, Any]:
+        if self._driver is None and self._verls.backend != "naive":
+            return await self._verls.update_weights(version)  # type: ignore[arg-type]
+        version, start = version or 0, time.time()
+        staged = await self._transfer.stage(version)
+        if self._driver is not None:
+            if staged:
+                self._driver.note_phase("stage", version, start, time.time())
+            await self._driver.before_load(version)
+        await self._transfer.load(version)
+        if self._driver is not None:
+            await self._driver.after_load(version)
+        return {}
