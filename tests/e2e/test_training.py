@@ -165,6 +165,7 @@ def tools(module_train, tmp_path_factory):
             "actor_rollout_ref.actor.use_kl_loss=True",
             f"reward.custom_reward_function.path={HERE / 'async_reward.py'}",
             "partial_rollout.failures.tool_timeout_s=2",
+            "partial_rollout.tools.concurrency=16",
             "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
             "actor_rollout_ref.rollout.multi_turn.enable=True",
             "actor_rollout_ref.rollout.multi_turn.format=scripted",
@@ -184,6 +185,8 @@ def test_tool_conversation_survives_interruptions(tools):
     assert len(segments) == 64 and sum(segments) > answers
     assert max(by_sample.values()) == 2
     assert run.steps[max(run.steps)]["partial_rollout/failures/retried_total"] == 1
+    # The slot of the one that hangs, for its two seconds but the first tenth.
+    assert run.steps[max(run.steps)]["partial_rollout/agent/slots_freed_s_total"] > 1.5
     assert max(step["num_turns/max"] for step in run.steps.values()) == 6
     assert all(step["training/rollout_probs_diff_max"] < 1e-3 for step in run.steps.values())
 

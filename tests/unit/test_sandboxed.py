@@ -223,7 +223,7 @@ def test_nothing_outlives_the_reader_of_its_score(namespace, tmp_path):
     mark = uuid4().hex
     code = f"{ESCAPE}time.sleep(300)  # {mark}"
     within = limited_process.namespace(sys.executable)
-    command = [*within, sys.executable, "-I", "-S", supervisor.__file__, "60", "512", "60", "64", *PYTHON, code]
+    command = [*within, sys.executable, "-I", "-S", supervisor.__file__, "60", "512", "60", "64", "", *PYTHON, code]
     reader = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
     wait_until(lambda: len(running(mark)) >= 5)
     reader.stdout.close()

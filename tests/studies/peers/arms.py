@@ -85,6 +85,7 @@ ARMS = (
         _V1,
     ),
     Arm("PR_quickstart", "PR as in the quick start", (_NO_DRAIN,)),
+    Arm("PR_slots_held", "PR, slots kept through tools", (_NO_DRAIN, "partial_rollout.tools.release_after_s=inf")),
     Arm("PR_bounded", "PR, bounded", _BOUNDED),
     Arm("PR_more", "PR, bounded, overlap 1.5", (*_BOUNDED, "partial_rollout.overlap=1.5")),
     Arm("PR_split", "PR, overlap 1.5, two updates", (*_BOUNDED, "partial_rollout.overlap=1.5", *_SPLIT)),

@@ -5,7 +5,8 @@ the process. What else holds depends on what the machine permits; a line says on
 
 - A pid namespace (``unshare``): nothing can outlive the process, and it neither sees nor signals any other. Without it
   the supervisor kills whatever descends from the process.
-- Landlock (Linux 5.13): no file can be made, written or removed. Without it files can be made, but only empty ones.
+- Landlock (Linux 5.13): no file can be made, written or removed, but in the one folder that the caller gives. Without it
+  the folder does not bound what is written, and where there is none, empty files can be made.
 
 They bound what a response uses up, not what it can see: it has the user's files and network. Code that nobody trusts
 belongs in bubblewrap, gVisor or a service besides.
@@ -134,8 +135,11 @@ def _works(python: str, within: tuple[str, ...]) -> bool:
     return False
 
 
-async def run_limited(command: Sequence[str], given: bytes, limits: Limits, files: Sequence[int] = ()) -> Ended:
-    """Run ``command`` with ``given`` as its input, an empty environment and the open ``files``.
+async def run_limited(
+    command: Sequence[str], given: bytes, limits: Limits, files: Sequence[int] = (), folder: str = ""
+) -> Ended:
+    """Run ``command`` with ``given`` as its input, an empty environment and the open ``files``, in ``folder``, which it may
+    change.
 
     Many can be awaited at once. Whoever cancels the call ends the process and what it has started, too.
 
@@ -146,7 +150,7 @@ async def run_limited(command: Sequence[str], given: bytes, limits: Limits, file
     most = (limits.cpu_s, limits.memory_mb, limits.timeout_s, limits.processes)
     process = await asyncio.create_subprocess_exec(
         *namespace(sys.executable),
-        *(sys.executable, "-I", "-S", supervisor.__file__, *map(str, most)),
+        *(sys.executable, "-I", "-S", supervisor.__file__, *map(str, most), folder),
         *command,
         stdin=PIPE,
         stdout=PIPE,

@@ -1,6 +1,8 @@
 """Runs a command under limits that hold for it and all that it starts, and lets nothing outlive it.
 
-    python -I -S supervisor.py CPU_S MEMORY_MB TIMEOUT_S PROCESSES COMMAND...
+    python -I -S supervisor.py CPU_S MEMORY_MB TIMEOUT_S PROCESSES FOLDER COMMAND...
+
+FOLDER is where the command runs and may change files; if empty, it may change none.
 
 It is the init of a pid namespace, or else the subreaper of what the command starts: what leaves the session or loses its
 parent becomes its child, so it finds everything. It ends with whoever reads its report: a line of ``LIMIT STATUS CPU_S
@@ -28,8 +30,9 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 """system calls of Landlock, the same on every architecture in use"""
-_WRITE, _CHANGE, _TRUNCATE = 1 << 1, sum(1 << bit for bit in range(4, 13)), 1 << 14
-"""Landlock's rights: to write a file; to make or remove one of any kind; to cut one off, since version 3"""
+_WRITE, _CHANGE, _MOVE, _TRUNCATE = 1 << 1, sum(1 << bit for bit in range(4, 13)), 1 << 13, 1 << 14
+"""Landlock's rights: to write a file; to make or remove one of any kind; to move one to another folder, since version 2;
+to cut one off, since version 3"""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,22 +42,26 @@ def landlock_version() -> int:
     return libc.syscall(_CREATE_RULESET, None, 0, 1)
 
 
-def forbid_changes() -> None:
-    """From here on this process makes, writes and removes no file, and signals none but its own children (version 6)."""
+def forbid_changes(folder: str) -> None:
+    """From here on this process makes, writes and removes no file, except in ``folder``, if it has a name; and it signals
+    none but its own children (version 6)."""
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     version = landlock_version()
     if version < 1:
         return
     write = _WRITE | (_TRUNCATE if version >= 3 else 0)
+    change = _CHANGE | (_MOVE if version >= 2 else 0)
     # Rights to files, rights to the network, and what is cut off from outside; older kernels know less of it.
-    handled = (ctypes.c_uint64 * 3)(write | _CHANGE, 0, 1 << 1)
+    handled = (ctypes.c_uint64 * 3)(write | change, 0, 1 << 1)
     rules = libc.syscall(_CREATE_RULESET, handled, 24 if version >= 6 else 8, 0)
-    null = os.open("/dev/null", os.O_PATH)
-    libc.syscall(_ADD_RULE, rules, 1, write.to_bytes(8, sys.byteorder) + null.to_bytes(4, sys.byteorder), 0)
+    for path, rights in (("/dev/null", write), (folder, write | change)):
+        if path:
+            place = os.open(path, os.O_PATH)
+            libc.syscall(_ADD_RULE, rules, 1, rights.to_bytes(8, sys.byteorder) + place.to_bytes(4, sys.byteorder), 0)
+            os.close(place)
     if libc.syscall(_RESTRICT_SELF, rules, 0):
         raise OSError(ctypes.get_errno(), "Landlock refuses its rules")
     os.close(rules)
-    os.close(null)
 
 
 def descendants() -> list[str]:
@@ -108,7 +115,7 @@ class Usage:
         return "memory" if self.memory > memory and sum(map(proportional, self._pids)) > memory else ""
 
 
-def start(command: list[str], output: int, cpu_s: float, memory: int) -> int:
+def start(command: list[str], output: int, cpu_s: float, memory: int, folder: str) -> int:
     """The pid of ``command``, which prints to ``output``; what of the limits the kernel can enforce is in place."""
     check = os.fork()
     if check:
@@ -122,11 +129,12 @@ def start(command: list[str], output: int, cpu_s: float, memory: int) -> int:
             # For the case that this process gets no core.
             (resource.RLIMIT_CPU, math.ceil(cpu_s) + 1),
             (resource.RLIMIT_AS, memory),
-            (resource.RLIMIT_FSIZE, 0),
+            (resource.RLIMIT_FSIZE, memory if folder else 0),
             (resource.RLIMIT_CORE, 0),
         ):
             resource.setrlimit(kind, (most, most))
-        forbid_changes()
+        os.chdir(folder or "/")
+        forbid_changes(folder)
         os.execve(command[0], command, {})
     except BaseException as error:
         os.write(2, f"{command[0]}: {error}".encode())
@@ -208,7 +216,7 @@ def main(arguments: list[str]) -> None:
     report = b""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
-        check = start(arguments[4:], its_end, cpu_s, memory)
+        check = start(arguments[5:], its_end, cpu_s, memory, arguments[4])
         os.close(its_end)
         # Whoever writes the response must see that the check has ended without reading it.
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)

@@ -1,0 +1,116 @@
+"""The workspace: effects of its commands happen once, however its worker dies; and it is nobody else's folder."""
+
+import asyncio
+import hashlib
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from recipe.partial_rollout.tasks.sandboxed import supervisor
+from recipe.partial_rollout.tasks.workspace import Workspace
+
+
+def live(root, conversations, calls, kills=0, seed=0):
+    """Run all conversations, with so many kills on the way; returns how many there were."""
+    rng, done = random.Random(seed), 0
+    command = [sys.executable, "-m", "tests.unit.workspace_life", root / "root", root / "journal"]
+    while True:
+        worker = subprocess.Popen([*command, str(conversations), str(calls)], stderr=subprocess.PIPE, text=True)
+        before = journaled(root)
+        deadline = time.monotonic() + 60
+        # The kill comes once this life has had some effect, whatever its start costs here.
+        while done < kills and worker.poll() is None and journaled(root) < before + rng.randint(1, 2 * calls):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        if done < kills and worker.poll() is None:
+            time.sleep(rng.uniform(0, 0.03))
+            worker.send_signal(signal.SIGKILL)
+            done += 1
+        _, error = worker.communicate(timeout=120)
+        if worker.returncode == 0:
+            return done
+        assert worker.returncode == -signal.SIGKILL, error
+
+
+def journaled(root):
+    journal = root / "journal"
+    return journal.read_text().count('"text"') if journal.exists() else 0
+
+
+def hashes(root):
+    """By conversation: of its files, names and contents."""
+    return {
+        folder.name: hashlib.sha256(
+            repr([(p.name, p.read_bytes()) for p in sorted((folder / "files").iterdir())]).encode()
+        ).hexdigest()
+        for folder in sorted((root / "root" / "live").iterdir())
+    }
+
+
+@pytest.mark.parametrize(
+    ("conversations", "calls", "kills"),
+    [(4, 6, 2), pytest.param(25, 41, 5, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])],
+)
+def test_effects_of_a_killed_worker_are_neither_lost_nor_doubled(conversations, calls, kills, tmp_path):
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    for root, count in ((undisturbed, 0), (killed, kills)):
+        root.mkdir()
+        assert live(root, conversations, calls, count) == count
+    assert hashes(killed) == hashes(undisturbed) and len(hashes(killed)) == conversations
+    assert journaled(killed) == conversations * calls and '"error"' not in (killed / "journal").read_text()
+    for folder in (killed / "root" / "live").iterdir():
+        assert (folder / "files" / "log").read_text().split() == [str(n) for n in range(calls)]
+
+
+def run(tool, command, **options):
+    response, _, _ = asyncio.run(tool.execute("i0", {"command": command}, **options))
+    return response.text
+
+
+def test_status_answers_for_the_last_call_alone(tmp_path):
+    tool = Workspace({"root": str(tmp_path)}, None)
+    assert run(tool, "echo one > a; cat a", call_id="0/1#0/0") == "one"
+    assert (tool.status("0/1#0/0"), tool.status("0/1#0/1")) == ("one", None)
+    run(tool, "echo two", call_id="0/1#0/1")
+    assert (tool.status("0/1#0/0"), tool.status("0/1#0/1")) == (None, "two")
+
+
+def test_equal_content_has_one_snapshot_and_comes_back_as_it_was(tmp_path):
+    tool = Workspace({"root": str(tmp_path)}, None)
+    run(tool, "mkdir d; echo x > d/a; ln -s d/a link; chmod 750 d", call_id="c/0")
+    first = tool.snapshot("c")
+    assert tool.snapshot("c") == first
+    run(tool, "rm -r d link; echo y > b", call_id="c/1")
+    assert tool.snapshot("c") != first
+    tool.restore("c", first)
+    assert run(tool, "cat link; ls", call_id="c/1") == "x\nd\nlink"
+    tool.restore("c", None)
+    assert run(tool, "ls", call_id="c/0") == ""
+
+
+def test_limits_and_failures_are_told_to_the_model(tmp_path):
+    tool = Workspace({"root": str(tmp_path), "timeout_s": 1.0}, None)
+    assert run(tool, "echo a; exit 3", call_id="c/0") == "a\n(exit status 3)"
+    assert run(tool, "sleep 60", call_id="c/1") == "(over its limit: time)"
+
+
+@pytest.mark.skipif(supervisor.landlock_version() < 1, reason="no Landlock")
+def test_commands_change_their_own_folder_alone(tmp_path):
+    tool = Workspace({"root": str(tmp_path)}, None)
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    assert "denied" in run(tool, f"echo yours > {outside}; rm {outside}; touch ../calls/9.json", call_id="c/0").lower()
+    assert outside.read_text() == "mine" and not list(Path(tmp_path).glob("live/c/calls/9*"))
+    assert run(tool, "mkdir e; echo a > a; mv a e/a; cat e/a", call_id="c/1") == "a"
+
+
+def test_validation_keeps_a_conversation_apart_by_verls_request(tmp_path):
+    tool = Workspace({"root": str(tmp_path)}, None)
+    data = [SimpleNamespace(request_id=request) for request in ("r1", "r2", "r1")]
+    assert [run(tool, "echo x >> a; wc -l < a", agent_data=each) for each in data] == ["1", "1", "2"]
