@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from verl.utils.config import omega_conf_to_dataclass
 
 from recipe.partial_rollout import main_ppo
@@ -69,9 +70,8 @@ def test_arms_differ_in_their_placement_keys_alone(build, experiment):
         names = sorted({*keys[one], *keys[other]})
         found = {name: (keys[one].get(name), keys[other].get(name)) for name in names}
         differing = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
-        print(
-            f"{experiment}: {one} | {other}", *(f"  {name}: {a} | {b}" for name, (a, b) in differing.items()), sep="\n"
-        )
+        print(f"{experiment}: {one} | {other}")
+        print(*(f"  {name}: {a} | {b}" for name, (a, b) in differing.items()), sep="\n")
         assert differing and set(differing) <= PLACEMENT
 
 
@@ -79,7 +79,8 @@ def test_arms_differ_in_their_placement_keys_alone(build, experiment):
     ("experiment", "arm"),
     [
         *((experiment, "pr") for experiment in EXPERIMENTS),
-        *(("gsm8k_8gpu_4b", arm) for arm in ("nopr", "colocate_async")),
+        ("gsm8k_8gpu_4b", "nopr"),
+        ("gsm8k_8gpu_4b", "colocate_async"),
     ],
 )
 def test_check_passes_where_nothing_but_data_and_model_is_missing(
@@ -139,25 +140,11 @@ def test_recipe_takes_gspo_megatron_and_dynamic_sampling_as_overrides(build, exp
         assert config.reward.reward_kwargs.overlong_buffer_cfg.len == 4096
 
 
-def test_dapo_recipe_is_the_papers(build):
-    config = build("dapo_math17k_4b_2node", "pr")
-    actor = config.actor_rollout_ref.actor
-    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.loss_agg_mode) == (0.2, 0.28, "token-mean")
-    assert not actor.use_kl_loss and not config.algorithm.filter_groups.enable
-    assert config.data.max_response_length == config.reward.reward_kwargs.max_resp_len == 18_384
-
-
-# -- scripts -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("experiment", "arm"), PAIRS)
-def test_script_names_its_experiment_and_arm(experiment, arm):
-    text = script_of(experiment, arm).read_text()
-    assert re.search(r'recipe\.sh" (\S+) (\S+) "\$@"', text).groups() == (experiment, arm)
-    assert "NOT RUN YET on a GPU" in text and len(text.splitlines()) <= 6
-
-
-def test_every_recipe_script_is_a_pair_above():
+def test_every_experiment_and_arm_has_a_script_that_names_them():
+    for experiment, arm in PAIRS:
+        text = script_of(experiment, arm).read_text()
+        assert re.search(r'recipe\.sh" (\S+) (\S+) "\$@"', text).groups() == (experiment, arm)
+        assert "NOT RUN YET on a GPU" in text and len(text.splitlines()) <= 6
     named_here = {script_of(*pair) for pair in PAIRS}
     assert {path for path in SCRIPTS.glob("run_*.sh") if "recipe.sh" in path.read_text()} == named_here
 
@@ -169,35 +156,25 @@ def run_script(*arguments, **variables):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "variables", "message"),
+    ("experiment", "arm", "variables", "message"),
     [
-        (("gsm8k", "pr"), {}, "experiment 'gsm8k': one of dapo_math17k_1gpu_0.6b"),
-        (("gsm8k_8gpu_4b", "PR"), {}, "arm 'PR': one of colocate_async nopr pr"),
-        (
-            ("gsm8k_8gpu_4b", "pr"),
-            {"PYTHON": "/nowhere/python"},
-            "no Python at /nowhere/python: run PARTIAL_ROLLOUT_EX",
-        ),
-        (("gsm8k_8gpu_4b", "pr"), {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}, "no GPU (nvidia-smi not found)"),
+        ("gsm8k", "pr", {}, "experiment 'gsm8k': one of dapo_math17k_1gpu_0.6b"),
+        ("gsm8k_8gpu_4b", "PR", {}, "arm 'PR': one of colocate_async nopr pr"),
+        ("gsm8k_8gpu_4b", "pr", {"PYTHON": "/nowhere/python"}, "no Python at /nowhere/python: run PARTIAL_ROLLOUT_EX"),
+        ("gsm8k_8gpu_4b", "pr", {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}, "no GPU (nvidia-smi not found)"),
     ],
 )
-def test_script_says_in_a_line_what_is_missing(arguments, variables, message):
+def test_script_says_in_a_line_what_is_missing(experiment, arm, variables, message):
     if "no GPU" in message and Path("/usr/bin/nvidia-smi").exists():
         pytest.skip("this machine has a GPU")
-    done = run_script(*arguments, **variables)
+    done = run_script(experiment, arm, **variables)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and line.startswith(f"recipe: {message}")
 
 
 def test_variables_reach_the_config_and_trailing_overrides_win(tmp_path):
     variables = {"DRY_RUN": "1", "PYTHON": sys.executable, "MODEL": "/nowhere/model", "DATA": str(tmp_path)}
-    sizes = {
-        "NNODES": "2",
-        "GPUS_PER_NODE": "4",
-        "OUT": str(tmp_path / "out"),
-        "LOGGER": "swanlab",
-        "RAY_ADDRESS": "auto",
-    }
+    sizes = {"NNODES": "2", "GPUS_PER_NODE": "4", "OUT": f"{tmp_path}/out", "LOGGER": "swanlab", "RAY_ADDRESS": "auto"}
     done = run_script("gsm8k_8gpu_4b", "nopr", "data.train_batch_size=16", **variables, **sizes)
     assert done.returncode == checks.INPUTS_MISSING, done.stderr[-2000:]
     assert "2 x 4 cuda" in done.stdout and "16 prompts x 8 samples" in done.stdout
@@ -206,37 +183,14 @@ def test_variables_reach_the_config_and_trailing_overrides_win(tmp_path):
     assert "missing: actor_rollout_ref.model.path=/nowhere/model: a local model directory" in done.stdout
 
 
-# -- shapes ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("path", "size"),
-    [
-        ("Qwen/Qwen3-4B", "4B"),
-        ("/models/Qwen3-0.6B/", "0.6B"),
-        ("Qwen3-4B-Instruct-2507", "4B"),
-        ("Qwen/Qwen3-30B-A3B", None),
-        ("Qwen/Qwen2.5-7B", None),
-    ],
-)
-def test_shape_of_a_named_model(path, size):
-    assert named(path) == (QWEN3[size] if size else None)
-
-
-def test_parameters_are_those_of_the_model():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
+def test_shape_of_a_model_is_known_by_its_name_or_config():
+    sizes = {"Qwen/Qwen3-4B": "4B", "/models/Qwen3-0.6B/": "0.6B", "Qwen3-4B-Instruct-2507": "4B"}
+    assert all(named(path) == QWEN3[size] for path, size in sizes.items())
+    assert named("Qwen/Qwen3-30B-A3B") is named("Qwen/Qwen2.5-7B") is None
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     for tied in (True, False):
-        config = Qwen3Config(
-            vocab_size=96,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            tie_word_embeddings=tied,
-        )
+        config = Qwen3Config(**sizes, tie_word_embeddings=tied)
         shape = ModelShape.of(config.to_dict())
         assert shape.parameters == Qwen3ForCausalLM(config).num_parameters()
         assert shape.kv_bytes == 2 * 3 * 2 * 16 * 2

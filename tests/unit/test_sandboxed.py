@@ -9,11 +9,9 @@ import sys
 import time
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
-from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.utils.import_utils import load_extern_object
 
 from recipe.partial_rollout.tasks.clock10 import reward as in_process
@@ -22,27 +20,22 @@ from recipe.partial_rollout.tasks.sandboxed import clock10_check, limited_proces
 from recipe.partial_rollout.tasks.sandboxed.limited_process import Limit, Limits, SandboxError, run_limited
 from recipe.partial_rollout.tasks.sandboxed.reward import compute_score
 from recipe.partial_rollout.tasks.sandboxed.supervisor import MOST_OUTPUT
-from recipe.partial_rollout.worker.agent_loop_worker import ObservedAgentLoopWorker, RewardError
-from recipe.partial_rollout.worker.rewards import Places
 
-PROBLEM = "3?4=_?2=_-8=0"
+PROBLEM = "3?4=_?2=_-4=0"
 RIGHT, WRONG = "3*4=2*2=4!**", "3+4=7+2=9!++"
 PYTHON = (sys.executable, "-I", "-S", "-c")
-RUN_THE_RESPONSE = "import sys; exec(sys.stdin.read())"
 BURN = """
 import time
 began = time.process_time()
 while time.process_time() - began < {seconds}:
     pass
 """
-WITHOUT = "without"
-"""what the machine permits, left out"""
 
 
-@pytest.fixture(params=["as permitted", WITHOUT])
+@pytest.fixture(params=["as permitted", "without"])
 def namespace(request, monkeypatch):
     """The pid namespace that this machine permits, if any, and then none: the supervisor sweeps."""
-    if request.param == WITHOUT:
+    if request.param == "without":
         monkeypatch.setattr(limited_process, "namespace", lambda python: ())
 
 
@@ -61,10 +54,11 @@ def check(tmp_path, code):
 
 
 def test_right_answer_scores_1_and_a_wrong_one_0():
-    problem = "3?4=_?2=_-4=0"
-    right = asyncio.run(compute_score("clock10", RIGHT, problem))
+    found = load_extern_object("pkg://recipe.partial_rollout.tasks.sandboxed.reward", "compute_score")
+    assert found is compute_score and asyncio.iscoroutinefunction(found), "verl awaits it"
+    right = score(RIGHT)
     assert right == {"score": 1.0, "acc": 1.0, "over_limit": 0.0, "limit": ""}
-    assert asyncio.run(compute_score("clock10", WRONG, problem)) == {**right, "score": 0.0, "acc": 0.0}
+    assert score(WRONG) == {**right, "score": 0.0, "acc": 0.0}
 
 
 def test_check_agrees_with_the_reward_that_needs_no_process():
@@ -80,20 +74,6 @@ def test_check_agrees_with_the_reward_that_needs_no_process():
                 assert clock10_check.score(problem.prompt, response) == expected
                 scores.add(expected)
     assert scores == {0.0, 1.0}
-
-
-def test_verl_finds_the_function_and_awaits_it():
-    found = load_extern_object("pkg://recipe.partial_rollout.tasks.sandboxed.reward", "compute_score")
-    assert found is compute_score and asyncio.iscoroutinefunction(found)
-
-
-def test_many_are_scored_at_once():
-    async def score_all():
-        return await asyncio.gather(*[compute_score("", "", PROBLEM, pause_s=2.0, timeout_s=60) for _ in range(8)])
-
-    began = time.monotonic()
-    assert [scored["score"] for scored in asyncio.run(score_all())] == [0.0] * 8
-    assert time.monotonic() - began < 12
 
 
 def test_pause_comes_before_the_check_and_counts_towards_the_timeout():
@@ -112,7 +92,7 @@ def test_pause_comes_before_the_check_and_counts_towards_the_timeout():
     ],
 )
 def test_response_that_reaches_a_limit_scores_0(tmp_path, response, limits, limit):
-    path = check(tmp_path, RUN_THE_RESPONSE)
+    path = check(tmp_path, "import sys; exec(sys.stdin.read())")
     assert score(response, check=path, **limits) == {"score": 0.0, "acc": 0.0, "over_limit": 1.0, "limit": limit}
 
 
@@ -136,55 +116,38 @@ def test_check_that_gets_no_core_in_time_is_an_error_not_a_0(tmp_path, monkeypat
 
 
 def test_limit_that_ended_a_process_is_named():
-    assert ended("import time; time.sleep(60)", timeout_s=0.3).over is Limit.TIME
     stubborn = "import signal; signal.signal(signal.SIGXCPU, print)\nwhile 1: pass"
     assert ended(stubborn, cpu_s=0.5, timeout_s=90).over is Limit.CPU
     assert ended("while 1: pass", cpu_s=60, timeout_s=0.5).over is Limit.TIME
-    assert ended("bytearray(1 << 30)", memory_mb=128).over is Limit.MEMORY
     # One in nine hung while asyncio's own pipe took the output, and nobody read it to its end.
     for line in (10, 1_000, 1_000, 1_000, 1_000, 1_000_000):
         flooded = ended(f"while 1: print('x' * {line})")
         assert flooded.over is Limit.OUTPUT and len(flooded.output) == MOST_OUTPUT
     assert ended("print(7)").over is None
+    with pytest.raises(ValueError, match="cpu_s=0: want a number above 0"):
+        Limits(cpu_s=0)
 
 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("1 / 0", "sandbox check check.py ended with exit status 1: ZeroDivisionError: division by zero"),
-        ("import os; os.abort()", "sandbox check check.py ended with SIGABRT: it printed nothing"),
+        ("1 / 0", "ended with exit status 1: ZeroDivisionError: division by zero"),
         # As the machine's out-of-memory killer does: no limit of the response explains it.
-        ("import os; os.kill(os.getpid(), 9)", "sandbox check check.py ended with SIGKILL: it printed nothing"),
-        ("print('no idea')", "sandbox check check.py printed 'no idea': want a score, a number"),
-        ("", "sandbox check check.py printed '': want a score, a number"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with SIGKILL: it printed nothing"),
+        ("print('no idea')", "printed 'no idea': want a score, a number"),
+        ("", "printed '': want a score, a number"),
     ],
 )
 def test_check_that_fails_is_an_error_in_one_line(tmp_path, code, message):
     with pytest.raises(SandboxError) as error:
         score(RIGHT, check=check(tmp_path, code))
-    assert str(error.value) == message
+    assert str(error.value) == f"sandbox check check.py {message}"
 
 
 def test_sandbox_that_does_not_start_is_an_error(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(SandboxError, match=r"sandbox did not start for clock10_check\.py: .*No such file"):
         score(RIGHT)
-
-
-def test_user_sees_the_failed_check_with_its_prompt(monkeypatch, tmp_path):
-    path = check(tmp_path, "import json; json.loads('{')")
-
-    async def in_sandbox(*_):
-        await compute_score("clock10", RIGHT, PROBLEM, check=path)
-
-    monkeypatch.setattr(AgentLoopWorker, "_compute_score", in_sandbox)
-    worker = ObservedAgentLoopWorker.__new__(ObservedAgentLoopWorker)
-    worker.config = SimpleNamespace(partial_rollout=SimpleNamespace(deadlines=SimpleNamespace(reward_s=20)))
-    worker._rewards = Places(None)
-    with pytest.raises(
-        RewardError, match=r"failed on prompt 0/7: SandboxError: sandbox check check\.py ended .*: json"
-    ):
-        asyncio.run(worker._compute_score([], {"uid": "0/7"}))
 
 
 ESCAPE = """
@@ -250,60 +213,30 @@ def wait_until(true, seconds=30):
         time.sleep(0.02)
 
 
-CHAIN = f"""
-import os
-for i in range(8):
-    if not (pid := os.fork()):
-        exec({BURN.format(seconds=0.4)!r})
-        os._exit(0)
-    os.waitpid(pid, 0)
-print('all 3.2 s')
-"""
-HEAP = """
-import os, time
-for i in range(6):
-    if not os.fork():
-        held = bytearray(40 << 20)
-        time.sleep(60)
-print('all 240 MiB')
-time.sleep(60)
-"""
-HERD = """
-import os, time
-for i in range(5000):
-    if not os.fork():
-        time.sleep(60)
-        os._exit(0)
-print('all 5000')
-"""
-
-
 @pytest.mark.parametrize(
-    ("code", "limits", "limit"),
+    ("limit", "limits", "children", "each"),
     [
-        (CHAIN, {"cpu_s": 1}, Limit.CPU),
-        (HEAP, {"memory_mb": 96}, Limit.MEMORY),
-        (HERD, {"processes": 20}, Limit.PROCESSES),
+        # Each in its turn: 3.2 s of a processor.
+        (Limit.CPU, {"cpu_s": 1}, 8, f"exec({BURN.format(seconds=0.4)!r}); os._exit(0)"),
+        (Limit.MEMORY, {"memory_mb": 96}, 6, "held = bytearray(40 << 20); time.sleep(60)"),
+        (Limit.PROCESSES, {"processes": 20}, 5000, "time.sleep(60); os._exit(0)"),
     ],
-    ids=["processor", "memory", "processes"],
 )
-def test_limit_holds_for_all_processes_of_a_response_together(namespace, code, limits, limit):
+def test_limit_holds_for_all_processes_of_a_response_together(namespace, limit, limits, children, each):
+    waits = "os.waitpid(pid, 0)" if limit is Limit.CPU else "pass"
+    code = (
+        f"import os, time\nfor i in range({children}):\n    if not (pid := os.fork()):\n        {each}\n    {waits}\n"
+        "print('all')\ntime.sleep(60)"
+    )
     answer = ended(code, timeout_s=60, **limits)
     assert answer.over is limit and "all" not in answer.output
 
 
 def test_memory_that_forks_share_counts_once(namespace):
-    code = """
-import os, time
-held = bytearray(60 << 20)
-for i in range(6):
-    if not os.fork():
-        time.sleep(1)
-        os._exit(0)
-for i in range(6):
-    os.wait()
-print(7)
-"""
+    code = (
+        "import os, time\nheld = bytearray(60 << 20)\nfor i in range(6):\n    if not os.fork():\n"
+        "        time.sleep(1); os._exit(0)\nfor i in range(6): os.wait()\nprint(7)"
+    )
     assert ended(code, memory_mb=160).last_line == "7"
 
 
@@ -343,9 +276,3 @@ def test_what_the_machine_does_not_permit_is_said(monkeypatch, caplog, capsys, p
 def test_response_cannot_read_the_environment(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "secret")
     assert "secret" not in ended("import os; print(dict(os.environ))").output
-
-
-@pytest.mark.parametrize("key", ["cpu_s", "memory_mb", "timeout_s", "processes"])
-def test_limit_of_0_is_refused(key):
-    with pytest.raises(ValueError, match=f"{key}=0: want a number above 0"):
-        score(RIGHT, **{key: 0})

@@ -1,7 +1,6 @@
 """In separate placement verl's trainer starts engines beside its workers, not on their devices; then all is as before."""
 
 import asyncio
-import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -60,10 +59,3 @@ def test_names_are_verls_own_again_afterwards_whatever_happens():
         assert (ray_trainer.LLMServerManager, replica.RayWorkerGroup) == (StandaloneServerManager, Group)
         raise KeyError
     assert (ray_trainer.LLMServerManager, replica.RayWorkerGroup) == before == (LLMServerManager, before[1])
-
-
-def test_verl_still_uses_the_names_that_are_replaced():
-    """Once its trainer can do it by itself, the patch can go."""
-    assert "LLMServerManager.create(" in inspect.getsource(ray_trainer.RayPPOTrainer.init_workers)
-    assert "worker_group=self.actor_rollout_wg" in inspect.getsource(ray_trainer.RayPPOTrainer.init_workers)
-    assert "= RayWorkerGroup(" in inspect.getsource(replica.RolloutReplica.init_standalone)

@@ -19,7 +19,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 from recipe.partial_rollout.config.choices import Correction, TrustRegion
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.loss import BehaviourRegion, corrected_ppo_loss, weight_level
+from recipe.partial_rollout.training.loss import BehaviourRegion, corrected_ppo_loss
 
 ROWS, WIDTH, VERSION, CAP = 6, 9, 4, 1.5
 LOW, HIGH, TV, M2 = 0.3, 0.4, 0.1, 0.05
@@ -29,9 +29,9 @@ TOKEN_LOSSES = ("decoupled_ppo", "sapo", "gpg", "cispo", "clip_cov", "kl_cov", "
 FIELDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1.8}
 
 
-def build_region(kind, *, low=LOW, high=HIGH, per_sequence=False):
-    most = {"tv": TV, "m2": M2}.get(kind, 1.0)
-    return BehaviourRegion(TrustRegion(kind), min(low, most), min(high, most), per_sequence)
+def build_region(kind, *, most=1.0, per_sequence=False):
+    bounds = {"mask": (LOW, HIGH), "tv": (TV, TV), "m2": (M2, M2)}[kind]
+    return BehaviourRegion(TrustRegion(kind), *(min(bound, most) for bound in bounds), per_sequence)
 
 
 def build_batch(seed, *, spread=0.4, updates=1):
@@ -123,28 +123,26 @@ def ppo_term(ratio, advantage, low, high, dual):
     return value, slope
 
 
-def tokens_outside(kind, rows, generated):
-    """Set of (row, column) outside the region, from the definition."""
-    moved = {
-        at: rows["current"][at] - rows["behaviour"][at]
-        for at in generated
-        if (rows["current"][at] - rows["behaviour"][at]) * rows["advantages"][at] > 0
-    }
+def tokens_of(batch, kind):
+    """Fields of ``batch`` in float64, (row, column) of its generated tokens, and of those outside the region."""
+    rows = {key: value.double().numpy() for key, value in batch.items()}
+    generated = [at for at in np.ndindex(ROWS, WIDTH) if rows["mask"][at]]
+    deltas = {at: rows["current"][at] - rows["behaviour"][at] for at in generated}
+    moved = {at: delta for at, delta in deltas.items() if delta * rows["advantages"][at] > 0}
     if kind == "m2":
         left = sorted(moved, key=lambda at: moved[at] ** 2)
         while left and sum(moved[at] ** 2 for at in left) / len(left) > M2:
             left.pop()
-        return set(moved) - set(left)
+        return rows, generated, set(moved) - set(left)
     if kind == "tv":
-        return {at for at in moved if abs(math.exp(rows["current"][at]) - math.exp(rows["behaviour"][at])) > TV}
-    return {at for at, delta in moved.items() if not 1 - LOW <= math.exp(delta) <= 1 + HIGH}
+        distance = {at: abs(math.exp(rows["current"][at]) - math.exp(rows["behaviour"][at])) for at in moved}
+        return rows, generated, {at for at in moved if distance[at] > TV}
+    return rows, generated, {at for at, delta in moved.items() if not 1 - LOW <= math.exp(delta) <= 1 + HIGH}
 
 
 def reference(kind, batch, *, from_update, agg):
     """Loss, gradient [ROWS, WIDTH] and the tokens outside, token by token in float64."""
-    rows = {key: value.double().numpy() for key, value in batch.items()}
-    generated = [at for at in np.ndindex(ROWS, WIDTH) if rows["mask"][at]]
-    outside = tokens_outside(kind, rows, generated)
+    rows, generated, outside = tokens_of(batch, kind)
     total, gradient = 0.0, np.zeros((ROWS, WIDTH))
     for at in generated:
         behaviour, current, proximal = (rows[key][at] for key in ("behaviour", "current", "proximal"))
@@ -193,28 +191,17 @@ def test_without_a_region_loss_and_gradient_are_bit_equal_to_verls_on_the_same_w
     assert not [key for key in ours[2] if "trust_region" in key]
 
 
-@pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
-def test_region_that_holds_everything_changes_no_bit(level, kind="mask"):
-    batch = build_batch(3, updates=2)
-    wide = BehaviourRegion(TrustRegion(kind), 1e9, 1e9, per_sequence=False)
-    ours, theirs = run(batch, wide, level=level), run(batch, level=level)
-    assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1])
-
-
 # -- every policy loss and level ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss_mode", TOKEN_LOSSES)
-def test_masked_token_loses_its_gradient_and_the_others_keep_theirs(loss_mode, kind):
+def test_masked_token_loses_its_gradient_and_the_others_keep_theirs(loss_mode):
     batch = build_batch(1, updates=2)
-    rows = {key: value.double().numpy() for key, value in batch.items()}
-    generated = [at for at in np.ndindex(ROWS, WIDTH) if rows["mask"][at]]
     outside = torch.zeros(ROWS, WIDTH, dtype=torch.bool)
-    for at in tokens_outside(kind, rows, generated):
+    for at in tokens_of(batch, "mask")[2]:
         outside[at] = True
     plain = run(batch, loss_mode=loss_mode)[1]
-    regional = run(batch, build_region(kind), loss_mode=loss_mode)[1]
+    regional = run(batch, build_region("mask"), loss_mode=loss_mode)[1]
     assert outside.any() and plain[outside].any() and regional.any()
     assert torch.equal(regional, plain.masked_fill(outside, 0))
 
@@ -225,7 +212,7 @@ def test_sequence_is_in_or_out_as_a_whole_where_the_loss_has_one_ratio_a_sequenc
     tokens = batch["mask"].sum(1).clamp(min=1)
     means = ((batch["current"] - batch["behaviour"]) * batch["mask"]).sum(1) / tokens
     out = (means * batch["advantages"][:, 0] > 0) & ((means.exp() > 1.1) | (means.exp() < 0.9)) & (batch["mask"].any(1))
-    region = build_region("mask", low=0.1, high=0.1, per_sequence=True)
+    region = build_region("mask", most=0.1, per_sequence=True)
     plain = run(batch, loss_mode=loss_mode, level="geometric")[1]
     regional = run(batch, region, loss_mode=loss_mode, level="geometric")[1]
     assert out.any() and plain[out].any() and plain[~out].any()
@@ -233,26 +220,12 @@ def test_sequence_is_in_or_out_as_a_whole_where_the_loss_has_one_ratio_a_sequenc
     torch.testing.assert_close(regional, plain * ~out[:, None], atol=1e-9, rtol=0)
 
 
-# -- masks that take much or all ---------------------------------------------------------------------------------------
-
-
-def test_masked_token_still_counts_in_the_mean():
-    batch = build_batch(0)
-    batch["mask"] = batch["response"]
-    batch["advantages"] = torch.ones(ROWS, WIDTH, dtype=torch.float64)
-    batch["behaviour"] = batch["proximal"] = torch.full((ROWS, WIDTH), -1.0, dtype=torch.float64)
-    batch["current"] = batch["behaviour"].clone()
-    batch["current"][0, 0] += 1.0
-    tokens = int(batch["mask"].sum())
-    assert run(batch, build_region("mask"))[0] == pytest.approx(-(tokens - 1) / tokens)
-
-
 @pytest.mark.parametrize("from_update", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_batch_that_is_masked_altogether_has_no_gradient_and_finite_metrics(kind, from_update):
     batch = build_batch(2)
     batch["behaviour"] = batch["current"] - 2.0 * batch["advantages"].sign()
-    region = build_region(kind, low=1e-3, high=1e-3)
+    region = build_region(kind, most=1e-3)
     value, gradient, metrics = run(batch, region, from_update=from_update)
     assert value == 0 and not gradient.any()
     parts = {key: metric.aggregate() for key, metric in metrics.items() if "partial_rollout" in key}
@@ -274,20 +247,9 @@ def test_mini_batch_without_a_token_has_no_gradient_and_finite_metrics(kind, fro
     assert tu.get_non_tensor_data(data, "batch_num_tokens", default=None) == 0
 
 
-def test_region_is_of_the_weights_that_are_trained_not_of_those_before_the_update():
-    batch = build_batch(6, updates=1)
-    batch["behaviour"] = batch["proximal"].clone()
-    before = run(batch, build_region("mask"))[2]["actor/partial_rollout/trust_region/masked"].aggregate()
-    batch["current"] = batch["proximal"] + 0.6 * batch["advantages"].sign()
-    after = run(batch, build_region("mask"))[2]["actor/partial_rollout/trust_region/masked"].aggregate()
-    assert before == 0 and after == pytest.approx(1.0)
-
-
 def test_masked_share_is_told_by_sign_and_by_age():
     batch = build_batch(7, updates=2)
-    rows = {key: value.double().numpy() for key, value in batch.items()}
-    generated = [at for at in np.ndindex(ROWS, WIDTH) if rows["mask"][at]]
-    outside = tokens_outside("mask", rows, generated)
+    rows, generated, outside = tokens_of(batch, "mask")
     metrics = run(batch, build_region("mask"))[2]
     prefix = "actor/partial_rollout/trust_region/masked"
     found = {key.removeprefix(prefix): metric.aggregate() for key, metric in metrics.items() if key.startswith(prefix)}
@@ -302,9 +264,6 @@ def test_masked_share_is_told_by_sign_and_by_age():
     }
     assert found == pytest.approx({key: count / len(generated) for key, count in counts.items()})
     assert min(counts["_positive"], counts["_negative"], counts["_age_2_plus"]) > 0
-
-
-# -- m2 ----------------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.floats(1e-4, 2))
@@ -325,57 +284,33 @@ def test_m2_masks_the_fewest_largest_that_bring_the_mean_under_the_bound(deltas,
         assert torch.cat([left, taken.min()[None]]).mean() > bound * (1 - 1e-9)
 
 
-def test_m2_of_the_parts_holds_for_the_whole_and_masks_no_less():
-    batch = build_batch(8, updates=2, spread=0.6)
-    region = build_region("m2")
-
-    def outside(rows):
-        found = [batch[key][rows] for key in ("current", "behaviour", "advantages", "mask")]
-        return region.outside(*found)
-
-    whole, parts = outside(slice(None)), torch.cat([outside(slice(i, i + 2)) for i in range(0, ROWS, 2)])
-    delta = batch["current"] - batch["behaviour"]
-    left = delta[(delta * batch["advantages"] > 0) & (batch["mask"] > 0) & ~parts]
-    assert whole.any() and parts.sum() >= whole.sum()
-    assert left.square().mean() <= M2
-
-
-# -- from the settings to the worker -----------------------------------------------------------------------------------
-
-
-def build_settings(kind, low=None, high=None, correction="decoupled"):
-    return SimpleNamespace(
-        trust_region=TrustRegion(kind),
-        trust_region_low=low,
-        trust_region_high=high,
-        correction=Correction(correction),
+@pytest.mark.parametrize(
+    ("settings", "mode", "wanted"),
+    [
+        (("none",), "vanilla", None),
+        (("mask",), "decoupled_ppo", (TrustRegion.MASK, 0.2, 0.28, False)),
+        (("mask", 0.5), "decoupled_ppo", (TrustRegion.MASK, 0.5, 0.28, False)),
+        (("tv", None, 0.3), "decoupled_ppo", (TrustRegion.TV, 0.15, 0.3, False)),
+        (("m2",), "decoupled_ppo", (TrustRegion.M2, 0.04, 0.04, False)),
+        (("mask",), "gspo", (TrustRegion.MASK, 0.2, 0.28, True)),
+        (("auto",), "sapo", (TrustRegion.MASK, 0.2, 0.28, False)),
+        (("auto",), "gspo", None),
+        (("auto", None, None, "none"), "vanilla", None),
+    ],
+)
+def test_bounds_are_the_losss_own_unless_they_are_set(settings, mode, wanted):
+    """``auto`` masks where a token has a ratio of its own, and is corrected."""
+    given = dict(zip(("kind", "low", "high", "correction"), settings, strict=False))
+    ours = SimpleNamespace(
+        trust_region=TrustRegion(given["kind"]),
+        trust_region_low=given.get("low"),
+        trust_region_high=given.get("high"),
+        correction=Correction(given.get("correction", "decoupled")),
     )
-
-
-def build_actor(mode="decoupled_ppo", **fields):
-    values = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.28} | fields
-    return SimpleNamespace(**values, policy_loss=SimpleNamespace(loss_mode=mode))
-
-
-def test_bounds_are_the_losss_own_unless_they_are_set():
-    assert BehaviourRegion.of(build_settings("none"), build_actor()) is None
-    of = BehaviourRegion.of(build_settings("mask"), build_actor())
-    assert (of.low, of.high, of.per_sequence) == (0.2, 0.28, False)
-    of = BehaviourRegion.of(build_settings("mask", low=0.5), build_actor())
-    assert (of.low, of.high) == (0.5, 0.28)
-    of = BehaviourRegion.of(build_settings("tv", high=0.3), build_actor())
-    assert (of.low, of.high) == (0.15, 0.3)
-    assert BehaviourRegion.of(build_settings("m2"), build_actor()).high == 0.04
-    assert BehaviourRegion.of(build_settings("mask"), build_actor("gspo")).per_sequence
-    assert weight_level("gspo") == weight_level("geo_mean") == "geometric"
-
-
-def test_auto_masks_where_a_token_has_a_ratio_of_its_own_and_is_corrected():
-    auto = build_settings("auto")
-    assert BehaviourRegion.of(auto, build_actor()) == BehaviourRegion.of(build_settings("mask"), build_actor())
-    assert BehaviourRegion.of(auto, build_actor("sapo")).kind is TrustRegion.MASK
-    assert BehaviourRegion.of(auto, build_actor("gspo")) is BehaviourRegion.of(auto, build_actor("geo_mean")) is None
-    assert BehaviourRegion.of(build_settings("auto", correction="none"), build_actor("vanilla")) is None
+    actor = SimpleNamespace(clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=0.28)
+    actor.policy_loss = SimpleNamespace(loss_mode=mode)
+    found = BehaviourRegion.of(ours, actor)
+    assert found == (wanted and BehaviourRegion(*wanted))
 
 
 def test_region_travels_to_the_worker_with_the_loss(composed_config):

