@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from jinja2 import Environment
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
@@ -171,3 +172,10 @@ def test_drafts_that_kill_the_engine_of_this_vllm_are_refused(build, monkeypatch
         return settings_check._check_speculation(config)
     with pytest.raises(ConfigError, match=f"speculative_config.method={method}: null or ngram with vLLM 0.24.0"):
         settings_check._check_speculation(config)
+
+
+@pytest.mark.parametrize("experiment", ["gsm8k_1gpu_0.6b", "gsm8k_8gpu_4b", "gsm8k_4b_bs128"])
+def test_gsm8k_is_answered_without_thinking_where_the_template_knows_it(build, experiment):
+    options = OmegaConf.to_container(build(f"experiment={experiment}").data.apply_chat_template_kwargs)
+    thinks = Environment().from_string("{{ 'no' if enable_thinking is defined and not enable_thinking else 'yes' }}")
+    assert thinks.render(**options) == "no"

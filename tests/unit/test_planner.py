@@ -1,7 +1,6 @@
-"""The model of the engine against figures worked out by hand, and the simulation against the recipe's own promises."""
+"""The model of the engine and the simulations against figures worked out by hand and against the recipe's own promises."""
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,12 +8,28 @@ import pytest
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster, CurveError, EngineCurve, fit
+from recipe.partial_rollout.planner.engine_curve import Cluster, CurveError, EngineCurve, fit
 from recipe.partial_rollout.planner.replica_model import Decoding, ReplicaModel
-from recipe.partial_rollout.planner.rounds import Simulation, baseline, forecast, smallest_worthwhile
+from recipe.partial_rollout.planner.rounds import (
+    SeparateTrainer,
+    Simulation,
+    WeightUpdate,
+    baseline,
+    forecast,
+    smallest_worthwhile,
+)
 from recipe.partial_rollout.planner.samples import LengthTrace, lognormal
+from recipe.partial_rollout.planner.separate import (
+    Devices,
+    TrainerRate,
+    balanced,
+    best_split,
+    forecast_separate,
+)
 from recipe.partial_rollout.records.calls import EngineCall
-from recipe.partial_rollout.tools.plan import main as plan
+
+LENGTHS = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
+FREE = WeightUpdate(0.0, 0.0)
 
 
 def call(replica, start, end, tokens, resumed_tokens=0, context_tokens=0):
@@ -53,14 +68,12 @@ def test_interruption_lets_the_running_step_end_and_gives_back_what_is_left():
     replica.add(Decoding("a", 3, 10))
     (sample,) = replica.interrupt(4.5)
     assert (sample.context, sample.left, replica.clock, len(replica)) == (3 + 5, 10 - 5, 5.0, 0)
-
-
-def test_interruption_with_growing_contexts_agrees_with_the_time_of_its_steps():
+    # Contexts that grow make steps longer.
     curve = EngineCurve(step_s=1.0, sample_s=0.2, context_s=0.01)
     for steps in (1, 7, 40):
         timed, cut = ReplicaModel(curve), ReplicaModel(curve)
-        for replica in (timed, cut):
-            replica.add(Decoding("a", 5, steps if replica is timed else 100))
+        timed.add(Decoding("a", 5, steps))
+        cut.add(Decoding("a", 5, 100))
         timed.run_to_event()
         (sample,) = cut.interrupt(timed.clock - 1e-6)
         assert sample.left == 100 - steps
@@ -76,16 +89,22 @@ def test_samples_that_do_not_fit_wait_and_the_youngest_makes_room():
     assert ends[0][0] == 8.0 and ends[1][0] == pytest.approx(8.0 + 3.0)
 
 
+def play_calls(curve, rng, *, rounds, samples, mu=5.0, most_context=0):
+    """(round, end, tokens, context) of every call of ``rounds`` rounds whose samples all start at once."""
+    for round_ in range(rounds):
+        engine, made = ReplicaModel(curve), {}
+        for i in range(samples):
+            context = int(rng.integers(0, most_context)) if most_context else 0
+            made[f"s{i}"] = int(rng.lognormal(mu, 1) + 1), context
+            engine.add(Decoding(f"s{i}", context, made[f"s{i}"][0]))
+        for end, name in run_all(engine):
+            yield round_, end, *made[name]
+
+
 @pytest.mark.parametrize("curve", [EngineCurve(2e-3, 1e-4), EngineCurve(5e-3, 0.0), EngineCurve(1e-9, 3e-4)])
 def test_curve_is_recovered_from_the_calls_of_an_engine_that_follows_it(curve):
-    rng = np.random.default_rng(0)
-    calls = []
-    for replica in range(2):
-        engine = ReplicaModel(curve)
-        lengths = {f"s{i}": int(length) for i, length in enumerate(rng.lognormal(5, 1, 64) + 1)}
-        for name, length in lengths.items():
-            engine.add(Decoding(name, 0, length))
-        calls += [call(replica, 0.0, end, lengths[name]) for end, name in run_all(engine)]
+    played = play_calls(curve, np.random.default_rng(0), rounds=2, samples=64)
+    calls = [call(replica, 0.0, end, tokens) for replica, end, tokens, _ in played]
     found = fit(calls)
     assert found.step_s == pytest.approx(curve.step_s, rel=0.01, abs=1e-6)
     assert found.sample_s == pytest.approx(curve.sample_s, rel=0.01, abs=1e-7)
@@ -94,73 +113,40 @@ def test_curve_is_recovered_from_the_calls_of_an_engine_that_follows_it(curve):
     assert fit(queued).step_s == pytest.approx(found.step_s, rel=1e-6)
 
 
-def test_delay_beside_next_to_nothing_read_is_no_cost_of_reading():
-    """With kept blocks a resumption reads a few tokens, and takes some milliseconds for other reasons."""
-    ends = np.cumsum(np.full(40, 0.5))
-    calls = [call(0, end - 0.5, end, 100 if i % 2 else 90, 0 if i % 2 else 3) for i, end in enumerate(ends)]
-    calls += [call(0, end - 0.5, end - 0.2, 50, 0) for end in ends[:20]]
-    assert fit(calls).prefill_s == 0.0
-
-
-def test_cost_of_reading_again_is_recovered_too():
-    curve = EngineCurve(2e-3, 1e-4, prefill_s=5e-5)
-    rng = np.random.default_rng(0)
-    contexts = {f"s{i}": int(context) for i, context in enumerate(rng.integers(0, 2000, 48))}
-    engine, starts, calls = ReplicaModel(curve), {}, []
-    for i, (name, context) in enumerate(contexts.items()):
-        # Half of them start at once, the others as those end.
-        if i < 24:
-            starts[name] = engine.clock
-            engine.add(Decoding(name, context, int(rng.integers(50, 400))))
-    waiting = list(contexts)[24:]
-    lengths = {}
-    while len(engine):
-        for name in engine.run_to_event():
-            calls.append((name, starts[name], engine.clock))
-            if waiting:
-                follower = waiting.pop()
-                starts[follower] = engine.clock
-                lengths[follower] = int(rng.integers(50, 400))
-                engine.add(Decoding(follower, contexts[follower], lengths[follower]))
-    rng = np.random.default_rng(0)
-    rng.integers(0, 2000, 48)
-    first = {f"s{i}": int(rng.integers(50, 400)) for i in range(24)}
-    spans = [call(0, start, end, (first | lengths)[name], contexts[name]) for name, start, end in calls]
-    found = fit(spans)
-    assert found.prefill_s == pytest.approx(curve.prefill_s, rel=0.15)
-    assert found.step_s + 24 * found.sample_s == pytest.approx(curve.step_s + 24 * curve.sample_s, rel=0.1)
-
-
 @pytest.mark.parametrize("noted", [True, False])
 def test_cost_of_long_contexts_is_told_apart_where_calls_say_how_long_theirs_were(noted):
-    curve, rng, calls = EngineCurve(3e-3, 1e-4, context_s=2e-7), np.random.default_rng(0), []
-    for round_ in range(8):
-        engine = ReplicaModel(curve)
-        samples = {f"s{i}": tuple(map(int, (rng.integers(0, 800), rng.lognormal(5, 1) + 1))) for i in range(48)}
-        for name, (context, length) in samples.items():
-            engine.add(Decoding(name, context, length))
-        for end, name in run_all(engine):
-            context, length = samples[name]
-            resumed = 10 if context > 400 else 0
-            calls.append(call(0, 100.0 * round_, 100.0 * round_ + end, length, resumed, context if noted else None))
-    found = fit(calls)
+    curve = EngineCurve(3e-3, 1e-4, context_s=2e-7)
+    played = play_calls(curve, np.random.default_rng(0), rounds=8, samples=48, most_context=800)
+    found = fit(
+        [
+            call(0, 100.0 * at, 100.0 * at + end, tokens, 10 if context > 400 else 0, context if noted else None)
+            for at, end, tokens, context in played
+        ]
+    )
     assert found.context_s == (pytest.approx(2e-7, rel=0.1) if noted else 0.0)
     if noted:
         assert found.step_s == pytest.approx(3e-3, rel=0.05) and found.sample_s == pytest.approx(1e-4, rel=0.05)
 
 
 def test_calls_that_waited_for_a_compilation_do_not_bend_the_curve():
-    curve, rng, calls = EngineCurve(2e-3, 1e-4), np.random.default_rng(0), []
-    for round_ in range(24):
-        engine = ReplicaModel(curve)
-        lengths = {f"s{i}": int(length) for i, length in enumerate(rng.lognormal(4, 1, 48) + 1)}
-        for name, length in lengths.items():
-            engine.add(Decoding(name, 0, length))
-        late = 10.0 * (round_ == 0)
-        calls += [call(0, 100.0 * round_, 100.0 * round_ + late + end, lengths[name]) for end, name in run_all(engine)]
+    curve = EngineCurve(2e-3, 1e-4)
     # The first round took fifty times as long; least squares alone is off by half.
+    found = fit(
+        [
+            call(0, 100.0 * at, 100.0 * at + 10.0 * (at == 0) + end, tokens)
+            for at, end, tokens, _ in play_calls(curve, np.random.default_rng(0), rounds=24, samples=48, mu=4.0)
+        ]
+    )
     for running in (12, 24, 48):
-        assert fit(calls).decode_s(running, 0) == pytest.approx(curve.decode_s(running, 0), rel=0.15)
+        assert found.decode_s(running, 0) == pytest.approx(curve.decode_s(running, 0), rel=0.15)
+
+
+def test_delay_beside_next_to_nothing_read_is_no_cost_of_reading():
+    """With kept blocks a resumption reads a few tokens, and takes some milliseconds for other reasons."""
+    ends = np.cumsum(np.full(40, 0.5))
+    calls = [call(0, end - 0.5, end, 100 if i % 2 else 90, 0 if i % 2 else 3) for i, end in enumerate(ends)]
+    calls += [call(0, end - 0.5, end - 0.2, 50, 0) for end in ends[:20]]
+    assert fit(calls).prefill_s == 0.0
 
 
 def test_calls_under_one_load_show_no_curve():
@@ -176,19 +162,52 @@ def test_lognormal_lengths_have_the_median_and_mean_that_were_asked_for():
     logs = np.log(trace.groups)
     assert np.corrcoef(logs[:, 0], logs[:, 1])[0, 1] == pytest.approx(0.5, abs=0.05)
     assert lognormal(median=300, mean=400, cap=500, samples_per_group=2).groups.max() == 500
-    with pytest.raises(ValueError, match="0 < median < mean"):
-        lognormal(median=400, mean=300, cap=500, samples_per_group=2)
 
 
+# -- rounds that engines and trainer share in turns ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("train_s", [None, 0.1, 3.0], ids=["in turns", "separate, slow", "separate, fast"])
 @pytest.mark.parametrize("policy", SchedulingPolicy)
-def test_simulation_trains_every_group_once_within_the_bound(policy):
+def test_simulation_trains_every_group_once_within_the_bound(policy, train_s):
     lengths = lognormal(median=60, mean=100, cap=900, samples_per_group=2, groups=40)
     cluster = Cluster(EngineCurve(1e-2, 1e-4, kv_tokens=2_000), replicas=2, slots_per_replica=4)
-    simulation = Simulation(build_admission(), Scheduling(policy), cluster, lengths, seed=None, groups=40)
+    trainer = () if train_s is None else (SeparateTrainer(lambda _: train_s, WeightUpdate(0.1, 0.1)),)
+    admission = build_admission(max_staleness=2)
+    simulation = Simulation(admission, Scheduling(policy), cluster, lengths, *trainer, seed=None, groups=40)
     rounds = list(simulation.rounds(100))
+    assert list(simulation.rounds(100)) == []
     trained = np.concatenate([round_.batch.lengths for round_ in rounds])
     assert len(rounds) == 10 and sorted(map(tuple, trained)) == sorted(map(tuple, lengths.groups))
-    assert max(round_.batch.staleness.max() for round_ in rounds) <= 4
+    assert max(round_.batch.staleness.max() for round_ in rounds) <= 2
+
+
+@pytest.mark.parametrize("policy", [SchedulingPolicy.BOUNDED, SchedulingPolicy.SEED])
+def test_mean_staleness_is_the_overlap_while_every_sample_has_a_slot(policy):
+    # Little's law. Under in_order rounds can be complete at once, and what they admit has not started yet.
+    cluster = Cluster(EngineCurve(3e-3, 1e-4), replicas=2, slots_per_replica=96)
+    for overlap in (0.5, 2.0):
+        admission = build_admission(batch=16, n=4, overlap=overlap, max_staleness=12)
+        made = forecast(admission, Scheduling(policy), cluster, LENGTHS, rounds=40)
+        assert made.staleness_mean == pytest.approx(overlap, rel=0.15)
+
+
+def test_overlap_pays_and_kept_blocks_pay_more_and_in_order_has_no_length_bias():
+    curve = EngineCurve(3e-3, 1e-5, prefill_s=1e-4)
+    cluster, kept = (Cluster(curve, 1, 256, keeps_kv=keeps) for keeps in (False, True))
+    admission = build_admission(batch=16, n=4)
+    made = [
+        forecast(a, Scheduling(policy), c, LENGTHS)
+        for a, policy, c in (
+            (baseline(admission), SchedulingPolicy.BOUNDED, cluster),
+            (admission, SchedulingPolicy.BOUNDED, cluster),
+            (admission, SchedulingPolicy.BOUNDED, kept),
+            (admission, SchedulingPolicy.IN_ORDER, cluster),
+        )
+    ]
+    speeds = [each.trained_tokens_per_s for each in made]
+    assert speeds[0] * 1.3 < speeds[1] < speeds[2]
+    assert made[1].first_length < 0.95 and made[3].first_length == 1.0
 
 
 def test_without_overlap_a_round_takes_as_long_as_its_slowest_sample():
@@ -198,39 +217,6 @@ def test_without_overlap_a_round_takes_as_long_as_its_slowest_sample():
     (first, second) = simulation.rounds(2)
     assert first.seconds == second.seconds == 9.0
     assert first.batch.on_policy_tokens == 15 and not first.batch.staleness.any()
-
-
-@pytest.mark.parametrize("policy", [SchedulingPolicy.BOUNDED, SchedulingPolicy.SEED])
-def test_mean_staleness_is_the_overlap_while_every_sample_has_a_slot(policy):
-    # Little's law. Under in_order rounds can be complete at once, and what they admit has not started yet.
-    lengths = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
-    cluster = Cluster(EngineCurve(3e-3, 1e-4), replicas=2, slots_per_replica=96)
-    for overlap in (0.5, 1.0, 2.0):
-        admission = build_admission(batch=16, n=4, overlap=overlap, max_staleness=12)
-        made = forecast(admission, Scheduling(policy), cluster, lengths, rounds=40)
-        assert made.staleness_mean == pytest.approx(overlap, rel=0.15)
-
-
-def test_overlap_pays_and_kept_blocks_pay_more():
-    lengths = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
-    curve = EngineCurve(3e-3, 1e-5, prefill_s=1e-4)
-    cluster, kept = (Cluster(curve, 1, 256, keeps_kv=keeps) for keeps in (False, True))
-    admission = build_admission(batch=16, n=4)
-    speeds = [
-        forecast(a, Scheduling(), c, lengths).trained_tokens_per_s
-        for a, c in ((baseline(admission), cluster), (admission, cluster), (admission, kept))
-    ]
-    assert speeds[0] * 1.3 < speeds[1] < speeds[2]
-
-
-def test_in_order_trains_without_length_bias():
-    lengths = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
-    cluster = Cluster(EngineCurve(3e-3, 1e-4), 1, 128)
-    first = {
-        policy: forecast(build_admission(batch=16, n=4), Scheduling(policy), cluster, lengths).first_length
-        for policy in (SchedulingPolicy.BOUNDED, SchedulingPolicy.IN_ORDER)
-    }
-    assert first[SchedulingPolicy.BOUNDED] < 0.95 and first[SchedulingPolicy.IN_ORDER] == 1.0
 
 
 def test_age_of_tokens_counts_each_by_its_own_version():
@@ -253,75 +239,79 @@ def test_last_token_of_an_interrupted_step_ends_its_sample():
     assert second.seconds == 0.0 and second.batch.on_policy_tokens == 0 and second.batch.lengths.tolist() == [[4]]
 
 
-def test_rounds_end_with_the_data_however_often_they_are_asked_for():
-    lengths = LengthTrace(np.array([[4], [9]]))
-    cluster = Cluster(EngineCurve(1.0, 0.0), replicas=1, slots_per_replica=4)
-    simulation = Simulation(build_admission(batch=1, n=1), Scheduling(), cluster, lengths, seed=None, groups=2)
-    assert len(list(simulation.rounds(5))) == 2 and list(simulation.rounds(5)) == []
-
-
 def test_smallest_overlap_whose_next_step_does_not_pay():
     speeds = [(0.0, 100.0), (0.5, 150.0), (1.0, 160.0), (2.0, 161.0)]
-    assert smallest_worthwhile(speeds, 0.05) == 1.0
-    assert smallest_worthwhile(speeds, 0.10) == 0.5
-    assert smallest_worthwhile(speeds, 0.001) == 2.0
+    assert [smallest_worthwhile(speeds, least) for least in (0.05, 0.10, 0.001)] == [1.0, 0.5, 2.0]
 
 
-def test_group_size_of_lengths_must_be_the_runs():
-    with pytest.raises(ValueError, match=r"groups of 4, rollout\.n is 2"):
-        Simulation(
-            build_admission(),
-            Scheduling(),
-            Cluster(EngineCurve(1, 1), 1, 1),
-            LengthTrace(np.ones((3, 4), int)),
-        )
+# -- separate placement -------------------------------------------------------------------------------------------------
 
 
-PLAN = ["--lognormal", "300", "400", "3000", "--batch", "8", "--group", "4", "--replicas", "2", "--slots", "32"]
+def play(lengths, count, *, batch=1, n=1, overlap=1.0, max_staleness=4, replicas=1, train_s=0.0, update=FREE, **engine):
+    """Steps of 1 s a decoding step, with lengths in their order."""
+    curve = EngineCurve(1.0, 0.0, prefill_s=engine.pop("prefill_s", 0.0))
+    cluster = Cluster(curve, replicas, engine.pop("slots", 8), **engine)
+    admission = build_admission(batch=batch, n=n, overlap=overlap, max_staleness=max_staleness)
+    trace = LengthTrace(np.array(lengths))
+    trainer = SeparateTrainer(lambda tokens: train_s, update)
+    simulation = Simulation(admission, Scheduling(), cluster, trace, trainer, seed=None, groups=len(lengths))
+    return list(simulation.rounds(count))
 
 
-def test_plan_recommends_from_a_distribution_and_a_preset(capsys, tmp_path):
-    arguments = [*PLAN, "--curve", "h100-qwen3-4b", "--overlaps", "0.5", "1", "--policies", "bounded"]
-    assert plan([*arguments, "--json", str(tmp_path / "plan.json"), "--save-curve", str(tmp_path / "curve.json")]) == 0
-    out = capsys.readouterr().out
-    assert "recommended: partial_rollout.overlap=" in out and "noPR" in out
-    plans = json.loads((tmp_path / "plan.json").read_text())["plans"]
-    assert [(plan["policy"], plan["overlap"]) for plan in plans] == [("noPR", 0.0), ("bounded", 0.5), ("bounded", 1.0)]
-    assert json.loads((tmp_path / "curve.json").read_text()) == asdict(PRESETS["h100-qwen3-4b"])
-    again = [*arguments, "--curve", str(tmp_path / "curve.json"), "--json", str(tmp_path / "again.json")]
-    assert plan(again) == 0
-    assert json.loads((tmp_path / "again.json").read_text())["plans"] == plans
+def test_engines_decode_while_the_trainer_trains():
+    # 0/0 and 0/1 start at 0 s; 0/0 is taken at 4 s, trains until 9 s, and 0/1 has ended by then.
+    first, second = play([[4], [8]], 2, train_s=5.0)
+    assert (first.seconds, first.waiting_s) == (9.0, 4.0)
+    assert (second.seconds, second.waiting_s) == (5.0, 0.0)
+    assert second.batch.staleness.tolist() == [[1]] and second.batch.token_ages == 8
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "error: --group is missing: give it, or --run"),
-        (["--group", "4"], "error: no lengths: give --run or --lognormal"),
-        (PLAN, "error: no engine curve: give --run or --curve"),
-        (["--run", "/nowhere"], "error: /nowhere: no such directory"),
-        (["--validate", "/nowhere"], "error: /nowhere: no such directory"),
-    ],
-)
-def test_plan_without_its_input_ends_in_one_line(capsys, arguments, message):
-    assert plan(arguments) == 2
-    assert capsys.readouterr().out.startswith(message)
+def test_all_engines_stand_still_for_the_weights_once_their_step_has_ended():
+    # 0/0 ends at 4 s and trains until 6.5 s; the step of 0/1 ends at 7 s, and the load at 9 s.
+    first, second = play([[4], [10]], 2, train_s=2.0, update=WeightUpdate(0.5, 2.0))
+    assert (first.seconds, first.held_s) == (9.0, 2.0)
+    # 3 tokens are left of 0/1.
+    assert second.waiting_s == 3.0 and second.batch.token_ages == 7
 
 
-def test_plan_shows_speed_beside_the_bias_of_each_limit_on_overtaking(capsys, tmp_path):
-    options = ["--overlaps", "1", "--policies", "in_order", "--overtake", "null", "0.5", "--rounds", "6"]
-    arguments = [*PLAN, "--curve", "h100-qwen3-4b", *options, "--json", str(tmp_path / "plan.json")]
-    assert plan(arguments) == 0
-    out = capsys.readouterr().out
-    assert "in_order 1, overtake 0.5" in out and "first 5 length" in out
-    no_pr, in_order, limited = json.loads((tmp_path / "plan.json").read_text())["plans"]
-    assert [no_pr["overtake"], in_order["overtake"], limited["overtake"]] == [None, None, 0.5]
-    first, kept, overtaken = (option["forecast"]["first_length"] for option in (no_pr, in_order, limited))
-    assert overtaken < kept == first == 1
+def test_cleared_cache_is_prefilled_after_the_load():
+    kept, cleared = (
+        play([[4], [10]], 2, train_s=2.0, update=WeightUpdate(0.5, 2.0), prefill_s=1.0, keeps_kv=keeps)
+        for keeps in (True, False)
+    )
+    assert cleared[1].waiting_s == kept[1].waiting_s + 7, "seven tokens of context"
 
 
-@pytest.mark.parametrize("text", ["{}", "[1]", '{"step": 1}', "no json"])
-def test_file_that_is_no_curve_ends_in_one_line(capsys, tmp_path, text):
-    (tmp_path / "curve.json").write_text(text)
-    assert plan([*PLAN, "--curve", str(tmp_path / "curve.json")]) == 2
-    assert capsys.readouterr().out.startswith(f"error: {tmp_path / 'curve.json'} is no engine curve: ")
+def test_without_staleness_the_sides_take_turns():
+    steps = play([[3], [5], [2]], 3, overlap=0.0, max_staleness=0, train_s=4.0, update=WeightUpdate(0.0, 1.0))
+    assert [step.seconds for step in steps] == [3 + 4 + 1, 5 + 4 + 1, 2 + 4 + 1]
+    assert not any(step.batch.token_ages for step in steps)
+
+
+def made_with(devices):
+    cluster, admission = Cluster(EngineCurve(3e-3, 1e-4), 8, 64), build_admission(batch=16, n=4, max_staleness=8)
+    return lambda engines: forecast_separate(
+        admission, Scheduling(), cluster, LENGTHS, devices, engines, warmup=4, steps=12
+    )
+
+
+def devices_of_speed(token_s):
+    return Devices(8, 1, TrainerRate(0.0, token_s), FREE)
+
+
+def test_slow_trainer_leaves_engines_idle_and_a_fast_one_waits():
+    slow, fast = (made_with(devices_of_speed(token_s))(4) for token_s in (5e-3, 1e-5))
+    assert slow.trainer_idle < 0.01 and slow.engine_idle > 0.5
+    assert fast.trainer_idle > 0.9 and fast.engine_idle < 0.1
+    assert slow.step_s == pytest.approx(slow.train_s, rel=0.01)
+    assert made_with(devices_of_speed(1e-3))(4).staleness_mean == pytest.approx(1.0, rel=0.15), "the overlap"
+
+
+def test_best_split_is_the_fastest_of_all():
+    devices = devices_of_speed(4e-4)
+    made = made_with(devices)
+    speeds = {engines: made(engines).trained_tokens_per_s for engines in range(1, 8)}
+    for start in (1, 7, balanced(devices, 2.0, 10_000)):
+        best, seen = best_split(made, start, 7)
+        assert speeds[best.engines] == max(speeds.values())
+        assert best in seen and best.engines + best.trainers == 8

@@ -1,0 +1,258 @@
+"""``plan``: what it recommends, prints, measures and refuses; replays of a run with separate placement."""
+
+import argparse
+import itertools
+import json
+import random
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.partial_rollout.config.choices import Mode
+from recipe.partial_rollout.config.sections import Scheduling
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster, CurveError, EngineCurve
+from recipe.partial_rollout.planner.rounds import WeightUpdate
+from recipe.partial_rollout.planner.samples import LengthTrace
+from recipe.partial_rollout.planner.separate import TrainerRate
+from recipe.partial_rollout.records.calls import EngineCall
+from recipe.partial_rollout.records.run import load_run
+from recipe.partial_rollout.tools import plan, plan_cost, plan_measure, plan_separate
+from recipe.partial_rollout.tools.plan_cost import Prices, cost_table, prices_of
+from recipe.partial_rollout.tools.plan_measure import Burst, curve_of, decoded_lengths, fit_table, predicted_s
+from recipe.partial_rollout.tools.replay import measured_steps, play_separate, replay, trainer_of
+from tests.unit.runs import PHASES, separate_run
+
+LOGNORMAL = ["--lognormal", "300", "360", "1838", "--batch", "8", "--group", "4", "--slots", "16", "--rounds", "4"]
+TRUE = EngineCurve(8e-3, 70e-6, 49e-9, 83e-6)
+
+
+def test_cost_is_of_all_gpus_for_whole_steps():
+    table = cost_table([("noPR", 120.0), ("bounded 1", 30.0)], Prices(gpus=8, train_s=60.0, price=2.5))
+    assert table.rows == [
+        ["noPR", "120.0", "180.0", "400.0", "1,000", "1.00"],
+        ["bounded 1", "30.0", "90.0", "200.0", "500", "0.50"],
+    ]
+    assert cost_table([("noPR", 36.0)], Prices(1, 0.0, None)).rows[0][3:5] == ["10.0", "-"], "without a price"
+
+
+def test_train_seconds_are_those_of_the_run_unless_given():
+    def options(*arguments):
+        parser = argparse.ArgumentParser()
+        plan_cost.add_arguments(parser)
+        return parser.parse_args(arguments)
+
+    took = ((30.0, 20.0), (50.0, 38.0), (99.0, 1.0))
+    steps = [SimpleNamespace(seconds={"step": step, "gen": gen}.__getitem__) for step, gen in took]
+    assert prices_of(options(), SimpleNamespace(steps=steps), replicas=4) == Prices(4, 12.0, None)
+    given = options("--train-seconds", "5", "--gpus-per-replica", "2", "--price", "3")
+    assert prices_of(given, SimpleNamespace(steps=steps), replicas=4) == Prices(8, 5.0, 3.0)
+    assert prices_of(options(), None, replicas=4) is None
+    with pytest.raises(ValueError, match="--price is -1; it should be at least"):
+        prices_of(options("--price", "-1"), None, replicas=1)
+
+
+def test_plan_recommends_from_a_distribution_and_a_preset_and_tells_the_cost(capsys, tmp_path):
+    arguments = [*LOGNORMAL, "--replicas", "2", "--policies", "bounded", "--overlaps", "0.5", "1"]
+    costs = ["--train-seconds", "10", "--price", "2"]
+    saves = ["--json", str(tmp_path / "plan.json"), "--save-curve", str(tmp_path / "curve.json")]
+    assert plan.main([*arguments, "--curve", "h20-qwen3-4b", *costs, *saves]) == 0
+    out = capsys.readouterr().out
+    assert "recommended: partial_rollout.overlap=" in out and "engine curve: ASSUMED (preset h20-qwen3-4b)" in out
+    assert "Cost of 1,000 steps on 2 GPUs" in out and "GPU-hours" in out
+    plans = json.loads((tmp_path / "plan.json").read_text())["plans"]
+    assert [(plan["policy"], plan["overlap"]) for plan in plans] == [("noPR", 0.0), ("bounded", 0.5), ("bounded", 1.0)]
+    assert json.loads((tmp_path / "curve.json").read_text()) == asdict(PRESETS["h20-qwen3-4b"])
+    again = ["--curve", str(tmp_path / "curve.json"), "--json", str(tmp_path / "again.json")]
+    assert plan.main([*arguments, *again]) == 0
+    out = capsys.readouterr().out
+    assert "no GPU-hours: give --train-seconds" in out and "ASSUMED" not in out
+    assert json.loads((tmp_path / "again.json").read_text())["plans"] == plans
+
+
+def test_plan_shows_speed_beside_the_bias_of_each_limit_on_overtaking(capsys, tmp_path):
+    arguments = [*LOGNORMAL, "--replicas", "2", "--curve", "h100-qwen3-4b", "--json", str(tmp_path / "plan.json")]
+    assert plan.main([*arguments, "--overlaps", "1", "--policies", "in_order", "--overtake", "null", "0.5"]) == 0
+    out = capsys.readouterr().out
+    assert "in_order 1, overtake 0.5" in out and "first 5 length" in out
+    plans = json.loads((tmp_path / "plan.json").read_text())["plans"]
+    assert [plan["overtake"] for plan in plans] == [None, None, 0.5]
+    first, kept, overtaken = (option["forecast"]["first_length"] for option in plans)
+    assert overtaken < kept == first == 1
+
+
+def measured(running, context, *, start, tokens=128, noise=0.0, seed=0):
+    """A burst as an engine of the curve ``TRUE`` would serve it."""
+    generator = np.random.default_rng(seed)
+    bare = Burst(running, context, (EngineCall(0, 0.0, 1.0, tokens, 0),))
+    seconds = predicted_s(TRUE, bare) * (1 + noise * generator.standard_normal(running))
+    return Burst(
+        running,
+        context,
+        tuple(
+            EngineCall(0, start, start + s, tokens, 0, resumed_tokens=context, context_tokens=context)
+            for s in seconds.tolist()
+        ),
+    )
+
+
+def bursts(noise=0.0):
+    loads = itertools.product((1, 8, 32, 96, 256), (64, 2048), decoded_lengths(128))
+    return [
+        measured(running, context, tokens=tokens, start=1000.0 * i, noise=noise, seed=i)
+        for i, (running, context, tokens) in enumerate(loads)
+    ]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_curve_of_bursts_is_the_engines(noise):
+    curve = curve_of(bursts(noise))
+    for name in ("step_s", "sample_s", "context_s", "prefill_s"):
+        assert getattr(curve, name) == pytest.approx(getattr(TRUE, name), rel=0.05), name
+    rows = fit_table(bursts(), TRUE).rows
+    assert len(rows) == 20 and all(row[4] == "1.00" for row in rows)
+    with pytest.raises(CurveError):
+        curve_of([measured(8, 64, start=0.0)])
+
+
+@pytest.mark.parametrize("vocabulary", [2, 64, 150, 151_936])
+def test_prompts_have_tokens_of_the_models_vocabulary(vocabulary):
+    prompt = plan_measure.random_prompt(random.Random(0), 1000, vocabulary)
+    assert len(prompt) == 1000 and min(prompt) >= 0 and max(prompt) < vocabulary
+    assert vocabulary < 1000 or min(prompt) >= 100, "the first are often special"
+
+
+def test_measured_curve_is_saved_for_plans(tmp_path, monkeypatch, capsys):
+    async def drive(options):
+        return bursts(), 340_000
+
+    monkeypatch.setattr(plan_measure, "_drive", drive)
+    path = tmp_path / "curve.json"
+    assert plan.main(["--measure", "model", "--save-curve", str(path)]) == 0
+    saved = EngineCurve.load(path)
+    assert saved.kv_tokens == 340_000 and saved.step_s == pytest.approx(TRUE.step_s, rel=0.1)
+    assert asdict(saved) == json.loads(path.read_text())
+    assert f"plan with --curve {path}" in capsys.readouterr().out
+    assert saved not in PRESETS.values()
+
+
+SMALL = [*LOGNORMAL, "--policies", "bounded", "--overlaps", "0.5", "1", "--placement", "separate"]
+PRESET = [*SMALL, "--replicas", "4", "--curve", "h20-qwen3-4b"]
+
+
+def test_speeds_that_are_given_replace_those_of_the_preset():
+    def devices_of(*arguments):
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--curve")
+        parser.add_argument("--overlaps", type=float, nargs="+", default=[1.0])
+        plan_cost.add_arguments(parser)
+        plan_separate.add_arguments(parser)
+        options = parser.parse_args(["--placement", "separate", *arguments])
+        admission = Admission(Mode.WINDOW, 10, 4, 0.0, 20, 40, 4)
+        cluster, lengths = Cluster(EngineCurve(1.0, 0.1), 4, 8), LengthTrace(np.full((4, 4), 100))
+        return plan_separate.devices_of(options, None, cluster, lengths, admission)
+
+    given = devices_of("--train-seconds", "30", "--train-fixed", "10", "--hold-seconds", "1")
+    assert given.trainer == TrainerRate(10.0, 20 * 4 / 4000)
+    preset = devices_of("--curve", "h20-qwen3-4b")
+    assert (preset.trainer, preset.update) == (TrainerRate(15.0, 0.65e-3), WeightUpdate(5.0, 1.0))
+    given = devices_of("--curve", "h20-qwen3-4b", "--train-fixed", "3", "--stage-seconds", "0", "--hold-seconds", "2")
+    assert (given.trainer, given.update) == (TrainerRate(3.0, 0.65e-3), WeightUpdate(0.0, 2.0))
+
+
+def test_split_is_printed_beside_colocated_and_nopr_with_gpu_hours(capsys, tmp_path):
+    assert plan.main([*PRESET, "--price", "2", "--json", str(tmp_path / "plan.json")]) == 0
+    out = capsys.readouterr().out
+    assert "Forecast of whole steps on 4 GPUs" in out and "GPU-hours of 1,000 steps" in out
+    rows = [line.split()[:3] for line in out.splitlines()]
+    assert ["separate", "bounded", "1"] in rows and ["colocated", "bounded", "1"] in rows
+    assert "trainer, ASSUMED (preset h20-qwen3-4b)" in out and "separate placement has run on CPU cores only" in out
+    figures = json.loads((tmp_path / "plan.json").read_text())
+    for option in figures["separate"]:
+        best, tried = option["forecast"], option["tried"]
+        assert best["engines"] + best["trainers"] == 4
+        assert best["trained_tokens_per_s"] == max(other["trained_tokens_per_s"] for other in tried)
+    assert "under an overlap of 1 the trainer waits" not in out or "overlap=0.5" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            [*SMALL, "--replicas", "1", "--curve", "h20-qwen3-4b"],
+            "--replicas is 1; --placement separate needs at least 2",
+        ),
+        ([*PRESET, "--overlaps", "9"], "no --overlaps between 0 and max_staleness=4: without spare groups one side"),
+        ([*PRESET, "--max-staleness", "0"], "no --overlaps between 0 and max_staleness=0"),
+        ([*PRESET, "--hold-seconds", "-1"], "--hold-seconds is -1; it should be at least 0"),
+        ([*PRESET, "--train-seconds", "5", "--train-fixed", "6"], "--train-fixed is 6; it should be at most the 5 s"),
+        ([*PRESET, "--validate", "/nowhere"], "--placement separate with --validate: a replayed run has"),
+        ([*PRESET, "--measure", "/nowhere"], "--placement separate with --measure: that only measures an engine"),
+        (["--group", "4"], "no lengths: give --run or --lognormal"),
+        ([], "--group is missing: give it, or --run"),
+        ([*LOGNORMAL, "--replicas", "2"], "no engine curve: give --run or --curve"),
+        (["--run", "/nowhere"], "/nowhere: no such directory"),
+        (["--validate", "/nowhere"], "/nowhere: no such directory"),
+        ([*LOGNORMAL, "--hold-seconds", "1"], "--hold-seconds is 1; it needs --placement separate"),
+        ([*LOGNORMAL, "--train-fixed", "1"], "--train-fixed is 1; it needs --placement separate"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_in_a_line(capsys, arguments, message):
+    assert plan.main(arguments) == 2
+    out = capsys.readouterr().out
+    assert out.startswith(f"error: {message}") and out.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"step": 1}', "no json"])
+def test_file_that_is_no_curve_ends_in_one_line(capsys, tmp_path, text):
+    (tmp_path / "curve.json").write_text(text)
+    assert plan.main([*LOGNORMAL, "--replicas", "2", "--curve", str(tmp_path / "curve.json")]) == 2
+    assert capsys.readouterr().out.startswith(f"error: {tmp_path / 'curve.json'} is no engine curve: ")
+
+
+ADMISSION = Admission(Mode.WINDOW, 2, 2, 1.0, 4, 8, 4)
+
+
+def build(path, *, more=()):
+    return load_run(separate_run(path, phases=[*PHASES, *more]))
+
+
+def test_trainer_works_from_batch_to_batch_but_for_waits_staging_and_holds(tmp_path):
+    steps = measured_steps(build(tmp_path / "a"))
+    assert steps.whole_s == pytest.approx([12, 20]) and steps.train_s == pytest.approx([7, 7])
+    assert steps.trained_tokens == [200, 200]
+    assert (steps.update.stage_s, steps.update.hold_s) == (pytest.approx(2), pytest.approx(1))
+    assert trainer_of(steps)(200) == pytest.approx(7)
+    steps = measured_steps(build(tmp_path / "b", more=[("validate", 1, 12, 14), ("flush", 2, 24, 25)]))
+    assert steps.whole_s == pytest.approx([10, 19]) and steps.train_s == pytest.approx([5, 6])
+
+
+def test_fast_engines_leave_the_trainers_time_and_slow_ones_make_it_wait(tmp_path):
+    # 7 s of training, 2 s of staging and a hold of 1 s for each of the two steps between the batches.
+    fast = Cluster(EngineCurve(0.001, 0.0), 2, 8, True)
+    measured_s, simulated_s, batches = play_separate(build(tmp_path / "a"), ADMISSION, Scheduling(), fast, groups=6)
+    assert measured_s == pytest.approx(32) and simulated_s == pytest.approx(20, abs=0.01)
+    assert [batch.tokens for batch in batches] == [200, 200]
+    # 50 steps of 1 s for every batch of two groups, which run beside those of the next batch.
+    slow = Cluster(EngineCurve(1.0, 0.0), 2, 2, True)
+    assert play_separate(build(tmp_path / "b"), ADMISSION, Scheduling(), slow, groups=6)[1] > 2 * 45
+
+
+def test_replay_of_a_run_without_its_config_says_what_is_missing(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.yaml is missing: it says how the run was scheduled"):
+        replay(build(tmp_path / "a"))
+
+
+def test_replay_takes_a_run_in_the_placement_that_it_had(tmp_path, monkeypatch):
+    run = build(tmp_path / "a")
+    OmegaConf.save({}, tmp_path / "a" / "config.yaml")
+    settings = type("Settings", (), {"enable": True, "adapts_overlap": False, "group_filter": None, "drain": True})()
+    settings.scheduling, settings.slots_per_replica, settings.resume_kv = Scheduling(), 8, "keep"
+    monkeypatch.setattr("recipe.partial_rollout.tools.replay.PartialRolloutConfig.from_config", lambda _: settings)
+    monkeypatch.setattr("recipe.partial_rollout.tools.replay.Admission.of", lambda _: ADMISSION)
+    monkeypatch.setattr("recipe.partial_rollout.tools.replay.fit", lambda calls: EngineCurve(0.001, 0.0))
+    found = replay(run)
+    assert (found.measured_ms, found.forecast_ms) == (pytest.approx(80e3), pytest.approx(50e3, rel=0.01))
