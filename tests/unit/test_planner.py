@@ -128,6 +128,13 @@ def test_cost_of_long_contexts_is_told_apart_where_calls_say_how_long_theirs_wer
         assert found.step_s == pytest.approx(3e-3, rel=0.05) and found.sample_s == pytest.approx(1e-4, rel=0.05)
 
 
+def test_cost_of_reading_again_is_recovered_too():
+    curve = EngineCurve(2e-3, 1e-4, prefill_s=5e-5)
+    played = play_calls(curve, np.random.default_rng(0), rounds=48, samples=8, most_context=2000)
+    found = fit([call(0, 100.0 * at, 100.0 * at + end, made, read, read) for at, end, made, read in played])
+    assert found.prefill_s == pytest.approx(5e-5, rel=0.05) and found.step_s == pytest.approx(2e-3, rel=0.05)
+
+
 def test_calls_that_waited_for_a_compilation_do_not_bend_the_curve():
     curve = EngineCurve(2e-3, 1e-4)
     # The first round took fifty times as long; least squares alone is off by half.

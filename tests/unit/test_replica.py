@@ -25,36 +25,19 @@ def test_kv_cache_of_two_engines_is_vllms_own_figure_or_their_blocks(cache, toke
     assert replica.kv_tokens_of(config) == tokens
 
 
-@pytest.mark.parametrize(
-    ("v2", "async_", "said"), [(True, True, "V2, asynchronous"), (False, False, "V1, synchronous")]
-)
-def test_engine_says_its_model_runner_and_scheduler(v2, async_, said):
-    config = Namespace(use_v2_model_runner=v2, scheduler_config=Namespace(async_scheduling=async_))
-    assert replica.chosen_by(config) == f"model runner {said} scheduling"
-
-
-def test_headroom_is_vllms_watermark_unless_the_user_has_set_it():
-    ours, users = Namespace(watermark=0.0), Namespace(watermark=0.2)
-    for args in (ours, users):
-        leave_headroom(args, 0.05)
-    assert ours.watermark == 0.05 and users.watermark == 0.2
-
-
-def test_engine_without_a_watermark_goes_without_and_says_so(monkeypatch):
-    said = []
-    monkeypatch.setattr(replica.logger, "warning", lambda text, *values: said.append(text % values))
-    args = Namespace()
-    leave_headroom(args, 0.0)
-    assert not said
-    leave_headroom(args, 0.05)
-    assert vars(args) == {}
-    assert said == ["no KV blocks are kept free (0.05 of them): this vLLM has no watermark option"]
-
-
-def test_installed_vllm_has_the_option():
+def test_headroom_is_vllms_watermark_unless_the_user_has_set_it_or_vllm_has_none(monkeypatch):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert {field.name: field.default for field in fields(AsyncEngineArgs)}["watermark"] == 0.0
+    said = []
+    monkeypatch.setattr(replica.logger, "warning", lambda text, *values: said.append(text % values))
+    ours, users, without = Namespace(watermark=0.0), Namespace(watermark=0.2), Namespace()
+    leave_headroom(without, 0.0)
+    assert not said
+    for args in (ours, users, without):
+        leave_headroom(args, 0.05)
+    assert (ours.watermark, users.watermark, vars(without)) == (0.05, 0.2, {})
+    assert said == ["no KV blocks are kept free (0.05 of them): this vLLM has no watermark option"]
 
 
 def test_only_the_processes_that_a_killed_server_left_behind_are_ended():

@@ -1,14 +1,14 @@
-"""A replica that dies is left out, and comes back before the next weight sync."""
+"""A replica that dies is left out, comes back before the next weight sync, and becomes known to the workers."""
 
 import asyncio
-import gc
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 
 from recipe.partial_rollout import waits
-from recipe.partial_rollout.rollout.replicas import ServerControl
+from recipe.partial_rollout.rollout import replicas
+from recipe.partial_rollout.rollout.replicas import ReplicaRoster, ServerControl
 from recipe.partial_rollout.waits import ReplicaError
 
 
@@ -45,20 +45,24 @@ class FakeReplica:
         self.server_address, self.dead_with = f"{self.server_address}'", None
 
 
+def play(control, *verbs):
+    """What the verbs answer, one after another."""
+
+    async def run():
+        return [await getattr(control, verb)() for verb in verbs]
+
+    return asyncio.run(run())
+
+
 def test_dead_replica_is_left_out_and_restarted_under_a_new_address():
     replicas = [FakeReplica("a"), FakeReplica("b")]
     control = ServerControl(replicas, 5.0, restarts=1)
     replicas[1].dead_with = RayActorError()
-
-    async def run():
-        await control.interrupt()
-        assert control.servers == {"a": "handle of a"} and control.addresses == ["a", "b"]
-        await control.resume()
-        assert (replicas[0].resumes, replicas[1].resumes) == (1, 0)
-        assert await control.restart_dead() and not await control.restart_dead()
-        await control.interrupt()
-
-    asyncio.run(run())
+    play(control, "interrupt", "resume")
+    assert control.servers == {"a": "handle of a"} and control.addresses == ["a", "b"]
+    assert (replicas[0].resumes, replicas[1].resumes) == (1, 0)
+    first, second, _ = play(control, "restart_dead", "restart_dead", "interrupt")
+    assert first and not second
     assert control.addresses == ["a", "b'"] and len(control.servers) == 2
     assert control.restarted == 1 and replicas[1].aborts == 2
 
@@ -67,54 +71,41 @@ def test_replica_that_dies_in_a_hold_is_left_out_and_the_others_stand_still():
     replicas = [FakeReplica("a"), FakeReplica("b")]
     control = ServerControl(replicas, 5.0)
     replicas[1].dead_with = RuntimeError("EngineDeadError: EngineCore encountered an issue")
-
-    async def run():
-        assert 0 <= await control.hold() < 5
-        assert list(control.servers) == ["a"]
-        await control.hold()
-
-    asyncio.run(run())
+    first, _ = play(control, "hold", "hold")
+    assert 0 <= first < 5 and list(control.servers) == ["a"]
     assert [replica.holds for replica in replicas] == [2, 0]
+
+
+ENGINE_DEAD = RuntimeError("EngineDeadError: EngineCore encountered an issue")
+
+
+@pytest.mark.parametrize(
+    ("names", "dead_with", "verbs", "error", "message"),
+    [
+        ("ab", RayActorError(), ("interrupt", "restart_dead"), ReplicaError, r"vLLM replica a is dead.*restarts=0"),
+        ("a", ENGINE_DEAD, ("interrupt",), ReplicaError, r"no vLLM replica is alive \(a\)"),
+        ("a", ValueError("no such request"), ("interrupt",), ValueError, "no such request"),
+    ],
+    ids=["died once too often", "the last one dies", "an error of a living one"],
+)
+def test_death_that_cannot_be_survived_ends_the_wait_by_name(names, dead_with, verbs, error, message):
+    replicas = [FakeReplica(name) for name in names]
+    replicas[0].dead_with = dead_with
+    with pytest.raises(error, match=message):
+        play(ServerControl(replicas, 5.0, restarts=0), *verbs)
 
 
 def test_replica_that_does_not_hold_is_named_at_the_deadline():
     replica = FakeReplica("a")
     replica.hangs_s = 60
     with pytest.raises(TimeoutError, match=r"holding the vLLM replicas a took more than .*deadlines\.interrupt_s"):
-        asyncio.run(ServerControl([replica], 0.05).hold())
-
-
-def test_replica_that_died_once_too_often_is_named():
-    replicas = [FakeReplica("a"), FakeReplica("b")]
-    control = ServerControl(replicas, 5.0, restarts=0)
-    replicas[0].dead_with = RayActorError()
-
-    async def run():
-        await control.interrupt()
-        await control.restart_dead()
-
-    with pytest.raises(ReplicaError, match=r"vLLM replica a is dead.*failures\.replica_restarts=0"):
-        asyncio.run(run())
-
-
-def test_last_replica_to_die_ends_the_interruption():
-    replica = FakeReplica("a")
-    replica.dead_with = RuntimeError("EngineDeadError: EngineCore encountered an issue")
-    with pytest.raises(ReplicaError, match=r"no vLLM replica is alive \(a\)"):
-        asyncio.run(ServerControl([replica], 5.0).interrupt())
-
-
-def test_error_of_a_living_replica_is_its_own():
-    replica = FakeReplica("a")
-    replica.dead_with = ValueError("no such request")
-    with pytest.raises(ValueError, match="no such request"):
-        asyncio.run(ServerControl([replica], 5.0).interrupt())
+        play(ServerControl([replica], 0.05), "hold")
 
 
 def test_replica_that_does_not_answer_hides_no_other_that_decodes():
     living, dead, hung = replicas = [FakeReplica("a"), FakeReplica("b"), FakeReplica("c")]
     living.tokens, dead.dead_with, hung.hangs_s = 7, RayActorError(), 60
-    assert asyncio.run(ServerControl(replicas, 0.1).running_tokens()) == {"a": 7}
+    assert play(ServerControl(replicas, 0.1), "running_tokens") == [{"a": 7}]
 
 
 class Answers:
@@ -159,31 +150,6 @@ def test_preemptions_are_counted_since_they_were_last_asked_for():
     assert asyncio.run(control_of(a, Answers(preemptions=None)).new_preemptions()) is None
 
 
-def test_replica_that_does_not_say_is_named_at_the_deadline():
-    control = control_of(Answers(kv_tokens=1))
-    control._deadline_s = 0.01
-    control.servers["a"].kv_tokens.remote = lambda: asyncio.sleep(5)
-    with pytest.raises(TimeoutError, match=r"asking the vLLM replicas a for their kv_tokens .*deadlines\.interrupt_s"):
-        asyncio.run(control.kv_tokens())
-
-
-def test_question_that_is_abandoned_prints_nothing():
-    complaints = []
-
-    async def abandon():
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-        control = control_of(Answers(kv_tokens=1))
-        control.servers["a"].kv_tokens.remote = lambda: asyncio.sleep(5)
-        asking = asyncio.create_task(control.kv_tokens())
-        await asyncio.sleep(0.01)
-        asking.cancel()
-        await asyncio.wait([asking])
-        gc.collect()
-
-    asyncio.run(abandon())
-    assert complaints == []
-
-
 @pytest.mark.parametrize("verb", ["interrupt", "hold", "resume", "restart_dead", "kv_tokens"])
 def test_replica_that_ray_cannot_reach_for_a_moment_is_asked_again(verb, monkeypatch):
     monkeypatch.setattr(waits, "AGAIN_S", 0.001)
@@ -203,15 +169,14 @@ def test_replica_that_ray_cannot_reach_for_a_moment_is_asked_again(verb, monkeyp
 
             return ask if callable(method) else method
 
+    async def tokens_of_kv():
+        return 900
+
     replica = Blinking("a")
     replica.server_handle = SimpleNamespace(kv_tokens=SimpleNamespace(remote=replica._blinks(tokens_of_kv)))
     control = ServerControl([replica], 5.0, restarts=1)
     asyncio.run(getattr(control, verb)())
     assert not errors and control.servers.keys() == {"a"} and control.restarted == 0
-
-
-async def tokens_of_kv():
-    return 900
 
 
 def test_replica_that_stays_out_of_reach_ends_the_wait_by_name():
@@ -221,3 +186,22 @@ def test_replica_that_stays_out_of_reach_ends_the_wait_by_name():
 
     with pytest.raises(TimeoutError, match=r"looking after the vLLM replicas a took more than 0\.1 s .*interrupt_s"):
         asyncio.run(ServerControl([Away("a")], 0.1).restart_dead())
+
+
+def test_workers_meet_a_restarted_replica_although_the_load_balancer_is_dead(monkeypatch):
+    async def dead(_servers):
+        raise ActorDiedError
+
+    async def ask_each(verb, argument):
+        told.append((verb, argument(0)))
+
+    told, traced, warned = [], [], []
+    monkeypatch.setattr(replicas.logger, "warning", lambda *words: warned.append(words[0]))
+    control = SimpleNamespace(addresses=["a", "b"], servers={"a": 1, "b": 2}, restarted=0)
+    verb = SimpleNamespace(remote=dead)
+    balancer = SimpleNamespace(remove_servers=verb, add_servers=verb)
+    roster = ReplicaRoster(control, balancer, SimpleNamespace(use_replicas=traced.append), 1)
+    control.addresses, control.servers, control.restarted = ["a", "c"], {"a": 1, "c": 3}, 1
+    asyncio.run(roster.announce_restarted(SimpleNamespace(ask_each=ask_each)))
+    assert [verb for verb, _ in told] == ["use_replicas"] and traced == [["a", "c"]]
+    assert "load balancer is dead" in warned[0]
