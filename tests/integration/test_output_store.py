@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import ray
 
-from recipe.partial_rollout.config.choices import Mode, OnSampleError
+from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
@@ -56,9 +56,9 @@ class Worker:
 def start():
     actors = []
 
-    def build(*, groups=1, n=2, store=STORE, failures=None, version=0, offer=True):
+    def build(*, groups=1, n=2, store=STORE, version=0, offer=True):
         admission = Admission(Mode.WINDOW, groups, n, 0.0, groups, groups * n, 4)
-        actor = ray.remote(ManagerActor).remote(admission, Scheduling(), 30.0, failures or FailurePolicy(), store=store)
+        actor = ray.remote(ManagerActor).remote(admission, Scheduling(), 30.0, FailurePolicy(), store=store)
         actors.append(actor)
         ray.get(actor.register_worker.remote("w0", 64))
         if offer:
@@ -123,20 +123,6 @@ def test_managers_answer_does_not_grow_with_the_responses(start):
     assert sizes[LARGE] < 4000 and abs(sizes[LARGE] - sizes[5]) < 100
 
 
-def test_manager_keeps_the_metadata_of_a_finished_sample_and_no_array(start):
-    actor = start()
-    finish_all(actor, LARGE)
-
-    def kept(actor):
-        actor._store.seal()
-        return [sample.output for group in actor._manager.groups.by_order.values() for sample in group.samples]
-
-    first, second = ray.get(actor.__ray_call__.remote(kept))
-    assert first.handle[0].reference == second.handle[0].reference, "one object"
-    assert isinstance(first, StoredOutput) and first.sample_id == "0/0#0"
-    assert (first.response_length, first.reward_score, first.reward_extra_info) == (LARGE, 1.0, {"acc": 1.0})
-
-
 def test_outputs_of_many_reports_share_an_object_of_two_megabytes(start):
     actor = start(groups=6, n=2)
     for grant in ray.get(actor.claim.remote("w0")):
@@ -177,19 +163,6 @@ def test_report_that_is_refused_leaves_nothing_in_the_store(start):
     ray.get(actor.finish_step.remote([group.uid]))
     del taken, group, output
     assert_soon(lambda: objects_of(actor) == before)
-
-
-def test_masked_sample_stays_with_the_manager(start):
-    actor = start(failures=FailurePolicy(OnSampleError.MASK))
-    first, second = ray.get(actor.claim.remote("w0"))
-    ray.get(
-        actor.report.remote(
-            Report("w0", finished=((first.sample_id, output_of(LARGE)),), failed=((second.sample_id, "boom"),))
-        )
-    )
-    (taken,) = fetch_groups(take(actor), STORE.fetch)
-    assert_is_output(taken.outputs[0], LARGE, 0)
-    assert taken.outputs[1].masked and taken.outputs[1].extra_fields == {"sample_error": "boom"}
 
 
 def test_checkpoint_holds_the_outputs_and_brings_them_back_to_the_store(start, tmp_path):

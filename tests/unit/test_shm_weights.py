@@ -50,12 +50,6 @@ def same(got, wanted):
         )
 
 
-def test_file_gives_back_every_dtype_and_shape(tmp_path):
-    size = weight_file.write(tmp_path / "0", TENSORS.items())
-    assert size == (tmp_path / "0").stat().st_size
-    same(dict(weight_file.read(tmp_path / "0")), TENSORS)
-
-
 def test_file_appears_only_when_it_is_whole(tmp_path):
     seen = []
 
@@ -68,27 +62,19 @@ def test_file_appears_only_when_it_is_whole(tmp_path):
     assert seen == [False] and [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
-def test_write_that_fails_leaves_nothing_and_spares_the_old_file(tmp_path):
-    def tensors():
-        yield "first", torch.zeros(1000)
-        raise OSError("No space left on device")
-
-    weight_file.write(tmp_path / "1", [("old", torch.ones(2))])
-    with pytest.raises(OSError, match="No space left"):
-        weight_file.write(tmp_path / "1", tensors())
-    assert [path.name for path in tmp_path.iterdir()] == ["1"]
-    same(dict(weight_file.read(tmp_path / "1")), {"old": torch.ones(2)})
-
-
-def test_full_shared_memory_is_named_with_its_key(ends, tmp_path):
+def test_write_that_fails_leaves_nothing_spares_the_old_file_and_is_named_with_its_key(ends, tmp_path):
     (master, _), _ = ends()
 
     def tensors():
         yield "first", torch.zeros(1000)
         raise OSError(28, "No space left on device")
 
+    folder = tmp_path / "verl-weights-job"
+    asyncio.run(master.send_weights([("old", torch.ones(2))], global_steps=1))
     with pytest.raises(OSError, match=rf"No space left on device: {tmp_path} must hold the whole model \(.*shm\.root"):
         asyncio.run(master.send_weights(tensors(), global_steps=1))
+    assert [path.name for path in folder.iterdir()] == ["1"]
+    same(dict(weight_file.read(folder / "1")), {"old": torch.ones(2)})
 
 
 def test_mapped_tensor_outlives_its_file_and_is_the_readers_own(tmp_path):
@@ -99,7 +85,7 @@ def test_mapped_tensor_outlives_its_file_and_is_the_readers_own(tmp_path):
     assert mine.tolist() == [2, 2, 2] and other.tolist() == [1, 1, 1]
 
 
-def test_every_receiver_gets_what_the_master_sent_and_every_trainer_iterates(ends):
+def test_every_receiver_gets_what_the_master_sent_and_every_trainer_iterates(ends, tmp_path):
     trainers, receivers = ends()
     gathered = []
 
@@ -111,25 +97,14 @@ def test_every_receiver_gets_what_the_master_sent_and_every_trainer_iterates(end
     async def sync():
         sending = [trainer.send_weights(weights(rank), global_steps=3) for rank, trainer in enumerate(trainers)]
         receiving = [everything(receiver.receive_weights(global_steps=3)) for receiver in receivers]
-        return (await asyncio.gather(*receiving, *sending))[: len(receivers)]
+        got = (await asyncio.gather(*receiving, *sending))[: len(receivers)]
+        return [*got, await everything(receivers[0].get_weights())]
 
     for got in asyncio.run(sync()):
         same(got, TENSORS)
     assert sorted(gathered) == [0] * len(TENSORS) + [1] * len(TENSORS)
-
-
-def test_version_is_loaded_again_from_the_cache_until_it_is_removed(ends, tmp_path):
-    (master, _), (receiver, _) = ends()
-
-    async def sync():
-        await master.send_weights([("a", torch.ones(2))], global_steps=1)
-        await everything(receiver.receive_weights(global_steps=1))
-        again = await everything(receiver.get_weights())
-        for engine in (master, receiver):
-            engine.finalize()
-        return again
-
-    same(asyncio.run(sync()), {"a": torch.ones(2)})
+    for engine in (*trainers, *receivers):
+        engine.finalize()
     assert not list((tmp_path / "verl-weights-job").iterdir())
 
 
@@ -139,12 +114,6 @@ def test_receiver_without_a_file_gives_up_and_says_where_it_looked(ends):
         asyncio.run(everything(receiver.receive_weights(global_steps=7)))
     with pytest.raises(RuntimeError, match="no weights have been received"):
         asyncio.run(everything(receiver.get_weights()))
-
-
-def test_two_nodes_are_refused():
-    with pytest.raises(ValueError, match="on 2 nodes, and must be on one"):
-        shm_weights.ShmCheckpointEngine.build_topology(1, 1, [{"node_id": "a"}, {"node_id": "b"}])
-    assert shm_weights.ShmCheckpointEngine.build_topology(2, 1, [{"node_id": "a"}] * 3) == ({}, {})
 
 
 def test_folder_of_a_killed_job_is_removed_by_the_next_and_that_of_a_living_one_stays(ends, tmp_path):
@@ -160,53 +129,43 @@ def test_folder_of_a_killed_job_is_removed_by_the_next_and_that_of_a_living_one_
     asyncio.run(living[0].send_weights([("a", torch.ones(1))], global_steps=2))
     ends("next")
     assert not killed.exists()
-    assert [path.name for path in (tmp_path / "verl-weights-living").iterdir()] == ["2"]
-
-
-def test_claim_begins_with_an_empty_folder(tmp_path):
-    os.close(job_folder.claim(tmp_path, "again"))
+    # A claim begins with an empty folder, and the sweep follows no link.
+    (tmp_path / "home").mkdir()
+    (tmp_path / "verl-weights-old").symlink_to(tmp_path / "home")
+    (tmp_path / "verl-weights-again").mkdir(mode=0o700)
     (tmp_path / "verl-weights-again" / "9").write_bytes(b"old")
     held = job_folder.claim(tmp_path, "again")
     assert not list((tmp_path / "verl-weights-again").iterdir())
-    assert job_folder.sweep(tmp_path) == []
+    assert job_folder.sweep(tmp_path) == [] and (tmp_path / "home").exists()
     os.close(held)
     assert job_folder.sweep(tmp_path) == [tmp_path / "verl-weights-again"]
+    assert [path.name for path in (tmp_path / "verl-weights-living").iterdir()] == ["2"]
 
 
-def plant(kind, folder, monkeypatch):
-    """What another user may have put in the job's place, whose name is easy to guess."""
+@pytest.mark.parametrize("kind", ["a link", "a file", "open to all", "another's"])
+def test_what_is_no_private_folder_of_ours_is_refused_and_left_alone(ends, tmp_path, monkeypatch, kind):
+    """Its name is easy to guess, so another user may have put something in its place."""
+    _, (receiver, _) = ends()
+    folder, home = tmp_path / "verl-weights-job", tmp_path / "home"
+    monkeypatch.setattr(job_folder, "sweep", lambda root: [])
+    folder.rmdir()
+    home.mkdir()
+    weight_file.write(home / "3", [("a", torch.ones(1))])
     if kind == "a link":
-        folder.symlink_to(folder.parent / "home")
+        folder.symlink_to(home)
     elif kind == "a file":
         folder.write_text("")
     else:
         folder.mkdir()
         folder.chmod(0o777 if kind == "open to all" else 0o700)
-    if kind == "another's":
-        monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
-
-
-@pytest.mark.parametrize("kind", ["a link", "a file", "open to all", "another's"])
-def test_what_is_no_private_folder_of_ours_is_refused_and_left_alone(ends, tmp_path, monkeypatch, kind):
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "thesis.tex").write_text("x")
-    folder = tmp_path / "verl-weights-job"
-    monkeypatch.setattr(job_folder, "sweep", lambda root: [])
-    plant(kind, folder, monkeypatch)
-    wanted = rf"{folder}: .*remove it, or set .*engine_kwargs\.shm\.root"
-    with pytest.raises(PermissionError, match=wanted):
+        if kind == "another's":
+            monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match=rf"{folder}: .*remove it, or set .*engine_kwargs\.shm\.root"):
         job_folder.claim(tmp_path, "job")
-    assert (tmp_path / "home" / "thesis.tex").exists()
-
-
-def test_a_receiver_loads_nothing_that_another_user_may_have_planted(ends, tmp_path):
-    _, (receiver, _) = ends()
-    (tmp_path / "home").mkdir()
-    weight_file.write(tmp_path / "home" / "3", [("a", torch.ones(1))])
-    (tmp_path / "verl-weights-job").rmdir()
-    (tmp_path / "verl-weights-job").symlink_to(tmp_path / "home")
-    with pytest.raises(PermissionError, match="verl-weights-job: "):
-        asyncio.run(everything(receiver.receive_weights(global_steps=3)))
+    if kind == "a link":
+        with pytest.raises(PermissionError, match="verl-weights-job: "):
+            asyncio.run(everything(receiver.receive_weights(global_steps=3)))
+    assert [path.name for path in home.iterdir()] == ["3"]
 
 
 def test_only_the_owner_may_read_the_weights_and_no_link_is_followed(ends, tmp_path):
@@ -221,9 +180,3 @@ def test_only_the_owner_may_read_the_weights_and_no_link_is_followed(ends, tmp_p
     (folder / "5").symlink_to(folder / "4")
     with pytest.raises(OSError, match="symbolic links"):
         list(weight_file.read(folder / "5"))
-
-
-def test_the_sweep_follows_no_link(tmp_path):
-    (tmp_path / "home").mkdir()
-    (tmp_path / "verl-weights-old").symlink_to(tmp_path / "home")
-    assert job_folder.sweep(tmp_path) == [] and (tmp_path / "home").exists()

@@ -15,13 +15,13 @@ from recipe.partial_rollout.waits import beside
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_waits_for_the_check_and_tells_the_exit_code(number, code):
-    stop = StopSignals()
+    stop, before = StopSignals(), signal.getsignal(number)
     with stop.caught():
         stop.check()
         os.kill(os.getpid(), number)
         with pytest.raises(StopTraining) as raised:
             stop.check()
-    assert raised.value.exit_code == code
+    assert raised.value.exit_code == code and signal.getsignal(number) is before
 
 
 @pytest.mark.parametrize(
@@ -55,25 +55,12 @@ def test_wait_ends_with_the_signal():
     stop = StopSignals()
 
     async def run():
+        assert await beside(asyncio.sleep(0, 7), stop.watch()) == 7
         asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
         await beside(asyncio.sleep(30), stop.watch())
 
     with stop.caught(), pytest.raises(StopTraining, match="SIGTERM"):
         asyncio.run(run())
-
-
-def test_wait_that_ends_first_is_answered():
-    async def wait():
-        return await beside(asyncio.sleep(0, 7), StopSignals().watch())
-
-    assert asyncio.run(wait()) == 7
-
-
-def test_handlers_are_given_back():
-    before = signal.getsignal(signal.SIGTERM)
-    with StopSignals().caught():
-        assert signal.getsignal(signal.SIGTERM) is not before
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 LOADING = """

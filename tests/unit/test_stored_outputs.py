@@ -27,18 +27,9 @@ class Shelf:
     def put(self, finished):
         stored = []
         for sample_id, output in finished:
-            handle = Handle(output)
-            self.outputs[sample_id] = handle
-            stored.append(
-                StoredOutput(
-                    sample_id,
-                    handle,
-                    output.response_length,
-                    output.reward_score,
-                    output.reward_extra_info,
-                    output.masked,
-                )
-            )
+            handle = self.outputs[sample_id] = Handle(output)
+            said = output.response_length, output.reward_score, output.reward_extra_info, output.masked
+            stored.append(StoredOutput(sample_id, handle, *said))
         return stored
 
     def seal(self):
@@ -66,24 +57,17 @@ def finish_some(m, output, store, count):
         m.finish(sample_id, held)
 
 
-def test_lengths_and_totals_are_those_of_the_outputs_themselves(manager, output):
-    figures = []
-    for store in (InProcess(), Shelf()):
-        m = manager(prompts=4)
-        finish_some(m, output, store, 5)
-        taken = m.take_batch(stop=True)
-        m.acknowledge([group.uid for group in taken])
-        figures.append((m.groups.cached_tokens, m.counters, m.metrics()))
-    assert figures[0] == figures[1]
-
-
-def test_checkpoint_does_not_tell_where_outputs_lay(manager, output):
-    packed = []
+def test_figures_and_checkpoint_do_not_tell_where_outputs_lay(manager, output):
+    packed, figures = [], []
     for store in (InProcess(), Shelf()):
         m = manager(prompts=4)
         finish_some(m, output, store, 5)
         packed.append(b"".join(bytes(chunk) for chunk in pack(encode(m.capture(), store.fetch))))
-    assert packed[0] == packed[1]
+        m.acknowledge([group.uid for group in m.take_batch(stop=True)])
+        figures.append((m.groups.cached_tokens, m.counters, m.metrics()))
+    assert packed[0] == packed[1] and figures[0] == figures[1]
+    # A trained group's outputs are let go at once: until its round ends, the manager's process collects no garbage.
+    assert sorted(store.outputs) == ["0/2#0"]
 
 
 def test_restored_outputs_go_to_the_store(manager, output):
@@ -97,14 +81,6 @@ def test_restored_outputs_go_to_the_store(manager, output):
     taken = fetch_groups(restored.take_batch(stop=True), shelf.fetch)
     assert [[o.response_length for o in group.outputs] for group in taken] == [[2, 3], [4, 5]]
     assert all(isinstance(o, SampleOutput) for group in taken for o in group.outputs)
-
-
-def test_stored_outputs_are_let_go_as_their_group_is_trained(manager, output):
-    """At once: until its round ends, the manager's process collects no garbage."""
-    m, shelf = manager(prompts=4), Shelf()
-    finish_some(m, output, shelf, 5)
-    m.acknowledge([group.uid for group in m.take_batch(stop=True)])
-    assert sorted(shelf.outputs) == ["0/2#0"]
 
 
 def test_outputs_of_a_report_are_stored_before_it_is_booked(prompts, output):

@@ -14,7 +14,6 @@ from recipe.partial_rollout.training.weight_transfer import (
     RecipeCheckpointManager,
     WeightSyncError,
     transfer_of,
-    watched,
 )
 from verl_ext.shm_weights import ShmCheckpointEngine
 
@@ -33,37 +32,25 @@ class Remote:
             raise self.error
 
 
+def answering(answer):
+    """An actor's method that answers, or raises, as given."""
+
+    async def remote(*_):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return SimpleNamespace(remote=remote)
+
+
 def replica_named(name, log, *, workers=2, **behaviour):
-    return SimpleNamespace(
-        server_address=name,
-        workers=[
-            SimpleNamespace(update_weights=Remote(log, name, **behaviour), execute_checkpoint_engine=Place("here"))
-            for _ in range(workers)
-        ],
-        server_handle=SimpleNamespace(weight_sync_error=Answer()),
-    )
-
-
-class Place:
-    """A worker's answer to ``prepare``."""
-
-    def __init__(self, node):
-        self.node = node
-
-    async def remote(self, method):
-        assert method == "prepare"
-        return {"node_id": self.node}
-
-
-class Answer:
-    """A server's answer to ``weight_sync_error``."""
-
-    said: object = None
-
-    async def remote(self):
-        if isinstance(self.said, Exception):
-            raise self.said
-        return self.said
+    here = answering({"node_id": "here"})
+    loads = [
+        SimpleNamespace(update_weights=Remote(log, name, **behaviour), execute_checkpoint_engine=here)
+        for _ in range(workers)
+    ]
+    handle = SimpleNamespace(weight_sync_error=answering(None))
+    return SimpleNamespace(server_address=name, workers=loads, server_handle=handle)
 
 
 class Trainers:
@@ -79,7 +66,7 @@ class Trainers:
 
     def execute_checkpoint_engine(self, methods):
         if methods[0] == "prepare":
-            return [Place("here").remote(method) for method in methods]
+            return [answering({"node_id": "here"}).remote(method) for method in methods]
         return [asyncio.to_thread(self.log.append, (method,)) for method in methods]
 
 
@@ -145,47 +132,30 @@ def test_engines_are_held_only_once_the_trainer_has_packed(cached):
     assert noted[0][0] == 1
 
 
-def test_naive_sends_in_the_second_part():
-    log = []
-    verls = verls_manager("naive", object, log, [replica_named("a", log)])
-    transfer = transfer_of(verls, 5.0)
-
-    async def sync():
-        assert not await transfer.stage(3)
-        log.append("held")
-        await transfer.load(3)
-
-    asyncio.run(sync())
-    assert log == ["held", ("trainer", 3, "naive")]
-
-
 def test_engine_on_another_node_is_refused_before_anything_is_sent(cached):
     transfer, log, (_, b) = cached()
-    b.workers[1].execute_checkpoint_engine.node = "there"
+    b.workers[1].execute_checkpoint_engine = answering({"node_id": "there"})
     with pytest.raises(WeightSyncError, match=r"backend=shm: trainers and engines are on 2 nodes, and must be on one"):
         asyncio.run(transfer.stage(0))
     assert log == []
 
 
-def test_failures_name_the_trainer_or_the_replica(cached):
-    full = RayTaskError("f", "Traceback\nOSError: No space left on device", OSError("No space left on device"))
-    transfer, _, _ = cached(trainer={"error": full})
-    with pytest.raises(WeightSyncError, match=r"staging of version 4 failed in the trainer: .*No space left"):
-        asyncio.run(transfer.stage(4))
-    transfer, _, _ = cached(error=RayActorError())
-    with pytest.raises(WeightSyncError, match=r"loading of version 4 failed in vLLM replica b: RayActorError"):
-        asyncio.run(transfer.load(4))
+FULL = RayTaskError("f", "Traceback\nOSError: No space left on device", OSError("No space left on device"))
 
 
-def test_deadlines_name_what_was_awaited(cached):
-    transfer, _, _ = cached(trainer={"hangs": True}, deadline_s=0.05)
-    with pytest.raises(
-        WeightSyncError, match=r"staging of version 4 by the trainer took more than 0.05 s .*weight_sync_s"
-    ):
-        asyncio.run(transfer.stage(4))
-    transfer, _, _ = cached(hangs=True, deadline_s=0.05)
-    with pytest.raises(WeightSyncError, match=r"loading of version 4 to vLLM replicas a, b took more than 0.05 s"):
-        asyncio.run(transfer.load(4))
+@pytest.mark.parametrize(
+    ("verb", "behaviour", "message"),
+    [
+        ("stage", {"trainer": {"error": FULL}}, r"staging of version 4 failed in the trainer: .*No space left"),
+        ("load", {"error": RayActorError()}, r"loading of version 4 failed in vLLM replica b: RayActorError"),
+        ("stage", {"trainer": {"hangs": True}}, r"staging of version 4 by the trainer took more than .*weight_sync_s"),
+        ("load", {"hangs": True}, r"loading of version 4 to vLLM replicas a, b took more than 0.05 s"),
+    ],
+)
+def test_failures_and_deadlines_name_the_trainer_or_the_replica(cached, verb, behaviour, message):
+    transfer, _, _ = cached(deadline_s=0.05, **behaviour)
+    with pytest.raises(WeightSyncError, match=message):
+        asyncio.run(getattr(transfer, verb)(4))
 
 
 @pytest.mark.parametrize(
@@ -194,29 +164,14 @@ def test_deadlines_name_what_was_awaited(cached):
 def test_engine_that_fails_while_its_sender_waits_ends_the_load_by_name(cached, said, reason, monkeypatch):
     monkeypatch.setattr("recipe.partial_rollout.training.weight_transfer._LOOK_EVERY_S", 0.02)
     transfer, _, (_, b) = cached(hangs=True)
-    b.server_handle.weight_sync_error.said = said
+    b.server_handle.weight_sync_error = answering(said)
     with pytest.raises(WeightSyncError, match=rf"loading of version 4 failed in vLLM replica b: {reason}"):
         asyncio.run(transfer.load(4))
+    # A dead one does not stop the staging: it is restarted before the load.
+    asyncio.run(transfer.stage(5))
 
 
-def test_dead_engine_does_not_stop_the_staging(cached, monkeypatch):
-    """It is restarted before the load."""
-    monkeypatch.setattr("recipe.partial_rollout.training.weight_transfer._LOOK_EVERY_S", 0.01)
-    transfer, log, (a, _) = cached()
-    a.server_handle.weight_sync_error.said = RayActorError()
-    asyncio.run(transfer.stage(1))
-    assert log == [("trainer", 1, "shm")]
-
-
-def test_wait_that_is_over_at_once_asks_nobody():
-    async def at_once():
-        return 7
-
-    replica = SimpleNamespace(server_address="a", server_handle=None)
-    assert asyncio.run(watched(at_once(), [replica], 5.0, "a test")) == 7
-
-
-def test_other_backends_sync_as_verl_does_but_neither_abort_nor_release(monkeypatch):
+def test_other_backends_send_in_the_second_part_as_verl_does_but_neither_abort_nor_release(monkeypatch):
     """``nccl`` in verl's own ``update_weights``, with verl's workers and groups replaced."""
     log = []
     monkeypatch.setattr("verl.checkpoint_engine.base.ray.get", lambda results: results)
@@ -253,3 +208,7 @@ def test_other_backends_sync_as_verl_does_but_neither_abort_nor_release(monkeypa
     asyncio.run(sync())
     assert isinstance(transfer, HeldTransfer) and not isinstance(transfer, CachedTransfer)
     assert log == ["held", "group", ("trainer", 3), ("engines", 3), ("trainer", "finalize"), ("engines", "finalize")]
+    log.clear()
+    transfer = transfer_of(verls_manager("naive", object, log, [replica_named("a", log)]), 5.0)
+    asyncio.run(sync())
+    assert log == ["held", ("trainer", 3, "naive")]
