@@ -104,8 +104,7 @@ def run(config: DictConfig) -> None:
     Raises:
         ConfigError: before Ray starts, in one line.
     """
-    from recipe.partial_rollout.preflight.inputs import fetch_model
-    from recipe.partial_rollout.preflight.prompts import check_prompts, check_rows
+    from recipe.partial_rollout.preflight.inputs import check_prompts, check_rows, fetch_model
     from recipe.partial_rollout.preflight.settings_check import check_config
     from recipe.partial_rollout.training.swanlab_run import choose_mode
 

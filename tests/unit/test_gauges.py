@@ -9,7 +9,7 @@ from typing import ClassVar
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout.records.figures import FIGURES, SECTION
-from recipe.partial_rollout.rollout.gauges import PREFIX, Gauges
+from recipe.partial_rollout.training.step_log import PREFIX, Gauges
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "partial_rollout.json"
 SUFFIXES = "_total|_bucket|_sum|_count"

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight.prompts import check_prompts, prompt_lengths
+from recipe.partial_rollout.preflight.inputs import check_prompts, prompt_lengths
 
 
 def tokenizer_of(template="{% for m in messages %}{{ m['content'] }}{% endfor %}"):

@@ -406,7 +406,7 @@ CONTRACT = (
         calls={"default_compute_score": "data_source, solution_str, ground_truth, extra_info"},
     ),
     Uses("verl.utils.reward_score.gsm8k", "answers", calls={"extract_solution": "solution_str"}),
-    Uses("verl.workers.config:PrometheusConfig", "gauges", has="enable"),
+    Uses("verl.workers.config:PrometheusConfig", "step_log", has="enable"),
     Uses("torch.distributed", "gloo_backend", calls={"init_process_group": "backend"}),
     # -- vLLM -----------------------------------------------------------------------------------------------------------
     Uses(

@@ -20,9 +20,16 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster
 from recipe.partial_rollout.planner.rounds import baseline, forecast
 from recipe.partial_rollout.planner.samples import lognormal
-from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs, missing_packages, size_bucket
+from recipe.partial_rollout.preflight.inputs import (
+    check_prompts,
+    check_rows,
+    check_vocabulary,
+    missing_inputs,
+    missing_packages,
+    prompt_lengths,
+    size_bucket,
+)
 from recipe.partial_rollout.preflight.placement_check import cpus_for_ray
-from recipe.partial_rollout.preflight.prompts import check_prompts, check_rows, prompt_lengths
 from recipe.partial_rollout.preflight.settings_check import check_settings
 from recipe.partial_rollout.tools.host import checkpoint_gib, checkpoints_at_once, machine_problems
 from recipe.partial_rollout.tools.memory import DeviceMemory, ModelShape, check_memory, shape_of

@@ -10,13 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.figures import overview
+from recipe.partial_rollout.records.figures import FIGURES, SECTION, overview
 from recipe.partial_rollout.records.trace import RoundRecord
-from recipe.partial_rollout.rollout.gauges import Gauges
 from recipe.partial_rollout.training import swanlab_run
 
 PICTURES = "1_pictures"
@@ -31,6 +30,43 @@ _FACTOR, _FLOOR, _FIRST = 10.0, 0.002, 5
 _WATCHED = ("actor/", "critic/", "rollout_corr/")
 """verl's names for losses, gradients, rewards, advantages and divergences"""
 _LOG_S = "partial_rollout/timing/log_s"
+PREFIX = "partial_rollout"
+"""of the names of Prometheus gauges; Ray puts ``ray_`` before it"""
+
+
+class Gauges:
+    """The ten figures of a dashboard as Prometheus gauges, labelled with the run's project and experiment.
+
+    Ray exports what its processes gauge, on each node's metrics port; Prometheus finds these ports in the file that
+    ``actor_rollout_ref.rollout.prometheus.enable=True`` has verl write, which lists the replicas' addresses too.
+
+    Args:
+        make: makes a gauge (``ray.util.metrics.Gauge``).
+    """
+
+    def __init__(self, make: Any, labels: Mapping[str, str]) -> None:
+        self._gauges = {}
+        for figure in FIGURES:
+            gauge = make(
+                f"{PREFIX}_{figure}", description=f"{SECTION}/{figure} of the last step", tag_keys=tuple(labels)
+            )
+            gauge.set_default_tags(dict(labels))
+            self._gauges[f"{SECTION}/{figure}"] = gauge
+
+    @classmethod
+    def of(cls, config: DictConfig) -> Gauges | None:
+        """The gauges of a run; None unless its config enables Prometheus."""
+        if not OmegaConf.select(config, "actor_rollout_ref.rollout.prometheus.enable"):
+            return None
+        from ray.util.metrics import Gauge
+
+        trainer = config.trainer
+        return cls(Gauge, {"project": str(trainer.project_name), "experiment": str(trainer.experiment_name)})
+
+    def set(self, figures: Mapping[str, float]) -> None:
+        """Note the figures of a step, by their full keys."""
+        for key, value in figures.items():
+            self._gauges[key].set(value)
 
 
 class StepLog:
