@@ -19,7 +19,6 @@ from typing import Any
 
 from recipe.partial_rollout.checkpoint.snapshot import (
     PART,
-    ForeignCheckpointError,
     TornCheckpointError,
     checksum,
     foreign,
@@ -170,16 +169,3 @@ def newest_whole(run_dir: Path) -> tuple[Path | None, list[str]]:
 def _steps(run_dir: Path) -> list[tuple[int, Path]]:
     found = ((_STEP.fullmatch(path.name), path) for path in run_dir.glob("global_step_*"))
     return [(int(match[1]), path) for match, path in found if match and path.is_dir()]
-
-
-__all__ = [
-    "DIRECTORY",
-    "ForeignCheckpointError",
-    "ListedFile",
-    "Manifest",
-    "TornCheckpointError",
-    "begin",
-    "newest_whole",
-    "seal",
-    "verify",
-]

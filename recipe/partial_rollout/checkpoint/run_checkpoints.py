@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from recipe.partial_rollout.checkpoint.manifest import DIRECTORY, TornCheckpointError, begin, newest_whole, seal, verify
-from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
+from recipe.partial_rollout.checkpoint.manifest import DIRECTORY, begin, newest_whole, seal, verify
+from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError, read_snapshot, write_snapshot
 from recipe.partial_rollout.waits import one_line
 
 logger = logging.getLogger(__name__)
@@ -25,10 +25,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """Paths of the state files of one checkpoint."""
+    """What was in flight at one checkpoint."""
 
     manager: Path
-    source: Path
+    """file of the manager's state"""
+    source: dict[str, Any]
+    """for ``PromptSource.load_state_dict``"""
 
 
 def claim_retention(trainer: Any, *, critic: bool) -> int | None:
@@ -145,16 +147,11 @@ class RunCheckpoints:
         return found
 
     def take(self, step_dir: Path) -> SavedState:
-        """The state files of the checkpoint that this process resumes from."""
+        """The state in the checkpoint that this process resumes from."""
         manifest = verify(step_dir)
         if step_dir.resolve() == self.step_dir(manifest.step).resolve():
             self._on_disk = manifest.step
             self._kept = [*manifest.facts.get("kept", ())]
         name = manifest.facts["state"]
         ours = step_dir / DIRECTORY
-        return SavedState(ours / f"manager-{name}.state", ours / f"source-{name}.state")
-
-    @staticmethod
-    def read_source(state: SavedState) -> dict[str, Any]:
-        """The prompt source's state, for ``PromptSource.load_state_dict``."""
-        return read_snapshot(state.source)
+        return SavedState(ours / f"manager-{name}.state", read_snapshot(ours / f"source-{name}.state"))

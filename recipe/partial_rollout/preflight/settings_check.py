@@ -11,8 +11,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
 
-from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, TornCheckpointError, verify
+from recipe.partial_rollout.checkpoint.manifest import verify
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
+from recipe.partial_rollout.checkpoint.snapshot import ForeignCheckpointError, TornCheckpointError
 from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.resume_sizes import ResumeSizes

@@ -241,7 +241,7 @@ class RunSession:
         """PR: restore what was in flight at ``resume_from``; the trainer has loaded its part."""
         assert self.source is not None and self.resume_from is not None
         state = self.checkpoints.take(self.resume_from)
-        self.source.load_state_dict(self.checkpoints.read_source(state))
+        self.source.load_state_dict(state.source)
         finished(self.driver.load(state.manager, self.resumed_step))
 
     def end(self) -> None:
