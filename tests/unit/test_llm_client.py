@@ -172,6 +172,14 @@ def test_call_that_was_aborted_without_a_token_adds_no_segment_and_goes_on_with_
     assert [call.resumed_tokens for call in client.take_calls()] == [0, 0, 0, 0, 5], "what was queued read nothing"
 
 
+def test_turn_after_a_tool_has_read_again_what_of_the_conversation_the_replica_has_lost(engine):
+    engine.answers = [tokens(5, 6), tokens(7, num_cached_tokens=4)]
+    client, sample = PartialRolloutLLMClient(CONFIG), live()
+    generate(client, sample)
+    generate(client, sample, prompt=(1, 2, 3, 5, 6, 90, 91))
+    assert [call.resumed_tokens for call in client.take_calls()] == [0, 1], "90 and 91, the tool's, are new to it"
+
+
 def journal(*segments):
     return deque(
         Segment(np.array(ids, np.int32), np.array(ids, np.float32) * -0.1, version, stop)

@@ -1,5 +1,7 @@
 """Figures of a round, against rounds small enough to work out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from recipe.partial_rollout.manager.types import TakenGroup
@@ -19,6 +21,16 @@ def group(output, *versions, order=0):
 
 def metrics_of(groups, trained_at):
     return batch_metrics(groups, [TrainedGroup.of(group, trained_at) for group in groups], trained_at)
+
+
+def test_tools_are_shown_where_there_are_any(output):
+    def used(tool_s):
+        timed = replace(output(4), metrics={"tool_calls": tool_s, "generate_sequences": 3.0}, num_turns=6)
+        return metrics_of([TakenGroup("1/0", 0, 1, {}, (timed, timed))], 5)
+
+    assert not any(name.startswith("agent/") for name in used(0.0))
+    shown = used(1.0)
+    assert (shown["agent/turns"], shown["agent/tool_s"], shown["agent/tool_share"]) == (6, 1.0, 0.25)
 
 
 def test_straggler_leaves_half_of_two_slots_idle_for_half_of_the_phase():

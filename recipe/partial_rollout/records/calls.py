@@ -55,7 +55,7 @@ class EngineCall:
     version: int
     """policy version that the replica held; -1 if it did not say"""
     resumed_tokens: int = 0
-    """prompt and response tokens that it prefilled again because the sample was interrupted; cached ones do not count"""
+    """tokens that it prefilled again after an interruption, or after a tool; those still cached do not count"""
     context_tokens: int | None = None
     """prompt and response tokens that it started from; None if not noted"""
     queued_s: float = 0.0

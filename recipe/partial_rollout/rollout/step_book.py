@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from recipe.partial_rollout.manager.messages import RolloutFailedError, StepAccount, VersionStart
-from recipe.partial_rollout.manager.types import TakenGroup
+from recipe.partial_rollout.manager.types import SampleOutput, TakenGroup
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended, spread
 from recipe.partial_rollout.records.trace import RoundRecord
@@ -192,4 +192,19 @@ def batch_metrics(groups: Sequence[TakenGroup], trained: Sequence[TrainedGroup],
         "off_policy_token_fraction": sum(group.off_policy_tokens for group in trained) / tokens if tokens else 0.0,
         "segments_per_sample/mean": segments.mean,
         "segments_per_sample/max": int(segments.max),
+        **tool_metrics([output for group in groups for output in group.outputs]),
+    }
+
+
+def tool_metrics(outputs: Sequence[SampleOutput]) -> dict[str, float]:
+    """Means over samples, where some have called tools: turns, seconds in tools, and these as a share of their lives."""
+    in_tools, in_turns = (
+        sum(output.metrics.get(name, 0.0) for output in outputs) for name in ("tool_calls", "generate_sequences")
+    )
+    if not in_tools:
+        return {}
+    return {
+        "agent/turns": sum(output.num_turns for output in outputs) / len(outputs),
+        "agent/tool_s": in_tools / len(outputs),
+        "agent/tool_share": in_tools / (in_tools + in_turns),
     }

@@ -240,6 +240,11 @@ class LiveSample:
             Turn(start, tuple(self.segments[first:last])) for (start, first), (_, last) in itertools.pairwise(bounds)
         ]
 
+    @property
+    def conversation_tokens(self) -> int:
+        """Of its turns so far and all before them; 0 before the first."""
+        return self.turns[-1].start + len(self.turns[-1]) if self.turn_starts else 0
+
     def start_turn(self, context_length: int) -> list[Segment]:
         """Begin a turn after ``context_length`` tokens of conversation; returns the journal's segments of it.
 

@@ -199,6 +199,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         budget = self._budget(prompt_ids, sampling_params)
         sampling_params = {key: value for key, value in sampling_params.items() if key != "max_new_tokens"}
         check_sampling(sample.id, sampling_params, self._tokenizer)
+        known = sample.conversation_tokens
         turn, last, stops = sample.start_turn(len(prompt_ids)), None, None
         if sampling_params.get("stop"):
             stops = StopStrings(self._tokenizer, prompt_ids, sampling_params, turn)
@@ -209,7 +210,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                 try:
                     last = await super().generate(
                         f"{sample.id}@{sample.calls}",
-                        resumed_tokens=len(prompt_ids) + len(done) if turn else 0,
+                        resumed_tokens=len(prompt_ids) + len(done) if turn else known,
                         prompt_ids=prompt_ids + done,
                         sampling_params=sampling_of_call(sampling_params, budget, len(done)),
                         **kwargs,
