@@ -62,7 +62,7 @@ def trainer(run_dir, **keys):
             "actor_rollout_ref": {"actor": {"checkpoint": {"async_save": False}}},
         }
     )
-    settings = SimpleNamespace(enable=True, sizes=SIZES, checkpoint=SimpleNamespace(checksum_all=True))
+    settings = SimpleNamespace(enable=True, sizes=SIZES)
     ours.session = session = RunSession(
         settings, run_dir, "auto", keep=claim_retention(ours.config.trainer, critic=True)
     )
@@ -119,7 +119,7 @@ def test_kill_between_verls_save_and_the_seal_leaves_the_older_checkpoints_whole
         with pytest.raises(Killed):
             save(ours, 5)
     assert steps_of(tmp_path) == list(range(5 - kept, 6)), "nothing is removed before the next one is whole"
-    found = RunCheckpoints(tmp_path, checksum_all=True).to_resume("auto", None)
+    found = RunCheckpoints(tmp_path).to_resume("auto", None)
     assert found == tmp_path / "global_step_4" and (found / "critic" / "weights").read_text() == "4"
 
 
@@ -192,7 +192,7 @@ def test_weights_are_saved_where_what_is_in_flight_cannot_be(tmp_path, step):
     step_dir, message = tmp_path / f"global_step_{step}", str(caught.value)
     assert (step_dir / "actor" / "weights").read_text() == str(step)
     assert f"{step_dir}/actor" in message and "verl.model_merger" in message and "\n" not in message
-    assert RunCheckpoints(tmp_path, checksum_all=True).to_resume("auto", None) == tmp_path / "global_step_1"
+    assert RunCheckpoints(tmp_path).to_resume("auto", None) == tmp_path / "global_step_1"
 
 
 def test_only_torn_checkpoints_are_refused_by_name(tmp_path, monkeypatch):
@@ -201,7 +201,7 @@ def test_only_torn_checkpoints_are_refused_by_name(tmp_path, monkeypatch):
         monkeypatch.setattr(checkpoint, "seal", kill)
         with pytest.raises(Killed):
             save(ours, step)
-    checkpoints = RunCheckpoints(tmp_path, checksum_all=False)
+    checkpoints = RunCheckpoints(tmp_path)
     with pytest.raises(TornCheckpointError, match=r"global_step_4 is torn.*global_step_3 is torn.*=disable") as caught:
         checkpoints.to_resume("auto", None)
     assert "\n" not in str(caught.value)

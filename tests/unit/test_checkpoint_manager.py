@@ -107,9 +107,7 @@ async def nothing(*_):
 
 
 def driver_of(control, versions, *, separate):
-    settings = SimpleNamespace(
-        separate=separate, deadlines=Deadlines(), batch_groups=1, dashboard=SimpleNamespace(progress_s=0)
-    )
+    settings = SimpleNamespace(separate=separate, deadlines=Deadlines(), batch_groups=1)
     context = SimpleNamespace(settings=settings, control=control, trace=versions, source=versions.source, last_step=99)
     pool = SimpleNamespace(ended=lambda: asyncio.sleep(1e6), open_round=nothing)
     roster = SimpleNamespace(announce_restarted=nothing)

@@ -141,7 +141,6 @@ class Life:
             group_filter=None,
             separate=self.separate,
             failures=SimpleNamespace(max_masked_fraction=0.0),
-            dashboard=SimpleNamespace(progress_s=0),
         )
         notes = self.notes
         context = SimpleNamespace(

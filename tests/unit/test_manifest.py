@@ -10,14 +10,14 @@ from recipe.partial_rollout.checkpoint.snapshot import ForeignCheckpointError, T
 REFUSED = (TornCheckpointError, ForeignCheckpointError)
 
 
-def checkpoint(run_dir, step, *, seal=True, checksum_all=False):
+def checkpoint(run_dir, step, *, seal=True):
     step_dir = run_dir / f"global_step_{step}"
     ours = manifest.begin(step_dir)
     (step_dir / "actor").mkdir(exist_ok=True)
     (step_dir / "actor" / "weights.pt").write_bytes(b"w" * 100)
     write_snapshot(ours / "manager.snapshot", {"step": step})
     if seal:
-        manifest.seal(step_dir, step, {"arm": "PR"}, checksum_all=checksum_all)
+        manifest.seal(step_dir, step, {"arm": "PR"})
     return step_dir
 
 
@@ -68,9 +68,10 @@ def test_file_that_is_missing_or_cut_off_is_named(tmp_path, name):
 
 
 def test_changed_file_is_found_by_its_checksum(tmp_path):
-    step_dir = checkpoint(tmp_path, 4, checksum_all=True)
-    (step_dir / "actor" / "weights.pt").write_bytes(b"v" * 100)
-    with pytest.raises(TornCheckpointError, match=r"the checksum of actor/weights.pt"):
+    step_dir = checkpoint(tmp_path, 4)
+    snapshot = step_dir / "partial_rollout" / "manager.snapshot"
+    snapshot.write_bytes(bytes(reversed(snapshot.read_bytes())))
+    with pytest.raises(TornCheckpointError, match=r"the checksum of partial_rollout/manager.snapshot"):
         manifest.verify(step_dir)
 
 

@@ -30,8 +30,13 @@ class Engines:
         return {"a": (3, 10 * self.asked)}
 
 
-def settings(progress_s):
-    return SimpleNamespace(batch_groups=4, dashboard=SimpleNamespace(progress_s=progress_s))
+SETTINGS = SimpleNamespace(batch_groups=4)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """A log gets its lines sooner."""
+    monkeypatch.setattr(progress, "_LOG_S", 0.02)
 
 
 def lines_of(watch, seconds, monkeypatch):
@@ -57,25 +62,19 @@ def test_a_log_gets_a_line_every_so_often(monkeypatch):
     async def standing():
         return Standing(ready_groups=2, running=3, oldest=1)
 
-    lines = lines_of(ProgressLine(settings(0.02), Engines(), standing), 0.15, monkeypatch)
+    lines = lines_of(ProgressLine(SETTINGS, Engines(), standing), 0.15, monkeypatch)
     assert 2 <= len(lines) <= 7
     assert all(line.startswith("step 5 | 2 of 4 groups ready | running 3 | ") for line in lines)
     assert all(" tok/s | oldest 1 version | " in line for line in lines)
 
 
-def test_a_log_that_wants_no_lines_costs_no_question(monkeypatch):
-    engines = Engines()
-    assert lines_of(ProgressLine(settings(0), engines), 0.05, monkeypatch) == []
-    assert engines.asked == 0
-
-
 def test_nopr_is_shown_without_a_manager(monkeypatch):
-    lines = lines_of(ProgressLine(settings(0.02), Engines()), 0.1, monkeypatch)
+    lines = lines_of(ProgressLine(SETTINGS, Engines()), 0.1, monkeypatch)
     assert lines and all("ready" not in line and "oldest" not in line for line in lines)
 
 
 def test_a_round_goes_on_while_nobody_answers(monkeypatch):
-    lines = lines_of(ProgressLine(settings(0.02), Engines(fails=True)), 0.1, monkeypatch)
+    lines = lines_of(ProgressLine(SETTINGS, Engines(fails=True)), 0.1, monkeypatch)
     assert lines and all(line.endswith("0 s") and "running" not in line for line in lines)
 
 
@@ -88,7 +87,7 @@ def test_a_failed_round_raises_and_ends_the_watch(monkeypatch):
 
     async def watched():
         with pytest.raises(RuntimeError, match="stalled"):
-            await beside(round_(), ProgressLine(settings(0.01), engines).show(1, time.monotonic()))
+            await beside(round_(), ProgressLine(SETTINGS, engines).show(1, time.monotonic()))
         asked = engines.asked
         await asyncio.sleep(0.05)
         assert engines.asked == asked > 0
@@ -100,7 +99,7 @@ def test_a_failed_round_raises_and_ends_the_watch(monkeypatch):
 def test_a_terminal_has_one_line_that_is_taken_away(monkeypatch, capsys):
     monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(progress, "_TERMINAL_S", 0.02)
-    watch = ProgressLine(settings(0), Engines())
+    watch = ProgressLine(SETTINGS, Engines())
     asyncio.run(beside(asyncio.sleep(0.1), watch.show(5, time.monotonic())))
     printed = capsys.readouterr()
     assert printed.out == ""

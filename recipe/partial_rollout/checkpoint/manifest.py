@@ -74,13 +74,11 @@ def seal(
     step: int,
     facts: dict[str, Any],
     *,
-    checksum_all: bool = False,
     leave_out: frozenset[str] = frozenset(),
 ) -> Manifest:
     """Make the checkpoint of ``step`` whole: its files are synced to disk, then the manifest that lists them.
 
     Args:
-        checksum_all: checksum every file, not only the recipe's own; this reads the model's weights back.
         leave_out: files (relative to ``step_dir``) that an older manifest names and that are about to be removed.
     """
     files: dict[str, ListedFile] = {}
@@ -91,7 +89,7 @@ def seal(
             directories.add(path)
         elif name != f"{DIRECTORY}/{NAME}" and name not in leave_out and not name.endswith(PART):
             sync(path)
-            wanted = checksum_all or name.startswith(f"{DIRECTORY}/")
+            wanted = name.startswith(f"{DIRECTORY}/")
             files[name] = ListedFile(path.stat().st_size, checksum(path) if wanted else None)
     for directory in directories:
         sync(directory)

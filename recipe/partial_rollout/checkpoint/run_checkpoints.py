@@ -53,13 +53,11 @@ class RunCheckpoints:
 
     Args:
         run_dir: ``trainer.default_local_dir``.
-        checksum_all: whether verl's files are checksummed too; otherwise a manifest has only their sizes.
         keep: whole checkpoints to keep, the newest included, of those saved under this limit; None: all.
     """
 
-    def __init__(self, run_dir: Path, *, checksum_all: bool, keep: int | None = None) -> None:
+    def __init__(self, run_dir: Path, keep: int | None = None) -> None:
         self._run_dir = run_dir
-        self._checksum_all = checksum_all
         self._keep = keep
         self._on_disk: int | None = None
         self._kept: list[int] = []
@@ -106,7 +104,7 @@ class RunCheckpoints:
             ) from error
         kept = [*(other for other in self._kept if other != step), step] if self._keep else []
         facts = {"state": name, "sizes": sizes, "kept": kept}
-        seal(step_dir, step, facts, checksum_all=self._checksum_all, leave_out=old)
+        seal(step_dir, step, facts, leave_out=old)
         self._on_disk, self._kept = step, kept
         self._tidy(step_dir, name)
 

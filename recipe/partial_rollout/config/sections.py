@@ -130,13 +130,6 @@ class FailureLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpointing:
-    """``partial_rollout.checkpoint``."""
-
-    checksum_all: bool = key(False, "Checksum verl's files too, not only their sizes.")
-
-
-@dataclass(frozen=True, slots=True)
 class Dashboard:
     """``partial_rollout.dashboard``: what a user sees of a run while it trains."""
 
@@ -145,11 +138,4 @@ class Dashboard:
         "Steps from one round whose engine calls `trace.jsonl` keeps to the next; of others it has totals, and timelines "
         "have no bars of them ([docs/dashboards.md](../../docs/dashboards.md#the-traces-size)).",
         at_least=1,
-    )
-    progress_s: float = key(
-        60,
-        "Seconds from one line about a round that goes on to the next, where standard error is no terminal (a terminal has "
-        "one line, renewed every second). 0: none.",
-        at_least=0,
-        unit="seconds",
     )

@@ -37,7 +37,6 @@ from recipe.partial_rollout.config.keys import (
 )
 from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.config.sections import (
-    Checkpointing,
     Dashboard,
     Deadlines,
     FailureLimits,
@@ -177,7 +176,6 @@ class PartialRolloutConfig:
     tools: ToolCalls = section(ToolCalls)
     failures: FailureLimits = section(FailureLimits)
     deadlines: Deadlines = section(Deadlines)
-    checkpoint: Checkpointing = section(Checkpointing)
     dashboard: Dashboard = section(Dashboard)
 
     batch_groups: int

@@ -262,7 +262,7 @@ def check_checkpoints(config: DictConfig) -> None:
         if OmegaConf.select(config, f"{part}.checkpoint.async_save"):
             raise fail(f"{part}.checkpoint.async_save", True, "False: a checkpoint is sealed when it is whole")
     try:
-        found = RunCheckpoints(Path(trainer.default_local_dir), checksum_all=False).to_resume(mode, path)
+        found = RunCheckpoints(Path(trainer.default_local_dir)).to_resume(mode, path)
     except (TornCheckpointError, ForeignCheckpointError) as error:
         raise fail("trainer.resume_mode", mode, str(error)) from error
     if found is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _EACH_UP_TO = 8
 """replicas that the line names one by one; of more it says the range"""
-_TERMINAL_S = 1.0
+_TERMINAL_S, _LOG_S = 1.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +70,11 @@ class Glimpse:
 
 
 class LiveLine:
-    """Where the line goes.
+    """Where the line goes."""
 
-    Args:
-        log_s: seconds between two lines where standard error is no terminal; 0: none.
-    """
-
-    def __init__(self, log_s: float) -> None:
+    def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
-        self.every_s = _TERMINAL_S if self._terminal else log_s
+        self.every_s = _TERMINAL_S if self._terminal else _LOG_S
         self._bar: Any = None
 
     def show(self, line: str) -> None:
@@ -115,15 +110,14 @@ class ProgressLine:
         self._batch_groups = settings.batch_groups
         self._control = control
         self._standing = standing
-        self._line = LiveLine(settings.dashboard.progress_s)
+        self._line = LiveLine()
 
     async def show(self, step: int, began: float) -> None:
         """Show the round of ``step``, for ever; ``began``: when, ``time.monotonic``."""
-        every_s = self._line.every_s or math.inf
-        before, last = time.monotonic(), await self._load() if self._line.every_s else {}
+        before, last = time.monotonic(), await self._load()
         try:
             while True:
-                await asyncio.sleep(every_s)
+                await asyncio.sleep(self._line.every_s)
                 standing = await _answer(self._standing) if self._standing is not None else None
                 load, now = await self._load(), time.monotonic()
                 rate = decoded_between(last, load) / (now - before) if last and load else None

@@ -103,7 +103,7 @@ class RunSession:
         self.settings = settings
         self.run_dir = run_dir
         self.stop = StopSignals()
-        self.checkpoints = RunCheckpoints(run_dir, checksum_all=settings.checkpoint.checksum_all, keep=keep)
+        self.checkpoints = RunCheckpoints(run_dir, keep)
         self.resume_from = self.checkpoints.to_resume(resume_mode, resume_path) if settings.enable else None
         """the checkpoint that PR resumes from; verl finds noPR's"""
         self._starts_over = resume_mode == "disable"
