@@ -22,17 +22,19 @@ def live(root, conversations, calls, kills=0, seed=0):
     command = [sys.executable, "-m", "tests.unit.workspace_life", root / "root", root / "journal"]
     while True:
         worker = subprocess.Popen([*command, str(conversations), str(calls)], stderr=subprocess.PIPE, text=True)
-        before = journaled(root)
-        deadline = time.monotonic() + 60
-        # The kill comes once this life has had some effect, whatever its start costs here.
-        while done < kills and worker.poll() is None and journaled(root) < before + rng.randint(1, 2 * calls):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        if done < kills and worker.poll() is None:
-            time.sleep(rng.uniform(0, 0.03))
-            worker.send_signal(signal.SIGKILL)
-            done += 1
-        _, error = worker.communicate(timeout=120)
+        try:
+            before, deadline = journaled(root), time.monotonic() + 60
+            # The kill comes once this life has had some effect, whatever its start costs here.
+            while done < kills and worker.poll() is None and journaled(root) < before + rng.randint(1, 2 * calls):
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            if done < kills and worker.poll() is None:
+                time.sleep(rng.uniform(0, 0.03))
+                worker.kill()
+                done += 1
+            _, error = worker.communicate(timeout=120)
+        finally:
+            worker.kill()
         if worker.returncode == 0:
             return done
         assert worker.returncode == -signal.SIGKILL, error

@@ -285,12 +285,18 @@ CONTRACT = (
     Uses("verl.utils.model", "batch", calls={"compute_position_id_with_mask": "mask"}),
     Uses(
         "verl.tools.base_tool:BaseTool",
-        "tool_journal",
-        calls={"create": "instance_id", "execute": "instance_id, parameters", "release": "instance_id"},
+        "tool_journal workspace",
+        calls={
+            "__init__": "config, tool_schema",
+            "create": "instance_id",
+            "execute": "instance_id, parameters",
+            "release": "instance_id",
+        },
     ),
     Uses("verl.tools.function_tool:FunctionTool", "tool_journal", has="fn is_async", calls={"call": "parameters"}),
     Uses("verl.tools.function_tool", "tool_journal", calls={"normalize_function_tool_return": "ret"}),
-    Uses("verl.tools.schemas:ToolResponse", "tool_journal", has="text image video"),
+    Uses("verl.tools.schemas:ToolResponse", "tool_journal workspace", has="text image video"),
+    Uses("verl.tools.schemas:OpenAIFunctionToolSchema", "workspace", has="model_validate"),
     Uses(
         "verl.trainer.ppo.core_algos",
         "loss trainer_config",
