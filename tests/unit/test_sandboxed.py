@@ -276,6 +276,10 @@ def test_what_the_machine_does_not_permit_is_said(monkeypatch, capsys, permitted
         assert said in warned[0]
 
 
+def test_check_runs_where_its_caller_is():
+    assert ended("import os; print(os.getcwd())").last_line == os.getcwd()
+
+
 def test_response_cannot_read_the_environment(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "secret")
     assert "secret" not in ended("import os; print(dict(os.environ))").output

@@ -517,3 +517,28 @@ def test_tool_with_a_life_cycle_gets_its_call_id_if_it_takes_one():
 
     assert run(live(), conversation) == ["0/0#0/0", "0/0#0/1"]
     assert run(None, conversation) == ["None", "None"], "in validation"
+
+
+def test_call_that_an_older_run_journaled_is_made_again_by_a_tool_that_now_allows_it():
+    calls = []
+    tool = slow(calls)
+    tool.fn.repeatable = True
+    (ours,) = journaled([tool])
+    assert run(live([{"call": 0, "started": "buy"}]), lambda: ours.call({"a": 1}))[0].text == "bought 1"
+
+
+def test_one_deadline_holds_for_a_call_with_all_that_belongs_to_it():
+    async def add(a):
+        await asyncio.sleep(0.08)
+        return "2"
+
+    async def restore(conversation, handle):
+        await asyncio.sleep(0.08)
+
+    add.restore = restore
+    sample = live()
+    plain = FunctionTool(name="add", fn=add, tool_schema=SCHEMA, is_async=True)
+    (tool,) = journaled([plain], 0.12, ToolCalls(release_after_s=math.inf))
+    with pytest.raises(ToolTimeoutError, match=r"within 0\.12 s"):
+        run(sample, lambda: calls_in_verls_loop(tool, sample))
+    assert sample.keeper.results == [{"call": 0, "started": "add"}]

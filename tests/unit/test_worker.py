@@ -551,7 +551,7 @@ def test_tool_within_its_deadline_is_no_stall(away_s):
         return group.uid
 
     if away_s is None:
-        with pytest.raises(RolloutFailedError, match=r"0/0#0 away on w0"):
+        with pytest.raises(RolloutFailedError, match=r"stall_s=0\.3\); .*0/0#0 away on w0"):
             asyncio.run(body())
     else:
         assert asyncio.run(body()) == "0/0"

@@ -97,9 +97,8 @@ class FailureLimits:
     sample_retries: int = key(2, "Retries of one sample.", at_least=0)
     tool_timeout_s: float | None = key(
         600,
-        "Seconds for one tool call, after which the sample fails, whatever its agent loop makes of tool errors. A retry "
-        "calls the tool again if it is `repeatable` ([docs/reliability.md](../../docs/reliability.md#checkpoints)). "
-        "`null`: no limit.",
+        "Seconds for one tool call, after which the sample fails, whatever its agent loop makes of tool errors. Whether a "
+        "retry calls again, the tool says ([docs/extending.md](../../docs/extending.md#effects)). `null`: no limit.",
         above=0,
         unit="seconds",
     )

@@ -269,7 +269,6 @@ class PartialRolloutConfig:
             )
         if self.mode is not Mode.WINDOW and self.max_staleness < 1:
             raise fail(f"{ROOT}.max_staleness", self.max_staleness, f"at least 1 in mode {self.mode}")
-
         self._check_deadlines()
 
     def _check_deadlines(self) -> None:

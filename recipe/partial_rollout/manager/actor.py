@@ -96,7 +96,7 @@ class StallClock:
     >>> clock = StallClock(stall_s=60.0, away_s=600.0)
     >>> clock.stalled(away=0), 59 < clock.left_s(away=0) <= 60, 599 < clock.left_s(away=1) <= 600
     (False, True, True)
-    >>> clock.words
+    >>> clock.words(away=0)
     'no sample reported and no engine made a token for 0 s (partial_rollout.deadlines.stall_s=60)'
     """
 
@@ -120,11 +120,13 @@ class StallClock:
     def stalled(self, away: int) -> bool:
         return self._idle_s >= (self._away_s if away else self._stall_s)
 
-    @property
-    def words(self) -> str:
+    def words(self, away: int) -> str:
         """How long nothing happened, for the error that ends the run."""
         idle = f"no sample reported and no engine made a token for {self._idle_s:.0f} s"
-        return f"{idle} (partial_rollout.deadlines.stall_s={self._stall_s:g})"
+        limit = f"partial_rollout.deadlines.stall_s={self._stall_s:g}"
+        if away and self._away_s > self._stall_s:
+            limit += f"; {self._away_s:g} s with {away} in a tool or reward, the longest deadline of either"
+        return f"{idle} ({limit})"
 
 
 class ManagerActor:
@@ -256,7 +258,8 @@ class ManagerActor:
             await self._changed.wait(self._progress.left_s(self._manager.away))
             stalled = self._progress.stalled(self._manager.away) and not self._retries
             if stalled and not self._manager.round_complete():
-                raise RolloutFailedError(f"{self._progress.words}; {self._manager.unfinished_report()}")
+                words = self._progress.words(self._manager.away)
+                raise RolloutFailedError(f"{words}; {self._manager.unfinished_report()}")
         return None
 
     async def note_decoding(self) -> None:

@@ -22,10 +22,10 @@ the function, each optional:
 
 All but a ``repeatable`` tool's calls are journaled before they are made, once the manager has confirmed it.
 
-A call that takes too long ends its sample. (Raising inside the tool would not do: agent loops turn a tool's exception
-into its answer, and a hung tool gave none.) The call is cancelled if possible. A synchronous function runs in a thread
-(``ToolThreads``), which continues until the function returns. A coroutine that blocks the event loop stops its worker,
-and only ``deadlines.stall_s`` detects that.
+A call that takes too long, with all that belongs to it, ends its sample. (Raising inside the tool would not do: agent
+loops turn a tool's exception into its answer, and a hung tool gave none.) The call is cancelled if possible. A synchronous
+function runs in a thread (``ToolThreads``), which continues until the function returns. A coroutine that blocks the event
+loop stops its worker, and only ``deadlines.stall_s`` detects that.
 """
 
 from __future__ import annotations
@@ -175,21 +175,26 @@ class _Calls:
                 sample.keeper.report_now(sample)
             # Parallel calls that share a state come after one another, so that each journals its own.
             async with state.turn if self._restore is not None else contextlib.nullcontext(), self._places.one():
-                if recorded is not None and (result := await self._outcome(sample, number)) is not None:
-                    return result
-                return await self._make(sample, number, call, again=recorded is not None)
+                return await self.within(self._settled(sample, number, call, cut_off=recorded is not None))
+
+    async def _settled(
+        self, sample: LiveSample, number: int, call: Callable[[str | None], Awaitable[Result]], *, cut_off: bool
+    ) -> Result:
+        if cut_off and (result := await self._outcome(sample, number)) is not None:
+            return result
+        return await self._make(sample, number, call, again=cut_off)
 
     async def _outcome(self, sample: LiveSample, number: int) -> Result | None:
         """Result of a call that was cut off; None: it is to be made again."""
         if self._status is not None:
-            found = await self.within(self.run(self._status, f"{sample.id}/{number}"))
+            found = await self.run(self._status, f"{sample.id}/{number}")
             if found is None:
                 return None
             sample.tool_states[self._name].in_place = True
             result = normalize_function_tool_return(found)
             await self._record(sample, number, result)
             return result
-        if self._restore is not None:
+        if self._restore is not None or self._repeatable:
             return None
         logger.warning(
             "sample %s: its call %d, of %s, was cut off and is not made again", sample.id, number, self._name
@@ -203,18 +208,15 @@ class _Calls:
     ) -> Result:
         state = sample.tool_states[self._name]
         if self._restore is not None and not state.in_place:
-            await self.within(self.run(self._restore, sample.id, state.handle))
+            await self.run(self._restore, sample.id, state.handle)
             state.in_place = True
         if not (self._repeatable or again):
             await sample.start_tool_call({"call": number, "started": self._name})
         try:
-            result = await self.within(call(f"{sample.id}/{number}"))
-        except ToolTimeoutError:
-            # There is no answer: a retry of the sample calls again if the tool allows it.
-            raise
+            result = await call(f"{sample.id}/{number}")
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                # The sample itself is being ended.
+                # Its time is over, or the sample itself is being ended: there is no answer.
                 raise
             cancelled = "the call was cancelled from within; it may have had its effect, and is not made again"
             await self._journal(sample, number, error=cancelled)
@@ -237,7 +239,7 @@ class _Calls:
 
     async def _journal(self, sample: LiveSample, number: int, **entry: Any) -> None:
         if self._snapshot is not None:
-            entry["state"] = await self.within(self.run(self._snapshot, sample.id))
+            entry["state"] = await self.run(self._snapshot, sample.id)
         sample.add_tool_result({"call": number, **entry})
 
 

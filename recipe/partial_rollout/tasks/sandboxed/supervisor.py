@@ -133,7 +133,8 @@ def start(command: list[str], output: int, cpu_s: float, memory: int, folder: st
             (resource.RLIMIT_CORE, 0),
         ):
             resource.setrlimit(kind, (most, most))
-        os.chdir(folder or "/")
+        if folder:
+            os.chdir(folder)
         forbid_changes(folder)
         os.execve(command[0], command, {})
     except BaseException as error:
