@@ -151,6 +151,20 @@ def test_where_flash_attn_serves_only_what_verl_calls_without_it_is_ours(disable
     assert chunked_log_probs.in_force() == ("float32, in chunks" if disabled else "flash-attn's kernel")
 
 
+def test_on_cuda_verls_autocast_lifts_its_log_probs_to_float32():
+    """What rounds them is a trainer without autocast; what costs a GPU is the operators."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode():
+            logits = torch.empty(4, 8, device="cuda", dtype=torch.bfloat16)
+            lifted = {each.dtype for each in (logits.log_softmax(-1), logits.softmax(-1), logits.logsumexp(-1))}
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert lifted == {torch.float32}
+
+
 @pytest.mark.benchmarks
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "with gradients"])
 @pytest.mark.parametrize(

@@ -233,3 +233,8 @@ def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, monkeypa
         return figures
 
     assert asyncio.run(life())["inflight/groups"] == 1
+
+
+def test_failure_policy_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match=r"partial_rollout.failures.sample_retries=-1: at least 0"):
+        FailurePolicy(sample_retries=-1)

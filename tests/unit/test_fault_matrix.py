@@ -5,7 +5,9 @@ its agent loop raises. So the end of every run is known, token by token.
 """
 
 import contextlib
+import gc
 import itertools
+import sys
 from collections import Counter, deque
 from functools import partial
 from zlib import crc32
@@ -60,8 +62,8 @@ class ScriptedRun:
     ``fault(run, transition, side, sample_id)`` is asked around every step; where it strikes, it raises ``Struck``.
     """
 
-    def __init__(self, path, fault):
-        self.path, self.total, self.batch, self.n, self.max_staleness = path, 8, 2, 2, 2
+    def __init__(self, path, fault, total=8):
+        self.path, self.total, self.batch, self.n, self.max_staleness = path, total, 2, 2, 2
         self.fault = fault
         self.offered, self.trained = 0, {}
         self.engine_tokens, self.tool_calls = Counter(), Counter()
@@ -108,7 +110,7 @@ class ScriptedRun:
     def play(self):
         turns = itertools.count()
         while len(self.trained) < self.total:
-            assert next(turns) < 1000
+            assert next(turns) < 200 * self.total
             with contextlib.suppress(Struck):
                 self.turn()
         return self
@@ -291,3 +293,38 @@ def test_fault_at_a_transition_loses_no_prompt_and_no_token(tmp_path, what, tran
     assert wasted_tokens(run) <= lost
     repeated = 1 if (transition, side) == ("tool_result", "before") else 0
     assert run.tool_calls.total() - len(run.tool_calls) <= repeated
+
+
+def footprint(root):
+    """Bytes of everything that the manager reaches, tokens and log-probs included."""
+    seen, total, stack = set(), 0, [root]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, type) or callable(item):
+            continue
+        seen.add(id(item))
+        if isinstance(item, np.ndarray):
+            total += item.nbytes
+        else:
+            total += sys.getsizeof(item)
+            stack += gc.get_referents(item)
+    return total
+
+
+def test_three_hundred_rounds_do_not_grow_the_manager(tmp_path):
+    """Rounds of two prompts, with a dead worker every 40th interruption and a crash every 600th."""
+    occasions = itertools.count(1)
+    sizes = {}
+
+    def fault(run, transition, side, sample_id):
+        done = len(run.trained) // run.batch
+        if transition == "take" and side == "before" and done in (100, 300):
+            sizes[done] = footprint([run.manager._state, run.manager.unfinished, run.manager._slots])
+        if transition == "interrupt" and side == "after":
+            count = next(occasions)
+            if count % 40 == 0:
+                (run.kill_worker if count % 300 else run.crash)(sample_id)
+                raise Struck
+
+    assert_trained_once_and_exactly(ScriptedRun(tmp_path / "s", fault, total=604).play())
+    assert sizes[300] <= 1.5 * sizes[100]

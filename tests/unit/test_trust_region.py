@@ -194,14 +194,15 @@ def test_without_a_region_loss_and_gradient_are_bit_equal_to_verls_on_the_same_w
 # -- every policy loss and level ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss_mode", TOKEN_LOSSES)
-def test_masked_token_loses_its_gradient_and_the_others_keep_theirs(loss_mode):
+def test_masked_token_loses_its_gradient_and_the_others_keep_theirs(loss_mode, kind):
     batch = build_batch(1, updates=2)
     outside = torch.zeros(ROWS, WIDTH, dtype=torch.bool)
-    for at in tokens_of(batch, "mask")[2]:
+    for at in tokens_of(batch, kind)[2]:
         outside[at] = True
     plain = run(batch, loss_mode=loss_mode)[1]
-    regional = run(batch, build_region("mask"), loss_mode=loss_mode)[1]
+    regional = run(batch, build_region(kind), loss_mode=loss_mode)[1]
     assert outside.any() and plain[outside].any() and regional.any()
     assert torch.equal(regional, plain.masked_fill(outside, 0))
 
@@ -320,3 +321,26 @@ def test_region_travels_to_the_worker_with_the_loss(composed_config):
     sent = pickle.loads(pickle.dumps(loss.worker_loss(config.actor_rollout_ref.actor, settings)))
     assert sent.keywords["region"] == BehaviourRegion(TrustRegion.TV, 0.07, 0.15, per_sequence=False)
     assert sent.func is corrected_ppo_loss
+
+
+def test_m2_of_the_parts_holds_for_the_whole_and_masks_no_less():
+    batch = build_batch(8, updates=2, spread=0.6)
+    region = build_region("m2")
+
+    def outside(rows):
+        found = [batch[key][rows] for key in ("current", "behaviour", "advantages", "mask")]
+        return region.outside(*found)
+
+    whole, parts = outside(slice(None)), torch.cat([outside(slice(i, i + 2)) for i in range(0, ROWS, 2)])
+    delta = batch["current"] - batch["behaviour"]
+    left = delta[(delta * batch["advantages"] > 0) & (batch["mask"] > 0) & ~parts]
+    assert whole.any() and parts.sum() >= whole.sum()
+    assert left.square().mean() <= M2
+
+
+@pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
+def test_region_that_holds_everything_changes_no_bit(level):
+    batch = build_batch(3, updates=2)
+    wide = BehaviourRegion(TrustRegion.MASK, 1e9, 1e9, per_sequence=False)
+    ours, theirs = run(batch, wide, level=level), run(batch, level=level)
+    assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1])
