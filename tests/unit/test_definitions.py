@@ -9,6 +9,7 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import TakenGroup
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.figures import bubble_fraction, p95, running_curve, spread
+from recipe.partial_rollout.records.jsonl import RunRecordError
 from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.records.trace import Arm, RoundRecord, RunSettings, RunTrace
 from recipe.partial_rollout.records.trained_group import TrainedGroup
@@ -66,13 +67,12 @@ def test_dashboard_and_report_give_the_same_bubble_and_staleness(tmp_path, outpu
     )
 
 
-def test_traces_without_queued_seconds_read_as_none(tmp_path):
-    reported(tmp_path, [RolloutPhase(0.0, 10.0, (call(0, 10, queued_s=2.5),))])
-    trace = tmp_path / "trace.jsonl"
-    for queued_s, text in ((2.5, trace.read_text()), (0.0, trace.read_text().replace(', 2.5, "", false]]', "]]"))):
-        trace.write_text(text)
-        (read,) = load_run(tmp_path).rounds[0].phase.calls
-        assert read.queued_s == queued_s
+def test_calls_of_older_traces_lack_only_what_was_not_noted():
+    row = EngineCall(0, 0.0, 10.0, 7, 1, 2, 30, 2.5, "a", True, 20, 1.5).to_json()
+    for noted in (5, 6, 7, 8, 10, 12):
+        assert EngineCall.from_json(row[:noted], "line 1", 1) == EngineCall(*row[:noted])
+    with pytest.raises(RunRecordError, match="line 1: a call should be"):
+        EngineCall.from_json(row[:11], "line 1", 1)
 
 
 def test_request_that_the_engine_queues_takes_no_slot():

@@ -14,6 +14,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout import waits
 from recipe.partial_rollout.manager.types import Segment
+from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.waits import ReplicaError
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
@@ -177,7 +178,33 @@ def test_turn_after_a_tool_has_read_again_what_of_the_conversation_the_replica_h
     client, sample = PartialRolloutLLMClient(CONFIG), live()
     generate(client, sample)
     generate(client, sample, prompt=(1, 2, 3, 5, 6, 90, 91))
-    assert [call.resumed_tokens for call in client.take_calls()] == [0, 1], "90 and 91, the tool's, are new to it"
+    noted = [(call.resumed_tokens, call.earlier_tokens) for call in client.take_calls()]
+    assert noted == [(0, 0), (1, 5)], "90 and 91, the tool's, are new to it"
+
+
+def test_only_a_call_that_begins_a_turn_reads_earlier_turns_again(engine):
+    engine.answers = [tokens(5, 6), tokens(stop="aborted"), tokens(7, stop="aborted"), tokens(8)]
+    client, sample = PartialRolloutLLMClient(CONFIG), live()
+    generate(client, sample)
+    generate(client, sample, prompt=(1, 2, 3, 5, 6, 90, 91))
+    assert [call.earlier_tokens for call in client.take_calls()] == [0, 0, 5, 0]
+
+
+def test_call_notes_how_long_its_sample_waited_for_a_slot(engine):
+    class Busy(Keeper):
+        @contextlib.asynccontextmanager
+        async def engine_call(self, sample):
+            await asyncio.sleep(0.05)
+            yield
+
+    engine.answers = [tokens(5)]
+    client = PartialRolloutLLMClient(CONFIG)
+    generate(client, live(Busy()))
+    (call,) = client.take_calls()
+    assert (
+        0.05 <= call.waited_s < 1.0
+        and EngineCall.from_json([0, *call.to_json()[1:]], "line 1", 1).waited_s == call.waited_s
+    )
 
 
 def journal(*segments):

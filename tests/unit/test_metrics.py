@@ -25,12 +25,24 @@ def metrics_of(groups, trained_at):
 
 def test_tools_are_shown_where_there_are_any(output):
     def used(tool_s):
-        timed = replace(output(4), metrics={"tool_calls": tool_s, "generate_sequences": 3.0}, num_turns=6)
+        answered = {"calls_replayed": 2, "calls_asked": 1}
+        timed = replace(output(4), metrics={"tool_calls": tool_s, "generate_sequences": 3.0, **answered}, num_turns=6)
         return metrics_of([TakenGroup("1/0", 0, 1, {}, (timed, timed))], 5)
 
     assert not any(name.startswith("agent/") for name in used(0.0))
     shown = used(1.0)
     assert (shown["agent/turns"], shown["agent/tool_s"], shown["agent/tool_share"]) == (6, 1.0, 0.25)
+    assert (shown["agent/calls_replayed"], shown["agent/calls_asked"]) == (4, 2)
+
+
+def test_share_found_in_the_cache_is_of_what_later_turns_read_again():
+    def share(*figures):
+        calls = (replace(call(0.0, 1.0), resumed_tokens=lost, earlier_tokens=earlier) for lost, earlier in figures)
+        return phase_metrics(RolloutPhase(0.0, 1.0, tuple(calls)), 2, None).get("agent/kv_hit_share")
+
+    # The second resumes an interrupted turn.
+    assert share((20, 60), (500, 0), (0, 40)) == pytest.approx(0.8)
+    assert share((500, 0)) is None
 
 
 def test_straggler_leaves_half_of_two_slots_idle_for_half_of_the_phase():

@@ -345,13 +345,13 @@ def test_parts_of_calls_add_up_to_the_calls_wherever_these_are_noted(spans):
 
 
 def test_interruption_and_prefill_belong_to_one_part_of_a_call():
-    call = EngineCall(0, 5.0, 25.0, 20, 0, resumed_tokens=7, interrupted=True, queued_s=2.0)
+    call = EngineCall(0, 5.0, 25.0, 20, 0, resumed_tokens=7, interrupted=True, queued_s=2.0, earlier_tokens=9)
     noted = ((), (call,), ())
     parts = dealt([RolloutPhase(10.0 * at, 10.0 * at + 10, calls) for at, calls in enumerate(noted)])
     (a,), (b,), (c,) = (part.calls for part in parts)
     assert [part.start for part in (a, b, c)] == [7.0, 10.0, 20.0]
     assert [part.interrupted for part in (a, b, c)] == [False, False, True]
-    assert [part.resumed_tokens for part in (a, b, c)] == [7, 0, 0]
+    assert [(part.resumed_tokens, part.earlier_tokens) for part in (a, b, c)] == [(7, 9), (0, 0), (0, 0)]
 
 
 @given(SPANS, SPANS, MOMENTS, MOMENTS)

@@ -97,6 +97,7 @@ def test_finished_call_is_noted_and_replayed_without_being_made():
     replayed = run(second, lambda: tool.call({"a": 1}))
     assert calls == [1]
     assert (made[0].text, made[1]) == (replayed[0].text, replayed[1]) == ("2", 0.5)
+    assert (first.calls_replayed, second.calls_replayed) == (0, 1)
     assert [entry["call"] for entry in first.keeper.results] == [0, 0] and second.keeper.results == []
 
 
@@ -436,6 +437,7 @@ def test_status_is_asked_of_a_call_with_an_unknown_outcome_alone_and_its_answer_
     again = live([started])
     response, _, _ = run(again, lambda: ours.call({"text": "a"}))
     assert response.text == kept["0/0#0"]["text"] == "a" and tool.asked == ["0/0#0/0"]
+    assert (again.calls_asked, again.calls_replayed) == (1, 0)
     assert again.keeper.results == [{"call": 0, "text": "a", "reward": 0.0}]
     # It never happened, so it is made; nobody is told twice that it begins.
     kept.clear()

@@ -227,6 +227,13 @@ def test_turn_without_tokens_takes_no_place():
     assert made.versions.tolist() == [1, 2]
 
 
+def test_output_says_how_many_tool_calls_were_replayed_and_asked_for():
+    sample = played((2, 1, [5]))
+    sample.calls_replayed, sample.calls_asked = 2, 1
+    metrics = sample_output(sample, returned([5], [1], None)).metrics
+    assert (metrics["calls_replayed"], metrics["calls_asked"]) == (2, 1)
+
+
 def test_log_probs_come_from_the_engine_where_the_loop_returns_none():
     made = sample_output(played((2, 1, [5, 6])), returned([5, 6, 9], [1, 1, 0], None))
     np.testing.assert_array_equal(made.log_probs, np.float32([-1.5, -1.6, 0]))

@@ -85,7 +85,7 @@ class SampleOutput:
     reward_extra_info: dict[str, Any]
     num_turns: int
     metrics: dict[str, float]
-    """verl's agent-loop metrics; seconds"""
+    """verl's agent-loop metrics (seconds), and how many tool calls were ``calls_replayed`` and ``calls_asked``"""
     extra_fields: dict[str, Any] = field(default_factory=dict)
     masked: bool = False
     """whether this replaces a sample that failed for good: mask all 0, no reward, ``prompt_ids`` empty"""

@@ -64,6 +64,10 @@ class EngineCall:
     """the sample: ``epoch/position#index`` under PR, verl's request id under noPR; "" if not noted"""
     interrupted: bool = False
     """whether the engine aborted it, so that the sample resumes with another call"""
+    earlier_tokens: int = 0
+    """of ``context_tokens``, those of the conversation's earlier turns, if it begins a turn: what it reads again"""
+    waited_s: float = 0.0
+    """seconds before ``start`` that its sample waited for a slot in an open round; 0 if not noted, and under noPR"""
 
     @property
     def busy_from(self) -> float:
@@ -104,11 +108,12 @@ class EngineCall:
                         | [int(), int() | None]
                         | [int(), int() | None, int() | float()]
                         | [int(), int() | None, int() | float(), str(), bool()]
+                        | [int(), int() | None, int() | float(), str(), bool(), int(), int() | float()]
                     ):
                         return cls(replica, float(start), float(end), tokens, version, *rest)
         raise RunRecordError(
             f"{place}: a call should be [replica, start, end, tokens, version, resumed tokens, context tokens, "
-            f"queued seconds, sample, interrupted], got {values!r:.60}"
+            f"queued seconds, sample, interrupted, earlier tokens, waited seconds], got {values!r:.60}"
         )
 
 
@@ -124,17 +129,19 @@ _KINDS = {
     "context_tokens": "i",
     "queued_s": "d",
     "interrupted": "b",
+    "earlier_tokens": "i",
+    "waited_s": "d",
 }
 """type code of each number; -1 is an unknown context"""
 
 
 class CallColumns(Sequence[EngineCall]):
-    """Calls held as columns: about 60 bytes a call where objects take 500. Each call is made when it is asked for.
+    """Calls held as columns: about 70 bytes a call where objects take 500. Each call is made when it is asked for.
 
     >>> calls = CallColumns([EngineCall(0, 1.0, 2.0, 7, 3, sample="0/4#1")])
     >>> calls[0], calls.column("tokens")
     (EngineCall(replica=0, start=1.0, end=2.0, tokens=7, version=3, resumed_tokens=0, context_tokens=None, queued_s=0.0, \
-sample='0/4#1', interrupted=False), array([7], dtype=int32))
+sample='0/4#1', interrupted=False, earlier_tokens=0, waited_s=0.0), array([7], dtype=int32))
     """
 
     __slots__ = ("_columns", "samples")
@@ -281,7 +288,7 @@ def dealt(phases: Sequence[RolloutPhase]) -> list[RolloutPhase]:
     """The same spans, each with the parts of all calls that ran in it.
 
     A call that crosses an end is cut there, its tokens shared by time; what ran outside of all spans is left out. Only the
-    last part of an interrupted call is interrupted, only the first has its ``resumed_tokens``; no part queues.
+    last part of an interrupted call is interrupted, only the first waited and read tokens again; no part queues.
 
     Args:
         phases: by start; they do not overlap.
@@ -311,9 +318,11 @@ def _cut(call: EngineCall, phases: Sequence[RolloutPhase], first: int) -> Iterat
             last = end == call.end
             # Rounded at the cuts, so that the parts of a call add up to it.
             tokens = _made_by(call, end) - _made_by(call, start) if call.end > begun else call.tokens
-            resumed = call.resumed_tokens if start == begun else 0
-            cut = {"interrupted": call.interrupted and last, "resumed_tokens": resumed}
-            yield at, replace(call, start=start, end=end, tokens=tokens, queued_s=0.0, **cut)
+            # What it waited for and read again came before its first part.
+            rest = {"resumed_tokens": 0, "earlier_tokens": 0, "waited_s": 0.0}
+            before = {"waited_s": call.waited_s + call.queued_s} if start == begun else rest
+            cut = {"interrupted": call.interrupted and last, "queued_s": 0.0, **before}
+            yield at, replace(call, start=start, end=end, tokens=tokens, **cut)
             if last:
                 return
 

@@ -149,7 +149,8 @@ class StepBook:
 def phase_metrics(
     phase: RolloutPhase, full: int, full_tokens_per_s: float | None, *, goes_on: bool = False
 ) -> dict[str, float]:
-    """Decoded tokens, seconds, tokens/s, bubble and (if the engine was probed) efficiency; both are shares, 0 to 1.
+    """Decoded tokens, seconds, tokens/s, bubble, efficiency (if the engine was probed), and what later turns found in the
+    prefix cache (if there were any); the last three are shares, 0 to 1.
 
     Args:
         goes_on: calls outlast the phase (separate placement). All figures are then those of the calls that ended.
@@ -166,6 +167,9 @@ def phase_metrics(
     }
     if full_tokens_per_s:
         metrics["rollout/efficiency"] = rate / full_tokens_per_s
+    if earlier := sum(call.earlier_tokens for call in phase.calls):
+        lost = sum(call.resumed_tokens for call in phase.calls if call.earlier_tokens)
+        metrics["agent/kv_hit_share"] = 1 - lost / earlier
     return metrics
 
 
@@ -197,9 +201,11 @@ def batch_metrics(groups: Sequence[TakenGroup], trained: Sequence[TrainedGroup],
 
 
 def tool_metrics(outputs: Sequence[SampleOutput]) -> dict[str, float]:
-    """Means over samples, where some have called tools: turns, seconds in tools, and these as a share of their lives."""
-    in_tools, in_turns = (
-        sum(output.metrics.get(name, 0.0) for output in outputs) for name in ("tool_calls", "generate_sequences")
+    """Where some samples have called tools: mean turns, mean seconds in tools and these as a share of their lives, and the
+    calls that the journal answered or a ``status`` was asked for."""
+    in_tools, in_turns, replayed, asked = (
+        sum(output.metrics.get(name, 0.0) for output in outputs)
+        for name in ("tool_calls", "generate_sequences", "calls_replayed", "calls_asked")
     )
     if not in_tools:
         return {}
@@ -207,4 +213,6 @@ def tool_metrics(outputs: Sequence[SampleOutput]) -> dict[str, float]:
         "agent/turns": sum(output.num_turns for output in outputs) / len(outputs),
         "agent/tool_s": in_tools / len(outputs),
         "agent/tool_share": in_tools / (in_tools + in_turns),
+        "agent/calls_replayed": replayed,
+        "agent/calls_asked": asked,
     }

@@ -175,6 +175,10 @@ class LiveSample:
     turn_starts: list[tuple[int, int]] = field(default_factory=list)
     """for each turn: number of conversation tokens and of segments before it"""
     tool_calls: int = 0
+    calls_replayed: int = 0
+    """of ``tool_calls``, those that the journal answered"""
+    calls_asked: int = 0
+    """of ``tool_calls``, those whose outcome the tool's ``status`` was asked for"""
     calls: int = 0
     replica: str | None = None
     """address of the replica of its last call, if its prefix is cached there"""

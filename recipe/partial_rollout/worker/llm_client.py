@@ -77,9 +77,14 @@ class ObservedLLMClient(LLMServerClient):
         return await super()._acquire_server(request_id, **extra)
 
     async def generate(  # type: ignore[override]
-        self, request_id: str, *, resumed_tokens: int = 0, **kwargs: Any
+        self, request_id: str, *, resumed_tokens: int = 0, begins: bool = False, waited_s: float = 0.0, **kwargs: Any
     ) -> TokenOutput:
         """``LLMServerClient.generate``, noted.
+
+        Args:
+            resumed_tokens: of the prompt, those that an engine has read or made before.
+            begins: whether it begins a turn.
+            waited_s: see ``EngineCall``.
 
         Raises:
             ReplicaError: the replica died or refused the request; the message names it.
@@ -119,6 +124,8 @@ class ObservedLLMClient(LLMServerClient):
                 queued_s,
                 _sample_of(request_id),
                 output.stop_reason in ABORTED,
+                resumed_tokens if begins and tokens else 0,
+                round(waited_s, 3),
             )
         )
         return output
@@ -205,12 +212,15 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             stops = StopStrings(self._tokenizer, prompt_ids, sampling_params, turn)
         while not turn or turn[-1].stop_reason is None:
             done = [int(token) for segment in turn for token in segment.token_ids]
+            asked = time.time()
             async with sample.keeper.engine_call(sample):
                 sample.calls += 1
                 try:
                     last = await super().generate(
                         f"{sample.id}@{sample.calls}",
                         resumed_tokens=len(prompt_ids) + len(done) if turn else known,
+                        begins=not turn,
+                        waited_s=time.time() - asked,
                         prompt_ids=prompt_ids + done,
                         sampling_params=sampling_of_call(sampling_params, budget, len(done)),
                         **kwargs,

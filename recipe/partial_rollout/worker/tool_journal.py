@@ -168,6 +168,7 @@ class _Calls:
         recorded, state = sample.restored_tools.pop(number, None), sample.tool_states[self._name]
         if recorded is not None and "started" not in recorded:
             state.handle = recorded.get("state", state.handle)
+            sample.calls_replayed += 1
             return _replayed(recorded)
         with sample.away_after(self._release_after_s):
             if self._repeatable:
@@ -187,6 +188,7 @@ class _Calls:
     async def _outcome(self, sample: LiveSample, number: int) -> Result | None:
         """Result of a call that was cut off; None: it is to be made again."""
         if self._status is not None:
+            sample.calls_asked += 1
             found = await self.run(self._status, f"{sample.id}/{number}")
             if found is None:
                 return None

@@ -37,6 +37,7 @@ def sample_output(sample: LiveSample, output: AgentLoopOutput) -> SampleOutput:
     if output.response_logprobs is not None:
         _check_log_probs(sample, np.asarray(output.response_logprobs, dtype=np.float32), log_probs, mask.astype(bool))
     extra = dict(output.extra_fields)
+    answered = {"calls_replayed": sample.calls_replayed, "calls_asked": sample.calls_asked}
     return SampleOutput(
         prompt_ids=np.asarray(output.prompt_ids, dtype=np.int32),
         response_ids=response_ids,
@@ -47,7 +48,7 @@ def sample_output(sample: LiveSample, output: AgentLoopOutput) -> SampleOutput:
         reward_score=_plain(output.reward_score),
         reward_extra_info={key: _plain(value) for key, value in extra.pop("reward_extra_info", {}).items()},
         num_turns=output.num_turns,
-        metrics=output.metrics.model_dump(),
+        metrics={**output.metrics.model_dump(), **answered},
         extra_fields=extra,
     )
 
