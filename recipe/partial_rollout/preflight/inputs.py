@@ -6,7 +6,9 @@ checkpoint cannot hold. Lengths are measured once per data file and tokenizer.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import math
 import os
@@ -22,12 +24,15 @@ from tqdm import tqdm
 
 from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
 from recipe.partial_rollout.config.keys import ConfigError, fail
+from recipe.partial_rollout.config.settings import CONF_DIR
+from recipe.partial_rollout.waits import one_line
 
 BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 _LEAST_MIB, _VERLS_MIB = 64, 2048
 """a bucket for small models, and verl's default, for a model whose sizes are not known"""
 INSTALL_GPU = "PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh"
 MODEL = "actor_rollout_ref.model.path"
+_TURNS = "actor_rollout_ref.rollout.multi_turn"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PROBE_S = 5.0
 """for the hub to answer; its client would retry for half a minute"""
@@ -191,6 +196,45 @@ def largest_matrix(config: Mapping[str, Any]) -> int | None:
     return rows * (text.get("hidden_size") or 0) or None
 
 
+def find_tools(config: DictConfig) -> None:
+    """Load the tools that ``config`` names once, and make their files' paths absolute in place, also for the dataset.
+
+    A relative path is verl's (the working directory, or verl's own), or of a file beside ``conf``. verl's workers would
+    die of a tool that does not load, and its dataset would measure prompts without it.
+
+    Raises:
+        ConfigError: a file is missing, or its tools do not load.
+    """
+    from verl.tools.tool_registry import load_all_tools
+
+    given = {name: OmegaConf.select(config, f"{_TURNS}.{name}") for name in ("tool_config_path", "function_tool_path")}
+    paths = {name: path and _tool_file(f"{_TURNS}.{name}", str(path)) for name, path in given.items()}
+    named = [name for name, path in paths.items() if path]
+    try:
+        # A BaseTool prints its schema.
+        with contextlib.redirect_stdout(io.StringIO()):
+            load_all_tools(**paths)
+    except Exception as error:
+        raise fail(
+            f"{_TURNS}.{named[0]}", given[named[0]], f"a file whose tools verl can load ({one_line(error)})"
+        ) from error
+    for name in named:
+        OmegaConf.update(config, f"{_TURNS}.{name}", paths[name])
+        OmegaConf.update(config, f"data.{name}", paths[name])
+
+
+def _tool_file(key: str, given: str) -> str:
+    from verl.utils.import_utils import resolve_config_path
+
+    with contextlib.suppress(FileNotFoundError):
+        given = resolve_config_path(given)
+    # An absolute path stays as it is.
+    found = CONF_DIR.parent / given
+    if not found.is_file():
+        raise fail(key, given, "an existing file")
+    return str(found)
+
+
 class Package(NamedTuple):
     """A package of the extra ``gpu`` that a run imports if ``key`` has ``value``."""
 
@@ -241,8 +285,9 @@ def check_prompts(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) ->
 
 
 def prompt_lengths(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -> np.ndarray:
-    """int32 [rows of ``dataset``]: tokens of each prompt with the chat template; cached by a hash of its inputs."""
-    key = _fingerprint(config, tokenizer)
+    """int32 [rows of ``dataset``]: tokens of each prompt with the chat template and the dataset's tools; cached by a hash
+    of its inputs."""
+    key = _fingerprint(config, tokenizer, getattr(dataset, "tool_schemas", None))
     if key is None:
         return _measure(config, tokenizer, dataset)
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -259,20 +304,21 @@ def prompt_lengths(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -
 
 def _measure(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -> np.ndarray:
     options = config.data.get("apply_chat_template_kwargs") or {}
+    tools = getattr(dataset, "tool_schemas", None)
     lengths = np.zeros(len(dataset), np.int32)
     with tqdm(total=len(dataset), desc="prompt lengths", unit=" prompts", leave=False) as bar:
         for start in range(0, len(dataset), _BATCH):
             rows = range(start, min(start + _BATCH, len(dataset)))
             chats = [list(dataset[i]["raw_prompt"]) for i in rows]
             encoded = tokenizer.apply_chat_template(
-                chats, add_generation_prompt=True, tokenize=True, return_dict=True, **options
+                chats, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True, **options
             )
             lengths[rows.start : rows.stop] = [len(ids) for ids in encoded["input_ids"]]
             bar.update(len(rows))
     return lengths
 
 
-def _fingerprint(config: DictConfig, tokenizer: Any) -> str | None:
+def _fingerprint(config: DictConfig, tokenizer: Any, tools: Any) -> str | None:
     """What the lengths depend on; None if that cannot be told (a dataset class or a tokenizer of one's own)."""
     data, backend = config.data, getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or OmegaConf.select(data, "custom_cls.path"):
@@ -288,7 +334,7 @@ def _fingerprint(config: DictConfig, tokenizer: Any) -> str | None:
         "apply_chat_template_kwargs",
     )
     chosen = {key: OmegaConf.select(data, key) for key in keys}
-    digest.update(json.dumps([str(tokenizer.chat_template), str(chosen)]).encode())
+    digest.update(json.dumps([str(tokenizer.chat_template), str(chosen), tools]).encode())
     for name in [files] if isinstance(files, str) else files:
         with Path(str(name)).expanduser().open("rb") as file:
             while part := file.read(_READ_BYTES):

@@ -18,7 +18,13 @@ from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.config.settings import OVERLONG, PartialRolloutConfig, check_keys, trainer_devices
-from recipe.partial_rollout.preflight.inputs import check_vocabulary, missing_inputs, missing_packages, size_bucket
+from recipe.partial_rollout.preflight.inputs import (
+    check_vocabulary,
+    find_tools,
+    missing_inputs,
+    missing_packages,
+    size_bucket,
+)
 from recipe.partial_rollout.preflight.placement_check import check_placement
 from recipe.partial_rollout.training.trainer_config import check_correction
 from verl_ext.guard import installed_pair
@@ -54,9 +60,10 @@ _DRAFTS_KILL = "0.24.0"
 def check_config(config: DictConfig) -> PartialRolloutConfig:
     """Raise ``ConfigError`` for the first mistake in settings or inputs; returns the checked settings.
 
-    Flags in ``config`` become bools, and a bucket of the weight sync that is null gets its size.
+    Flags in ``config`` become bools, paths of tools absolute, and a bucket of the weight sync that is null gets its size.
     """
     settings = check_settings(config)
+    find_tools(config)
     for error in (*missing_packages(config), *missing_inputs(config)):
         raise error
     check_vocabulary(config)

@@ -28,7 +28,6 @@ import json
 import shutil
 import tarfile
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -37,7 +36,7 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 from recipe.partial_rollout.checkpoint.snapshot import write_atomically
-from recipe.partial_rollout.tasks.sandboxed.limited_process import Ended, Limits, run_limited
+from recipe.partial_rollout.tasks.sandboxed.limited_process import Limits, run_limited
 
 _SCHEMA = {
     "type": "function",
@@ -59,7 +58,7 @@ class Workspace(BaseTool):
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA))
         self._root = Path(config["root"]).absolute()
-        self._limits = Limits(**{item.name: config[item.name] for item in fields(Limits) if item.name in config})
+        self._limits = Limits.of(config)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], call_id: str | None = None, **kwargs: Any
@@ -74,7 +73,7 @@ class Workspace(BaseTool):
         number = number or str(sum(1 for _ in (live / "calls").glob("*.json")))
         (live / "calls" / f"{number}.begun").touch()
         command = ["/bin/sh", "-c", str(parameters["command"])]
-        text = _answer(await run_limited(command, b"", self._limits, folder=str(live / "files")))
+        text = (await run_limited(command, b"", self._limits, folder=str(live / "files"))).answer
         await asyncio.to_thread(write_atomically, live / "calls" / f"{number}.json", [json.dumps(text).encode()])
         return ToolResponse(text=text), 0.0, {}
 
@@ -133,11 +132,6 @@ def _folder(conversation: str) -> str:
 
 def _request_of(kwargs: dict[str, Any]) -> str | None:
     return getattr(kwargs.get("agent_data"), "request_id", None)
-
-
-def _answer(ended: Ended) -> str:
-    how = f"over its limit: {ended.over}" if ended.over is not None else ended.how if ended.status else ""
-    return "\n".join(part for part in (ended.output.rstrip(), f"({how})" if how else "") if part)
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -24,6 +24,7 @@ from recipe.partial_rollout.preflight.inputs import (
     check_prompts,
     check_rows,
     check_vocabulary,
+    find_tools,
     missing_inputs,
     missing_packages,
     prompt_lengths,
@@ -56,6 +57,7 @@ def dry_run(config: DictConfig) -> int:
     """
     settings = check_settings(_as_no_pr(config) if config.trainer.use_v1 else config)
     _check_verl(config)
+    find_tools(config)
     missing = list(missing_inputs(config))
     prompts = None if missing else _check_contents(config)
     shape = shape_of(config)

@@ -8,20 +8,25 @@ import hydra
 from omegaconf import DictConfig
 from verl.trainer import main_ppo
 
+from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import CONF_DIR, pinned_cores, register_keys
-from recipe.partial_rollout.preflight.inputs import missing_packages, size_bucket
+from recipe.partial_rollout.preflight.inputs import find_tools, missing_packages, size_bucket
 from recipe.partial_rollout.training.trainer_config import choose_attention
 from verl_ext import cores
 
 
 @hydra.main(config_path=str(CONF_DIR), config_name="recipe", version_base=None)
 def main(config: DictConfig) -> None:
-    """Run verl's entry point, with an attention that is installed, and cores and bucket as the recipe has them."""
-    for error in missing_packages(config):
+    """Run verl's entry point, with an attention that is installed, and cores, tools and bucket as the recipe has them."""
+    try:
+        for error in missing_packages(config):
+            raise error
+        choose_attention(config)
+        find_tools(config)
+        size_bucket(config)
+    except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         sys.exit(2)
-    choose_attention(config)
-    size_bucket(config)
     own = pinned_cores(config)
     if own:
         # Ray, which is started below, hands it to all of its processes.

@@ -24,9 +24,10 @@ import signal
 import subprocess
 import sys
 from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 from recipe.partial_rollout.tasks.sandboxed import supervisor
 
@@ -73,6 +74,11 @@ class Limits:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: want a number above 0")
 
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Limits:
+        """The limits that a tool's ``config`` names among other things."""
+        return cls(**{item.name: config[item.name] for item in fields(cls) if item.name in config})
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -98,6 +104,12 @@ class Ended:
     def how(self) -> str:
         """`exit status 1`, or `SIGSEGV`."""
         return _SIGNALS.get(self.status, f"exit status {self.status}")
+
+    @property
+    def answer(self) -> str:
+        """What it printed, and how it ended if not well, as a tool tells a model."""
+        how = f"over its limit: {self.over}" if self.over is not None else self.how if self.status else ""
+        return "\n".join(part for part in (self.output.rstrip(), f"({how})" if how else "") if part)
 
 
 @functools.cache

@@ -1,0 +1,213 @@
+"""The GSM8K recipes with tools: verl loads the tool, its own loop calls it in Qwen's format, its limits hold."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+from omegaconf import OmegaConf
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.tools.tool_registry import initialize_tools_from_config, load_all_tools
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.workers.rollout.replica import TokenOutput
+
+from recipe.partial_rollout.config.keys import ConfigError
+from recipe.partial_rollout.config.settings import CONF_DIR
+from recipe.partial_rollout.preflight.inputs import find_tools, prompt_lengths
+from recipe.partial_rollout.preflight.settings_check import check_config
+from recipe.partial_rollout.tasks.python_tool import PythonTool
+from recipe.partial_rollout.tools import verl_trainer
+from recipe.partial_rollout.tools.dry_run import dry_run
+from recipe.partial_rollout.worker.tool_journal import journaled, repeatable
+
+AT = "actor_rollout_ref.rollout.multi_turn"
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""messages as Qwen's template delimits them, with the tools' schemas before them"""
+
+
+@pytest.fixture
+def tokenizer():
+    """A token a byte, and those that Qwen's boundaries are made of."""
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Tokenizer(models.BPE(letters, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.add_tokens([AddedToken(name, normalized=False) for name in ("<tool_call>", "</tool_call>")])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    made.chat_template = CHATML
+    return made
+
+
+@pytest.fixture
+def build(composed_config, monkeypatch, tmp_path):
+    def resolved(tool, *overrides):
+        monkeypatch.setenv("PARTIAL_ROLLOUT_WORKSPACES", str(tmp_path / "workspaces"))
+        config = composed_config("recipe", f"experiment=gsm8k_{tool}_1gpu_0.6b", "arm=pr", *overrides)
+        OmegaConf.resolve(config)
+        return config
+
+    return resolved
+
+
+def converse(config, tokenizer, *answers):
+    """The text of a conversation in verl's tool loop with the config's tools, where the model says ``answers``."""
+    find_tools(config)
+    said = iter(answers)
+
+    async def generate(**_):
+        ids = tokenizer.encode(f"{next(said)}<|im_end|>")
+        return TokenOutput(token_ids=ids, log_probs=[-1.0] * len(ids))
+
+    async def run():
+        tools = journaled(load_all_tools(config.data.tool_config_path, None))
+        wrap = DictConfigWrap(config)
+        loop = ToolAgentLoop(
+            wrap,
+            SimpleNamespace(generate=generate),
+            tokenizer,
+            None,
+            RLHFDataset,
+            DictConfigWrap(config.data),
+            hf_model_type="qwen3",
+            tools=ToolListWrap(tools),
+        )
+        return await loop.run({}, raw_prompt=[{"role": "user", "content": "3 + 4?"}])
+
+    output = asyncio.run(run())
+    return output, tokenizer.decode([*output.prompt_ids, *output.response_ids])
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_model_calls_python_in_qwens_format_and_reads_what_it_printed(build, tokenizer):
+    output, text = converse(build("python"), tokenizer, call("python", code="print(3 + 4)"), "#### 7")
+    prompt, _, response = text.partition("3 + 4?<|im_end|>\n<|im_start|>assistant\n")
+    assert '"name": "python"' in prompt and '"required": ["code"]' in prompt
+    assert response.endswith("<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n#### 7<|im_end|>")
+    assert output.num_turns == 4
+    trained = [token for token, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
+    assert tokenizer.decode(trained) == f"{call('python', code='print(3 + 4)')}<|im_end|>#### 7<|im_end|>"
+
+
+def test_model_finds_its_files_again_in_the_workspace(build, tokenizer):
+    turns = call("run", command="echo 7 > sum"), call("run", command="cat sum"), "#### 7"
+    output, text = converse(build("workspace"), tokenizer, *turns)
+    assert output.num_turns == 6 and "<|im_start|>tool\n7<|im_end|>" in text
+
+
+@pytest.mark.parametrize("tool", ["python", "workspace"])
+def test_conversation_ends_after_its_turns(build, tokenizer, tool):
+    config = build(tool, f"{AT}.max_assistant_turns=2")
+    output, _ = converse(config, tokenizer, *[call("none")] * 3)
+    assert output.num_turns == 4
+
+
+def python(code, timeout_s):
+    tool = PythonTool({"type": "native", "cpu_s": 0.5, "memory_mb": 256, "timeout_s": timeout_s}, None)
+    response, _, _ = asyncio.run(tool.execute("i0", {"code": code}))
+    return response.text
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("from fractions import Fraction\nprint(Fraction(1, 3) * 3)", "1"),
+        ("1 + 1", "(nothing was printed)"),
+        ("while True: pass", "(over its limit: cpu)"),
+        ("import time; time.sleep(60)", "(over its limit: time)"),
+        ("print('é' * 100_000)", "(over its limit: output)"),
+        ("a = 'a' * (1 << 30)", "(over its limit: memory)"),
+        ("1 / 0", "ZeroDivisionError: division by zero\n(exit status 1)"),
+        ("import numpy", "(exit status 1)"),
+    ],
+)
+def test_python_runs_within_its_limits_and_says_how_it_ended(code, answer):
+    # On a busy machine half a second of a core may take long.
+    assert python(code, 1 if "sleep" in code else 60).endswith(answer)
+
+
+def test_shipped_python_is_called_again_where_a_call_was_cut_off_and_the_workspace_is_asked():
+    (tool,) = initialize_tools_from_config(CONF_DIR / "python_tool.yaml")
+    assert isinstance(tool, PythonTool) and repeatable(tool)
+    (workspace,) = initialize_tools_from_config(CONF_DIR / "workspace_tool.yaml")
+    assert not repeatable(workspace) and callable(workspace.status) and callable(workspace.restore)
+
+
+def test_workspaces_of_arms_are_apart(composed_config):
+    at = "ray_kwargs.ray_init.runtime_env.env_vars.PARTIAL_ROLLOUT_WORKSPACES"
+    experiment = "experiment=gsm8k_workspace_1gpu_0.6b"
+    roots = {arm: OmegaConf.select(composed_config("recipe", experiment, f"arm={arm}"), at) for arm in ("nopr", "pr")}
+    assert roots == {arm: f"outputs/gsm8k_workspace_1gpu_0.6b/{arm}/workspaces" for arm in roots}
+
+
+BROKEN = """
+tools:
+  - class_name: recipe.partial_rollout.tasks.python_tool.NoTool
+    config: {type: native}
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("conf/none.yaml", "an existing file"),
+        ("broken.yaml", "a file whose tools verl can load (AttributeError: module"),
+        ("empty.yaml", "a file whose tools verl can load"),
+    ],
+)
+@pytest.mark.parametrize("check", [dry_run, check_config])
+def test_tools_that_are_missing_or_do_not_load_end_the_check_in_a_line(
+    build, tmp_path, monkeypatch, given, message, check
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.yaml").write_text(BROKEN)
+    (tmp_path / "empty.yaml").write_text("tools:\n")
+    with pytest.raises(ConfigError) as caught:
+        check(build("python", f"{AT}.tool_config_path={given}"))
+    assert str(caught.value).startswith(f"{AT}.tool_config_path={given}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_verls_own_trainer_does_not_start_with_tools_that_are_missing(build, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        verl_trainer.main.__wrapped__(build("python", f"{AT}.tool_config_path=conf/none.yaml"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"config error: {AT}.tool_config_path=conf/none.yaml: an existing file"
+
+
+def test_tools_of_an_installed_package_are_found_from_any_folder(build, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = build("python")
+    find_tools(config)
+    found = str(CONF_DIR / "python_tool.yaml")
+    assert (config.data.tool_config_path, config.actor_rollout_ref.rollout.multi_turn.tool_config_path) == (
+        found,
+        found,
+    )
+    assert capsys.readouterr().out == ""
+
+
+def test_prompts_are_measured_with_the_tools_schemas(build, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    row = {"prompt": [{"role": "user", "content": "3 + 4?"}], "data_source": "openai/gsm8k"}
+    pd.DataFrame([row]).to_parquet(tmp_path / "train.parquet")
+    config = build("python", f"data.train_files={tmp_path}/train.parquet", "data.filter_overlong_prompts=False")
+    lengths = []
+    for path in (None, config.data.tool_config_path):
+        config.data.tool_config_path = path
+        dataset = RLHFDataset(config.data.train_files, tokenizer, config.data)
+        lengths.append(prompt_lengths(config, tokenizer, dataset).item())
+    schema = initialize_tools_from_config(config.data.tool_config_path)[0].tool_schema
+    assert lengths[1] - lengths[0] > len(schema.function.description)
