@@ -1,0 +1,209 @@
+"""A conversation with tool calls ends alike wherever it is cut, at each token and in each call, by a round or by a death.
+
+Manager, claim loop, client, journal and workspace are the recipe's, the agent loop is verl's; the engine is scripted.
+"""
+
+import asyncio
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from recipe.partial_rollout.config.choices import Mode
+from recipe.partial_rollout.config.sections import Scheduling, ToolCalls
+from recipe.partial_rollout.manager.actor import ManagerActor
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.types import Prompt
+from recipe.partial_rollout.tasks.workspace import Workspace
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
+from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
+from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from recipe.partial_rollout.worker.tool_journal import journaled
+from tests.bench.scripted_engine import ScriptedWorker, output_of
+from tests.unit.test_turn_alignment import ASSISTANT, OBSERVATION, USER, GlmTokenizer
+from tests.unit.test_worker import CURVE, RETRY, Local, finish_round
+
+TURNS, TOKENS = 3, 3
+MOMENTS = TURNS * TOKENS + 2 * (TURNS - 1)
+"""before each token, before and after the effect of each call"""
+MULTI_TURN = {"max_user_turns": None, "max_assistant_turns": None, "max_parallel_calls": 1, "format": "cut"}
+ROLLOUT = {"response_length": 90, "prompt_length": 8, "scheduling_policy": "fcfs", "name": "vllm"}
+CONFIG = SimpleNamespace(
+    actor_rollout_ref=SimpleNamespace(
+        rollout=SimpleNamespace(
+            **ROLLOUT,
+            full_determinism=False,
+            multi_turn=SimpleNamespace(**MULTI_TURN, max_tool_response_length=99, tool_response_truncate_side="left"),
+        )
+    )
+)
+
+
+@ToolParser.register("cut")
+class CutParser(ToolParser):
+    """An answer that ends in the observation token has its tokens written down."""
+
+    async def extract_tool_calls(self, responses_ids, tools=None):
+        command = f"echo {' '.join(map(str, responses_ids))} >> log; cat log"
+        call = FunctionCall(name="run", arguments=json.dumps({"command": command}))
+        return "x", [call] if responses_ids[-1] == OBSERVATION else []
+
+
+class Moments:
+    """Where the conversation stands; at each of ``cuts`` it waits, once, until the cut has been made."""
+
+    def __init__(self, cuts):
+        self.cuts, self.passed, self.calls = set(cuts), [], []
+        self.reached, self.over = asyncio.Event(), asyncio.Event()
+
+    async def one(self, *moment):
+        self.passed.append(moment)
+        if moment in self.cuts and not self.reached.is_set():
+            self.cuts.discard(moment)
+            self.reached.set()
+        if self.reached.is_set():
+            await self.over.wait()
+
+    def begin(self):
+        self.reached.clear()
+        self.over.clear()
+
+
+class WatchedWorkspace(Workspace):
+    def __init__(self, root, moments):
+        super().__init__({"root": str(root)}, None)
+        self.moments = moments
+
+    async def execute(self, instance_id, parameters, call_id=None, **kwargs):
+        await self.moments.one("before", call_id)
+        self.moments.calls.append((call_id, parameters["command"]))
+        answer = await super().execute(instance_id, parameters, call_id=call_id, **kwargs)
+        await self.moments.one("after", call_id)
+        return answer
+
+
+class Conversing(ScriptedWorker):
+    """Its first prompt is the conversation; each of the others is complete once the conversation has reached a cut."""
+
+    def __init__(self, root, moments):
+        super().__init__(CURVE, 1)
+        self.config.partial_rollout.tools = ToolCalls(release_after_s=0.01)
+        self.root, self.moments = root, moments
+
+    async def _run_agent_loop(self, sampling_params, trajectory, *, length, **kwargs):
+        sample = LIVE_SAMPLE.get()
+        if not sample.id.startswith("0/0#"):
+            async with sample.keeper.engine_call(sample):
+                await self.moments.reached.wait()
+            return output_of(0, self._version)
+        loop = ToolAgentLoop(
+            DictConfigWrap(CONFIG),
+            PartialRolloutLLMClient(CONFIG),
+            GlmTokenizer(),
+            None,
+            None,
+            DictConfigWrap({}),
+            hf_model_type="glm4_moe",
+            tools=ToolListWrap(
+                journaled([WatchedWorkspace(self.root, self.moments)], 20.0, self.config.partial_rollout.tools)
+            ),
+        )
+        output = await loop.run({}, raw_prompt=[{"role": "user", "content": "go"}])
+        return await self._agent_loop_postprocess(output, False)
+
+    async def _compute_score(self, outputs, kwargs):
+        outputs[0].reward_score = float(len((self.root / "live" / "0_0#0" / "files" / "log").read_text()))
+
+
+def next_token(context):
+    made, turn = context[::-1].index(ASSISTANT), context.count(ASSISTANT)
+    if made < TOKENS - 1:
+        return 30 + 10 * turn + made
+    return OBSERVATION if turn < TURNS else USER
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Makes a token at each turn of the event loop, until it is aborted."""
+    state = SimpleNamespace(moments=None, aborting=asyncio.Event())
+
+    async def generate(self, request_id, *, prompt_ids, sampling_params, **kwargs):
+        await self._acquire_server(request_id)
+        made = []
+        while not made or made[-1] not in (OBSERVATION, USER):
+            await state.moments.one("token", len(prompt_ids) + len(made))
+            if state.aborting.is_set():
+                break
+            made.append(next_token([*prompt_ids, *made]))
+        probs, stop = [-token / 8 for token in made], "aborted" if state.aborting.is_set() else "completed"
+        return TokenOutput(token_ids=made, log_probs=probs, stop_reason=stop, extra_fields={"global_steps": 0})
+
+    async def acquire(self, request_id, **extra):
+        return "r", None
+
+    monkeypatch.setattr(LLMServerClient, "generate", generate)
+    monkeypatch.setattr(LLMServerClient, "_acquire_server", acquire)
+    monkeypatch.setattr(LLMServerClient, "_release_server", lambda *args: None)
+    return state
+
+
+async def converse(engine, root, cuts, deadly):
+    """The conversation's output, its effects and its calls, with so many cuts."""
+    engine.moments, engine.aborting = moments, aborting = Moments(cuts), asyncio.Event()
+    prompts = len(cuts) + 1
+    admission = Admission(Mode.WINDOW, 1, 1, float(len(cuts)), 1, 1, max_staleness=99)
+    actor = ManagerActor(admission, Scheduling(), 20.0, RETRY, away_s=20.0)
+    groups, version = {}, 0
+
+    async def serve(name):
+        handle, worker = Local(actor), Conversing(root, moments)
+        worker.connect(name, handle, 64, ReplicaChoice({}))
+        serving = asyncio.create_task(worker.serve())
+        await asyncio.sleep(0.01)
+        worker.begin(version, time.monotonic())
+        return handle, worker, serving
+
+    handle, worker, serving = await serve("w0")
+    await actor.begin_version(0, [Prompt(f"0/{i}", 0, {"lengths": [0]}) for i in range(prompts)], False)
+    for version in range(1, prompts):
+        await asyncio.wait_for(moments.reached.wait(), 20)
+        if deadly:
+            handle.broken = dict.fromkeys(("report", "claim"), RuntimeError("dead"))
+            for task in (serving, *worker._claims._tasks):
+                task.cancel()
+            await actor.release_worker(f"w{version - 1}")
+            handle, worker, serving = await serve(f"w{version}")
+        batch = await asyncio.wait_for(actor.wait_batch(True), 20)
+        worker.close_round()
+        aborting.set()
+        moments.over.set()
+        await asyncio.wait_for(worker.flush(), 20)
+        await actor.finish_step([group.uid for group in batch.groups])
+        groups |= {group.uid: group for group in batch.groups}
+        aborting.clear()
+        moments.begin()
+        await actor.begin_version(version, [], False)
+        worker.begin(version, time.monotonic())
+    groups |= {group.uid: group for group in await finish_round(handle, worker)}
+    serving.cancel()
+    (output,) = groups["0/0"].outputs
+    trajectory = [array.tolist() for array in (output.response_ids, output.response_mask, output.log_probs)]
+    return trajectory, output.reward_score, (root / "live" / "0_0#0" / "files" / "log").read_text(), moments
+
+
+@pytest.mark.parametrize("deadly", [False, True], ids=["interrupted", "worker dies"])
+@pytest.mark.parametrize("cut", [*range(MOMENTS), slice(None)], ids=[*map(str, range(MOMENTS)), "all"])
+def test_conversation_ends_alike_wherever_it_is_cut(engine, cut, deadly, tmp_path):
+    *undisturbed, plain = asyncio.run(converse(engine, tmp_path / "undisturbed", [], False))
+    assert len(set(plain.passed)) == MOMENTS
+    cuts = plain.passed[cut] if isinstance(cut, slice) else [plain.passed[cut]]
+    *found, moments = asyncio.run(converse(engine, tmp_path / "cut", cuts, deadly))
+    assert found == undisturbed and not moments.cuts
+    if not deadly:
+        assert moments.calls == plain.calls
