@@ -36,7 +36,7 @@ def expressions():
 
 def test_a_step_sets_the_gauges_of_its_figures():
     gauges = Gauges(Gauge, {"project": "p", "experiment": "PR"})
-    gauges.set({f"{SECTION}/step_s": 12.5, f"{SECTION}/bubble": 0.2})
+    gauges.set({f"{SECTION}/step_s": 12.5, f"{SECTION}/bubble": 0.2, f"{SECTION}/tool_share": 0.3})
     assert {name: gauge.value for name, gauge in Gauge.made.items() if gauge.value is not None} == {
         f"{PREFIX}_step_s": 12.5,
         f"{PREFIX}_bubble": 0.2,

@@ -26,6 +26,15 @@ def test_both_arms_log_the_ten_figures_under_the_same_keys():
     assert [pr[key] for key in KEYS[-4:]] == [0.7, 2, 0.3, 0.9]
 
 
+@pytest.mark.parametrize("partial", [False, True], ids=["noPR", "PR"])
+def test_tool_share_is_shown_last_where_there_are_tools(partial):
+    def shown(tool_s):
+        timers = {"timing_s/agent_loop/tool_calls/mean": tool_s, "timing_s/agent_loop/generate_sequences/mean": 3.0}
+        return list(overview(STEP | timers, partial=partial).items())
+
+    assert shown(1.0) == [*shown(0.0), (f"{SECTION}/tool_share", 0.25)]
+
+
 def test_a_validation_before_training_has_its_reward_only():
     assert overview({"val-core/gsm8k/acc/mean@1": 0.25}, partial=False) == {f"{SECTION}/held_out_reward": 0.25}
 

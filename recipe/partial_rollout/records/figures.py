@@ -122,6 +122,9 @@ _COPIES = {
 _SYNCHRONOUS = {"staleness_mean": 0.0, "staleness_max": 0.0, "off_policy_share": 0.0, "length_bias": 1.0}
 """what these are under noPR, by definition: a batch is dispatched, decoded and trained under one version"""
 
+_LIFE = ("tool_calls", "generate_sequences")
+"""verl's timers of a sample, in both arms"""
+
 FIGURES = ("held_out_reward", *_COPIES)
 """names of the ten figures, in the order in which a dashboard shows them"""
 
@@ -133,6 +136,8 @@ def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
 
 def overview(data: Mapping[str, Any], *, partial: bool) -> dict[str, float]:
     """The figures that ``data``, the metrics of a step, allows; by their full keys, in the order of ``FIGURES``.
+
+    Where samples call tools ``tool_share`` follows: the share of their lives that they spend in them.
 
     Args:
         data: by verl's keys; a validation without a training step has few of them.
@@ -152,4 +157,7 @@ def overview(data: Mapping[str, Any], *, partial: bool) -> dict[str, float]:
             found[figure] = known[figure]
         elif source in data:
             found[figure] = float(data[source])
+    in_tools, in_turns = (float(data.get(f"timing_s/agent_loop/{name}/mean", 0.0)) for name in _LIFE)
+    if in_tools:
+        found["tool_share"] = in_tools / (in_tools + in_turns)
     return {f"{SECTION}/{figure}": value for figure, value in found.items()}

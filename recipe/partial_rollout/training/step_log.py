@@ -64,9 +64,9 @@ class Gauges:
         return cls(Gauge, {"project": str(trainer.project_name), "experiment": str(trainer.experiment_name)})
 
     def set(self, figures: Mapping[str, float]) -> None:
-        """Note the figures of a step, by their full keys."""
-        for key, value in figures.items():
-            self._gauges[key].set(value)
+        """Note those of ``FIGURES`` that a step has, by their full keys."""
+        for key in self._gauges.keys() & figures.keys():
+            self._gauges[key].set(figures[key])
 
 
 class StepLog:
