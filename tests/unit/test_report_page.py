@@ -17,12 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipe.partial_rollout.records.figures import running_curve
 from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.tools.report import command
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
 from recipe.partial_rollout.tools.report.perfetto import chrome_trace
 from recipe.partial_rollout.tools.report.segments import in_slots
+from recipe.partial_rollout.tools.report.timeline import tools_above
 from tests.unit.runs import ZERO, interrupted_run, large_run, separate_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -65,8 +67,8 @@ def test_timeline_has_every_call_of_the_trace(tmp_path):
     path = interrupted_run(tmp_path / "a", steps=2)
     (run,) = data_of(report(tmp_path, path))
     calls = [call for round_ in load_run(path).rounds for call in round_.phase.calls]
-    lanes = [(replica, slot) for replica, slot, count in run["lanes"] for _ in range(count)]
-    drawn = list(
+    lanes = [(replica, tools) for replica, _, count, tools in run["lanes"] for _ in range(count)]
+    bars = list(
         zip(
             (replica for replica, _ in lanes),
             column(run["start"], "<u4").tolist(),
@@ -78,12 +80,31 @@ def test_timeline_has_every_call_of_the_trace(tmp_path):
             strict=True,
         )
     )
+    drawn, tools = (
+        [bar for bar, (_, kind) in zip(bars, lanes, strict=True) if kind is of_tools] for of_tools in (False, True)
+    )
+    # Both samples that the first round interrupted have a tool call from 32 to 33 s.
+    assert [(*bar[:4], *bar[5:]) for bar in tools] == [(0, 32_000, 1_000, 0, "1#8", 0), (1, 32_000, 1_000, 0, "1#9", 0)]
     noted = [(call.replica, round((call.start - ZERO) * 1e3), call.tokens, call.version) for call in calls]
     assert sorted((d[0], d[1], d[3], d[4]) for d in drawn) == sorted(noted)
     assert sum(d[2] for d in drawn) == pytest.approx(1e3 * sum(call.end - call.start for call in calls), abs=len(calls))
     assert sum(d[6] for d in drawn) == sum(c.interrupted for c in calls) == 4
     assert {d[5] for d in drawn} == {c.sample for c in calls}
     assert [phase[0] for phase in run["phases"]] == ["train", "sync"] * 2
+
+
+def test_legend_names_tools_where_there_are_any(tmp_path):
+    assert "in tools" in report(tmp_path, interrupted_run(tmp_path / "a"))
+    assert "in tools" not in report(tmp_path, interrupted_run(tmp_path / "b", arm="noPR"))
+
+
+def test_timeline_has_tools_above_the_running_samples(tmp_path):
+    run = load_run(interrupted_run(tmp_path / "a", steps=2))
+    phase = run.rounds[1].phase
+    times, running, in_tools = tools_above(run, running_curve(phase, 2))
+    shown = dict(zip((times - ZERO).tolist(), zip(running.tolist(), in_tools.tolist(), strict=True), strict=True))
+    # Of ten samples from 30 s one has ended at 31.5; the two that were interrupted are in a tool from 32 to 33.
+    assert (shown[31.5], shown[32.0], shown[33.0], shown[34.0]) == ((9, 0), (7, 2), (9, 0), (6, 0))
 
 
 def test_page_draws_what_lies_in_a_phase_over_it(tmp_path):
@@ -141,6 +162,12 @@ def test_chrome_trace_has_what_the_format_asks_of_each_phase(tmp_path, events):
     validator = jsonschema.Draft202012Validator(schema)
     validator.validate({"traceEvents": events})
     assert {event["ph"] for event in events} == {"X", "i", "C", "M", "s", "f"}
+    tools = [
+        (event["ts"] / 1e6, event["dur"] / 1e6, event["args"]["sample"])
+        for event in events
+        if event.get("cat") == "tools"
+    ]
+    assert tools == [(32, 1, "1#8"), (32, 1, "1#9"), (62, 1, "2#8"), (62, 1, "2#9"), (92, 1, "3#8"), (92, 1, "3#9")]
     assert not validator.is_valid({"traceEvents": [{**of_phase(events, "X")[0], "dur": -1}]})
     assert not validator.is_valid({"traceEvents": [{"ph": "i", "name": "x", "pid": 1, "tid": 1, "ts": 0}]})
 

@@ -160,6 +160,17 @@ sample='0/4#1', interrupted=False, earlier_tokens=0, waited_s=0.0), array([7], d
             column.append(-1 if value is None else value)
         self.samples.append(sys.intern(call.sample))
 
+    @classmethod
+    def joined(cls, parts: Iterable[Sequence[EngineCall]]) -> Self:
+        """The calls of ``parts``, one after another."""
+        made = cls()
+        for part in parts:
+            columns = part if isinstance(part, CallColumns) else cls(part)
+            for name, column in made._columns.items():
+                column.extend(columns._columns[name])
+            made.samples.extend(columns.samples)
+        return made
+
     def column(self, name: str) -> np.ndarray:
         """[call] one of the numbers, by ``EngineCall``'s name; -1: unknown context."""
         return np.array(self._columns[name])
@@ -168,6 +179,24 @@ sample='0/4#1', interrupted=False, earlier_tokens=0, waited_s=0.0), array([7], d
     def busy_from(self) -> np.ndarray:
         """[call] ``EngineCall.busy_from``"""
         return np.minimum(self.column("start") + self.column("queued_s"), self.column("end"))
+
+    def between_turns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[gap] the call that ended a turn; start and end (unix seconds) of what followed in tools and agent loop.
+
+        A gap ends where the sample's next call asks for a slot. None follows a call whose sample is not noted.
+
+        >>> turns = EngineCall(0, 1.0, 2.0, 7, 3, sample="a"), EngineCall(0, 9.0, 9.5, 7, 4, sample="a", waited_s=4.0)
+        >>> [each.tolist() for each in CallColumns(turns).between_turns()]
+        [[0], [2.0], [5.0]]
+        """
+        names: dict[str, int] = {"": -1}
+        sample = np.fromiter((names.setdefault(name, len(names)) for name in self.samples), np.int64, len(self))
+        asked, end = self.column("start") - self.column("waited_s"), self.column("end")
+        order = np.lexsort((asked, sample))
+        left, back = order[:-1], order[1:]
+        gap = (sample[left] == sample[back]) & (sample[left] >= 0) & (asked[back] > end[left])
+        left, back = (each[gap & (self.column("interrupted")[left] == 0)] for each in (left, back))
+        return left, end[left], asked[back]
 
     def __len__(self) -> int:
         return len(self.samples)

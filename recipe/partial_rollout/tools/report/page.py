@@ -17,7 +17,7 @@ from recipe.partial_rollout.records.run import RunRecord
 from recipe.partial_rollout.records.trace import Phase, PhaseName
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.findings import cautions, findings
-from recipe.partial_rollout.tools.report.picture import hue
+from recipe.partial_rollout.tools.report.picture import TOOLS_COLOUR, hue
 from recipe.partial_rollout.tools.report.segments import segments_of
 from recipe.partial_rollout.tools.report.table import tables
 from recipe.partial_rollout.tools.report.timeline import run_end
@@ -35,6 +35,7 @@ PHASE_ORDER: tuple[str, ...] = (
     PhaseName.HOLD,
 )
 """A phase is drawn over those before it, which it may lie in; others last."""
+TOOLS_LEGEND = f'\n<i style="background:{TOOLS_COLOUR}"></i> between two turns, in tools, below the slots'
 SEPARATE_LEGEND = (
     '\n<i style="background:#7fb08a"></i> staging weights <i style="background:#111"></i> all engines held. '
     "Where the trainer has the colour of empty slots, it waits."
@@ -55,6 +56,7 @@ def page(comparison: Comparison, panels: bytes, *, made: str, reload_s: float | 
         "title": html.escape(f"Partial rollout: {', '.join(names)}"),
         "refresh": f'<meta http-equiv="refresh" content="{reload_s:g}">' if reload_s else "",
         "cautions": "\n".join(f'<p class="caution"><b>{html.escape(line)}.</b></p>' for line in cautions(comparison)),
+        "tools": TOOLS_LEGEND if any(of_tools for run in runs for *_, of_tools in run["lanes"]) else "",
         "separate": SEPARATE_LEGEND if any(side.run.settings.separate for side in comparison.sides) else "",
         "findings": "\n".join(f"<p>{html.escape(line)}</p>" for line in findings(comparison)),
         "tables": "\n".join(table_html(table) for table in tables(comparison)),
@@ -96,12 +98,14 @@ def _run_data(side: Side, colour: str) -> dict[str, Any]:
     start = np.maximum(segments.start - origin, 0.0)
     length = np.maximum(segments.end - origin, start) - start
     state = (", thinned trace" if run.thinned else "") + ("" if run.settings.complete else ", not complete")
+    sizes = f"{len(run.steps):,} steps, {segments.engine_calls:,} segments"
     return {
-        "title": f"{side.name}: {run.settings.experiment}, {len(run.steps):,} steps, {len(segments):,} segments{state}",
+        "title": f"{side.name}: {run.settings.experiment}, {sizes}{state}",
         "colour": colour,
         "ends": _ms(run_end(run) - origin),
         "lanes": [
-            [lane.replica, lane.slot, int(count)] for lane, count in zip(segments.lanes, segments.counts, strict=True)
+            [lane.replica, lane.slot, int(count), lane.tools]
+            for lane, count in zip(segments.lanes, segments.counts, strict=True)
         ],
         "samples": segments.samples,
         "rounds": _rounds(run, origin),

@@ -1,8 +1,9 @@
 """A Chrome trace of runs, for `ui.perfetto.dev` or `chrome://tracing` (the Trace Event Format, JSON object form).
 
 A process is the driver of a run or one of its replicas, a thread a slot; under separate placement a replica's first thread
-says when it decodes and when it is held. An arrow leads from an interrupted segment to the
-one that resumes its sample. Times are microseconds from each run's first round, so that runs lie over each other.
+says when it decodes and when it is held. Threads of tools have the time of samples between two turns. An arrow leads from
+an interrupted segment to the one that resumes its sample. Times are microseconds from each run's first round, so that runs
+lie over each other.
 """
 
 import gzip
@@ -19,7 +20,7 @@ from recipe.partial_rollout.records.run import RunRecord
 from recipe.partial_rollout.records.trace import PhaseName
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.lanes import lanes_of
-from recipe.partial_rollout.tools.report.segments import Segments, segments_of
+from recipe.partial_rollout.tools.report.segments import Lane, Segments, segments_of
 
 Event = dict[str, Any]
 ROUNDS, TRAINER, SYNC, STAGE, HOLD = range(1, 6)
@@ -34,7 +35,8 @@ PHASE_THREADS: dict[str, int] = {
 }
 """Those that are not the trainer's."""
 ENGINE = 1_000_000
-"""Thread of a replica, beside those of its slots, which count from 1."""
+TOOLS = 500_000
+"""Threads of a replica, beside those of its slots, which count from 1: that of its engine, and the first of its tools."""
 
 
 def write_chrome_trace(comparison: Comparison, path: Path) -> None:
@@ -72,7 +74,12 @@ def _names(side: Side, segments: Segments, pid: int) -> Iterator[Event]:
         yield _meta("thread_name", pid + 1 + replica, ENGINE, name="engine")
         yield _meta("thread_sort_index", pid + 1 + replica, ENGINE, sort_index=0)
     for lane in segments.lanes:
-        yield _meta("thread_name", pid + 1 + lane.replica, lane.slot + 1, name=f"slot {lane.slot}")
+        kind = "tools" if lane.tools else "slot"
+        yield _meta("thread_name", pid + 1 + lane.replica, _thread(lane), name=f"{kind} {lane.slot}")
+
+
+def _thread(lane: Lane) -> int:
+    return lane.slot + (TOOLS if lane.tools else 1)
 
 
 def _meta(kind: str, pid: int, tid: int, **args: Any) -> Event:
@@ -115,18 +122,19 @@ def _segment_events(run: RunRecord, segments: Segments, pid: int, flows: Iterato
     starts, ends = (
         np.maximum(np.rint((side - origin) * 1e6), 0).astype(int) for side in (segments.start, segments.end)
     )
-    places = [
-        {"pid": pid + 1 + segments.lanes[lane].replica, "tid": segments.lanes[lane].slot + 1}
-        for lane in segments.lane.tolist()
-    ]
+    lanes = [segments.lanes[lane] for lane in segments.lane.tolist()]
+    places = [{"pid": pid + 1 + lane.replica, "tid": _thread(lane)} for lane in lanes]
     columns = zip(
         starts.tolist(), ends.tolist(), segments.tokens.tolist(), segments.version.tolist(),
-        segments.interrupted.tolist(), segments.sample.tolist(), places, strict=True,
+        segments.interrupted.tolist(), segments.sample.tolist(), lanes, places, strict=True,
     )  # fmt: skip
-    for start, end, tokens, version, interrupted, sample, place in columns:
-        name = segments.samples[sample] or "sample"
+    for start, end, tokens, version, interrupted, sample, lane, place in columns:
+        name, cat = segments.samples[sample] or "sample", "segment"
         args = {"tokens": tokens, "version": version}
-        yield {"ph": "X", "name": name, "cat": "segment", "ts": start, "dur": end - start, **place, "args": args}
+        if lane.tools:
+            # Viewers give each name a colour.
+            name, cat, args = "tools", "tools", {"sample": name}
+        yield {"ph": "X", "name": name, "cat": cat, "ts": start, "dur": end - start, **place, "args": args}
         if interrupted:
             yield {"ph": "i", "name": "interrupted", "cat": "segment", "ts": end, "s": "t", **place}
     for cut, resumed in segments.resumptions():

@@ -16,6 +16,8 @@ class Lane:
     replica: int
     slot: int
     """From 0; the lowest one that was free. The engines do not say which they used."""
+    tools: bool = False
+    """It is no slot: its bars are samples between two turns, in a tool or in their agent loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,11 @@ class Segments:
         return len(self.start)
 
     @property
+    def engine_calls(self) -> int:
+        """Number of those that are no tools."""
+        return sum(int(count) for lane, count in zip(self.lanes, self.counts, strict=True) if not lane.tools)
+
+    @property
     def lane(self) -> np.ndarray:
         """int [call]: index into `lanes`"""
         return np.repeat(np.arange(len(self.lanes)), self.counts)
@@ -57,34 +64,34 @@ class Segments:
 
 
 def segments_of(run: RunRecord) -> Segments:
-    """The calls of `run`, of the steps that count; of a thinned trace, those that it has."""
-    calls = [round_.phase.calls for round_ in run.rounds]
-    columns = [each if isinstance(each, CallColumns) else CallColumns(each) for each in calls]
-    names: dict[str, int] = {}
-    sample = np.array([names.setdefault(name, len(names)) for each in columns for name in each.samples], np.int64)
-    start, end, replica = (
-        np.concatenate([part(each) for each in columns])
-        for part in (lambda each: each.busy_from, lambda each: each.column("end"), lambda each: each.column("replica"))
-    )
-    slot = np.zeros(len(start), np.int64)
-    for each in range(run.settings.replicas):
-        mine = np.flatnonzero(replica == each)
+    """The calls of `run`, of the steps that count, and what lay between them; of a thinned trace, those that it has."""
+    calls = CallColumns.joined(round_.phase.calls for round_ in run.rounds)
+    names = {name: code for code, name in enumerate(dict.fromkeys(calls.samples))}
+    left, begin, back = calls.between_turns()
+    # A tool's bar has the place of the call before it.
+    source = np.concatenate([np.arange(len(calls)), left])
+    tools = np.arange(len(source)) >= len(calls)
+    start, end = np.concatenate([calls.busy_from, begin]), np.concatenate([calls.column("end"), back])
+    place = 2 * calls.column("replica")[source].astype(np.int64) + tools
+    slot = np.zeros(len(source), np.int64)
+    for each in np.unique(place):
+        mine = np.flatnonzero(place == each)
         slot[mine] = in_slots(start[mine], end[mine])
-    order = np.lexsort((end, start, slot, replica))
-    places, counts = np.unique(np.stack([replica, slot])[:, order], axis=1, return_counts=True)
+    order = np.lexsort((end, start, slot, place))
+    places, counts = np.unique(np.stack([place, slot])[:, order], axis=1, return_counts=True)
 
     def ordered(name: str) -> np.ndarray:
-        return np.concatenate([each.column(name) for each in columns])[order].astype(np.int64)
+        return calls.column(name)[source].astype(np.int64)[order]
 
     return Segments(
-        lanes=[Lane(*place) for place in places.T.tolist()],
+        lanes=[Lane(at // 2, number, bool(at % 2)) for at, number in places.T.tolist()],
         counts=counts,
         start=start[order],
         end=end[order],
-        tokens=ordered("tokens"),
+        tokens=np.where(tools[order], 0, ordered("tokens")),
         version=ordered("version"),
-        interrupted=ordered("interrupted").astype(bool),
-        sample=sample[order],
+        interrupted=ordered("interrupted").astype(bool) & ~tools[order],
+        sample=np.fromiter((names[name] for name in calls.samples), np.int64, len(calls))[source][order],
         samples=list(names),
     )
 

@@ -16,6 +16,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from recipe.partial_rollout.records.calls import CallColumns
 from recipe.partial_rollout.records.figures import RunningCurve, running_curve
 from recipe.partial_rollout.records.run import RunRecord
 from recipe.partial_rollout.tools.report import units
@@ -26,6 +27,7 @@ from recipe.partial_rollout.tools.report.picture import (
     DPI,
     HELD_COLOUR,
     IDLE_COLOUR,
+    TOOLS_COLOUR,
     TRAIN_COLOUR,
     TRAINER_COLOURS,
     VALIDATE_COLOUR,
@@ -115,6 +117,8 @@ def _draw_side(axes: Axes, side: Side, colour: str) -> None:
     style = {"step": "post", "linewidth": 0, "antialiased": False, "zorder": 2}
     for below, above, shade in zip(layers, layers[1:], _shades(colour, settings.replicas), strict=False):
         axes.fill_between(curve.times - origin, below, above, color=shade, **style)
+    times, running, in_tools = tools_above(side.run, curve)
+    axes.fill_between(times - origin, running, running + in_tools, color=TOOLS_COLOUR, **style)
     axes.plot([0, _duration(side.run)], [full, full], color="black", linestyle="--", linewidth=1.2, zorder=3)
     axes.set_ylabel("running samples")
     axes.spines[["top", "right"]].set_visible(False)
@@ -148,6 +152,18 @@ def _whole_curve(run: RunRecord) -> RunningCurve:
     return RunningCurve(
         np.concatenate([curve.times for curve in curves]), np.concatenate([curve.running for curve in curves], axis=1)
     )
+
+
+def tools_above(run: RunRecord, curve: RunningCurve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[point] moments (unix seconds), running samples, and those that are between two turns; steps, as ``RunningCurve``."""
+    _, left, back = _between_turns(run)
+    times = np.unique(np.concatenate([curve.times, left, back]))
+    at, gone, returned = (np.searchsorted(np.sort(each), times, side="right") for each in (curve.times, left, back))
+    return times, curve.running.sum(axis=0)[at - 1], gone - returned
+
+
+def _between_turns(run: RunRecord) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return CallColumns.joined(round_.phase.calls for round_ in run.rounds).between_turns()
 
 
 def run_end(run: RunRecord) -> float:
@@ -237,6 +253,7 @@ def _legend_colours(comparison: Comparison) -> dict[str, str]:
     separate, in_turns = ([run for run in runs if run.settings.separate is wanted] for wanted in (True, False))
     validates = any(phase.name == "validate" for run in runs for phase in run.phases)
     return {
+        **({"between two turns, in tools": TOOLS_COLOUR} if any(len(_between_turns(run)[0]) for run in runs) else {}),
         ("slots empty, trainer waits" if separate else "rollout, slots empty"): IDLE_COLOUR,
         **({"training (between rounds)": TRAIN_COLOUR} if in_turns else {}),
         **({"engines held, weights load": HELD_COLOUR} if separate else {}),

@@ -2,14 +2,15 @@
 //
 // A call of an engine is a bar: columns of typed arrays hold its start and length (ms), lane, sample and version. Calls lie
 // by lane and then by start, so a binary search finds those that are in sight. Bars are written into the canvas's pixels
-// themselves: 100,000 of them take milliseconds, where a canvas path for each would take seconds.
+// themselves: 100,000 of them take milliseconds, where a canvas path for each would take seconds. In a lane of tools a bar is
+// the time between two turns of a sample.
 "use strict";
 
 const DRIVER = 30, AXIS = 20, LABELS = 74, LEAST_HEIGHT = 160, MOST_HEIGHT = 620, TIP_LINES = 14;
 const VERSIONS = ["#4e79a7", "#76b7b2", "#59a14f", "#b6992d", "#af7aa1", "#9c755f"];
 const [WHITE, BETWEEN, EMPTY, TRAIN, VALIDATE, SYNC, MARK, ROUND, ROUND_TOO, STAGE] =
   ["#ffffff", "#dcdcdc", "#fbf3d0", "#8a8a8a", "#c9b8d8", "#d55e00", "#111111", "#e8c547", "#d8a93a", "#7fb08a"].map(packed);
-const VERSION_PIXELS = VERSIONS.map(packed);
+const VERSION_PIXELS = VERSIONS.map(packed), TOOLS = packed("#e377c2");
 const PHASE_PIXELS = { wait: EMPTY, train: TRAIN, validate: VALIDATE, sync: SYNC, stage: STAGE, hold: MARK, flush: MARK };
 const SENDING = ["sync", "stage", "hold"], HOLDING = ["hold", "flush"];
 const PHASE_WORDS = {
@@ -114,11 +115,11 @@ class Timeline {
   drawCalls() {
     const { start, length, version, interrupted, view } = this, mark = Math.max(1, Math.round(this.scale));
     for (let lane = Math.max(0, Math.floor(this.low)); lane < Math.min(this.run.lanes.length, this.high); lane++) {
-      const y0 = Math.max(this.top, Math.round(this.y(lane)));
+      const y0 = Math.max(this.top, Math.round(this.y(lane))), tools = this.run.lanes[lane][3];
       const room = Math.round(this.y(lane + 1)) - y0, y1 = Math.min(this.bottom, y0 + Math.max(1, room > 3 ? room - 1 : room));
       for (let i = this.firstIn(lane); i < this.first[lane + 1] && start[i] <= view.to; i++) {
         const x0 = this.x(start[i]), x1 = this.x(start[i] + length[i]);
-        this.fill(x0, x1, y0, y1, VERSION_PIXELS[(version[i] + 60) % VERSION_PIXELS.length]);
+        this.fill(x0, x1, y0, y1, tools ? TOOLS : VERSION_PIXELS[(version[i] + 60) % VERSION_PIXELS.length]);
         if (interrupted[i] && x1 - x0 > 2) this.fill(x1 - mark, x1, y0, y1, MARK);
       }
     }
@@ -140,9 +141,9 @@ class Timeline {
     context.fillText("rounds", 2, this.top * 0.25);
     context.fillText("trainer", 2, this.top * 0.75);
     let last = -99;
-    lanes.forEach(([replica, slot], lane) => {
+    lanes.forEach(([replica, slot, , tools], lane) => {
       const y = this.y(lane);
-      if (slot || y < this.top - 1 || y > this.bottom) return;
+      if (slot || tools || y < this.top - 1 || y > this.bottom) return;
       context.fillRect(0, Math.round(y), this.canvas.width, 1);
       if (y - last > 12 * scale) { context.fillText(`replica ${replica}`, 2, y + 8 * scale); last = y; }
     });
@@ -188,21 +189,20 @@ class Timeline {
   }
 
   describe(call) {
-    const calls = this.callsOf(call), lines = [];
+    const calls = this.callsOf(call), lines = [], segments = calls.filter(i => !this.run.lanes[this.lane[i]][3]).length;
     const tokens = calls.reduce((sum, i) => sum + this.tokens[i], 0), cuts = calls.filter(i => this.interrupted[i]).length;
     calls.forEach((i, at) => {
-      const [replica, slot] = this.run.lanes[this.lane[i]], end = this.start[i] + this.length[i];
+      const [replica, slot, , tools] = this.run.lanes[this.lane[i]], end = this.start[i] + this.length[i];
       const words = `v${this.version[i]}: ${count(this.tokens[i], "token")} in ${seconds(this.length[i])}, replica ${replica}, slot ${slot}`;
-      lines.push((i === call ? "\u25b6 " : "   ") + words + (this.interrupted[i] ? ", interrupted" : ""));
-      if (at + 1 < calls.length) {
-        const gap = seconds(Math.max(0, this.start[calls[at + 1]] - end));
-        lines.push(`      ${this.interrupted[i] ? "waits to resume" : "tools and agent loop"}: ${gap}`);
-      }
+      const said = tools ? `   tools and agent loop: ${seconds(this.length[i])}` : words;
+      lines.push((i === call ? "\u25b6 " : "   ") + said + (this.interrupted[i] ? ", interrupted" : ""));
+      const gap = at + 1 < calls.length ? this.start[calls[at + 1]] - end : 0;
+      if (gap > 0) lines.push(`      waits ${this.interrupted[i] ? "to resume" : "for a slot"}: ${seconds(gap)}`);
     });
     const here = Math.max(0, Math.min(lines.findIndex(line => line[0] === "\u25b6") - TIP_LINES / 2, lines.length - TIP_LINES));
     const end = here + TIP_LINES, more = there => there ? ["   ..."] : [];
     const name = this.run.samples[this.sample[call]] || "(not named by the trace)";
-    return [`sample ${name}: ${count(calls.length, "segment")}, ${count(cuts, "interruption")}, ${count(tokens, "token")}`,
+    return [`sample ${name}: ${count(segments, "segment")}, ${count(cuts, "interruption")}, ${count(tokens, "token")}`,
       ...more(here > 0), ...lines.slice(here, end), ...more(end < lines.length)];
   }
 
