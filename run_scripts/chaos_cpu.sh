@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Inflicts eight faults on a small real training at random moments, resumes and audits it; writes outputs/chaos/chaos.json.
+# Inflicts faults on a small real training of conversations that change files, at random moments; resumes and audits it, and
+# compares every workspace with that of a training that nothing disturbed. Writes outputs/chaos/faults/chaos.json.
 #
-#   bash run_scripts/chaos_cpu.sh                       # eight faults of four kinds, seed 0
+#   bash run_scripts/chaos_cpu.sh                       # nine faults, one of each kind, seed 0
 #   bash run_scripts/chaos_cpu.sh --faults 5 --kinds kill --seed 7
 set -euo pipefail
 
@@ -12,7 +13,11 @@ source run_scripts/env_cpu.sh
 out=outputs/chaos
 rm -rf "$out"
 python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task
-exec python -m tests.chaos --out "$out" "$@" quickstart_cpu \
-  data.train_batch_size=8 data.train_max_samples=192 data.max_response_length=1024 \
-  trainer.total_training_steps=null partial_rollout.max_staleness=4 partial_rollout.overlap=1.0 \
+training=(
+  quickstart_cpu
+  data.train_batch_size=8 data.train_max_samples=192 data.max_response_length=1024 actor_rollout_ref.rollout.n=2
+  trainer.total_training_steps=null partial_rollout.max_staleness=4 partial_rollout.overlap=1.0
   partial_rollout.probe_s=0 'trainer.logger=[file]'
+)
+python -m tests.chaos --out "$out/undisturbed" --faults 0 "${training[@]}"
+exec python -m tests.chaos --out "$out/faults" --undisturbed "$out/undisturbed" "$@" "${training[@]}"

@@ -15,12 +15,13 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.command_line import described
+from tests.chaos.effects import conversations, differences
 from tests.chaos.faults import ORDERS, Kind, Outcome, inflict
 from tests.chaos.survival import survival
 from tests.chaos.victim import Victim
 
 _STARTED = "Training Progress"
-AGENT_LOOPS = Path(__file__).with_name("agent_loops.yaml")
+_HERE = Path(__file__).parent
 _INTERRUPT_S = 8.0
 """``partial_rollout.deadlines.interrupt_s`` of the training: within it a worker must answer"""
 
@@ -30,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = _arguments(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     dice, outcomes = random.Random(args.seed), list[Outcome]()
+    args.deck = deal(args.kinds, args.faults, dice)
     while len(outcomes) < args.faults:
         before = len(outcomes)
         if _live(args, dice, outcomes):
@@ -45,7 +47,15 @@ def main(arguments: list[str] | None = None) -> int:
         last.kill()
         print(f"the last life ended with exit code {code}; see {args.out / 'terminal.log'}", file=sys.stderr)
         return 1
-    return _judge(args.out, outcomes)
+    return _judge(args.out, outcomes, args.undisturbed)
+
+
+def deal(kinds: list[str], count: int, dice: random.Random) -> list[Kind]:
+    """``count`` faults at random, each kind as often as the others or once more."""
+    dealt = list[Kind]()
+    while len(dealt) < count:
+        dealt += dice.sample([Kind(kind) for kind in kinds], len(kinds))
+    return dealt[:count]
 
 
 def _begin(args: argparse.Namespace) -> Victim:
@@ -57,9 +67,14 @@ def _begin(args: argparse.Namespace) -> Victim:
         "trainer.resume_mode=auto",
         "trainer.save_freq=1",
         f"partial_rollout.deadlines.interrupt_s={_INTERRUPT_S:g}",
-        f"partial_rollout.failures.worker_restarts={args.faults}",
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={AGENT_LOOPS}",
+        f"partial_rollout.failures.worker_restarts={max(args.faults, 1)}",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={_HERE / 'agent_loops.yaml'}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=faulty_agent",
+        "actor_rollout_ref.rollout.multi_turn.enable=True",
+        "actor_rollout_ref.rollout.multi_turn.format=effects",
+        f"actor_rollout_ref.rollout.multi_turn.tool_config_path={_HERE / 'tools.yaml'}",
+        # Conversations are to be the same in every run.
+        "actor_rollout_ref.actor.optim.lr=0",
         *args.overrides,
     ]
     return Victim(overrides, args.out / "terminal.log", {ORDERS: str(orders.resolve())})
@@ -71,13 +86,14 @@ def _live(args: argparse.Namespace, dice: random.Random, outcomes: list[Outcome]
     try:
         victim.wait_for(_STARTED, args.deadline_s)
         while len(outcomes) < args.faults:
-            kind, delay_s = Kind(dice.choice(args.kinds)), dice.uniform(*args.between_s)
+            kind, delay_s = args.deck[len(outcomes)], dice.uniform(*args.between_s)
             if victim.wait(delay_s) is not None:
                 print(f"the training ended by itself (exit code {victim.exit_code}): {victim.last_words}", flush=True)
                 return victim.exit_code == 0
             outcomes.append(inflict(kind, victim, args.out / "run", args.out / "orders", _INTERRUPT_S))
             last = outcomes[-1]
-            became = last.ended or ("killed" if kind is Kind.KILL else f"a step ended {last.silent_s:.1f} s later")
+            ended = victim.exit_code is not None
+            became = last.ended or ("killed" if ended else f"a step ended {last.silent_s:.1f} s later")
             print(f"fault {len(outcomes)}: {kind} {delay_s:.1f} s after the last one: {became}", flush=True)
             if victim.exit_code is not None:
                 return False
@@ -96,20 +112,26 @@ def _forget_unfinished(run_dir: Path) -> None:
             shutil.rmtree(step_dir)
 
 
-def _judge(out: Path, outcomes: list[Outcome]) -> int:
+def _judge(out: Path, outcomes: list[Outcome], undisturbed: Path | None) -> int:
     audited, _ = audit(out / "run")
     print(audited.table())
-    survived = survival(out / "run", [outcome.at for outcome in outcomes if outcome.kind is Kind.KILL])
+    fatal = [outcome.at for outcome in outcomes if outcome.kind is Kind.KILL or outcome.ended is not None]
+    survived = survival(out / "run", fatal)
+    held = conversations(out / "orders")
+    told = [] if undisturbed is None else differences(held, conversations(undisturbed / "orders"))
     hung = [violation for outcome in outcomes if (violation := outcome.violation) is not None]
     report = {
         "faults": [{**asdict(outcome), "at": round(outcome.at, 1)} for outcome in outcomes],
         "lost": audited.lost,
         "repeated": audited.repeated,
-        "violations": [*audited.violations, *hung],
+        "violations": [*audited.violations, *hung, *told],
         "max_staleness": max((entry.staleness for entry in audited.trained), default=0),
         "max_staleness_allowed": audited.sizes.max_staleness if audited.sizes else None,
         "trained_groups": sum(len(entry.prompts) for entry in audited.trained),
         "undone_groups": audited.undone,
+        "conversations": len(held),
+        "effects": sum(conversation.effects for conversation in held.values()),
+        "compared_with": undisturbed and str(undisturbed),
         "decoded_tokens": round(survived.decoded),
         "decoded_tokens_estimated": round(survived.estimated),
         "trained_tokens": survived.trained,
@@ -130,16 +152,20 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
             "Inflict faults on a training at random moments, resume it where they end it, and audit it at the end.",
             "--out outputs/chaos quickstart_cpu trainer.total_training_steps=8",
             "--out outputs/chaos --faults 2 --kinds kill --seed 7 --between-s 5 60 quickstart_cpu",
-            more="Kinds: kill -9 of everything, an agent-loop worker that stops, a dropped Ray connection, a "
-            "cancelled call in an agent loop. Exit code: 0 if nothing was lost and nothing hung, else 1.",
+            more="Kinds: kill -9 of everything, or of driver, worker, engine, node or trainer alone; an agent-loop worker "
+            "that stops, a dropped Ray connection, a cancelled call in an agent loop. The conversations run commands in "
+            "tasks.workspace. Exit code: 0 if nothing was lost, no effect doubled and nothing hung, else 1.",
             door="tests.chaos",
         )
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="where the run, its terminal and chaos.json go"
     )
-    parser.add_argument("--faults", type=int, default=8, metavar="N", help="number of faults")
-    parser.add_argument("--kinds", nargs="+", choices=list(Kind), default=list(Kind), help="drawn from at random")
+    parser.add_argument("--faults", type=int, default=9, metavar="N", help="number of faults")
+    parser.add_argument("--kinds", nargs="+", choices=list(Kind), default=list(Kind), help="dealt at random")
+    parser.add_argument(
+        "--undisturbed", type=Path, metavar="DIR", help="--out of such a training with --faults 0, to compare with"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of kinds and moments")
     parser.add_argument(
         "--between-s",

@@ -17,7 +17,7 @@ from tests.chaos.victim import Victim, processes_of_session
 
 ORDERS = "PARTIAL_ROLLOUT_CHAOS_ORDERS"
 """environment variable: a directory in which a file named after a fault asks an agent loop for it, once"""
-WORKER = "ray::PartialRolloutAgentLoopWorker"
+_WORKER = "ray::PartialRolloutAgentLoopWorker"
 SLACK_S = 10.0
 """seconds beyond a deadline within which a training must go on, or have ended"""
 
@@ -26,13 +26,34 @@ class Kind(StrEnum):
     """A kind of fault."""
 
     KILL = "kill"
-    """SIGKILL to every process; the training is resumed"""
+    """SIGKILL to every process; the training is resumed, as after every fault that ends it"""
+    DRIVER = "driver"
+    """SIGKILL to the driver, as to one process of each of the next four"""
+    WORKER = "worker"
+    ENGINE = "engine"
+    NODE = "node"
+    """its raylet: Ray ends what runs there, which is all"""
+    TRAINER = "trainer"
     STOP = "stop"
     """SIGSTOP to an agent-loop worker, for longer than it has to answer"""
     DROP = "drop"
     """Ray loses its connection to a replica that lives (``ActorUnavailableError``, injected into a worker)"""
     CANCEL = "cancel"
     """an agent loop lets out the cancellation of something that it awaited"""
+
+
+TITLES = {
+    Kind.DRIVER: "recipe.partial_rollout.main_ppo",
+    Kind.WORKER: _WORKER,
+    Kind.ENGINE: "VLLM::EngineCore",
+    Kind.NODE: "raylet/raylet",
+    Kind.TRAINER: "ray::WorkerDict",
+}
+"""in the command line of the process that is killed"""
+
+
+_WORDLESS = (Kind.DRIVER, Kind.NODE)
+"""without a driver nobody is left to say why; Ray ends a driver whose raylet has died"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +75,7 @@ class Outcome:
         """What is wrong with it."""
         if self.silent_s > self.allowed_s:
             return f"{self.kind}: nothing for {self.silent_s:.0f} s, where {self.allowed_s:.0f} s are allowed"
-        if self.ended is not None and "training failed: " not in self.ended:
+        if self.ended is not None and "training failed: " not in self.ended and self.kind not in _WORDLESS:
             return f"{self.kind}: the training ended without a cause"
         return None
 
@@ -71,11 +92,13 @@ def inflict(kind: Kind, victim: Victim, run_dir: Path, orders: Path, deadline_s:
     at, steps = time.time(), step_ends(run_dir, victim.started)
     longest = max((later - step for step, later in pairwise(steps)), default=60.0)
     allowed_s = deadline_s + SLACK_S + longest
+    heals = _nothing
     if kind is Kind.STOP:
         heals = _stop_worker(victim, deadline_s + SLACK_S / 2)
+    elif kind in TITLES:
+        processes_of_session(victim.pid, TITLES[kind])[0].kill()
     else:
         (orders / kind).touch()
-        heals = _nothing
     silent_s = _until(lambda: len(step_ends(run_dir, victim.started)) > len(steps), victim, 2 * allowed_s)
     heals()
     return Outcome(kind, at, victim.last_words, silent_s, allowed_s)
@@ -93,7 +116,7 @@ def step_ends(run_dir: Path, since: float) -> list[float]:
 
 def _stop_worker(victim: Victim, seconds: float) -> Callable[[], None]:
     """Stop a worker; returns what lets it go on, which waits until ``seconds`` are over."""
-    began, (worker, *_) = time.monotonic(), processes_of_session(victim.pid, WORKER)
+    began, (worker, *_) = time.monotonic(), processes_of_session(victim.pid, _WORKER)
     worker.send_signal(signal.SIGSTOP)
 
     def go_on() -> None:

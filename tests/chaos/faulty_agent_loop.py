@@ -1,35 +1,71 @@
-"""An agent loop that goes wrong when it is asked to: the faults that only the inside of a worker can make."""
+"""verl's tool loop that goes wrong when it is asked to: the faults that only the inside of a worker can make.
+
+Its conversations are greedy, so with frozen weights they are the same in every run. Each turn's tokens decide whether it is
+the last, and else what its command writes into the conversation's workspace.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from ray.exceptions import ActorUnavailableError
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
-from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 
+from recipe.partial_rollout.checkpoint.snapshot import write_atomically
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
+from tests.chaos.effects import TRANSCRIPTS
 from tests.chaos.faults import ORDERS, Kind
 
+_TURN_TOKENS = 32
+_MEAN_TURNS = 8
 
-class FaultyAgentLoop(SingleTurnAgentLoop):
-    """``SingleTurnAgentLoop``; an order ``drop`` is carried out before its engine call, ``cancel`` after it."""
+
+@ToolParser.register("effects")
+class EffectsParser(ToolParser):
+    """Every turn but one in ``_MEAN_TURNS`` has its checksum written to the workspace's log."""
+
+    async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
+        """See ``ToolParser.extract_tool_calls``."""
+        number = _checksum(responses_ids)
+        command = f"echo {number} >> log; wc -l < log"
+        calls = [FunctionCall(name="run", arguments=json.dumps({"command": command}))]
+        return "3", calls if number % _MEAN_TURNS else []
+
+
+class FaultyAgentLoop(ToolAgentLoop):
+    """An order ``drop`` is carried out before the first engine call, ``cancel`` after the last."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """See ``SingleTurnAgentLoop.run``; raises ``CancelledError`` for ``cancel``."""
+        """See ``ToolAgentLoop.run``; raises ``CancelledError`` for ``cancel``."""
         if _ordered(Kind.DROP):
             _drop_next_call(self.server_manager)
-        output = await super().run(sampling_params, **kwargs)  # type: ignore[reportAbstractUsage]
+        output = await super().run({**sampling_params, "temperature": 0.0, "max_tokens": _TURN_TOKENS}, **kwargs)
         if _ordered(Kind.CANCEL):
             # What a library does that cancels what it awaits, and lets that out.
             call = asyncio.ensure_future(asyncio.sleep(60))
             await asyncio.sleep(0)
             call.cancel()
             await call
+        if (sample := LIVE_SAMPLE.get()) is not None:
+            transcripts = Path(os.environ[ORDERS]) / TRANSCRIPTS
+            transcripts.mkdir(exist_ok=True)
+            # Tokens of the model and of its tools' answers.
+            said = str(_checksum(output.response_ids)).encode()
+            write_atomically(transcripts / sample.id.replace("/", "_"), [said])
         return output
+
+
+def _checksum(tokens: list[int]) -> int:
+    return zlib.crc32(np.asarray(tokens, np.int64).tobytes())
 
 
 def _ordered(fault: Kind) -> bool:

@@ -160,6 +160,8 @@ async def converse(engine, root, cuts, deadly):
     admission = Admission(Mode.WINDOW, 1, 1, float(len(cuts)), 1, 1, max_staleness=99)
     actor = ManagerActor(admission, Scheduling(), 20.0, RETRY, away_s=20.0)
     groups, version = {}, 0
+    # Nobody asks what a dead worker's calls have raised.
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
 
     async def serve(name):
         handle, worker = Local(actor), Conversing(root, moments)
