@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import random
+import re
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.choices import Mode
-from recipe.partial_rollout.config.sections import Scheduling
+from recipe.partial_rollout.config.sections import Scheduling, ToolCalls
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster, CurveError, EngineCurve
 from recipe.partial_rollout.planner.rounds import WeightUpdate
@@ -24,7 +25,7 @@ from recipe.partial_rollout.tools import plan, plan_cost, plan_measure, plan_sep
 from recipe.partial_rollout.tools.plan_cost import Prices, cost_table, prices_of
 from recipe.partial_rollout.tools.plan_measure import Burst, curve_of, decoded_lengths, fit_table, predicted_s
 from recipe.partial_rollout.tools.replay import measured_steps, play_separate, replay, trainer_of
-from tests.unit.runs import PHASES, separate_run
+from tests.unit.runs import PHASES, interrupted_run, separate_run
 
 LOGNORMAL = ["--lognormal", "300", "360", "1838", "--batch", "8", "--group", "4", "--slots", "16", "--rounds", "4"]
 TRUE = EngineCurve(8e-3, 70e-6, 49e-9, 83e-6)
@@ -251,8 +252,25 @@ def test_replay_takes_a_run_in_the_placement_that_it_had(tmp_path, monkeypatch):
     OmegaConf.save({}, tmp_path / "a" / "config.yaml")
     settings = type("Settings", (), {"enable": True, "adapts_overlap": False, "group_filter": None, "drain": True})()
     settings.scheduling, settings.slots_per_replica, settings.resume_kv = Scheduling(), 8, "keep"
+    settings.tools = ToolCalls()
     monkeypatch.setattr("recipe.partial_rollout.tools.replay.PartialRolloutConfig.from_config", lambda _: settings)
     monkeypatch.setattr("recipe.partial_rollout.tools.replay.Admission.of", lambda _: ADMISSION)
     monkeypatch.setattr("recipe.partial_rollout.tools.replay.fit", lambda calls: EngineCurve(0.001, 0.0))
     found = replay(run)
     assert (found.measured_ms, found.forecast_ms) == (pytest.approx(80e3), pytest.approx(50e3, rel=0.01))
+
+
+def test_plan_from_a_run_with_tools_says_what_giving_slots_away_gains(tmp_path, monkeypatch, capsys):
+    path = interrupted_run(tmp_path / "run")
+    monkeypatch.setattr(plan, "fit", lambda calls: EngineCurve(0.1, 0.0))
+    # Of 24 samples four have a tool's 1 s; with plenty of slots it gains nothing.
+    assert (
+        plan.main(["--run", str(path), "--overlaps", "1", "--policies", "bounded", "--rounds", "4", "--slots", "64"])
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert re.search(
+        r"tools: 0\.17 s of a sample; .* by 1\.00 at overlap 1 \(against tools\.release_after_s=inf\)", out
+    )
+    assert plan.main([*LOGNORMAL, "--replicas", "2", "--curve", "h20-qwen3-4b", "--overlaps", "1"]) == 0
+    assert "tools:" not in capsys.readouterr().out

@@ -18,7 +18,7 @@ from recipe.partial_rollout.planner.rounds import (
     forecast,
     smallest_worthwhile,
 )
-from recipe.partial_rollout.planner.samples import LengthTrace, lognormal
+from recipe.partial_rollout.planner.samples import LengthTrace, lognormal, of_run
 from recipe.partial_rollout.planner.separate import (
     Devices,
     TrainerRate,
@@ -27,6 +27,8 @@ from recipe.partial_rollout.planner.separate import (
     forecast_separate,
 )
 from recipe.partial_rollout.records.calls import EngineCall
+from recipe.partial_rollout.records.run import load_run
+from tests.unit.runs import interrupted_run
 
 LENGTHS = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
 FREE = WeightUpdate(0.0, 0.0)
@@ -322,3 +324,47 @@ def test_best_split_is_the_fastest_of_all():
         best, seen = best_split(made, start, 7)
         assert speeds[best.engines] == max(speeds.values())
         assert best in seen and best.engines + best.trainers == 8
+
+
+# -- tools --------------------------------------------------------------------------------------------------------------
+
+
+def with_tools(lengths, tools, *, overlap=0.0, slots=1, release_after_s=0.0, **engine):
+    """Colocated rounds of as many prompts as there are lengths, or of one with overlap; a step takes 1 s."""
+    batch = 1 if overlap else len(lengths)
+    admission = build_admission(batch=batch, n=1, overlap=overlap, max_staleness=4 if overlap else 0)
+    cluster = Cluster(EngineCurve(1.0, 0.0, **engine), 1, slots, release_after_s=release_after_s)
+    trace = LengthTrace(np.array([[length] for length in lengths]), 10, tools)
+    return Simulation(admission, Scheduling(), cluster, trace, seed=None, groups=len(lengths)).rounds(len(lengths))
+
+
+@pytest.mark.parametrize(("release_after_s", "seconds"), [(np.inf, 14), (3.0, 14), (1.0, 10), (0.0, 9)])
+def test_slot_that_is_given_away_in_a_tool_call_decodes_another_sample(release_after_s, seconds):
+    # Two samples of 2 tokens, 3 s in a tool and 2 tokens, on one slot. Held, they come after one another, 7 s each. Given
+    # away at once: a 0 to 2, b 2 to 4, a 5 to 7, b 7 to 9; after 1 s: a 0 to 2, b 3 to 5, a 6 to 8, b 8 to 10.
+    (round_,) = with_tools([4, 4], (((0.5, 3.0),),) * 2, release_after_s=release_after_s)
+    assert round_.seconds == seconds and round_.batch.tokens == 8
+
+
+def test_later_turn_finds_its_context_in_the_cache_of_its_own_version():
+    (round_,) = with_tools([4], (((0.5, 3.0),),), prefill_s=0.1)
+    assert round_.seconds == pytest.approx(1.0 + 2 + 3 + 2), "ten tokens of prompt are read once"
+
+
+@pytest.mark.parametrize("release_after_s", [np.inf, 0.0])
+def test_tool_call_goes_on_into_the_next_round(release_after_s):
+    # The second sample's call begins at 4 s and ends 8 s into the second round; its 12 tokens of context are read again.
+    tools = ((), ((0.5, 10.0),), ())
+    rounds = with_tools([4, 4, 40], tools, overlap=1.0, slots=3, release_after_s=release_after_s, prefill_s=0.1)
+    first, second, _ = rounds
+    assert first.seconds == pytest.approx(2.0 + 4), "both prompts are read first"
+    assert second.seconds == pytest.approx(8 + 1.2 + 2) and second.batch.token_ages == 2
+
+
+def test_conversations_of_a_trace_give_its_samples_their_tool_calls(tmp_path):
+    lengths = of_run(load_run(interrupted_run(tmp_path / "run")))
+    # Of 30 conversations the four with 120 tokens, 20 shorter ones below, waited 1 s after 110; ranks 16 to 19 of the 24
+    # samples are theirs.
+    assert [waits for waits in lengths.tools if waits] == [((110 / 120, 1.0),)] * 4
+    assert lengths.mean_tool_s == pytest.approx(4 / 24)
+    assert not of_run(load_run(interrupted_run(tmp_path / "plain", arm="noPR"))).tools

@@ -5,10 +5,12 @@ The real ``PromptsManager`` decides, a model of the engine decodes.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 import numpy as np
 
@@ -18,10 +20,18 @@ from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.planner.engine_curve import Cluster
 from recipe.partial_rollout.planner.replica_model import ReplicaModel
-from recipe.partial_rollout.planner.samples import LengthTrace, PlayedSamples, TrainedBatch
+from recipe.partial_rollout.planner.samples import LengthTrace, PlayedSample, PlayedSamples, TrainedBatch
 from recipe.partial_rollout.records.figures import spread
 
 _WORKER = "simulation"
+
+
+class _Tool(IntEnum):
+    """What happens to a tool call; at one moment in this order."""
+
+    IS_LATE = 0
+    """its sample gives its slot to another"""
+    RETURNS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +106,11 @@ class Simulation:
         self._manager = PromptsManager(admission, scheduling, clock=lambda: 0.0)
         self._manager.register_worker(_WORKER, cluster.slots_per_replica * cluster.replicas)
         self._version = 0
+        self._now = 0.0
+        self._tools: list[tuple[float, _Tool, str]] = []
+        """heap of what becomes of samples in tools: moment, event, id"""
+        self._away: set[str] = set()
+        """samples in tools that have left their slot"""
         self._start_engines()
 
     @property
@@ -115,6 +130,8 @@ class Simulation:
 
     def _start_engines(self) -> None:
         self._replicas = [ReplicaModel(self._cluster.curve) for _ in range(self._cluster.replicas)]
+        # The clock starts again with each round, and no time passes between rounds.
+        self._tools = [(moment - self._now, event, sample_id) for moment, event, sample_id in self._tools]
         self._now = self._idle_s = self._held_s = 0.0
 
     def _begin(self) -> None:
@@ -151,46 +168,74 @@ class Simulation:
         waiting = math.isinf(until)
         while not (waiting and self._manager.round_complete()):
             busy = min(self._replicas, key=ReplicaModel.next_end)
-            end = busy.next_end()
-            if not waiting and end > until:
+            end, tool = busy.next_end(), self._tools[0][0] if self._tools else math.inf
+            if not waiting and min(end, tool) > until:
                 self._now = until
                 return
-            assert end < math.inf, "no replica has a sample, and the batch is not complete"
-            self._run_to_event(busy)
-            self._now = busy.clock
+            assert min(end, tool) < math.inf, "no sample is in a replica or a tool, and the batch is not complete"
+            if tool < end:
+                self._now = max(self._now, tool)
+                self._run_tool()
+            else:
+                self._run_to_event(busy)
+                self._now = busy.clock
             self._manager.admit()
             self._claim()
 
     def _run_to_event(self, replica: ReplicaModel) -> None:
         for sample_id in replica.run_to_event():
-            self._finish(sample_id)
+            self._end_turn(sample_id, replica.clock)
+
+    def _end_turn(self, sample_id: str, clock: float) -> None:
+        tool_s = self._samples.live[sample_id].end_turn(self._manager.version)
+        if tool_s is None:
+            self._manager.finish(sample_id, self._samples.end(sample_id, self._manager.version))
+            return
+        heapq.heappush(self._tools, (clock + tool_s, _Tool.RETURNS, sample_id))
+        if tool_s > self._cluster.release_after_s:
+            heapq.heappush(self._tools, (clock + self._cluster.release_after_s, _Tool.IS_LATE, sample_id))
+
+    def _run_tool(self) -> None:
+        _, event, sample_id = heapq.heappop(self._tools)
+        if event is _Tool.IS_LATE:
+            self._manager.leave(sample_id)
+            self._away.add(sample_id)
+        elif sample_id in self._away:
+            self._away.remove(sample_id)
+            self._manager.come_back(sample_id)
+        else:
+            self._run_on(self._samples.live[sample_id], resumed=True)
 
     def _claim(self) -> None:
-        """Claim samples; each starts at the replica that has the fewest."""
         for grant in self._manager.claim(_WORKER):
-            replica = min(self._replicas, key=len)
-            self._advance(replica, self._now)
             sample, resumed = self._samples.start(grant)
-            replica.add(sample.engine, reads=not (resumed and self._cluster.keeps_kv))
+            self._run_on(sample, resumed=resumed)
+
+    def _run_on(self, sample: PlayedSample, *, resumed: bool) -> None:
+        """Run it at the replica that has the fewest."""
+        replica = min(self._replicas, key=len)
+        self._advance(replica, self._now)
+        cached = self._cluster.keeps_kv or sample.cached_by == self._manager.version
+        replica.add(sample.engine, reads=not (resumed and cached))
 
     def _advance(self, replica: ReplicaModel, clock: float) -> None:
         if not len(replica):
             self._idle_s += max(0.0, clock - replica.clock)
         replica.advance(clock)
 
-    def _finish(self, sample_id: str) -> None:
-        self._manager.finish(sample_id, self._samples.end(sample_id, self._manager.version))
-
     def _interrupt_all(self) -> None:
         for replica in self._replicas:
             for decoding in replica.interrupt(self._now):
-                # The step that the interruption completes may have made the last token.
-                (self._interrupt if decoding.left else self._finish)(decoding.id)
+                if decoding.left:
+                    self._interrupt(decoding.id)
+                else:
+                    # The step that the interruption completes has made the last token.
+                    self._end_turn(decoding.id, replica.clock)
+        self._samples.end_version(self._manager.version)
         self._now = max(replica.clock for replica in self._replicas)
 
     def _interrupt(self, sample_id: str) -> None:
-        made = self._samples.note_made(sample_id, self._manager.version)
-        zeros = np.broadcast_to(np.float32(0), made)
+        zeros = np.broadcast_to(np.float32(0), self._samples.live[sample_id].made_now)
         self._manager.add_segment(sample_id, Segment(zeros.astype(np.int32), zeros, self._manager.version))
         self._manager.interrupt(sample_id)
 

@@ -1,18 +1,23 @@
-"""The samples of a simulation: their lengths (of a run, or drawn), and the versions that make their tokens."""
+"""The samples of a simulation: their lengths and waits for tools (of a run, or drawn), and the versions of their tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from recipe.partial_rollout.manager.types import FinishedOutput, Grant, Prompt, SampleOutput, TakenGroup
 from recipe.partial_rollout.planner.replica_model import Decoding
+from recipe.partial_rollout.records.calls import CallColumns
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.records.run import RunRecord
+
+Waits = tuple[tuple[float, float], ...]
+"""a sample's tool calls: the share of its tokens that it has made by then, and the seconds that it waits"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,8 @@ class LengthTrace:
     groups: np.ndarray
     """int [groups, samples of a group], tokens"""
     prompt_tokens: int = 0
+    tools: tuple[Waits, ...] = ()
+    """for each sample of each group in turn; empty: none calls tools"""
 
     def __post_init__(self) -> None:
         if self.groups.ndim != 2 or not self.groups.size or self.groups.min() < 1:
@@ -40,26 +47,66 @@ class LengthTrace:
         """Mean context of a sample over its decoding steps, in tokens, if all samples decode without a pause."""
         return self.prompt_tokens + float((self.groups.astype(float) ** 2).sum() / (2 * self.groups.sum()))
 
-    def replay(self) -> Iterator[np.ndarray]:
-        """The groups in order, over and over."""
-        while True:
-            yield from self.groups
+    @property
+    def mean_tool_s(self) -> float:
+        """Mean seconds of a sample in tools."""
+        return sum(seconds for waits in self.tools for _, seconds in waits) / self.groups.size
 
-    def draw(self, seed: int) -> Iterator[np.ndarray]:
-        """Groups drawn with replacement, for ever."""
+    def of_group(self, at: int) -> list[tuple[int, Waits]]:
+        """Length and waits of each sample of a group."""
+        n = self.samples_per_group
+        return list(zip(self.groups[at].tolist(), self.tools[at * n : at * n + n] or [()] * n, strict=True))
+
+    def replay(self) -> Iterator[int]:
+        """Indices of the groups in order, over and over."""
+        while True:
+            yield from range(len(self.groups))
+
+    def draw(self, seed: int) -> Iterator[int]:
+        """Indices of groups drawn with replacement, for ever."""
         rng = np.random.default_rng(seed)
         while True:
-            yield from self.groups[rng.integers(len(self.groups), size=256)]
+            yield from rng.integers(len(self.groups), size=256).tolist()
 
 
 def of_run(run: RunRecord) -> LengthTrace:
-    """Lengths of the trained groups of ``run``, in dispatch order; prompts as long as its first ones."""
+    """Generated tokens of the trained samples of ``run``, in dispatch order; prompts as long as its first ones."""
     groups = sorted(run.trained_groups, key=lambda group: group.order)
     calls = next((round_.phase.calls for round_ in run.rounds if round_.phase.calls), ())
-    prompts = [call.context_tokens or 0 for call in calls if not call.resumed_tokens]
+    # The first call of each sample; a trace that names none has single turns.
+    prompts = {call.sample or at: call.context_tokens or 0 for at, call in reversed(list(enumerate(calls)))}
+    # What tools wrote is part of a response, and is not decoded.
+    generated = [np.array(group.lengths) * (group.tokens / max(1, sum(group.lengths))) for group in groups]
+    lengths = np.maximum(1, np.rint(generated).astype(int))
+    every = CallColumns.joined(round_.phase.calls for round_ in run.rounds)
     return LengthTrace(
-        np.maximum(1, np.array([group.lengths for group in groups])), round(float(np.median(prompts))) if prompts else 0
+        lengths, round(float(np.median(list(prompts.values())))) if prompts else 0, _waits(every, lengths)
     )
+
+
+def _waits(calls: CallColumns, lengths: np.ndarray) -> tuple[Waits, ...]:
+    """For each of ``lengths`` the waits of a conversation among ``calls``: that of the same rank by tokens.
+
+    Ranks, because noPR's calls do not say which sample of which group they belong to.
+    """
+    left, begin, back = calls.between_turns()
+    waited = dict(zip(left.tolist(), (back - begin).tolist(), strict=True))
+    if not waited:
+        return ()
+    made: dict[str, int] = {}
+    waits: dict[str, list[tuple[int, float]]] = {}
+    tokens = calls.column("tokens").tolist()
+    for at in np.argsort(calls.column("start")).tolist():
+        name = calls.samples[at]
+        made[name] = made.get(name, 0) + tokens[at]
+        if at in waited:
+            waits.setdefault(name, []).append((made[name], waited[at]))
+    ranked = sorted(made, key=made.__getitem__)
+    found: list[Waits] = [()] * lengths.size
+    for rank, at in enumerate(np.argsort(lengths.ravel(), kind="stable").tolist()):
+        name = ranked[rank * len(ranked) // lengths.size]
+        found[at] = tuple((by / max(1, made[name]), seconds) for by, seconds in waits.get(name, ()))
+    return tuple(found)
 
 
 def lognormal(
@@ -92,6 +139,11 @@ def lognormal(
 class PlayedSample:
     length: int
     engine: Decoding
+    """its present turn"""
+    later: list[tuple[float, int]] = field(default_factory=list)
+    """seconds of the tool call before each later turn, and the turn's tokens; the next turn last"""
+    cached_by: int | None = None
+    """version under which it ended its last turn"""
     first_version: int | None = None
     """version that decoded its first token"""
     made_before: int = 0
@@ -100,17 +152,39 @@ class PlayedSample:
     token_versions: int = 0
     """sum over its tokens of the version that made each"""
 
+    @classmethod
+    def of(cls, sample_id: str, order: int, prompt_tokens: int, length: int, waits: Waits) -> PlayedSample:
+        """A sample that has not begun; its turns have a token at least, so calls at one token are one."""
+        calls: dict[int, float] = {}
+        for share, seconds in waits if length > 1 else ():
+            at = min(max(1, round(share * length)), length - 1)
+            calls[at] = calls.get(at, 0.0) + seconds
+        bounds = [*sorted(calls), length]
+        later = [(calls[at], end - at) for at, end in pairwise(bounds)]
+        return cls(length, Decoding(sample_id, prompt_tokens, bounds[0], order), later[::-1])
+
     @property
     def made(self) -> int:
-        return self.length - self.engine.left
+        return self.length - self.engine.left - sum(tokens for _, tokens in self.later)
 
-    def note_made(self, version: int) -> int:
-        """Note that ``version`` made what was made since the last version; returns how many tokens."""
-        made = self.made - self.made_before
+    @property
+    def made_now(self) -> int:
+        """Tokens made by the present version."""
+        return self.made - self.made_before
+
+    def note_made(self, version: int) -> None:
+        """Note that ``version`` made what was made since the last version."""
         if self.first_version is None and self.made:
             self.first_version = version
-        self.token_versions += version * made
-        return made
+        self.token_versions += version * self.made_now
+
+    def end_turn(self, version: int) -> float | None:
+        """Seconds of the tool call that follows the turn just made under ``version``; None if it was the last."""
+        if not self.later:
+            return None
+        seconds, self.engine.left = self.later.pop()
+        self.cached_by = version
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +221,11 @@ class PlayedSamples:
     def __init__(self, lengths: LengthTrace, samples_per_group: int, *, seed: int | None, groups: int | None) -> None:
         if lengths.samples_per_group != samples_per_group:
             raise ValueError(f"lengths are of groups of {lengths.samples_per_group}, rollout.n is {samples_per_group}")
-        self._prompt_tokens = lengths.prompt_tokens
-        self._lengths = lengths.replay() if seed is None else lengths.draw(seed)
+        self._lengths = lengths
+        self._order = lengths.replay() if seed is None else lengths.draw(seed)
         self._groups = groups
-        self._left: dict[str, list[int]] = {}
-        """for each group offered and not trained: lengths of its samples that have not started, last first"""
+        self._left: dict[str, list[tuple[int, Waits]]] = {}
+        """for each group offered and not trained: length and waits of its samples that have not started, last first"""
         self.live: dict[str, PlayedSample] = {}
         """samples that started and are not trained, by id"""
         self.dispatched: list[np.ndarray] = []
@@ -171,8 +245,9 @@ class PlayedSamples:
         count = wanted if self._groups is None else min(wanted, self._groups - first)
         prompts = [Prompt(f"0/{i}", 0, {}) for i in range(first, first + count)]
         for prompt in prompts:
-            self.dispatched.append(next(self._lengths))
-            self._left[prompt.uid] = self.dispatched[-1].tolist()[::-1]
+            at = next(self._order)
+            self.dispatched.append(self._lengths.groups[at])
+            self._left[prompt.uid] = self._lengths.of_group(at)[::-1]
         return prompts
 
     def start(self, grant: Grant) -> tuple[PlayedSample, bool]:
@@ -180,14 +255,10 @@ class PlayedSamples:
         known = self.live.get(grant.sample_id)
         if known is not None:
             return known, True
-        length = self._left[grant.group_uid].pop()
-        engine = Decoding(grant.sample_id, self._prompt_tokens, length, grant.order)
-        self.live[grant.sample_id] = sample = PlayedSample(length, engine)
+        left = self._left[grant.group_uid].pop()
+        sample = PlayedSample.of(grant.sample_id, grant.order, self._lengths.prompt_tokens, *left)
+        self.live[grant.sample_id] = sample
         return sample, False
-
-    def note_made(self, sample_id: str, version: int) -> int:
-        """See ``PlayedSample.note_made``."""
-        return self.live[sample_id].note_made(version)
 
     def end(self, sample_id: str, version: int) -> SampleOutput:
         """Note that the sample ended under ``version``; returns an output whose arrays take no memory."""

@@ -177,11 +177,14 @@ def _plan(options: argparse.Namespace) -> int:
     devices = plan_separate.devices_of(options, run_record, cluster, lengths, admission) if separate else None
     if options.save_curve:
         options.save_curve.write_text(json.dumps(asdict(cluster.curve), indent=2) + "\n")
-    base = forecast(baseline(admission), Scheduling(), cluster, lengths, rounds=options.rounds)
+    seats = replace(cluster, release_after_s=0.0)
+    base = forecast(baseline(admission), Scheduling(), seats, lengths, rounds=options.rounds)
     plans = [Option("noPR", 0.0, None, base), *_options(options, admission, cluster, lengths)]
     print(_describe(cluster, lengths))
     print(plan_table(plans).console())
     print(f"\n{advice(plans, options.min_gain, admission.max_staleness)}")
+    if lengths.tools:
+        print(_tools_line(options, of_default_policy(plans[1:]), admission, cluster, lengths))
     figures = {"curve": asdict(cluster.curve), "plans": [asdict(plan) for plan in plans]}
     if devices is None:
         rounds = [(plan.name, plan.forecast.round_s) for plan in plans]
@@ -229,7 +232,8 @@ def _inputs(options: argparse.Namespace, record: RunRecord | None) -> tuple[Leng
         size("replicas", settings and settings.replicas),
         size("slots", settings and settings.slots_per_replica),
     )
-    return lengths, Cluster(curve, replicas, slots, keeps_kv=options.keep_kv), admission
+    released = default_of("tools.release_after_s")
+    return lengths, Cluster(curve, replicas, slots, keeps_kv=options.keep_kv, release_after_s=released), admission
 
 
 def _bound_of(record: RunRecord | None) -> int:
@@ -259,6 +263,24 @@ def _options(
             sized = replace(admission, overlap=overlap)
             made = forecast(sized, scheduling, cluster, lengths, rounds=options.rounds)
             yield Option(str(scheduling.policy), overlap, scheduling.overtake, made)
+
+
+def _tools_line(
+    options: argparse.Namespace, plans: list[Option], admission: Admission, cluster: Cluster, lengths: LengthTrace
+) -> str:
+    """What it gains to give slots away in tool calls."""
+    gains = []
+    for plan in plans:
+        scheduling = Scheduling(SchedulingPolicy(plan.policy), plan.overtake)
+        sized, held = replace(admission, overlap=plan.overlap), replace(cluster, release_after_s=math.inf)
+        slow = forecast(sized, scheduling, held, lengths, rounds=options.rounds)
+        gains.append(
+            f"{plan.forecast.trained_tokens_per_s / slow.trained_tokens_per_s:.2f} at overlap {plan.overlap:g}"
+        )
+    return (
+        f"tools: {lengths.mean_tool_s:.2f} s of a sample; giving slots away in calls of more than "
+        f"{cluster.release_after_s:g} s speeds up the rollout by {', '.join(gains)} (against tools.release_after_s=inf)"
+    )
 
 
 def _describe(cluster: Cluster, lengths: LengthTrace) -> str:

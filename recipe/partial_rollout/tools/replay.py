@@ -132,7 +132,8 @@ def replay(run: RunRecord) -> Replay:
     elif settings.group_filter is not None:
         raise ValueError(f"{path}: algorithm.filter_groups.enable=True: the trace lacks the groups it filtered")
     curve = fit(call for round_ in run.rounds for call in round_.phase.calls)
-    cluster = Cluster(curve, replicas, settings.slots_per_replica, settings.resume_kv == "keep")
+    release_after_s = settings.tools.release_after_s if settings.enable else 0.0
+    cluster = Cluster(curve, replicas, settings.slots_per_replica, settings.resume_kv == "keep", release_after_s)
     # If the run did not drain, its groups repeat past their end, so that the last rounds are as full as all others.
     groups = len(run.trained_groups) if settings.drain else None
     if run.settings.separate:
@@ -147,7 +148,7 @@ def replay(run: RunRecord) -> Replay:
     measured = np.array([age for step in steps for age in step.staleness])
     return Replay(
         name="/".join(Path(run.directory).absolute().parts[-2:]),
-        measured_ms=1e6 * measured_s / sum(sum(step.lengths) for step in steps),
+        measured_ms=1e6 * measured_s / sum(group.tokens for step in steps for group in step.round.trained),
         forecast_ms=1e6 * forecast_s / sum(int(batch.lengths.sum()) for batch in batches),
         measured_staleness=float(measured.mean()),
         forecast_staleness=float(ages.mean()),
