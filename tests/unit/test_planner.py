@@ -177,10 +177,14 @@ def test_lognormal_lengths_have_the_median_and_mean_that_were_asked_for():
 
 
 @pytest.mark.parametrize("train_s", [None, 0.1, 3.0], ids=["in turns", "separate, slow", "separate, fast"])
+@pytest.mark.parametrize("release_after_s", [0.1, np.inf], ids=["slots given away", "slots held"])
 @pytest.mark.parametrize("policy", SchedulingPolicy)
-def test_simulation_trains_every_group_once_within_the_bound(policy, train_s):
-    lengths = lognormal(median=60, mean=100, cap=900, samples_per_group=2, groups=40)
-    cluster = Cluster(EngineCurve(1e-2, 1e-4, kv_tokens=2_000), replicas=2, slots_per_replica=4)
+def test_simulation_trains_every_group_once_within_the_bound(policy, train_s, release_after_s):
+    # Every other group calls tools: one call takes longer than a slot is held for, one does not.
+    tools = ((), (), ((0.3, 2.0), (0.6, 0.05)), ((0.5, 30.0),)) * 20
+    lengths = replace(lognormal(median=60, mean=100, cap=900, samples_per_group=2, groups=40), tools=tools)
+    curve = EngineCurve(1e-2, 1e-4, kv_tokens=2_000)
+    cluster = Cluster(curve, replicas=2, slots_per_replica=4, release_after_s=release_after_s)
     trainer = () if train_s is None else (SeparateTrainer(lambda _: train_s, WeightUpdate(0.1, 0.1)),)
     admission = build_admission(max_staleness=2)
     simulation = Simulation(admission, Scheduling(policy), cluster, lengths, *trainer, seed=None, groups=40)
