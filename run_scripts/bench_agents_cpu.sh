@@ -20,7 +20,7 @@ options=() overrides=()
 for word in "$@"; do
   if [[ $word == [!-]*=* ]]; then overrides+=("$word"); else options+=("$word"); fi
 done
-[[ " $* " == *" --arms "* ]] || options+=(--arms noPR PR_quickstart PR_slots_held v1_colocate_async_quick)
+[[ " $* " == *" --arms "* ]] || options+=(--arms noPR PR_quickstart PR_slots_held PR_more v1_colocate_async_quick)
 [[ " $* " == *" --steps "* ]] || options+=(--steps 10)
 python -m recipe.partial_rollout.tasks.ready_start --out "$out/task"
 exec python -m tests.studies peers "${options[@]}" --out "$out" \

@@ -52,10 +52,6 @@ TITLES = {
 """in the command line of the process that is killed"""
 
 
-_WORDLESS = (Kind.DRIVER, Kind.NODE)
-"""without a driver nobody is left to say why; Ray ends a driver whose raylet has died"""
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of a fault."""
@@ -75,7 +71,8 @@ class Outcome:
         """What is wrong with it."""
         if self.silent_s > self.allowed_s:
             return f"{self.kind}: nothing for {self.silent_s:.0f} s, where {self.allowed_s:.0f} s are allowed"
-        if self.ended is not None and "training failed: " not in self.ended and self.kind not in _WORDLESS:
+        # Without a driver nobody is left to say why.
+        if self.ended is not None and "training failed: " not in self.ended and self.kind is not Kind.DRIVER:
             return f"{self.kind}: the training ended without a cause"
         return None
 

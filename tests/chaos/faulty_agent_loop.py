@@ -48,7 +48,8 @@ class FaultyAgentLoop(ToolAgentLoop):
         """See ``ToolAgentLoop.run``; raises ``CancelledError`` for ``cancel``."""
         if _ordered(Kind.DROP):
             _drop_next_call(self.server_manager)
-        output = await super().run({**sampling_params, "temperature": 0.0, "max_tokens": _TURN_TOKENS}, **kwargs)
+        greedy = {**sampling_params, "temperature": 0.0, "max_tokens": _TURN_TOKENS}
+        output = await super().run(greedy, **kwargs)  # type: ignore[reportAbstractUsage]
         if _ordered(Kind.CANCEL):
             # What a library does that cancels what it awaits, and lets that out.
             call = asyncio.ensure_future(asyncio.sleep(60))

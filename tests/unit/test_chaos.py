@@ -1,6 +1,7 @@
 """``tests.chaos`` inflicts faults, resumes, and accounts for what was decoded; nightly e2e has real trainings."""
 
 import json
+import random
 import sys
 from types import SimpleNamespace
 
@@ -11,6 +12,9 @@ from recipe.partial_rollout.records.jsonl import Resumed
 from recipe.partial_rollout.records.trace import Begin, RoundRecord, to_json
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from tests.chaos import victim
+from tests.chaos.__main__ import deal
+from tests.chaos.effects import conversations, differences
+from tests.chaos.faults import Kind
 from tests.chaos.survival import survival
 
 TRAINING = """#!{python}
@@ -57,3 +61,33 @@ def test_survival_estimates_the_round_that_a_kill_cut_off_and_counts_a_step_once
     found = survival(tmp_path, [45.0])
     assert (found.logged, found.estimated, found.trained) == (300, 50.0, 170)
     assert found.share == pytest.approx(170 / 350)
+
+
+def orders(root, log, said="1"):
+    """What one conversation leaves in the run's folder ``root``."""
+    files = root / "workspaces" / "live" / "0_3#1" / "files"
+    for folder in (files, root / "transcripts"):
+        folder.mkdir(parents=True)
+    (files / "log").write_text(log)
+    (root / "transcripts" / "0_3#1").write_text(said)
+    return conversations(root)
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [("a\n", "1"), ("a\nb\nb\n", "1"), ("a\nc\n", "1"), ("a\nb\n", "2")],
+    ids=["lost", "doubled", "other", "told"],
+)
+def test_effect_that_is_lost_or_doubled_is_seen(tmp_path, log, said):
+    undisturbed = orders(tmp_path / "undisturbed", "a\nb\n")
+    assert undisturbed["0_3#1"].effects == 2
+    assert differences(orders(tmp_path / "same", "a\nb\n"), undisturbed) == []
+    (line,) = differences(orders(tmp_path / "faults", log, said), undisturbed)
+    assert "0_3#1" in line
+
+
+def test_each_kind_of_fault_is_dealt_before_any_comes_again():
+    kinds = list(Kind)
+    dealt = deal(kinds, 2 * len(kinds) + 1, random.Random(0))
+    assert set(dealt[: len(kinds)]) == set(dealt[len(kinds) : -1]) == set(kinds)
+    assert dealt != deal(kinds, len(dealt), random.Random(1))

@@ -128,8 +128,8 @@ def next_token(context):
     return OBSERVATION if turn < TURNS else USER
 
 
-@pytest.fixture
-def engine(monkeypatch):
+@pytest.fixture(scope="module")
+def engine():
     """Makes a token at each turn of the event loop, until it is aborted."""
     state = SimpleNamespace(moments=None, aborting=asyncio.Event())
 
@@ -147,10 +147,17 @@ def engine(monkeypatch):
     async def acquire(self, request_id, **extra):
         return "r", None
 
-    monkeypatch.setattr(LLMServerClient, "generate", generate)
-    monkeypatch.setattr(LLMServerClient, "_acquire_server", acquire)
-    monkeypatch.setattr(LLMServerClient, "_release_server", lambda *args: None)
-    return state
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LLMServerClient, "generate", generate)
+        patch.setattr(LLMServerClient, "_acquire_server", acquire)
+        patch.setattr(LLMServerClient, "_release_server", lambda *args: None)
+        yield state
+
+
+@pytest.fixture(scope="module")
+def undisturbed(engine, tmp_path_factory):
+    """What becomes of the conversation without a cut."""
+    return asyncio.run(converse(engine, tmp_path_factory.mktemp("undisturbed"), [], False))
 
 
 async def converse(engine, root, cuts, deadly):
@@ -201,11 +208,11 @@ async def converse(engine, root, cuts, deadly):
 
 @pytest.mark.parametrize("deadly", [False, True], ids=["interrupted", "worker dies"])
 @pytest.mark.parametrize("cut", [*range(MOMENTS), slice(None)], ids=[*map(str, range(MOMENTS)), "all"])
-def test_conversation_ends_alike_wherever_it_is_cut(engine, cut, deadly, tmp_path):
-    *undisturbed, plain = asyncio.run(converse(engine, tmp_path / "undisturbed", [], False))
+def test_conversation_ends_alike_wherever_it_is_cut(engine, undisturbed, cut, deadly, tmp_path):
+    *expected, plain = undisturbed
     assert len(set(plain.passed)) == MOMENTS
     cuts = plain.passed[cut] if isinstance(cut, slice) else [plain.passed[cut]]
-    *found, moments = asyncio.run(converse(engine, tmp_path / "cut", cuts, deadly))
-    assert found == undisturbed and not moments.cuts
+    *found, moments = asyncio.run(converse(engine, tmp_path, cuts, deadly))
+    assert found == expected and not moments.cuts
     if not deadly:
         assert moments.calls == plain.calls

@@ -12,7 +12,7 @@ from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.function_tool import function_tool
 
 MEDIAN_S = float(os.environ.get("TOOL_MEDIAN_S", "0.45"))
-SIGMA = 1.43
+SIGMA = float(os.environ.get("TOOL_SIGMA", "1.43"))
 
 
 @function_tool
