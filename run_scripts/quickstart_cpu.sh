@@ -29,7 +29,7 @@ bash run_scripts/setup.sh --quiet
 source run_scripts/env_cpu.sh
 export PYTHONWARNINGS=ignore
 
-out=${OUT:-outputs/quickstart}
+out=${OUT:-outputs/quickstart} task=${TASK:-clock10}
 
 say() { printf '\n== %s (after %d s) ==\n' "$*" "$SECONDS"; }
 
@@ -37,12 +37,12 @@ train() { # arm, hydra overrides...
   local arm=$1
   shift
   rm -rf "${out:?}/$arm"
-  python -m recipe.partial_rollout.main_ppo --config-name quickstart_cpu \
+  python -m recipe.partial_rollout.main_ppo --config-name quickstart_cpu task="$task" \
     quickstart.dir="$out" trainer.experiment_name="$arm" "$@"
 }
 
-say "the embedded task and its warm start, in $out/task"
-python -m recipe.partial_rollout.tasks.ready_start --out "$out/task" "${train_task[@]}"
+say "the embedded task $task and its warm start, in $out/task"
+python -m recipe.partial_rollout.tasks.ready_start --task "$task" --out "$out/task" "${train_task[@]}"
 say "noPR: every round waits for its slowest sample"
 train noPR partial_rollout.enable=False "$@"
 say "PR: $how"

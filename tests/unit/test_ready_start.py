@@ -32,9 +32,9 @@ def packed(trained, tmp_path_factory):
 
 @pytest.fixture
 def builds(monkeypatch):
-    """The folders that were trained; nothing trains."""
+    """Parameters of the folders that were trained; nothing trains."""
     seen = []
-    monkeypatch.setattr(ready_start, "build", lambda out, parameters: seen.append(out) or True)
+    monkeypatch.setattr(prepare, "_write_content", lambda folder, parameters: seen.append(parameters))
     return seen
 
 
@@ -42,22 +42,23 @@ def files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_file_that_ships_fits_the_sources():
-    _, manifest, _ = ready_start.read_packed()
-    problem = ready_start.misfit(manifest, prepare.Parameters())
-    assert problem is None, (
-        f"{problem}: train a task (--train --out TASK), then python -m {ready_start.__name__} --pack TASK"
-    )
+@pytest.mark.parametrize("task", ready_start.TASKS)
+def test_file_that_ships_fits_the_sources(task):
+    _, manifest, _ = ready_start.read_packed(ready_start.packed_file(task))
+    problem = ready_start.misfit(manifest, ready_start.TASKS[task].Parameters(), task)
+    command = f"python -m {ready_start.__name__} --task {task}"
+    assert problem is None, f"{problem}: {command} --train --out FOLDER, then {command} --pack FOLDER"
 
 
-def test_file_that_ships_has_the_models_weights_in_a_few_hundred_kilobytes():
-    weights, _, error = ready_start.read_packed()
+@pytest.mark.parametrize("task", ready_start.TASKS)
+def test_file_that_ships_has_the_models_weights_in_a_few_hundred_kilobytes(task):
+    weights, _, error = ready_start.read_packed(ready_start.packed_file(task))
     wanted = {
         name: tuple(weight.shape) for name, weight in build_model(0).state_dict().items() if "lm_head" not in name
     }
     assert {name: weight.shape for name, weight in weights.items()} == wanted
     assert {weight.dtype for weight in weights.values()} == {np.dtype("float32")}
-    assert ready_start.PACKED.stat().st_size < 700_000 and 0 < error < 0.005
+    assert ready_start.packed_file(task).stat().st_size < 700_000 and 0 < error < 0.005
 
 
 @given(st.lists(st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3), min_size=1, max_size=4))
@@ -93,11 +94,11 @@ def test_file_that_does_not_fit_is_refused_and_a_warm_start_trained(
 ):
     parameters = TINY
     if change == "sources":
-        monkeypatch.setattr(ready_start, "source_fingerprint", lambda: "another")
+        monkeypatch.setattr(prepare, "source_fingerprint", lambda: "another")
     else:
         parameters = prepare.Parameters(steps=5, train_rows=32, val_rows=8)
     assert ready_start.make_task(tmp_path / "task", parameters, file=packed[0]) == "trained"
-    assert builds == [tmp_path / "task"]
+    assert builds == [parameters]
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -118,15 +119,15 @@ def test_trained_folder_is_left_as_it_is(trained, packed):
 def test_training_is_asked_for_and_the_unpacked_folder_goes(packed, tmp_path, builds):
     ready_start.make_task(tmp_path / "task", TINY, file=packed[0])
     assert ready_start.make_task(tmp_path / "task", TINY, file=packed[0], train=True) == "trained"
-    assert builds == [tmp_path / "task"] and not (tmp_path / "task").exists()
+    assert builds == [TINY] and not (tmp_path / "task" / "ready_start.json").exists()
 
 
 def test_unpacked_weights_are_not_packed_again(packed, tmp_path, capsys):
     ready_start.make_task(tmp_path / "task", TINY, file=packed[0])
-    before = ready_start.PACKED.read_bytes()
+    before = ready_start.packed_file("clock10").read_bytes()
     capsys.readouterr()
     assert ready_start.main(["--pack", str(tmp_path / "task")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1 and ready_start.PACKED.read_bytes() == before
+    assert capsys.readouterr().err.count("\n") == 1 and ready_start.packed_file("clock10").read_bytes() == before
 
 
 def test_folder_of_someone_else_is_left_alone(tmp_path, capsys):

@@ -1,12 +1,13 @@
-"""The embedded task with a warm start that ships in the package, in seconds instead of the four minutes of its training.
+"""An embedded task with a warm start that ships in the package, in seconds instead of the four minutes of its training.
 
     python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task           unpack it
     python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task --train   train it anew
     python -m recipe.partial_rollout.tasks.ready_start --pack outputs/quickstart/task          make the package file
 
-The folder is the one that `clock10.prepare` leaves, manifest included, so `prepare` finds it up to date. One more file,
-`ready_start.json`, says where the weights are from. Weights are unpacked only if `prepare` would write the very manifest
-that they were packed with: after a change of the task's sources or of a default parameter, the command trains.
+The task is `clock10`; `--task calculator` is the other one. The folder is what its `prepare` leaves, manifest included, so
+`prepare` finds it up to date. One more file, `ready_start.json`, says where the weights are from. Weights are unpacked only
+if `prepare` would write the very manifest that they were packed with: after a change of the task's sources or of a default
+parameter, the command trains.
 
 Only weights are stored; data, tokenizer and config come from the sources. Each matrix is stored in int8 with a float32
 scale per row, each vector in float32: 0.59 MB instead of 2.40 MB. So the unpacked weights are not the trained ones. No
@@ -22,15 +23,21 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from recipe.partial_rollout.tasks.clock10.prepare import MANIFEST, Parameters, build, source_fingerprint
+from recipe.partial_rollout.tasks.calculator import prepare as calculator
+from recipe.partial_rollout.tasks.clock10 import prepare as clock10
+from recipe.partial_rollout.tasks.clock10.prepare import MANIFEST, Parameters
 
-PACKED = Path(__file__).parent / "ready" / "clock10_seed0.npz"
+TASKS = {"clock10": clock10, "calculator": calculator}
+"""Modules `prepare` by the name of their package; its `tokenizer` is used too."""
 ORIGIN = "ready_start.json"
 """in the folder: which package file its weights are from, and the largest error of a weight"""
 _SCALE = ":scale"
@@ -52,11 +59,16 @@ def quantise(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(weight / scale).astype(np.int8), scale.astype(np.float32)
 
 
-def pack(task: Path, file: Path = PACKED) -> float:
+def packed_file(task: str) -> Path:
+    """The warm start that ships for `task`."""
+    return Path(__file__).parent / "ready" / f"{task}_seed0.npz"
+
+
+def pack(task: Path, file: Path) -> float:
     """Write the weights and the manifest of the prepared folder `task` to `file`; return the largest error of a weight.
 
     Raises:
-        OSError: `task` was not made by `clock10.prepare`.
+        OSError: `task` is no prepared folder.
         ValueError: its weights come from a package file themselves.
     """
     from safetensors.numpy import load_file
@@ -85,7 +97,7 @@ def _restore(stored: dict[str, Any]) -> Weights:
     }
 
 
-def read_packed(file: Path = PACKED) -> tuple[Weights, dict[str, Any], float]:
+def read_packed(file: Path) -> tuple[Weights, dict[str, Any], float]:
     """Weights, the manifest that they were packed with, and their largest error."""
     with np.load(file, allow_pickle=False) as archive:
         stored = dict(archive)
@@ -93,97 +105,101 @@ def read_packed(file: Path = PACKED) -> tuple[Weights, dict[str, Any], float]:
     return _restore(stored), manifest, error
 
 
-def misfit(packed: dict[str, Any], parameters: Parameters) -> str | None:
+def misfit(packed: dict[str, Any], parameters: Parameters, task: str = "clock10") -> str | None:
     """Why weights packed with the manifest `packed` are not those of today's sources and `parameters`; None if they are."""
-    if packed["fingerprint"] != source_fingerprint():
+    if packed["fingerprint"] != TASKS[task].source_fingerprint():
         return "the task's sources have changed since it was packed"
     packed_with, wanted = packed["parameters"], asdict(parameters)
     different = sorted(name for name in packed_with | wanted if packed_with.get(name) != wanted.get(name))
     return f"it was packed with other parameters: {', '.join(different)}" if different else None
 
 
-def make_task(out: Path, parameters: Parameters, *, file: Path = PACKED, train: bool = False) -> str:
+def make_task(
+    out: Path, parameters: Parameters, *, task: str = "clock10", file: Path | None = None, train: bool = False
+) -> str:
     """Bring `out` up to date, from `file` where that fits and `train` does not forbid it; return what was done, in words.
 
     Raises:
-        ValueError: `out` exists and is not a folder of this task.
+        ValueError: `out` exists and is not a folder of an embedded task.
     """
-    if train and (out / ORIGIN).exists():
-        # Its manifest is that of a trained folder, so `build` would leave it as it is.
-        shutil.rmtree(out)
-    if not train and not _is_current(out, parameters):
+    manifest = {"parameters": asdict(parameters), "fingerprint": TASKS[task].source_fingerprint()}
+    # The manifest of an unpacked folder is that of a trained one.
+    if _is_current(out, manifest) and not (train and (out / ORIGIN).exists()):
+        return "up to date"
+    if not train:
+        file = file or packed_file(task)
         weights, packed, error = read_packed(file)
-        problem = misfit(packed, parameters)
+        problem = misfit(packed, parameters, task)
         if problem is None:
-            _unpack(out, parameters, weights, {"weights": file.name, "largest_weight_error": error})
+            origin = {"weights": file.name, "largest_weight_error": error}
+            _place(out, manifest, partial(_unpack, task=task, parameters=parameters, weights=weights, origin=origin))
             return "unpacked from the package"
         print(f"ready warm start not used: {problem}; training one", file=sys.stderr)
-    return "trained" if build(out, parameters) else "up to date"
+    _place(out, manifest, partial(TASKS[task]._write_content, parameters=parameters))
+    return "trained"
 
 
-def _is_current(out: Path, parameters: Parameters) -> bool:
+def _is_current(out: Path, manifest: dict[str, Any]) -> bool:
     try:
-        manifest = json.loads((out / MANIFEST).read_text())
+        found = json.loads((out / MANIFEST).read_text())
     except (OSError, ValueError):
         return False
-    return manifest == _manifest(parameters) and (out / "model").is_dir() and (out / "data").is_dir()
+    return found == manifest and (out / "model").is_dir() and (out / "data").is_dir()
 
 
-def _manifest(parameters: Parameters) -> dict[str, Any]:
-    return {"parameters": asdict(parameters), "fingerprint": source_fingerprint()}
-
-
-def _unpack(out: Path, parameters: Parameters, weights: Weights, origin: dict[str, Any]) -> None:
+def _place(out: Path, manifest: dict[str, Any], write: Callable[[Path], None]) -> None:
+    """Make `out` a folder with `manifest` and what `write` puts into it, or leave it as it is."""
     if out.exists() and not (out / MANIFEST).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={out}: exists and was not made by this command; choose another folder or remove it")
     staging = out.with_name(f".{out.name}.new-{os.getpid()}")
     try:
         staging.mkdir(parents=True)
-        _write_content(staging, parameters, weights)
-        (staging / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
-        (staging / MANIFEST).write_text(json.dumps(_manifest(parameters), indent=2) + "\n")
+        write(staging)
+        (staging / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         shutil.rmtree(out, ignore_errors=True)
         staging.rename(out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _write_content(folder: Path, parameters: Parameters, weights: Weights) -> None:
+def _unpack(folder: Path, task: str, parameters: Parameters, weights: Weights, origin: dict[str, Any]) -> None:
     """What `prepare` writes, with `weights` in place of the training."""
     import torch
 
     from recipe.partial_rollout.tasks.clock10.dataset import draw_validation, write_dataset
     from recipe.partial_rollout.tasks.clock10.model import build_model
-    from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 
     (folder / "data").mkdir()
     validation = draw_validation(parameters.val_rows, parameters.seed)
     write_dataset(folder / "data", parameters.train_rows, validation, parameters.seed)
-    model, tokenizer = build_model(parameters.seed), build_tokenizer()
+    model = build_model(parameters.seed)
+    tokenizer = import_module(f"{__package__}.{task}.tokenizer").build_tokenizer()
     tensors = {name: torch.from_numpy(weight) for name, weight in weights.items()}
     # The head is the embedding, and the file has it once.
     model.load_state_dict({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    (folder / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return 0, or 2 after one line on stderr that says what is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="ready_start", description="The embedded task with the warm start that ships."
-    )
+    parser = argparse.ArgumentParser(prog="ready_start", description="An embedded task with the warm start that ships.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="folder to build")
-    what.add_argument("--pack", type=Path, metavar="TASK", help=f"folder of clock10.prepare to make {PACKED.name} from")
+    what.add_argument("--pack", type=Path, metavar="FOLDER", help="trained folder to make the file that ships from")
+    parser.add_argument("--task", choices=TASKS, default="clock10")
     parser.add_argument("--train", action="store_true", help="with --out: train the warm start, and use nothing packed")
     options, started = parser.parse_args(arguments), time.monotonic()
     try:
         if options.pack:
-            error = pack(options.pack)
-            print(f"{PACKED}: {PACKED.stat().st_size / 1e6:.2f} MB, no weight off by more than {error:.4f}")
+            file = packed_file(options.task)
+            error = pack(options.pack, file)
+            print(f"{file}: {file.stat().st_size / 1e6:.2f} MB, no weight off by more than {error:.4f}")
         else:
-            done = make_task(options.out, Parameters(), train=options.train)
-            print(f"clock10 task at {options.out}: {done} in {time.monotonic() - started:.0f} s")
+            parameters = TASKS[options.task].Parameters()
+            done = make_task(options.out, parameters, task=options.task, train=options.train)
+            print(f"{options.task} task at {options.out}: {done} in {time.monotonic() - started:.0f} s")
     except (ValueError, OSError) as error:
         print(f"ready_start: {error}", file=sys.stderr)
         return 2

@@ -1,0 +1,248 @@
+"""The task of conversations: its demonstrations are what verl's own tool loop makes of the same turns, token by token."""
+
+import asyncio
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.tools.tool_registry import load_all_tools
+from verl.workers.rollout.replica import TokenOutput
+
+from recipe.partial_rollout.tasks import ready_start
+from recipe.partial_rollout.tasks.calculator import prepare
+from recipe.partial_rollout.tasks.calculator.conversation import Conversations, call, evaluate, mute_the_tool, own_turns
+from recipe.partial_rollout.tasks.calculator.tokenizer import CHARACTERS, build_tokenizer
+from recipe.partial_rollout.tasks.clock10.dataset import draw_validation
+from recipe.partial_rollout.tasks.clock10.expression import Problem, draw_problem
+from recipe.partial_rollout.tasks.clock10.model import build_model
+from recipe.partial_rollout.tasks.clock10.reward import compute_score
+
+EXAMPLE = Problem((3, 4, 2), 8)
+seeds = st.integers(0, 2**32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture
+def composed(composed_config, monkeypatch):
+    """The task's config, with a tool that answers at once."""
+    monkeypatch.setenv("TOOL_MEDIAN_S", "0")
+    return composed_config("quickstart_cpu", "task=calculator")
+
+
+def encoded(tokenizer, problem, response):
+    """Token ids of the prompt, and of all that follows it."""
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": problem.prompt}], add_generation_prompt=True, return_dict=False
+    )
+    return prompt, [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
+
+
+def turns_of(ids, eos):
+    """The model's turns in a demonstration's ids: what the engine would return, call by call."""
+    own, turns = own_turns(torch.tensor([ids]))[0].tolist(), [[]]
+    for token, mine in zip(ids, own, strict=True):
+        if mine:
+            turns[-1].append(token)
+            if token == eos:
+                turns.append([])
+    return turns[:-1]
+
+
+def loop_of(config, tokenizer, answer):
+    """verl's tool loop over ``answer``, a function of the ids so far."""
+
+    async def generate(request_id, prompt_ids, **_):
+        ids = answer(prompt_ids)
+        return TokenOutput(token_ids=ids, log_probs=[0.0] * len(ids))
+
+    rollout = config.actor_rollout_ref.rollout
+    return ToolAgentLoop(
+        DictConfigWrap(config),
+        SimpleNamespace(generate=generate),
+        tokenizer,
+        None,
+        None,
+        DictConfigWrap(config.data),
+        hf_model_type="qwen3",
+        tools=ToolListWrap(load_all_tools(rollout.multi_turn.tool_config_path, None)),
+    )
+
+
+def converse(config, tokenizer, problem, answer):
+    """What verl's tool loop hands to the trainer."""
+
+    async def run():
+        loop = loop_of(config, tokenizer, answer)
+        return await loop.run({}, raw_prompt=[{"role": "user", "content": problem.prompt}])
+
+    return asyncio.run(run())
+
+
+def test_value_is_that_of_the_difference_and_anything_else_has_none():
+    assert [evaluate(text) for text in ("3+4*2-8", "3*4-2-8", "1-2")] == ["6", "2", "9"]
+    assert {evaluate(text) for text in ("", "3", "3+", "+3", "33+4", "3/4", "3+4\n", "3 + 4")} == {"?"}
+
+
+@given(seed=seeds)
+def test_careful_demonstrator_answers_at_the_first_0_within_its_calls_and_is_right(seed):
+    rng = random.Random(seed)
+    problem = draw_problem(rng)
+    response = Conversations(careful_share=1.0, max_calls=20).respond(problem, rng)
+    values = [turn.split("<|im_end|>")[0] for turn in response.split("tool\n")[1:]]
+    assert 1 <= len(values) <= 20 and values[-1] == "0" and "0" not in values[:-1]
+    assert compute_score("clock10", response, problem.prompt) == 1.0
+
+
+def test_more_than_half_of_the_demonstrations_are_right():
+    rng, right = random.Random(0), 0.0
+    for _ in range(1000):
+        problem = draw_problem(rng)
+        right += compute_score("clock10", Conversations().respond(problem, rng), problem.prompt)
+    assert 500 < right < 700
+
+
+def test_no_call_at_all_is_refused():
+    with pytest.raises(ValueError, match="max_calls=0: want"):
+        Conversations(max_calls=0)
+
+
+def test_text_in_the_alphabet_round_trips_and_a_call_takes_few_tokens(tokenizer):
+    assert len(tokenizer) == 64
+    for text, length in ((CHARACTERS, len(CHARACTERS)), (call("3+4*2-8"), 4 + len("3+4*2-8"))):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert len(ids) == length and tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids
+
+
+@given(seed=seeds)
+def test_every_call_parses_with_verls_own_parser(tokenizer, seed):
+    rng = random.Random(seed)
+    problem = draw_problem(rng)
+    _, ids = encoded(tokenizer, problem, Conversations().respond(problem, rng))
+    parser = ToolParser.get_tool_parser("hermes", tokenizer)
+    *calls, answer = turns_of(encoded(tokenizer, problem, "")[0] + ids, tokenizer.eos_token_id)
+    for turn in calls:
+        content, (found,) = asyncio.run(parser.extract_tool_calls(turn))
+        assert (content, found.name) == ("<|im_end|>", "calculator")
+        assert evaluate(json.loads(found.arguments)["expression"]) != "?"
+    assert asyncio.run(parser.extract_tool_calls(answer))[1] == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_verls_tool_loop_makes_the_demonstration_of_its_turns(seed, tokenizer, composed):
+    rng = random.Random(seed)
+    problem = draw_problem(rng)
+    prompt, response = encoded(tokenizer, problem, Conversations(careful_share=1.0).respond(problem, rng))
+    turns = turns_of(prompt + response, tokenizer.eos_token_id)
+    output = converse(composed, tokenizer, problem, lambda _: turns.pop(0))
+    assert turns == []
+    assert output.prompt_ids == prompt
+    assert output.response_ids == response
+    assert output.response_mask == own_turns(torch.tensor([prompt + response]))[0, len(prompt) :].int().tolist()
+    assert compute_score("clock10", tokenizer.decode(response, skip_special_tokens=True), problem.prompt) == 1.0
+
+
+def test_verls_tool_loop_ends_a_search_without_end_within_the_response(tokenizer, composed):
+    problem = Problem((3, 4, 2, 9, 5), 8)
+    turn = [*tokenizer.encode(call("3+4+2+9+5-8"), add_special_tokens=False), tokenizer.eos_token_id]
+    output = converse(composed, tokenizer, problem, lambda _: turn)
+    assert output.num_turns == 24 + 23 + 1
+    assert len(output.response_ids) < composed.data.max_response_length
+    text = tokenizer.decode(output.response_ids, skip_special_tokens=True)
+    assert compute_score("clock10", text, problem.prompt) == 0.0
+
+
+def test_a_call_that_is_none_is_answered_in_words(tokenizer, composed):
+    wrong = tokenizer.encode('<tool_call>\n{"name": "x", "arguments": {}}\n</tool_call><|im_end|>')
+    done = tokenizer.encode("!+-<|im_end|>")
+    turns = [wrong, done]
+    output = converse(composed, tokenizer, EXAMPLE, lambda _: turns.pop(0))
+    assert "unction 'x'" in tokenizer.decode(output.response_ids)
+
+
+def test_latency_is_that_of_the_call_in_every_run(monkeypatch, composed):
+    monkeypatch.setenv("TOOL_MEDIAN_S", "0.5")
+    first, again = (
+        load_all_tools(composed.actor_rollout_ref.rollout.multi_turn.tool_config_path, None)[0] for _ in range(2)
+    )
+    waits = [first.latency_s(str(number)) for number in range(1001)]
+    assert waits == [again.latency_s(str(number)) for number in range(1001)]
+    assert sorted(waits)[500] == pytest.approx(0.5, rel=0.15)
+    assert sorted(waits)[990] == pytest.approx(10 * sum(waits) / len(waits), rel=0.5)
+    assert first.repeatable
+
+
+def test_latency_below_0_is_refused(monkeypatch, composed):
+    monkeypatch.setenv("TOOL_MEDIAN_S", "-1")
+    with pytest.raises(ValueError, match="tool_latency="):
+        load_all_tools(composed.actor_rollout_ref.rollout.multi_turn.tool_config_path, None)
+
+
+def test_loss_is_on_the_models_own_tokens_alone(tokenizer):
+    rng = random.Random(1)
+    prompt, response = encoded(tokenizer, EXAMPLE, Conversations(careful_share=1.0).respond(EXAMPLE, rng))
+    padded = [*prompt, *response, tokenizer.pad_token_id, tokenizer.pad_token_id]
+    own = own_turns(torch.tensor([padded]))[0].tolist()
+    text = tokenizer.decode([token for token, mine in zip(padded, own, strict=True) if mine])
+    *calls, answer, rest = text.split("<|im_end|>")
+    assert rest == "" and answer.startswith("!") and calls
+    assert all(turn.startswith("<tool_call>") and turn.endswith("</tool_call>") for turn in calls)
+
+
+def test_warm_start_learns_nothing_from_the_tool(tokenizer):
+    prompt, response = encoded(tokenizer, EXAMPLE, Conversations(careful_share=1.0).respond(EXAMPLE, random.Random(1)))
+    ids = torch.tensor([prompt + response])
+    own = own_turns(ids)[:, 1:]
+    model = build_model(0)
+    model.register_forward_hook(mute_the_tool, with_kwargs=True)
+
+    def gradient(tokens):
+        model.zero_grad()
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        cross_entropy(logits[tokens], ids[:, 1:][tokens]).backward()
+        return sum(weight.grad.abs().sum().item() for weight in model.parameters())
+
+    assert gradient(~own) == 0 < gradient(own)
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory):
+    """Model and tokenizer of the warm start that ships, loaded with plain transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("ready") / "task"
+    assert ready_start.make_task(folder, prepare.Parameters(), task="calculator") == "unpacked from the package"
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(folder / "model")
+
+
+def test_warm_start_that_ships_calls_well_and_has_something_to_learn(ready, composed):
+    model, tokenizer = ready
+    parser = ToolParser.get_tool_parser("hermes", tokenizer)
+    calls, scores = [], []
+
+    def decode(ids):
+        torch.manual_seed(len(calls))
+        said = model.generate(torch.tensor([ids]), max_new_tokens=40)[0, len(ids) :].tolist()
+        if not tokenizer.decode(said).startswith("!"):
+            calls.append(said)
+        return said
+
+    for problem in draw_validation(64, 0)[:24]:
+        output = converse(composed, tokenizer, problem, decode)
+        text = tokenizer.decode(output.response_ids, skip_special_tokens=True)
+        scores.append(compute_score("clock10", text, problem.prompt))
+    well_formed = [asyncio.run(parser.extract_tool_calls(said))[1] != [] for said in calls]
+    assert len(calls) > 60 and sum(well_formed) >= 0.98 * len(calls)
+    assert 0.25 < sum(scores) / len(scores) < 0.75
