@@ -12,6 +12,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import uvloop
 from verl.utils.import_utils import load_extern_object
 
 from recipe.partial_rollout.tasks.clock10 import reward as in_process
@@ -274,6 +275,14 @@ def test_what_the_machine_does_not_permit_is_said(monkeypatch, capsys, permitted
         assert not warned and "pid namespace and Landlock" in capsys.readouterr().out
     else:
         assert said in warned[0]
+
+
+@pytest.mark.parametrize("given", [b"", bytes(1 << 20)], ids=["none", "1 MiB"])
+def test_input_that_nobody_reads_is_no_error_in_the_event_loop_of_ray(given):
+    async def calls():
+        return await asyncio.gather(*[run_limited(["/bin/true"], given, Limits(timeout_s=60)) for _ in range(12)])
+
+    assert [ended.status for ended in uvloop.run(calls())] == [0] * 12
 
 
 def test_check_runs_where_its_caller_is():

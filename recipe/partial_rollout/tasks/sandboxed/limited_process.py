@@ -160,19 +160,23 @@ async def run_limited(
         OSError: the supervisor did not start.
     """
     most = (limits.cpu_s, limits.memory_mb, limits.timeout_s, limits.processes)
-    process = await asyncio.create_subprocess_exec(
-        *namespace(sys.executable),
-        *(sys.executable, "-I", "-S", supervisor.__file__, *map(str, most), folder),
-        *command,
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=STDOUT,
-        env={},
-        start_new_session=True,
-        pass_fds=files,
-    )
+    # A file in memory, not a pipe: uvloop, Ray's event loop, raises if a process ends before it has read its input.
+    with open(os.memfd_create("input"), "w+b") as file:
+        file.write(given)
+        file.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *namespace(sys.executable),
+            *(sys.executable, "-I", "-S", supervisor.__file__, *map(str, most), folder),
+            *command,
+            stdin=file,
+            stdout=PIPE,
+            stderr=STDOUT,
+            env={},
+            start_new_session=True,
+            pass_fds=files,
+        )
     try:
-        report, _ = await asyncio.wait_for(process.communicate(given), limits.timeout_s + _GRACE_S)
+        report, _ = await asyncio.wait_for(process.communicate(), limits.timeout_s + _GRACE_S)
     except TimeoutError:
         raise SandboxError(
             f"the supervisor gave no report {_GRACE_S:g} s after timeout_s={limits.timeout_s:g}"
