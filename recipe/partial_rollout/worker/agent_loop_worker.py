@@ -124,8 +124,11 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         await asyncio.gather(*[keep_one(index) for index in range(concurrency)])
 
     async def _probe_sample(self, row: dict[str, Any], **sampling_params: Any) -> None:
-        sampling_params = {**self._sampling_params(), **sampling_params}
-        await self._run_agent_loop(sampling_params, trajectory_of(row), trace=False, **self._kwargs(row))
+        sampling_params, kwargs = {**self._sampling_params(), **sampling_params}, self._kwargs(row)
+        if kwargs["agent_name"] == "tool_agent":
+            # A sample in a tool keeps no engine full, and the probe could not end before the tool does.
+            kwargs["agent_name"] = "single_turn_agent"
+        await self._run_agent_loop(sampling_params, trajectory_of(row), trace=False, **kwargs)
 
     def end_probe(self) -> None:
         """Start no more probe samples."""
