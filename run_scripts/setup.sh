@@ -126,6 +126,9 @@ install_cpu() {
   run_logged "installing verl, vLLM, Ray and the rest of requirements-cpu.txt" "${install[@]}" --no-deps -r "$root/requirements-cpu.txt"
   run_logged "installing MkDocs" "${install[@]}" --no-deps -r "$root/requirements-docs.txt"
   run_logged "installing this repository" "${install[@]}" --no-deps --no-build-isolation -e "$root"
+  # One task's package (10 MB), which compiles pycosat: a machine without a C compiler or Python's headers goes on without.
+  "${install[@]}" reasoning-gym==0.1.25 >>"$log" 2>&1 ||
+    say "reasoning-gym is not installed ($log says why): the task reasoning_gym cannot be trained on"
 }
 
 install_gpu_pins() {

@@ -12,6 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 from packaging.requirements import Requirement
 
+from recipe.partial_rollout.preflight.inputs import INSTALL_REASONING_GYM
 from verl_ext.guard import CPU_PAIR, GPU_PAIR
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +47,12 @@ def test_lock_file_for_gpus_has_the_pins_of_the_package():
         requirement = Requirement(line)
         version = locked[requirement.name.lower().replace("_", "-")]
         assert str(requirement.specifier) == f"=={version}", f"{line}: renew the file with bash run_scripts/lock_gpu.sh"
+
+
+def test_task_package_is_pinned_alike_where_it_is_installed():
+    (pin,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["tasks"]
+    assert f"pip install {pin}" == INSTALL_REASONING_GYM
+    assert f'"${{install[@]}}" {pin} >>' in (ROOT / "run_scripts" / "setup.sh").read_text()
 
 
 def test_extras_are_the_pairs_that_the_guards_accept():

@@ -39,7 +39,7 @@ def arms_of(experiment):
 
 
 def script_of(experiment, arm):
-    task = "gsm8k" if experiment.startswith("gsm8k") else "dapo_math17k"
+    (task,) = (name for name in ("gsm8k", "dapo_math17k", "reasoning_gym") if experiment.startswith(name))
     return SCRIPTS / f"run_{task}_{arm}_{experiment.removeprefix(f'{task}_')}.sh"
 
 

@@ -53,7 +53,7 @@ def set_up(tmp_path):
 def test_uv_installs_where_it_is_installed(set_up):
     done = set_up()
     assert done.code == 0, done.said
-    assert len(done.installs) == 4 and all(line.startswith("uv pip install") for line in done.installs)
+    assert len(done.installs) == 5 and all(line.startswith("uv pip install") for line in done.installs)
     assert "--no-deps -r" in done.installs[1] and "requirements-cpu.txt" in done.installs[1]
 
 
@@ -61,7 +61,7 @@ def test_uv_installs_where_it_is_installed(set_up):
 def test_pip_installs_where_uv_is_not(set_up):
     done = set_up(uv=False)
     assert done.code == 0, done.said
-    assert len(done.installs) == 4 and all(line.startswith("pip ") for line in done.installs)
+    assert len(done.installs) == 5 and all(line.startswith("pip ") for line in done.installs)
 
 
 def test_pip_installs_where_it_is_asked_for(set_up):
@@ -119,7 +119,7 @@ def test_a_changed_lock_file_is_installed(set_up, tmp_path):
     set_up()
     with (tmp_path / "requirements-cpu.txt").open("a") as file:
         file.write("another==1.0\n")
-    assert len(set_up().installs) == 4
+    assert len(set_up().installs) == 5
 
 
 def test_uv_looks_where_pip_is_pointed(set_up):

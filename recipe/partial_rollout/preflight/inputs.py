@@ -31,6 +31,8 @@ BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_mega
 _LEAST_MIB, _VERLS_MIB = 64, 2048
 """a bucket for small models, and verl's default, for a model whose sizes are not known"""
 INSTALL_GPU = "PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh"
+INSTALL_REASONING_GYM = "pip install reasoning-gym==0.1.25"
+REASONING_GYM = "pkg://recipe.partial_rollout.tasks.reasoning_gym"
 MODEL = "actor_rollout_ref.model.path"
 _TURNS = "actor_rollout_ref.rollout.multi_turn"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -236,28 +238,30 @@ def _tool_file(key: str, given: str) -> str:
 
 
 class Package(NamedTuple):
-    """A package of the extra ``gpu`` that a run imports if ``key`` has ``value``."""
+    """A package that a run imports if ``key`` has ``value``; the command ``brought_by`` installs it."""
 
     module: str
     key: str
     value: str
+    brought_by: str = INSTALL_GPU
 
 
 PACKAGES = (
     Package("cupy", "actor_rollout_ref.rollout.checkpoint_engine.backend", "nccl"),
     Package("transfer_queue", "trainer.v1.trainer_mode", "colocate_async"),
+    Package("reasoning_gym", "reward.custom_reward_function.path", REASONING_GYM, INSTALL_REASONING_GYM),
 )
 """the optional imports of the documented commands"""
 
 
 def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
     """An error for each package that ``config`` needs and this environment lacks."""
-    for module, key, value in PACKAGES:
+    for module, key, value, brought_by in PACKAGES:
         # Every arm has a trainer mode; verl's v1 trainer alone reads it.
         unread = key.startswith("trainer.v1.") and not config.trainer.use_v1
         if OmegaConf.select(config, key) == value and not unread and find_spec(module) is None:
             yield fail(
-                key, value, f"another, or the package {module}, which is not installed: `{INSTALL_GPU}` brings it"
+                key, value, f"another, or the package {module}, which is not installed: `{brought_by}` brings it"
             )
 
 

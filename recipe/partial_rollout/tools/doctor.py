@@ -101,12 +101,12 @@ def flash_attention() -> Finding:
 
 def packages() -> Iterator[Finding]:
     """What some configurations import, and others do not."""
-    for module, key, value in PACKAGES:
+    for module, key, value, brought_by in PACKAGES:
         need = f"{key.rpartition('.')[2]}={value} needs it"
         if find_spec(module) is not None:
             yield Finding(module, f"installed; {need}")
-        elif wants_gpu():
-            yield Finding(module, f"not installed; {need}", INSTALL_GPU)
+        elif wants_gpu() or brought_by != INSTALL_GPU:
+            yield Finding(module, f"not installed; {need}", brought_by)
         else:
             yield Finding(module, f"not installed; {need}, on GPUs")
 

@@ -9,12 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from tqdm import tqdm
 
 from recipe.partial_rollout.tools.command_line import described
+from recipe.partial_rollout.tools.data.made import MADE, add_options, write_made
 from recipe.partial_rollout.tools.data.named import DATA_SETS, DataSet, NamedProblem, problem_of
-from recipe.partial_rollout.tools.data.raw_files import DataError, Row, batches_of, count_rows, download, files_of
+from recipe.partial_rollout.tools.data.raw_files import (
+    DataError,
+    Row,
+    batches_of,
+    count_rows,
+    download,
+    files_of,
+    write_rows,
+)
 from recipe.partial_rollout.tools.table import Table
 
 _QUANTILES = (0.5, 0.95, 1.0)
@@ -28,18 +36,21 @@ def _parser() -> argparse.ArgumentParser:
             "gsm8k --out data",
             "dapo_math17k aime24 --out data --tokenizer models/Qwen3-4B",
             "gsm8k --out data --from downloads/gsm8k",
+            """reasoning_gym --task chain_sum --config '{"max_digits": 2}' --out data""",
             more="Raw files come from the hub, or from --from: parquet or JSON lines in the schema of openai/gsm8k (main), "
             "BytedTsinghua-SIA/DAPO-Math-17k, BytedTsinghua-SIA/AIME-2024 or HuggingFaceH4/aime_2024. Exit code: 2 if "
             "they cannot be read.",
         )
     )
-    parser.add_argument("names", nargs="+", choices=DATA_SETS, metavar="NAME", help=f"of {', '.join(DATA_SETS)}")
+    names = [*DATA_SETS, MADE]
+    parser.add_argument("names", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="write DIR/NAME/SPLIT.parquet; DATA of run_scripts"
     )
     parser.add_argument(
         "--from", dest="place", type=Path, metavar="LOCAL", help="raw file, or folder of raw files; one NAME only"
     )
+    add_options(parser.add_argument_group(f"problems of {MADE}, made here"))
     parser.add_argument("--tokenizer", metavar="MODEL", help="also count tokens, with this model's chat template")
     return parser
 
@@ -56,7 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = [
             _summary(path, problems, repeats, tokenizer)
             for name in options.names
-            for path, problems, repeats in write(name, options.out, options.place)
+            for path, problems, repeats in (
+                write_made(options) if name == MADE else write(name, options.out, options.place)
+            )
         ]
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -78,12 +91,7 @@ def write(name: str, out: Path, place: Path | None = None) -> Iterator[tuple[Pat
     for split, raw_split in data_set.splits.items():
         problems, repeats = unique_problems(data_set, files_of(source, raw_split, data_set.folder))
         path = out / name / f"{split}.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [data_set.row(problem, split, index) for index, problem in enumerate(problems)]
-        # Whole or absent: a training must not find half a file.
-        staged = path.with_suffix(".parquet.new")
-        pd.DataFrame(rows).to_parquet(staged, index=False)
-        staged.replace(path)
+        write_rows(path, [each.row(data_set.data_source, split, index) for index, each in enumerate(problems)])
         yield path, problems, repeats
 
 

@@ -30,6 +30,16 @@ class NamedProblem:
     """of the user's message"""
     ground_truth: str
 
+    def row(self, data_source: str, split: str, index: int) -> Row:
+        """The row that verl reads."""
+        return {
+            "data_source": data_source,
+            "prompt": [{"role": "user", "content": self.content}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": self.ground_truth},
+            "extra_info": {"split": split, "index": index},
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
@@ -45,16 +55,6 @@ class DataSet:
     problem: Callable[[Row], NamedProblem]
     folder: str | None = None
     """configuration of the hub data set, if it has several"""
-
-    def row(self, problem: NamedProblem, split: str, index: int) -> Row:
-        """The row that verl reads."""
-        return {
-            "data_source": self.data_source,
-            "prompt": [{"role": "user", "content": problem.content}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": problem.ground_truth},
-            "extra_info": {"split": split, "index": index},
-        }
 
 
 def gsm8k(row: Row) -> NamedProblem:

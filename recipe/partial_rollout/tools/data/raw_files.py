@@ -1,4 +1,4 @@
-"""Rows of raw files, parquet or JSON lines, in batches; from this machine or from the hub's cache."""
+"""Rows of raw files, parquet or JSON lines, in batches, from this machine or the hub's cache; and of the files written."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow.parquet as pq
 
 Row = dict[str, Any]
@@ -92,3 +93,11 @@ def batches_of(files: list[Path]) -> Iterator[list[Row]]:
 def _batched(rows: Iterator[Row]) -> Iterator[list[Row]]:
     while batch := list(itertools.islice(rows, _BATCH)):
         yield batch
+
+
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """Write a parquet file, whole or not at all: a training must not find half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_suffix(".parquet.new")
+    pd.DataFrame(rows).to_parquet(staged, index=False)
+    staged.replace(path)

@@ -1,0 +1,86 @@
+"""Rows of ``reasoning_gym``, made from a seed: each prompt once, and none of the held-out ones in the training split."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipe.partial_rollout.tasks.reasoning_gym import problems
+from recipe.partial_rollout.tools.data.named import NamedProblem
+from recipe.partial_rollout.tools.data.raw_files import DataError, write_rows
+
+MADE = "reasoning_gym"
+_ASK = "Give the final answer alone between <answer> and </answer>."
+_TRIES = 4
+"""problems made for one asked for, until no more is expected of a task with few problems"""
+
+
+def add_options(parser: argparse._ActionsContainer) -> None:
+    """The options that ``write_made`` reads, beside ``out``."""
+    parser.add_argument("--task", nargs="+", metavar="TASK", help="the library's name; several are mixed, in turn")
+    parser.add_argument(
+        "--config", default="{}", metavar="JSON", help="the task's options; of several, {TASK: options}"
+    )
+    parser.add_argument("--ask", default=_ASK, metavar="TEXT", help="what follows each question")
+    parser.add_argument("--rows", type=int, default=2000, help="of the training split, at most")
+    parser.add_argument("--held-out", type=int, default=200, metavar="ROWS", help="of the test split, at most")
+
+
+def write_made(options: argparse.Namespace) -> Iterator[tuple[Path, list[NamedProblem], int]]:
+    """Write ``test.parquet``, then ``train.parquet``; each file, its problems, and how many repeats were left out.
+
+    Raises:
+        DataError: an option does not hold, or the package is missing.
+    """
+    if not options.task:
+        raise DataError(f"--task: the name of a task, for {MADE}")
+    if min(options.rows, options.held_out) < 1:
+        raise DataError(f"--rows={options.rows} --held-out={options.held_out}: at least 1 each")
+    streams = [
+        _stream(task, settings, options.ask) for task, settings in _settings(options.task, options.config).items()
+    ]
+    seen = set[str]()
+    for split, wanted in (("test", options.held_out), ("train", options.rows)):
+        found, repeats = list[tuple[str, NamedProblem]](), 0
+        for source, problem in itertools.islice(_in_turn(streams), _TRIES * wanted):
+            if problem.content in seen:
+                repeats += 1
+                continue
+            seen.add(problem.content)
+            found.append((source, problem))
+            if len(found) == wanted:
+                break
+        if not found:
+            raise DataError(f"--task={' '.join(options.task)}: a task with more problems than the {len(seen)} held out")
+        path = options.out / MADE / f"{split}.parquet"
+        write_rows(path, [each.row(source, split, index) for index, (source, each) in enumerate(found)])
+        yield path, [each for _, each in found], repeats
+
+
+def _settings(tasks: list[str], text: str) -> dict[str, dict]:
+    try:
+        given = json.loads(text)
+        if not isinstance(given, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        raise DataError(f"--config={text}: an object in JSON ({error})") from error
+    if len(tasks) == 1:
+        return {tasks[0]: given}
+    if unknown := sorted(given.keys() - set(tasks)):
+        raise DataError(f"--config={text}: of several tasks, options by their names, not {unknown[0]}")
+    return {task: given.get(task, {}) for task in tasks}
+
+
+def _stream(task: str, settings: dict, ask: str) -> Iterator[tuple[str, NamedProblem]]:
+    try:
+        for question, truth in problems(task, {"seed": 1, **settings}):
+            yield f"{MADE}/{task}", NamedProblem(f"{question}\n\n{ask}", truth)
+    except ValueError as error:
+        raise DataError(str(error)) from error
+
+
+def _in_turn(streams: list[Iterator[tuple[str, NamedProblem]]]) -> Iterator[tuple[str, NamedProblem]]:
+    return (next(stream) for stream in itertools.cycle(streams))

@@ -1,0 +1,150 @@
+"""The tasks of reasoning-gym: rows are made once each, their ground truth is the library's entry, and so is the score."""
+
+import ast
+import sys
+
+import pandas as pd
+import pytest
+from omegaconf import OmegaConf
+from verl.utils.import_utils import load_extern_object
+
+from recipe.partial_rollout.preflight.inputs import INSTALL_REASONING_GYM, missing_packages
+from recipe.partial_rollout.tasks import reasoning_gym as task
+from recipe.partial_rollout.tools.data.command import main
+
+
+def make(out, *arguments):
+    return main(["reasoning_gym", "--out", str(out), *arguments])
+
+
+def rows_of(out):
+    return {split: pd.read_parquet(out / "reasoning_gym" / f"{split}.parquet") for split in ("train", "test")}
+
+
+def message(capsys):
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.fixture
+def library():
+    """The package; its tests are skipped where run_scripts/setup.sh could not build it."""
+    return pytest.importorskip("reasoning_gym")
+
+
+def test_rows_are_verls_and_none_held_out_is_trained_on(library, tmp_path):
+    assert make(tmp_path, "--task", "chain_sum", "--config", '{"max_digits": 1, "max_terms": 2}', "--rows", "60") == 0
+    files = rows_of(tmp_path)
+    prompts = {split: [row["content"] for (row,) in rows.prompt] for split, rows in files.items()}
+    together = [*prompts["train"], *prompts["test"]]
+    # 200 problems are all that 10 x 10 digits and two operators give: the test split's share of them goes first.
+    assert len(together) == len(set(together)) and 100 < len(prompts["test"]) <= 200
+    assert set(files["train"].data_source) <= {"reasoning_gym/chain_sum"} and "<answer>" in prompts["test"][0]
+    assert [row["index"] for row in files["test"].extra_info] == list(range(len(files["test"])))
+
+
+def test_another_run_makes_the_same_rows(library, tmp_path):
+    for name in "ab":
+        assert make(tmp_path / name, "--task", "chain_sum", "--rows", "8", "--held-out", "4") == 0
+    for split, rows in rows_of(tmp_path / "a").items():
+        assert rows.to_dict("list").__repr__() == rows_of(tmp_path / "b")[split].to_dict("list").__repr__()
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "countdown", "knights_knaves", "polynomial_equations", "rearc"])
+def test_score_is_the_librarys_own_on_the_entry_that_was_written(library, name):
+    options = {"seed": 5}
+    data = library.create_dataset(name, **options)
+    for index, (question, truth) in zip(range(3), task.problems(name, options), strict=False):
+        entry = data[index]
+        assert (question, ast.literal_eval(truth)[2]) == (entry["question"], entry)
+        for answer in (entry["answer"], "12", f"it is {entry['answer']}"):
+            scored = task.compute_score("", f"<answer>1</answer> so <answer> {answer} </answer>.", truth)
+            expected = data.score_answer(answer.strip(), entry)
+            assert scored == {"score": expected, "acc": float(expected >= 1)}
+        bare = entry["answer"]
+        assert task.compute_score("", bare, truth)["score"] == data.score_answer(None, entry)
+        assert task.compute_score("", f" {bare}\n", truth, untagged=True)["score"] == data.score_answer(bare, entry)
+
+
+def test_score_follows_the_options_that_the_rows_were_made_with(library):
+    scores = []
+    for places in (1, 9):
+        options = {"seed": 1, "max_num_decimal_places": places, "min_num_decimal_places": 1}
+        _, truth = next(task.problems("decimal_arithmetic", options))
+        scores.append(task.compute_score("", f"<answer>{float(truth_answer(truth)) + 0.04}</answer>", truth)["acc"])
+    assert scores == [1.0, 0.0]
+
+
+def truth_answer(truth):
+    return ast.literal_eval(truth)[2]["answer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("prime_factorization", "two times three"), ("n_queens", "exit()"), ("boxnet", "12")]
+)
+def test_answer_that_the_library_fails_on_scores_nothing(library, name, text):
+    _, truth = next(task.problems(name, {"seed": 1}))
+    assert task.compute_score("", f"<answer>{text}</answer>", truth)["score"] < 0.1
+
+
+def test_several_tasks_are_mixed_in_turn_with_options_of_their_own(library, tmp_path):
+    options = '{"chain_sum": {"max_digits": 1, "min_terms": 5}}'
+    arguments = (
+        "--task",
+        "chain_sum",
+        "gcd",
+        "--config",
+        options,
+        "--ask",
+        "Number?",
+        "--rows",
+        "6",
+        "--held-out",
+        "2",
+    )
+    assert make(tmp_path, *arguments) == 0
+    rows = rows_of(tmp_path)["train"]
+    assert list(rows.data_source) == ["reasoning_gym/chain_sum", "reasoning_gym/gcd"] * 3
+    assert all(prompt[0]["content"].endswith("\n\nNumber?") for prompt in rows.prompt)
+    assert rows.prompt[0][0]["content"].count(" + ") + rows.prompt[0][0]["content"].count(" - ") >= 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--task: the name of a task"),
+        (("--task", "chain_sums"), "--task=chain_sums: one of "),
+        (("--task", "chain_sum", "--config", "{digits"), "--config={digits: an object in JSON"),
+        (("--task", "chain_sum", "--config", "[1]"), "--config=[1]: an object in JSON"),
+        (("--task", "chain_sum", "--config", '{"digits": 1}'), "options that chain_sum takes ("),
+        (("--task", "chain_sum", "--config", '{"max_digits": 0}'), "max_digits must be >= min_digits"),
+        (("--task", "chain_sum", "gcd", "--config", '{"max_digits": 1}'), "options by their names, not max_digits"),
+        (("--task", "chain_sum", "--rows", "0"), "--rows=0"),
+        (
+            ("--task", "chain_sum", "--config", '{"max_terms": 2, "max_digits": 1}', "--held-out", "999"),
+            "more problems",
+        ),
+    ],
+)
+def test_mistake_is_one_line(library, tmp_path, capsys, arguments, said):
+    assert make(tmp_path, *arguments) == 2
+    assert said in message(capsys)
+    assert not list(tmp_path.rglob("train.parquet"))
+
+
+def test_missing_package_says_what_to_install(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    task._data.cache_clear()
+    assert make(tmp_path, "--task", "chain_sum") == 2
+    assert f"reasoning_gym is not installed: `{INSTALL_REASONING_GYM}` brings it" in message(capsys)
+
+
+def test_task_of_the_recipes_names_the_reward_and_the_package_that_it_needs(composed_config, monkeypatch):
+    config = composed_config("recipe", "task=reasoning_gym")
+    OmegaConf.resolve(config)
+    reward = config.reward.custom_reward_function
+    assert load_extern_object(reward.path, reward.name) is task.compute_score
+    monkeypatch.setattr("recipe.partial_rollout.preflight.inputs.find_spec", lambda name: None)
+    (error,) = missing_packages(config)
+    assert INSTALL_REASONING_GYM in str(error)
