@@ -92,8 +92,8 @@ def _live(args: argparse.Namespace, dice: random.Random, outcomes: list[Outcome]
                 return victim.exit_code == 0
             outcomes.append(inflict(kind, victim, args.out / "run", args.out / "orders", _INTERRUPT_S))
             last = outcomes[-1]
-            ended = victim.exit_code is not None
-            became = last.ended or ("killed" if ended else f"a step ended {last.silent_s:.1f} s later")
+            alone = kind in (Kind.KILL, Kind.DRIVER)
+            became = "killed" if alone else last.ended or f"a step ended {last.silent_s:.1f} s later"
             print(f"fault {len(outcomes)}: {kind} {delay_s:.1f} s after the last one: {became}", flush=True)
             if victim.exit_code is not None:
                 return False
