@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jinja2 import TemplateError
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
@@ -140,7 +141,8 @@ def check_vocabulary(config: DictConfig) -> None:
 
     model = config.actor_rollout_ref.model
     path = str(model.path)
-    rows = model_config(path).get("vocab_size")
+    config_json = model_config(path)
+    rows = (config_json.get("text_config") or config_json).get("vocab_size")
     name = str(model.get("tokenizer_path") or path)
     local = Path(name).expanduser()
     tokenizer = AutoTokenizer.from_pretrained(
@@ -271,11 +273,17 @@ def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
 def check_prompts(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -> None:
     """Raise ``ConfigError`` if a prompt is longer than ``data.max_prompt_length`` tokens.
 
-    ``data.filter_overlong_prompts=True`` leaves such prompts out, so nothing is checked.
+    ``data.filter_overlong_prompts=True`` leaves such prompts out, so only that some are left is checked.
     """
-    if config.data.filter_overlong_prompts:
-        return
     limit = config.data.max_prompt_length
+    if config.data.filter_overlong_prompts:
+        if not len(dataset):
+            raise fail(
+                "data.max_prompt_length",
+                limit,
+                "one that some prompt fits: verl's filter has left none (too long, or refused by the chat template)",
+            )
+        return
     lengths = prompt_lengths(config, tokenizer, dataset)
     if (over := int((lengths > limit).sum())) == 0:
         return
@@ -314,9 +322,17 @@ def _measure(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -> np.n
         for start in range(0, len(dataset), _BATCH):
             rows = range(start, min(start + _BATCH, len(dataset)))
             chats = [list(dataset[i]["raw_prompt"]) for i in rows]
-            encoded = tokenizer.apply_chat_template(
-                chats, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True, **options
-            )
+            try:
+                encoded = tokenizer.apply_chat_template(
+                    chats, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True, **options
+                )
+            except (TemplateError, ValueError) as error:
+                where = f"rows {rows.start} to {rows.stop - 1}"
+                raise fail(
+                    "data.train_files",
+                    config.data.train_files,
+                    f"prompts that the model's chat template takes; among {where} it refuses one: {one_line(error)}",
+                ) from error
             lengths[rows.start : rows.stop] = [len(ids) for ids in encoded["input_ids"]]
             bar.update(len(rows))
     return lengths

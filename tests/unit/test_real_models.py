@@ -1,0 +1,167 @@
+"""What real checkpoints bring and the embedded model lacks: templates, end tokens, tied and padded rows, bytes."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.decoders import ByteLevel as ByteDecoder
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
+from vllm import SamplingParams
+
+from recipe.partial_rollout.config.keys import ConfigError
+from recipe.partial_rollout.manager.types import Segment
+from recipe.partial_rollout.preflight.inputs import check_prompts, check_vocabulary, prompt_lengths
+from recipe.partial_rollout.worker.resumption import StopStrings, sampling_of_call
+from verl_ext import weight_file
+from verl_ext.chunked_log_probs import entropy_of_logits, log_probs_of_labels
+
+SPECIAL = ["<bos>", "<|im_end|>", "<|endoftext|>", "<|im_start|>"]
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+KIND = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+TEMPLATES = {
+    "plain": TURNS,
+    "begins with bos": "{{ bos_token }}" + TURNS,
+    "adds a system prompt": KIND + TURNS,
+    "opens the thinking": TURNS + "<think>\n",
+    "closes the thinking": TURNS + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}",
+}
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + TURNS
+)
+CHATS = (
+    [{"role": "user", "content": "Zwölf?"}],
+    [{"role": "system", "content": "Count."}, {"role": "user", "content": "1 2"}, {"role": "assistant", "content": "3"},
+     {"role": "user", "content": "4"}],
+)  # fmt: skip
+
+
+def tokenizer_of(template=TURNS):
+    """A token a byte, and the special ones; as Llama's, it puts a begin of text before every plain text."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), ByteDecoder()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token=SPECIAL[0],
+        eos_token=SPECIAL[1],
+        pad_token=SPECIAL[2],
+        additional_special_tokens=SPECIAL[3:],
+        add_bos_token=True,
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+class Rows(list):
+    def __init__(self, chats):
+        super().__init__({"raw_prompt": np.array(chat)} for chat in chats)
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "train.parquet")
+    data = {"train_files": str(tmp_path / "train.parquet"), "max_prompt_length": 512, "filter_overlong_prompts": False}
+    return OmegaConf.create({"data": data})
+
+
+@pytest.mark.parametrize("thinking", [{}, {"enable_thinking": False}], ids=["by default", "thinking off"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_prompts_are_measured_as_verls_agent_loops_make_them(config, template, thinking):
+    config.data.apply_chat_template_kwargs = thinking
+    tokenizer = tokenizer_of(TEMPLATES[template])
+    verls = create_continuous_token_builder(tokenizer, hf_model_type="llama", chat_template_kwargs=thinking)
+    made = [verls.build_initial_tokens(chat) for chat in CHATS]
+    assert prompt_lengths(config, tokenizer, Rows(CHATS)).tolist() == [len(ids) for ids in made]
+    assert all(ids.count(tokenizer.bos_token_id) == (template == "begins with bos") for ids in made)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"), [(NO_SYSTEM, "System role not supported"), (None, "chat_template is not set")]
+)
+def test_prompts_that_the_template_refuses_are_one_line(config, template, why):
+    with pytest.raises(ConfigError, match=why) as caught:
+        check_prompts(config, tokenizer_of(template), Rows(CHATS))
+    assert str(caught.value).startswith("data.train_files=") and "\n" not in str(caught.value)
+
+
+def test_prompts_that_verls_filter_has_all_left_out_are_one_line(config):
+    """It takes a prompt that the template refuses for too long."""
+    config.data.filter_overlong_prompts = True
+    with pytest.raises(ConfigError, match=r"^data\.max_prompt_length=512: .* left none"):
+        check_prompts(config, tokenizer_of(NO_SYSTEM), Rows([]))
+
+
+@pytest.mark.parametrize("cut", range(9))
+@pytest.mark.parametrize(("stop", "end"), [("né!", "ab né!"), ("ü", "ab né!ü"), ("</answer>", "")])
+def test_stop_string_is_found_where_the_interruption_cuts_a_character(stop, end, cut):
+    tokenizer = tokenizer_of()
+    ids = np.array(tokenizer.encode("ab né!ü c", add_special_tokens=False), np.int32)
+    prompt = tokenizer.encode("ü né", add_special_tokens=False)
+    turn, found = [], StopStrings(tokenizer, prompt, {"stop": [stop]}, [])
+    for part in (ids[:cut], ids[cut:]):
+        turn.append(found.end(Segment(part, np.zeros(len(part), np.float32), 1)))
+        if turn[-1].stop_reason:
+            break
+    made = [token for segment in turn for token in segment.token_ids.tolist()]
+    assert tokenizer.decode(made) == (end or "ab né!ü c")
+    assert turn[-1].stop_reason == ("completed" if end else None)
+
+
+def test_every_end_token_of_the_generation_config_ends_a_resumed_call_but_not_before_its_least_tokens():
+    params = sampling_of_call({"temperature": 1.0, "min_tokens": 6, "stop_token_ids": [9]}, budget=20, made=4)
+    engines = SamplingParams(**params)
+    engines.update_from_generation_config({"eos_token_id": [257, 258]}, eos_token_id=257)
+    assert engines.all_stop_token_ids == {9, 257, 258} and not engines.ignore_eos
+    assert (engines.min_tokens, engines.max_tokens) == (2, 16)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_engine_gets_every_weight_of_tied_and_untied_models_through_the_weight_file(tmp_path, tied):
+    torch.manual_seed(0)
+    sizes = LlamaConfig(
+        vocab_size=264, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=tied,
+    )  # fmt: skip
+    trainer, engine = LlamaForCausalLM(sizes), LlamaForCausalLM(sizes)
+    weight_file.write(tmp_path / "weights", trainer.state_dict().items())
+    engine.load_state_dict(dict(weight_file.read(tmp_path / "weights")))
+    ids = torch.arange(12)[None]
+    assert torch.equal(trainer(ids).logits, engine(ids).logits)
+    assert (engine.lm_head.weight.data_ptr() == engine.get_input_embeddings().weight.data_ptr()) is tied
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_pad_the_vocabulary_and_are_masked_change_neither_log_probs_nor_entropy(dtype):
+    torch.manual_seed(0)
+    logits, labels = torch.randn(5, 260).to(dtype), torch.randint(0, 260, (5,))
+    padding = torch.full((5, 4), torch.finfo(dtype).min, dtype=dtype)
+    padded = torch.cat([logits, padding], -1)
+    assert torch.allclose(log_probs_of_labels(padded, labels), log_probs_of_labels(logits, labels), atol=1e-6)
+    assert torch.allclose(entropy_of_logits(padded), entropy_of_logits(logits), atol=1e-6)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["text model", "text part of a larger model"])
+def test_padded_vocabulary_is_refused_until_it_is_allowed(tmp_path, nested):
+    tokenizer = tokenizer_of()
+    tokenizer.save_pretrained(tmp_path)
+    sizes = {"vocab_size": len(tokenizer) + 4}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "x", **({"text_config": sizes} if nested else sizes)})
+    )
+    model = {"actor_rollout_ref": {"model": {"path": str(tmp_path)}}, "partial_rollout": {"padded_vocabulary": False}}
+    config = OmegaConf.create(model)
+    with pytest.raises(
+        ConfigError, match=f"its tokenizer has {len(tokenizer)} tokens and the model {len(tokenizer) + 4}"
+    ):
+        check_vocabulary(config)
+    config.partial_rollout.padded_vocabulary = True
+    check_vocabulary(config)
