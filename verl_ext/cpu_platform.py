@@ -68,7 +68,7 @@ class CPUDeviceModule(types.ModuleType):
         """Weights travel by shared memory, which verl unlinks itself."""
 
 
-_device_module = CPUDeviceModule("verl_ext.cpu_device")
+device_module = CPUDeviceModule("verl_ext.cpu_device")
 
 
 class PlatformCPU(PlatformBase):
@@ -84,7 +84,7 @@ class PlatformCPU(PlatformBase):
 
     @property
     def device_module(self) -> types.ModuleType:
-        return _device_module
+        return device_module
 
     def is_available(self) -> bool:
         return True

@@ -20,28 +20,29 @@ def training_threads(world_size: int) -> int:
     return max(1, (len(cores.of_the_trainer()) or os.cpu_count() or 1) // world_size)
 
 
-def _register(module) -> None:
+class CPUThreads:
+    """Takes this process's share of the cores when the engine is built."""
+
+    def initialize(self):
+        if own := cores.of_the_trainer():
+            cores.move_to(own)
+        torch.set_num_threads(training_threads(torch.distributed.get_world_size()))
+        super().initialize()  # type: ignore[misc]
+
+
+def register(mixin: type, backends: list[str], language: type, value: type) -> None:
+    """Register engines for the device ``cpu``: each a ``mixin`` over one of verl's. Safe to call twice."""
     from verl.workers.engine.base import EngineRegistry
 
-    class CPUThreads:
-        """Takes this process's share of the cores when the engine is built."""
-
-        def initialize(self):
-            if own := cores.of_the_trainer():
-                cores.move_to(own)
-            torch.set_num_threads(training_threads(torch.distributed.get_world_size()))
-            super().initialize()  # type: ignore[misc]
-
-    registered = EngineRegistry._engines.get("language_model", {}).get("fsdp2", {})
-    if "cpu" in registered:
+    if "cpu" in EngineRegistry._engines.get("language_model", {}).get(backends[0], {}):
         return
+    for model_type, base in (("language_model", language), ("value_model", value)):
+        engine = type(f"CPU{base.__name__}", (mixin, base), {"__doc__": base.__doc__})
+        EngineRegistry.register(model_type=model_type, backend=backends, device="cpu")(engine)
 
-    for model_type, base in (
-        ("language_model", module.FSDPEngineWithLMHead),
-        ("value_model", module.FSDPEngineWithValueHead),
-    ):
-        engine = type(f"CPU{base.__name__}", (CPUThreads, base), {"__doc__": base.__doc__})
-        EngineRegistry.register(model_type=model_type, backend=["fsdp", "fsdp2"], device="cpu")(engine)
+
+def _register(module) -> None:
+    register(CPUThreads, ["fsdp2", "fsdp"], module.FSDPEngineWithLMHead, module.FSDPEngineWithValueHead)
 
 
 def install() -> None:

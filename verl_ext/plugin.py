@@ -15,12 +15,13 @@ def cpu_requested() -> bool:
 
 def install() -> None:
     """Register the CPU platform and the import hooks of the CPU patches. Safe to call twice."""
-    from verl_ext import cpu_platform, fsdp_engine, gloo_backend, unpinned_reference, vllm_version
+    from verl_ext import cpu_platform, fsdp_engine, gloo_backend, megatron_cpu, unpinned_reference, vllm_version
 
     cpu_platform.register()
     vllm_version.install()
     gloo_backend.install()
     fsdp_engine.install()
+    megatron_cpu.install()
     unpinned_reference.install()
 
 

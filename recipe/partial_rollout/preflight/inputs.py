@@ -252,6 +252,7 @@ PACKAGES = (
     Package("cupy", "actor_rollout_ref.rollout.checkpoint_engine.backend", "nccl"),
     Package("transfer_queue", "trainer.v1.trainer_mode", "colocate_async"),
     Package("reasoning_gym", "reward.custom_reward_function.path", REASONING_GYM, INSTALL_REASONING_GYM),
+    Package("megatron", "actor_rollout_ref.actor.strategy", "megatron", "pip install -e '.[megatron]'"),
 )
 """the optional imports of the documented commands"""
 

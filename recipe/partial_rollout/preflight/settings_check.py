@@ -96,8 +96,6 @@ def _check_trainer(config: DictConfig, settings: PartialRolloutConfig) -> None:
         raise fail(
             "model_engine", config.model_engine, "dp: the recipe switches engines by engine=fsdp2 or engine=megatron"
         )
-    if config.trainer.device == "cpu" and config.actor_rollout_ref.actor.strategy == "megatron":
-        raise fail("engine", "megatron", "fsdp2 with trainer.device=cpu")
     devices = trainer_devices(config)
     if config.partial_rollout.reward_in_worker and config.reward.reward_model.enable:
         raise fail("partial_rollout.reward_in_worker", True, "False with reward.reward_model.enable=True")

@@ -1,0 +1,113 @@
+"""Platform: verl's own Megatron engines train on the device ``cpu``, for tests: float32, dense models, over gloo.
+
+Shown there is what they share with a GPU: layouts, conversion of weights, inputs of the loss, checkpoints. ``cuda`` is
+replaced, which Megatron-Core names and calls without looking for a device, and so are Transformer Engine's layers
+(``megatron_layers``). Both in the process that builds such an engine, and not before it does.
+"""
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+import wrapt
+from torch.overrides import TorchFunctionMode
+
+from verl_ext import cpu_platform
+from verl_ext.fsdp_engine import CPUThreads, register
+from verl_ext.guard import VERL, require
+
+MEGATRON_CORE, MBRIDGE = "0.16.1", "0.15.1"
+"""releases, as in the extra ``megatron``"""
+_CALLED = ("current_device", "get_rng_state", "synchronize")
+"""functions of ``torch.cuda`` that fail without a device"""
+
+
+class CUDAIsTheCPU(TorchFunctionMode):
+    """The device ``cuda`` is the CPU, and types of tensors are named as there: Megatron's optimizers compare names."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = cpu_platform.NAME
+        result = func(*args, **kwargs)
+        return result.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and len(args) == 1 else result
+
+
+@functools.cache
+def _replace_cuda() -> None:
+    require("megatron-core", MEGATRON_CORE, "megatron_cpu")
+    require("mbridge", MBRIDGE, "megatron_cpu")
+    for name in _CALLED:
+        setattr(torch.cuda, name, getattr(cpu_platform.device_module, name))
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
+    # Megatron compiles small functions, for which this process may have no compiler.
+    importlib.import_module("torch._dynamo.config").disable = True  # type: ignore[attr-defined]
+    CUDAIsTheCPU().__enter__()
+
+
+def _replace_layers() -> None:
+    from verl_ext.megatron_layers import decoder_block_spec
+
+    bridge = importlib.import_module("mbridge.core.llm_bridge")
+    bridge.get_gpt_decoder_block_spec = decoder_block_spec  # type: ignore[attr-defined]
+
+
+class OnTheCPU(CPUThreads):
+    """A Megatron engine whose optimizers are torch's: Megatron cannot resume those without help."""
+
+    optimizer: Any
+
+    def __init__(self, *args, **kwargs):
+        _replace_cuda()
+        _replace_layers()
+        super().__init__(*args, **kwargs)
+
+    def initialize(self):
+        """Build model and optimizer, whose state exists at once: Megatron asks for its step before it loads one."""
+        super().initialize()
+        for adam, _, parameter in self._updated():
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
+
+    # Megatron copies into float32 parameters, and turns gradients off for half precision only.
+    @torch.no_grad()
+    def load_checkpoint(self, *args, **kwargs):
+        """Load, and count steps from the checkpoint's: Megatron leaves all parameters one counter, at 0."""
+        super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        for adam, group, parameter in self._updated():
+            adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
+
+    def _updated(self):
+        """(torch's optimizer, group, parameter) for all that this process updates."""
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            adam = part and part.optimizer
+            for group in adam.param_groups if adam else ():
+                yield from ((adam, group, parameter) for parameter in group["params"])
+
+
+def _register(module) -> None:
+    register(OnTheCPU, ["megatron"], module.MegatronEngineWithLMHead, module.MegatronEngineWithValueHead)
+
+
+def _accept_float32(module) -> None:
+    original = module.McoreEngineConfig.__post_init__
+
+    @functools.wraps(original)
+    def __post_init__(self):
+        dtype = self.dtype
+        # verl checks that it is a half precision.
+        object.__setattr__(self, "dtype", "bfloat16" if dtype == "float32" else dtype)
+        original(self)
+        object.__setattr__(self, "dtype", dtype)
+
+    module.McoreEngineConfig.__post_init__ = __post_init__
+
+
+def install() -> None:
+    require("verl", VERL, "megatron_cpu")
+    wrapt.register_post_import_hook(_accept_float32, "verl.workers.config.engine")
+    wrapt.register_post_import_hook(_register, "verl.workers.engine.megatron.transformer_impl")
