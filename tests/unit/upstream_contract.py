@@ -293,6 +293,7 @@ CONTRACT = (
             "release": "instance_id",
         },
     ),
+    Uses("verl.tools.tool_registry", "inputs", calls={"load_all_tools": "*, tool_config_path, function_tool_path"}),
     Uses("verl.tools.function_tool:FunctionTool", "tool_journal", has="fn is_async", calls={"call": "parameters"}),
     Uses("verl.tools.function_tool", "tool_journal", calls={"normalize_function_tool_return": "ret"}),
     Uses("verl.tools.schemas:ToolResponse", "tool_journal workspace", has="text image video"),
@@ -412,6 +413,7 @@ CONTRACT = (
         calls={"default_compute_score": "data_source, solution_str, ground_truth, extra_info"},
     ),
     Uses("verl.utils.reward_score.gsm8k", "answers", calls={"extract_solution": "solution_str"}),
+    Uses("verl.workers.config.engine:McoreEngineConfig", "megatron_cpu", has="__post_init__ dtype"),
     Uses("verl.workers.config:PrometheusConfig", "step_log", has="enable"),
     Uses("torch.distributed", "gloo_backend", calls={"init_process_group": "backend"}),
     # -- vLLM -----------------------------------------------------------------------------------------------------------
