@@ -293,6 +293,7 @@ CONTRACT = (
             "release": "instance_id",
         },
     ),
+    Uses("verl.utils.import_utils", "inputs", calls={"resolve_config_path": "config_path"}),
     Uses("verl.tools.tool_registry", "inputs", calls={"load_all_tools": "*, tool_config_path, function_tool_path"}),
     Uses("verl.tools.function_tool:FunctionTool", "tool_journal", has="fn is_async", calls={"call": "parameters"}),
     Uses("verl.tools.function_tool", "tool_journal", calls={"normalize_function_tool_return": "ret"}),
