@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.report.command import main as report
 
@@ -61,7 +62,10 @@ def test_every_prompt_is_trained_once_within_the_bound(run):
 def test_samples_span_versions_and_no_call_is_interrupted(run):
     calls = [call for event in run.rounds for call in event["calls"]]
     segments = [count for event in run.rounds for group in event["trained"] for count in group["segments"]]
-    assert len(calls) == 96 and not any(call[-1] for call in calls), "one call a sample, and none comes back unfinished"
+    interrupted = [*EngineCall.__dataclass_fields__].index("interrupted")
+    assert len(calls) == 96 and not any(call[interrupted] for call in calls), (
+        "one call a sample, none unfinished"
+    )
     assert max(segments) > 1
 
 
