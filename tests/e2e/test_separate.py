@@ -63,9 +63,7 @@ def test_samples_span_versions_and_no_call_is_interrupted(run):
     calls = [call for event in run.rounds for call in event["calls"]]
     segments = [count for event in run.rounds for group in event["trained"] for count in group["segments"]]
     interrupted = [*EngineCall.__dataclass_fields__].index("interrupted")
-    assert len(calls) == 96 and not any(call[interrupted] for call in calls), (
-        "one call a sample, none unfinished"
-    )
+    assert len(calls) == 96 and not any(call[interrupted] for call in calls), "one call a sample, none unfinished"
     assert max(segments) > 1
 
 
