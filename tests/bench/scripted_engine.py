@@ -106,6 +106,8 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
         placement: of the run.
     """
 
+    tools = ()
+
     def __init__(self, curve: EngineCurve, replicas: int, placement: Placement = Placement.COLOCATED) -> None:
         # verl's own set-up is left out: no tokenizer, no rewards, no configuration.
         self.config = SimpleNamespace(  # type: ignore[assignment]

@@ -120,21 +120,17 @@ async def finish_round(manager, worker):
     return batch.groups
 
 
-def test_probe_is_preceded_by_a_few_tokens_in_every_slot_and_calls_no_tools():
+@pytest.mark.parametrize(("loaded", "agent"), [((), "scripted"), (("a tool",), "single_turn_agent")])
+def test_probe_is_preceded_by_a_few_tokens_in_every_slot_and_calls_no_tools(loaded, agent):
     class Recording(ScriptedWorker):
-        def _kwargs(self, row):
-            return {**super()._kwargs(row), "agent_name": row["agent"]}
+        tools = loaded
 
         async def _run_agent_loop(self, sampling_params, trajectory, *, agent_name, trace=True, **kwargs):
             seen.append((sampling_params, kwargs["length"], agent_name))
 
     seen = []
-    rows = [{"lengths": 50, "agent": "tool_agent"}, {"lengths": 60, "agent": "another"}]
-    asyncio.run(Recording(CURVE, 1).warm_up(rows, 3))
-    assert seen == [
-        ({"max_tokens": 8}, length, agent)
-        for length, agent in ((50, "single_turn_agent"), (60, "another"), (50, "single_turn_agent"))
-    ]
+    asyncio.run(Recording(CURVE, 1).warm_up([{"lengths": 50}, {"lengths": 60}], 3))
+    assert seen == [({"max_tokens": 8}, length, agent) for length in (50, 60, 50)]
 
 
 def test_garbage_is_collected_once_everything_is_reported():

@@ -125,7 +125,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
 
     async def _probe_sample(self, row: dict[str, Any], **sampling_params: Any) -> None:
         sampling_params, kwargs = {**self._sampling_params(), **sampling_params}, self._kwargs(row)
-        if kwargs["agent_name"] == "tool_agent":
+        if self.tools:
             # A sample in a tool keeps no engine full, and the probe could not end before the tool does.
             kwargs["agent_name"] = "single_turn_agent"
         await self._run_agent_loop(sampling_params, trajectory_of(row), trace=False, **kwargs)
