@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import subprocess
@@ -27,9 +26,11 @@ ENGINE = {
     **json.loads(os.environ.get("PARTIAL_ROLLOUT_TEST_ENGINE", "{}")),
 }
 """vLLM arguments of an engine without Ray and verl around it, unless a test has its own"""
-SCHEDULERS = ("synchronous", "asynchronous") if os.environ.get("VERL_PLATFORM") == "cpu" else ("device's",)
-"""vLLM's schedulers that tests run with: on a CPU its own and a GPU's, on a device what vLLM chooses there"""
-MOST_STARTS = 9
+SCHEDULERS = [pytest.param("synchronous", marks=pytest.mark.nightly), "asynchronous"]
+"""vLLM's schedulers that tests run with on a CPU: its own, which every training has too, and a GPU's"""
+if os.environ.get("VERL_PLATFORM") != "cpu":
+    SCHEDULERS = ["device's"]
+MOST_STARTS = 7
 """trainings of a session without the nightly tests; each keeps a core busy for most of 90 s before its first step"""
 
 
@@ -88,18 +89,21 @@ def task(tmp_path_factory, worker_id):
     return directory
 
 
-@pytest.fixture(scope="session")
-def on_engine(task):
-    """``on_engine(body, **engine_args)``: the result of ``body(engine)`` on a vLLM engine without Ray or verl around it."""
+@pytest.fixture(scope="module", params=SCHEDULERS)
+def on_engine(task, request):
+    """``on_engine(body, **engine_args)``: the result of ``body(engine)`` on a vLLM engine without Ray or verl around it.
 
-    def call(body, scheduler=SCHEDULERS[0], **options):
+    Once with each of ``SCHEDULERS``.
+    """
+
+    def call(body, **options):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from recipe.partial_rollout.engine.replica import chosen_by
 
         async def run():
-            with scheduling(scheduler) as (own, check):
+            with scheduling(request.param) as (own, check):
                 engine = AsyncLLM.from_engine_args(
                     AsyncEngineArgs(model=str(task / "task" / "model"), dtype="float32", **{**ENGINE, **own, **options})
                 )
@@ -114,12 +118,6 @@ def on_engine(task):
         return asyncio.run(run())
 
     return call
-
-
-@pytest.fixture(scope="module", params=SCHEDULERS)
-def on_each_scheduler(on_engine, request):
-    """As ``on_engine``, once with each of ``SCHEDULERS``."""
-    return functools.partial(on_engine, scheduler=request.param)
 
 
 @contextlib.contextmanager

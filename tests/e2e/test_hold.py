@@ -116,7 +116,7 @@ async def held_for_new_weights(engine, server):
 
 
 @pytest.fixture(scope="module")
-def held(on_each_scheduler):
+def held(on_engine):
     """One engine, held by the recipe's server with either ``resume_kv``, then for new weights."""
 
     async def body(engine):
@@ -133,7 +133,7 @@ def held(on_each_scheduler):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))
-        return on_each_scheduler(
+        return on_engine(
             body,
             max_num_seqs=REQUESTS + 1,
             enable_prefix_caching=True,

@@ -78,7 +78,7 @@ def ran_and_queued(outputs):
 
 
 @pytest.fixture(scope="module")
-def interruptions(on_each_scheduler):
+def interruptions(on_engine):
     """Of verl's own server, of ours, and of ours again right after it resumed; then a request refused, and one parked."""
 
     async def body(engine):
@@ -109,7 +109,7 @@ def interruptions(on_each_scheduler):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))
-        return on_each_scheduler(
+        return on_engine(
             body,
             max_num_seqs=SEATS,
             disable_log_stats=False,

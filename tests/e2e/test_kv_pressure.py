@@ -24,7 +24,7 @@ serve = runpy.run_path(str(Path(__file__).with_name("bare_server.py")))["serve"]
 
 
 @pytest.fixture(scope="module")
-def scarce(on_each_scheduler):
+def scarce(on_engine):
     """One engine with more seats than KV blocks: interrupted, then with more samples than fit, in either order.
 
     At last with all seats as slots, and with as many as the rule says.
@@ -41,7 +41,7 @@ def scarce(on_each_scheduler):
         found.of_the_rule = await preempted(engine, "rule", found.slots.per_replica)
         return found
 
-    return on_each_scheduler(
+    return on_engine(
         body,
         scheduling_policy="priority",
         num_gpu_blocks_override=ROOM,

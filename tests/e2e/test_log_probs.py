@@ -154,7 +154,7 @@ async def sampled_by(engine):
 
 
 @pytest.fixture(scope="module")
-def found(on_each_scheduler):
+def found(on_engine):
     """(responses by the number of tokens after which every call is interrupted, None: not interrupted; kept; sampled)."""
 
     async def body(engine):
@@ -162,7 +162,7 @@ def found(on_each_scheduler):
         responses = {every: await response_of(engine, every or RESPONSE, **UNCACHED) for every in (None, 1, 7)}
         return responses, kept, await sampled_by(engine)
 
-    return on_each_scheduler(body, enable_prefix_caching=True, block_size=BLOCK, skip_tokenizer_init=False)
+    return on_engine(body, enable_prefix_caching=True, block_size=BLOCK, skip_tokenizer_init=False)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.output_store import RayObjects
+from recipe.partial_rollout.manager.policies import GroupFilter
 from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.engine_probe import EndedCalls, EngineProbe
@@ -39,6 +40,9 @@ class Worker(ScriptedWorker):
         for replica in self._scripted:
             replica.start()
         super().open_round()
+
+    def load(self, version):
+        self._version = version
 
     def take_calls(self):
         return []
@@ -84,18 +88,20 @@ def rows(count, mean_length):
 
 
 def collate(batch):
-    return {key: np.array([row[key] for row in batch] + [None], object)[:-1] for key in ("lengths", "index")}
+    return {key: np.array([row[key] for row in batch] + [None], object)[:-1] for key in batch[0]}
 
 
 class ScriptedTraining:
-    """One process of a training in ``run_dir``; it resumes from what it finds there. A step's update takes no time."""
+    """One process of a training in ``run_dir``; it resumes from what it finds there. A step's update takes no time.
 
-    def __init__(self, run_dir, placement, steps, mean_length=15):
+    Its data is ``steps`` batches, of prompts of random length unless ``data`` has them.
+    """
+
+    def __init__(self, run_dir, placement, steps, *overrides, data=None, worker=Worker):
         self.run_dir, self.steps = run_dir, steps
+        ours = ("trainer.default_local_dir=none", f"partial_rollout.placement={placement}")
         with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
-            composed = compose(
-                "quickstart_cpu", ["trainer.default_local_dir=none", f"partial_rollout.placement={placement}"]
-            )
+            composed = compose("quickstart_cpu", [*ours, *overrides])
         settings = replace(
             PartialRolloutConfig.from_config(composed),
             batch_groups=BATCH,
@@ -103,17 +109,19 @@ class ScriptedTraining:
             deadlines=Deadlines(stall_s=60, interrupt_s=30),
         )
         self.session = session = RunSession(settings, run_dir, "auto")
-        loader = StatefulDataLoader(rows(steps * BATCH, mean_length), batch_size=BATCH, collate_fn=collate)
-        session.offer(loader, TrainingSteps(steps, 1, steps, drains=True, filters=False))
+        loader = StatefulDataLoader(data or rows(steps * BATCH, 15), batch_size=BATCH, collate_fn=collate)
+        filters = settings.group_filter is not None
+        session.offer(loader, TrainingSteps(steps, 1, steps, drains=True, filters=filters))
         control = Control(lambda: self.pool)
         slots = ReplicaSlots(4, given=True, kv_tokens=None, sizes=SampleSizes(4, 64))
         context = session.open(control, slots, [], "scripted")
-        store, admission = RayObjects(30.0), Admission.of(settings)
-        self.manager = (
-            ray.remote(ManagerActor).options(num_cpus=0).remote(admission, settings.scheduling, 60.0, store=store)
+        store, manager = RayObjects(30.0), ray.remote(ManagerActor).options(num_cpus=0)
+        group_filter = GroupFilter.of(settings.group_filter) if filters else None
+        self.manager = manager.remote(
+            Admission.of(settings), settings.scheduling, 60.0, group_filter=group_filter, store=store
         )
         placed = Placement(placement)
-        self.workers = [ray.remote(Worker).options(num_cpus=0).remote(CURVE, 1, placed) for _ in range(WORKERS)]
+        self.workers = [ray.remote(worker).options(num_cpus=0).remote(CURVE, 1, placed) for _ in range(WORKERS)]
 
         async def connect(i, name, worker):
             await worker.connect.remote(name, self.manager, 4, ReplicaChoice({}))
@@ -136,14 +144,16 @@ class ScriptedTraining:
 
     def sync(self, version):
         finished(self.driver.before_load(version))
+        ray.get([worker.load.remote(version) for worker in self.workers], timeout=60)
         finished(self.driver.after_load(version))
 
     def step(self, step):
         groups = finished(self.driver.next_batch(step))
         assert len(groups) == BATCH
         self.session.complete_step(step)
-        self.driver.take_step_metrics()
+        figures = self.driver.take_step_metrics()
         self.sync(step)
+        return figures
 
     def save(self):
         self.session.save(lambda: (self.session.checkpoints.step_dir(self.session.completed_step) / "actor").mkdir())
@@ -154,6 +164,12 @@ class ScriptedTraining:
         for step in range(self.session.resumed_step + 1, until + 1):
             self.step(step)
             self.save()
+
+    def end(self):
+        """The training is over."""
+        self.session.end()
+        self.session.complete()
+        self.kill()
 
     def kill(self):
         for actor in (self.manager, *self.workers):

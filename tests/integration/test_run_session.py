@@ -21,8 +21,6 @@ def test_every_prompt_is_trained_once_through_a_crash(placement, tmp_path):
     resumed = ScriptedTraining(tmp_path, placement, STEPS)
     assert resumed.session.resumed_step == 3
     resumed.train(STEPS)
-    resumed.session.end()
-    resumed.session.complete()
-    resumed.kill()
+    resumed.end()
     found, _ = audit(tmp_path)
     assert found.violations == [] and "complete" in found.end
