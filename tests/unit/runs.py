@@ -50,7 +50,7 @@ def build_group(index, lengths, *, prompt=None, epoch=0, staleness=0, off_policy
 def build_round(step, *, start, end, calls=(), trained=(), interrupt=None, resume=None, lost=0):
     """A call is (replica, start, end, tokens) and, if they matter, what else the trace says of one."""
     noted = [
-        [replica, ZERO + begin, ZERO + stop, tokens, *(rest or (step - 1,))]
+        EngineCall(replica, ZERO + begin, ZERO + stop, tokens, *(rest or (step - 1,))).to_json()
         for replica, begin, stop, tokens, *rest in calls
     ]
     return {

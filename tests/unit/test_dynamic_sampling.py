@@ -83,19 +83,6 @@ def test_equal_group_is_replaced_in_the_same_round(filtering, output, mode):
     assert m.round_complete() and numbers(train(m)) == ["0/1", "0/2"] and m.groups.lost == 0
 
 
-def test_equal_group_is_no_part_of_the_batch(filtering, output):
-    m = filtering(batch=2)
-    end_groups(m, output, "0/0", "0/1")
-    end_groups(m, output, "0/2", "0/3", equal=False)
-    assert m.take_filtered() == (), "their admission comes with the batch"
-    assert numbers(train(m)) == ["0/2", "0/3"]
-    assert [(g.uid, g.order, g.birth, g.value, g.lengths) for g in m.take_filtered()] == [
-        ("0/0", 0, 0, 1.0, [5, 5]),
-        ("0/1", 1, 0, 1.0, [5, 5]),
-    ]
-    assert m.take_filtered() == ()
-
-
 def test_masked_samples_have_no_say_and_failures_are_not_filtered_away(filtering, output):
     """A group with one sample to judge trains, so that what failed in it counts against ``max_masked_fraction``."""
     m = filtering(batch=2, n=2, failures=FailurePolicy(OnSampleError.MASK))
@@ -159,20 +146,6 @@ def test_length_bias_leaves_filtered_groups_out_on_both_sides(filtering, output)
     begin(m)
     train(m)
     assert m.metrics()["length/bias"] == 1
-
-
-def test_checkpoint_of_before_there_was_a_filter_still_loads(manager, output):
-    m = manager(batch=2, overlap=1.0)
-    begin(m)
-    end_groups(m, output, "0/0", "0/2")
-    train(m)
-    state = m.state_dict()
-    for name in ("filtered_groups", "filtered_tokens", "spared_groups"):
-        del state["counters"][name]
-    del state["lengths"]["passed"], state["lengths"]["left_out"], state["filtered"]
-    old = manager(batch=2, prompts=0)
-    old.load_state_dict(state)
-    assert old.metrics()["length/bias"] == m.metrics()["length/bias"] and old.groups.lost == 0
 
 
 def test_missing_metric_ends_the_run_by_its_name(prompts, output):

@@ -10,7 +10,7 @@ from recipe.partial_rollout.config.choices import Mode, OnSampleError
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
+from recipe.partial_rollout.manager.messages import Report
 from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict
 from recipe.partial_rollout.manager.types import Progress
 
@@ -27,30 +27,6 @@ def one_running(manager, **kwargs):
     begin(m)
     (grant,) = m.claim("w0")
     return m, grant.sample_id
-
-
-def test_sample_that_used_up_its_retries_is_masked_and_its_group_trains(manager, segment):
-    m, sample_id = one_running(manager, failures=RETRY_ONCE)
-    m.add_segment(sample_id, segment(5))
-    m.fail(sample_id, "boom")
-    m.retry(sample_id)
-    m.claim("w1")
-    assert m.fail(sample_id, "boom") is FailureVerdict.MASK
-    assert m.round_complete()
-    (output,) = m.take_batch(stop=True)[0].outputs
-    assert output.masked and output.response_ids.tolist() == [0, 1, 2, 3, 4]
-    assert not output.response_mask.any() and not output.log_probs.any()
-    assert output.versions.tolist() == [-1] * 5
-    assert output.reward_score is None and len(output.prompt_ids) == 0
-    figures = m.metrics()
-    assert [figures[f"failures/{key}_total"] for key in ("failed", "retried", "masked")] == [2, 1, 1]
-
-
-def test_masked_sample_without_tokens_has_one(manager):
-    m, sample_id = one_running(manager, failures=FailurePolicy(OnSampleError.MASK))
-    assert m.fail(sample_id, "boom") is FailureVerdict.MASK
-    (output,) = m.take_batch(stop=True)[0].outputs
-    assert output.response_ids.tolist() == [0] and output.response_mask.tolist() == [0]
 
 
 def test_raise_leaves_the_sample_failed_with_its_error(manager):
@@ -159,18 +135,6 @@ def test_backoff_longer_than_the_stall_deadline_is_no_stall(prompts, output):
     assert asyncio.run(life()).admitted == ("0/0",)
 
 
-def test_raise_fails_everyone_who_waits(prompts):
-    async def life():
-        actor = actor_of(FailurePolicy(OnSampleError.RAISE))
-        sample_id = await one_claimed(actor, prompts)
-        waiting = asyncio.ensure_future(actor.wait_batch(True))
-        await actor.report(Report("w0", failed=((sample_id, "ToolError: boom"),)))
-        await asyncio.wait_for(waiting, 5)
-
-    with pytest.raises(RolloutFailedError, match="sample 0/0#0 on w0 failed: ToolError: boom"):
-        asyncio.run(life())
-
-
 def test_report_of_a_released_worker_is_refused(prompts, output):
     async def life():
         actor = actor_of()
@@ -197,20 +161,6 @@ def test_waiting_claim_of_a_dead_worker_takes_nothing_from_its_successor(prompts
 
     orphaned, grants = asyncio.run(life())
     assert orphaned == [] and [g.sample_id for g in grants] == ["0/0#0"]
-
-
-def test_actor_saves_and_loads(tmp_path, prompts, segment):
-    path = str(tmp_path / "manager.snapshot")
-
-    async def life():
-        actor, fresh = actor_of(), actor_of()
-        sample_id = await one_claimed(actor, prompts)
-        await actor.report(Report("w0", progress=(Progress(sample_id, (segment(5, version=0),)),)))
-        return await actor.save(path), await fresh.load(path)
-
-    written, restored = asyncio.run(life())
-    assert written.bytes > 0 and 0 <= written.blocked_s < written.seconds
-    assert (restored.groups, restored.unfinished_samples, restored.cached_tokens) == (1, 1, 5)
 
 
 def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, monkeypatch):

@@ -18,6 +18,7 @@ RUN = {
     "max_staleness": 1,
     "epoch_prompts": 4,
     "total": 8,
+    "offered": 8,
 }
 
 

@@ -14,10 +14,6 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import PromptsWanted, Report, RolloutFailedError
 from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter
-from recipe.partial_rollout.manager.types import Progress
-from recipe.partial_rollout.records.ledger import Ledger, RunSizes
-from recipe.partial_rollout.records.trained_group import TrainedGroup
-from recipe.partial_rollout.tools.audit import audit
 
 BOTH = pytest.mark.parametrize("stop", [True, False], ids=["stops", "runs on"])
 
@@ -299,18 +295,6 @@ def test_group_filtered_before_its_admission_is_told_is_accounted_for_with_the_n
 
 
 @BOTH
-def test_failure_reaches_whoever_waits_for_the_batch(stop, prompts):
-    async def life():
-        actor, _ = await begun(prompts)
-        waiting = await pending(actor.wait_batch(stop))
-        await actor.abandon("vLLM replica r0 died")
-        await soon(waiting)
-
-    with pytest.raises(RolloutFailedError, match="vLLM replica r0 died"):
-        asyncio.run(life())
-
-
-@BOTH
 def test_batch_that_does_not_come_ends_the_run_with_the_samples_awaited(stop, prompts):
     async def life():
         actor, _ = await begun(prompts, stall_s=0.2)
@@ -392,89 +376,3 @@ def test_waiting_claim_is_answered_when_its_worker_gets_more_slots(prompts):
         return len(first), len(await asyncio.wait_for(waiting, 5))
 
     assert asyncio.run(life()) == (2, 3)
-
-
-PROMPTS, STEPS = 12, 6
-
-
-class Process:
-    """A driver that trains steps of 2 groups of 2, and its two workers, whose samples take 1 or 12 turns of a token."""
-
-    def __init__(self, run_dir, prompts, output, segment):
-        self.path, self.ledger = str(run_dir / "manager.state"), Ledger(run_dir)
-        self.prompts, self.output, self.segment = prompts, output, segment
-        self.actor = actor_of(batch=2, n=2)
-        self.actor.CLAIM_WAIT_S = 0.01
-        self.alive = True
-        self.offered = 0
-        self.ledger.run(RunSizes("PR", 2, 2, 4, PROMPTS, PROMPTS, PROMPTS))
-
-    async def resume(self, step):
-        restored = await self.actor.load(self.path)
-        self.offered = int(self.actor._manager._reserve.last_offered[2:]) + 1
-        self.ledger.resumed(step)
-        return restored
-
-    async def train(self, steps, *, dies_in=None):
-        """Train ``steps``; die in ``dies_in`` with its batch at the trainer and the other samples running."""
-        workers = [asyncio.create_task(self.work(name)) for name in ("w0", "w1")]
-        for step in steps:
-            count = min(await self.actor.wanted(), PROMPTS - self.offered)
-            rows = self.prompts(count, start=self.offered)
-            self.offered += count
-            await self.actor.begin_version(step - 1, rows, PROMPTS - self.offered)
-            batch = await soon(self.actor.wait_batch(False))
-            await asyncio.sleep(0)
-            if step == dies_in:
-                break
-            await self.actor.finish_step(uids(batch.groups))
-            self.ledger.admitted(step, step - 1, batch.admitted)
-            self.ledger.trained(step, step - 1, [TrainedGroup.of(group, step - 1) for group in batch.groups])
-            await self.save(step)
-        self.alive = False
-        await asyncio.gather(*workers)
-
-    async def save(self, step):
-        await self.actor.save(self.path)
-        self.ledger.checkpoint(step)
-
-    async def work(self, name):
-        await self.actor.register_worker(name, 3)
-        left = {}
-        while self.alive:
-            grants = await self.turn(name, left) if left else await self.actor.claim(name)
-            left |= {grant.sample_id: 1 + 11 * (grant.order % 2) for grant in grants}
-            await asyncio.sleep(0)
-
-    async def turn(self, name, left):
-        """Every sample gets a token; those that end are reported with what the others have made."""
-        version = self.actor._manager.version
-        ended = tuple((sample, self.output(version=version)) for sample in left if left[sample] == 1)
-        for sample, _ in ended:
-            del left[sample]
-        left |= {sample: turns - 1 for sample, turns in left.items()}
-        progress = tuple(Progress(sample, (self.segment(1, version=version),)) for sample in left)
-        return await self.actor.report(Report(name, progress=progress, finished=ended))
-
-
-@pytest.mark.parametrize("saved_with_the_trainer", [False, True])
-def test_run_that_dies_while_its_batch_trains_and_samples_run_trains_every_prompt_once(
-    saved_with_the_trainer, tmp_path, prompts, output, segment
-):
-    """It resumes from the step before, whose checkpoint was made before or after the batch was taken."""
-
-    async def life():
-        first = Process(tmp_path, prompts, output, segment)
-        await first.train([1, 2, 3], dies_in=3)
-        if saved_with_the_trainer:
-            await first.save(2)
-        second = Process(tmp_path, prompts, output, segment)
-        restored = await second.resume(2)
-        await second.train(range(3, STEPS + 1))
-        second.ledger.complete()
-        return restored
-
-    restored = asyncio.run(life())
-    result, _ = audit(tmp_path)
-    assert result.violations == [] and len(result.trained.once) == PROMPTS
-    assert restored.groups == (4 if saved_with_the_trainer else 2) and restored.unfinished_samples

@@ -29,20 +29,6 @@ def end_round(manager, running):
     return taken
 
 
-def test_window_round_starts_with_overlap_groups_beyond_the_batch(manager):
-    m = manager(batch=2, n=3, overlap=1.0)
-    assert begin(m) == 4
-    assert len(m.claim("w0")) == 12
-
-
-def test_share_of_a_worker_that_claims_late_waits_for_it(manager):
-    m = manager(batch=64, n=8, overlap=0.0, workers=8, capacity=256)
-    begin(m)
-    early = [len(m.claim(f"w{i}")) for i in range(5)]
-    assert early == [64] * 5 and m.claim("w0") == []
-    assert [len(m.claim(f"w{i}")) for i in range(5, 8)] == [64] * 3
-
-
 def test_samples_that_others_do_not_claim_are_left_over_for_whoever_has_slots(manager):
     m = manager(batch=64, n=8, overlap=0.0, workers=8, capacity=256)
     begin(m)
@@ -54,27 +40,6 @@ def test_samples_that_others_do_not_claim_are_left_over_for_whoever_has_slots(ma
     # An eighth of what is left at a time, until its slots are full.
     assert taken[0] == 56 and taken == sorted(taken, reverse=True) and sum(taken) == 192
     assert not m.held_back("w0"), "its slots are full"
-
-
-def test_share_counts_the_conversations_that_a_worker_holds(manager, output):
-    m = manager(batch=2, n=4, overlap=1.0, workers=2, capacity=16)
-    begin(m)
-    first = m.claim("w0") + m.claim("w1")
-    assert len(first) == 16
-    for grant in [g for g in first if g.group_uid in ("0/0", "0/1")]:
-        m.finish(grant.sample_id, output())
-    left = [g.sample_id for g in first if g.group_uid not in ("0/0", "0/1")]
-    end_round(m, left)
-    begin(m)
-    # w0 had the samples of the groups that ended, w1 still holds those of the others.
-    assert [len(m.claim("w1")), len(m.claim("w0"))] == [8, 8]
-
-
-def test_share_follows_the_slots_of_a_worker(manager):
-    m = manager(batch=6, n=2, overlap=0.0, workers=1, capacity=4)
-    m.register_worker("large", 12)
-    begin(m)
-    assert [len(m.claim("large")), len(m.claim("w0"))] == [9, 3]
 
 
 def test_slots_that_change_between_rounds_are_those_of_the_next(manager, output):
@@ -123,50 +88,7 @@ def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, segment
     assert [g.sample_id for g in resumed[:2]] == carried
     assert [g.segments for g in resumed[:2]] == [(), ()], "their worker holds the conversations"
     assert groups_of(resumed[2:]) == ["0/2", "0/2"]
-
-
-def test_samples_that_the_engine_still_queued_resume_in_their_order_before_a_new_prompt(manager, output):
-    """They come back without a segment, in any order; what counts is when they were dispatched."""
-    m = manager(batch=1, n=2, overlap=2.0)
-    begin(m)
-    grants = m.claim("w0")
-    finish_group(m, grants, "0/0", output)
-    carried = [g.sample_id for g in grants if g.group_uid != "0/0"]
-    end_round(m, reversed(carried))
-    begin(m)
-    resumed = m.claim("w0")
-    assert {g.sample_id for g in resumed[: len(carried)]} == set(carried) and len(carried) == 4
-    assert groups_of(resumed) == ["0/1", "0/1", "0/2", "0/2", "0/3", "0/3"]
-    assert [g.order for g in resumed] == [1, 1, 2, 2, 3, 3], "what the engine queues by"
-
-
-def test_round_waits_for_a_group_at_the_staleness_bound(manager, output):
-    m = manager(batch=1, n=1, overlap=1.0, max_staleness=1)
-    begin(m)
-    old, young = m.claim("w0")
-    m.finish(young.sample_id, output())
-    end_round(m, [old.sample_id])
-    begin(m)
-    old, young = m.claim("w0")
-    m.finish(young.sample_id, output())
-    assert not m.round_complete()
-    m.finish(old.sample_id, output())
-    assert m.round_complete()
-    assert [g.uid for g in m.take_batch(stop=True)] == ["0/0"]
-
-
-def test_in_order_waits_for_the_first_dispatched_and_trains_them_first(manager, output):
-    m = manager(batch=2, n=1, overlap=1.0, policy=SchedulingPolicy.IN_ORDER)
-    begin(m)
-    grants = {grant.group_uid: grant.sample_id for grant in m.claim("w0")}
-    for uid in ("0/3", "0/2", "0/1"):
-        m.finish(grants[uid], output())
-    assert not m.round_complete()
-    m.finish(grants["0/0"], output())
-    assert m.round_complete()
-    assert [g.uid for g in end_round(m, [])] == ["0/0", "0/1"]
-    begin(m)
-    assert m.round_complete() and [g.uid for g in end_round(m, [])] == ["0/2", "0/3"]
+    assert [g.order for g in resumed] == [1, 1, 2, 2], "what the engine queues by"
 
 
 @pytest.mark.parametrize("policy", SchedulingPolicy)
@@ -264,13 +186,6 @@ def test_training_that_drained_goes_on_where_it_is_resumed_with_more_steps(manag
     assert begin(resumed) == 2 and not resumed.round_complete()
 
 
-def test_a_prompt_is_offered_once(manager, prompts):
-    m = manager()
-    begin(m)
-    with pytest.raises(RuntimeError, match="0/0 was offered twice"):
-        m.offer(prompts(1))
-
-
 @pytest.mark.parametrize("verb", ["interrupt", "finish", "fail", "add_segment", "add_tool_result"])
 def test_verbs_on_a_sample_that_does_not_run_are_refused(manager, output, segment, verb):
     m = manager()
@@ -316,35 +231,6 @@ def test_length_bias_shows_that_short_groups_train_first(manager, output, segmen
     assert m.metrics()["length/batch_bias"] == 90 / 10, "looking ahead has moved nothing"
 
 
-def test_others_run_on_while_a_batch_is_taken_and_the_version_advances(manager, output, segment):
-    m = manager(batch=2, n=1, overlap=1.0)
-    begin(m)
-    grants = m.claim("w0")
-    for uid in ("0/0", "0/2"):
-        finish_group(m, grants, uid, output)
-    taken = m.take_batch(stop=False)
-    m.add_segment("0/1#0", segment(3))
-    m.acknowledge(group.uid for group in taken)
-    assert begin(m) == 2
-    m.add_segment("0/1#0", segment(2, version=1))
-    finish_group(m, grants, "0/1", output)
-    assert m.counters.interrupted == 0 and m.version == 1
-    assert groups_of(m.claim("w0")) == ["0/4", "0/5"]
-
-
-def test_batch_that_the_trainer_has_counts_as_load(manager, output):
-    """Prompts that start in its place are as old as the next version's: not all could be trained in time, and all wait."""
-    m = manager(batch=1, n=1, mode=Mode.SSIM, in_flight=2, max_staleness=1)
-    begin(m)
-    for grant in m.claim("w0"):
-        m.finish(grant.sample_id, output())
-    taken = m.take_batch(stop=False)
-    assert m.admit() == 0 and m.claim("w0") == [], "one group is in flight, and one with the trainer"
-    m.acknowledge(group.uid for group in taken)
-    assert begin(m) == 1
-    assert [group.uid for group in m.take_batch(stop=False)] == ["0/1"]
-
-
 def test_sample_that_the_next_batch_needs_runs_first_even_while_the_trainer_has_this_one(manager, output):
     m = manager(batch=1, n=1, overlap=1.0, max_staleness=1, policy=SchedulingPolicy.SEED, capacity=2)
     begin(m)
@@ -352,25 +238,3 @@ def test_sample_that_the_next_batch_needs_runs_first_even_while_the_trainer_has_
     m.interrupt("0/1#0")
     m.take_batch(stop=False)
     assert groups_of(m.claim("w0", limit=1)) == ["0/1"]
-
-
-def test_sample_that_was_away_comes_back_to_its_worker_by_its_priority(manager, segment):
-    m = manager(batch=2, n=2, workers=2, capacity=2)
-    begin(m)
-    first, second = (grant.sample_id for grant in m.claim("w0"))
-    m.leave(first)
-    assert groups_of(m.claim("w0")) == ["0/1"], "its slot is another's"
-    m.add_tool_result(first, {"text": "42"})
-    m.come_back(first)
-    assert first not in [grant.sample_id for grant in m.claim("w1")]
-    m.interrupt(second)
-    assert [(grant.sample_id, grant.held) for grant in m.claim("w0")] == [(first, True)]
-
-
-def test_unfinished_report_names_sample_state_worker_and_age(manager, segment):
-    m = manager(batch=1, n=1, overlap=0.0)
-    begin(m)
-    (grant,) = m.claim("w0")
-    m.add_segment(grant.sample_id, segment(3))
-    report = m.unfinished_report()
-    assert "1 unfinished samples: 0/0#0 running on w0 for" in report and "(3 tokens cached)" in report

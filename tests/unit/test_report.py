@@ -300,7 +300,7 @@ def test_bad_setting_names_key_value_and_range(tmp_path, settings, message):
     ("change", "message"),
     [
         ({"calls": [[0, 1.0]]}, r"a call should be \[replica, start, end, tokens, version, resumed tokens"),
-        ({"calls": [[7, 1.0, 2.0, 3, 0]]}, r"a call names replica 7, but run.json says 2 replicas"),
+        ({"calls": [EngineCall(7, 1.0, 2.0, 3, 0).to_json()]}, r"a call names replica 7, but run.json says 2 replicas"),
         ({"end": ZERO - 1}, "before it starts"),
         ({"trained": ["x"]}, r"'trained' is \['x'\]; it should be a list, each entry an object"),
         ({"trained": [{**build_group(0, [1, 1]), "segments": [1]}]}, "group 0 has lists of different lengths"),

@@ -119,7 +119,7 @@ def test_run_without_a_trace_is_judged_by_its_ledger_and_says_so(whole, capsys):
 
 def test_calls_and_reward_calls_that_outlast_their_rounds_are_no_violation(whole):
     # Under separate placement rounds touch, a call may begin many rounds before, and end while the batch trains.
-    calls = [[0, -40.0, 5.0, 20, 1, 0, 0, 0.0, "0/3#1", False]]
+    calls = [EngineCall(0, -40.0, 5.0, 20, 1, sample="0/3#1").to_json()]
     late = changed(calls=calls, scorings=[[-3.0, 9.0]], interrupt_s=None, resume_s=None)
     phases = [("wait", 1.0, 3.0), ("stage", 3.5, 4.0), ("hold", 4.0, 4.1), ("sync", 3.5, 4.1), ("flush", 4.2, 4.4)]
     events = [{"event": "phase", "name": name, "step": 2, "start": a, "end": b} for name, a, b in phases]
@@ -132,7 +132,10 @@ def test_calls_and_reward_calls_that_outlast_their_rounds_are_no_violation(whole
         (lambda event: [], "step 2 is trained and has no round in the trace"),
         (lambda event: [event, event], "step 2 has two rounds in the trace"),
         (changed(version=0), "in step 2 the ledger has version 1, the trace 0"),
-        (changed(calls=[[0, 1.0, 2.0, 20, 2, 0, 0]]), "step 2 under version 1 has engine calls of version 2"),
+        (
+            changed(calls=[EngineCall(0, 1.0, 2.0, 20, 2).to_json()]),
+            "step 2 under version 1 has engine calls of version 2",
+        ),
         (changed(lost_samples=3), "3 samples were unaccounted for after the round of step 2"),
         (lambda event: [{**event, "trained": event["trained"][1:]}], "is trained in step 2 and not in its round"),
         (lambda event: [{**event, "trained": event["trained"][:1] * 2}], "in step 2 the trace has a group twice"),

@@ -165,23 +165,15 @@ def test_interrupted_sample_goes_on_in_its_worker_from_where_it_was():
     assert second.outputs[0].response_length == 60 and decoded == 65, "no token was decoded twice"
 
 
-def test_engine_calls_of_a_sample_know_its_group(monkeypatch):
+def test_engine_calls_of_a_sample_know_its_group():
     seen = {}
 
-    async def looked_at(self, sampling_params, trajectory, **options):
-        sample = LIVE_SAMPLE.get()
-        seen[sample.id] = sample.group
-        return await run(self, sampling_params, trajectory, **options)
+    class Noting(ScriptedWorker):
+        async def _run_agent_loop(self, *args, **kwargs):
+            seen[LIVE_SAMPLE.get().id] = LIVE_SAMPLE.get().group
+            return await super()._run_agent_loop(*args, **kwargs)
 
-    run = ScriptedWorker._run_agent_loop
-    monkeypatch.setattr(ScriptedWorker, "_run_agent_loop", looked_at)
-
-    async def body():
-        manager, worker, serving = await start([[5, 5]])
-        await finish_round(manager, worker)
-        serving.cancel()
-
-    asyncio.run(body())
+    asyncio.run(play(Noting, RETRY))
     assert seen == {"0/0#0": "0/0", "0/0#1": "0/0"}
 
 
@@ -244,19 +236,36 @@ def test_sample_that_no_round_comes_for_ends_the_run_by_its_deadline():
     asyncio.run(body())
 
 
-def refusing(times, *, dead):
-    """A worker whose replica fails the first ``times`` requests of sample 0/0#0."""
+def failing(how, times=1):
+    """A worker in which sample 0/0#0 fails ``times`` times before its first engine call, by awaiting ``how()``."""
 
-    class Refusing(ScriptedWorker):
+    class Failing(ScriptedWorker):
         left = times
 
         async def _run_agent_loop(self, *args, **kwargs):
-            if LIVE_SAMPLE.get().id == "0/0#0" and Refusing.left:
-                Refusing.left -= 1
-                raise ReplicaError("vLLM replica r0 failed on request 0/0#0@1: ValueError: no such token", dead=dead)
+            if LIVE_SAMPLE.get().id == "0/0#0" and Failing.left:
+                Failing.left -= 1
+                await how()
             return await super()._run_agent_loop(*args, **kwargs)
 
-    return Refusing
+    return Failing
+
+
+async def refused(dead=False):
+    """The replica's answer to a request."""
+    raise ReplicaError("vLLM replica r0 failed on request 0/0#0@1: ValueError: no such token", dead=dead)
+
+
+async def cancelled():
+    """The loop lets out the cancellation of something that it awaited."""
+    call = asyncio.ensure_future(asyncio.sleep(60))
+    await asyncio.sleep(0)
+    call.cancel()
+    await call
+
+
+async def hangs():
+    await asyncio.sleep(60)
 
 
 async def play(kind, failures, *, lengths=(5, 5), **settings):
@@ -269,52 +278,31 @@ async def play(kind, failures, *, lengths=(5, 5), **settings):
     return group.outputs, manager.actor._manager.metrics()
 
 
-def test_request_that_a_living_replica_refuses_once_is_made_again():
-    outputs, figures = asyncio.run(play(refusing(1, dead=False), RETRY))
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (refused, "no such token"),
+        (cancelled, "CancelledError"),
+        (hangs, "SampleTimeoutError: the agent loop of sample 0/0#0"),
+    ],
+)
+def test_sample_that_fails_is_run_again_and_masked_where_it_always_fails(how, said):
+    outputs, figures = asyncio.run(play(failing(how), RETRY, sample_s=0.1))
     assert [output.response_length for output in outputs] == [5, 5]
     assert (figures["failures/retried_total"], figures["failures/masked_total"]) == (1, 0)
-
-
-def test_request_that_a_living_replica_always_refuses_is_masked():
-    outputs, figures = asyncio.run(play(refusing(99, dead=False), RETRY))
+    outputs, figures = asyncio.run(play(failing(how, times=99), RETRY, sample_s=0.1))
     assert [output.masked for output in outputs] == [True, False] and figures["failures/masked_total"] == 1
-    assert "no such token" in outputs[0].extra_fields["sample_error"]
+    assert said in outputs[0].extra_fields["sample_error"]
 
 
 def test_request_that_a_living_replica_refuses_ends_the_run_where_failures_do():
     with pytest.raises(RolloutFailedError, match=r"sample 0/0#0 on w0 failed: ReplicaError: .* no such token"):
-        asyncio.run(play(refusing(1, dead=False), FailurePolicy(OnSampleError.RAISE)))
+        asyncio.run(play(failing(refused), FailurePolicy(OnSampleError.RAISE)))
 
 
 def test_last_replica_to_die_ends_the_run_whatever_failures_do():
     with pytest.raises(RolloutFailedError, match=r"^ReplicaError: vLLM replica r0 failed"):
-        asyncio.run(play(refusing(1, dead=True), RETRY))
-
-
-def cancelled_within(times):
-    """A worker in which sample 0/0#0 lets out, ``times`` times, the cancellation of something that it awaited."""
-
-    class Cancelled(ScriptedWorker):
-        left = times
-
-        async def _run_agent_loop(self, *args, **kwargs):
-            if LIVE_SAMPLE.get().id == "0/0#0" and Cancelled.left:
-                Cancelled.left -= 1
-                call = asyncio.ensure_future(asyncio.sleep(60))
-                await asyncio.sleep(0)
-                call.cancel()
-                await call
-            return await super()._run_agent_loop(*args, **kwargs)
-
-    return Cancelled
-
-
-def test_sample_that_lets_a_cancellation_out_has_failed_like_any_other():
-    outputs, figures = asyncio.run(play(cancelled_within(1), RETRY))
-    assert [output.response_length for output in outputs] == [5, 5] and figures["failures/retried_total"] == 1
-    outputs, _ = asyncio.run(play(cancelled_within(99), RETRY))
-    assert [output.masked for output in outputs] == [True, False]
-    assert "CancelledError" in outputs[0].extra_fields["sample_error"]
+        asyncio.run(play(failing(lambda: refused(dead=True)), RETRY))
 
 
 def unsaveable(sample_id):
@@ -339,29 +327,6 @@ def test_first_output_that_no_checkpoint_can_hold_ends_the_run_by_name():
 def test_later_output_that_no_checkpoint_can_hold_is_a_failed_sample_where_there_are_checkpoints(save_freq):
     outputs, _ = asyncio.run(play(unsaveable("0/0#1"), RETRY, lengths=[5, 60], save_freq=save_freq))
     assert [output.masked for output in outputs] == [False, save_freq > 0]
-
-
-def hanging(times):
-    """A worker in which the agent loop of sample 0/0#0 hangs ``times`` times before its first engine call."""
-
-    class Hanging(ScriptedWorker):
-        left = times
-
-        async def _run_agent_loop(self, *args, **kwargs):
-            if LIVE_SAMPLE.get().id == "0/0#0" and Hanging.left:
-                Hanging.left -= 1
-                await asyncio.sleep(60)
-            return await super()._run_agent_loop(*args, **kwargs)
-
-    return Hanging
-
-
-def test_sample_whose_agent_loop_hangs_is_retried_and_then_masked():
-    outputs, figures = asyncio.run(play(hanging(1), RETRY, sample_s=0.1))
-    assert [output.response_length for output in outputs] == [5, 5] and figures["failures/retried_total"] == 1
-    outputs, figures = asyncio.run(play(hanging(99), RETRY, sample_s=0.1))
-    assert [output.masked for output in outputs] == [True, False]
-    assert "SampleTimeoutError: the agent loop of sample 0/0#0" in outputs[0].extra_fields["sample_error"]
 
 
 def test_sample_may_wait_for_its_round_and_decode_for_longer_than_its_timeout():
@@ -558,19 +523,6 @@ def test_tool_within_its_deadline_is_no_stall(away_s):
             asyncio.run(body())
     else:
         assert asyncio.run(body()) == "0/0"
-
-
-def test_worker_that_dies_while_its_samples_are_away_loses_none():
-    async def body():
-        manager, _worker, serving = await start([[10, 5]], kind=conversations([], 60), release_after_s=0.0)
-        await asyncio.sleep(0.1)
-        serving.cancel()
-        requeued = await manager.actor.release_worker("w0")
-        await manager.actor.register_worker("w1", 16)
-        return requeued, await asyncio.wait_for(manager.actor.claim("w1"), 5)
-
-    requeued, grants = asyncio.run(body())
-    assert requeued == 1 and [(grant.sample_id, grant.held) for grant in grants] == [("0/0#0", False)]
 
 
 def test_tool_is_not_called_where_the_manager_refuses_to_know_of_it():

@@ -188,7 +188,7 @@ def decode(state: dict[str, Any], admission: Admission, into: ManagerState) -> N
     groups = into.groups
     groups.counters, groups.lengths = Counters(**state["counters"]), _length_ledger(state["lengths"])
     groups.admitted = list(state["admitted"])
-    groups.filtered = [FilteredGroup(**row) for row in state.get("filtered", ())]
+    groups.filtered = [FilteredGroup(**row) for row in state["filtered"]]
     groups.restore(_groups(state, admission.samples_per_group))
 
 
@@ -202,15 +202,8 @@ def _groups(state: dict[str, Any], size: int) -> Iterator[PromptGroup]:
 
 
 def _length_ledger(fields: dict[str, Any]) -> LengthLedger:
-    """The saved ledger; one without ``passed``, from before groups could be filtered, passed exactly its prefix."""
-    return LengthLedger(
-        opened=fields["opened"],
-        prefix=fields["prefix"],
-        prefix_groups=fields["prefix_groups"],
-        passed=fields.get("passed", fields["prefix_groups"]),
-        ended={int(order): int(tokens) for order, tokens in fields["ended"]},
-        left_out=set(fields.get("left_out", ())),
-    )
+    ended = {int(order): int(tokens) for order, tokens in fields["ended"]}
+    return LengthLedger(**{**fields, "ended": ended, "left_out": set(fields["left_out"])})
 
 
 def _check_sizes(state: dict[str, Any], admission: Admission) -> None:

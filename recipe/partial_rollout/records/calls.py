@@ -85,7 +85,7 @@ class EngineCall:
 
     @classmethod
     def from_json(cls, values: object, place: str, replicas: int | None) -> Self:
-        """The inverse of ``to_json``; older traces have shorter rows.
+        """The inverse of ``to_json``.
 
         Args:
             place: of the row, for the error. replicas: number of the run's replicas; None if any index is valid.
@@ -94,23 +94,28 @@ class EngineCall:
             RunRecordError: ``values`` is not such a row, or names a replica that the run does not have.
         """
         match values:
-            case [int(replica), int() | float() as start, int() | float() as end, int(tokens), int(version), *rest]:
+            case [
+                int(replica),
+                int() | float() as start,
+                int() | float() as end,
+                int(tokens),
+                int(version),
+                int(resumed),
+                int() | None as context,
+                int() | float() as queued_s,
+                str(sample),
+                bool(interrupted),
+                int(earlier),
+                int() | float() as waited_s,
+            ]:
                 if replica < 0 or (replicas is not None and replica >= replicas):
                     raise RunRecordError(
                         f"{place}: a call names replica {replica}, but run.json says {replicas} replicas"
                     )
                 if end < start:
                     raise RunRecordError(f"{place}: a call ends ({end}) before it starts ({start})")
-                match rest:
-                    case (
-                        []
-                        | [int()]
-                        | [int(), int() | None]
-                        | [int(), int() | None, int() | float()]
-                        | [int(), int() | None, int() | float(), str(), bool()]
-                        | [int(), int() | None, int() | float(), str(), bool(), int(), int() | float()]
-                    ):
-                        return cls(replica, float(start), float(end), tokens, version, *rest)
+                spent = float(start), float(end), tokens, version, resumed, context, queued_s
+                return cls(replica, *spent, sample, interrupted, earlier, waited_s)
         raise RunRecordError(
             f"{place}: a call should be [replica, start, end, tokens, version, resumed tokens, context tokens, "
             f"queued seconds, sample, interrupted, earlier tokens, waited seconds], got {values!r:.60}"

@@ -111,7 +111,7 @@ def to_json(event: LedgerEvent) -> dict[str, Any]:
 
 
 def from_json(line: Fields) -> LedgerEvent:
-    """The inverse of ``to_json``; ledgers of older versions, which lack some fields, are read too.
+    """The inverse of ``to_json``.
 
     Raises:
         RunRecordError: the event is unknown, or a field is missing or of another type; names the line.
@@ -122,8 +122,6 @@ def from_json(line: Fields) -> LedgerEvent:
     kind = _KINDS[event]
     if kind is Trained:
         return line.read(kind, groups=[TrainedGroup.from_ledger(group) for group in line.objects("groups")])
-    if kind is RunSizes and line.values.get("offered") is None:
-        return line.read(kind, offered=line.get("total", int))
     return line.read(kind)
 
 
