@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from recipe.partial_rollout.tools.command_line import described
-from tests.bench import distribution, hold, manager, outputs, scale, snapshot
+from tests.bench import distribution, hold, manager, scale, snapshot
 
 HERE = "tests.bench"
 
@@ -41,12 +41,6 @@ BENCHMARKS = {
         "--method ngram --prompts 16 --samples 16",
         "Samples the same prompts with and without it and compares the two by a permutation test. "
         "Exit code 1 if the distributions differ.",
-    ),
-    "outputs": Benchmark(
-        outputs.add_arguments,
-        "Measure the cost of engine outputs that nobody reads: one for every step, against the last one only.",
-        "--running 64 --tokens 128 --repeats 3",
-        "The same requests run both ways in turns, and the second way also with vLLM's statistics on.",
     ),
     "hold": Benchmark(
         hold.add_arguments,

@@ -1,7 +1,6 @@
 """``tests.chaos`` inflicts faults, resumes, and accounts for what was decoded; nightly e2e has real trainings."""
 
 import json
-import random
 import sys
 from types import SimpleNamespace
 
@@ -12,9 +11,7 @@ from recipe.partial_rollout.records.jsonl import Resumed
 from recipe.partial_rollout.records.trace import Begin, RoundRecord, to_json
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from tests.chaos import victim
-from tests.chaos.__main__ import deal
 from tests.chaos.effects import conversations, differences
-from tests.chaos.faults import Kind
 from tests.chaos.survival import survival
 
 TRAINING = """#!{python}
@@ -84,10 +81,3 @@ def test_effect_that_is_lost_or_doubled_is_seen(tmp_path, log, said):
     assert differences(orders(tmp_path / "same", "a\nb\n"), undisturbed) == []
     (line,) = differences(orders(tmp_path / "faults", log, said), undisturbed)
     assert "0_3#1" in line
-
-
-def test_each_kind_of_fault_is_dealt_before_any_comes_again():
-    kinds = list(Kind)
-    dealt = deal(kinds, 2 * len(kinds) + 1, random.Random(0))
-    assert set(dealt[: len(kinds)]) == set(dealt[len(kinds) : -1]) == set(kinds)
-    assert dealt != deal(kinds, len(dealt), random.Random(1))

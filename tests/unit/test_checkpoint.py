@@ -16,7 +16,7 @@ from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from recipe.partial_rollout.checkpoint import run_checkpoints as checkpoint
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
-from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError, write_snapshot
+from recipe.partial_rollout.checkpoint.snapshot import write_snapshot
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight.inputs import check_rows
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
@@ -193,16 +193,3 @@ def test_weights_are_saved_where_what_is_in_flight_cannot_be(tmp_path, step):
     assert (step_dir / "actor" / "weights").read_text() == str(step)
     assert f"{step_dir}/actor" in message and "verl.model_merger" in message and "\n" not in message
     assert RunCheckpoints(tmp_path).to_resume("auto", None) == tmp_path / "global_step_1"
-
-
-def test_only_torn_checkpoints_are_refused_by_name(tmp_path, monkeypatch):
-    ours = trainer(tmp_path)
-    for step in (3, 4):
-        monkeypatch.setattr(checkpoint, "seal", kill)
-        with pytest.raises(Killed):
-            save(ours, step)
-    checkpoints = RunCheckpoints(tmp_path)
-    with pytest.raises(TornCheckpointError, match=r"global_step_4 is torn.*global_step_3 is torn.*=disable") as caught:
-        checkpoints.to_resume("auto", None)
-    assert "\n" not in str(caught.value)
-    assert checkpoints.to_resume("disable", None) is None

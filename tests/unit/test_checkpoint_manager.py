@@ -186,17 +186,6 @@ def test_baseline_asks_as_verl_does_and_fails_as_verl_does():
         manager.sleep_replicas()
 
 
-def test_engines_of_their_own_decode_until_the_weights_go_out_and_begin_the_version_before_they_go_on():
-    manager, _, (first, second), versions = separate()
-    manager.sleep_replicas()
-    manager.wake_up_replicas()
-    assert first.asked == [], "they never sleep"
-    manager.update_weights(3)
-    assert first.asked == second.asked == ["check_alive", "hold", "check_alive", "resume"]
-    assert versions.prepared == [[]], "the next prompts are read while the engines decode"
-    assert versions.begun == [(3, ["check_alive", "hold", "check_alive"])] and versions.phases == [("hold", 3)]
-
-
 @pytest.mark.parametrize("dies_with", [SERVER_DIED, ENGINE_DIED], ids=["server", "engine"])
 @pytest.mark.parametrize("dies_in", ["check_alive", "hold"])
 def test_engine_that_dies_while_it_decodes_or_is_held_is_restarted_and_gets_the_weights(dies_in, dies_with):

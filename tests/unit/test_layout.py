@@ -70,8 +70,3 @@ def test_longest_chain_of_imports_is_short():
 def test_patches_of_verl_and_vllm_live_in_verl_ext():
     for path in modules("."):
         assert "register_post_import_hook" not in path.read_text(), path
-
-
-def test_nothing_at_run_time_reads_the_shared_folder():
-    for path in [*modules("."), *(ROOT.parents[1] / "verl_ext").rglob("*.py")]:
-        assert "shared/" not in path.read_text(), path

@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.preflight.placement_check import check_placement
-from tests.studies.learning.arms import COMMON, at_rates
+from tests.studies.learning.arms import at_rates
 from tests.studies.learning.campaign import Campaign
-from tests.studies.learning.eta import ETA_ARMS
 from tests.studies.learning.figures import Gap, compare
 from tests.studies.learning.run import LearningRun
 from tests.studies.runner import Study
@@ -74,19 +71,6 @@ def trainings(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", train)
     return ran
-
-
-def test_eta_is_window_and_bound_of_separate_placement(composed_config):
-    etas = set()
-    for arm in ETA_ARMS:
-        config = composed_config("quickstart_cpu", *COMMON, *arm.overrides)
-        ours = config.partial_rollout
-        assert ours.overlap == ours.max_staleness and ours.placement == "separate", arm.name
-        assert ours.correction == ("none" if arm.name.endswith("_uncorrected") else "decoupled"), arm.name
-        check_placement(config, PartialRolloutConfig.from_config(config))
-        assert ours.trust_region == ("mask" if arm.name.endswith("_mask") else "none"), arm.name
-        etas.add((int(ours.overlap), ours.correction, ours.trust_region))
-    assert len(etas) == len(ETA_ARMS) == 15 and {eta for eta, *_ in etas} == {0, 1, 2, 4, 8}
 
 
 def test_a_run_in_the_ledger_is_read_from_its_metrics_and_not_trained_again(tmp_path, trainings):

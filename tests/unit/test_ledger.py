@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from recipe.partial_rollout.manager.types import TakenGroup
 from recipe.partial_rollout.records.jsonl import Resumed
-from recipe.partial_rollout.records.ledger import NAME, Ledger, RunSizes, Trained, iter_ledger
-from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.records.ledger import NAME, Ledger, RunSizes, iter_ledger
 from recipe.partial_rollout.tools.audit import audit, main
 
 RUN = {
@@ -49,10 +47,6 @@ def filtered(step, *uids):
 
 def resumed(step):
     return {"event": "resumed", "step": step}
-
-
-def checkpoint(step):
-    return {"event": "checkpoint", "step": step}
 
 
 COMPLETE = {"event": "complete"}
@@ -197,33 +191,9 @@ def test_data_may_end_a_filtering_training_with_less_than_a_batch_in_flight(writ
     assert violations(write(*never))[0].startswith("5 prompts are admitted and not trained, admission allows 1")
 
 
-def test_what_a_resume_undoes_is_filtered_or_trained_again(write):
-    assert violations(write(*SAMPLED[:6], FILTERING, resumed(1), *SAMPLED[4:])) == []
-    again = [FILTERING, resumed(1), SAMPLED[4], filtered(2, "1/0"), trained(2, "0/2", "1/1"), COMPLETE]
-    assert violations(write(*SAMPLED[:7], *again)) == []
-
-
-def test_what_a_resume_undoes_does_not_count(write):
-    run_dir = write(*GOOD[:7], RUN, resumed(1), *GOOD[3:])
-    result, _ = audit(run_dir)
-    assert result.violations == []
-    assert (result.kills, result.resumes, result.undone) == (1, 1, 4)
-
-
 def test_resume_from_scratch_undoes_everything(write):
     result, _ = audit(write(*GOOD, RUN, resumed(0), *GOOD[1:]))
     assert result.violations == [] and result.undone == 8 and result.complete
-
-
-@pytest.mark.parametrize("noted", [True, False], ids=["checkpoints noted", "older ledger"])
-def test_a_resume_from_an_abandoned_branch_counts_that_branch(write, noted):
-    """A life resumes an older checkpoint, trains other prompts and dies; the next resumes the newest checkpoint."""
-    abandoned = [line for i in (1, 3, 5) for line in (*GOOD[i : i + 2], *([checkpoint((i + 1) // 2)] if noted else []))]
-    dies = [RUN, resumed(1), admitted(2, "0/3", "1/0"), trained(2, "0/1", "1/0")]
-    # One that trained step 3 as well, but died before its checkpoint.
-    dies += [admitted(3, "1/1", "1/2"), trained(3, "1/1", "1/2")] if noted else []
-    result, _ = audit(write(RUN, *abandoned, *dies, RUN, resumed(3), *GOOD[7:]))
-    assert result.violations == [] and result.undone == (4 if noted else 2)
 
 
 def test_staleness_is_judged_by_the_bound_in_force(write):
@@ -262,22 +232,6 @@ def test_anything_else_is_unreadable(write, lines, message, capsys):
 
 def test_missing_ledger_is_unreadable(tmp_path):
     assert main([str(tmp_path / "none")]) == 2
-
-
-def test_ledger_writes_what_the_audit_reads(tmp_path, output):
-    ledger = Ledger(tmp_path)
-    ledger.run(RunSizes("PR", 2, 1, 1, 2, 2, 2))
-    ledger.admitted(1, 0, ["0/0", "0/1"])
-    for step, uid in ((1, "0/1"), (2, "0/0")):
-        taken = TakenGroup(uid, int(uid[2:]), 0, {}, (output(3, version=0), output(4, version=step - 1)), 0)
-        ledger.trained(step, step - 1, [TrainedGroup.of(taken, step - 1)])
-        ledger.checkpoint(step)
-    ledger.complete()
-    result, cut_off = audit(tmp_path)
-    assert result.violations == [] and cut_off == 0 and result.complete
-    events = [event for _, event in iter_ledger(tmp_path / NAME, [])]
-    groups = [group for event in events if isinstance(event, Trained) for group in event.groups]
-    assert [each.staleness for each in groups] == [[0, 0], [1, 0]] and groups[1].parts == [[3] * 4, [4] * 4]
 
 
 def test_ledger_goes_on_behind_a_line_that_was_cut_off(tmp_path):

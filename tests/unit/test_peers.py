@@ -15,7 +15,7 @@ from tests.studies.__main__ import main as run_study
 from tests.studies.peers.arms import ARMS, SEPARATE
 from tests.studies.peers.document import table_of
 from tests.studies.peers.figures import compare, read_rows
-from tests.studies.peers.run import PeerRun, read_run
+from tests.studies.peers.run import PeerRun
 from tests.studies.runner import Study
 
 STEPS = 8
@@ -105,28 +105,20 @@ def test_run_that_decodes_while_it_trains_has_no_rollout_time(tmp_path):
     assert shown["the same / noPR (spread)"] == "1.00 (1.00 to 1.00)"
 
 
-def test_every_trainers_staleness_is_read_under_its_own_name(tmp_path):
-    for name, ours in (("ours", True), ("theirs", False)):
-        write_run(tmp_path / name, rollout_s=1.0, staleness=1.5, ours=ours)
-        run = read_run(tmp_path / name, "arm", 1, 4)
-        assert (run.staleness == 1.5).all() and (run.staleness_max == 3.0).all() and (run.tokens == 400).all()
-        assert run.full_tokens_per_s == (1000.0 if ours else None)
-        assert run.stolen_cpu == (0.125 if ours else None)
-
-
-def test_separate_arms_have_the_same_split_and_send_every_version(tmp_path, composed_config):
+def test_every_arm_composes_and_separate_ones_have_the_same_split_and_send_every_version(tmp_path, composed_config):
     study = Study(tmp_path, ARMS, (1,), STEPS, "quickstart_cpu")
     for arm in ARMS:
-        if arm.name not in SEPARATE:
-            continue
         command = study.command(arm, 1)
         config = composed_config("quickstart_cpu", *command[command.index("quickstart_cpu") + 1 :])
         rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-        assert rollout.nnodes * rollout.n_gpus_per_node == trainer.nnodes * trainer.n_gpus_per_node == 1, arm.name
-        assert config.ray_kwargs.ray_init.num_gpus >= 2 and rollout.checkpoint_engine.backend == "shm", arm.name
-        assert pinned_cores(config) == (0 if arm.name.endswith("_unpinned") else 1), arm.name
-        if trainer.use_v1:
+        assert trainer.use_v1 == arm.name.startswith("v1")
+        if arm.name in SEPARATE:
+            assert rollout.nnodes * rollout.n_gpus_per_node == trainer.nnodes * trainer.n_gpus_per_node == 1, arm.name
+            assert config.ray_kwargs.ray_init.num_gpus >= 2 and rollout.checkpoint_engine.backend == "shm", arm.name
+            assert pinned_cores(config) == (0 if arm.name.endswith("_unpinned") else 1), arm.name
+        if arm.name in SEPARATE and trainer.use_v1:
             assert trainer.v1.trainer_mode == "separate_async" and trainer.v1.separate_async.parameter_sync_step == 1
+    assert table_of(compare([build_run(arm.name, 1) for arm in ARMS])).rows[0][0] == "noPR"
 
 
 def test_verls_message_without_hybrid_engines_still_breaks_at_info():
@@ -136,24 +128,6 @@ def test_verls_message_without_hybrid_engines_still_breaks_at_info():
     assert "flush=True" in inspect.getsource(PPOTrainerSeparateAsync._setup)
     with pytest.raises(TypeError, match="flush"):
         logger.error("message", flush=True)  # type: ignore[call-arg]
-
-
-def test_driver_of_verls_trainer_runs_beside_the_trainer(monkeypatch):
-    from tests.studies.peers import sampler
-
-    moves = []
-    monkeypatch.setattr(sampler.cores, "move_to", moves.append)
-    options = {
-        "trainer_mode": "separate_async",
-        "trainer_config": {},
-        "max_off_policy_threshold": 8,
-        "max_off_policy_strategy": "drop",
-        "sampler_kwargs": {},
-    }
-    assert sampler.PlacedReplayBuffer(**options).poll_interval == 2.0 and not moves, "verl's polls; no core of its own"
-    monkeypatch.setenv(sampler.cores.VARIABLE, "0")
-    assert sampler.QuickReplayBuffer(**options).poll_interval == sampler.POLL_S
-    assert moves == [[0]]
 
 
 @pytest.mark.parametrize(("arm", "moves", "trainer"), [("quick", [[1], [0]], "0"), ("quick_unpinned", [], "")])
@@ -205,15 +179,6 @@ def test_figures_of_an_earlier_report_are_reported_again(tmp_path, path, capsys)
     again, before = read_rows(tmp_path / "peers.json"), read_rows(path)
     assert [row.arm for row in again] == [row.arm for row in before]
     assert again[0].median("rollout_ms") == before[0].median("rollout_ms")
-
-
-def test_every_arm_composes(composed_config, tmp_path):
-    study = Study(tmp_path, ARMS, (1,), STEPS, "quickstart_cpu")
-    for arm in ARMS:
-        command = study.command(arm, 1)
-        config = composed_config("quickstart_cpu", *command[command.index("quickstart_cpu") + 1 :])
-        assert config.trainer.use_v1 == arm.name.startswith("v1")
-    assert table_of(compare([build_run(arm.name, 1) for arm in ARMS])).rows[0][0] == "noPR"
 
 
 def test_verls_own_trainer_composes_in_a_process_of_its_own(tmp_path):

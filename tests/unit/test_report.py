@@ -459,10 +459,3 @@ def test_panels_of_both_placements_are_over_whole_steps(tmp_path, run):
     found = [(_speed(each), _bubble(each)) for each in (shown(colocated, over) for over in (Over.ROLLOUT, Over.STEP))]
     assert found == [(pytest.approx(20), pytest.approx(3 / 4)), (pytest.approx(10), pytest.approx(7 / 8))]
     assert (_speed(shown(run, Over.STEP)), _bubble(shown(run, Over.STEP))) == (pytest.approx(20), pytest.approx(0.5))
-
-
-def test_report_of_both_placements_is_written(tmp_path):
-    runs = [in_turns(tmp_path / "noPR"), separate_run(tmp_path / "PR")]
-    assert main([*map(str, runs), "--out", str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out" / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    assert "| engines held | - | 6.2% |  |" in (tmp_path / "out" / "report.md").read_text()

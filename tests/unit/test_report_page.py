@@ -54,15 +54,6 @@ def test_page_loads_nothing(tmp_path):
     assert re.findall(r'src="(.{5})', page) == ["data:"]
 
 
-def test_unequal_work_and_unlike_engines_stand_in_bold_above_the_findings(tmp_path):
-    other = interrupted_run(tmp_path / "b", arm="noPR", replicas=1)
-    page = report(tmp_path, interrupted_run(tmp_path / "a", steps=2), other)
-    cautions = re.findall(r'<p class="caution"><b>(.*?)</b></p>', page)
-    assert cautions[0].startswith("The work differs: noPR trained 6 groups, PR 4")
-    assert "The runs differ in replicas: noPR 1, PR 2." in cautions
-    assert page.index("</b></p>") < page.index("Not equal work: per trained token")
-
-
 def test_timeline_has_every_call_of_the_trace(tmp_path):
     path = interrupted_run(tmp_path / "a", steps=2)
     (run,) = data_of(report(tmp_path, path))

@@ -205,11 +205,3 @@ def test_workers_meet_a_restarted_replica_although_the_load_balancer_is_dead(mon
     asyncio.run(roster.announce_restarted(SimpleNamespace(ask_each=ask_each)))
     assert [verb for verb, _ in told] == ["use_replicas"] and traced == [["a", "c"]]
     assert "load balancer is dead" in warned[0]
-
-
-def test_replica_that_does_not_say_is_named_at_the_deadline():
-    control = control_of(Answers(kv_tokens=1))
-    control._deadline_s = 0.01
-    control.servers["a"].kv_tokens.remote = lambda: asyncio.sleep(5)
-    with pytest.raises(TimeoutError, match=r"asking the vLLM replicas a for their kv_tokens .*deadlines\.interrupt_s"):
-        asyncio.run(control.kv_tokens())

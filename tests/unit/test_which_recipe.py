@@ -1,7 +1,6 @@
 """Another recipe of the same module path never runs in place of this one without a word."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.keys import ConfigError
-from verl_ext import check, which_recipe
+from verl_ext import check
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ROOT / "recipe" / "partial_rollout"
@@ -53,12 +52,6 @@ def refusal(done):
     return line
 
 
-def test_module_run_in_a_foreign_checkout_is_theirs(foreign):
-    """Python's doing, and why there is a console script."""
-    done = python("-m", "recipe.partial_rollout.main_ppo", cwd=foreign)
-    assert (done.returncode, done.stdout) == (0, "theirs\n")
-
-
 def test_script_refuses_a_foreign_checkout_because_its_ray_workers_would_run_theirs(foreign, script):
     assert refusal(python(script, "train", "--cfg", "job", cwd=foreign)) == (
         f"partial-rollout: error: a Ray worker would import recipe.partial_rollout from {foreign}/recipe/partial_rollout, "
@@ -71,11 +64,6 @@ def test_script_refuses_a_foreign_checkout_on_pythonpath(foreign, script, tmp_pa
         f"partial-rollout: error: this process would import recipe.partial_rollout from {foreign}/recipe/partial_rollout, "
         f"not from {OURS}: take {foreign} off PYTHONPATH"
     )
-
-
-def test_script_as_a_module_refuses_a_foreign_checkout(foreign):
-    line = refusal(python("-m", "verl_ext.command", "tools", "audit", cwd=foreign))
-    assert line.startswith("partial-rollout: error: this process would import recipe.partial_rollout from ")
 
 
 def test_script_refuses_a_package_that_hides_every_recipe_but_its_own(script, tmp_path):
@@ -92,11 +80,6 @@ def test_script_runs_ours_beside_other_recipes(script, tmp_path):
     assert done.stdout.startswith("usage: python -m recipe.partial_rollout.tools")
 
 
-def test_ours_on_pythonpath_first_still_gives_workers_theirs(foreign, script):
-    """A Ray worker has the driver's directory before PYTHONPATH; test_which_recipe of the integration tests asks one."""
-    assert refusal(python(script, "train", cwd=foreign, path=(ROOT, foreign))).endswith("start from another directory")
-
-
 def test_our_trainer_dies_before_ray_starts_where_its_workers_would_import_theirs(foreign, monkeypatch):
     monkeypatch.chdir(foreign)
     with pytest.raises(ConfigError, match=f"^a Ray worker would import recipe.partial_rollout from {foreign}"):
@@ -106,13 +89,3 @@ def test_our_trainer_dies_before_ray_starts_where_its_workers_would_import_their
 def test_setup_check_fails_in_a_foreign_checkout(foreign, monkeypatch):
     monkeypatch.chdir(foreign)
     assert f"a Ray worker would import recipe.partial_rollout from {foreign}" in check.failure()
-
-
-def test_recipe_of_this_repository_is_the_one_that_is_imported():
-    assert which_recipe.OURS == OURS
-    assert which_recipe.problem() is None
-
-
-def test_script_is_declared_by_the_distribution():
-    scripts = (ROOT / "pyproject.toml").read_text().partition("[project.scripts]")[2]
-    assert re.search(r'^partial-rollout = "verl_ext.command:main"$', scripts, re.M)
