@@ -1,6 +1,8 @@
 """The tasks of reasoning-gym: rows are made once each, their ground truth is the library's entry, and so is the score."""
 
 import ast
+import math
+import re
 import sys
 
 import pandas as pd
@@ -42,6 +44,20 @@ def test_rows_are_verls_and_none_held_out_is_trained_on(library, tmp_path):
     assert len(together) == len(set(together)) and 100 < len(prompts["test"]) <= 200
     assert set(files["train"].data_source) <= {"reasoning_gym/chain_sum"} and "<answer>" in prompts["test"][0]
     assert [row["index"] for row in files["test"].extra_info] == list(range(len(files["test"])))
+
+
+@pytest.mark.parametrize(("ask", "answer"), [("In <answer>.", "<answer>{}</answer>"), ("", "{}")])
+def test_shots_are_solved_problems_that_no_row_asks(library, tmp_path, ask, answer):
+    sizes = ("--rows", "30", "--held-out", "10", "--shots", "2", "--config", '{"max_value": 6}')
+    assert make(tmp_path, "--task", "gcd", *sizes, "--ask", ask) == 0
+    chats = [list(chat) for rows in rows_of(tmp_path).values() for chat in rows.prompt]
+    shown = chats[0][:-1]
+    assert [message["role"] for message in shown] == ["user", "assistant"] * 2
+    assert all(chat[:-1] == shown for chat in chats)
+    assert {chat[-1]["content"] for chat in chats}.isdisjoint(message["content"] for message in shown)
+    for asked, said in zip(shown[::2], shown[1::2], strict=True):
+        numbers = [int(number) for number in re.findall(r"\d+", asked["content"])]
+        assert said["content"] == answer.format(math.gcd(*numbers)) and asked["content"].endswith(ask)
 
 
 def test_another_run_makes_the_same_rows(library, tmp_path):
@@ -121,6 +137,7 @@ def test_several_tasks_are_mixed_in_turn_with_options_of_their_own(library, tmp_
         (("--task", "chain_sum", "--config", '{"max_digits": 0}'), "max_digits must be >= min_digits"),
         (("--task", "chain_sum", "gcd", "--config", '{"max_digits": 1}'), "options by their names, not max_digits"),
         (("--task", "chain_sum", "--rows", "0"), "--rows=0"),
+        (("--task", "chain_sum", "--shots", "-1"), "--shots=-1: at least 0"),
         (
             ("--task", "chain_sum", "--config", '{"max_terms": 2, "max_digits": 1}', "--held-out", "999"),
             "more problems",

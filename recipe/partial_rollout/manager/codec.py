@@ -43,7 +43,7 @@ from recipe.partial_rollout.manager.types import (
     Segment,
 )
 
-LAYOUT = 1
+LAYOUT = 2
 
 Fetch = Callable[[Sequence[FinishedOutput]], Sequence[SampleOutput]]
 

@@ -137,8 +137,9 @@ def _summary(path: Path, problems: list[NamedProblem], repeats: int, tokenizer: 
     cells = [str(path), f"{len(problems):,}", f"{repeats:,}", *_quantiles([len(each.content) for each in problems])]
     if tokenizer is None:
         return cells
-    chats = [[{"role": "user", "content": each.content}] for each in problems]
-    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    texts = tokenizer.apply_chat_template(
+        [each.prompt for each in problems], add_generation_prompt=True, tokenize=False
+    )
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [*cells, *_quantiles([len(each) for each in ids])]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from recipe.partial_rollout.tasks.reasoning_gym import problems
@@ -25,6 +27,9 @@ def add_options(parser: argparse._ActionsContainer) -> None:
         "--config", default="{}", metavar="JSON", help="the task's options; of several, {TASK: options}"
     )
     parser.add_argument("--ask", default=_ASK, metavar="TEXT", help="what follows each question")
+    parser.add_argument(
+        "--shots", type=int, default=0, help="solved problems before each question, for models that need to be shown"
+    )
     parser.add_argument("--rows", type=int, default=2000, help="of the training split, at most")
     parser.add_argument("--held-out", type=int, default=200, metavar="ROWS", help="of the test split, at most")
 
@@ -39,8 +44,11 @@ def write_made(options: argparse.Namespace) -> Iterator[tuple[Path, list[NamedPr
         raise DataError(f"--task: the name of a task, for {MADE}")
     if min(options.rows, options.held_out) < 1:
         raise DataError(f"--rows={options.rows} --held-out={options.held_out}: at least 1 each")
+    if options.shots < 0:
+        raise DataError(f"--shots={options.shots}: at least 0")
     streams = [
-        _stream(task, settings, options.ask) for task, settings in _settings(options.task, options.config).items()
+        _stream(task, settings, options.ask, options.shots)
+        for task, settings in _settings(options.task, options.config).items()
     ]
     seen = set[str]()
     for split, wanted in (("test", options.held_out), ("train", options.rows)):
@@ -74,12 +82,26 @@ def _settings(tasks: list[str], text: str) -> dict[str, dict]:
     return {task: given.get(task, {}) for task in tasks}
 
 
-def _stream(task: str, settings: dict, ask: str) -> Iterator[tuple[str, NamedProblem]]:
+def _stream(task: str, settings: dict, ask: str, shots: int) -> Iterator[tuple[str, NamedProblem]]:
+    """The task's problems, each after the same ``shots`` solved ones, which come first and are none of them."""
     try:
-        for question, truth in problems(task, {"seed": 1, **settings}):
-            yield f"{MADE}/{task}", NamedProblem(f"{question}\n\n{ask}", truth)
+        made = (
+            NamedProblem(f"{question}\n\n{ask}".strip(), truth)
+            for question, truth in problems(task, {"seed": 1, **settings})
+        )
+        solved = list(itertools.islice(made, shots))
+        before = tuple(message for each in solved for message in [*each.prompt, _answered(each, ask)])
+        shown = {each.content for each in solved}
+        for problem in made:
+            if problem.content not in shown:
+                yield f"{MADE}/{task}", replace(problem, shots=before)
     except ValueError as error:
         raise DataError(str(error)) from error
+
+
+def _answered(problem: NamedProblem, ask: str) -> dict[str, str]:
+    answer = ast.literal_eval(problem.ground_truth)[2]["answer"]
+    return {"role": "assistant", "content": f"<answer>{answer}</answer>" if "<answer>" in ask else str(answer)}
 
 
 def _in_turn(streams: list[Iterator[tuple[str, NamedProblem]]]) -> Iterator[tuple[str, NamedProblem]]:

@@ -29,12 +29,19 @@ class NamedProblem:
     content: str
     """of the user's message"""
     ground_truth: str
+    shots: tuple[dict[str, str], ...] = ()
+    """messages before it: solved problems"""
+
+    @property
+    def prompt(self) -> list[dict[str, str]]:
+        """The chat."""
+        return [*self.shots, {"role": "user", "content": self.content}]
 
     def row(self, data_source: str, split: str, index: int) -> Row:
         """The row that verl reads."""
         return {
             "data_source": data_source,
-            "prompt": [{"role": "user", "content": self.content}],
+            "prompt": self.prompt,
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": self.ground_truth},
             "extra_info": {"split": split, "index": index},
