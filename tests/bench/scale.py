@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
         finally:
             if own:
                 ray.shutdown()
-        print(_table(rows).console(), flush=True)
+        print(Table.of("Scheduling at scale", rows, _COLUMNS).console(), flush=True)
     if options.json:
         figures = [{**asdict(row), "overhead": row.overhead} for row in rows]
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
@@ -152,24 +152,13 @@ def measure(replicas: int, curve: EngineCurve, lengths: LengthTrace, options: ar
     played = [drive.round(version) for version in range(1 + options.rounds)]
     measured, simulated = played[1:], list(simulation.rounds(1 + options.rounds))[1:]
 
-    def mean(name: str) -> float:
-        return sum(figures[name] for figures in measured) / len(measured)
-
     return ScaleRow(
         replicas=replicas,
         samples=2 * batch * options.group,
-        round_s=mean("round_s"),
         simulated_s=sum(round_.seconds for round_ in simulated) / len(simulated),
-        decoded_tokens=mean("decoded_tokens"),
-        open_s=mean("open_s"),
-        open_lost_s=mean("open_lost_s"),
-        interrupt_s=mean("interrupt_s"),
-        take_s=mean("take_s"),
-        collect_s=mean("collect_s"),
-        prepare_s=mean("prepare_s"),
-        trained_samples=int(sum(figures["trained_samples"] for figures in played)),
-        manager_cpu_s=mean("manager_cpu_s"),
+        trained_samples=int(sum(figures.pop("trained_samples") for figures in played)),
         manager_rss_mb=drive.manager_process.memory_info().rss / 2**20,
+        **{name: sum(figures[name] for figures in measured) / len(measured) for name in measured[0]},
     )
 
 
@@ -274,42 +263,20 @@ def _pid(actor: Any) -> int:
     return os.getpid()
 
 
-def _table(rows: list[ScaleRow]) -> Table:
-    header = [
-        "replicas",
-        "samples",
-        "round s",
-        "simulated s",
-        "overhead",
-        "last slot s",
-        "mean slot s",
-        "interrupt s",
-        "take s",
-        "collect s",
-        "prepare s",
-        "manager CPU s",
-        "ms / sample",
-        "us / token",
-        "MB",
-    ]
-    cells = [
-        [
-            str(row.replicas),
-            f"{row.samples:,}",
-            f"{row.round_s:.2f}",
-            f"{row.simulated_s:.2f}",
-            f"{row.overhead:.2%}",
-            f"{row.open_s:.2f}",
-            f"{row.open_lost_s:.2f}",
-            f"{row.interrupt_s:.2f}",
-            f"{row.take_s:.2f}",
-            f"{row.collect_s:.2f}",
-            f"{row.prepare_s:.2f}",
-            f"{row.manager_cpu_s:.2f}",
-            f"{row.manager_ms_per_sample:.2f}",
-            f"{row.manager_us_per_token:.3f}",
-            f"{row.manager_rss_mb:.0f}",
-        ]
-        for row in rows
-    ]
-    return Table("Scheduling at scale", header, cells)
+_COLUMNS: tuple[tuple[str, Callable[[ScaleRow], str]], ...] = (
+    ("replicas", lambda row: str(row.replicas)),
+    ("samples", lambda row: f"{row.samples:,}"),
+    ("round s", lambda row: f"{row.round_s:.2f}"),
+    ("simulated s", lambda row: f"{row.simulated_s:.2f}"),
+    ("overhead", lambda row: f"{row.overhead:.2%}"),
+    ("last slot s", lambda row: f"{row.open_s:.2f}"),
+    ("mean slot s", lambda row: f"{row.open_lost_s:.2f}"),
+    ("interrupt s", lambda row: f"{row.interrupt_s:.2f}"),
+    ("take s", lambda row: f"{row.take_s:.2f}"),
+    ("collect s", lambda row: f"{row.collect_s:.2f}"),
+    ("prepare s", lambda row: f"{row.prepare_s:.2f}"),
+    ("manager CPU s", lambda row: f"{row.manager_cpu_s:.2f}"),
+    ("ms / sample", lambda row: f"{row.manager_ms_per_sample:.2f}"),
+    ("us / token", lambda row: f"{row.manager_us_per_token:.3f}"),
+    ("MB", lambda row: f"{row.manager_rss_mb:.0f}"),
+)

@@ -148,7 +148,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
 
     def ready(self) -> int:
         """Samples that hold a slot and wait for the round to open."""
-        return sum(map(self._claims.holds_slot, self._at_gate))
+        return sum(map(self._claims._gate.granted, self._at_gate))
 
     def waited(self) -> tuple[float, float, int]:
         """What the slots waited before they decoded in this round: seconds in all, those of the last one, and slots."""

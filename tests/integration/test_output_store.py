@@ -47,7 +47,7 @@ class Worker:
 
     def finish(self, length):
         grants = ray.get(self._manager.claim.remote("w0"))
-        finished = tuple((grant.sample_id, output_of(length, seed)) for seed, grant in enumerate(grants))
+        finished = [(grant.sample_id, output_of(length, seed)) for seed, grant in enumerate(grants)]
         ray.get(self._manager.report.remote(Report("w0", finished=finished)))
         return len(grants)
 
@@ -126,7 +126,7 @@ def test_managers_answer_does_not_grow_with_the_responses(start):
 def test_outputs_of_many_reports_share_an_object_of_two_megabytes(start):
     actor = start(groups=6, n=2)
     for grant in ray.get(actor.claim.remote("w0")):
-        ray.get(actor.report.remote(Report("w0", finished=((grant.sample_id, output_of(LARGE)),))))
+        ray.get(actor.report.remote(Report("w0", finished=[(grant.sample_id, output_of(LARGE))])))
     taken = take(actor)
     references = [output.handle[0].reference for group in taken for output in group.outputs]
     assert [references.count(reference) for reference in dict.fromkeys(references)] == [6, 6]
@@ -150,7 +150,7 @@ def test_report_that_is_refused_leaves_nothing_in_the_store(start):
     actor = start()
     before = objects_of(actor)
     finish_all(actor, LARGE)
-    again = Report("w0", finished=(("0/0#0", output_of(LARGE)),))
+    again = Report("w0", finished=[("0/0#0", output_of(LARGE))])
     with pytest.raises(RuntimeError, match="finish: sample 0/0#0 is unknown or finished"):
         ray.get(actor.report.remote(again))
     ray.get(actor.release_worker.remote("w0"))

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import inspect
 import itertools
 from copy import deepcopy
 from functools import cache
@@ -147,6 +148,19 @@ def composed_config():
     return build_config
 
 
+@pytest.fixture(scope="session")
+def resolved_config():
+    """``composed_config`` whose interpolations are resolved."""
+    from omegaconf import OmegaConf
+
+    def build(name, *overrides):
+        config = build_config(name, *overrides)
+        OmegaConf.resolve(config)
+        return config
+
+    return build
+
+
 @pytest.fixture
 def prompts():
     return build_prompts
@@ -170,3 +184,12 @@ def server():
 @pytest.fixture
 def manager():
     return build_manager
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A test may be a coroutine."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True

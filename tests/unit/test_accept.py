@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pandas as pd
 import psutil
 import pytest
-from omegaconf import OmegaConf
 
 from recipe.partial_rollout.preflight.settings_check import check_config
 from recipe.partial_rollout.tasks.trace_task.prepare import main as prepare
@@ -132,16 +131,15 @@ def test_part_that_hangs_is_killed_with_all_that_it_started(tmp_path):
         assert left.status() == psutil.STATUS_ZOMBIE or left.wait(10) is None
 
 
-def test_both_shapes_fit_one_device_and_their_config_passes_the_checks(composed_config, tmp_path):
+def test_both_shapes_fit_one_device_and_their_config_passes_the_checks(resolved_config, tmp_path):
     task = tmp_path / "task"
     assert prepare(["--out", str(task), "--shape", "tiny", "--rows", "40", "--vocabulary", "500"]) == 0
     for shape, name in (("0.6b", "Qwen3-0.6B"), ("4b", "Qwen3-4B")):
-        config = composed_config("accept_cuda", f"accept.dir={tmp_path}", *command._OF_SHAPE.get(shape, ()))
-        OmegaConf.resolve(config)
+        config = resolved_config("accept_cuda", f"accept.dir={tmp_path}", *command._OF_SHAPE.get(shape, ()))
         assert check_config(config).enable and config.actor_rollout_ref.actor.optim.lr == 0
         memory = DeviceMemory.of(config, named(name))
         check_memory(config, memory)
-    unfitted = composed_config("accept_cuda", f"accept.dir={tmp_path}")
+    unfitted = resolved_config("accept_cuda", f"accept.dir={tmp_path}")
     with pytest.raises(ValueError, match="model_dtype=bf16"):
         unfitted.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 32_768
         check_memory(unfitted, DeviceMemory.of(unfitted, named("Qwen3-4B")))

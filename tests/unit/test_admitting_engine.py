@@ -90,21 +90,17 @@ def test_request_is_admitted_before_its_first_output():
     ],
     ids=["ran", "ran, statistics off", "never ran", "never ran, statistics off"],
 )
-def test_request_tells_how_long_it_was_queued(monkeypatch, decodes, metrics, queued_s):
+async def test_request_tells_how_long_it_was_queued(monkeypatch, decodes, metrics, queued_s):
     monkeypatch.setattr(Queue, "decodes", decodes)
     monkeypatch.setattr(Queue, "metrics", metrics)
-
-    async def run():
-        engine = Engine()
-        front = AdmittingEngine(engine)
-        generator = front.generate(prompt="p", sampling_params=PARAMS, request_id="r")
-        await anext(generator)
-        await asyncio.sleep(0.05)
-        engine.queues[0].outputs.append("last")
-        await anext(generator)
-        return front.take_queued_s("r"), front.take_queued_s("r")
-
-    first, again = asyncio.run(run())
+    engine = Engine()
+    front = AdmittingEngine(engine)
+    generator = front.generate(prompt="p", sampling_params=PARAMS, request_id="r")
+    await anext(generator)
+    await asyncio.sleep(0.05)
+    engine.queues[0].outputs.append("last")
+    await anext(generator)
+    first, again = front.take_queued_s("r"), front.take_queued_s("r")
     assert again == 0.0
     if queued_s == 0.05:
         assert first >= 0.04, "the whole time"
@@ -155,39 +151,35 @@ def test_error_passes_as_it_is_and_a_dead_engine_is_asked_for_nothing_more(engin
     assert engine.aborted == aborted
 
 
-def test_request_under_admission_when_the_gate_closes_is_covered_by_the_pause(server):
+async def test_request_under_admission_when_the_gate_closes_is_covered_by_the_pause(server):
     """The pause must not overtake it: it would come back from the engine in the next round, under new weights."""
+    engine = Engine()
+    told = []
 
-    async def run():
-        engine = Engine()
-        told = []
+    async def pause(**options):
+        told.append("paused")
+        engine.queues[0].outputs.append("last")
 
-        async def pause(**options):
-            told.append("paused")
-            engine.queues[0].outputs.append("last")
+    engine.pause_generation = pause
+    engine.output_processor = SimpleNamespace(request_states={})
+    fronted = server(engine)
+    fronted.front_engine()
 
-        engine.pause_generation = pause
-        engine.output_processor = SimpleNamespace(request_states={})
-        fronted = server(engine)
-        fronted.front_engine()
+    async def request():
+        assert await fronted._park_until_admitted("r") is None
+        texts = []
+        async for output in fronted.engine.generate(prompt="p", sampling_params=PARAMS, request_id="r"):
+            if not texts:
+                fronted._admitting -= 1
+            texts.append(output and output.text)
+        return texts
 
-        async def request():
-            assert await fronted._park_until_admitted("r") is None
-            texts = []
-            async for output in fronted.engine.generate(prompt="p", sampling_params=PARAMS, request_id="r"):
-                if not texts:
-                    fronted._admitting -= 1
-                texts.append(output and output.text)
-            return texts
-
-        engine.takes.clear()
-        running = asyncio.ensure_future(request())
-        await asyncio.sleep(0.01)
-        interrupting = asyncio.ensure_future(fronted.abort_all_requests(reject_request=True))
-        await asyncio.sleep(0.05)
-        before = list(told)
-        engine.takes.set()
-        await asyncio.wait_for(interrupting, 5)
-        return before, told, await asyncio.wait_for(running, 5)
-
-    assert asyncio.run(run()) == ([], ["paused"], [None, "last"])
+    engine.takes.clear()
+    running = asyncio.ensure_future(request())
+    await asyncio.sleep(0.01)
+    interrupting = asyncio.ensure_future(fronted.abort_all_requests(reject_request=True))
+    await asyncio.sleep(0.05)
+    before = list(told)
+    engine.takes.set()
+    await asyncio.wait_for(interrupting, 5)
+    assert (before, told, await asyncio.wait_for(running, 5)) == ([], ["paused"], [None, "last"])

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
@@ -38,28 +37,18 @@ ALGORITHMS = {
 }
 
 
-@pytest.fixture
-def build(composed_config):
-    def resolved(name, *overrides):
-        config = composed_config(name, *overrides)
-        OmegaConf.resolve(config)
-        return config
-
-    return resolved
-
-
 def test_there_is_a_test_for_each_file():
     assert {path.stem for path in (main_ppo.CONF_DIR / "algorithm").glob("*.yaml")} == set(ALGORITHMS)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_algorithm_trains_corrected_under_partial_rollout_and_as_verls_own_without(build, name):
-    baseline = build("quickstart_cpu", f"algorithm={name}", "partial_rollout.enable=False")
+def test_algorithm_trains_corrected_under_partial_rollout_and_as_verls_own_without(resolved_config, name):
+    baseline = resolved_config("quickstart_cpu", f"algorithm={name}", "partial_rollout.enable=False")
     main_ppo.wire(baseline)
     assert baseline.algorithm.rollout_correction.rollout_is is None
     assert baseline.actor_rollout_ref.actor.policy_loss.loss_mode in ("vanilla", "gpg", "gspo", "sapo")
     assert PartialRolloutConfig.from_config(baseline).group_filter is None
-    config = build("quickstart_cpu", f"algorithm={name}")
+    config = resolved_config("quickstart_cpu", f"algorithm={name}")
     check_correction(config, PartialRolloutConfig.from_config(config))
     main_ppo.wire(config)
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
@@ -116,8 +105,10 @@ def scored(config, length):
     )
 
 
-def test_dapo_penalises_the_last_fifth_of_the_budget_filters_by_the_reward_before_it_and_can_be_checkpointed(build):
-    config = build("quickstart_cpu", "algorithm=dapo", "data.max_response_length=100")
+def test_dapo_penalises_the_last_fifth_of_the_budget_filters_by_the_reward_before_it_and_can_be_checkpointed(
+    resolved_config,
+):
+    config = resolved_config("quickstart_cpu", "algorithm=dapo", "data.max_response_length=100")
     main_ppo.wire(config)
     outputs = [scored(config, length) for length in (80, 90, 100)]
     assert [output.reward_score for output in outputs] == [0.0, -0.5, -1.0]

@@ -41,16 +41,14 @@ def task(tmp_path_factory):
 
 
 @pytest.fixture
-def configure(task, composed_config):
+def configure(task, resolved_config):
     def build(*overrides):
         files = [
             f"actor_rollout_ref.model.path={task}",
             f"data.train_files={task}/data.parquet",
             f"data.val_files={task}/data.parquet",
         ]
-        config = composed_config("quickstart_cpu", *SIZES, *files, *overrides)
-        OmegaConf.resolve(config)
-        return config
+        return resolved_config("quickstart_cpu", *SIZES, *files, *overrides)
 
     return build
 

@@ -20,20 +20,11 @@ from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from tests.bench.scripted_engine import ScriptedWorker
+from tests.unit.shared import Local
 
 CURVE = EngineCurve(step_s=0.001, sample_s=0.0)
 STEPS = 4
 both = pytest.mark.parametrize("placement", list(Placement))
-
-
-class Local:
-    """An actor handle without Ray."""
-
-    def __init__(self, actor):
-        self.actor = actor
-
-    def __getattr__(self, verb):
-        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(getattr(self.actor, verb)(*args)))
 
 
 class Pool:

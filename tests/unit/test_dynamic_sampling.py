@@ -12,13 +12,9 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
 from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter, MissingMetricError
 from recipe.partial_rollout.rollout.step_book import StepBook
+from tests.unit.shared import begin
 
 ACC = GroupFilter("acc")
-
-
-def begin(manager):
-    """The version after the last batch."""
-    return manager.begin_version(manager.version + manager._batch_taken)
 
 
 def numbers(*taken):
@@ -148,18 +144,15 @@ def test_length_bias_leaves_filtered_groups_out_on_both_sides(filtering, output)
     assert m.metrics()["length/bias"] == 1
 
 
-def test_missing_metric_ends_the_run_by_its_name(prompts, output):
-    async def life():
+async def test_missing_metric_ends_the_run_by_its_name(prompts, output):
+    with pytest.raises(RolloutFailedError, match=r"algorithm\.filter_groups\.metric=f1"):
         admission = Admission(Mode.WINDOW, 1, 2, 0.0, 2, 2, 4)
         manager = ManagerActor(admission, Scheduling(), stall_s=30.0, group_filter=GroupFilter("f1"))
         await manager.register_worker("w0", 2)
         await manager.begin_version(0, prompts(2), 10)
         ends = [(grant.sample_id, output()) for grant in await manager.claim("w0")]
-        await manager.report(Report("w0", finished=tuple(ends)))
+        await manager.report(Report("w0", finished=ends))
         await asyncio.wait_for(manager.wait_batch(True), 5)
-
-    with pytest.raises(RolloutFailedError, match=r"algorithm\.filter_groups\.metric=f1"):
-        asyncio.run(life())
 
 
 def test_step_tells_the_groups_that_it_consumed_and_warns_of_equal_ones_that_are_trained_all_the_same(capsys):

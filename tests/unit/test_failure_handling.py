@@ -13,13 +13,9 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import Report
 from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict
 from recipe.partial_rollout.manager.types import Progress
+from tests.unit.shared import begin
 
 RETRY_ONCE = FailurePolicy(OnSampleError.RETRY, sample_retries=1, retry_backoff_s=0.02)
-
-
-def begin(manager):
-    """The version after the last batch."""
-    return manager.begin_version(manager.version + manager._batch_taken)
 
 
 def one_running(manager, **kwargs):
@@ -110,79 +106,64 @@ async def one_claimed(actor, prompts):
     return grant.sample_id
 
 
-def test_report_books_progress_before_the_failure_and_retries_after_the_backoff(prompts, segment):
-    async def life():
-        actor = actor_of()
-        sample_id = await one_claimed(actor, prompts)
-        progress = Progress(sample_id, (segment(5),), ({"text": "42"},))
-        assert await actor.report(Report("w0", progress=(progress,), failed=((sample_id, "boom"),))) == []
-        return await asyncio.wait_for(actor.claim("w0"), 5)
-
-    (grant,) = asyncio.run(life())
+async def test_report_books_progress_before_the_failure_and_retries_after_the_backoff(prompts, segment):
+    actor = actor_of()
+    sample_id = await one_claimed(actor, prompts)
+    progress = Progress(sample_id, (segment(5),), ({"text": "42"},))
+    assert await actor.report(Report("w0", progress=[progress], failed=[(sample_id, "boom")])) == []
+    (grant,) = await asyncio.wait_for(actor.claim("w0"), 5)
     assert [len(s) for s in grant.segments] == [5] and grant.tool_results == ({"text": "42"},)
 
 
-def test_backoff_longer_than_the_stall_deadline_is_no_stall(prompts, output):
-    async def life():
-        actor = actor_of(FailurePolicy(retry_backoff_s=0.6), stall_s=0.2)
-        sample_id = await one_claimed(actor, prompts)
-        waiting = asyncio.ensure_future(actor.wait_batch(True))
-        await actor.report(Report("w0", failed=((sample_id, "boom"),)))
-        (grant,) = await asyncio.wait_for(actor.claim("w0"), 5)
-        await actor.report(Report("w0", finished=((grant.sample_id, output()),)))
-        return await asyncio.wait_for(waiting, 5)
-
-    assert asyncio.run(life()).admitted == ("0/0",)
+async def test_backoff_longer_than_the_stall_deadline_is_no_stall(prompts, output):
+    actor = actor_of(FailurePolicy(retry_backoff_s=0.6), stall_s=0.2)
+    sample_id = await one_claimed(actor, prompts)
+    waiting = asyncio.ensure_future(actor.wait_batch(True))
+    await actor.report(Report("w0", failed=[(sample_id, "boom")]))
+    (grant,) = await asyncio.wait_for(actor.claim("w0"), 5)
+    await actor.report(Report("w0", finished=[(grant.sample_id, output())]))
+    assert (await asyncio.wait_for(waiting, 5)).admitted == ("0/0",)
 
 
-def test_report_of_a_released_worker_is_refused(prompts, output):
-    async def life():
+async def test_report_of_a_released_worker_is_refused(prompts, output):
+    with pytest.raises(RuntimeError, match="worker w0 is not registered: it was released"):
         actor = actor_of()
         sample_id = await one_claimed(actor, prompts)
         await actor.release_worker("w0")
         await actor.register_worker("w1", 4)
         await actor.claim("w1")
-        await actor.report(Report("w0", finished=((sample_id, output()),)))
-
-    with pytest.raises(RuntimeError, match="worker w0 is not registered: it was released"):
-        asyncio.run(life())
+        await actor.report(Report("w0", finished=[(sample_id, output())]))
 
 
-def test_waiting_claim_of_a_dead_worker_takes_nothing_from_its_successor(prompts):
-    async def life():
-        actor = actor_of()
-        await actor.register_worker("w0", 4)
-        orphan = asyncio.ensure_future(actor.claim("w0"))
-        await asyncio.sleep(0)
-        await actor.release_worker("w0")
-        await actor.register_worker("w0", 4)
-        await actor.begin_version(0, prompts(1), False)
-        return await asyncio.wait_for(orphan, 5), await actor.claim("w0")
-
-    orphaned, grants = asyncio.run(life())
+async def test_waiting_claim_of_a_dead_worker_takes_nothing_from_its_successor(prompts):
+    actor = actor_of()
+    await actor.register_worker("w0", 4)
+    orphan = asyncio.ensure_future(actor.claim("w0"))
+    await asyncio.sleep(0)
+    await actor.release_worker("w0")
+    await actor.register_worker("w0", 4)
+    await actor.begin_version(0, prompts(1), False)
+    orphaned, grants = await asyncio.wait_for(orphan, 5), await actor.claim("w0")
     assert orphaned == [] and [g.sample_id for g in grants] == ["0/0#0"]
 
 
-def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, monkeypatch):
-    async def life():
-        actor = actor_of()
-        await one_claimed(actor, prompts)
-        loop, release = asyncio.get_running_loop(), asyncio.Event()
+async def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, monkeypatch):
+    actor = actor_of()
+    await one_claimed(actor, prompts)
+    loop, release = asyncio.get_running_loop(), asyncio.Event()
 
-        def slow(path, state):
-            asyncio.run_coroutine_threadsafe(release.wait(), loop).result(10)
-            raise TornCheckpointError("written at last")
+    def slow(path, state):
+        asyncio.run_coroutine_threadsafe(release.wait(), loop).result(10)
+        raise TornCheckpointError("written at last")
 
-        monkeypatch.setattr("recipe.partial_rollout.manager.actor.write_snapshot", slow)
-        saving = asyncio.ensure_future(actor.save(str(tmp_path / "s")))
-        await asyncio.sleep(0.05)
-        figures = await asyncio.wait_for(actor.metrics(), 1)
-        release.set()
-        with pytest.raises(TornCheckpointError, match="written at last"):
-            await saving
-        return figures
-
-    assert asyncio.run(life())["inflight/groups"] == 1
+    monkeypatch.setattr("recipe.partial_rollout.manager.actor.write_snapshot", slow)
+    saving = asyncio.ensure_future(actor.save(str(tmp_path / "s")))
+    await asyncio.sleep(0.05)
+    figures = await asyncio.wait_for(actor.metrics(), 1)
+    release.set()
+    with pytest.raises(TornCheckpointError, match="written at last"):
+        await saving
+    assert figures["inflight/groups"] == 1
 
 
 def test_failure_policy_refuses_what_it_cannot_do():

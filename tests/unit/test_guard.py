@@ -20,6 +20,7 @@ from recipe.partial_rollout.rollout import stop as stop_module
 from recipe.partial_rollout.rollout.guard import Guard, TrainerLostError
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.rollout.workers import WorkerLostError, WorkerPool
+from tests.unit.shared import Local
 
 QUICK = Deadlines(stall_s=0.4, interrupt_s=0.2, start_s=0.2, weight_sync_s=0.2)
 
@@ -366,16 +367,6 @@ def test_engines_that_make_tokens_are_noted_and_those_that_make_none_are_not(rea
     assert lived(body) == progress
 
 
-class Here:
-    """A handle of an actor in this process."""
-
-    def __init__(self, actor):
-        self.actor = actor
-
-    def __getattr__(self, verb):
-        return Method(getattr(self.actor, verb))
-
-
 async def round_of_one_sample(prompts):
     actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 0.0, 2, 1, 4), Scheduling(), stall_s=QUICK.stall_s)
     await actor.register_worker("w0", 4)
@@ -384,25 +375,19 @@ async def round_of_one_sample(prompts):
     return actor, grant.sample_id
 
 
-def test_round_with_one_long_response_goes_on_for_as_long_as_it_is_decoded(prompts, output):
-    async def life():
-        actor, sample_id = await round_of_one_sample(prompts)
-        one = Life(manager=Here(actor), tokens=iter(range(1, 1000)))
-        waiting = asyncio.ensure_future(one.guard.wait_batch(lambda: actor.wait_batch(True)))
-        await asyncio.sleep(1.2)
-        in_time = not waiting.done()
-        await actor.report(Report("w0", finished=((sample_id, output()),)))
-        return in_time, await asyncio.wait_for(waiting, 5)
-
-    in_time, ended = asyncio.run(life())
+async def test_round_with_one_long_response_goes_on_for_as_long_as_it_is_decoded(prompts, output):
+    actor, sample_id = await round_of_one_sample(prompts)
+    one = Life(manager=Local(actor), tokens=iter(range(1, 1000)))
+    waiting = asyncio.ensure_future(one.guard.wait_batch(lambda: actor.wait_batch(True)))
+    await asyncio.sleep(1.2)
+    in_time = not waiting.done()
+    await actor.report(Report("w0", finished=[(sample_id, output())]))
+    ended = await asyncio.wait_for(waiting, 5)
     assert in_time and ended.admitted == ("0/0",)
 
 
-def test_round_in_which_the_engines_stop_decoding_ends_by_its_deadline(prompts):
-    async def life():
-        actor, _ = await round_of_one_sample(prompts)
-        one = Life(manager=Here(actor), tokens=iter([1, 2, 3] + [3] * 1000))
-        await asyncio.wait_for(one.guard.wait_batch(lambda: actor.wait_batch(True)), 5)
-
+async def test_round_in_which_the_engines_stop_decoding_ends_by_its_deadline(prompts):
     with pytest.raises(RolloutFailedError, match=r"no sample reported and no engine made a token for .*; 1 unfinished"):
-        asyncio.run(life())
+        actor, _ = await round_of_one_sample(prompts)
+        one = Life(manager=Local(actor), tokens=iter([1, 2, 3] + [3] * 1000))
+        await asyncio.wait_for(one.guard.wait_batch(lambda: actor.wait_batch(True)), 5)

@@ -95,18 +95,15 @@ DROPPED = "blocks dropped {'reset_running_requests': True, 'reset_connector': Tr
 
 
 @pytest.mark.parametrize("resume_kv", ["recompute", "keep"])
-def test_hold_drops_the_blocks_unless_they_are_kept_and_the_sync_within_it_drops_no_more(serving, resume_kv):
-    async def run():
-        engine = Engine("r-internal")
-        held = serving(engine, resume_kv=resume_kv)
-        await held.hold()
-        await held.clear_kv_cache()
-        await held.resume_generation()
-        did, engine.did = engine.did, []
-        await held.clear_kv_cache()
-        return did, engine.did
-
-    during, after = asyncio.run(run())
+async def test_hold_drops_the_blocks_unless_they_are_kept_and_the_sync_within_it_drops_no_more(serving, resume_kv):
+    engine = Engine("r-internal")
+    held = serving(engine, resume_kv=resume_kv)
+    await held.hold()
+    await held.clear_kv_cache()
+    await held.resume_generation()
+    did, engine.did = engine.did, []
+    await held.clear_kv_cache()
+    during, after = did, engine.did
     dropped = [DROPPED] if resume_kv == "recompute" else []
     assert during == ["paused", *dropped, "encodings dropped", "resumed"]
     assert "encodings dropped" in after, "without a hold it is verl's again"
@@ -114,99 +111,79 @@ def test_hold_drops_the_blocks_unless_they_are_kept_and_the_sync_within_it_drops
 
 @pytest.mark.parametrize("requests", [1, 3, 16])
 @pytest.mark.parametrize("in_flight", [0, 1, 2])
-def test_tokens_in_flight_at_the_hold_are_the_old_weights(serving, requests, in_flight):
+async def test_tokens_in_flight_at_the_hold_are_the_old_weights(serving, requests, in_flight):
     """They arrive at the output handler when the pause has been answered: a count at that moment would miss them."""
     names = [f"r{i}" for i in range(requests)]
-
-    async def run():
-        engine = Engine(*[f"{name}-internal" for name in names], in_flight=in_flight)
-        held = serving(engine, *names)
-        for _ in range(3):
-            engine.step()
-        await asyncio.sleep(0)
-        await held.hold()
-        return [held._marks.take(name) for name in names]
-
-    assert asyncio.run(run()) == [[(3 + in_flight, 3)]] * requests
+    engine = Engine(*[f"{name}-internal" for name in names], in_flight=in_flight)
+    held = serving(engine, *names)
+    for _ in range(3):
+        engine.step()
+    await asyncio.sleep(0)
+    await held.hold()
+    assert [held._marks.take(name) for name in names] == [[(3 + in_flight, 3)]] * requests
 
 
-def test_vllms_own_output_handler_outlives_a_hold_and_logs_for_an_engine_that_it_knows():
+async def test_vllms_own_output_handler_outlives_a_hold_and_logs_for_an_engine_that_it_knows():
     logged = []
-
-    async def run():
-        engine = Engine("r-internal")
-        engine.output_handler.cancel()
-        engine.output_handler = None
-        engine.engine_core.engine_ranks_managed = [2, 3]
-        engine.engine_core.get_output_async = engine.engine_core.outputs_queue.get
-        engine.output_processor = OutputProcessor(None, log_stats=True)
-        engine.log_stats, engine.renderer = True, SimpleNamespace(stat_mm_cache=lambda: None)
-        engine.logger_manager = SimpleNamespace(record=lambda **seen: logged.append(seen))
-        AsyncLLM._run_output_handler(engine)  # type: ignore[arg-type]
-        for _ in range(2):
-            await asyncio.wait_for(hold.freeze(engine, clear_kv=False), 5)
-        await asyncio.sleep(0)
-        assert not engine.output_handler.done()
-        engine.output_handler.cancel()
-
-    asyncio.run(run())
+    engine = Engine("r-internal")
+    engine.output_handler.cancel()
+    engine.output_handler = None
+    engine.engine_core.engine_ranks_managed = [2, 3]
+    engine.engine_core.get_output_async = engine.engine_core.outputs_queue.get
+    engine.output_processor = OutputProcessor(None, log_stats=True)
+    engine.log_stats, engine.renderer = True, SimpleNamespace(stat_mm_cache=lambda: None)
+    engine.logger_manager = SimpleNamespace(record=lambda **seen: logged.append(seen))
+    AsyncLLM._run_output_handler(engine)  # type: ignore[arg-type]
+    for _ in range(2):
+        await asyncio.wait_for(hold.freeze(engine, clear_kv=False), 5)
+    await asyncio.sleep(0)
+    assert not engine.output_handler.done()
+    engine.output_handler.cancel()
     nothing = {"scheduler_stats": None, "iteration_stats": None, "mm_cache_stats": None}
     assert logged == [{"engine_idx": 2, **nothing}] * 2
 
 
-def test_hold_of_an_engine_that_dies_ends(serving):
-    async def run():
+async def test_hold_of_an_engine_that_dies_ends(serving):
+    with pytest.raises(EngineDeadError):
         engine = Engine("r-internal", in_flight=1)
         engine.dies = True
         await asyncio.wait_for(serving(engine).hold(), 5)
 
-    with pytest.raises(EngineDeadError):
-        asyncio.run(run())
 
-
-def test_marks_of_a_request_that_is_held_again_and_again(serving):
-    async def run():
-        engine = Engine("r-internal")
-        held = serving(engine, "r")
+async def test_marks_of_a_request_that_is_held_again_and_again(serving):
+    engine = Engine("r-internal")
+    held = serving(engine, "r")
+    await held.hold()
+    for made, version in ((2, 4), (0, 5), (1, 6)):
+        await held.resume_generation()
+        for _ in range(made):
+            engine.step()
+        held.global_steps = version
         await held.hold()
-        for made, version in ((2, 4), (0, 5), (1, 6)):
-            await held.resume_generation()
-            for _ in range(made):
-                engine.step()
-            held.global_steps = version
-            await held.hold()
-            await held.hold()
-        return held._marks.take("r")
-
-    assert asyncio.run(run()) == [(2, 4), (3, 6)], "held without a token at first, and later without a new one"
+        await held.hold()
+    assert held._marks.take("r") == [(2, 4), (3, 6)], "held without a token at first, and later without a new one"
 
 
-def test_request_that_is_aborted_during_a_hold_ends_and_one_resumption_suffices(serving):
-    async def run():
-        engine = Engine("r-internal")
-        held = serving(engine)
-        for first, then in ((held.hold, held.abort_all_requests), (held.abort_all_requests, held.hold)):
-            engine.did = []
-            await first()
-            await then()
-            assert held._submission_paused and held._held
-            await held.clear_kv_cache()
-            await held.resume_generation()
-            assert not held._submission_paused and not held._held
-            assert engine.did[0] == "paused" and engine.did[-1] == "resumed"
-        return engine.aborts
-
-    assert asyncio.run(run()) == 2
+async def test_request_that_is_aborted_during_a_hold_ends_and_one_resumption_suffices(serving):
+    engine = Engine("r-internal")
+    held = serving(engine)
+    for first, then in ((held.hold, held.abort_all_requests), (held.abort_all_requests, held.hold)):
+        engine.did = []
+        await first()
+        await then()
+        assert held._submission_paused and held._held
+        await held.clear_kv_cache()
+        await held.resume_generation()
+        assert not held._submission_paused and not held._held
+        assert engine.did[0] == "paused" and engine.did[-1] == "resumed"
+    assert engine.aborts == 2
 
 
-def test_server_without_an_engine_has_nothing_to_hold(serving):
-    async def run():
-        headless = serving(None)
-        headless.node_rank = 1
-        await headless.hold()
-        assert not headless._held
-
-    asyncio.run(run())
+async def test_server_without_an_engine_has_nothing_to_hold(serving):
+    headless = serving(None)
+    headless.node_rank = 1
+    await headless.hold()
+    assert not headless._held
 
 
 @pytest.mark.parametrize("fails", [False, True])

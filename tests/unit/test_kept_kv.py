@@ -79,7 +79,7 @@ def test_batch_without_resumed_samples_has_no_gap():
     ("resume_kv", "asked"),
     [("recompute", [("abort", True, True), "clear"]), ("keep", [("abort", False, True), "mm", "encoder"])],
 )
-def test_interruption_and_weight_sync_empty_the_cache_unless_it_is_kept(server, monkeypatch, resume_kv, asked):
+async def test_interruption_and_weight_sync_empty_the_cache_unless_it_is_kept(server, monkeypatch, resume_kv, asked):
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     noted = []
@@ -93,11 +93,7 @@ def test_interruption_and_weight_sync_empty_the_cache_unless_it_is_kept(server, 
     monkeypatch.setattr(vLLMHttpServer, "abort_all_requests", abort)
     monkeypatch.setattr(vLLMHttpServer, "clear_kv_cache", lambda self: note("clear"))
     engine = SimpleNamespace(reset_mm_cache=lambda: note("mm"), reset_encoder_cache=lambda: note("encoder"))
-
-    async def run():
-        built = server(engine, resume_kv=resume_kv)
-        await built.abort_all_requests(reject_request=True)
-        await built.clear_kv_cache()
-
-    asyncio.run(run())
+    built = server(engine, resume_kv=resume_kv)
+    await built.abort_all_requests(reject_request=True)
+    await built.clear_kv_cache()
     assert noted == asked

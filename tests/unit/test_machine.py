@@ -25,13 +25,8 @@ DISTRIBUTIONS = {"cupy": "cupy-cuda13x", "transfer_queue": "transferqueue"}
 
 
 @pytest.fixture
-def build(composed_config):
-    def resolved(*overrides, name="recipe"):
-        config = composed_config(name, *overrides)
-        OmegaConf.resolve(config)
-        return config
-
-    return resolved
+def build(resolved_config):
+    return lambda *overrides, name="recipe": resolved_config(name, *overrides)
 
 
 def problems(config, *arguments):

@@ -35,7 +35,7 @@ async def begun(prompts, *, workers=("w0",), **sizes):
 
 
 async def end(actor, output, *samples):
-    await actor.report(Report("w0", finished=tuple((sample, output()) for sample in samples)))
+    await actor.report(Report("w0", finished=[(sample, output()) for sample in samples]))
 
 
 def soon(awaitable):
@@ -55,324 +55,268 @@ def uids(groups):
 
 
 @BOTH
-def test_batch_is_taken_when_it_is_complete(stop, prompts, output):
-    async def life():
-        actor, (first, second) = await begun(prompts)
-        waiting = await pending(actor.wait_batch(stop))
-        await end(actor, output, first)
-        batch = await soon(waiting)
-        await end(actor, output, second)
-        return batch, await actor.metrics()
-
-    batch, metrics = asyncio.run(life())
+async def test_batch_is_taken_when_it_is_complete(stop, prompts, output):
+    actor, (first, second) = await begun(prompts)
+    waiting = await pending(actor.wait_batch(stop))
+    await end(actor, output, first)
+    batch = await soon(waiting)
+    await end(actor, output, second)
+    metrics = await actor.metrics()
     assert uids(batch.groups) == ["0/0"] and batch.admitted == ("0/0", "0/1") and batch.decided_at > 0
     assert metrics["buffer/ready_groups"] == 1, "what ends after the decision is of a later batch"
 
 
-def test_stopped_round_grants_nothing_and_refills_nothing(prompts, output):
-    async def life():
-        actor, (first, _) = await begun(prompts, mode=Mode.SSIM)
-        actor.CLAIM_WAIT_S = 0.01
-        await end(actor, output, first)
-        batch = await soon(actor.wait_batch(True))
-        return batch.admitted, await actor.claim("w0"), (await actor.metrics())["inflight/groups"]
+async def test_stopped_round_grants_nothing_and_refills_nothing(prompts, output):
+    actor, (first, _) = await begun(prompts, mode=Mode.SSIM)
+    actor.CLAIM_WAIT_S = 0.01
+    await end(actor, output, first)
+    batch = await soon(actor.wait_batch(True))
+    assert (batch.admitted, await actor.claim("w0"), (await actor.metrics())["inflight/groups"]) == (
+        ("0/0", "0/1"),
+        [],
+        1,
+    )
 
-    assert asyncio.run(life()) == (("0/0", "0/1"), [], 1)
 
-
-def test_round_that_runs_on_is_refilled_and_the_next_batch_tells_what_was_admitted(prompts, output):
-    async def life():
-        actor, (first, second) = await begun(prompts, mode=Mode.SSIM)
-        await end(actor, output, first)
-        batch = await soon(actor.wait_batch(False))
-        (refilled,) = await actor.claim("w0")
-        await actor.finish_step(uids(batch.groups))
-        await actor.begin_version(1, [], 0)
-        await end(actor, output, second)
-        return batch.admitted, refilled.group_uid, (await soon(actor.wait_batch(False))).admitted
-
-    assert asyncio.run(life()) == (("0/0", "0/1"), "0/2", ("0/2",))
+async def test_round_that_runs_on_is_refilled_and_the_next_batch_tells_what_was_admitted(prompts, output):
+    actor, (first, second) = await begun(prompts, mode=Mode.SSIM)
+    await end(actor, output, first)
+    batch = await soon(actor.wait_batch(False))
+    (refilled,) = await actor.claim("w0")
+    await actor.finish_step(uids(batch.groups))
+    await actor.begin_version(1, [], 0)
+    await end(actor, output, second)
+    assert (batch.admitted, refilled.group_uid) == (("0/0", "0/1"), "0/2")
+    assert (await soon(actor.wait_batch(False))).admitted == ("0/2",)
 
 
 @BOTH
-def test_uids_told_with_a_batch_are_told_again_if_it_is_not_trained(stop, prompts, output, tmp_path):
-    async def life():
-        actor, (first, _) = await begun(prompts)
-        await end(actor, output, first)
-        batch = await soon(actor.wait_batch(stop))
-        path = str(tmp_path / "manager.state")
-        await actor.save(path)
-        resumed = actor_of()
-        await resumed.register_worker("w0", 8)
-        await resumed.load(path)
-        await resumed.begin_version(0, [], 0)
-        again = await soon(resumed.wait_batch(stop))
-        await resumed.flushed("w0")
-        await resumed.finish_step(uids(again.groups))
-        await resumed.save(path)
-        trained = actor_of()
-        await trained.load(path)
-        return batch, again, trained._manager.state_dict()["admitted"]
-
-    batch, again, left = asyncio.run(life())
+async def test_uids_told_with_a_batch_are_told_again_if_it_is_not_trained(stop, prompts, output, tmp_path):
+    actor, (first, _) = await begun(prompts)
+    await end(actor, output, first)
+    batch = await soon(actor.wait_batch(stop))
+    path = str(tmp_path / "manager.state")
+    await actor.save(path)
+    resumed = actor_of()
+    await resumed.register_worker("w0", 8)
+    await resumed.load(path)
+    await resumed.begin_version(0, [], 0)
+    again = await soon(resumed.wait_batch(stop))
+    await resumed.flushed("w0")
+    await resumed.finish_step(uids(again.groups))
+    await resumed.save(path)
+    trained = actor_of()
+    await trained.load(path)
+    left = trained._manager.state_dict()["admitted"]
     assert uids(again.groups) == uids(batch.groups) and again.admitted == batch.admitted and left == []
 
 
-def test_next_version_of_a_stopped_round_waits_for_every_worker_but_not_for_the_update(prompts, output):
-    async def life():
-        actor, (first, left) = await begun(prompts, workers=("w0", "w1"))
-        await end(actor, output, first)
-        batch = await soon(actor.wait_batch(True))
-        beginning = await pending(actor.begin_version(1, [], 0))
-        flushing = await pending(actor.flush())
-        await actor.report(Report("w0", interrupted=(left,)))
-        await actor.flushed("w0")
-        assert not beginning.done()
-        await actor.flushed("w1")
-        start, at = await soon(beginning), await soon(flushing)
-        account = await actor.finish_step(uids(batch.groups))
-        return batch, at, start, account, await actor.metrics()
-
-    batch, at, start, account, now = asyncio.run(life())
+async def test_next_version_of_a_stopped_round_waits_for_every_worker_but_not_for_the_update(prompts, output):
+    actor, (first, left) = await begun(prompts, workers=("w0", "w1"))
+    await end(actor, output, first)
+    batch = await soon(actor.wait_batch(True))
+    beginning = await pending(actor.begin_version(1, [], 0))
+    flushing = await pending(actor.flush())
+    await actor.report(Report("w0", interrupted=[left]))
+    await actor.flushed("w0")
+    assert not beginning.done()
+    await actor.flushed("w1")
+    start, at = await soon(beginning), await soon(flushing)
+    account = await actor.finish_step(uids(batch.groups))
+    now = await actor.metrics()
     assert at >= batch.decided_at and (start.admitted, start.carried_groups) == (1, 1)
     assert account.metrics["inflight/groups"] == 1 and now["inflight/groups"] == 2, "figures before the next admission"
     assert account.metrics["length/batch_bias"] == 1, "while the trainer has the batch"
 
 
-def test_step_of_a_stopped_round_is_finished_after_its_flush(prompts, output):
-    async def life():
-        actor, (first, left) = await begun(prompts)
-        await end(actor, output, first)
-        batch = await soon(actor.wait_batch(True))
-        finishing = await pending(actor.finish_step(uids(batch.groups)))
-        await actor.report(Report("w0", interrupted=(left,)))
-        await actor.flushed("w0")
-        return (await soon(finishing)).metrics["buffer/interrupted_total"]
-
-    assert asyncio.run(life()) == 1
+async def test_step_of_a_stopped_round_is_finished_after_its_flush(prompts, output):
+    actor, (first, left) = await begun(prompts)
+    await end(actor, output, first)
+    batch = await soon(actor.wait_batch(True))
+    finishing = await pending(actor.finish_step(uids(batch.groups)))
+    await actor.report(Report("w0", interrupted=[left]))
+    await actor.flushed("w0")
+    assert (await soon(finishing)).metrics["buffer/interrupted_total"] == 1
 
 
-def test_step_of_a_round_that_runs_on_has_the_figures_of_now(prompts, output):
-    async def life():
-        actor, (first, second) = await begun(prompts)
-        await end(actor, output, first)
-        batch = await soon(actor.wait_batch(False))
-        await end(actor, output, second)
-        return await actor.finish_step(uids(batch.groups)), await actor.metrics()
-
-    account, after = asyncio.run(life())
+async def test_step_of_a_round_that_runs_on_has_the_figures_of_now(prompts, output):
+    actor, (first, second) = await begun(prompts)
+    await end(actor, output, first)
+    batch = await soon(actor.wait_batch(False))
+    await end(actor, output, second)
+    account, after = await actor.finish_step(uids(batch.groups)), await actor.metrics()
     assert account.metrics["buffer/ready_groups"] == 1 and account.wanted == 0
     assert "length/batch_bias" in account.metrics and "length/batch_bias" not in after
 
 
-def test_checkpoint_of_a_round_that_runs_on_waits_for_the_workers_and_claims_go_on(prompts, output):
-    async def life():
-        actor, (first, _) = await begun(prompts, mode=Mode.SSIM)
-        await end(actor, output, first)
-        batch = await soon(actor.wait_batch(False))
-        await actor.finish_step(uids(batch.groups))
-        await actor.begin_flush()
-        flushing = await pending(actor.flush())
-        granted = await soon(actor.claim("w0"))
-        await actor.flushed("w0")
-        return await soon(flushing), granted
-
-    at, granted = asyncio.run(life())
+async def test_checkpoint_of_a_round_that_runs_on_waits_for_the_workers_and_claims_go_on(prompts, output):
+    actor, (first, _) = await begun(prompts, mode=Mode.SSIM)
+    await end(actor, output, first)
+    batch = await soon(actor.wait_batch(False))
+    await actor.finish_step(uids(batch.groups))
+    await actor.begin_flush()
+    flushing = await pending(actor.flush())
+    granted = await soon(actor.claim("w0"))
+    await actor.flushed("w0")
+    at = await soon(flushing)
     assert at > 0 and len(granted) == 1
 
 
 @BOTH
-def test_dead_worker_holds_no_flush_up(stop, prompts, output):
-    async def life():
-        actor, (first, left) = await begun(prompts, workers=("w0", "w1"))
-        await end(actor, output, first)
-        await soon(actor.wait_batch(stop))
-        if not stop:
-            await actor.begin_flush()
-        await actor.flushed("w1")
-        flushing = await pending(actor.flush())
-        assert await actor.release_worker("w0") == 1
-        await soon(flushing)
-        await actor.finish_step(["0/0"])
-        await actor.begin_version(1, [], 0)
-        return left, await actor.claim("w1")
-
-    left, grants = asyncio.run(life())
+async def test_dead_worker_holds_no_flush_up(stop, prompts, output):
+    actor, (first, left) = await begun(prompts, workers=("w0", "w1"))
+    await end(actor, output, first)
+    await soon(actor.wait_batch(stop))
+    if not stop:
+        await actor.begin_flush()
+    await actor.flushed("w1")
+    flushing = await pending(actor.flush())
+    assert await actor.release_worker("w0") == 1
+    await soon(flushing)
+    await actor.finish_step(["0/0"])
+    await actor.begin_version(1, [], 0)
+    grants = await actor.claim("w1")
     assert left in [grant.sample_id for grant in grants]
 
 
-def test_stop_without_workers_is_flushed_at_once(prompts, output):
-    async def life():
-        actor, (first, _) = await begun(prompts, workers=("w0",))
-        await end(actor, output, first)
-        await actor.release_worker("w0")
-        batch = await soon(actor.wait_batch(True))
-        await soon(actor.flush())
-        return (await actor.finish_step(uids(batch.groups))).metrics["inflight/groups"]
-
-    assert asyncio.run(life()) == 1
+async def test_stop_without_workers_is_flushed_at_once(prompts, output):
+    actor, (first, _) = await begun(prompts, workers=("w0",))
+    await end(actor, output, first)
+    await actor.release_worker("w0")
+    batch = await soon(actor.wait_batch(True))
+    await soon(actor.flush())
+    assert (await actor.finish_step(uids(batch.groups))).metrics["inflight/groups"] == 1
 
 
 @BOTH
-def test_batch_that_completes_after_suspension_stays_for_the_checkpoint(stop, prompts, output, tmp_path):
-    async def life():
-        actor, (first, _) = await begun(prompts)
-        waiting = await pending(actor.wait_batch(stop))
-        await actor.suspend()
-        await end(actor, output, first)
-        await actor.flushed("w0")
-        batch, late = await soon(waiting), await soon(actor.wait_batch(stop))
-        await soon(actor.flush())
-        path = str(tmp_path / "manager.state")
-        await actor.save(path)
-        resumed = actor_of()
-        await resumed.load(path)
-        await resumed.begin_version(0, [], 0)
-        return batch, late, await soon(resumed.wait_batch(stop))
-
-    batch, late, resumed = asyncio.run(life())
+async def test_batch_that_completes_after_suspension_stays_for_the_checkpoint(stop, prompts, output, tmp_path):
+    actor, (first, _) = await begun(prompts)
+    waiting = await pending(actor.wait_batch(stop))
+    await actor.suspend()
+    await end(actor, output, first)
+    await actor.flushed("w0")
+    batch, late = await soon(waiting), await soon(actor.wait_batch(stop))
+    await soon(actor.flush())
+    path = str(tmp_path / "manager.state")
+    await actor.save(path)
+    resumed = actor_of()
+    await resumed.load(path)
+    await resumed.begin_version(0, [], 0)
+    resumed = await soon(resumed.wait_batch(stop))
     assert batch.groups == late.groups == [] and batch.admitted == ()
     assert uids(resumed.groups) == ["0/0"] and resumed.admitted == ("0/0", "0/1")
 
 
 @BOTH
-def test_each_version_has_one_batch(stop, prompts, output):
-    async def life():
-        actor = actor_of()
-        with pytest.raises(RuntimeError, match="wait_batch: the round is closed: call begin_version first"):
-            await soon(actor.wait_batch(stop))
-        actor, (first, _) = await begun(prompts)
-        with pytest.raises(RuntimeError, match="the batch of version 0 is not taken: 1 cannot follow"):
+async def test_each_version_has_one_batch(stop, prompts, output):
+    actor = actor_of()
+    with pytest.raises(RuntimeError, match="wait_batch: the round is closed: call begin_version first"):
+        await soon(actor.wait_batch(stop))
+    actor, (first, _) = await begun(prompts)
+    with pytest.raises(RuntimeError, match="the batch of version 0 is not taken: 1 cannot follow"):
+        await actor.begin_version(1, [], 0)
+    await end(actor, output, first)
+    batch = await soon(actor.wait_batch(stop))
+    await actor.flushed("w0")
+    with pytest.raises(RuntimeError, match=r"wait_batch: the round is .*: call begin_version first"):
+        await soon(actor.wait_batch(stop))
+    if not stop:
+        with pytest.raises(RuntimeError, match="the batch of version 0 is not trained: 1 cannot follow"):
             await actor.begin_version(1, [], 0)
-        await end(actor, output, first)
-        batch = await soon(actor.wait_batch(stop))
-        await actor.flushed("w0")
-        with pytest.raises(RuntimeError, match=r"wait_batch: the round is .*: call begin_version first"):
-            await soon(actor.wait_batch(stop))
-        if not stop:
-            with pytest.raises(RuntimeError, match="the batch of version 0 is not trained: 1 cannot follow"):
-                await actor.begin_version(1, [], 0)
-        await actor.finish_step(uids(batch.groups))
-        for version in (0, 2):
-            with pytest.raises(RuntimeError, match=f"{version} after 0: each version trains one batch"):
-                await actor.begin_version(version, [], 0)
-        return await actor.begin_version(1, [], 0)
-
-    start = asyncio.run(life())
+    await actor.finish_step(uids(batch.groups))
+    for version in (0, 2):
+        with pytest.raises(RuntimeError, match=f"{version} after 0: each version trains one batch"):
+            await actor.begin_version(version, [], 0)
+    start = await actor.begin_version(1, [], 0)
     assert (start.admitted, start.carried_groups, start.exhausted) == (1, 1, False)
 
 
-def test_group_filtered_before_its_admission_is_told_is_accounted_for_with_the_next_batch(prompts, output):
+async def test_group_filtered_before_its_admission_is_told_is_accounted_for_with_the_next_batch(prompts, output):
     """Prompt 2 is admitted in place of 0 after the first batch was decided, and filtered before that batch is trained."""
+    actor = ManagerActor(
+        Admission(Mode.SSIM, 1, 2, 1.0, 2, 4, 4), Scheduling(), 30.0, FailurePolicy(), GroupFilter("reward", 0)
+    )
+    actor.CLAIM_WAIT_S = 0.01
+    await actor.register_worker("w0", 8)
+    await actor.begin_version(0, prompts(8), 0)
 
-    async def life():
-        actor = ManagerActor(
-            Admission(Mode.SSIM, 1, 2, 1.0, 2, 4, 4), Scheduling(), 30.0, FailurePolicy(), GroupFilter("reward", 0)
-        )
-        actor.CLAIM_WAIT_S = 0.01
-        await actor.register_worker("w0", 8)
-        await actor.begin_version(0, prompts(8), 0)
+    async def score(group, *rewards):
+        finished = [(f"{group}#{i}", output(reward=reward)) for i, reward in enumerate(rewards)]
+        await actor.report(Report("w0", finished=finished))
 
-        async def score(group, *rewards):
-            finished = tuple((f"{group}#{i}", output(reward=reward)) for i, reward in enumerate(rewards))
-            await actor.report(Report("w0", finished=finished))
-
-        await actor.claim("w0")
-        await score("0/0", 0, 1)
-        batch = await soon(actor.wait_batch(False))
-        await actor.claim("w0")
-        await score("0/2", 1, 1)
-        await score("0/1", 1, 1)
-        first = await actor.finish_step(uids(batch.groups))
-        await actor.begin_version(1, [], 0)
-        await actor.claim("w0")
-        await score("0/3", 0, 1)
-        batch = await soon(actor.wait_batch(False))
-        return uids(first.filtered), batch.admitted, uids((await actor.finish_step(uids(batch.groups))).filtered)
-
-    first, admitted, second = asyncio.run(life())
-    assert first == ["0/1"] and "0/2" in admitted and second == ["0/2"]
+    await actor.claim("w0")
+    await score("0/0", 0, 1)
+    batch = await soon(actor.wait_batch(False))
+    await actor.claim("w0")
+    await score("0/2", 1, 1)
+    await score("0/1", 1, 1)
+    first = await actor.finish_step(uids(batch.groups))
+    await actor.begin_version(1, [], 0)
+    await actor.claim("w0")
+    await score("0/3", 0, 1)
+    batch = await soon(actor.wait_batch(False))
+    second = await actor.finish_step(uids(batch.groups))
+    assert uids(first.filtered) == ["0/1"] and "0/2" in batch.admitted and uids(second.filtered) == ["0/2"]
 
 
 @BOTH
-def test_batch_that_does_not_come_ends_the_run_with_the_samples_awaited(stop, prompts):
-    async def life():
+async def test_batch_that_does_not_come_ends_the_run_with_the_samples_awaited(stop, prompts):
+    with pytest.raises(RolloutFailedError, match=r"deadlines.stall_s=0.2.*0/0#0 running on w0"):
         actor, _ = await begun(prompts, stall_s=0.2)
         await soon(actor.wait_batch(stop))
 
-    with pytest.raises(RolloutFailedError, match=r"deadlines.stall_s=0.2.*0/0#0 running on w0"):
-        asyncio.run(life())
-
 
 @BOTH
-def test_prompts_are_asked_for_when_dynamic_sampling_runs_low(stop, prompts):
-    async def life():
-        actor = actor_of(batch=2, group_filter=GroupFilter("reward", 0))
-        await actor.begin_version(0, prompts(4), 6)
-        return await soon(actor.wait_batch(stop))
-
-    assert asyncio.run(life()) == PromptsWanted(6)
+async def test_prompts_are_asked_for_when_dynamic_sampling_runs_low(stop, prompts):
+    actor = actor_of(batch=2, group_filter=GroupFilter("reward", 0))
+    await actor.begin_version(0, prompts(4), 6)
+    assert (await soon(actor.wait_batch(stop))) == PromptsWanted(6)
 
 
-def test_data_that_ends_short_of_a_batch_begins_no_version(prompts):
-    async def life():
-        actor = actor_of(batch=2, group_filter=GroupFilter("reward", 0))
-        return await actor.begin_version(0, prompts(1), 0), actor._manager.round_open
-
-    start, opened = asyncio.run(life())
+async def test_data_that_ends_short_of_a_batch_begins_no_version(prompts):
+    actor = actor_of(batch=2, group_filter=GroupFilter("reward", 0))
+    start, opened = await actor.begin_version(0, prompts(1), 0), actor._manager.round_open
     assert start.exhausted and not opened
 
 
-def test_garbage_is_collected_between_rounds(prompts, output):
-    async def life():
-        actor, (first, _) = await begun(prompts, workers=("w0", "w1"))
-        await end(actor, output, first)
-        await soon(actor.wait_batch(True))
-        await actor.flushed("w0")
-        held = gc.get_freeze_count() > 0
-        await actor.flushed("w1")
-        return held, gc.get_freeze_count()
-
-    assert asyncio.run(life()) == (True, 0)
+async def test_garbage_is_collected_between_rounds(prompts, output):
+    actor, (first, _) = await begun(prompts, workers=("w0", "w1"))
+    await end(actor, output, first)
+    await soon(actor.wait_batch(True))
+    await actor.flushed("w0")
+    held = gc.get_freeze_count() > 0
+    await actor.flushed("w1")
+    assert (held, gc.get_freeze_count()) == (True, 0)
 
 
-def test_share_of_a_worker_that_never_asks_is_run_by_the_others(prompts):
-    async def life():
-        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Scheduling(), stall_s=30.0)
-        actor.SHARE_WAIT_S = 0.05
-        for worker in ("w0", "w1"):
-            await actor.register_worker(worker, 8)
-        await actor.begin_version(0, prompts(4), 0)
-        sizes = []
-        while sum(sizes) < 8:
-            sizes.append(len(await asyncio.wait_for(actor.claim("w0"), 5)))
-        return sizes
-
-    assert asyncio.run(life()) == [4, 2, 1, 1]
+async def test_share_of_a_worker_that_never_asks_is_run_by_the_others(prompts):
+    actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Scheduling(), stall_s=30.0)
+    actor.SHARE_WAIT_S = 0.05
+    for worker in ("w0", "w1"):
+        await actor.register_worker(worker, 8)
+    await actor.begin_version(0, prompts(4), 0)
+    sizes = []
+    while sum(sizes) < 8:
+        sizes.append(len(await asyncio.wait_for(actor.claim("w0"), 5)))
+    assert sizes == [4, 2, 1, 1]
 
 
-def test_workers_that_wait_together_share_a_round(prompts):
-    async def life():
-        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Scheduling(), stall_s=30.0)
-        for worker in ("w0", "w1", "w2", "w3"):
-            await actor.register_worker(worker, 8)
-        claims = [asyncio.ensure_future(actor.claim(f"w{i}")) for i in range(4)]
-        await asyncio.sleep(0)
-        await actor.begin_version(0, prompts(4), 0)
-        return [len(grants) for grants in await asyncio.wait_for(asyncio.gather(*claims), 5)]
-
-    assert asyncio.run(life()) == [2, 2, 2, 2]
+async def test_workers_that_wait_together_share_a_round(prompts):
+    actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Scheduling(), stall_s=30.0)
+    for worker in ("w0", "w1", "w2", "w3"):
+        await actor.register_worker(worker, 8)
+    claims = [asyncio.ensure_future(actor.claim(f"w{i}")) for i in range(4)]
+    await asyncio.sleep(0)
+    await actor.begin_version(0, prompts(4), 0)
+    assert [len(grants) for grants in await asyncio.wait_for(asyncio.gather(*claims), 5)] == [2, 2, 2, 2]
 
 
-def test_waiting_claim_is_answered_when_its_worker_gets_more_slots(prompts):
-    async def life():
-        actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Scheduling(), stall_s=30.0)
-        await actor.register_worker("w0", 2)
-        await actor.begin_version(0, prompts(4), 0)
-        first = await actor.claim("w0")
-        waiting = asyncio.ensure_future(actor.claim("w0"))
-        await asyncio.sleep(0)
-        await actor.resize_workers(5)
-        return len(first), len(await asyncio.wait_for(waiting, 5))
-
-    assert asyncio.run(life()) == (2, 3)
+async def test_waiting_claim_is_answered_when_its_worker_gets_more_slots(prompts):
+    actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Scheduling(), stall_s=30.0)
+    await actor.register_worker("w0", 2)
+    await actor.begin_version(0, prompts(4), 0)
+    first = await actor.claim("w0")
+    waiting = asyncio.ensure_future(actor.claim("w0"))
+    await asyncio.sleep(0)
+    await actor.resize_workers(5)
+    assert (len(first), len(await asyncio.wait_for(waiting, 5))) == (2, 3)

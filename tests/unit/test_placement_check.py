@@ -1,7 +1,6 @@
 """Separate placement is refused in one line, before Ray starts, where the engines cannot have devices of their own."""
 
 import pytest
-from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices
@@ -17,14 +16,12 @@ ONE_NODE = (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1", f"{BACKEND}=s
 
 
 @pytest.fixture
-def placed(composed_config):
+def placed(resolved_config):
     """``placed(*overrides)``: a config with separate placement."""
 
     def build(*overrides):
         given = {override.split("=")[0]: override for override in ("partial_rollout.placement=separate", *overrides)}
-        config = composed_config("quickstart_cpu", *given.values())
-        OmegaConf.resolve(config)
-        return config
+        return resolved_config("quickstart_cpu", *given.values())
 
     return build
 
@@ -120,12 +117,11 @@ def test_more_devices_than_ray_has_are_refused(placed):
     check_devices_of_ray(placed("partial_rollout.placement=colocated", "trainer.n_gpus_per_node=8"), available=1)
 
 
-def test_placement_is_one_override_without_a_gpu(composed_config):
+def test_placement_is_one_override_without_a_gpu(resolved_config):
     for placement, backend in (("colocated", "naive"), ("separate", "shm"), ("elsewhere", "naive")):
-        config = composed_config("quickstart_cpu", f"partial_rollout.placement={placement}")
-        OmegaConf.resolve(config)
+        config = resolved_config("quickstart_cpu", f"partial_rollout.placement={placement}")
         assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == backend
-    check(composed_config("quickstart_cpu", "partial_rollout.placement=separate"))
+    check(resolved_config("quickstart_cpu", "partial_rollout.placement=separate"))
 
 
 def test_recipe_on_gpus_is_told_the_engines_devices_besides(composed_config):

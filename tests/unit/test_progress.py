@@ -78,22 +78,19 @@ def test_a_round_goes_on_while_nobody_answers(monkeypatch):
     assert lines and all(line.endswith("0 s") and "running" not in line for line in lines)
 
 
-def test_a_failed_round_raises_and_ends_the_watch(monkeypatch):
+async def test_a_failed_round_raises_and_ends_the_watch(monkeypatch):
     engines = Engines()
 
     async def round_():
         await asyncio.sleep(0.05)
         raise RuntimeError("stalled")
 
-    async def watched():
-        with pytest.raises(RuntimeError, match="stalled"):
-            await beside(round_(), ProgressLine(SETTINGS, engines).show(1, time.monotonic()))
-        asked = engines.asked
-        await asyncio.sleep(0.05)
-        assert engines.asked == asked > 0
-
     monkeypatch.setattr(progress.tqdm, "write", lambda line: None)
-    asyncio.run(watched())
+    with pytest.raises(RuntimeError, match="stalled"):
+        await beside(round_(), ProgressLine(SETTINGS, engines).show(1, time.monotonic()))
+    asked = engines.asked
+    await asyncio.sleep(0.05)
+    assert engines.asked == asked > 0
 
 
 def test_a_terminal_has_one_line_that_is_taken_away(monkeypatch, capsys):
@@ -108,15 +105,12 @@ def test_a_terminal_has_one_line_that_is_taken_away(monkeypatch, capsys):
     assert watch._line._bar is None
 
 
-def test_the_manager_says_how_far_the_round_is():
-    async def asked():
-        actor = ManagerActor(Admission(Mode.WINDOW, 1, 2, 1.0, 2, 2, max_staleness=4), Scheduling(), 60.0)
-        assert await actor.standing() == Standing(0, 0, 0)
-        await actor.register_worker("w0", 3)
-        await actor.begin_version(3, [Prompt(f"0/{i}", 0, {}) for i in range(3)], 0)
-        granted = await actor.claim("w0")
-        assert await actor.standing() == Standing(ready_groups=0, running=len(granted), oldest=0)
-        actor._manager._state.version = 5
-        assert (await actor.standing()).oldest == 2
-
-    asyncio.run(asked())
+async def test_the_manager_says_how_far_the_round_is():
+    actor = ManagerActor(Admission(Mode.WINDOW, 1, 2, 1.0, 2, 2, max_staleness=4), Scheduling(), 60.0)
+    assert await actor.standing() == Standing(0, 0, 0)
+    await actor.register_worker("w0", 3)
+    await actor.begin_version(3, [Prompt(f"0/{i}", 0, {}) for i in range(3)], 0)
+    granted = await actor.claim("w0")
+    assert await actor.standing() == Standing(ready_groups=0, running=len(granted), oldest=0)
+    actor._manager._state.version = 5
+    assert (await actor.standing()).oldest == 2

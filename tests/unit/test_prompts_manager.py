@@ -3,11 +3,7 @@
 import pytest
 
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
-
-
-def begin(manager):
-    """The version after the last batch."""
-    return manager.begin_version(manager.version + manager._batch_taken)
+from tests.unit.shared import begin
 
 
 def groups_of(grants):

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from verl.protocol import DataProto
 
-from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.loss import WeightLevel, weight_level
@@ -23,13 +21,16 @@ def build_batch(rows=1):
     return DataProto.from_single_dict({"rollout_log_probs": torch.tensor([[-1.0, -2.0]] * rows)})
 
 
-def composed(*overrides):
-    with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
-        config = compose("quickstart_cpu", overrides=list(overrides))
-    return config, PartialRolloutConfig.from_config(config)
+@pytest.fixture
+def composed(composed_config):
+    def build(*overrides):
+        config = composed_config("quickstart_cpu", *overrides)
+        return config, PartialRolloutConfig.from_config(config)
+
+    return build
 
 
-def test_quick_start_trains_a_batch_in_one_update_and_leaves_the_pass_out():
+def test_quick_start_trains_a_batch_in_one_update_and_leaves_the_pass_out(composed):
     config, settings = composed()
     assert not needs_pass(config)
     proximal = ProximalPolicy.of(config, settings)
@@ -48,14 +49,14 @@ def test_quick_start_trains_a_batch_in_one_update_and_leaves_the_pass_out():
         "actor_rollout_ref.model.lora.dropout=0.1",
     ],
 )
-def test_pass_is_run_where_something_needs_it(override):
+def test_pass_is_run_where_something_needs_it(composed, override):
     config, settings = composed(override)
     assert needs_pass(config)
     assert ProximalPolicy.of(config, settings).recomputes(2)
 
 
 @pytest.mark.parametrize("override", ["partial_rollout.enable=False", "partial_rollout.proximal=recompute"])
-def test_pass_is_run_under_nopr_and_where_it_is_asked_for(override):
+def test_pass_is_run_under_nopr_and_where_it_is_asked_for(composed, override):
     assert ProximalPolicy.of(*composed(override)).recomputes(2)
 
 

@@ -7,9 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tokenizers import Tokenizer, models, pre_tokenizers
-from tokenizers.decoders import ByteLevel as ByteDecoder
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 from vllm import SamplingParams
 
@@ -17,6 +15,7 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.preflight.inputs import check_prompts, check_vocabulary, prompt_lengths
 from recipe.partial_rollout.worker.resumption import StopStrings, sampling_of_call
+from tests.unit.shared import byte_tokenizer
 from verl_ext import weight_file
 from verl_ext.chunked_log_probs import entropy_of_logits, log_probs_of_labels
 
@@ -44,20 +43,9 @@ CHATS = (
 
 
 def tokenizer_of(template=TURNS):
-    """A token a byte, and the special ones; as Llama's, it puts a begin of text before every plain text."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), ByteDecoder()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token=SPECIAL[0],
-        eos_token=SPECIAL[1],
-        pad_token=SPECIAL[2],
-        additional_special_tokens=SPECIAL[3:],
-        add_bos_token=True,
-    )
-    tokenizer.chat_template = template
-    return tokenizer
+    """As Llama's, it puts a begin of text before every plain text."""
+    roles = dict(zip(("bos_token", "eos_token", "pad_token"), SPECIAL, strict=False))
+    return byte_tokenizer(template, **roles, additional_special_tokens=SPECIAL[3:], add_bos_token=True)
 
 
 class Rows(list):

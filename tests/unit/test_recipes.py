@@ -47,13 +47,8 @@ PAIRS = [(experiment, arm) for experiment in EXPERIMENTS for arm in arms_of(expe
 
 
 @pytest.fixture
-def build(composed_config):
-    def resolved(experiment, arm, *overrides):
-        config = composed_config("recipe", f"experiment={experiment}", f"arm={arm}", *overrides)
-        OmegaConf.resolve(config)
-        return config
-
-    return resolved
+def build(resolved_config):
+    return lambda experiment, arm, *more: resolved_config("recipe", f"experiment={experiment}", f"arm={arm}", *more)
 
 
 def flat(node, at=""):

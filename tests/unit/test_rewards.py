@@ -52,7 +52,7 @@ def ended():
 
 
 @pytest.mark.parametrize("kind", [ObservedAgentLoopWorker, PartialRolloutAgentLoopWorker])
-def test_reward_call_that_queues_for_a_place_has_no_clock_running(monkeypatch, kind):
+async def test_reward_call_that_queues_for_a_place_has_no_clock_running(monkeypatch, kind):
     """Twelve calls of 0.3 s on two places take 1.8 s in all; each has 1.5 s, and its sample as many between calls."""
     running = most = 0
 
@@ -72,10 +72,7 @@ def test_reward_call_that_queues_for_a_place_has_no_clock_running(monkeypatch, k
         LIVE_SAMPLE.set(sample)
         await sample.clock.run(worker._compute_score([ended()], {"uid": sample.id}))
 
-    async def score_all():
-        await asyncio.gather(*[score(i) for i in range(12)])
-
-    asyncio.run(score_all())
+    await asyncio.gather(*[score(i) for i in range(12)])
     assert most == 2
 
 
@@ -163,21 +160,17 @@ def test_reward_functions_own_error_about_an_actor_is_not_taken_for_its_workers_
     assert sum(worker.calls for worker in failing) == 1
 
 
-def test_call_that_is_given_up_ends_in_its_reward_worker(monkeypatch):
+async def test_call_that_is_given_up_ends_in_its_reward_worker(monkeypatch):
     """Ray lets it go on there, and another call has its place here."""
     cancelled = []
-
-    async def body():
-        worker, call = Worker(), asyncio.Future()
-        worker.compute_score = SimpleNamespace(remote=lambda data: call)
-        monkeypatch.setattr(ray, "cancel", cancelled.append)
-        asking = asyncio.create_task(RewardWorkers([worker]).remote(7))
-        await asyncio.sleep(0)
-        asking.cancel()
-        await asyncio.wait([asking])
-        return [each is call for each in cancelled], asking.cancelled()
-
-    assert asyncio.run(body()) == ([True], True)
+    worker, call = Worker(), asyncio.Future()
+    worker.compute_score = SimpleNamespace(remote=lambda data: call)
+    monkeypatch.setattr(ray, "cancel", cancelled.append)
+    asking = asyncio.create_task(RewardWorkers([worker]).remote(7))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert ([each is call for each in cancelled], asking.cancelled()) == ([True], True)
 
 
 def test_loss_of_all_reward_workers_is_said():

@@ -50,23 +50,24 @@ def set_up(tmp_path):
     return call
 
 
-def test_uv_installs_where_it_is_installed(set_up):
-    done = set_up()
+@pytest.mark.parametrize(
+    ("uv", "variables", "installer"),
+    [
+        (True, {}, "uv"),
+        pytest.param(
+            *(False, {}, "pip"),
+            marks=pytest.mark.skipif(
+                bool(shutil.which("uv", path="/usr/bin:/bin")), reason="there is a uv beside bash"
+            ),
+        ),
+        (True, {"PARTIAL_ROLLOUT_INSTALLER": "pip"}, "pip"),
+    ],
+)
+def test_uv_installs_where_it_is_installed_unless_pip_is_asked_for(set_up, uv, variables, installer):
+    done = set_up(uv=uv, **variables)
     assert done.code == 0, done.said
-    assert len(done.installs) == 5 and all(line.startswith("uv pip install") for line in done.installs)
+    assert [line.split()[0] for line in done.installs] == [installer] * 5
     assert "--no-deps -r" in done.installs[1] and "requirements-cpu.txt" in done.installs[1]
-
-
-@pytest.mark.skipif(bool(shutil.which("uv", path="/usr/bin:/bin")), reason="this machine has uv beside bash")
-def test_pip_installs_where_uv_is_not(set_up):
-    done = set_up(uv=False)
-    assert done.code == 0, done.said
-    assert len(done.installs) == 5 and all(line.startswith("pip ") for line in done.installs)
-
-
-def test_pip_installs_where_it_is_asked_for(set_up):
-    done = set_up(PARTIAL_ROLLOUT_INSTALLER="pip")
-    assert {line.split()[0] for line in done.installs} == {"pip"}
 
 
 def test_gpu_set_is_installed_from_its_lock_file_alone(set_up):

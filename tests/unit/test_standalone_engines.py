@@ -4,7 +4,6 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from omegaconf import OmegaConf
 from verl.trainer.ppo import ray_trainer
 from verl.workers.rollout import replica
 from verl.workers.rollout.llm_server import LLMServerManager
@@ -33,11 +32,9 @@ class Replica:
 
 
 @pytest.fixture
-def config(composed_config):
+def config(resolved_config):
     ours = ("partial_rollout.placement=separate", "actor_rollout_ref.rollout.nnodes=1")
-    config = composed_config("quickstart_cpu", *ours, "actor_rollout_ref.rollout.n_gpus_per_node=3")
-    OmegaConf.resolve(config)
-    return config
+    return resolved_config("quickstart_cpu", *ours, "actor_rollout_ref.rollout.n_gpus_per_node=3")
 
 
 def start(manager_class, config):

@@ -58,25 +58,25 @@ def test_the_line_of_a_step_says_what_the_trainer_got_its_batch_from(log, separa
 # -- drift -------------------------------------------------------------------------------------------------------------
 
 
-def steps_of_warnings(values):
+WELL = [0.0002] * 8
+
+
+@pytest.mark.parametrize(
+    ("values", "warned_at"),
+    [
+        ([*WELL, 0.0085, 0.0157, 0.0387], [9]),
+        # Again only after it was over.
+        ([*WELL, 0.0085, 0.0001, 0.0157], [9, 11]),
+        # Large while much is learnt, and a floor below which factors mean nothing.
+        ([0.0, 0.0002, 0.0009, 0.0007, 0.0002, 0.0001, 0.0001, 0.00001, 0.0019, 0.0005], []),
+        # First steps, and a run that always was far off.
+        ([0.02, 0.3, 0.02, 0.03, 0.02], []),
+        ([0.02] * 10, []),
+    ],
+)
+def test_drift_is_told_when_it_sets_in(values, warned_at):
     drift = PolicyDrift()
-    return [step for step, kl in enumerate(values, 1) if drift.observe({KL: kl}, step)]
-
-
-def test_run_that_is_well_is_left_alone():
-    # Large while much is learnt, and a floor below which factors mean nothing.
-    assert steps_of_warnings([0.0, 0.0002, 0.0009, 0.0007, 0.0002, 0.0001, 0.0001, 0.00001, 0.0019, 0.0005]) == []
-
-
-def test_drift_is_told_when_it_sets_in_and_again_only_after_it_was_over():
-    well = [0.0002] * 8
-    assert steps_of_warnings([*well, 0.0085, 0.0157, 0.0387]) == [9]
-    assert steps_of_warnings([*well, 0.0085, 0.0001, 0.0157]) == [9, 11]
-
-
-def test_first_steps_and_runs_that_always_were_far_off_are_no_alarm():
-    assert steps_of_warnings([0.02, 0.3, 0.02, 0.03, 0.02]) == []
-    assert steps_of_warnings([0.02] * 10) == []
+    assert [step for step, kl in enumerate(values, 1) if drift.observe({KL: kl}, step)] == warned_at
 
 
 def test_warning_says_what_to_do():

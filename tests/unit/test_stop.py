@@ -51,16 +51,13 @@ def test_sigterm_that_follows_at_once_belongs_to_the_same_order(first):
     assert raised.value.exit_code == 128 + first
 
 
-def test_wait_ends_with_the_signal():
+async def test_wait_ends_with_the_signal():
     stop = StopSignals()
 
-    async def run():
+    with stop.caught(), pytest.raises(StopTraining, match="SIGTERM"):
         assert await beside(asyncio.sleep(0, 7), stop.watch()) == 7
         asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
         await beside(asyncio.sleep(30), stop.watch())
-
-    with stop.caught(), pytest.raises(StopTraining, match="SIGTERM"):
-        asyncio.run(run())
 
 
 LOADING = """

@@ -5,15 +5,11 @@ Workers, engines and the metrics' consumers are stand-ins; loop, hooks, manager 
 
 import json
 import signal
-from copy import deepcopy
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from verl.protocol import DataProto
 from verl.trainer.ppo import ray_trainer as verl_trainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -135,20 +131,9 @@ class Source:
         pass
 
 
-@cache
-def composed():
-    with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
-        config = compose("quickstart_cpu", overrides=[*OVERRIDES, "trainer.default_local_dir=none"])
-    OmegaConf.resolve(config)
-    main_ppo.wire(config)
-    return config
-
-
-def build_trainer(run_dir, manager, output, *, moment, overrides=()):
+def build_trainer(config, run_dir, manager, output, *, moment):
     """A trainer of ``STEPS`` steps, without workers; ``moment(name)`` is told where ``fit`` is."""
-    config = deepcopy(composed())
-    OmegaConf.set_struct(config, False)
-    config.merge_with_dotlist([*overrides, f"trainer.default_local_dir={run_dir}"])
+    main_ppo.wire(config)
     trainer = object.__new__(PartialRolloutRayPPOTrainer)
     trainer.config = config
     trainer.session = session = RunSession(PartialRolloutConfig.from_config(config), run_dir, "auto")
@@ -176,7 +161,7 @@ def build_trainer(run_dir, manager, output, *, moment, overrides=()):
 
 
 @pytest.fixture
-def life(tmp_path, monkeypatch, manager, output):
+def life(tmp_path, monkeypatch, resolved_config, manager, output):
     """One process of the training; ``stop_at``: moment and the step in which the signal comes there."""
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
     monkeypatch.setattr(verl_trainer, "extract_reward", lambda batch: (batch.batch["rm_scores"], {}))
@@ -226,7 +211,9 @@ def life(tmp_path, monkeypatch, manager, output):
                 signal.raise_signal(signal.SIGTERM)
 
         at.moment = moment
-        trainer = build_trainer(tmp_path, manager(batch=2, n=2, prompts=0), output, moment=moment, overrides=overrides)
+        keys = *OVERRIDES, f"trainer.default_local_dir={tmp_path}", *overrides
+        config = resolved_config("quickstart_cpu", *keys)
+        trainer = build_trainer(config, tmp_path, manager(batch=2, n=2, prompts=0), output, moment=moment)
         if trainer.session.resume_from is None:
             trainer.async_rollout_manager.manager.offer(prompts_of(manager))
         try:

@@ -1,6 +1,5 @@
 """The manager never looks into an output that lies elsewhere, and its checkpoint is the same wherever outputs lie."""
 
-import asyncio
 import weakref
 from dataclasses import fields
 
@@ -16,6 +15,7 @@ from recipe.partial_rollout.manager.messages import Report
 from recipe.partial_rollout.manager.output_store import InProcess, _Columns, fetch_groups
 from recipe.partial_rollout.manager.policies import GroupFilter
 from recipe.partial_rollout.manager.types import SampleOutput, StoredOutput
+from tests.unit.shared import begin
 
 
 class Shelf:
@@ -42,11 +42,6 @@ class Shelf:
 class Handle:
     def __init__(self, output):
         self.output = output
-
-
-def begin(manager):
-    """The version after the last batch."""
-    return manager.begin_version(manager.version + manager._batch_taken)
 
 
 def finish_some(m, output, store, count):
@@ -83,18 +78,15 @@ def test_restored_outputs_go_to_the_store(manager, output):
     assert all(isinstance(o, SampleOutput) for group in taken for o in group.outputs)
 
 
-def test_outputs_of_a_report_are_stored_before_it_is_booked(prompts, output):
-    async def life():
-        admission = Admission(Mode.WINDOW, 1, 2, 0.0, 2, 2, 4)
-        actor = ManagerActor(admission, Scheduling(), stall_s=30.0, store=shelf)
-        await actor.register_worker("w0", 2)
-        await actor.begin_version(0, prompts(1), 0)
-        first, second = await actor.claim("w0")
-        await actor.report(Report("w0", finished=((first.sample_id, output(3)), (second.sample_id, output(4)))))
-        return (await actor.wait_batch(True)).groups
-
+async def test_outputs_of_a_report_are_stored_before_it_is_booked(prompts, output):
     shelf = Shelf()
-    (taken,) = asyncio.run(life())
+    admission = Admission(Mode.WINDOW, 1, 2, 0.0, 2, 2, 4)
+    actor = ManagerActor(admission, Scheduling(), stall_s=30.0, store=shelf)
+    await actor.register_worker("w0", 2)
+    await actor.begin_version(0, prompts(1), 0)
+    first, second = await actor.claim("w0")
+    await actor.report(Report("w0", finished=[(first.sample_id, output(3)), (second.sample_id, output(4))]))
+    (taken,) = (await actor.wait_batch(True)).groups
     assert [type(o) for o in taken.outputs] == [StoredOutput, StoredOutput]
     (group,) = fetch_groups([taken], shelf.fetch)
     assert np.array_equal(group.outputs[1].response_ids, output(4).response_ids)

@@ -434,7 +434,7 @@ def test_parallel_calls_of_a_stateful_tool_come_after_one_another():
     assert states == ["a", "ab"]
 
 
-def test_tool_is_called_so_many_times_at_once_and_no_clock_runs_for_those_that_wait():
+async def test_tool_is_called_so_many_times_at_once_and_no_clock_runs_for_those_that_wait():
     running, most = 0, 0
 
     async def look():
@@ -453,10 +453,7 @@ def test_tool_is_called_so_many_times_at_once_and_no_clock_runs_for_those_that_w
         LIVE_SAMPLE.set(sample)
         return (await sample.clock.run(ours.call({})))[0].text
 
-    async def body():
-        return await asyncio.gather(*[one(i) for i in range(8)])
-
-    assert asyncio.run(body()) == ["4"] * 8 and most == 2
+    assert (await asyncio.gather(*[one(i) for i in range(8)])) == ["4"] * 8 and most == 2
 
 
 def test_tool_with_a_life_cycle_gets_its_call_id_if_it_takes_one():

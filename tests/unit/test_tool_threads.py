@@ -49,28 +49,21 @@ def test_call_that_waits_for_a_thread_when_it_is_given_up_is_never_made():
     assert asyncio.run(body()) == [True, "after"] and made == []
 
 
-def test_call_that_is_under_way_when_another_is_given_up_is_answered():
+async def test_call_that_is_under_way_when_another_is_given_up_is_answered():
     release = threading.Event()
-
-    async def body():
-        threads = ToolThreads(size=2)
-        try:
-            slow = asyncio.ensure_future(threads.run(lambda: release.wait(30)))
-            await give_up(threads, lambda: release.wait(30))
-        finally:
-            release.set()
-        return await asyncio.wait_for(slow, 5)
-
-    assert asyncio.run(body())
+    threads = ToolThreads(size=2)
+    try:
+        slow = asyncio.ensure_future(threads.run(lambda: release.wait(30)))
+        await give_up(threads, lambda: release.wait(30))
+    finally:
+        release.set()
+    assert await asyncio.wait_for(slow, 5)
 
 
-def test_call_has_the_context_and_the_error_of_its_own():
+async def test_call_has_the_context_and_the_error_of_its_own():
     def call():
         raise LookupError(WHO.get())
 
-    async def body():
+    with pytest.raises(LookupError, match="sample 0/0#0"):
         WHO.set("sample 0/0#0")
         await ToolThreads().run(call)
-
-    with pytest.raises(LookupError, match="sample 0/0#0"):
-        asyncio.run(body())

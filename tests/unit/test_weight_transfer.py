@@ -90,17 +90,13 @@ def cached():
     return build
 
 
-def test_only_the_trainer_stages_and_only_the_engines_load(cached):
+async def test_only_the_trainer_stages_and_only_the_engines_load(cached):
     transfer, log, _ = cached()
-
-    async def two_syncs():
-        for version in (1, 2):
-            assert await transfer.stage(version)
-            log.append("held")
-            await transfer.load(version)
-        await transfer.stage(3)
-
-    asyncio.run(two_syncs())
+    for version in (1, 2):
+        assert await transfer.stage(version)
+        log.append("held")
+        await transfer.load(version)
+    await transfer.stage(3)
     loads = [("a", 1), ("a", 1), ("b", 1), ("b", 1)]
     freed = [("finalize",), ("finalize",)]
     assert log[:6] == [("trainer", 1, "shm"), "held", *loads]

@@ -1,10 +1,10 @@
 """The worker's half of claims and reports: the real worker and manager in one process, on a scripted replica."""
 
 import asyncio
+import contextlib
 import gc
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,24 +25,9 @@ from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, P
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker, output_of
+from tests.unit.shared import Local
 
 CURVE = EngineCurve(step_s=0.002, sample_s=0.0)
-
-
-class Local:
-    """An actor handle without Ray; ``broken`` verbs raise instead."""
-
-    def __init__(self, actor):
-        self.actor = actor
-        self.broken = {}
-
-    def __getattr__(self, verb):
-        async def call(*arguments):
-            if verb in self.broken:
-                raise self.broken[verb]
-            return await getattr(self.actor, verb)(*arguments)
-
-        return SimpleNamespace(remote=call)
 
 
 RETRY = FailurePolicy(OnSampleError.RETRY, sample_retries=1, retry_backoff_s=0.01)
@@ -111,6 +96,19 @@ async def start(
     return manager, worker, serving
 
 
+def lived(body, lengths, **options):
+    """What ``body`` of a manager and its worker returns."""
+
+    async def run():
+        manager, worker, serving = await start(lengths, **options)
+        try:
+            return await body(manager, worker)
+        finally:
+            serving.cancel()
+
+    return asyncio.run(run())
+
+
 async def finish_round(manager, worker):
     batch = await asyncio.wait_for(manager.actor.wait_batch(True), 20)
     worker.close_round()
@@ -134,33 +132,29 @@ def test_probe_is_preceded_by_a_few_tokens_in_every_slot_and_calls_no_tools(load
 
 
 def test_garbage_is_collected_once_everything_is_reported():
-    async def body():
-        manager, worker, serving = await start([[5]])
+    async def body(manager, worker):
         held = gc.get_freeze_count() > 0
         await asyncio.wait_for(manager.actor.wait_batch(True), 20)
         # The manager, here in the same process, would release it too.
         manager.broken["flushed"] = RuntimeError("not heard")
         with pytest.raises(RuntimeError, match="not heard"):
             await asyncio.wait_for(worker.flush(), 20)
-        serving.cancel()
         return held, gc.get_freeze_count()
 
-    assert asyncio.run(body()) == (True, 0)
+    assert lived(body, [[5]]) == (True, 0)
 
 
 def test_interrupted_sample_goes_on_in_its_worker_from_where_it_was():
-    async def body():
-        manager, worker, serving = await start([[5], [60]])
+    async def body(manager, worker):
         (first,) = await finish_round(manager, worker)
         (waiting,) = manager.actor._manager.unfinished.values()
         cached = waiting.cached_tokens
         worker.begin(1, time.monotonic())
         await manager.actor.begin_version(1, [], False)
         (second,) = await finish_round(manager, worker)
-        serving.cancel()
         return first, cached, second, worker.decoded()
 
-    first, cached, second, decoded = asyncio.run(body())
+    first, cached, second, decoded = lived(body, [[5], [60]])
     assert first.outputs[0].response_length == 5 and 0 < cached < 60
     assert second.outputs[0].response_length == 60 and decoded == 65, "no token was decoded twice"
 
@@ -173,13 +167,12 @@ def test_engine_calls_of_a_sample_know_its_group():
             seen[LIVE_SAMPLE.get().id] = LIVE_SAMPLE.get().group
             return await super()._run_agent_loop(*args, **kwargs)
 
-    asyncio.run(play(Noting, RETRY))
+    play(Noting, RETRY)
     assert seen == {"0/0#0": "0/0", "0/0#1": "0/0"}
 
 
 def test_samples_are_ready_before_their_round_opens():
-    async def body():
-        manager, worker, serving = await start([[5, 5], [60, 60]])
+    async def body(manager, worker):
         await finish_round(manager, worker)
         decoded, collected = worker.decoded(), worker.ready()
         # The trainer updates; the samples of the round to come wait at the gate.
@@ -190,22 +183,18 @@ def test_samples_are_ready_before_their_round_opens():
         await asyncio.sleep(0.05)
         after, waited = worker.ready(), worker.waited()
         await finish_round(manager, worker)
-        serving.cancel()
         return collected, before, after, waited
 
-    collected, before, after, (_, _, slots) = asyncio.run(body())
+    collected, before, after, (_, _, slots) = lived(body, [[5, 5], [60, 60]])
     assert collected == 0 and before == (2, 0) and after == 0 and slots == 2
 
 
-def test_report_that_fails_ends_the_worker_at_once():
-    async def body():
-        manager, _worker, serving = await start([[5]])
-        manager.broken["report"] = RuntimeError("the report was refused")
-        # A claim that waits must not hide it.
-        with pytest.raises(RuntimeError, match="the report was refused"):
-            await asyncio.wait_for(serving, 5)
-
-    asyncio.run(body())
+async def test_report_that_fails_ends_the_worker_at_once():
+    manager, _worker, serving = await start([[5]])
+    manager.broken["report"] = RuntimeError("the report was refused")
+    # A claim that waits must not hide it.
+    with pytest.raises(RuntimeError, match="the report was refused"):
+        await asyncio.wait_for(serving, 5)
 
 
 @pytest.mark.parametrize(
@@ -213,27 +202,23 @@ def test_report_that_fails_ends_the_worker_at_once():
     [(True, "w0 has lost the conversation that the manager thinks it holds"), (False, "w0 still has the conversation")],
 )
 def test_worker_and_manager_that_disagree_on_a_conversation_end_the_run(held, message):
-    async def body():
-        _manager, worker, serving = await start([[5], [500]])
+    async def body(_manager, worker):
         known = "0/9#0" if held else "0/1#0"
         await asyncio.sleep(0.05)
-        serving.cancel()
         with pytest.raises(RuntimeError, match=message):
             worker._claims.run([Grant(known, "0/1", 1, {"lengths": [5]}, (), held=held)])
 
-    asyncio.run(body())
+    lived(body, [[5], [500]])
 
 
 def test_sample_that_no_round_comes_for_ends_the_run_by_its_deadline():
-    async def body():
-        manager, worker, serving = await start([[5], [60]], grant_s=0.2)
+    async def body(manager, worker):
         await finish_round(manager, worker)
         await asyncio.sleep(0.4)
         with pytest.raises(RolloutFailedError, match=r"sample 0/1#0 was not granted a slot in an .* 0\.2 s.*grant_s"):
             await asyncio.wait_for(manager.actor.wait_batch(True), 5)
-        serving.cancel()
 
-    asyncio.run(body())
+    lived(body, [[5], [60]], grant_s=0.2)
 
 
 def failing(how, times=1):
@@ -268,14 +253,14 @@ async def hangs():
     await asyncio.sleep(60)
 
 
-async def play(kind, failures, *, lengths=(5, 5), **settings):
+def play(kind, failures, *, lengths=(5, 5), **settings):
     """One round of one prompt with two samples; its two outputs and the manager's figures."""
-    manager, worker, serving = await start([lengths], kind=kind, failures=failures, **settings)
-    try:
+
+    async def body(manager, worker):
         (group,) = await finish_round(manager, worker)
-    finally:
-        serving.cancel()
-    return group.outputs, manager.actor._manager.metrics()
+        return group.outputs, manager.actor._manager.metrics()
+
+    return lived(body, [lengths], kind=kind, failures=failures, **settings)
 
 
 @pytest.mark.parametrize(
@@ -287,22 +272,22 @@ async def play(kind, failures, *, lengths=(5, 5), **settings):
     ],
 )
 def test_sample_that_fails_is_run_again_and_masked_where_it_always_fails(how, said):
-    outputs, figures = asyncio.run(play(failing(how), RETRY, sample_s=0.1))
+    outputs, figures = play(failing(how), RETRY, sample_s=0.1)
     assert [output.response_length for output in outputs] == [5, 5]
     assert (figures["failures/retried_total"], figures["failures/masked_total"]) == (1, 0)
-    outputs, figures = asyncio.run(play(failing(how, times=99), RETRY, sample_s=0.1))
+    outputs, figures = play(failing(how, times=99), RETRY, sample_s=0.1)
     assert [output.masked for output in outputs] == [True, False] and figures["failures/masked_total"] == 1
     assert said in outputs[0].extra_fields["sample_error"]
 
 
 def test_request_that_a_living_replica_refuses_ends_the_run_where_failures_do():
     with pytest.raises(RolloutFailedError, match=r"sample 0/0#0 on w0 failed: ReplicaError: .* no such token"):
-        asyncio.run(play(failing(refused), FailurePolicy(OnSampleError.RAISE)))
+        play(failing(refused), FailurePolicy(OnSampleError.RAISE))
 
 
 def test_last_replica_to_die_ends_the_run_whatever_failures_do():
     with pytest.raises(RolloutFailedError, match=r"^ReplicaError: vLLM replica r0 failed"):
-        asyncio.run(play(failing(lambda: refused(dead=True)), RETRY))
+        play(failing(lambda: refused(dead=True)), RETRY)
 
 
 def unsaveable(sample_id):
@@ -320,44 +305,40 @@ def unsaveable(sample_id):
 def test_first_output_that_no_checkpoint_can_hold_ends_the_run_by_name():
     words = r"sample 0/0#0\.reward_extra_info\.verdict: builtins\.object cannot be saved: only plain values"
     with pytest.raises(RolloutFailedError, match=words):
-        asyncio.run(play(unsaveable("0/0#0"), RETRY, lengths=[5, 60], save_freq=1))
+        play(unsaveable("0/0#0"), RETRY, lengths=[5, 60], save_freq=1)
 
 
 @pytest.mark.parametrize("save_freq", [1, -1])
 def test_later_output_that_no_checkpoint_can_hold_is_a_failed_sample_where_there_are_checkpoints(save_freq):
-    outputs, _ = asyncio.run(play(unsaveable("0/0#1"), RETRY, lengths=[5, 60], save_freq=save_freq))
+    outputs, _ = play(unsaveable("0/0#1"), RETRY, lengths=[5, 60], save_freq=save_freq)
     assert [output.masked for output in outputs] == [False, save_freq > 0]
 
 
 def test_sample_may_wait_for_its_round_and_decode_for_longer_than_its_timeout():
-    async def body():
-        manager, worker, serving = await start([[5], [120]], sample_s=0.1)
+    async def body(manager, worker):
         await finish_round(manager, worker)
         await asyncio.sleep(0.3)
         worker.begin(1, time.monotonic())
         await manager.actor.begin_version(1, [], False)
         (second,) = await finish_round(manager, worker)
-        serving.cancel()
         return second.outputs[0], manager.actor._manager.metrics()
 
-    output, figures = asyncio.run(body())
+    output, figures = lived(body, [[5], [120]], sample_s=0.1)
     assert output.response_length == 120 and not output.masked and figures["failures/failed_total"] == 0
 
 
 @pytest.mark.parametrize("after_s", [60.0, 0.0], ids=["at the end of the round", "before it"])
 def test_turn_is_known_while_its_reward_call_goes_on(after_s):
-    async def body():
-        manager, worker, serving = await start([[60], [7]], kind=AfterTurn, release_after_s=after_s)
+    async def body(manager, worker):
         await asyncio.sleep(0.1)
         state = manager.actor._manager
         before = state.groups.cached_tokens
         if after_s:
             await finish_round(manager, worker)
         saved = state.state_dict()
-        serving.cancel()
         return worker.decoded(), before, saved["calls"]["length"].tolist(), saved["calls"]["stop_reason"]
 
-    decoded, before, saved, ends = asyncio.run(body())
+    decoded, before, saved, ends = lived(body, [[60], [7]], kind=AfterTurn, release_after_s=after_s)
     assert saved == [7] and ends == ["completed"]
     assert before == (0 if after_s else 7) and decoded >= 7
 
@@ -367,16 +348,14 @@ def test_slot_of_a_sample_that_awaits_its_reward_goes_to_another():
         async def _compute_score(self, outputs, kwargs):
             await asyncio.sleep(0.5)
 
-    async def body():
-        manager, worker, serving = await start([[7], [20]], kind=Slow, slots=1)
+    async def body(manager, worker):
         state = manager.actor._manager
         await asyncio.sleep(0.3)
         states = [sample.state for sample in state.unfinished.values()]
         groups = await finish_round(manager, worker)
-        serving.cancel()
         return states, worker.decoded(), [group.uid for group in groups]
 
-    states, decoded, batch = asyncio.run(body())
+    states, decoded, batch = lived(body, [[7], [20]], kind=Slow, slots=1)
     assert states == ["away"] and decoded == 27, "the second sample ran to its end during the reward call of the first"
     assert batch == ["0/1"], "the first to be complete"
 
@@ -387,18 +366,16 @@ def test_reward_call_that_fails_without_a_slot_is_a_failed_sample():
             await asyncio.sleep(0.2)
             raise RuntimeError("no such sandbox")
 
-    async def body():
-        manager, worker, serving = await start([[7, 7]], kind=Fails)
+    async def body(manager, worker):
         (group,) = await finish_round(manager, worker)
-        serving.cancel()
         return group.outputs, manager.actor._manager.metrics()
 
-    outputs, figures = asyncio.run(body())
+    outputs, figures = lived(body, [[7, 7]], kind=Fails)
     assert all(output.masked and "no such sandbox" in output.extra_fields["sample_error"] for output in outputs)
     assert figures["failures/retried_total"] == 2
 
 
-def test_turn_and_tool_call_are_known_before_the_tool_is_called_and_outlive_the_worker():
+async def test_turn_and_tool_call_are_known_before_the_tool_is_called_and_outlive_the_worker():
     calls = []
 
     async def buy():
@@ -408,17 +385,13 @@ def test_turn_and_tool_call_are_known_before_the_tool_is_called_and_outlive_the_
 
     (tool,) = journaled([FunctionTool(name="buy", fn=buy, tool_schema=None, is_async=True)])
     manager_of = []
-
-    async def body():
-        manager, _worker, serving = await start([[7]], kind=lambda *a: AfterTurn(*a, tool=tool))
-        manager_of.append(manager.actor._manager)
-        await asyncio.sleep(0.1)
-        serving.cancel()
-        await manager.actor.release_worker("w0")
-        await manager.actor.register_worker("w1", 16)
-        return await asyncio.wait_for(manager.actor.claim("w1"), 5)
-
-    (grant,) = asyncio.run(body())
+    manager, _worker, serving = await start([[7]], kind=lambda *a: AfterTurn(*a, tool=tool))
+    manager_of.append(manager.actor._manager)
+    await asyncio.sleep(0.1)
+    serving.cancel()
+    await manager.actor.release_worker("w0")
+    await manager.actor.register_worker("w1", 16)
+    (grant,) = await asyncio.wait_for(manager.actor.claim("w1"), 5)
     assert calls == [7], "the tool is called once, and the manager knew of the turn by then"
     assert [len(segment) for segment in grant.segments] == [7]
     assert grant.tool_results == ({"call": 0, "started": "buy"},)
@@ -454,26 +427,21 @@ def conversations(events, tool_s, *, beside=False):
 
 
 def test_slot_of_a_sample_in_a_tool_is_anothers_and_it_comes_back_before_new_prompts():
-    async def body():
-        kind = conversations(events, 0.15)
-        manager, worker, serving = await start([[10], [120], [5]], kind=kind, slots=1, release_after_s=0.02)
+    async def body(manager, worker):
         await asyncio.sleep(0.1)
         states = [sample.state for sample in manager.actor._manager.unfinished.values()]
         await finish_round(manager, worker)
-        serving.cancel()
         return states, manager.actor._manager.metrics()
 
     events = []
-    states, figures = asyncio.run(body())
+    states, figures = lived(body, [[10], [120], [5]], kind=conversations(events, 0.15), slots=1, release_after_s=0.02)
     assert states == ["away", "running", "waiting"]
     assert events == ["0/0#0 asks", "0/0#0 has its answer", "0/1#0 has ended"]
     assert figures["agent/slots_freed_s_total"] > 0.1
 
 
 def test_tool_goes_on_while_the_trainer_updates_and_its_result_is_there_when_the_next_round_opens():
-    async def body():
-        kind = conversations(events, 0.3)
-        manager, worker, serving = await start([[10], [40]], kind=kind, release_after_s=0.02)
+    async def body(manager, worker):
         (first,) = await finish_round(manager, worker)
         made = worker.decoded()
         await asyncio.sleep(0.4)
@@ -482,11 +450,10 @@ def test_tool_goes_on_while_the_trainer_updates_and_its_result_is_there_when_the
         await manager.actor.begin_version(1, [], False)
         worker.begin(1, time.monotonic())
         (second,) = await finish_round(manager, worker)
-        serving.cancel()
         return first.uid, second.uid, waiting, worker.decoded() - made
 
     events = []
-    first, second, waiting, made = asyncio.run(body())
+    first, second, waiting, made = lived(body, [[10], [40]], kind=conversations(events, 0.3), release_after_s=0.02)
     assert (first, second, made) == ("0/1", "0/0", 5), "the round ended without it, and no token was decoded twice"
     assert waiting == ("interrupted", [{"call", "started"}, {"call", "text", "reward"}])
     assert events.count("0/0#0 asks") == 1
@@ -494,60 +461,44 @@ def test_tool_goes_on_while_the_trainer_updates_and_its_result_is_there_when_the
 
 @pytest.mark.parametrize(("after_s", "beside"), [(float("inf"), False), (0.005, True)], ids=["inf", "used meanwhile"])
 def test_slot_is_kept_for_ever_if_asked_and_while_the_sample_decodes_beside_its_tool(after_s, beside):
-    async def body():
-        kind = conversations([], 0.1, beside=beside)
-        manager, _worker, serving = await start([[10], [5]], kind=kind, slots=1, release_after_s=after_s)
+    async def body(manager, _worker):
         seen = []
         while not manager.actor._manager.round_complete():
             seen += [sample.state for sample in manager.actor._manager.unfinished.values()]
             await asyncio.sleep(0.005)
-        serving.cancel()
         return seen
 
-    assert "away" not in asyncio.run(body())
+    kind = conversations([], 0.1, beside=beside)
+    assert "away" not in lived(body, [[10], [5]], kind=kind, slots=1, release_after_s=after_s)
 
 
 @pytest.mark.parametrize("away_s", [None, 10.0])
 def test_tool_within_its_deadline_is_no_stall(away_s):
-    async def body():
+    refused = pytest.raises(RolloutFailedError, match=r"stall_s=0\.3\); .*0/0#0 away on w0")
+    with refused if away_s is None else contextlib.nullcontext():
         kind = conversations([], 0.6)
-        manager, worker, serving = await start([[10]], kind=kind, stall_s=0.3, away_s=away_s, release_after_s=0.02)
-        try:
-            (group,) = await finish_round(manager, worker)
-        finally:
-            serving.cancel()
-        return group.uid
-
-    if away_s is None:
-        with pytest.raises(RolloutFailedError, match=r"stall_s=0\.3\); .*0/0#0 away on w0"):
-            asyncio.run(body())
-    else:
-        assert asyncio.run(body()) == "0/0"
+        (group,) = lived(finish_round, [[10]], kind=kind, stall_s=0.3, away_s=away_s, release_after_s=0.02)
+        assert group.uid == "0/0"
 
 
-def test_tool_is_not_called_where_the_manager_refuses_to_know_of_it():
+async def test_tool_is_not_called_where_the_manager_refuses_to_know_of_it():
     calls = []
 
     async def buy():
         calls.append(1)
 
     (tool,) = journaled([FunctionTool(name="buy", fn=buy, tool_schema=None, is_async=True)])
-
-    async def body():
-        manager, _worker, serving = await start([[7]], kind=lambda *a: AfterTurn(*a, tool=tool))
-        manager.broken["report"] = RuntimeError("worker w0 is not registered")
-        with pytest.raises(RuntimeError, match="w0 is not registered"):
-            await asyncio.wait_for(serving, 5)
-
-    asyncio.run(body())
+    manager, _worker, serving = await start([[7]], kind=lambda *a: AfterTurn(*a, tool=tool))
+    manager.broken["report"] = RuntimeError("worker w0 is not registered")
+    with pytest.raises(RuntimeError, match="w0 is not registered"):
+        await asyncio.wait_for(serving, 5)
     assert calls == []
 
 
 def test_single_turn_samples_cost_no_report_of_their_own_for_their_turn():
     reports = []
 
-    async def body():
-        manager, worker, serving = await start([[5] * 64])
+    async def body(manager, worker):
         report = manager.actor.report
 
         async def counted(message):
@@ -556,9 +507,8 @@ def test_single_turn_samples_cost_no_report_of_their_own_for_their_turn():
 
         manager.actor.report = counted
         await finish_round(manager, worker)
-        serving.cancel()
 
-    asyncio.run(body())
+    lived(body, [[5] * 64])
     assert sum(len(report.finished) for report in reports) == 64
     assert not any(report.progress for report in reports)
 
@@ -570,11 +520,9 @@ def test_long_reward_call_of_the_probe_is_nobodys_progress():
             LIVE_SAMPLE.get().add(Segment(np.zeros(7, np.int32), np.zeros(7, np.float32), 0, "completed"))
             await asyncio.sleep(0.05)
 
-    async def body():
-        _manager, worker, serving = await start([[60]], kind=Probed, release_after_s=0.0)
+    async def body(_manager, worker):
         LIVE_SAMPLE.set(LiveSample("probe-0", keeper=ProbeSlots(), priority=0))
         await worker._agent_loop_postprocess(seven_tokens(), False)
-        serving.cancel()
         worker._claims._outbox.raise_error()
 
-    asyncio.run(body())
+    lived(body, [[60]], kind=Probed, release_after_s=0.0)

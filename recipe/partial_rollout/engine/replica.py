@@ -162,10 +162,7 @@ class RecipeVLLMServer(vLLMHttpServer):
 
         Counted on request, from the engine's output processor, so that it does not depend on how often outputs are sent.
         """
-        if self.node_rank != 0:
-            return 0
-        states = self.engine.output_processor.request_states.values()
-        return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+        return sum(tokens_made(self.engine).values()) if self.node_rank == 0 else 0
 
     async def load(self) -> tuple[int, int]:
         """Requests in this server's engine, and tokens decoded since its start."""

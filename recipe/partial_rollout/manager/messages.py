@@ -7,22 +7,26 @@ from dataclasses import dataclass, field
 from recipe.partial_rollout.manager.types import FilteredGroup, FinishedOutput, Progress, SampleOutput, TakenGroup
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Report:
-    """What happened to a worker's samples, in one message."""
+    """What happened to a worker's samples, in one message; the worker adds to it until it is sent."""
 
     worker: str
-    progress: tuple[Progress, ...] = ()
+    progress: list[Progress] = field(default_factory=list)
     """booked first, because it includes the last progress of samples that the other fields name"""
-    interrupted: tuple[str, ...] = ()
+    interrupted: list[str] = field(default_factory=list)
     """ids of samples that gave their slot back"""
-    away: tuple[str, ...] = ()
+    away: list[str] = field(default_factory=list)
     """ids of samples that gave their slot back and live on: their reward or a tool takes long"""
-    back: tuple[str, ...] = ()
+    back: list[str] = field(default_factory=list)
     """ids of samples that were away and need a slot again"""
-    finished: tuple[tuple[str, SampleOutput], ...] = ()
-    failed: tuple[tuple[str, str], ...] = ()
+    finished: list[tuple[str, SampleOutput]] = field(default_factory=list)
+    failed: list[tuple[str, str]] = field(default_factory=list)
     """sample id and the error that its agent loop raised, in one line"""
+
+    def __bool__(self) -> bool:
+        """Whether anything happened."""
+        return any((self.progress, self.interrupted, self.away, self.back, self.finished, self.failed))
 
 
 @dataclass(frozen=True, slots=True)

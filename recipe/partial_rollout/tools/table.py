@@ -1,6 +1,8 @@
 """A table of figures as text: markdown for a file, aligned columns for the console."""
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from rich import table as rich_table
 from rich.box import SIMPLE_HEAD
@@ -19,6 +21,11 @@ class Table:
     """The first column is text, the others are figures."""
     notes: list[str] = field(default_factory=list)
     """What each row is; shown by the HTML report only."""
+
+    @classmethod
+    def of(cls, title: str, rows: Iterable[Any], columns: Sequence[tuple[str, Callable[[Any], str]]]) -> Self:
+        """A line for each of ``rows``; ``columns``: what each is called, and its cell of a row."""
+        return cls(title, [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
 
     def markdown(self) -> str:
         return f"## {self.title}\n\n" + "\n".join(

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError
@@ -97,35 +96,6 @@ class GrantGate:
             ) from error
 
 
-@dataclass(slots=True)
-class _Unsent:
-    """The next report, while it is being written."""
-
-    progress: list[Progress] = field(default_factory=list)
-    interrupted: list[str] = field(default_factory=list)
-    away: list[str] = field(default_factory=list)
-    back: list[str] = field(default_factory=list)
-    finished: list[tuple[str, SampleOutput]] = field(default_factory=list)
-    failed: list[tuple[str, str]] = field(default_factory=list)
-    told: list[asyncio.Future[None]] = field(default_factory=list)
-    """futures resolved once the manager has this report"""
-
-    def __bool__(self) -> bool:
-        events = (self.progress, self.interrupted, self.away, self.back, self.finished, self.failed, self.told)
-        return any(events)
-
-    def report(self, worker: str) -> Report:
-        return Report(
-            worker,
-            progress=tuple(self.progress),
-            interrupted=tuple(self.interrupted),
-            away=tuple(self.away),
-            back=tuple(self.back),
-            finished=tuple(self.finished),
-            failed=tuple(self.failed),
-        )
-
-
 class Outbox:
     """Collects what happens to samples and reports it, one report at a time.
 
@@ -142,11 +112,12 @@ class Outbox:
     def __init__(
         self, worker: str, manager: Any, granted: Callable[[list[Grant]], None], idle: Callable[[], None]
     ) -> None:
-        self._worker = worker
         self._manager = manager
         self._granted = granted
         self._idle = idle
-        self._unsent = _Unsent()
+        self._unsent = Report(worker)
+        self._told: list[asyncio.Future[None]] = []
+        """resolved once the manager has what is unsent now"""
         self._sending: asyncio.Task[None] | None = None
         self._error: Exception | None = None
         self.broken = asyncio.Event()
@@ -189,7 +160,7 @@ class Outbox:
         """
         told = asyncio.get_running_loop().create_future()
         self.note(sample)
-        self._unsent.told.append(told)
+        self._told.append(told)
         self.send()
         await told
 
@@ -200,7 +171,7 @@ class Outbox:
 
     def empty(self) -> bool:
         """Whether the manager knows everything; sends what it does not know."""
-        if self._unsent:
+        if self._unsent or self._told:
             self.send()
         return self._sending is None or self._sending.done()
 
@@ -210,12 +181,13 @@ class Outbox:
             raise self._error
 
     async def _send_all(self) -> None:
-        sent = self._unsent
+        told: list[asyncio.Future[None]] = []
         try:
-            while self._unsent:
-                sent, self._unsent = self._unsent, _Unsent()
-                self._granted(await self._manager.report.remote(sent.report(self._worker)))
-                for waiting in sent.told:
+            while self._unsent or self._told:
+                report, self._unsent = self._unsent, Report(self._unsent.worker)
+                told, self._told = self._told, []
+                self._granted(await self._manager.report.remote(report))
+                for waiting in told:
                     # The sample that waited may have been given up.
                     if not waiting.done():
                         waiting.set_result(None)
@@ -223,7 +195,7 @@ class Outbox:
             # The report's content is lost: the worker must not continue as if the manager knew it.
             self._error = self._error or error
             self.broken.set()
-            for waiting in [*sent.told, *self._unsent.told]:
+            for waiting in [*told, *self._told]:
                 waiting.cancel()
         self._idle()
 
@@ -361,10 +333,6 @@ class ClaimLoop:
         self._outbox.send()
 
     # -- slots (``SlotKeeper``) ------------------------------------------------------------------------------------
-
-    def holds_slot(self, sample_id: str) -> bool:
-        """Whether ``sample_id`` may call the engine once its round is open."""
-        return self._gate.granted(sample_id)
 
     @contextlib.asynccontextmanager
     async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:

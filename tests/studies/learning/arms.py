@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tests.studies.arm import BASELINE, Arm
-from tests.studies.learning.eta import ETA_ARMS
 from tests.studies.peers.arms import ARMS as PEERS
 
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -47,6 +46,23 @@ def _overtaking(share: float, overlap: float) -> Arm:
     return Arm(f"PR_overtake_{share:g}_{overlap:g}", caption, overrides)
 
 
+def _eta(eta: int) -> Arm:
+    """Of AReaL's ablation (arXiv 2505.24298): what its bound on staleness costs and buys, with and without its loss.
+
+    AReaL has one knob, eta: it admits as many samples as can be trained within eta versions, so eta is both window and
+    bound. AReaL's samples can pass its bound; these cannot. The rollout seconds of these arms are the trainer's waits:
+    compare whole steps. At eta 0 all losses are the same, with noPR's samples.
+    """
+    overrides = (
+        "partial_rollout.placement=separate",
+        "partial_rollout.trainer_cores=1",
+        f"{_OVERLAP}={eta}",
+        f"partial_rollout.max_staleness={eta}",
+        "partial_rollout.correction=decoupled",
+    )
+    return Arm(f"PR_eta_{eta}", f"PR, separate, eta {eta}", overrides)
+
+
 _CHANGES = {
     "mask": ("trust region mask", "partial_rollout.trust_region=mask"),
     "m2": ("trust region m2", "partial_rollout.trust_region=m2"),
@@ -68,6 +84,7 @@ def _changed(arm: Arm, *names: str) -> Iterable[Arm]:
 
 
 (_MASKED,) = _changed(_bounded(1.5), "mask")
+_ETAS = tuple(map(_eta, (0, 1, 2, 4, 8)))
 _COLOCATE = next(arm for arm in PEERS if arm.name == "v1_colocate_async_quick")
 
 ARMS = {
@@ -85,7 +102,8 @@ ARMS = {
         *_changed(_MASKED, *(name for name in _CHANGES if name not in ("mask", "m2", "uncorrected"))),
         *_changed(_in_order(3.0), "mask"),
         *_changed(_overtaking(1.0, 2.0), *_CHANGES),
-        *ETA_ARMS,
+        *_ETAS,
+        *(changed for arm in _ETAS for changed in _changed(arm, "uncorrected", "mask")),
         replace(_COLOCATE, name="v1_colocate_async"),
     )
 }

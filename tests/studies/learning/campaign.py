@@ -16,6 +16,7 @@ from pathlib import Path
 
 from recipe.partial_rollout.records.jsonl import JsonLines, read_lines
 from recipe.partial_rollout.tasks.clock10.prepare import source_fingerprint
+from recipe.partial_rollout.training.swanlab_run import commit_of
 from tests.studies.arm import Arm
 from tests.studies.learning.run import LearningRun, read_run
 from tests.studies.runner import Study, StudyError
@@ -89,7 +90,7 @@ class Campaign:
             study.run(arm, seed)
         asked = self._asked(start, arm, seed)
         known = {name: getattr(asked, name) for name in ("arm", "rate", "start", "seed", "overrides", "task")}
-        run = read_run(study.directory(arm, seed), **known, commit=_commit())
+        run = read_run(study.directory(arm, seed), **known, commit=commit_of(Path(__file__).parent) or "")
         lines = JsonLines(self.ledger)
         lines.add(run.to_json())
         lines.sync()
@@ -105,13 +106,6 @@ class Campaign:
         return LearningRun(
             name, float(rate), start, seed, tuple(sorted(overrides)), source_fingerprint()[:12], "", (), (), {}
         )
-
-
-def _commit() -> str:
-    """Of this checkout; ``+`` where files have changed since, empty outside of a repository."""
-    here = Path(__file__).parent
-    found = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=here, capture_output=True, text=True)
-    return found.stdout.strip()
 
 
 def _figures(values: Sequence[float]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,53 +40,49 @@ def report(runs: Sequence[LearningRun], docs: Path, command: str) -> Table:
 
 def arms_table(arms: Sequence[ArmFigures]) -> Table:
     """A row an arm and rate."""
-    rows = []
-    for figures in arms:
-        ours = figures.arm != BASELINE.name
-        final, area = figures.gap(lambda run: run.final), figures.gap(lambda run: run.area)
-        seconds = figures.seconds_to_quality
-        rows.append(
-            [
-                caption_of(figures.arm),
-                f"{figures.rate:g}",
-                f"{len(figures.runs)}",
-                with_error(float(figures.finals.mean()), float(standard_errors(figures.finals[:, None])[0])),
-                _gap(final) if ours else "",
-                _gap(area) if ours else "",
-                f"{figures.held} of {len(figures.runs)}",
-                f"{figures.ratio(lambda run: run.rollout_per_token):.2f}" if ours else "1",
-                f"{figures.ratio(lambda run: run.step_per_token):.2f}" if ours else "1",
-                "never" if seconds is None else f"{seconds:.0f}",
-                _share(figures.time_ratio(lambda base: QUALITY)) if ours else "",
-                _share(figures.time_ratio(lambda base: base.final - NEAR)) if ours else "",
-                f"{np.mean([run.staleness_mean for run in figures.runs]):.2f} / "
-                f"{max(run.staleness_max for run in figures.runs):.0f}",
-                f"{np.median([run.largest_k3 for run in figures.runs]):.4f}",
-                f"{np.mean([run.length_variation for run in figures.runs]):.2f}",
-            ]
-        )
-    header = [
-        "arm",
-        "learning rate",
-        "runs",
+    return Table.of("Arms", arms, _ARM_COLUMNS)
+
+
+def _unless_base(cell: Callable[[ArmFigures], str], base: str = "") -> Callable[[ArmFigures], str]:
+    """``cell`` of an arm; ``base`` of the baseline."""
+    return lambda arm: base if arm.arm == BASELINE.name else cell(arm)
+
+
+_ARM_COLUMNS: tuple[tuple[str, Callable[[ArmFigures], str]], ...] = (
+    ("arm", lambda arm: caption_of(arm.arm)),
+    ("learning rate", lambda arm: f"{arm.rate:g}"),
+    ("runs", lambda arm: f"{len(arm.runs)}"),
+    (
         "final reward",
-        f"final minus {BASELINE.name}",
-        f"area minus {BASELINE.name}",
-        "held",
+        lambda arm: with_error(float(arm.finals.mean()), float(standard_errors(arm.finals[:, None])[0])),
+    ),
+    (f"final minus {BASELINE.name}", _unless_base(lambda arm: _gap(arm.gap(lambda run: run.final)))),
+    (f"area minus {BASELINE.name}", _unless_base(lambda arm: _gap(arm.gap(lambda run: run.area)))),
+    ("held", lambda arm: f"{arm.held} of {len(arm.runs)}"),
+    (
         f"rollout / {BASELINE.name}",
-        f"step / {BASELINE.name}",
-        f"seconds to {QUALITY:g}",
-        f"the same / {BASELINE.name}",
+        _unless_base(lambda arm: f"{arm.ratio(lambda run: run.rollout_per_token):.2f}", "1"),
+    ),
+    (f"step / {BASELINE.name}", _unless_base(lambda arm: f"{arm.ratio(lambda run: run.step_per_token):.2f}", "1")),
+    (f"seconds to {QUALITY:g}", lambda arm: _or(arm.seconds_to_quality, ".0f", "never")),
+    (f"the same / {BASELINE.name}", _unless_base(lambda arm: _or(arm.time_ratio(lambda base: QUALITY), ".2f", ""))),
+    (
         f"time to {BASELINE.name}'s final / {BASELINE.name}",
+        _unless_base(lambda arm: _or(arm.time_ratio(lambda base: base.final - NEAR), ".2f", "")),
+    ),
+    (
         "staleness mean / max",
-        "largest k3",
-        "variation of batch length",
-    ]
-    return Table("Arms", header, rows)
+        lambda arm: (
+            f"{np.mean([run.staleness_mean for run in arm.runs]):.2f} / {max(run.staleness_max for run in arm.runs):.0f}"
+        ),
+    ),
+    ("largest k3", lambda arm: f"{np.median([run.largest_k3 for run in arm.runs]):.4f}"),
+    ("variation of batch length", lambda arm: f"{np.mean([run.length_variation for run in arm.runs]):.2f}"),
+)
 
 
-def _share(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}"
+def _or(figure: float | None, form: str, none: str) -> str:
+    return none if figure is None else format(figure, form)
 
 
 def _gap(gap: Gap) -> str:
@@ -95,25 +91,23 @@ def _gap(gap: Gap) -> str:
 
 def runs_table(runs: Sequence[LearningRun]) -> Table:
     """A row a run."""
-    rows = [
-        [
-            caption_of(run.arm),
-            f"{run.rate:g}",
-            f"{run.start}",
-            f"{run.seed}",
-            " ".join(f"{reward:.3f}".removeprefix("0") for reward in run.held_out),
-            f"{run.final:.3f}",
-            f"{run.area:.3f}",
-            f"{run.staleness_mean:.2f} / {run.staleness_max:.0f}",
-            f"{run.largest_k3:.4f}",
-            f"{run.length_variation:.2f}",
-            f"{sum(run.series['rollout_s']):.0f}",
-            run.commit,
-        ]
-        for run in runs
-    ]
-    header = ["arm", "learning rate", "start", "seed", "held-out reward", "final", "area", "staleness mean / max"]
-    return Table("Runs", [*header, "largest k3", "variation of batch length", "rollout s", "commit"], rows)
+    return Table.of("Runs", runs, _RUN_COLUMNS)
+
+
+_RUN_COLUMNS: tuple[tuple[str, Callable[[LearningRun], str]], ...] = (
+    ("arm", lambda run: caption_of(run.arm)),
+    ("learning rate", lambda run: f"{run.rate:g}"),
+    ("start", lambda run: f"{run.start}"),
+    ("seed", lambda run: f"{run.seed}"),
+    ("held-out reward", lambda run: " ".join(f"{reward:.3f}".removeprefix("0") for reward in run.held_out)),
+    ("final", lambda run: f"{run.final:.3f}"),
+    ("area", lambda run: f"{run.area:.3f}"),
+    ("staleness mean / max", lambda run: f"{run.staleness_mean:.2f} / {run.staleness_max:.0f}"),
+    ("largest k3", lambda run: f"{run.largest_k3:.4f}"),
+    ("variation of batch length", lambda run: f"{run.length_variation:.2f}"),
+    ("rollout s", lambda run: f"{sum(run.series['rollout_s']):.0f}"),
+    ("commit", lambda run: run.commit),
+)
 
 
 def _text(arms: Table, runs: Table, command: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -56,64 +56,15 @@ def _samples_per_step(study: Study) -> int:
 
 def table_of(rows: Sequence[Row]) -> Table:
     """Medians over seeds, the spread of the main ratio, and the largest staleness."""
+    return Table.of("Peers, medians over repeats", rows, _COLUMNS)
 
-    def cells(row: Row) -> list[str]:
-        return [
-            CAPTIONS.get(row.arm, row.arm),
-            _or_dash(row.median("wall_ms"), ".0f"),
-            _with_spread(row, "wall_ratio"),
-            _or_dash(row.median("trainer_waits"), ".0%"),
-            _or_dash(row.median("engines_held"), ".1%"),
-            _or_dash(row.median("rollout_ms"), ".0f"),
-            _or_dash(row.median("tokens_per_s"), ",.0f"),
-            _with_spread(row, "rollout_ratio"),
-            _or_dash(row.median("steady_rollout_ratio"), ".2f"),
-            f"{row.median('step_ratio'):.2f}",
-            _or_dash(row.median("efficiency"), ".2f"),
-            _or_dash(row.median("steady_efficiency"), ".2f"),
-            f"{row.median('staleness_mean'):.2f}",
-            _or_dash(row.median("staleness_p95"), ".1f"),
-            f"{row.spread('staleness_max')[1]:.0f}",
-            _or_dash(row.median("off_policy"), ".2f"),
-            f"{row.median('dropped'):.0f}",
-            f"{row.median('first_length'):.2f}",
-            f"{row.median('reward'):.3f}",
-            _mean_and_error(row.values("held_out")),
-            _or_dash(row.median("quality_s"), ".0f"),
-            _or_dash(row.median("quality_ratio"), ".2f"),
-            _or_dash(row.median("interrupt_s"), ".2f"),
-            _or_dash(row.spread("interrupt_max_s")[1], ".2f"),
-            _or_dash(row.median("stolen_cpu"), ".0%"),
-        ]
 
-    header = [
-        "arm",
-        "wall ms / 1,000 trained tokens, first batch to last",
-        f"the same / {BASELINE.name} (spread)",
-        "trainer without a batch",
-        "engines held for weights",
-        "rollout ms / 1,000 trained tokens",
-        "trained tokens / s",
-        f"rollout / {BASELINE.name} (spread)",
-        f"without first {FILLING} steps",
-        f"step / {BASELINE.name}",
-        "efficiency",
-        f"without first {FILLING} steps",
-        "staleness mean",
-        "p95",
-        "max",
-        "off-policy tokens",
-        "samples dropped",
-        f"length of first {FIRST} steps / {BASELINE.name}",
-        "reward, last third",
-        "held-out reward at the end, mean and standard error",
-        f"training seconds to held-out {QUALITY:g}",
-        f"the same / {BASELINE.name}",
-        "interruption, s: median",
-        "max",
-        "processor time that the host gave to others",
-    ]
-    return Table("Peers, medians over repeats", header, [cells(row) for row in rows])
+def _median(name: str, form: str) -> Callable[[Row], str]:
+    return lambda row: _or_dash(row.median(name), form)
+
+
+def _largest(name: str, form: str) -> Callable[[Row], str]:
+    return lambda row: _or_dash(row.spread(name)[1], form)
 
 
 def _mean_and_error(values: Sequence[float]) -> str:
@@ -131,6 +82,38 @@ def _with_spread(row: Row, name: str) -> str:
 
 def _or_dash(value: float, form: str) -> str:
     return "-" if np.isnan(value) else format(value, form)
+
+
+_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("arm", lambda row: CAPTIONS.get(row.arm, row.arm)),
+    ("wall ms / 1,000 trained tokens, first batch to last", _median("wall_ms", ".0f")),
+    (f"the same / {BASELINE.name} (spread)", lambda row: _with_spread(row, "wall_ratio")),
+    ("trainer without a batch", _median("trainer_waits", ".0%")),
+    ("engines held for weights", _median("engines_held", ".1%")),
+    ("rollout ms / 1,000 trained tokens", _median("rollout_ms", ".0f")),
+    ("trained tokens / s", _median("tokens_per_s", ",.0f")),
+    (f"rollout / {BASELINE.name} (spread)", lambda row: _with_spread(row, "rollout_ratio")),
+    (f"without first {FILLING} steps", _median("steady_rollout_ratio", ".2f")),
+    (f"step / {BASELINE.name}", _median("step_ratio", ".2f")),
+    ("efficiency", _median("efficiency", ".2f")),
+    (f"without first {FILLING} steps", _median("steady_efficiency", ".2f")),
+    ("staleness mean", _median("staleness_mean", ".2f")),
+    ("p95", _median("staleness_p95", ".1f")),
+    ("max", _largest("staleness_max", ".0f")),
+    ("off-policy tokens", _median("off_policy", ".2f")),
+    ("samples dropped", _median("dropped", ".0f")),
+    (f"length of first {FIRST} steps / {BASELINE.name}", _median("first_length", ".2f")),
+    ("reward, last third", _median("reward", ".3f")),
+    (
+        "held-out reward at the end, mean and standard error",
+        lambda row: _mean_and_error(row.values("held_out")),
+    ),
+    (f"training seconds to held-out {QUALITY:g}", _median("quality_s", ".0f")),
+    (f"the same / {BASELINE.name}", _median("quality_ratio", ".2f")),
+    ("interruption, s: median", _median("interrupt_s", ".2f")),
+    ("max", _largest("interrupt_max_s", ".2f")),
+    ("processor time that the host gave to others", _median("stolen_cpu", ".0%")),
+)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
