@@ -13,10 +13,13 @@ from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_vanilla, get_policy_loss_fn
 from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
 from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
+from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.loss import corrected_ppo_loss, decoupled_ppo
 from verl_ext.reported_entropy import REPORTED
@@ -134,19 +137,20 @@ def test_it_never_trains_without_weights():
 
 
 def build_micro_batch(seed, **facts):
-    """A padded micro-batch as verl's trainer sends it: (data, model_output), prompts of 2 tokens and ragged responses."""
+    """A padded micro-batch as verl's trainer sends it: (data, model_output), prompts of 1 to 3 tokens, ragged responses."""
     batch = build_batch(seed)
     # A response of no tokens does not reach the trainer; a masked one does.
     lengths = batch["mask"].sum(1).long().clamp(min=1)
     response = (torch.arange(WIDTH) < lengths[:, None]).long()
-    attention = torch.cat([torch.ones(ROWS, 2, dtype=torch.long), response], dim=1)
+    prompts = torch.arange(ROWS) % 3 + 1
+    attention = torch.cat([(torch.arange(3) >= 3 - prompts[:, None]).long(), response], dim=1)
     data = TensorDict(
         {
-            "prompts": torch.ones(ROWS, 2, dtype=torch.long),
+            "prompts": attention[:, :3],
             "responses": response,
             "input_ids": attention.clone(),
             "attention_mask": attention,
-            "position_ids": attention.cumsum(1) - 1,
+            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
             "response_mask": batch["mask"].long(),
             "advantages": batch["advantages"],
             "old_log_probs": batch["proximal"],
@@ -160,8 +164,8 @@ def build_micro_batch(seed, **facts):
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=ROWS, **facts)
     # verl's engines give one log-prob a position, of the next token: the response's stand one to the left.
     flat = []
-    for row, length in zip(batch["current"], lengths.tolist(), strict=True):
-        flat.append(torch.cat([torch.zeros(1), row[:length], torch.zeros(1)]))
+    for row, prompt, length in zip(batch["current"], prompts.tolist(), lengths.tolist(), strict=True):
+        flat.append(torch.cat([torch.zeros(prompt - 1), row[:length], torch.zeros(1)]))
     return batch, data, {"log_probs": torch.nested.as_nested_tensor(flat, layout=torch.jagged)}
 
 
@@ -188,6 +192,58 @@ def test_loss_of_the_worker_is_verls_where_the_proximal_policy_is_recomputed():
     ours, theirs = run_loss(corrected_ppo_loss, data, output), run_loss(ppo_loss, data, output)
     assert ours[0] == theirs[0]
     torch.testing.assert_close(ours[1], theirs[1])
+
+
+def padded_loss(batch, data, actor, region, *, from_update):
+    """(value, gradient [B, R]) of the policy loss that ``actor`` names, which verl's losses compute on padded tensors."""
+    current = batch["current"].clone().requires_grad_()
+    proximal = current.detach() if from_update else batch["proximal"]
+    level = loss.weight_level(actor.policy_loss.loss_mode)
+    weights = compute_rollout_correction_weights(proximal - batch["behaviour"], batch["mask"], level, 2.0)[0]
+    if region is not None:
+        outside = region.outside(current.detach(), batch["behaviour"], batch["advantages"], batch["mask"])
+        weights = weights.masked_fill(outside, 0)
+    data["old_log_probs"], data["rollout_is_weights"] = batch["proximal"], weights
+    config = omega_conf_to_dataclass(actor)
+    config.global_batch_info.update(
+        dp_size=1, batch_num_tokens=data["batch_num_tokens"], global_batch_size=ROWS, loss_scale_factor=None
+    )
+    value, _ = get_policy_loss_fn(actor.policy_loss.loss_mode)(
+        old_log_prob=proximal,
+        log_prob=current,
+        advantages=batch["advantages"],
+        response_mask=batch["mask"].bool(),
+        loss_agg_mode=actor.loss_agg_mode,
+        config=config,
+        rollout_is_weights=weights,
+    )
+    value.backward()
+    return value.item(), current.grad
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("made_by", ["update", "pass"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in (main_ppo.CONF_DIR / "algorithm").glob("*.yaml")))
+def test_packed_rows_in_micro_batches_train_as_the_padded_batch_does(composed_config, name, made_by, rows):
+    """Packed, as Megatron's engine and FSDP's feed the loss: no padding, micro-batches of ``rows`` whose losses are summed."""
+    config = composed_config("quickstart_cpu", f"algorithm={name}")
+    main_ppo.wire(config)
+    actor, settings = config.actor_rollout_ref.actor, PartialRolloutConfig.from_config(config)
+    facts = from_update(level=loss.weight_level(actor.policy_loss.loss_mode)) if made_by == "update" else {}
+    batch, data, output = build_micro_batch(5, **{loss.TRAINED_VERSION: 4} | facts)
+    function = loss.worker_loss(actor, settings)
+    expected, slopes = padded_loss(batch, data, actor, function.keywords["region"], from_update=bool(facts))
+    packed, value = [row.clone().requires_grad_() for row in output["log_probs"].unbind()], 0.0
+    for start in range(0, ROWS, rows):
+        part = {"log_probs": torch.nested.as_nested_tensor(packed[start : start + rows], layout=torch.jagged)}
+        value += function(model_output=part, data=tu.index_select_tensor_dict(data, list(range(start, start + rows))))[0]
+    value.backward()
+    assert value.item() == pytest.approx(expected, abs=1e-6)
+    assert slopes.any(1).sum() >= ROWS - 2, "rows that train"
+    for row, slope, length in zip(packed, slopes, (data["responses"] > 0).sum(1).tolist(), strict=True):
+        ours = row.grad[-length - 1 : -1]
+        torch.testing.assert_close(ours, slope[:length], atol=1e-6, rtol=1e-5)
+        assert torch.equal(row.grad.count_nonzero(), ours.count_nonzero()) and not slope[length:].any()
 
 
 @pytest.mark.parametrize("loss_mode", ["decoupled_ppo", "gspo", "sapo", "gpg"])
