@@ -1,4 +1,4 @@
-"""Ray nodes on this machine, for the layers that need more than one."""
+"""What several layers of tests share: Ray nodes on this machine, and Megatron."""
 
 import contextlib
 import os
@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ import pytest
 
 from tests.chaos.victim import processes_of_session
 
+ROOT = Path(__file__).resolve().parents[1]
 _START_S = 120
 _STORE_BYTES = 200 * 2**20
 
@@ -24,6 +27,22 @@ def free_port():
     with socket.socket() as listener:
         listener.bind(("", 0))
         return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def megatron_path(tmp_path_factory):
+    """PYTHONPATH of processes that can import Megatron.
+
+    Where it is not installed, the pins of the extra ``megatron`` are, without dependencies, into a folder of the session.
+    """
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if find_spec("mbridge") is None:
+        site = str(tmp_path_factory.mktemp("site"))
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site]
+        subprocess.run([*pip, *project["optional-dependencies"]["megatron"]], check=True, timeout=300)
+        paths.append(site)
+    return ":".join(paths)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """One process of a Megatron engine on a CPU: what it computes and trains, against Hugging Face and torch's AdamW.
 
-``python megatron_rank.py OUT MODEL:TP:PP ...``, with RANK, WORLD_SIZE and MASTER_* as torch has them, writes the largest
-differences of each case to ``OUT/<rank>.json``.
+``python megatron_rank.py OUT TYPE:MODEL:TP:PP ...``, with RANK, WORLD_SIZE and MASTER_* as torch has them, writes the
+largest differences of each case to ``OUT/<rank>.json``. TYPE is ``language_model``, or ``value_model`` for a critic.
 """
 
 import json
@@ -18,12 +18,14 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import (
     ActorConfig,
+    CriticConfig,
     HFModelConfig,
     McoreEngineConfig,
     McoreOptimizerConfig,
     PolicyLossConfig,
 )
 from verl.workers.engine import EngineRegistry
+from verl.workers.utils.losses import value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from recipe.partial_rollout.training.loss import corrected_ppo_loss
@@ -31,21 +33,17 @@ from recipe.partial_rollout.training.loss import corrected_ppo_loss
 ROWS, PROMPT, RESPONSE, TEMPERATURE, RATE, DECAY = 6, 8, 12, 0.7, 1e-3, 0.01
 EPSILON = 1e-6
 """of Adam: its default would turn gradients that are all rounding into whole steps"""
-ACTOR = ActorConfig(
-    strategy="megatron",
-    rollout_n=1,
-    use_dynamic_bsz=False,
-    ppo_micro_batch_size_per_gpu=1,
-    entropy_coeff=0.01,
-    policy_loss=PolicyLossConfig(loss_mode="decoupled_ppo"),
-)
+PLAIN = {"strategy": "megatron", "rollout_n": 1, "use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 1}
+ACTOR = ActorConfig(**PLAIN, entropy_coeff=0.01, policy_loss=PolicyLossConfig(loss_mode="decoupled_ppo"))
+CRITIC = CriticConfig(**PLAIN, cliprange_value=0.1)
+LOSSES = {"language_model": partial(corrected_ppo_loss, ACTOR), "value_model": partial(value_loss, CRITIC)}
 
 
-def build_engine(model, tp, pp):
+def build_engine(model_type, model, tp, pp):
     engine = EngineRegistry.new(
-        model_type="language_model",
+        model_type=model_type,
         backend="megatron",
-        model_config=HFModelConfig(path=model, override_config={"attn_implementation": "sdpa"}),
+        model_config=HFModelConfig(path=model, model_type=model_type, override_config={"attn_implementation": "sdpa"}),
         engine_config=McoreEngineConfig(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
@@ -87,11 +85,17 @@ def padded_batch(generator):
 class Case:
     """The same rows for an engine, packed, and for Hugging Face's model, padded."""
 
-    def __init__(self, engine, model):
+    def __init__(self, engine, model_type, model):
         generator = torch.Generator().manual_seed(1)
-        self.engine, self.batch = engine, padded_batch(generator)
+        self.engine, self.batch, self.loss = engine, padded_batch(generator), LOSSES[model_type]
         self.shown = self.batch["attention_mask"][:, PROMPT:]
         self.hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+        self.values = model_type == "value_model"
+        if self.values:
+            # It starts with the engine's own, which no file holds.
+            self.hf.lm_head.weight = torch.nn.Parameter(
+                dict(engine.get_per_tensor_param()[0])["lm_head.weight"].clone()
+            )
         self.adam = torch.optim.AdamW(
             [
                 {"params": [p for p in self.hf.parameters() if p.dim() > 1], "weight_decay": DECAY},
@@ -102,12 +106,13 @@ class Case:
             eps=EPSILON,
         )
         with torch.no_grad():
-            start, _ = self.hf_outputs()
+            start = next(iter(self.hf_outputs().values()))
         noise = [torch.randn(start.shape, generator=generator) for _ in range(3)]
         self.old = start + 0.3 * noise[0] * self.shown
         engines_own = self.old + 0.3 * noise[1] * self.shown
         self.batch["old_log_probs"], self.batch["rollout_log_probs"] = self.old, engines_own
         self.batch["advantages"] = noise[2]
+        self.batch["values"], self.batch["returns"] = self.old, start + noise[2]
         self.batch["rollout_is_weights"] = (self.old - engines_own).exp().clamp(max=2) * self.batch["response_mask"]
         self.batch["rollout_versions"] = torch.zeros_like(self.batch["responses"])
         size = ROWS // engine.get_data_parallel_size()
@@ -118,15 +123,18 @@ class Case:
         packed = left_right_2_no_padding(self.batch[self.mine].clone())
         packed["temperature"] = torch.full((len(packed),), TEMPERATURE)
         plain = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "global_batch_size": ROWS, "sp_size": 1}
-        tu.assign_non_tensor(packed, calculate_entropy=True, **plain)
+        tu.assign_non_tensor(packed, calculate_entropy=not self.values, **plain)
         return packed
 
     def hf_outputs(self):
-        """(log-probs, entropy), each ``[rows, response]``."""
+        """Log-probs and entropy, or values, each ``[rows, response]``."""
         inputs = {name: self.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-        log_probs = (self.hf(**inputs).logits[:, PROMPT - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        logits = self.hf(**inputs).logits[:, PROMPT - 1 : -1]
+        if self.values:
+            return {"values": logits[..., 0] * self.shown}
+        log_probs = (logits / TEMPERATURE).log_softmax(-1)
         own = log_probs.gather(-1, self.batch["responses"][..., None])[..., 0]
-        return own * self.shown, -(log_probs.exp() * log_probs).sum(-1) * self.shown
+        return {"log_probs": own * self.shown, "entropy": -(log_probs.exp() * log_probs).sum(-1) * self.shown}
 
     def differences(self):
         """The largest difference of each of this rank's outputs; none where a rank has none."""
@@ -135,7 +143,7 @@ class Case:
         if not self.engine.is_mp_src_rank_with_outputs():
             return {}
         with torch.no_grad():
-            pairs = dict(zip(("log_probs", "entropy"), self.hf_outputs(), strict=True))
+            pairs = self.hf_outputs()
         found = {name: no_padding_2_padding(outputs["model_output"][name], self.rows()) for name in pairs}
         return {
             name: float((found[name] * self.shown[self.mine] - theirs[self.mine]).abs().max())
@@ -143,23 +151,33 @@ class Case:
         }
 
     def update(self):
+        """Train the engine's weights; the norm of the gradient, where this rank reports one."""
         with self.engine.train_mode():
-            self.engine.train_batch(self.rows(), partial(corrected_ppo_loss, ACTOR))
+            outputs = self.engine.train_batch(self.rows(), self.loss)
             self.engine.lr_scheduler_step()
+        return outputs["metrics"].get("grad_norm") if "metrics" in outputs else None
 
     def step(self):
-        """One update of both, Hugging Face's by the loss as the method states it."""
-        self.update()
-        log_probs, entropy = self.hf_outputs()
-        advantages, mask = self.batch["advantages"], self.batch["response_mask"].float()
+        """One update of both, Hugging Face's by the loss as the method states it; how far the gradients' norms differ."""
+        ours, mask = self.update(), self.batch["response_mask"].float()
+        costs = self.value_costs(**self.hf_outputs()) if self.values else self.policy_costs(**self.hf_outputs())
+        self.adam.zero_grad()
+        ((costs * mask).sum() / mask.sum()).backward()
+        theirs = torch.nn.utils.clip_grad_norm_(self.hf.parameters(), 1.0)
+        self.adam.step()
+        return 0.0 if ours is None else abs(float(ours) / float(theirs) - 1)
+
+    def policy_costs(self, log_probs, entropy):
+        advantages = self.batch["advantages"]
         ratio = (log_probs - self.old).exp()
         gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         gain = torch.where(advantages < 0, torch.maximum(gain, ACTOR.clip_ratio_c * advantages), gain)
-        gain = self.batch["rollout_is_weights"] * gain + ACTOR.entropy_coeff * entropy
-        self.adam.zero_grad()
-        (-(gain * mask).sum() / mask.sum()).backward()
-        torch.nn.utils.clip_grad_norm_(self.hf.parameters(), 1.0)
-        self.adam.step()
+        return -self.batch["rollout_is_weights"] * gain - ACTOR.entropy_coeff * entropy
+
+    def value_costs(self, values):
+        clipped = torch.clamp(values, self.old - CRITIC.cliprange_value, self.old + CRITIC.cliprange_value)
+        returns = self.batch["returns"]
+        return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
 
     def weights_difference(self):
         """The largest difference of an exported weight."""
@@ -170,17 +188,17 @@ class Case:
         return max(float((exported[name] - weight).abs().max()) for name, weight in theirs.items())
 
 
-def trial(tp, pp, model, checkpoint):
-    """Largest differences: of outputs, of weights after three steps, and of those with a restart before the third."""
-    engine = build_engine(model, tp, pp)
-    case = Case(engine, model)
+def trial(model_type, model, tp, pp, checkpoint):
+    """Largest differences: of outputs, of weights after three steps, and of those with a restart before the third; and of
+    the norms of the gradients, as a share of them."""
+    engine = build_engine(model_type, model, tp, pp)
+    case = Case(engine, model_type, model)
     found = case.differences()
-    case.step()
-    case.step()
+    norms = [case.step(), case.step()]
     engine.save_checkpoint(checkpoint)
-    case.step()
+    found["grad_norm"] = max(*norms, case.step())
     found["weights"] = case.weights_difference()
-    case.engine = build_engine(model, tp, pp)
+    case.engine = build_engine(model_type, model, tp, pp)
     case.engine.load_checkpoint(checkpoint)
     case.update()
     found["resumed"] = case.weights_difference()
@@ -191,8 +209,8 @@ def trial(tp, pp, model, checkpoint):
 def main(out, *cases):
     dist.init_process_group("gloo")
     rank, found = dist.get_rank(), {}
-    for index, (model, tp, pp) in enumerate(case.split(":") for case in cases):
-        found[cases[index]] = trial(int(tp), int(pp), model, f"{out}/checkpoint_{index}")
+    for index, (model_type, model, tp, pp) in enumerate(case.split(":") for case in cases):
+        found[cases[index]] = trial(model_type, model, int(tp), int(pp), f"{out}/checkpoint_{index}")
     Path(out, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

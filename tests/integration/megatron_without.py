@@ -58,7 +58,7 @@ def outcome(name, model, out):
     dist.init_process_group("gloo", init_method=f"file://{out}/{name}.store", rank=0, world_size=1)
     try:
         leave_out(name)
-        return max(megatron_rank.trial(1, 1, model, f"{out}/{name}").values())
+        return max(megatron_rank.trial("language_model", model, 1, 1, f"{out}/{name}").values())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

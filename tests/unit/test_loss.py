@@ -225,7 +225,7 @@ def padded_loss(batch, data, actor, region, *, from_update):
 @pytest.mark.parametrize("made_by", ["update", "pass"])
 @pytest.mark.parametrize("name", sorted(path.stem for path in (main_ppo.CONF_DIR / "algorithm").glob("*.yaml")))
 def test_packed_rows_in_micro_batches_train_as_the_padded_batch_does(composed_config, name, made_by, rows):
-    """Packed, as Megatron's engine and FSDP's feed the loss: no padding, micro-batches of ``rows`` whose losses are summed."""
+    """Packed, as Megatron's engine feeds the loss: no padding, and micro-batches of ``rows`` whose losses are summed."""
     config = composed_config("quickstart_cpu", f"algorithm={name}")
     main_ppo.wire(config)
     actor, settings = config.actor_rollout_ref.actor, PartialRolloutConfig.from_config(config)
@@ -236,7 +236,9 @@ def test_packed_rows_in_micro_batches_train_as_the_padded_batch_does(composed_co
     packed, value = [row.clone().requires_grad_() for row in output["log_probs"].unbind()], 0.0
     for start in range(0, ROWS, rows):
         part = {"log_probs": torch.nested.as_nested_tensor(packed[start : start + rows], layout=torch.jagged)}
-        value += function(model_output=part, data=tu.index_select_tensor_dict(data, list(range(start, start + rows))))[0]
+        value += function(model_output=part, data=tu.index_select_tensor_dict(data, list(range(start, start + rows))))[
+            0
+        ]
     value.backward()
     assert value.item() == pytest.approx(expected, abs=1e-6)
     assert slopes.any(1).sum() >= ROWS - 2, "rows that train"
