@@ -211,8 +211,9 @@ def module_train(task, count_start, tmp_path_factory):
 
 
 def read(directory):
-    """What a run directory holds."""
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    """What a run directory holds; a run that was resumed has a file of metrics for each of its processes."""
+    files = sorted(directory.glob("metrics*.jsonl"))
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     trace = [json.loads(line) for line in (directory / "trace.jsonl").read_text().splitlines()]
     return SimpleNamespace(
         steps={line["step"]: line["data"] for line in lines if "training/global_step" in line["data"]},

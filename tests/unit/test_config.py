@@ -16,6 +16,7 @@ from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint import manifest
 from recipe.partial_rollout.config.keys import ConfigError, defaults_of
 from recipe.partial_rollout.config.settings import FLAGS, PartialRolloutConfig, read_flags
+from recipe.partial_rollout.preflight.inputs import check_critic
 from recipe.partial_rollout.preflight.settings_check import check_config
 
 SIZES = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
@@ -115,6 +116,25 @@ def test_bucket_that_is_too_small_is_refused_where_a_tensor_must_fit_it(with_mod
     # With IPC, as on a GPU, verl sends a larger tensor by itself.
     monkeypatch.setattr("verl.utils.device.is_support_ipc", lambda: True)
     check_config(config)
+
+
+@pytest.mark.parametrize("tied", ["actor_rollout_ref.model.path", "critic.model.path"])
+def test_critic_of_mbridge_is_refused_beside_tied_embeddings(with_model, task, tied):
+    model = {"model_type": "qwen3", "vocab_size": 10, "tie_word_embeddings": True}
+    other = ({"critic.model.path", "actor_rollout_ref.model.path"} - {tied}).pop()
+    critic = ("engine=megatron", "algorithm.adv_estimator=gae")
+    config = with_model(model, *critic)
+    OmegaConf.update(config, tied, config.actor_rollout_ref.model.path)
+    OmegaConf.update(config, other, str(task))
+    with pytest.raises(ConfigError, match=rf"^{re.escape(tied)}=[^\n]*: a model without tied embeddings[^\n]*$"):
+        check_critic(config)
+    for key, value in (
+        ("critic.megatron.vanilla_mbridge", False),
+        ("algorithm.adv_estimator", "grpo"),
+        (tied, str(task)),
+    ):
+        without = OmegaConf.merge(config, OmegaConf.from_dotlist([f"{key}={value}"]))
+        check_critic(without)
 
 
 P, ACTOR, ROLLOUT = "partial_rollout", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

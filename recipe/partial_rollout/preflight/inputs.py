@@ -161,6 +161,21 @@ def check_vocabulary(config: DictConfig) -> None:
     )
 
 
+def check_critic(config: DictConfig) -> None:
+    """Check for tied embeddings beside a critic of mbridge, which would save the critic's head as its embeddings.
+
+    mbridge loads no critic of such a model, and a bridge to one renames the output layer of every other in the process.
+    """
+    from verl.trainer.ppo.utils import need_critic
+
+    if not OmegaConf.select(config, "critic.megatron.vanilla_mbridge") or not need_critic(config):
+        return
+    for key in (MODEL, "critic.model.path"):
+        path = str(OmegaConf.select(config, key))
+        if model_config(path).get("tie_word_embeddings"):
+            raise fail(key, path, "a model without tied embeddings, or critic.megatron.vanilla_mbridge=False")
+
+
 def weight_bytes(config: DictConfig) -> int:
     """Bytes of a weight in the trainer."""
     fsdp = config.actor_rollout_ref.actor.get("fsdp_config") or {}

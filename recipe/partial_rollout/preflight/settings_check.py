@@ -19,6 +19,7 @@ from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.config.settings import OVERLONG, PartialRolloutConfig, check_keys, trainer_devices
 from recipe.partial_rollout.preflight.inputs import (
+    check_critic,
     check_vocabulary,
     find_tools,
     missing_inputs,
@@ -67,6 +68,7 @@ def check_config(config: DictConfig) -> PartialRolloutConfig:
     for error in (*missing_packages(config), *missing_inputs(config)):
         raise error
     check_vocabulary(config)
+    check_critic(config)
     size_bucket(config)
     return settings
 

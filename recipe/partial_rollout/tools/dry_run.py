@@ -21,6 +21,7 @@ from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster
 from recipe.partial_rollout.planner.rounds import baseline, forecast
 from recipe.partial_rollout.planner.samples import lognormal
 from recipe.partial_rollout.preflight.inputs import (
+    check_critic,
     check_prompts,
     check_rows,
     check_vocabulary,
@@ -102,6 +103,7 @@ def _check_contents(config: DictConfig) -> str:
     from verl.utils.tokenizer import hf_tokenizer
 
     check_vocabulary(config)
+    check_critic(config)
     size_bucket(config)
     model = config.actor_rollout_ref.model
     tokenizer = hf_tokenizer(model.get("tokenizer_path") or model.path, trust_remote_code=model.trust_remote_code)
