@@ -1,8 +1,10 @@
 """A training's logging without its training: ``python board_run.py ARM DIRECTORY FIRST LAST RESUMES`` logs made-up steps.
 
-Tracking, dashboard and pictures are those of a real run; of a step only the figures are invented.
+Tracking, dashboard and pictures are those of a real run; of a step only the figures are invented, but for
+the manager's.
 """
 
+import itertools
 import os
 import sys
 import time
@@ -12,8 +14,13 @@ from types import SimpleNamespace
 import numpy as np
 from omegaconf import OmegaConf
 
+from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.keys import defaults_of
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.prompts_manager import PromptsManager
+from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup
@@ -63,6 +70,30 @@ def metrics_of(rng, round_, partial):
     return data
 
 
+def manager_metrics(rng, first):
+    """The real manager's figures of steps from ``first`` on, as the trainer gets them: it has the batch of the step."""
+    admission = Admission(Mode.WINDOW, 4, 1, 1.0, 8, 8, max_staleness=3)
+    manager = PromptsManager(admission, Scheduling(), time.monotonic)
+    manager.register_worker("w0", 8)
+    left = {}
+    for version in itertools.count(first):
+        manager.offer([Prompt(f"{version}/{i}", 0, {}) for i in range(manager.wanted)])
+        manager.begin_version(version - 1)
+        left |= {
+            grant.sample_id: int(rng.integers(1, 9)) for grant in manager.claim("w0") if grant.sample_id not in left
+        }
+        while not manager.round_complete():
+            soonest = min(left, key=left.__getitem__)
+            zeros = np.zeros(left.pop(soonest), np.int32)
+            manager.finish(soonest, SampleOutput(zeros[:0], zeros, zeros, zeros, zeros, 1, None, {}, 2, {}))
+        taken = manager.take_batch(stop=True)
+        for sample_id in left:
+            manager.add_segment(sample_id, Segment(np.zeros(1, np.int32), np.zeros(1, np.float32), version - 1))
+            manager.interrupt(sample_id)
+        yield {f"partial_rollout/{key}": value for key, value in manager.metrics().items()}
+        manager.acknowledge([group.uid for group in taken])
+
+
 def main(arm, directory, first, last, resumes):
     partial = arm == "PR"
     directory = Path(directory)
@@ -82,7 +113,7 @@ def main(arm, directory, first, last, resumes):
     )
     log = StepLog(config, SimpleNamespace(enable=partial), directory, last)
     rng = np.random.default_rng(first + 100 * partial)
-    spent = []
+    spent, managers = [], manager_metrics(rng, first)
     with observed_tracking(lambda data, step: log.figures(data) | data, table=log.open(resumes=resumes)):
         from verl.utils.tracking import Tracking
 
@@ -92,7 +123,7 @@ def main(arm, directory, first, last, resumes):
             tracking.log({"val-core/made_up/acc/mean@4": 0.3}, 0)
         for step in range(first, last + 1):
             round_ = round_of(rng, step, partial)
-            data = metrics_of(rng, round_, partial)
+            data = metrics_of(rng, round_, partial) | (next(managers) if partial else {})
             began = time.perf_counter()
             tracking.log(data, step)
             log.close(step, round_)
