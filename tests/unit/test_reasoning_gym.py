@@ -138,6 +138,7 @@ def test_several_tasks_are_mixed_in_turn_with_options_of_their_own(library, tmp_
         (("--task", "chain_sum", "gcd", "--config", '{"max_digits": 1}'), "options by their names, not max_digits"),
         (("--task", "chain_sum", "--rows", "0"), "--rows=0"),
         (("--task", "chain_sum", "--shots", "-1"), "--shots=-1: at least 0"),
+        (("--task", "graph_color", "--shots", "1"), "--shots=1: 0 for graph_color, whose problems have no one answer"),
         (
             ("--task", "chain_sum", "--config", '{"max_terms": 2, "max_digits": 1}', "--held-out", "999"),
             "more problems",

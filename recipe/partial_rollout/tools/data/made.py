@@ -86,22 +86,25 @@ def _stream(task: str, settings: dict, ask: str, shots: int) -> Iterator[tuple[s
     """The task's problems, each after the same ``shots`` solved ones, which come first and are none of them."""
     try:
         made = (
-            NamedProblem(f"{question}\n\n{ask}".strip(), truth)
+            NamedProblem("\n\n".join(filter(None, (question, ask))), truth)
             for question, truth in problems(task, {"seed": 1, **settings})
         )
         solved = list(itertools.islice(made, shots))
-        before = tuple(message for each in solved for message in [*each.prompt, _answered(each, ask)])
+        answers = [ast.literal_eval(each.ground_truth)[2]["answer"] for each in solved]
+        if None in answers:
+            raise DataError(f"--shots={shots}: 0 for {task}, whose problems have no one answer")
+        said = "<answer>{}</answer>" if "<answer>" in ask else "{}"
+        before = tuple(
+            message
+            for each, answer in zip(solved, answers, strict=True)
+            for message in [*each.prompt, {"role": "assistant", "content": said.format(answer)}]
+        )
         shown = {each.content for each in solved}
         for problem in made:
             if problem.content not in shown:
                 yield f"{MADE}/{task}", replace(problem, shots=before)
     except ValueError as error:
         raise DataError(str(error)) from error
-
-
-def _answered(problem: NamedProblem, ask: str) -> dict[str, str]:
-    answer = ast.literal_eval(problem.ground_truth)[2]["answer"]
-    return {"role": "assistant", "content": f"<answer>{answer}</answer>" if "<answer>" in ask else str(answer)}
 
 
 def _in_turn(streams: list[Iterator[tuple[str, NamedProblem]]]) -> Iterator[tuple[str, NamedProblem]]:
