@@ -39,8 +39,8 @@ def test_memory_of_the_audit_does_not_grow_with_the_steps(tmp_path):
     few, _ = peak(lambda: audit(short))
     many, (result, _) = peak(lambda: audit(long))
     assert result.violations == [] and result.rounds_compared == 45
-    # 40 steps more: 8,000 calls, of 500 bytes each as objects, and 800 prompts.
-    assert many - few < 100_000
+    # 40 steps more have 8,000 calls: 4 MB as objects. Threads of other tests and the collector's moment are worth 0.1 MB.
+    assert many - few < 500_000
 
 
 def test_a_run_is_read_in_little_memory_a_call(tmp_path):
