@@ -31,6 +31,11 @@ def _bounded(overlap: float) -> Arm:
     return Arm(f"PR_bounded_{overlap:g}", f"PR, bounded, overlap {overlap:g}", overrides)
 
 
+def _within(arm: Arm, staleness: int) -> Arm:
+    overrides = (*arm.overrides, f"partial_rollout.max_staleness={staleness}")
+    return Arm(f"{arm.name}_within_{staleness}", f"{arm.caption}, staleness {staleness}", overrides)
+
+
 def _in_order(overlap: float) -> Arm:
     overrides = (f"{_POLICY}=in_order", f"{_OVERLAP}={overlap:g}")
     return Arm(f"PR_in_order_{overlap:g}", f"PR, in_order, overlap {overlap:g}", overrides)
@@ -83,6 +88,13 @@ def _changed(arm: Arm, *names: str) -> Iterable[Arm]:
         yield replace(arm, name=f"{arm.name}_{name}", caption=f"{arm.caption}, {caption}", overrides=overrides)
 
 
+def _as_shipped(arm: Arm) -> Arm:
+    """With the region and the proximal policy that the recipe has by default."""
+    (masked,) = _changed(arm, "mask")
+    (shipped,) = _changed(masked, "update")
+    return shipped
+
+
 (_MASKED,) = _changed(_bounded(1.5), "mask")
 _ETAS = tuple(map(_eta, (0, 1, 2, 4, 8)))
 _COLOCATE = next(arm for arm in PEERS if arm.name == "v1_colocate_async_quick")
@@ -101,6 +113,8 @@ ARMS = {
         *_changed(_bounded(1.5), *_CHANGES),
         *_changed(_MASKED, *(name for name in _CHANGES if name not in ("mask", "m2", "uncorrected"))),
         *_changed(_in_order(3.0), "mask"),
+        # the recipe's own setting, and two that keep what is trained younger than the quick start's
+        *map(_as_shipped, (*_changed(_within(_bounded(1.0), 4), "recompute"), _in_order(2.0), _eta(2))),
         *_changed(_overtaking(1.0, 2.0), *_CHANGES),
         *_ETAS,
         *(changed for arm in _ETAS for changed in _changed(arm, "uncorrected", "mask")),
