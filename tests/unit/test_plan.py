@@ -6,6 +6,7 @@ import json
 import random
 import re
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -72,6 +73,16 @@ def test_plan_recommends_from_a_distribution_and_a_preset_and_tells_the_cost(cap
     out = capsys.readouterr().out
     assert "no GPU-hours: give --train-seconds" in out and "ASSUMED" not in out
     assert json.loads((tmp_path / "again.json").read_text())["plans"] == plans
+
+
+def test_plan_from_the_lengths_of_a_real_model_forecasts_what_its_pr_run_measured(tmp_path):
+    """docs/performance/log.md, SmolLM2: PR took 70 of noPR's 134 s for the same groups, at a staleness of .92."""
+    run = str(Path(__file__).parents[2] / "docs" / "performance" / "smollm_noPR")
+    saved = tmp_path / "plan.json"
+    assert plan.main(["--run", run, "--policies", "bounded", "--overlaps", "1", "--json", str(saved)]) == 0
+    nopr, pr = (option["forecast"] for option in json.loads(saved.read_text())["plans"])
+    assert pr["round_s"] / nopr["round_s"] == pytest.approx(70 / 134, rel=plan.TOLERANCE)
+    assert pr["staleness_mean"] == pytest.approx(0.92, rel=plan.TOLERANCE)
 
 
 def test_plan_shows_speed_beside_the_bias_of_each_limit_on_overtaking(capsys, tmp_path):

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
             "Forecast the speed and staleness of scheduling policies and overlaps before anything runs.",
             "--run outputs/quickstart/noPR --max-staleness 8",
             "--lognormal 3000 3600 18384 --curve h20-qwen3-4b --batch 64 --group 8 --replicas 8 --slots 64",
-            "--run outputs/quickstart/noPR --gpus-per-replica 2 --price 2.50",
+            "--run docs/performance/smollm_noPR --gpus-per-replica 2 --price 2.50",
             "--lognormal 3000 3600 18384 --curve h20-qwen3-4b --batch 64 --group 8 --replicas 16 --slots 64 "
             "--placement separate",
             "--measure ~/models/Qwen3-4B --save-curve mine.json",
