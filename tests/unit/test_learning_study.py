@@ -5,9 +5,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.studies.learning.arms import at_rates
 from tests.studies.learning.campaign import Campaign
+from tests.studies.learning.delayed_weights import delay
 from tests.studies.learning.figures import Gap, compare
 from tests.studies.learning.run import LearningRun
 from tests.studies.runner import Study
@@ -71,6 +73,21 @@ def trainings(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", train)
     return ran
+
+
+def test_delayed_engines_get_the_weights_of_some_versions_before_at_first_those_of_the_start():
+    class Engine:
+        weight = torch.zeros(1)
+
+        def get_per_tensor_param(self):
+            return iter([("w", self.weight)]), None
+
+    delay(Engine, 2)
+    engine, sent = Engine(), []
+    for _ in range(5):
+        sent.append(dict(engine.get_per_tensor_param()[0])["w"].item())
+        engine.weight += 1
+    assert sent == [0, 0, 0, 1, 2]
 
 
 def test_a_run_in_the_ledger_is_read_from_its_metrics_and_not_trained_again(tmp_path, trainings):

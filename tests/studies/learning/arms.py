@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tests.studies.arm import BASELINE, Arm
+from tests.studies.learning import delayed_weights
 from tests.studies.peers.arms import ARMS as PEERS
 
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -68,6 +69,17 @@ def _eta(eta: int) -> Arm:
     return Arm(f"PR_eta_{eta}", f"PR, separate, eta {eta}", overrides)
 
 
+def _delayed(versions: int) -> Arm:
+    """Synchronous rollouts of weights that are ``versions`` old: age alone, without mixing and selection."""
+    overrides = (
+        f"{_OVERLAP}=0",
+        "partial_rollout.max_staleness=0",
+        f"actor_rollout_ref.model.external_lib={delayed_weights.__name__}",
+        f"+ray_kwargs.ray_init.runtime_env.env_vars.{delayed_weights.VERSIONS}='{versions}'",
+    )
+    return Arm(f"PR_delayed_{versions}", f"synchronous, weights {versions} versions old", overrides)
+
+
 _CHANGES = {
     "mask": ("trust region mask", "partial_rollout.trust_region=mask"),
     "m2": ("trust region m2", "partial_rollout.trust_region=m2"),
@@ -116,6 +128,7 @@ ARMS = {
         # the recipe's own setting, and two that keep what is trained younger than the quick start's
         *map(_as_shipped, (*_changed(_within(_bounded(1.0), 4), "recompute"), _in_order(2.0), _eta(2))),
         *_changed(_overtaking(1.0, 2.0), *_CHANGES),
+        *map(_as_shipped, map(_delayed, (1, 2, 4, 8))),
         *_ETAS,
         *(changed for arm in _ETAS for changed in _changed(arm, "uncorrected", "mask")),
         replace(_COLOCATE, name="v1_colocate_async"),
