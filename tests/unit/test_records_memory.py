@@ -17,21 +17,18 @@ from tests.unit.runs import large_run
 
 
 def peak(action):
-    """Most bytes that Python held at once during ``action``, and its result.
-
-    The least of three: numpy imports some parts when they are first used, and threads of other tests allocate meanwhile.
-    """
-    found = []
-    for _ in range(3):
-        # What other tests left behind would have Python's collector pass by what ``action`` drops.
-        gc.collect()
-        gc.freeze()
-        tracemalloc.start()
-        result = action()
-        found.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-        gc.unfreeze()
-    return min(found), result
+    """Most bytes that Python held at once during ``action``, and its result."""
+    # numpy imports some parts when they are first used.
+    action()
+    # What other tests left behind would have Python's collector pass by what ``action`` drops.
+    gc.collect()
+    gc.freeze()
+    tracemalloc.start()
+    result = action()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    gc.unfreeze()
+    return most, result
 
 
 def test_memory_of_the_audit_does_not_grow_with_the_steps(tmp_path):

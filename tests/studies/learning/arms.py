@@ -82,6 +82,7 @@ def _delayed(versions: int) -> Arm:
 
 _CHANGES = {
     "mask": ("trust region mask", "partial_rollout.trust_region=mask"),
+    "tv": ("trust region tv", "partial_rollout.trust_region=tv"),
     "m2": ("trust region m2", "partial_rollout.trust_region=m2"),
     "uncorrected": ("correction=none", "partial_rollout.correction=none"),
     "update": ("proximal=auto", "partial_rollout.proximal=auto"),
@@ -123,14 +124,14 @@ ARMS = {
         _overtaking(1.0, 2.0),
         _overtaking(2.0, 1.5),
         *_changed(_bounded(1.5), *_CHANGES),
-        *_changed(_MASKED, *(name for name in _CHANGES if name not in ("mask", "m2", "uncorrected"))),
+        *_changed(_MASKED, *(name for name in _CHANGES if name not in ("mask", "tv", "m2", "uncorrected"))),
         *_changed(_in_order(3.0), "mask"),
         # the recipe's own setting, and two that keep what is trained younger than the quick start's
         *map(_as_shipped, (*_changed(_within(_bounded(1.0), 4), "recompute"), _in_order(2.0), _eta(2))),
         *_changed(_overtaking(1.0, 2.0), *_CHANGES),
         *map(_as_shipped, map(_delayed, (1, 2, 4, 8))),
         *_ETAS,
-        *(changed for arm in _ETAS for changed in _changed(arm, "uncorrected", "mask")),
+        *(changed for arm in _ETAS for changed in _changed(arm, "uncorrected", "mask", "tv", "m2", "recompute")),
         replace(_COLOCATE, name="v1_colocate_async"),
     )
 }
