@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What noPR, PR and verl's colocate_async learn on the embedded task, at each learning rate: warm starts x data seeds, 48 steps,
-# held-out validation every 6. Five to ten minutes a run on two cores. A stopped study resumes when run again; finished runs are
-# noted in runs.jsonl.
+# held-out validation every 6. Five to eight minutes a run on two cores, almost half of it validation, and one more where it
+# needs other engines than the run before: name arms of a kind (noPR, PR, each resume_kv) side by side. Separate engines start
+# anew in each run. A stopped study resumes when run again; finished runs are noted in runs.jsonl.
 #
 #   bash run_scripts/learning_study.sh                     # noPR, PR without and with a trust region, three warm starts x three seeds
 #   bash run_scripts/learning_study.sh --quick             # one warm start, one seed

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from recipe.partial_rollout.records.jsonl import RunRecordError, read_object
 from recipe.partial_rollout.records.run import read_metrics
 from tests.studies.arm import BASELINE, MAIN, Arm
 from tests.studies.machine import MACHINE, write_machine
+from tests.studies.processes import DEADLINE_S, METRICS, TERMINAL, run_fresh
 
 _OVERRIDES = "overrides.json"
 """in a run's directory: what it was run with"""
@@ -27,8 +27,6 @@ _UNLIKE = (
     "trainer.v1.sampler.custom_sampler.path",
 )
 """keys in which runs of one study may differ: where they and this checkout lie, and their length, which is checked apart"""
-_DEADLINE_S = 3600.0
-"""for one run: twenty times what it takes on two cores"""
 
 
 class StudyError(RuntimeError):
@@ -47,6 +45,8 @@ class Study:
     config_name: str
     overrides: tuple[str, ...] = ()
     """for all arms, before the arm's own"""
+    process: Callable[[Sequence[str], Path], int] = run_fresh
+    """runs a command with its records in a directory, and returns its exit code"""
 
     def directory(self, arm: Arm, seed: int) -> Path:
         return self.out / arm.name / f"seed_{seed}"
@@ -59,7 +59,7 @@ class Study:
         """
         directory = self.directory(arm, seed)
         try:
-            lines, _ = read_metrics(directory / "metrics.jsonl")
+            lines, _ = read_metrics(directory / METRICS)
             ended = arm.program != MAIN or read_object(directory / "run.json").get("complete", bool)
             steps = [line.step for line in lines if line.trained]
         except RunRecordError:
@@ -147,7 +147,7 @@ class Study:
         """
         directory = self.directory(arm, seed)
         # verl's file logger appends: what a run that was cut off has left would be read with the new one.
-        for leftover in ("metrics.jsonl", "trace.jsonl", "run.json", MACHINE):
+        for leftover in (METRICS, "trace.jsonl", "run.json", MACHINE):
             (directory / leftover).unlink(missing_ok=True)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _OVERRIDES).write_text(json.dumps(self._overrides(arm, seed), indent=2) + "\n")
@@ -157,13 +157,10 @@ class Study:
 
     def _train(self, arm: Arm, seed: int) -> None:
         directory = self.directory(arm, seed)
-        terminal = directory / "terminal.log"
-        env = {**os.environ, "VERL_FILE_LOGGER_PATH": str((directory / "metrics.jsonl").absolute())}
-        with terminal.open("w") as log:
-            command = self.command(arm, seed)
-            try:
-                ended = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=env, timeout=_DEADLINE_S)
-            except subprocess.TimeoutExpired as error:
-                raise StudyError(f"{arm.name}, seed {seed} did not end in {_DEADLINE_S:g} s: see {terminal}") from error
-        if ended.returncode:
-            raise StudyError(f"{arm.name}, seed {seed} ended with exit code {ended.returncode}: see {terminal}")
+        terminal = directory / TERMINAL
+        try:
+            code = self.process(self.command(arm, seed), directory)
+        except subprocess.TimeoutExpired as error:
+            raise StudyError(f"{arm.name}, seed {seed} did not end in {DEADLINE_S:g} s: see {terminal}") from error
+        if code:
+            raise StudyError(f"{arm.name}, seed {seed} ended with exit code {code}: see {terminal}")

@@ -12,6 +12,7 @@ from tests.studies.learning.campaign import Campaign
 from tests.studies.learning.delayed_weights import delay
 from tests.studies.learning.figures import Gap, compare
 from tests.studies.learning.run import LearningRun
+from tests.studies.processes import WarmProcess, run_fresh
 from tests.studies.runner import Study
 
 STEPS = 6
@@ -72,6 +73,7 @@ def trainings(monkeypatch):
         return subprocess.CompletedProcess(command, 0, stdout="abc\n")
 
     monkeypatch.setattr(subprocess, "run", train)
+    monkeypatch.setattr(WarmProcess, "run", lambda self, command, directory: run_fresh(command, directory))
     return ran
 
 
@@ -100,6 +102,16 @@ def test_a_run_in_the_ledger_is_read_from_its_metrics_and_not_trained_again(tmp_
     assert run.final == pytest.approx(0.8833, abs=1e-4)
     assert (run.validated_at, run.held_out) == ((2, 4, 6), (0.8, 0.9, 0.95))
     assert (run.staleness_mean, run.staleness_max, run.series["k3_kl"]) == (1.0, 6, ())
+
+
+def test_runs_that_share_engines_follow_each_other_and_no_start_waits_for_another(tmp_path):
+    study = Study(tmp_path, at_rates(("noPR", "PR_bounded_1.5"), (3e-4,)), (1, 2), STEPS, "quickstart_cpu")
+    order = [
+        (seed, start, arm.name.partition("@")[0])
+        for start, arm, seed in Campaign(study, (0, 1), tmp_path / "runs.jsonl").missing()
+    ]
+    assert [arm for _, _, arm in order] == ["noPR", "PR_bounded_1.5", "PR_bounded_1.5", "noPR"] * 2
+    assert [(seed, start) for seed, start, _ in order[::2]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
 def test_figures_of_a_run_are_means_of_its_validations():

@@ -2,15 +2,18 @@
 
 import json
 import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training.trainer_config import check_correction
 from tests.studies.arm import BASELINE, Arm
 from tests.studies.learning.arms import ARMS, COMMON, at_rates
+from tests.studies.processes import UNFIT, WarmProcess
 from tests.studies.runner import Study, StudyError
 
 STEPS = 4
@@ -69,3 +72,59 @@ def test_what_a_run_learns_does_not_depend_on_where_it_lies(tmp_path):
     here, there = build_study(tmp_path / "here"), build_study(tmp_path / "there")
     assert here.alike(PR, 1) == there.alike(PR, 1)
     assert "data.seed=1" in here.alike(PR, 1) and here.alike(PR, 1) != here.alike(PR, 2)
+
+
+WARM = f"""
+import json, os, pathlib, socket
+line, engines = socket.socket(fileno=0), None
+for ask in line.makefile():
+    found = json.loads(ask)
+    wanted, code = found["arguments"][1:]
+    engines = engines or wanted
+    code = int(code) if engines == wanted else {UNFIT}
+    with pathlib.Path(found["directory"], "runs").open("a") as runs:
+        runs.write(f"{{wanted}} {{code}} {{os.getpid()}}\\n")
+    line.sendall(f"{{code}}\\n".encode())
+"""
+"""a warm process whose runs say which engines they need and how they end"""
+
+
+def test_runs_share_a_process_until_one_needs_other_engines_or_fails(tmp_path):
+    asked = [("keep", 0), ("keep", 0), ("recompute", 0), ("recompute", 1), ("recompute", 0)]
+    with WarmProcess((sys.executable, "-c", WARM)) as process:
+        for engines, code in asked:
+            command = [sys.executable, "-m", *BASELINE.program, "--config-name", engines, str(code)]
+            assert process.run(command, tmp_path) == code
+    runs = [line.split() for line in (tmp_path / "runs").read_text().splitlines()]
+    assert [(engines, int(code)) for engines, code, _ in runs if int(code) != UNFIT] == asked
+    processes = [pid for _, code, pid in runs if int(code) != UNFIT]
+    assert [processes.index(pid) for pid in processes] == [0, 0, 2, 2, 4]
+
+
+def test_a_warm_process_that_dies_fails_its_run_and_ends_for_another_program(tmp_path):
+    with WarmProcess((sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(3)")) as process:
+        assert process.run([sys.executable, "-m", *BASELINE.program], tmp_path) == 3
+        assert process.run([sys.executable, "-c", "print('other')"], tmp_path) == 0
+    assert (tmp_path / "terminal.log").read_text() == "other\n"
+
+
+def test_runs_share_engines_unless_something_is_made_from_what_differs(composed_config, tmp_path):
+    from recipe.partial_rollout.main_ppo import wire
+    from tests.studies.warm import parts_of
+
+    def parts(name, *overrides, seed=1):
+        (arm,) = at_rates((name,), (3e-4,))
+        study = Study(tmp_path, (arm,), (seed,), STEPS, "quickstart_cpu", (*COMMON, *overrides))
+        config = composed_config("quickstart_cpu", *study.command(arm, seed)[5:])
+        wire(config)
+        return parts_of(config)
+
+    ours = parts("PR_bounded_1.5")
+    assert ours == parts("PR_in_order_2_mask_update", "partial_rollout.max_staleness=2", seed=2)
+    for other in ("noPR", "PR_bounded_1.5_recompute", "PR_delayed_2_mask_update"):
+        assert ours != parts(other), other
+    assert ours != parts("PR_bounded_1.5", "actor_rollout_ref.rollout.max_num_seqs=64")
+    with pytest.raises(ConfigError, match="without critic only"):
+        parts("PR_bounded_1.5", "critic.enable=True")
+    with pytest.raises(ConfigError, match="without devices of their own only"):
+        parts("PR_eta_2")

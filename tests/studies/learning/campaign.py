@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 from recipe.partial_rollout.records.jsonl import JsonLines, read_lines
@@ -19,6 +20,7 @@ from recipe.partial_rollout.tasks.clock10.prepare import source_fingerprint
 from recipe.partial_rollout.training.swanlab_run import commit_of
 from tests.studies.arm import Arm
 from tests.studies.learning.run import LearningRun, read_run
+from tests.studies.processes import WarmProcess
 from tests.studies.runner import Study, StudyError
 
 LEDGER = "runs.jsonl"
@@ -53,7 +55,8 @@ class Campaign:
     def missing(self) -> list[tuple[int, Arm, int]]:
         """(start, arm, seed) of every run that the ledger lacks, in the order in which they are trained.
 
-        Seed by seed, then start by start, so that a study that is cut short has every arm.
+        Seed by seed, then start by start, so that a study that is cut short has every arm. Every other start goes backwards
+        through the arms: its first run fits the engines of the one before (``WarmProcess``).
         """
         known = {run.identity for run in self.runs()}
         return [asked for asked in self._all() if self._asked(*asked).identity not in known]
@@ -65,24 +68,24 @@ class Campaign:
             StudyError: a run failed; the ledger keeps what was complete.
         """
         missing, began = self.missing(), time.monotonic()
-        for done, (start, arm, seed) in enumerate(missing):
-            left = (time.monotonic() - began) / done * (len(missing) - done) if done else None
-            rest = f", about {timedelta(seconds=round(left))} left" if left is not None else ""
-            print(f"run {done + 1} of {len(missing)}: {arm.name}, start {start}, seed {seed}{rest}", flush=True)
-            self._run(start, arm, seed)
+        with WarmProcess() as process:
+            for done, (start, arm, seed) in enumerate(missing):
+                left = (time.monotonic() - began) / done * (len(missing) - done) if done else None
+                rest = f", about {timedelta(seconds=round(left))} left" if left is not None else ""
+                print(f"run {done + 1} of {len(missing)}: {arm.name}, start {start}, seed {seed}{rest}", flush=True)
+                self._run(start, arm, seed, process)
         return len(missing)
 
     def _all(self) -> Iterator[tuple[int, Arm, int]]:
-        for seed in self.study.seeds:
-            for start in self.starts:
-                for arm in self.study.arms:
-                    yield start, arm, seed
+        for turn, (seed, start) in enumerate(product(self.study.seeds, self.starts)):
+            for arm in self.study.arms[:: -1 if turn % 2 else 1]:
+                yield start, arm, seed
 
     def _study(self, start: int) -> Study:
         return replace(self.study, out=self.study.out / f"start_{start}")
 
-    def _run(self, start: int, arm: Arm, seed: int) -> None:
-        study = self._study(start)
+    def _run(self, start: int, arm: Arm, seed: int, process: WarmProcess) -> None:
+        study = replace(self._study(start), process=process.run)
         prepare = [sys.executable, "-m", _PREPARE, "--out", str(study.out / "task"), "--seed", str(start)]
         if subprocess.run(prepare).returncode:
             raise StudyError(f"the warm start of seed {start} failed: {' '.join(prepare)}")
