@@ -3,47 +3,55 @@
 ``python -m pytest tests/unit/test_records_memory.py -m benchmarks -s`` prints the figures for a run of a million calls.
 """
 
-import gc
 import subprocess
 import sys
 import time
-import tracemalloc
 
 import pytest
 
-from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.tools.audit import audit
 from tests.unit.runs import large_run
 
+_TRACED = """
+import gc, sys, tracemalloc
+from pathlib import Path
+from {module} import {name}
 
-def peak(action):
-    """Most bytes that Python held at once during ``action``, and its result."""
-    # numpy imports some parts when they are first used.
-    action()
-    # What other tests left behind would have Python's collector pass by what ``action`` drops.
-    gc.collect()
-    gc.freeze()
+# Beside all that was imported Python's collector would pass by what the call drops.
+gc.collect()
+gc.freeze()
+for _ in range(3):
     tracemalloc.start()
-    result = action()
-    most = tracemalloc.get_traced_memory()[1]
+    {name}(Path(sys.argv[1]))
+    print(tracemalloc.get_traced_memory()[1])
     tracemalloc.stop()
-    gc.unfreeze()
-    return most, result
+    gc.collect()
+"""
+
+
+def peak(module, name, run):
+    """Most bytes that Python held at once during a call, in a process without other tests' threads.
+
+    The least of three: numpy imports some parts when they are first used, and Python's table of strings grows at once.
+    """
+    code = _TRACED.format(module=module, name=name)
+    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return min(map(int, done.stdout.split()))
 
 
 def test_memory_of_the_audit_does_not_grow_with_the_steps(tmp_path):
     short, long = (large_run(tmp_path / str(steps), steps, calls=200, groups=20) for steps in (5, 45))
-    few, _ = peak(lambda: audit(short))
-    many, (result, _) = peak(lambda: audit(long))
+    result, _ = audit(long)
     assert result.violations == [] and result.rounds_compared == 45
-    # 40 steps more have 8,000 calls: 4 MB as objects. Threads of other tests and the collector's moment are worth 0.1 MB.
+    few, many = (peak("recipe.partial_rollout.tools.audit", "audit", run) for run in (short, long))
+    # 40 steps more: 8,000 calls, of 500 bytes each as objects. What it knows of a step takes some 2.5 KB.
     assert many - few < 500_000
 
 
 def test_a_run_is_read_in_little_memory_a_call(tmp_path):
-    path = large_run(tmp_path, 10, calls=2000, groups=200)
-    most, run = peak(lambda: load_run(path))
-    assert most / sum(len(round_.phase.calls) for round_ in run.rounds) < 330
+    run = large_run(tmp_path, 10, calls=2000, groups=200)
+    assert peak("recipe.partial_rollout.records.run", "load_run", run) / 20_000 < 330
 
 
 _MEASURED = """
