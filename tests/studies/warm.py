@@ -46,6 +46,8 @@ from tests.studies.processes import METRICS, TERMINAL, UNFIT
 
 _OF_A_RUN = ("seed", "n", "val_kwargs", "agent", "trace")
 """keys of ``actor_rollout_ref.rollout`` that no engine is made from"""
+_RENEW_S = 120.0
+"""for engines to forget the last run, and trainers to drop their model"""
 
 
 def parts_of(config: DictConfig) -> dict[str, Any]:
@@ -133,15 +135,23 @@ class Kept:
     rewards: reward_loop.RewardLoopManager
 
     def renew(self, config: DictConfig) -> None:
-        """Make engines and trainers as good as new for a run of ``config``."""
+        """Make engines and trainers as good as new for a run of ``config``.
+
+        Raises:
+            RuntimeError: requests are left in an engine, or it took longer than ``_RENEW_S``.
+        """
         self.servers.config = config
         seed = config.actor_rollout_ref.rollout.seed
         servers = [server for each in self.servers.get_replicas() for server in each.servers]
         own = {"config": config.actor_rollout_ref, "distillation_config": config.get("distillation")}
-        ray.get(
-            [server.forget.remote(seed) for server in servers]
-            + [trainer.__ray_call__.remote(_new_worker, own) for trainer in self.trainers.workers]
-        )
+        asked = [server.forget.remote(seed) for server in servers]
+        asked += [trainer.__ray_call__.remote(_new_worker, own) for trainer in self.trainers.workers]
+        try:
+            ray.get(asked, timeout=_RENEW_S)
+        except ray.exceptions.GetTimeoutError as error:
+            raise RuntimeError(
+                f"engines and trainers were not as new after {_RENEW_S:g} s: run the study again"
+            ) from error
 
 
 def _new_worker(process: Any, own: dict[str, Any]) -> None:

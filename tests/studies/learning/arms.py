@@ -131,7 +131,8 @@ ARMS = {
         *_changed(_overtaking(1.0, 2.0), *_CHANGES),
         *map(_as_shipped, map(_delayed, (1, 2, 4, 8))),
         *_ETAS,
-        *(changed for arm in _ETAS for changed in _changed(arm, "uncorrected", "mask", "tv", "m2", "recompute")),
+        *(changed for arm in _ETAS for changed in _changed(arm, "uncorrected", "mask")),
+        *_changed(_eta(8), "tv", "m2", "recompute"),
         replace(_COLOCATE, name="v1_colocate_async"),
     )
 }
