@@ -148,7 +148,7 @@ class Kept:
         asked += [trainer.__ray_call__.remote(_new_worker, own) for trainer in self.trainers.workers]
         try:
             ray.get(asked, timeout=_RENEW_S)
-        except ray.exceptions.GetTimeoutError as error:
+        except TimeoutError as error:
             raise RuntimeError(
                 f"engines and trainers were not as new after {_RENEW_S:g} s: run the study again"
             ) from error
