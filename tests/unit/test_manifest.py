@@ -30,47 +30,34 @@ def test_sealed_checkpoint_lists_every_file_with_its_size(tmp_path):
     assert len(whole.files["partial_rollout/manager.snapshot"].blake2b) == 64
 
 
-def test_checkpoint_that_was_begun_and_not_sealed_is_torn(tmp_path):
-    with pytest.raises(TornCheckpointError, match="it has no manifest: the checkpoint was not finished"):
-        manifest.verify(checkpoint(tmp_path, 4, seal=False))
-
-
-def test_begin_unseals_the_checkpoint_that_was_there(tmp_path):
+def test_checkpoint_is_torn_from_its_beginning_until_it_is_sealed(tmp_path):
     step_dir = checkpoint(tmp_path, 4)
     manifest.begin(step_dir)
-    with pytest.raises(TornCheckpointError):
-        manifest.verify(step_dir)
+    for unsealed in (step_dir, checkpoint(tmp_path, 5, seal=False)):
+        with pytest.raises(TornCheckpointError, match="it has no manifest: the checkpoint was not finished"):
+            manifest.verify(unsealed)
 
 
-def test_directory_without_our_mark_is_foreign(tmp_path):
-    (tmp_path / "global_step_4" / "actor").mkdir(parents=True)
+def test_directory_without_our_mark_or_under_another_steps_name_is_foreign(tmp_path):
+    (tmp_path / "global_step_3" / "actor").mkdir(parents=True)
     with pytest.raises(ForeignCheckpointError, match=r"it has no partial_rollout/.*trainer.default_local_dir"):
-        manifest.verify(tmp_path / "global_step_4")
-
-
-def test_checkpoint_under_another_steps_name_is_foreign(tmp_path):
-    step_dir = checkpoint(tmp_path, 4)
+        manifest.verify(tmp_path / "global_step_3")
     with pytest.raises(ForeignCheckpointError, match="its content is of step 4"):
-        manifest.verify(step_dir.rename(tmp_path / "global_step_9"))
+        manifest.verify(checkpoint(tmp_path, 4).rename(tmp_path / "global_step_9"))
 
 
-@pytest.mark.parametrize("name", ["actor/weights.pt", "partial_rollout/manager.snapshot"])
-def test_file_that_is_missing_or_cut_off_is_named(tmp_path, name):
+def test_file_that_is_missing_cut_off_or_changed_is_named(tmp_path):
     step_dir = checkpoint(tmp_path, 4)
-    path = step_dir / name
-    data = path.read_bytes()
-    path.write_bytes(data[:-1])
-    with pytest.raises(TornCheckpointError, match=f"{name} has {len(data) - 1} bytes of {len(data)}"):
-        manifest.verify(step_dir)
-    path.unlink()
-    with pytest.raises(TornCheckpointError, match=f"{name} is missing"):
-        manifest.verify(step_dir)
-
-
-def test_changed_file_is_found_by_its_checksum(tmp_path):
-    step_dir = checkpoint(tmp_path, 4)
-    snapshot = step_dir / "partial_rollout" / "manager.snapshot"
-    snapshot.write_bytes(bytes(reversed(snapshot.read_bytes())))
+    for name in ("actor/weights.pt", "partial_rollout/manager.snapshot"):
+        path, data = step_dir / name, (step_dir / name).read_bytes()
+        path.write_bytes(data[:-1])
+        with pytest.raises(TornCheckpointError, match=f"{name} has {len(data) - 1} bytes of {len(data)}"):
+            manifest.verify(step_dir)
+        path.unlink()
+        with pytest.raises(TornCheckpointError, match=f"{name} is missing"):
+            manifest.verify(step_dir)
+        path.write_bytes(data)
+    path.write_bytes(bytes(reversed(data)))
     with pytest.raises(TornCheckpointError, match=r"the checksum of partial_rollout/manager.snapshot"):
         manifest.verify(step_dir)
 
@@ -104,22 +91,13 @@ def test_manifest_cannot_name_files_outside_its_directory(tmp_path):
         manifest.verify(step_dir)
 
 
-def test_newest_whole_checkpoint_is_used_and_torn_ones_above_it_are_told(tmp_path):
+def test_newest_whole_checkpoint_is_used_and_torn_ones_above_it_are_told_while_foreign_ones_stop_the_run(tmp_path):
+    assert manifest.newest_whole(tmp_path / "missing") == manifest.newest_whole(tmp_path) == (None, [])
     checkpoint(tmp_path, 2)
     newest = checkpoint(tmp_path, 10)
     checkpoint(tmp_path, 11, seal=False)
-    found, refused = manifest.newest_whole(tmp_path)
-    assert found == newest
-    assert len(refused) == 1 and "global_step_11 is torn" in refused[0]
-
-
-def test_without_any_checkpoint_there_is_nothing_to_resume(tmp_path):
-    assert manifest.newest_whole(tmp_path) == (None, [])
-    assert manifest.newest_whole(tmp_path / "missing") == (None, [])
-
-
-def test_foreign_checkpoint_above_the_newest_whole_one_stops_the_run(tmp_path):
-    checkpoint(tmp_path, 2)
-    (tmp_path / "global_step_3").mkdir()
+    found, (refused,) = manifest.newest_whole(tmp_path)
+    assert found == newest and "global_step_11 is torn" in refused
+    (tmp_path / "global_step_12").mkdir()
     with pytest.raises(ForeignCheckpointError, match=r"trainer\.resume_mode=disable"):
         manifest.newest_whole(tmp_path)

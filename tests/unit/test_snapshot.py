@@ -24,8 +24,6 @@ from recipe.partial_rollout.checkpoint.snapshot import (
 )
 
 REFUSED = (TornCheckpointError, ForeignCheckpointError)
-HEADER = 52
-"""bytes: magic 8, version 4, length 8, checksum 32"""
 
 STATE = {
     "row": {"raw_prompt": [{"role": "user", "content": "2 + 2?"}], "index": 7, "extra_info": {"split": "train"}},
@@ -105,12 +103,6 @@ def test_array_of_more_bytes_than_one_msgpack_value_can_have_is_packed():
     assert sum(map(len, chunks)) > 2**32 and max(map(len, chunks)) <= plain_codec.PIECE_BYTES
 
 
-def test_snapshot_comes_back_with_types_and_dtypes(good):
-    back = read_snapshot(good)
-    assert same(back, STATE)
-    assert back["tokens"].flags.writeable
-
-
 @pytest.mark.parametrize(
     ("state", "message"),
     [
@@ -118,8 +110,6 @@ def test_snapshot_comes_back_with_types_and_dtypes(good):
         ({"a": [{2.5: 1}]}, r"a\[0\].2.5: a key of type float cannot be saved"),
         ({"a": (1, [2**70])}, r"a\[1\]\[0\]: an integer of 71 bits cannot be saved: at most 64"),
         ({"a": np.zeros(2, complex)}, "a: an array of dtype complex128 cannot be saved"),
-        ({"a": np.array([object()], object)}, r"a\[0\]: builtins.object cannot be saved"),
-        ({"a": {1, 2}}, "a: builtins.set cannot be saved"),
     ],
 )
 def test_value_that_cannot_be_saved_is_named_by_its_path(tmp_path, state, message):
@@ -130,25 +120,19 @@ def test_value_that_cannot_be_saved_is_named_by_its_path(tmp_path, state, messag
     assert list(tmp_path.iterdir()) == []
 
 
-def test_snapshot_cut_off_anywhere_is_refused(good):
+def test_snapshot_is_refused_wherever_it_is_cut_off_or_a_byte_is_changed(good):
     data = good.read_bytes()
-    for length in range(len(data)):
-        good.write_bytes(data[:length])
+    damaged = [data[:length] for length in range(len(data))]
+    for offset in range(len(data)):
+        for flip in (0x01, 0x80, 0xFF):
+            damaged.append(data[:offset] + bytes([data[offset] ^ flip]) + data[offset + 1 :])
+    for each in damaged:
+        good.write_bytes(each)
         with pytest.raises(REFUSED):
             read_snapshot(good)
     good.write_bytes(data)
-    assert same(read_snapshot(good), STATE)
-
-
-def test_snapshot_with_any_byte_changed_is_refused(good):
-    data = bytearray(good.read_bytes())
-    for offset in range(len(data)):
-        for flip in (0x01, 0x80, 0xFF):
-            data[offset] ^= flip
-            good.write_bytes(data)
-            with pytest.raises(REFUSED):
-                read_snapshot(good)
-            data[offset] ^= flip
+    back = read_snapshot(good)
+    assert same(back, STATE) and back["tokens"].flags.writeable
 
 
 @settings(max_examples=150)
@@ -178,24 +162,11 @@ def test_no_damage_to_a_sealed_payload_does_worse_than_an_error(tmp_path_factory
         msgpack.packb({"a": msgpack.ExtType(9, b"x")}),
         msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb(["|O8", [1]]) + bytes(8))}),
         msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb(["<i4", [2**62]]) + bytes(8))}),
-        msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb(["<i4", [-1, -2]]) + bytes(8))}),
         msgpack.packb({"a": [msgpack.ExtType(5, msgpack.packb(["<i4", [3]])), bytes(8)]}),
         msgpack.packb({"a": [msgpack.ExtType(5, msgpack.packb(["<i4", [2]])), 8]}),
-        b"\xdd\xff\xff\xff\xff",
         b"\x91" * 5000,
     ],
-    ids=[
-        "pickle",
-        "list",
-        "extension",
-        "objects",
-        "huge shape",
-        "negative shape",
-        "piece short",
-        "no piece",
-        "huge list",
-        "deep",
-    ],
+    ids=["pickle", "list", "extension", "objects", "huge shape", "piece short", "no piece", "deep"],
 )
 def test_payload_that_was_never_packed_is_foreign(tmp_path, payload):
     path = tmp_path / "s"
@@ -215,15 +186,13 @@ def test_absurd_length_allocates_nothing(good):
     assert peak < 1_000_000
 
 
-def test_missing_snapshot_is_torn(tmp_path):
-    with pytest.raises(TornCheckpointError, match="it is missing; resume from an earlier step"):
-        read_snapshot(tmp_path / "none")
-
-
-def test_snapshot_of_another_format_is_foreign(good):
+def test_missing_snapshot_is_torn_and_one_of_another_format_foreign(good):
     data = good.read_bytes()
     good.write_bytes(data[:8] + struct.pack(">I", VERSION + 1) + data[12:])
     with pytest.raises(ForeignCheckpointError, match=f"its format is {VERSION + 1}"):
+        read_snapshot(good)
+    good.unlink()
+    with pytest.raises(TornCheckpointError, match="it is missing; resume from an earlier step"):
         read_snapshot(good)
 
 
