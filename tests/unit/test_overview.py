@@ -1,12 +1,20 @@
-"""The ten figures of a dashboard: the same keys in both arms, and what verl's own validation metrics give them."""
+"""The ten figures of a dashboard: the same keys in both arms, in every tracker, and what verl's validation gives them."""
+
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.reward_score import default_compute_score
 
 from recipe.partial_rollout.records.figures import FIGURES, SECTION, overview
 from recipe.partial_rollout.tasks.answers import compute_score
+from recipe.partial_rollout.training.step_log import PREFIX, Gauges
+from verl_ext.tracking_observer import observed_tracking
 
 KEYS = [f"{SECTION}/{figure}" for figure in FIGURES]
 STEP = {"training/global_step": 3, "timing_s/step": 9.0, "timing_s/gen": 4.0, "val-core/gsm8k/acc/mean@4": 0.5}
@@ -18,66 +26,59 @@ def ours(figures):
     return {f"partial_rollout/{name}": value for name, value in figures.items()}
 
 
-def test_both_arms_log_the_ten_figures_under_the_same_keys():
+def test_both_arms_log_the_ten_figures_under_the_same_keys_and_the_share_of_tools_where_there_are_any():
     nopr = overview(STEP | ours(ROLLOUT), partial=False)
     pr = overview(STEP | ours(ROLLOUT) | ours(PR_ONLY), partial=True)
     assert list(nopr) == list(pr) == KEYS
     assert [nopr[key] for key in KEYS[-4:]] == [0, 0, 0, 1]
     assert [pr[key] for key in KEYS[-4:]] == [0.7, 2, 0.3, 0.9]
+    timers = {"timing_s/agent_loop/tool_calls/mean": 1.0, "timing_s/agent_loop/generate_sequences/mean": 3.0}
+    with_tools = overview(STEP | ours(ROLLOUT) | timers, partial=False)
+    assert list(with_tools.items()) == [*nopr.items(), (f"{SECTION}/tool_share", 0.25)]
 
 
-@pytest.mark.parametrize("partial", [False, True], ids=["noPR", "PR"])
-def test_tool_share_is_shown_last_where_there_are_tools(partial):
-    def shown(tool_s):
-        timers = {"timing_s/agent_loop/tool_calls/mean": tool_s, "timing_s/agent_loop/generate_sequences/mean": 3.0}
-        return list(overview(STEP | timers, partial=partial).items())
-
-    assert shown(1.0) == [*shown(0.0), (f"{SECTION}/tool_share", 0.25)]
-
-
-def test_a_validation_before_training_has_its_reward_only():
-    assert overview({"val-core/gsm8k/acc/mean@1": 0.25}, partial=False) == {f"{SECTION}/held_out_reward": 0.25}
+def test_a_validation_before_training_has_its_reward_only_the_mean_of_its_sets():
+    logged = {
+        "val-core/aime24/acc/mean@32": 0.2,
+        "val-core/gsm8k/acc/mean@4": 0.8,
+        "val-core/gsm8k/acc/best@4/mean": 1.0,
+    }
+    assert overview(logged, partial=True) == {f"{SECTION}/held_out_reward": 0.5}
 
 
 # -- verl's validation metrics -------------------------------------------------------------------------------------------
 
 
 def validated(source, answers, truth, score):
-    """What verl logs of a validation with ``answers`` [prompt][k] to prompts of one data source."""
-    results = [score(source, answer, truth) for group in answers for answer in group]
+    """What verl logs of a validation with ``answers`` [k] to a prompt of one data source."""
+    results = [score(source, answer, truth) for answer in answers]
     infos = {"reward": [result["score"] if isinstance(result, dict) else result for result in results]}
     if isinstance(results[0], dict):
         infos |= {key: [result[key] for result in results] for key in results[0]}
-    uids = [str(i) for i, group in enumerate(answers) for _ in group]
-    return RayPPOTrainer._val_metrics_update(None, np.array([source] * len(uids)), uids, infos, [])
+    sources, uids = np.array([source] * len(answers)), ["0"] * len(answers)
+    return RayPPOTrainer._val_metrics_update(None, sources, uids, infos, [])
 
 
-MOSTLY_RIGHT = [["#### 7", "#### 7", "#### 7", "#### 3"]]
+MOSTLY_RIGHT = ["#### 7", "#### 7", "#### 7", "#### 3"]
 
 
-def test_verls_gsm8k_reward_gives_no_majority():
+def test_verls_gsm8k_reward_gives_no_majority_and_the_recipes_accuracy_best_and_majority():
     logged = validated("openai/gsm8k", MOSTLY_RIGHT, "7", default_compute_score)
     assert logged["val-core/openai/gsm8k/reward/mean@4"] == 0.75
     assert not [key for key in logged if "maj@" in key]
-
-
-def test_the_recipes_gsm8k_reward_gives_accuracy_best_and_majority():
-    logged = validated("openai/gsm8k", MOSTLY_RIGHT, "7", compute_score)
-    core = "val-core/openai/gsm8k/acc"
-    assert logged[f"{core}/mean@4"] == 0.75
-    assert 0.95 < logged[f"{core}/best@4/mean"] <= 1
-    assert logged[f"{core}/maj@4/mean"] > 0.75
-    assert overview(logged, partial=True)[f"{SECTION}/held_out_reward"] == 0.75
+    logged, core = validated("openai/gsm8k", MOSTLY_RIGHT, "7", compute_score), "val-core/openai/gsm8k/acc"
+    assert logged[f"{core}/mean@4"] == 0.75 == overview(logged, partial=True)[f"{SECTION}/held_out_reward"]
+    assert 0.95 < logged[f"{core}/best@4/mean"] <= 1 and logged[f"{core}/maj@4/mean"] > 0.75
 
 
 def test_a_majority_of_missing_answers_is_wrong():
-    logged = validated("openai/gsm8k", [["#### 7", "no idea", "none", "hm"]], "7", compute_score)
+    logged = validated("openai/gsm8k", ["#### 7", "no idea", "none", "hm"], "7", compute_score)
     assert logged["val-core/openai/gsm8k/acc/maj@4/mean"] < 0.3
 
 
 @pytest.mark.parametrize("source", ["math_dapo", "aime24"])
 def test_verls_dapo_reward_gives_accuracy_and_majority(source):
-    answers = [["Answer: 42", "Answer: 42", "Answer: 42", "Answer: 41"]]
+    answers = ["Answer: 42", "Answer: 42", "Answer: 42", "Answer: 41"]
     logged = validated(source, answers, "42", compute_score)
     assert logged == validated(source, answers, "42", default_compute_score)
     core = f"val-core/{source}/acc"
@@ -85,10 +86,57 @@ def test_verls_dapo_reward_gives_accuracy_and_majority(source):
     assert overview(logged, partial=True)[f"{SECTION}/held_out_reward"] == 0.75, "accuracy, though the score is -1 or 1"
 
 
-def test_the_mean_of_several_held_out_sets_is_shown():
-    logged = {
-        "val-core/aime24/acc/mean@32": 0.2,
-        "val-core/gsm8k/acc/mean@4": 0.8,
-        "val-core/gsm8k/acc/best@4/mean": 1.0,
-    }
-    assert overview(logged, partial=True) == {f"{SECTION}/held_out_reward": 0.5}
+# -- trackers ------------------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_has_the_ten_figures_as_every_tracker_of_verl(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard", reason="TENSORBOARD IS NOT INSTALLED: pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path))
+    with observed_tracking(lambda data, step: overview(data, partial=False) | data, table={"arm": "noPR"}):
+        from verl.utils.tracking import Tracking
+
+        tracking = Tracking("project", "noPR", ["tensorboard"], {"trainer": {}})
+        tracking.log(STEP | ours(ROLLOUT), 1)
+        tracking.finish()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    shown = events.Tags()["scalars"]
+    assert set(KEYS) <= set(shown)
+    assert min(shown).startswith(SECTION), "the section that sorts first"
+    assert events.Scalars(f"{SECTION}/step_s")[0].value == 9.0
+
+
+def expressions():
+    dashboard = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "partial_rollout.json"
+    panels = json.loads(dashboard.read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
+
+
+def test_prometheus_has_the_ten_figures_of_a_step_where_a_run_asks_for_it_and_grafana_shows_them():
+    made = {}
+
+    class Gauge:
+        def __init__(self, name, description, tag_keys):
+            made[name.removeprefix(f"{PREFIX}_")] = self
+
+        def set_default_tags(self, tags):
+            assert tags == {"project": "p", "experiment": "PR"}
+
+        def set(self, value):
+            self.value = value
+
+    gauges = Gauges(Gauge, {"project": "p", "experiment": "PR"})
+    gauges.set({f"{SECTION}/step_s": 12.5, f"{SECTION}/tool_share": 0.3})
+    assert made["step_s"].value == 12.5 and set(made) == set(FIGURES)
+    assert {name for each in expressions() for name in re.findall(rf"ray_{PREFIX}_(\w+)", each)} == set(FIGURES)
+    assert Gauges.of(OmegaConf.create({"actor_rollout_ref": {"rollout": {"prometheus": {"enable": False}}}})) is None
+
+
+def test_grafanas_dashboard_asks_for_metrics_that_this_vllm_has():
+    sources = Path(find_spec("vllm").submodule_search_locations[0], "v1", "metrics")
+    known = set(re.findall(r'"(vllm:\w+)"', "".join(path.read_text() for path in sources.glob("*.py"))))
+    asked = {name for each in expressions() for name in re.findall(r"vllm:\w+", each)}
+    asked = {re.sub("(_total|_bucket|_sum|_count)$", "", name) for name in asked}
+    assert len(asked) >= 8 and asked <= known

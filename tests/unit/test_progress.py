@@ -1,11 +1,13 @@
-"""The line about a round that goes on: what it says, where it goes, and that it never disturbs the round."""
+"""What a terminal shows while a run goes on: a line about the round, which never disturbs it, and the recipe's warnings."""
 
 import asyncio
+import logging
 import time
 from types import SimpleNamespace
 
 import pytest
 
+from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
@@ -13,8 +15,10 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import Standing
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.rollout import progress
-from recipe.partial_rollout.rollout.progress import Glimpse, ProgressLine
+from recipe.partial_rollout.rollout.progress import ProgressLine
 from recipe.partial_rollout.waits import beside
+
+SETTINGS = SimpleNamespace(batch_groups=4)
 
 
 class Engines:
@@ -30,62 +34,48 @@ class Engines:
         return {"a": (3, 10 * self.asked)}
 
 
-SETTINGS = SimpleNamespace(batch_groups=4)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """A log gets its lines sooner."""
+@pytest.fixture
+def lines(monkeypatch):
+    """The lines of a log, which gets them sooner."""
+    found = []
     monkeypatch.setattr(progress, "_LOG_S", 0.02)
+    monkeypatch.setattr(progress.tqdm, "write", found.append)
+    return found
 
 
-def lines_of(watch, seconds, monkeypatch):
-    """What ``watch`` prints while a round takes ``seconds``."""
-    lines = []
-    monkeypatch.setattr(progress.tqdm, "write", lines.append)
-
-    async def round_():
-        await asyncio.sleep(seconds)
-        return "batch"
-
-    assert asyncio.run(beside(round_(), watch.show(5, time.monotonic()))) == "batch"
-    return lines
+async def standing():
+    return Standing(ready_groups=2, running=3, oldest=1)
 
 
-def test_many_replicas_are_summed_up():
-    load = {str(i): (100 + i, 0) for i in range(16)}
-    line = Glimpse(3, 64, 12.6, None, load, None).line
-    assert line == "step 3 | running 1720 on 16 replicas (100 to 115) | 13 s"
-
-
-def test_a_log_gets_a_line_every_so_often(monkeypatch):
-    async def standing():
-        return Standing(ready_groups=2, running=3, oldest=1)
-
-    lines = lines_of(ProgressLine(SETTINGS, Engines(), standing), 0.15, monkeypatch)
+@pytest.mark.parametrize(
+    ("asked", "says", "lacks"),
+    [
+        (
+            (Engines(), standing),
+            ("step 5 | 2 of 4 groups ready | running 3 | ", " tok/s | oldest 1 version | "),
+            "none",
+        ),
+        ((Engines(),), ("step 5 | running 3 | ",), "ready"),
+        ((Engines(fails=True),), ("step 5 | ", "0 s"), "running"),
+    ],
+    ids=["PR", "noPR has no manager", "nobody answers"],
+)
+async def test_a_log_gets_a_line_every_so_often_while_the_round_goes_on(lines, asked, says, lacks):
+    assert (
+        await beside(asyncio.sleep(0.15, "batch"), ProgressLine(SETTINGS, *asked).show(5, time.monotonic())) == "batch"
+    )
     assert 2 <= len(lines) <= 7
-    assert all(line.startswith("step 5 | 2 of 4 groups ready | running 3 | ") for line in lines)
-    assert all(" tok/s | oldest 1 version | " in line for line in lines)
+    for line in lines:
+        assert line.startswith(says[0]) and says[-1] in line and lacks not in line
 
 
-def test_nopr_is_shown_without_a_manager(monkeypatch):
-    lines = lines_of(ProgressLine(SETTINGS, Engines()), 0.1, monkeypatch)
-    assert lines and all("ready" not in line and "oldest" not in line for line in lines)
-
-
-def test_a_round_goes_on_while_nobody_answers(monkeypatch):
-    lines = lines_of(ProgressLine(SETTINGS, Engines(fails=True)), 0.1, monkeypatch)
-    assert lines and all(line.endswith("0 s") and "running" not in line for line in lines)
-
-
-async def test_a_failed_round_raises_and_ends_the_watch(monkeypatch):
+async def test_a_failed_round_raises_and_ends_the_watch(lines):
     engines = Engines()
 
     async def round_():
         await asyncio.sleep(0.05)
         raise RuntimeError("stalled")
 
-    monkeypatch.setattr(progress.tqdm, "write", lambda line: None)
     with pytest.raises(RuntimeError, match="stalled"):
         await beside(round_(), ProgressLine(SETTINGS, engines).show(1, time.monotonic()))
     asked = engines.asked
@@ -93,14 +83,14 @@ async def test_a_failed_round_raises_and_ends_the_watch(monkeypatch):
     assert engines.asked == asked > 0
 
 
-def test_a_terminal_has_one_line_that_is_taken_away(monkeypatch, capsys):
+async def test_a_terminal_has_one_line_that_is_taken_away(monkeypatch, capsys):
     monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(progress, "_TERMINAL_S", 0.02)
     watch = ProgressLine(SETTINGS, Engines())
-    asyncio.run(beside(asyncio.sleep(0.1), watch.show(5, time.monotonic())))
+    await beside(asyncio.sleep(0.1), watch.show(5, time.monotonic()))
+    await asyncio.sleep(0)
     printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "step 5 | running 3 | " in printed.err
+    assert printed.out == "" and "step 5 | running 3 | " in printed.err
     assert printed.err.count("\n") == printed.err.count("\x1b[A"), "each step down is taken back: one line in place"
     assert watch._line._bar is None
 
@@ -111,6 +101,16 @@ async def test_the_manager_says_how_far_the_round_is():
     await actor.register_worker("w0", 3)
     await actor.begin_version(3, [Prompt(f"0/{i}", 0, {}) for i in range(3)], 0)
     granted = await actor.claim("w0")
-    assert await actor.standing() == Standing(ready_groups=0, running=len(granted), oldest=0)
     actor._manager._state.version = 5
-    assert (await actor.standing()).oldest == 2
+    assert await actor.standing() == Standing(ready_groups=0, running=len(granted), oldest=2)
+
+
+def test_recipes_warnings_reach_the_terminal_although_a_library_has_muted_the_root_logger(monkeypatch, capsys):
+    ours = logging.getLogger("recipe.partial_rollout")
+    for name in ("level", "handlers", "propagate"):
+        monkeypatch.setattr(ours, name, getattr(ours, name))
+    monkeypatch.setattr(logging.getLogger(), "level", logging.ERROR)
+    main_ppo.show_warnings()
+    logging.getLogger("recipe.partial_rollout.rollout.workers").warning("%s died", "agent_loop_worker_1")
+    logging.getLogger("another.library").warning("its own affairs")
+    assert capsys.readouterr().out.splitlines() == ["agent_loop_worker_1 died"]

@@ -18,14 +18,12 @@ from recipe.partial_rollout.training.swanlab_run import ID_FILE, LONGEST, choose
 @pytest.fixture(autouse=True)
 def no_account(monkeypatch, tmp_path):
     """A user without a key, in a process whose environment says nothing of SwanLab."""
-    for name in list(os.environ):
-        if name.startswith("SWANLAB_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("SWANLAB_ROOT", str(tmp_path / "account"))
-    # What the code sets is taken back at the test's end.
-    for name in ("SWANLAB_MODE", "SWANLAB_RUN_ID", "SWANLAB_RESUME", "SWANLAB_EXP_COLOR"):
+    named = {name for name in os.environ if name.startswith("SWANLAB_")}
+    for name in named | {"SWANLAB_MODE", "SWANLAB_RUN_ID", "SWANLAB_RESUME", "SWANLAB_EXP_COLOR"}:
+        # What the code sets is taken back at the test's end.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setenv("SWANLAB_ROOT", str(tmp_path / "account"))
     monkeypatch.chdir(tmp_path)
 
 
@@ -38,6 +36,8 @@ def test_a_run_goes_to_the_cloud_with_a_key_unless_the_user_says_otherwise(monke
         monkeypatch.setenv("SWANLAB_API_KEY", "a-key")
     if asked:
         monkeypatch.setenv("SWANLAB_MODE", asked)
+    choose_mode(["file", "wandb"])
+    assert os.environ.get("SWANLAB_MODE") == asked, "another logger leaves SwanLab alone"
     choose_mode(["file", "swanlab"])
     assert os.environ["SWANLAB_MODE"] == mode
 
@@ -57,11 +57,6 @@ def test_a_mode_that_cannot_work_is_refused_before_ray_starts(monkeypatch, mode,
         choose_mode(["swanlab"])
 
 
-def test_another_logger_leaves_swanlab_alone():
-    choose_mode(["file", "wandb"])
-    assert "SWANLAB_MODE" not in os.environ
-
-
 def test_a_resumed_run_keeps_its_id_and_a_new_one_gets_another(tmp_path):
     ids = []
     for resumes in (True, False, True):
@@ -72,58 +67,35 @@ def test_a_resumed_run_keeps_its_id_and_a_new_one_gets_another(tmp_path):
 
 
 def test_a_run_has_a_colour_of_its_arm_and_a_flat_and_short_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(swanlab_run, "_overridden", lambda: iter(["algorithm.gamma", "trainer.nested"]))
+    monkeypatch.setattr(swanlab_run, "_overridden", lambda: iter(["trainer.nested"]))
     config = OmegaConf.create(
         {
             "partial_rollout": {"enable": True, "deadlines": {"stall_s": 60.0}},
             "actor_rollout_ref": {"model": {"path": "/models/" + "x" * 3000}, "rollout": {"n": 8, "engine_kwargs": {}}},
             "data": {"train_batch_size": 64},
             "trainer": {"experiment_name": "PR", "nested": {"a": {"b": 1}}},
-            "algorithm": {"gamma": 0.9},
         }
     )
-    colours = []
-    for enable in (True, False):
-        config.partial_rollout.enable = enable
-        table = swanlab_run.open_run(config, tmp_path, resumes=False)
-        assert table["arm"] == ("PR" if enable else "noPR")
-        colours.append(os.environ.pop("SWANLAB_EXP_COLOR"))
-    assert colours[0] != colours[1]
+    tables, colours = [], set()
+    for config.partial_rollout.enable in (True, False):
+        tables.append(swanlab_run.open_run(config, tmp_path, resumes=False))
+        colours.add(os.environ.pop("SWANLAB_EXP_COLOR"))
+    assert [table["arm"] for table in tables] == ["PR", "noPR"] and len(colours) == 2
+    table = tables[0]
     assert table["verl"] == "0.9.1" and table["data.train_batch_size"] == 64
-    assert (table["algorithm.gamma"], table["trainer.nested.a.b"]) == (0.9, 1)
-    assert table["partial_rollout.deadlines.stall_s"] == 60.0 and table["actor_rollout_ref.rollout.n"] == 8
+    assert table["trainer.nested.a.b"] == 1, "what the command line overrides"
     assert not [value for value in table.values() if isinstance(value, dict) or len(str(value)) > LONGEST]
-    assert "actor_rollout_ref.rollout.engine_kwargs" not in table
 
 
-# -- pictures ----------------------------------------------------------------------------------------------------------
+def test_the_timeline_tells_ended_from_interrupted_calls_and_shows_those_that_began_before_the_round():
+    def colours(start, *calls):
+        pixels = timeline(RoundRecord(4, 3, RolloutPhase(start, 110.0, calls), []))
+        return {tuple(colour) for colour in np.unique(pixels.reshape(-1, 4), axis=0)}
 
-
-def round_of(samples, seed=0):
-    """A round of two replicas; every fourth call was interrupted."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.lognormal(6, 1, samples).astype(int) + 1
-    calls = tuple(
-        EngineCall(i % 2, 0.0, float(length) / 100, int(length), 3, interrupted=i % 4 == 0)
-        for i, length in enumerate(lengths)
-    )
-    trained = [TrainedGroup(0, 0, [int(length) for length in lengths], [0] * samples)]
-    return RoundRecord(4, 3, RolloutPhase(0.0, max(call.end for call in calls), calls), trained)
-
-
-def colours(pixels):
-    return {tuple(colour) for colour in np.unique(pixels.reshape(-1, 4), axis=0)}
-
-
-def test_the_timeline_tells_ended_from_interrupted_calls():
-    shown = colours(timeline(round_of(64)))
-    assert {(0, 0x72, 0xB2, 255), (0xD5, 0x5E, 0, 255)} <= shown
-
-
-def test_the_timeline_of_a_rollout_that_goes_on_shows_calls_from_before_the_round():
-    round_ = RoundRecord(3, 2, RolloutPhase(100.0, 110.0, (EngineCall(0, 95.0, 112.0, 5, 2),)), [])
-    round_colour = (0xFB, 0xF3, 0xD0, 255)
-    assert round_colour in colours(timeline(round_)) and round_colour not in colours(timeline(round_of(64)))
+    whole, cut = EngineCall(0, 95.0, 112.0, 5, 3), EngineCall(1, 101.0, 105.0, 5, 3, interrupted=True)
+    ended, interrupted, round_ = (0, 0x72, 0xB2, 255), (0xD5, 0x5E, 0, 255), (0xFB, 0xF3, 0xD0, 255)
+    assert {ended, interrupted, round_} <= colours(100.0, whole, cut)
+    assert round_ not in colours(95.0, EngineCall(0, 96.0, 109.0, 5, 3)), "all calls are of this round"
 
 
 def test_pictures_of_a_round_without_calls_and_of_one_sample_are_drawn():
