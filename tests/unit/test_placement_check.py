@@ -5,10 +5,7 @@ import pytest
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices
 from recipe.partial_rollout.preflight import placement_check
-from recipe.partial_rollout.preflight.placement_check import (
-    check_devices_of_ray,
-    check_placement,
-)
+from recipe.partial_rollout.preflight.placement_check import check_devices_of_ray, check_placement
 
 ROLLOUT = "actor_rollout_ref.rollout"
 BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
@@ -36,25 +33,12 @@ MODEL, TP = "actor_rollout_ref.model", f"{ROLLOUT}.tensor_model_parallel_size"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            (f"{ROLLOUT}.free_cache_engine=True",),
-            "False with partial_rollout.placement=separate: the engines",
-        ),
-        (
-            ("reward.reward_model.enable=True", "reward.reward_model.enable_resource_pool=False"),
-            "True with",
-        ),
+        ((f"{ROLLOUT}.free_cache_engine=True",), "False with partial_rollout.placement=separate"),
+        (("reward.reward_model.enable=True", "reward.reward_model.enable_resource_pool=False"), "True with"),
         (("trainer.critic_warmup=2",), "0 with partial_rollout.placement=separate and no critic"),
         ((f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=False"), "True with"),
         ((f"{ROLLOUT}.nnodes=0",), "an integer of at least 1 with partial_rollout.placement=separate"),
-        (
-            (*ONE_NODE, f"{TP}=2", f"{ROLLOUT}.n_gpus_per_node=3"),
-            "with rollout.nnodes=1 it must make whole replicas of 2",
-        ),
-        (
-            (f"{BACKEND}=shm", f"{TP}=4", f"{ROLLOUT}.nnodes=3", f"{ROLLOUT}.n_gpus_per_node=2"),
-            "with rollout.nnodes=3 it must make whole replicas of 4 devices",
-        ),
+        ((*ONE_NODE, f"{TP}=2", f"{ROLLOUT}.n_gpus_per_node=3"), "with rollout.nnodes=1 it must make whole replicas"),
         (
             (*ONE_NODE, f"{ROLLOUT}.n_gpus_per_node=2", f"{TP}=2", "trainer.n_gpus_per_node=1"),
             "times trainer.nnodes=1 it must be divisible by a replica's 2 devices",
@@ -62,12 +46,48 @@ MODEL, TP = "actor_rollout_ref.model", f"{ROLLOUT}.tensor_model_parallel_size"
         ((*ONE_NODE, f"{BACKEND}=naive"), "shm (one node) or nccl (GPUs) with partial_rollout.placement=separate"),
         ((*ONE_NODE, "trainer.nnodes=2"), f"1 with {BACKEND}=shm"),
         ((*ONE_NODE, f"{ROLLOUT}.nnodes=2"), f"1 with {BACKEND}=shm"),
+        (
+            ("partial_rollout.placement=colocated", f"{BACKEND}=nccl"),
+            "with partial_rollout.enable=True it must be naive",
+        ),
     ],
 )
 def test_split_that_cannot_work_is_refused_in_one_line(placed, overrides, message):
     with pytest.raises(ConfigError) as refused:
         check(placed(*overrides))
     assert str(refused.value).startswith(f"{overrides[-1]}: {message}") and "\n" not in str(refused.value)
+
+
+def test_placement_is_one_override_and_a_small_overlap_is_warned_of(placed, capsys):
+    config = placed("partial_rollout.overlap=0.5")
+    check(config)
+    assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == "shm"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: partial_rollout.overlap=0.5 with partial_rollout.placement=separate")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (f"{ROLLOUT}.n_gpus_per_node=3",),
+        (f"{BACKEND}=nccl", f"{ROLLOUT}.nnodes=3", "trainer.nnodes=2"),
+        ("actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.merge=True"),
+    ],
+)
+def test_any_ratio_of_trainers_to_engines_passes(placed, overrides, capsys):
+    check(placed(*ONE_NODE, *overrides))
+    assert not capsys.readouterr().err
+
+
+def test_more_devices_than_ray_has_and_a_vllm_that_cannot_hold_are_refused(placed, monkeypatch):
+    config = placed(*ONE_NODE, f"{ROLLOUT}.n_gpus_per_node=3", "trainer.n_gpus_per_node=2")
+    check_devices_of_ray(config, available=5)
+    with pytest.raises(ConfigError, match=r"n_gpus_per_node=3: .* it needs 5 in Ray, which has 4"):
+        check_devices_of_ray(config, available=4)
+    check_devices_of_ray(placed("partial_rollout.placement=colocated", "trainer.n_gpus_per_node=8"), available=1)
+    monkeypatch.setattr(placement_check, "has_pause_modes", lambda: False)
+    with pytest.raises(ConfigError, match=r"placement=separate: colocated with vLLM [\d.]+, which has no pause modes"):
+        check(config)
 
 
 def test_trainer_leaves_the_engines_a_core(placed, monkeypatch):
@@ -82,48 +102,6 @@ def test_trainer_leaves_the_engines_a_core(placed, monkeypatch):
         check(placed("partial_rollout.trainer_cores=1"))
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ONE_NODE,
-        (*ONE_NODE, f"{ROLLOUT}.n_gpus_per_node=3"),
-        (*ONE_NODE, f"{BACKEND}=nccl", f"{ROLLOUT}.nnodes=3", "trainer.nnodes=2"),
-        (*ONE_NODE, "actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.merge=True"),
-    ],
-)
-def test_any_ratio_of_trainers_to_engines_passes(placed, overrides, capsys):
-    check(placed(*overrides))
-    assert not capsys.readouterr().err
-
-
-def test_small_overlap_starves_the_trainer_and_is_warned_of(placed, capsys):
-    check(placed("partial_rollout.overlap=0.5"))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: partial_rollout.overlap=0.5 with partial_rollout.placement=separate")
-
-
-def test_shared_devices_take_weights_directly(placed):
-    config = placed("partial_rollout.placement=colocated", f"{BACKEND}=nccl")
-    with pytest.raises(ConfigError, match=r"backend=nccl: with partial_rollout\.enable=True it must be naive"):
-        check(config)
-    assert engine_devices(config) == 0
-
-
-def test_more_devices_than_ray_has_are_refused(placed):
-    config = placed(*ONE_NODE, f"{ROLLOUT}.n_gpus_per_node=3", "trainer.n_gpus_per_node=2")
-    check_devices_of_ray(config, available=5)
-    with pytest.raises(ConfigError, match=r"n_gpus_per_node=3: .* it needs 5 in Ray, which has 4"):
-        check_devices_of_ray(config, available=4)
-    check_devices_of_ray(placed("partial_rollout.placement=colocated", "trainer.n_gpus_per_node=8"), available=1)
-
-
-def test_placement_is_one_override_without_a_gpu(resolved_config):
-    for placement, backend in (("colocated", "naive"), ("separate", "shm"), ("elsewhere", "naive")):
-        config = resolved_config("quickstart_cpu", f"partial_rollout.placement={placement}")
-        assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == backend
-    check(resolved_config("quickstart_cpu", "partial_rollout.placement=separate"))
-
-
 def test_recipe_on_gpus_is_told_the_engines_devices_besides(composed_config):
     recipe = ("recipe", "experiment=gsm8k_8gpu_4b", "partial_rollout.placement=separate")
     with pytest.raises(ConfigError, match=r"rollout\.nnodes=0: an integer of at least 1"):
@@ -132,10 +110,4 @@ def test_recipe_on_gpus_is_told_the_engines_devices_besides(composed_config):
     config = composed_config(*recipe, *split)
     check(config)
     assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == "nccl"
-    assert engine_devices(config) == 5
-
-
-def test_vllm_that_cannot_hold_is_refused_in_one_line(placed, monkeypatch):
-    monkeypatch.setattr(placement_check, "has_pause_modes", lambda: False)
-    with pytest.raises(ConfigError, match=r"placement=separate: colocated with vLLM [\d.]+, which has no pause modes"):
-        check(placed(*ONE_NODE))
+    assert engine_devices(config) == 5 and engine_devices(composed_config("quickstart_cpu")) == 0

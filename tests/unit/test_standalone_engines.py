@@ -20,9 +20,10 @@ class Group:
 class Replica:
     """Notes how it is started."""
 
+    _server_handle = _server_address = None
+
     def __init__(self, **sizes):
-        self.sizes, self.started = sizes, []
-        self._server_handle = self._server_address = None
+        self.started = []
 
     async def init_hybrid(self, worker_group):
         self.started.append("hybrid")
@@ -31,23 +32,19 @@ class Replica:
         self.started.append("standalone")
 
 
-@pytest.fixture
-def config(resolved_config):
+def test_engines_get_the_rollouts_devices_instead_of_the_trainers(resolved_config):
     ours = ("partial_rollout.placement=separate", "actor_rollout_ref.rollout.nnodes=1")
-    return resolved_config("quickstart_cpu", *ours, "actor_rollout_ref.rollout.n_gpus_per_node=3")
+    config = resolved_config("quickstart_cpu", *ours, "actor_rollout_ref.rollout.n_gpus_per_node=3")
 
+    def start(manager_class):
+        """As ``RayPPOTrainer.init_workers`` calls it, with four trainers."""
+        manager = manager_class(config=config, worker_group=Group(), rollout_resource_pool=SimpleNamespace())
+        manager.rollout_replica_class = Replica
+        asyncio.run(manager._initialize_llm_servers())
+        return [each.started for each in manager.rollout_replicas]
 
-def start(manager_class, config):
-    """As ``RayPPOTrainer.init_workers`` calls it, with four trainers."""
-    manager = manager_class(config=config, worker_group=Group(), rollout_resource_pool=SimpleNamespace())
-    manager.rollout_replica_class = Replica
-    asyncio.run(manager._initialize_llm_servers())
-    return [each.started for each in manager.rollout_replicas]
-
-
-def test_engines_get_the_rollouts_devices_instead_of_the_trainers(config):
-    assert start(LLMServerManager, config) == [["hybrid"]] * 4
-    assert start(StandaloneServerManager, config) == [["standalone"]] * 3
+    assert start(LLMServerManager) == [["hybrid"]] * 4
+    assert start(StandaloneServerManager) == [["standalone"]] * 3
 
 
 def test_names_are_verls_own_again_afterwards_whatever_happens():
@@ -55,4 +52,4 @@ def test_names_are_verls_own_again_afterwards_whatever_happens():
     with pytest.raises(KeyError), standalone_engines(Group):
         assert (ray_trainer.LLMServerManager, replica.RayWorkerGroup) == (StandaloneServerManager, Group)
         raise KeyError
-    assert (ray_trainer.LLMServerManager, replica.RayWorkerGroup) == before == (LLMServerManager, before[1])
+    assert (ray_trainer.LLMServerManager, replica.RayWorkerGroup) == before
