@@ -94,12 +94,6 @@ def test_model_finds_its_files_again_in_the_workspace(build, tokenizer):
     assert output.num_turns == 6 and "<|im_start|>tool\n7<|im_end|>" in text
 
 
-def python(code, timeout_s):
-    tool = PythonTool({"type": "native", "cpu_s": 0.5, "memory_mb": 256, "timeout_s": timeout_s}, None)
-    response, _, _ = asyncio.run(tool.execute("i0", {"code": code}))
-    return response.text
-
-
 @pytest.mark.parametrize(
     ("code", "answer"),
     [
@@ -115,7 +109,9 @@ def python(code, timeout_s):
 )
 def test_python_runs_within_its_limits_and_says_how_it_ended(code, answer):
     # On a busy machine half a second of a core may take long.
-    assert python(code, 1 if "sleep" in code else 60).endswith(answer)
+    limits = {"type": "native", "cpu_s": 0.5, "memory_mb": 256, "timeout_s": 1 if "sleep" in code else 60}
+    response, _, _ = asyncio.run(PythonTool(limits, None).execute("i0", {"code": code}))
+    assert response.text.endswith(answer)
 
 
 def test_shipped_python_is_called_again_where_a_call_was_cut_off_and_the_workspace_is_asked():
@@ -132,50 +128,30 @@ def test_workspaces_of_arms_are_apart(composed_config):
     assert roots == {arm: f"outputs/gsm8k_workspace_1gpu_0.6b/{arm}/workspaces" for arm in roots}
 
 
-BROKEN = """
-tools:
-  - class_name: recipe.partial_rollout.tasks.python_tool.NoTool
-    config: {type: native}
-"""
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("conf/none.yaml", "an existing file"),
-        ("broken.yaml", "a file whose tools verl can load (AttributeError: module"),
-        ("empty.yaml", "a file whose tools verl can load"),
-    ],
-)
-@pytest.mark.parametrize("check", [dry_run, check_config])
-def test_tools_that_are_missing_or_do_not_load_end_the_check_in_a_line(
-    build, tmp_path, monkeypatch, given, message, check
-):
+@pytest.mark.parametrize("check", [dry_run, check_config, verl_trainer.main.__wrapped__])
+def test_tools_that_are_missing_or_do_not_load_end_every_start_in_a_line(build, tmp_path, monkeypatch, capsys, check):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.yaml").write_text(BROKEN)
+    broken = {"class_name": "recipe.partial_rollout.tasks.python_tool.NoTool", "config": {"type": "native"}}
+    (tmp_path / "broken.yaml").write_text(json.dumps({"tools": [broken]}))
     (tmp_path / "empty.yaml").write_text("tools:\n")
-    with pytest.raises(ConfigError) as caught:
-        check(build("python", f"{AT}.tool_config_path={given}"))
-    assert str(caught.value).startswith(f"{AT}.tool_config_path={given}: {message}")
-    assert "\n" not in str(caught.value)
-
-
-def test_verls_own_trainer_does_not_start_with_tools_that_are_missing(build, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        verl_trainer.main.__wrapped__(build("python", f"{AT}.tool_config_path=conf/none.yaml"))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"config error: {AT}.tool_config_path=conf/none.yaml: an existing file"
+    unloadable = "a file whose tools verl can load"
+    for given, message in {
+        "none.yaml": "an existing file",
+        "broken.yaml": unloadable,
+        "empty.yaml": unloadable,
+    }.items():
+        with pytest.raises((ConfigError, SystemExit)) as caught:
+            check(build("python", f"{AT}.tool_config_path={given}"))
+        (line,) = (capsys.readouterr().err or f"config error: {caught.value}").splitlines()
+        assert line.startswith(f"config error: {AT}.tool_config_path={given}: {message}")
 
 
 def test_tools_of_an_installed_package_are_found_from_any_folder(build, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = build("python")
     find_tools(config)
-    found = str(CONF_DIR / "python_tool.yaml")
-    assert (config.data.tool_config_path, config.actor_rollout_ref.rollout.multi_turn.tool_config_path) == (
-        found,
-        found,
-    )
+    verls = config.actor_rollout_ref.rollout.multi_turn.tool_config_path
+    assert config.data.tool_config_path == verls == str(CONF_DIR / "python_tool.yaml")
     assert capsys.readouterr().out == ""
 
 
