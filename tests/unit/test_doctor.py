@@ -60,17 +60,15 @@ def test_tritons_compiler_and_pythons_header_are_looked_for(monkeypatch, tmp_pat
     assert str(host.compiler()) == f"ok    compiler        {tmp_path}/gcc, {tmp_path}/Python.h"
 
 
-def test_machine_without_a_gpu_is_asked_for_none(monkeypatch):
-    monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    assert not list(host.host_findings())
-
-
-def test_cpu_builds_on_a_gpu_machine_are_refused_with_the_command_that_brings_the_others(gpu_machine, monkeypatch):
+def test_cpu_builds_on_a_gpu_machine_are_refused_and_a_machine_without_gpus_is_asked_for_none(gpu_machine, monkeypatch):
     gpu_machine()
     monkeypatch.setattr(doctor, "installed_pair", lambda: CPU_PAIR)
     assert str(doctor.versions()).endswith("is tested; PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh")
     monkeypatch.setattr(doctor, "installed_pair", lambda: GPU_PAIR)
     assert not doctor.versions().stops and not doctor.versions().remedy
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    assert not list(host.host_findings())
+    assert str(doctor.engine()).startswith("ok    engine          model runner V1, synchronous scheduling")
 
 
 @pytest.mark.parametrize(("have", "devices", "sign"), [(2, 0, "ok"), (25, 8, "ok"), (24, 8, "note"), (3, 1, "FAIL")])
@@ -93,10 +91,6 @@ def test_hub_is_asked_once_with_a_deadline_or_not_at_all(monkeypatch, offline):
     line = str(doctor.hub())
     assert line.startswith("note ") and line.endswith("MODEL=DIR, tools data --from DIR")
     assert asked == ([] if offline else [5.0]) and ("HF_HUB_OFFLINE is set" in line) == offline
-
-
-def test_engine_is_what_vllm_decides_on_this_machine():
-    assert str(doctor.engine()).startswith("ok    engine          model runner V1, synchronous scheduling")
 
 
 @pytest.mark.parametrize(("stops", "code"), [(False, 0), (True, 1)])

@@ -30,20 +30,17 @@ def test_notebook_is_valid_and_has_no_outputs():
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
 
 
-def test_files_that_the_notebook_names_exist():
-    named = set(re.findall(r"\b(?:run_scripts|docs|tests|recipe)/[\w/]+\.(?:sh|py|md)", TEXT))
-    assert {"run_scripts/setup.sh", "run_scripts/quickstart_cpu.sh", "tests/e2e/test_notebook.py"} <= named
-    for name in named:
-        assert (ROOT / name).exists(), name
+def test_files_and_keys_that_the_notebook_names_exist():
+    files = set(re.findall(r"\b(?:run_scripts|docs|tests|recipe)/[\w/]+\.(?:sh|py|md)", TEXT))
+    assert {"run_scripts/setup.sh", "run_scripts/quickstart_cpu.sh", "tests/e2e/test_notebook.py"} <= files
+    assert not [name for name in files if not (ROOT / name).exists()]
+    keys = set(re.findall(r"partial_rollout\.(\w+)=", TEXT))
+    assert keys and keys <= {declared.name for declared in declarations(PartialRolloutConfig)}
 
 
-def test_keys_that_the_notebook_sets_exist():
-    ours = {declared.name for declared in declarations(PartialRolloutConfig)}
-    named = set(re.findall(r"partial_rollout\.(\w+)=", TEXT))
-    assert named and named <= ours
-
-
-def test_a_command_that_fails_stops_the_notebook(monkeypatch, capsys):
+def test_a_command_that_fails_stops_the_notebook_and_outside_a_checkout_it_asks_where_to_clone_from(
+    monkeypatch, tmp_path, capsys
+):
     monkeypatch.chdir(ROOT / "docs")
     defined = run_cells("settings", "checkout")
     assert defined["ROOT"] == ROOT
@@ -51,9 +48,6 @@ def test_a_command_that_fails_stops_the_notebook(monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("shown\n")
     with pytest.raises(RuntimeError, match="exit code 3: exit 3"):
         defined["sh"]("exit 3")
-
-
-def test_outside_a_checkout_the_notebook_asks_where_to_clone_from(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("REPOSITORY", raising=False)
     with pytest.raises(AssertionError, match="set REPOSITORY"):

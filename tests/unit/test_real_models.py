@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 import torch
 from omegaconf import OmegaConf
-from transformers import LlamaConfig, LlamaForCausalLM
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 from vllm import SamplingParams
 
@@ -16,7 +15,6 @@ from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.preflight.inputs import check_prompts, check_vocabulary, prompt_lengths
 from recipe.partial_rollout.worker.resumption import StopStrings, sampling_of_call
 from tests.unit.shared import byte_tokenizer
-from verl_ext import weight_file
 from verl_ext.chunked_log_probs import entropy_of_logits, log_probs_of_labels
 
 SPECIAL = ["<bos>", "<|im_end|>", "<|endoftext|>", "<|im_start|>"]
@@ -112,21 +110,6 @@ def test_every_end_token_of_the_generation_config_ends_a_resumed_call_but_not_be
     assert (engines.min_tokens, engines.max_tokens) == (2, 16)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_engine_gets_every_weight_of_tied_and_untied_models_through_the_weight_file(tmp_path, tied):
-    torch.manual_seed(0)
-    sizes = LlamaConfig(
-        vocab_size=264, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, tie_word_embeddings=tied,
-    )  # fmt: skip
-    trainer, engine = LlamaForCausalLM(sizes), LlamaForCausalLM(sizes)
-    weight_file.write(tmp_path / "weights", trainer.state_dict().items())
-    engine.load_state_dict(dict(weight_file.read(tmp_path / "weights")))
-    ids = torch.arange(12)[None]
-    assert torch.equal(trainer(ids).logits, engine(ids).logits)
-    assert (engine.lm_head.weight.data_ptr() == engine.get_input_embeddings().weight.data_ptr()) is tied
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_pad_the_vocabulary_and_are_masked_change_neither_log_probs_nor_entropy(dtype):
     torch.manual_seed(0)
@@ -141,15 +124,13 @@ def test_rows_that_pad_the_vocabulary_and_are_masked_change_neither_log_probs_no
 def test_padded_vocabulary_is_refused_until_it_is_allowed(tmp_path, nested):
     tokenizer = tokenizer_of()
     tokenizer.save_pretrained(tmp_path)
-    sizes = {"vocab_size": len(tokenizer) + 4}
+    tokens, sizes = len(tokenizer), {"vocab_size": len(tokenizer) + 4}
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "x", **({"text_config": sizes} if nested else sizes)})
     )
     model = {"actor_rollout_ref": {"model": {"path": str(tmp_path)}}, "partial_rollout": {"padded_vocabulary": False}}
     config = OmegaConf.create(model)
-    with pytest.raises(
-        ConfigError, match=f"its tokenizer has {len(tokenizer)} tokens and the model {len(tokenizer) + 4}"
-    ):
+    with pytest.raises(ConfigError, match=f"its tokenizer has {tokens} tokens and the model {tokens + 4}"):
         check_vocabulary(config)
     config.partial_rollout.padded_vocabulary = True
     check_vocabulary(config)

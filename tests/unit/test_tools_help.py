@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from recipe.partial_rollout.tools import __main__ as door
-from recipe.partial_rollout.tools.command_line import HERE, described
+from recipe.partial_rollout.tools.command_line import HERE
 
 COMMANDS = {
     **{f"{HERE} {name}": f"{HERE}.{tool.module}" for name, tool in door.TOOLS.items()},
@@ -69,13 +69,3 @@ def test_door_lists_every_tool_and_refuses_an_unknown_one_by_name(capsys):
     with pytest.raises(SystemExit) as end:
         door.main(["reports"])
     assert end.value.code == 2 and "invalid choice: 'reports'" in capsys.readouterr().err
-
-
-def test_help_shows_the_defaults_that_say_something():
-    parser = argparse.ArgumentParser(**described("plan", "Plans.", "--rounds 3"))
-    parser.add_argument("--rounds", type=int, default=24, help="rounds")
-    parser.add_argument("--seeds", nargs="+", default=[1, 2], metavar="S", help="seeds")
-    parser.add_argument("--keep", action="store_true", help="keep")
-    shown = {line.split()[0]: line for line in parser.format_help().splitlines() if line.startswith("  --")}
-    assert shown["--rounds"].endswith("rounds (default: 24)") and shown["--seeds"].endswith("seeds (default: 1 2)")
-    assert shown["--keep"].endswith("keep")
