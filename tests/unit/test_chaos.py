@@ -1,18 +1,12 @@
 """``tests.chaos`` inflicts faults, resumes, and accounts for what was decoded; nightly e2e has real trainings."""
 
-import json
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
-from recipe.partial_rollout.records.jsonl import Resumed
-from recipe.partial_rollout.records.trace import Begin, RoundRecord, to_json
-from recipe.partial_rollout.records.trained_group import TrainedGroup
 from tests.chaos import victim
 from tests.chaos.effects import conversations, differences
-from tests.chaos.survival import survival
 
 TRAINING = """#!{python}
 import subprocess, sys, time
@@ -34,30 +28,6 @@ def test_kill_ends_every_process_that_the_training_started(tmp_path, monkeypatch
     assert len(victim.processes_of_session(leader)) == 2 and training.exit_code is None
     training.kill()
     assert victim.processes_of_session(leader) == [] and training.exit_code is not None
-
-
-def test_survival_estimates_the_round_that_a_kill_cut_off_and_counts_a_step_once(tmp_path):
-    def round_of(step, start, tokens, trained):
-        phase = RolloutPhase(start, start + 10.0, (EngineCall(0, start, start + 10.0, tokens, step - 1),))
-        group = TrainedGroup(order=step, epoch=0, lengths=[trained], staleness=[0], segments=[1], tokens=trained)
-        return RoundRecord(step, step - 1, phase, [group])
-
-    events = [
-        Begin(1, 0.0),
-        round_of(1, 0.0, 100, 80),
-        Begin(2, 20.0),
-        round_of(2, 20.0, 100, 80),
-        Begin(3, 40.0),
-        # The kill at 45 s cuts a round of 10 tokens a second off; the next life does step 2 again.
-        Resumed(1),
-        Begin(2, 60.0),
-        round_of(2, 60.0, 100, 90),
-    ]
-    lines = [json.dumps(to_json(event)) for event in events]
-    (tmp_path / "trace.jsonl").write_text("\n".join([*lines[:5], '{"event": "rou', *lines[5:]]))
-    found = survival(tmp_path, [45.0])
-    assert (found.logged, found.estimated, found.trained) == (300, 50.0, 170)
-    assert found.share == pytest.approx(170 / 350)
 
 
 def orders(root, log, said="1"):

@@ -182,12 +182,3 @@ def test_engine_that_dies_while_it_decodes_or_is_held_is_restarted_and_gets_the_
     manager.update_weights(3)
     assert manager._verls.actor_wg.got == {"a": 3, "b'": 3} and control.restarted == 1
     assert versions.begun == [3] and alive.asked[-1] == "resume"
-
-
-def test_engine_that_dies_as_it_goes_on_is_restarted_for_the_next_version():
-    manager, control, (_, dead), versions = separate()
-    dead.dies_in, dead.dies_with = "resume", ENGINE_DIED
-    manager.update_weights(3)
-    assert set(control.servers) == {"a"}
-    manager.update_weights(4)
-    assert set(control.servers) == {"a", "b'"} and versions.begun == [3, 4]

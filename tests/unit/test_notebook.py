@@ -14,13 +14,14 @@ NOTEBOOK = nbformat.read(ROOT / "docs" / "quickstart.ipynb", as_version=nbformat
 TEXT = "\n".join(cell.source for cell in NOTEBOOK.cells)
 
 
-def run_cells(*names):
-    """What the code cells of these ids define."""
-    cells = {cell.id: cell.source for cell in NOTEBOOK.cells}
+def test_a_command_that_fails_stops_the_notebook(monkeypatch):
+    monkeypatch.chdir(ROOT / "docs")
     defined = {}
-    for name in names:
-        exec(compile(cells[name], name, "exec"), defined)
-    return defined
+    for cell in NOTEBOOK.cells:
+        if cell.id in ("settings", "checkout"):
+            exec(compile(cell.source, cell.id, "exec"), defined)
+    with pytest.raises(RuntimeError, match="exit code 3: exit 3"):
+        defined["sh"]("exit 3")
 
 
 def test_notebook_is_valid_and_has_no_outputs():
@@ -36,19 +37,3 @@ def test_files_and_keys_that_the_notebook_names_exist():
     assert not [name for name in files if not (ROOT / name).exists()]
     keys = set(re.findall(r"partial_rollout\.(\w+)=", TEXT))
     assert keys and keys <= {declared.name for declared in declarations(PartialRolloutConfig)}
-
-
-def test_a_command_that_fails_stops_the_notebook_and_outside_a_checkout_it_asks_where_to_clone_from(
-    monkeypatch, tmp_path, capsys
-):
-    monkeypatch.chdir(ROOT / "docs")
-    defined = run_cells("settings", "checkout")
-    assert defined["ROOT"] == ROOT
-    defined["sh"]("echo $WORD", WORD="shown")
-    assert capsys.readouterr().out.endswith("shown\n")
-    with pytest.raises(RuntimeError, match="exit code 3: exit 3"):
-        defined["sh"]("exit 3")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("REPOSITORY", raising=False)
-    with pytest.raises(AssertionError, match="set REPOSITORY"):
-        run_cells("settings", "checkout")

@@ -16,12 +16,9 @@ from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Scheduling, ToolCalls
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import Cluster, EngineCurve
-from recipe.partial_rollout.planner.rounds import WeightUpdate
-from recipe.partial_rollout.planner.samples import LengthTrace
-from recipe.partial_rollout.planner.separate import TrainerRate
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.records.run import load_run
-from recipe.partial_rollout.tools import plan, plan_cost, plan_measure, plan_separate
+from recipe.partial_rollout.tools import plan, plan_cost, plan_measure
 from recipe.partial_rollout.tools.plan_cost import Prices, cost_table, prices_of
 from recipe.partial_rollout.tools.plan_measure import Burst, decoded_lengths, predicted_s
 from recipe.partial_rollout.tools.replay import measured_steps, play_separate, replay, trainer_of
@@ -124,26 +121,6 @@ def test_prompts_have_tokens_of_the_models_vocabulary(vocabulary):
 
 
 PRESET = [*LOGNORMAL, "--policies", "bounded", "--placement", "separate", "--replicas", "4", "--curve", "h20-qwen3-4b"]
-
-
-def test_speeds_that_are_given_replace_those_of_the_preset():
-    def devices_of(*arguments):
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--curve", default="h20-qwen3-4b")
-        parser.add_argument("--overlaps", type=float, nargs="+", default=[1.0])
-        plan_cost.add_arguments(parser)
-        plan_separate.add_arguments(parser)
-        options = parser.parse_args(["--placement", "separate", *arguments])
-        admission = Admission(Mode.WINDOW, 10, 4, 0.0, 20, 40, 4)
-        cluster, lengths = Cluster(EngineCurve(1.0, 0.1), 4, 8), LengthTrace(np.full((4, 4), 100))
-        return plan_separate.devices_of(options, None, cluster, lengths, admission)
-
-    preset = devices_of()
-    assert (preset.trainer, preset.update) == (TrainerRate(15.0, 0.65e-3), WeightUpdate(5.0, 1.0))
-    given = devices_of("--train-fixed", "3", "--stage-seconds", "0", "--hold-seconds", "2")
-    assert (given.trainer, given.update) == (TrainerRate(3.0, 0.65e-3), WeightUpdate(0.0, 2.0))
-    given = devices_of("--train-seconds", "30", "--train-fixed", "10")
-    assert given.trainer == TrainerRate(10.0, 20 * 4 / 4000)
 
 
 def test_split_is_the_fastest_and_stands_beside_colocated_and_nopr(capsys, tmp_path):

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase, dealt, union
-from recipe.partial_rollout.records.figures import bubble_fraction
 from recipe.partial_rollout.records.jsonl import RunRecordError
 from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.tools.report.command import main
@@ -17,7 +16,7 @@ from recipe.partial_rollout.tools.report.findings import cautions, findings
 from recipe.partial_rollout.tools.report.lanes import Trainer, lanes_of, seconds, within, without
 from recipe.partial_rollout.tools.report.table import report_markdown, tables
 from recipe.partial_rollout.tools.report.timeline import CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS, _cut, close_up, run_end
-from tests.unit.runs import PHASES, ZERO, build_group, build_round, build_run, default_rounds, separate_run
+from tests.unit.runs import ZERO, build_group, build_round, build_run, default_rounds, separate_run
 
 pytestmark = pytest.mark.filterwarnings("error:constrained_layout not applied")
 
@@ -108,21 +107,6 @@ def test_length_bias_is_as_both_arms_log_it_after_the_first_step_the_fifth_and_t
     assert long.length_bias == {"step_1": 0.1, "steps_1_to_5": 0.5, "run": 0.6}
     short = summary_of(build_run(tmp_path / "b", metrics={2: biases[6]}))
     assert short.length_bias == {"step_1": None, "steps_1_to_5": None, "run": 0.6}
-
-
-def test_gpu_utilisation_is_weighted_by_the_time_of_the_steps(tmp_path):
-    share = "partial_rollout/gpu/utilisation"
-    path = build_run(
-        tmp_path / "a", metrics={1: logged(step_s=10.0, **{share: 1.0}), 2: logged(step_s=30.0, **{share: 0.2})}
-    )
-    assert summary_of(path).gpu_utilisation == pytest.approx(0.4)
-
-
-def test_phase_that_no_timer_covers_is_other_and_validation_is_outside_the_step(tmp_path):
-    data = logged(**{"timing_s/update_actor": 4.0, "timing_s/testing": 7.0})
-    summary = summary_of(build_run(tmp_path / "a", rounds=default_rounds(steps=1), metrics={1: data}))
-    assert summary.phases_s["other"] == pytest.approx(6)
-    assert (summary.phases_s["testing"], summary.step_s) == (7, 20)
 
 
 # -- comparisons -------------------------------------------------------------------------------------------------------
@@ -240,17 +224,11 @@ def test_missing_file_is_one_clear_line_and_status_2(tmp_path, name, capsys):
     assert "give the directory of a run" in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"arm": "both"}, "'arm' is 'both'; it should be one of noPR, PR"),
-        ({"replicas": 0}, "'replicas' is 0; it should be at least 1"),
-        ({"batch_groups": "2"}, "'batch_groups' is '2'; it should be an integer"),
-    ],
-)
-def test_bad_setting_names_key_value_and_range(tmp_path, settings, message):
-    with pytest.raises(RunRecordError, match=message):
-        load_run(build_run(tmp_path / "a", **settings))
+def test_bad_setting_names_key_value_and_range(tmp_path):
+    said = {"arm": "one of noPR, PR", "replicas": "at least 1", "batch_groups": "an integer"}
+    for (key, range_), value in zip(said.items(), ("both", 0, "2"), strict=True):
+        with pytest.raises(RunRecordError, match=f"'{key}' is {value!r}; it should be {range_}"):
+            load_run(build_run(tmp_path / key, **{key: value}))
 
 
 @pytest.mark.parametrize(
@@ -271,21 +249,6 @@ def test_bad_round_names_its_line(tmp_path, change, message):
 
 
 # -- separate placement: what ran when ---------------------------------------------------------------------------------
-
-
-def test_round_has_the_part_of_a_call_that_ran_in_its_span(run):
-    parts = [
-        [(call.replica, call.start - ZERO, call.end - ZERO, call.tokens) for call in phase.calls]
-        for phase in run.decoding
-    ]
-    assert [sorted(part) for part in parts] == [
-        [(0, 0, 10, 100), (1, 0, 10, 100)],
-        [(0, 10, 22, 120), (1, 12, 21, 90)],
-        [(0, 22, 40, 180), (1, 25, 35, 100)],
-    ]
-    # Slots of calls that ended later are not empty: of 4 slots one runs for 40 of 42 s, another for 10 + 9 + 10 s.
-    assert bubble_fraction(run.decoding, 4) == pytest.approx(1 - (40 + 29) / (4 * 42))
-    assert compare([run]).base.summary.bubble_fraction == bubble_fraction(run.decoding, 4)
 
 
 @given(st.lists(st.tuples(MOMENTS, MOMENTS.filter(bool), st.integers(0, 99)), max_size=12))
@@ -329,17 +292,6 @@ def test_each_lane_is_in_one_state_at_a_time(run):
     assert after_zero(lanes.decoding[1]) == [(0, 10), (12, 18), (19, 21), (25, 30), (31, 35)]
 
 
-def test_engines_are_held_for_a_checkpoint_too_but_not_for_the_first_weights_and_not_idle_in_a_validation(tmp_path):
-    more = [("hold", 0, -60, -1), ("validate", 2, 21, 25), ("flush", 2, 31, 32)]
-    run = load_run(separate_run(tmp_path / "a", phases=[*PHASES, *more]))
-    lanes = lanes_of(run)
-    assert after_zero(lanes.held)[-2:] == [(18, 19), (30, 32)]
-    assert compare([run]).base.summary.hold_s.max == pytest.approx(1)
-    # Replica 1 had no call from 21 to 25, replica 0 one.
-    assert after_zero(lanes.idle(ZERO + 20, ZERO + 26)[1]) == []
-    assert after_zero(lanes.trainer[Trainer.VALIDATE]) == [(21, 25)]
-
-
 # -- separate placement: figures, sentences and pictures -----------------------------------------------------------------
 
 
@@ -349,6 +301,8 @@ def test_shares_are_of_the_time_from_the_first_batch_to_the_last(tmp_path, run):
     assert (summary.lanes.trainer_waits, summary.lanes.held) == (pytest.approx(12 / 32), pytest.approx(2 / 32))
     assert summary.lanes.engines_idle == pytest.approx(7.5 / 32)
     assert (summary.wall.seconds, summary.wall.tokens) == (pytest.approx(32), 400)
+    # Slots of calls that ended later are not empty: of 4 slots one runs for 40 of 42 s, another for 10 + 9 + 10 s.
+    assert summary.bubble_fraction == pytest.approx(1 - (40 + 29) / (4 * 42))
     # In turns, of 40 s, replica 0 decodes for 20 and replica 1 never.
     shares = summary_of(in_turns(tmp_path / "a")).lanes
     assert (shares.trainer_waits, shares.held) == (pytest.approx(0.5), None)

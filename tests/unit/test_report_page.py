@@ -144,27 +144,6 @@ def test_time_never_runs_back_on_a_track_and_slices_of_a_slot_do_not_overlap(tmp
             assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(slices))
 
 
-def test_arrow_leads_from_an_interrupted_segment_to_its_resumption(events):
-    slices = of_phase(events, "X")
-
-    def under(event):
-        """The slice that an end of an arrow lies in."""
-        return next(
-            s for s in slices
-            if (s["pid"], s["tid"]) == (event["pid"], event["tid"]) and s["ts"] <= event["ts"] <= s["ts"] + s["dur"]
-            and s["cat"] == "segment" and not (event["ph"] == "f" and s["ts"] + s["dur"] == event["ts"])
-        )  # fmt: skip
-
-    starts, ends = ({event["id"]: event for event in of_phase(events, phase)} for phase in "sf")
-    # Three of the four rounds are followed by one that resumes the two samples that it interrupted.
-    assert starts.keys() == ends.keys() and len(starts) == 6
-    for flow, start in starts.items():
-        cut, resumed = under(start), under(ends[flow])
-        assert cut["name"] == resumed["name"]
-        assert resumed["args"]["version"] == cut["args"]["version"] + 1
-    assert len([event for event in of_phase(events, "i") if event["name"] == "interrupted"]) == 8
-
-
 def test_perfetto_option_writes_a_packed_trace_whose_threads_say_when_an_engine_is_held(tmp_path):
     report(tmp_path, separate_run(tmp_path / "separate"), options=["--perfetto", str(tmp_path / "t.json.gz")])
     events = json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes()))["traceEvents"]

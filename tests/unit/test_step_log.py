@@ -1,7 +1,6 @@
 """What is added to a logged step, and printed: a line, and a warning when the policy runs away from its samples."""
 
 import json
-import time
 from math import inf, nan
 from types import SimpleNamespace
 
@@ -24,16 +23,6 @@ def log(tmp_path, monkeypatch):
         return StepLog(config, SimpleNamespace(enable=enable, separate=False), tmp_path, total_steps=20), printed
 
     return build
-
-
-def test_a_step_tells_how_long_the_log_of_the_step_before_took(log):
-    ours, _ = log()
-    first = ours.extend({"training/global_step": 1}, 1)
-    time.sleep(0.05)
-    ours.close(1, None)
-    second = ours.extend({"training/global_step": 2}, 2)
-    assert first["partial_rollout/timing/log_s"] == 0.0
-    assert 0.05 <= second["partial_rollout/timing/log_s"] < 1.0
 
 
 @pytest.mark.parametrize("enable", [True, False])

@@ -9,9 +9,8 @@ from omegaconf import OmegaConf
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.trace import RoundRecord
-from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.training import swanlab_run
-from recipe.partial_rollout.training.round_pictures import length_histogram, timeline
+from recipe.partial_rollout.training.round_pictures import timeline
 from recipe.partial_rollout.training.swanlab_run import ID_FILE, LONGEST, choose_mode, name_run
 
 
@@ -96,8 +95,3 @@ def test_the_timeline_tells_ended_from_interrupted_calls_and_shows_those_that_be
     ended, interrupted, round_ = (0, 0x72, 0xB2, 255), (0xD5, 0x5E, 0, 255), (0xFB, 0xF3, 0xD0, 255)
     assert {ended, interrupted, round_} <= colours(100.0, whole, cut)
     assert round_ not in colours(95.0, EngineCall(0, 96.0, 109.0, 5, 3)), "all calls are of this round"
-
-
-def test_pictures_of_a_round_without_calls_and_of_one_sample_are_drawn():
-    empty = RoundRecord(1, 0, RolloutPhase(0.0, 0.0, ()), [TrainedGroup(0, 0, [5], [0])])
-    assert timeline(empty).shape == length_histogram(empty).shape
