@@ -47,7 +47,7 @@ def build_group(index, lengths, *, prompt=None, epoch=0, staleness=0, off_policy
     }
 
 
-def build_round(step, *, start, end, calls=(), trained=(), interrupt=None, resume=None, lost=0):
+def build_round(step, *, start, end, calls=(), trained=(), interrupt=None, resume=None):
     """A call is (replica, start, end, tokens) and, if they matter, what else the trace says of one."""
     noted = [
         EngineCall(replica, ZERO + begin, ZERO + stop, tokens, *(rest or (step - 1,))).to_json()
@@ -56,7 +56,7 @@ def build_round(step, *, start, end, calls=(), trained=(), interrupt=None, resum
     return {
         "event": "round", "step": step, "version": step - 1, "start": ZERO + start, "end": ZERO + end, "calls": noted,
         "interrupt_s": interrupt, "resume_s": resume, "trained": list(trained), "carried_groups": 0,
-        "lost_samples": lost,
+        "lost_samples": 0,
     }  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def separate_run(path, *, rounds=None, phases=PHASES, **settings):
 ROUND_S, STEP_S = 20.0, 30.0
 
 
-def interrupted_run(path, *, arm="PR", steps=3, replicas=2, complete=True):
+def interrupted_run(path, *, arm="PR", steps=3, complete=True):
     """Rounds that finish eight samples each; under PR two more are interrupted, and finish in the next round.
 
     A sample ``5#0`` is the first of round 5. An interrupted one has a tool call of 1 s in the round that it finishes in.
@@ -143,21 +143,21 @@ def interrupted_run(path, *, arm="PR", steps=3, replicas=2, complete=True):
         start, version = STEP_S * (step - 1), step - 1
         calls = []
         for i, name in enumerate(carried):
-            calls.append((i % replicas, start, start + 2, 20, version, 5, 50, 0.0, name, False))
-            calls.append((i % replicas, start + 3, start + 4, 10, version, 0, 70, 0.0, name, False))
+            calls.append((i % 2, start, start + 2, 20, version, 5, 50, 0.0, name, False))
+            calls.append((i % 2, start + 3, start + 4, 10, version, 0, 70, 0.0, name, False))
         spans = [1.5 + 2 * i for i in range(8)]
         for i, span in enumerate(spans):
-            calls.append((i % replicas, start, start + span, int(10 * span), version, 0, 10, 0.0, f"{step}#{i}", False))
+            calls.append((i % 2, start, start + span, int(10 * span), version, 0, 10, 0.0, f"{step}#{i}", False))
         carried = [f"{step}#{8 + i}" for i in range(2)] if arm == "PR" else []
         for i, name in enumerate(carried):
-            calls.append((i % replicas, start + 5, start + ROUND_S, 90, version, 0, 10, 0.0, name, True))
+            calls.append((i % 2, start + 5, start + ROUND_S, 90, version, 0, 10, 0.0, name, True))
         groups = [[int(10 * span) for span in spans[at : at + 4]] for at in (0, 4)]
         trained = [build_group(2 * version + at, lengths, staleness=at) for at, lengths in enumerate(groups)]
         waits = {"interrupt": 0.5, "resume": 0.01} if carried else {}
         rounds.append(build_round(step, start=start, end=start + ROUND_S, calls=calls, trained=trained, **waits))
         phases += [("train", step, start + ROUND_S, start + STEP_S), ("sync", step, start + 28, start + 29)]
-    own = {"arm": arm, "replicas": replicas, "complete": complete, "samples_per_group": 4}
-    return build_run(path, rounds=rounds, step_s=STEP_S, phases=phases, slots_per_replica=8 // replicas, **own)
+    own = {"arm": arm, "replicas": 2, "complete": complete, "samples_per_group": 4, "slots_per_replica": 4}
+    return build_run(path, rounds=rounds, step_s=STEP_S, phases=phases, **own)
 
 
 def large_group(order, staleness):

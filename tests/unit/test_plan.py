@@ -123,7 +123,7 @@ def test_prompts_have_tokens_of_the_models_vocabulary(vocabulary):
 PRESET = [*LOGNORMAL, "--policies", "bounded", "--placement", "separate", "--replicas", "4", "--curve", "h20-qwen3-4b"]
 
 
-def test_split_is_the_fastest_and_stands_beside_colocated_and_nopr(capsys, tmp_path):
+def test_split_stands_beside_colocated_and_nopr(capsys, tmp_path):
     arguments = [*PRESET, "--overlaps", "0.5", "1", "--price", "2", "--json", str(tmp_path / "plan.json")]
     assert plan.main(arguments) == 0
     out = capsys.readouterr().out
@@ -131,10 +131,7 @@ def test_split_is_the_fastest_and_stands_beside_colocated_and_nopr(capsys, tmp_p
     assert ["separate", "bounded", "1"] in rows and ["colocated", "bounded", "1"] in rows
     assert "trainer, ASSUMED (preset h20-qwen3-4b)" in out and "GPU-hours of 1,000 steps" in out
     figures = json.loads((tmp_path / "plan.json").read_text())
-    for option in figures["separate"]:
-        best, tried = option["forecast"], option["tried"]
-        assert best["engines"] + best["trainers"] == 4
-        assert best["trained_tokens_per_s"] == max(other["trained_tokens_per_s"] for other in tried)
+    assert all(option["forecast"]["engines"] + option["forecast"]["trainers"] == 4 for option in figures["separate"])
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,8 @@ from dataclasses import fields
 import numpy as np
 
 from recipe.partial_rollout.checkpoint.plain_codec import pack
-from recipe.partial_rollout.config.choices import Mode
-from recipe.partial_rollout.config.sections import Scheduling
-from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.codec import encode
-from recipe.partial_rollout.manager.messages import Report
-from recipe.partial_rollout.manager.output_store import InProcess, _Columns, fetch_groups
+from recipe.partial_rollout.manager.output_store import InProcess, _Columns
 from recipe.partial_rollout.manager.policies import GroupFilter
 from recipe.partial_rollout.manager.types import SampleOutput, StoredOutput
 from tests.unit.shared import begin
@@ -63,34 +58,6 @@ def test_figures_and_checkpoint_do_not_tell_where_outputs_lay(manager, output):
     assert packed[0] == packed[1] and figures[0] == figures[1]
     # A trained group's outputs are let go at once: until its round ends, the manager's process collects no garbage.
     assert sorted(store.outputs) == ["0/2#0"]
-
-
-def test_restored_outputs_go_to_the_store(manager, output):
-    m = manager(prompts=4)
-    finish_some(m, output, InProcess(), 5)
-    shelf, restored = Shelf(), manager(prompts=0)
-    restored.load_state_dict(m.state_dict())
-    restored.groups.store_outputs(shelf.put)
-    begin(restored)
-    assert sorted(shelf.outputs) == ["0/0#0", "0/0#1", "0/1#0", "0/1#1", "0/2#0"]
-    taken = fetch_groups(restored.take_batch(stop=True), shelf.fetch)
-    assert [[o.response_length for o in group.outputs] for group in taken] == [[2, 3], [4, 5]]
-    assert all(isinstance(o, SampleOutput) for group in taken for o in group.outputs)
-
-
-async def test_outputs_of_a_report_are_stored_before_it_is_booked(prompts, output):
-    shelf = Shelf()
-    admission = Admission(Mode.WINDOW, 1, 2, 0.0, 2, 2, 4)
-    actor = ManagerActor(admission, Scheduling(), stall_s=30.0, store=shelf)
-    await actor.register_worker("w0", 2)
-    await actor.begin_version(0, prompts(1), 0)
-    first, second = await actor.claim("w0")
-    await actor.report(Report("w0", finished=[(first.sample_id, output(3)), (second.sample_id, output(4))]))
-    (taken,) = (await actor.wait_batch(True)).groups
-    assert [type(o) for o in taken.outputs] == [StoredOutput, StoredOutput]
-    (group,) = fetch_groups([taken], shelf.fetch)
-    assert np.array_equal(group.outputs[1].response_ids, output(4).response_ids)
-    assert (group.uid, group.order, group.epoch, group.birth) == ("0/0", 0, 0, 0)
 
 
 def test_columns_give_back_what_was_put_into_them(output):
