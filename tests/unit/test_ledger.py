@@ -199,7 +199,7 @@ def test_line_cut_off_by_a_kill_is_tolerated_before_a_resume_and_at_the_end(writ
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        *[([*GOOD[:3], cut, *GOOD[3:]], "line 4: not a JSON object") for cut in ('{"event":"trai', "\x00\x00")],
+        *[([*GOOD[:3], cut, *GOOD[3:]], "line 4: not a JSON object") for cut in ('{"event":"trai', "[]", "\x00\x00")],
         ([*GOOD[:3], '{"event":"dropped"}'], "line 4: 'dropped' is no event"),
         ([*GOOD, "{", "{"], "line 11: not a JSON object"),
         ([RUN, {"event": "trained", "step": 1}], "line 2: 'groups' is missing; it should be a list"),

@@ -8,7 +8,7 @@ import pytest
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.engine_curve import Cluster, EngineCurve, fit
+from recipe.partial_rollout.planner.engine_curve import Cluster, CurveError, EngineCurve, fit
 from recipe.partial_rollout.planner.replica_model import Decoding, ReplicaModel
 from recipe.partial_rollout.planner.rounds import (
     SeparateTrainer,
@@ -127,6 +127,11 @@ def test_calls_that_waited_for_a_compilation_do_not_bend_the_curve():
     )
     for running in (12, 24, 48):
         assert found.decode_s(running, 0) == pytest.approx(curve.decode_s(running, 0), rel=0.15)
+
+
+def test_calls_under_one_load_show_no_curve():
+    with pytest.raises(CurveError, match="all engine calls ran beside 1 samples"):
+        fit([call(0, 0.0, 1.0, 10), call(0, 1.0, 3.0, 20)])
 
 
 def test_lognormal_lengths_have_the_median_and_mean_that_were_asked_for():

@@ -96,6 +96,16 @@ def test_check_passes_where_nothing_but_data_and_model_is_missing(
     assert ("expected" in said) == (arm == "pr")
 
 
+def test_plan_of_separate_placement_names_both_sides(build, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    rollout = "actor_rollout_ref.rollout"
+    split = ("trainer.n_gpus_per_node=4", f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=12")
+    config = build("gsm8k_8gpu_4b", "pr", f"recipe.data={tmp_path}", "partial_rollout.placement=separate", *split)
+    assert checks.dry_run(config) == checks.INPUTS_MISSING
+    said = capsys.readouterr().out
+    assert "1 x 4 cuda for the trainer, 1 x 12 for 12 engine replicas; weights by nccl" in said
+
+
 @pytest.mark.parametrize("override", ["algorithm=gspo", "engine=megatron", "algorithm.filter_groups.enable=True"])
 def test_recipe_takes_gspo_megatron_and_dynamic_sampling_as_overrides(build, override):
     config = build("dapo_math17k_4b_2node", "pr", override)

@@ -14,6 +14,7 @@ from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
 from recipe.partial_rollout.tools.report.findings import cautions, findings
 from recipe.partial_rollout.tools.report.lanes import Trainer, lanes_of, seconds, within, without
+from recipe.partial_rollout.tools.report.panels import Over, Shown, _bubble, _speed
 from recipe.partial_rollout.tools.report.table import report_markdown, tables
 from recipe.partial_rollout.tools.report.timeline import CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS, _cut, close_up, run_end
 from tests.unit.runs import ZERO, build_group, build_round, build_run, default_rounds, separate_run
@@ -323,3 +324,13 @@ def test_separate_is_compared_by_wall_time_and_never_by_rollout(tmp_path, run):
     assert rows["rollout per 1,000 trained tokens"] == rows["interrupt, median / max"] == ["-"]
     assert rows["wall time per 1,000 trained tokens"] == ["80.0 s"] and rows["a hold, mean / max"] == ["1.0 s / 1.0 s"]
     assert not {"engines held", "a hold, mean / max"} & cells(compare([colocated])).keys()
+
+
+def test_panels_of_both_placements_are_over_whole_steps(tmp_path, run):
+    # In turns: 200 tokens in a rollout of 10 s, by one of two replicas; timers of the steps say 20, 12 and 18 s.
+    def shown(run):
+        each = Shown(run.settings, run.steps[0], run.decoding[0], Over.STEP)
+        return _speed(each), _bubble(each)
+
+    assert shown(load_run(in_turns(tmp_path / "noPR"))) == (pytest.approx(10), pytest.approx(7 / 8))
+    assert shown(run) == (pytest.approx(20), pytest.approx(0.5))
