@@ -99,15 +99,6 @@ def test_slurm_script_says_in_a_line_what_is_missing(slurm, arguments, variables
     assert process.returncode == 2 and line.startswith(f"slurm_recipe: {message}")
 
 
-def test_dry_run_prints_what_runs_on_which_node(slurm, log):
-    output, _ = slurm(RECIPE, "data.seed=2", DRY_RUN="1").communicate(timeout=30)
-    head, node, trainer = output.splitlines()
-    assert head.startswith("slurm_recipe: n1: ray start --head --port=6379")
-    assert node.startswith("slurm_recipe: n2: ray start --address=n1:6379")
-    assert trainer.endswith(f"RAY_ADDRESS=n1:6379 NNODES=2 GPUS_PER_NODE=8 bash run_scripts/{RECIPE}.sh data.seed=2")
-    assert log() == ["scontrol show hostnames n1,n2"]
-
-
 def test_job_starts_ray_on_every_node_and_ends_with_the_trainers_exit_code(slurm, log, tmp_path):
     process = slurm(RECIPE, "trainer.save_freq=5")
     until((tmp_path / "trains").exists, process)
@@ -181,14 +172,3 @@ def test_manifest_runs_a_recipe_on_the_nodes_that_it_asks_for_whose_pods_wait_fo
     pattern = re.search(r"pgrep -f '(.+?)'", stops[1])[1]
     titles = {"ray::WorkerDict.actor_update": True, "ray::IDLE": False, "ray::IDLE_SpillWorker": False, "raylet": False}
     assert {title: bool(re.search(pattern, title)) for title in titles} == titles
-
-
-def test_variables_of_the_runtime_environments_are_read_and_their_paths_are_absolute():
-    script = (ROOT / "run_scripts" / "recipe.sh").read_text()
-    job = yaml.safe_load((ROOT / "deploy" / "kuberay.yaml").read_text())["spec"]
-    for text in (job["runtimeEnvYAML"], (ROOT / "deploy" / "runtime_env.yaml").read_text()):
-        variables = yaml.safe_load(text)["env_vars"]
-        for name in set(variables) - {"RAY_JOB_STOP_WAIT_TIME_S", "SWANLAB_MODE"}:
-            assert re.search(rf"set_from {name} |\{{{name}:-", script), name
-        assert all(isinstance(value, str) for value in variables.values())
-        assert all(variables[name].startswith("/shared/") for name in ("MODEL", "DATA", "OUT"))

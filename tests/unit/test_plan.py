@@ -1,12 +1,10 @@
 """``plan``: what it recommends, prints, measures and refuses; replays of a run with separate placement."""
 
-import argparse
 import itertools
 import json
 import random
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +16,8 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import Cluster, EngineCurve
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.records.run import load_run
-from recipe.partial_rollout.tools import plan, plan_cost, plan_measure
-from recipe.partial_rollout.tools.plan_cost import Prices, cost_table, prices_of
+from recipe.partial_rollout.tools import plan, plan_measure
+from recipe.partial_rollout.tools.plan_cost import Prices, cost_table
 from recipe.partial_rollout.tools.plan_measure import Burst, decoded_lengths, predicted_s
 from recipe.partial_rollout.tools.replay import measured_steps, play_separate, replay, trainer_of
 from tests.unit.runs import PHASES, interrupted_run, separate_run
@@ -35,19 +33,6 @@ def test_cost_is_of_all_gpus_for_whole_steps():
         ["bounded 1", "30.0", "90.0", "200.0", "500", "0.50"],
     ]
     assert cost_table([("noPR", 36.0)], Prices(1, 0.0, None)).rows[0][3:5] == ["10.0", "-"], "without a price"
-
-
-def test_train_seconds_are_those_of_the_run_unless_given():
-    def options(*arguments):
-        parser = argparse.ArgumentParser()
-        plan_cost.add_arguments(parser)
-        return parser.parse_args(arguments)
-
-    took = ((30.0, 20.0), (50.0, 38.0), (99.0, 1.0))
-    steps = [SimpleNamespace(seconds={"step": step, "gen": gen}.__getitem__) for step, gen in took]
-    assert prices_of(options(), SimpleNamespace(steps=steps), replicas=4) == Prices(4, 12.0, None)
-    given = options("--train-seconds", "5", "--gpus-per-replica", "2", "--price", "3")
-    assert prices_of(given, SimpleNamespace(steps=steps), replicas=4) == Prices(8, 5.0, 3.0)
 
 
 def test_plan_recommends_from_a_distribution_and_a_preset_or_a_saved_curve(capsys, tmp_path):

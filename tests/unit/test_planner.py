@@ -134,14 +134,6 @@ def test_calls_under_one_load_show_no_curve():
         fit([call(0, 0.0, 1.0, 10), call(0, 1.0, 3.0, 20)])
 
 
-def test_lognormal_lengths_have_the_median_and_mean_that_were_asked_for():
-    trace = lognormal(median=300, mean=400, cap=100_000, samples_per_group=8, seed=1)
-    assert np.median(trace.groups) == pytest.approx(300, rel=0.05) and trace.mean == pytest.approx(400, rel=0.05)
-    logs = np.log(trace.groups)
-    assert np.corrcoef(logs[:, 0], logs[:, 1])[0, 1] == pytest.approx(0.5, abs=0.05)
-    assert lognormal(median=300, mean=400, cap=500, samples_per_group=2).groups.max() == 500
-
-
 # -- rounds that engines and trainer share in turns ---------------------------------------------------------------------
 
 

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from verl.utils.config import omega_conf_to_dataclass
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.preflight.settings_check import check_settings
 from recipe.partial_rollout.tools import dry_run as checks
 from recipe.partial_rollout.tools.memory import QWEN3, DeviceMemory, ModelShape, named
 
@@ -104,16 +102,6 @@ def test_plan_of_separate_placement_names_both_sides(build, capsys, monkeypatch,
     assert checks.dry_run(config) == checks.INPUTS_MISSING
     said = capsys.readouterr().out
     assert "1 x 4 cuda for the trainer, 1 x 12 for 12 engine replicas; weights by nccl" in said
-
-
-@pytest.mark.parametrize("override", ["algorithm=gspo", "engine=megatron", "algorithm.filter_groups.enable=True"])
-def test_recipe_takes_gspo_megatron_and_dynamic_sampling_as_overrides(build, override):
-    config = build("dapo_math17k_4b_2node", "pr", override)
-    assert check_settings(config).enable
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    assert actor.strategy == ("megatron" if "megatron" in override else "fsdp2")
-    assert actor.policy_loss.loss_mode == ("gspo" if "gspo" in override else "vanilla")
-    assert config.reward.reward_manager.name == "dapo"
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

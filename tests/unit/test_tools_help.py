@@ -58,14 +58,3 @@ def test_help_says_what_the_command_does_and_its_examples_parse(command, parsers
             # A command without options has itself for an example.
             assert f"{example.strip()} ".startswith(f"python -m {name} "), example
             parser.parse_args(shlex.split(example.strip().removeprefix(f"python -m {name}")))
-
-
-def test_door_lists_every_tool_and_refuses_an_unknown_one_by_name(capsys):
-    with pytest.raises(SystemExit) as end:
-        door.main(["--help"])
-    assert end.value.code == 0
-    listed = capsys.readouterr().out.partition("\ntools:\n")[2].partition("\n\n")[0].splitlines()
-    assert [line.split()[0] for line in listed] == list(door.TOOLS)
-    with pytest.raises(SystemExit) as end:
-        door.main(["reports"])
-    assert end.value.code == 2 and "invalid choice: 'reports'" in capsys.readouterr().err

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
-from recipe.partial_rollout.records.jsonl import RunRecordError
 from recipe.partial_rollout.records.ledger import Ledger, RunSizes
 from recipe.partial_rollout.records.run import last_attempts, load_run
 from recipe.partial_rollout.records.trace import Arm, Phase, Probe, RoundRecord, RunSettings, RunTrace, iter_trace
@@ -239,16 +238,3 @@ def test_a_thinned_trace_is_audited_alike(large, tmp_path):
     call, ages = tamper(path, late)
     assert "the round of step 2 under version 1 has engine calls of version 5" in call
     assert "the ledger has staleness" in ages
-
-
-@pytest.mark.parametrize(
-    ("totals", "message"),
-    [
-        ({"spans": []}, "'busy_s' and 'spans' should have an entry for each of 8 replicas"),
-        ({"latest_version": -2}, "'latest_version' is -2; it should be at least -1"),
-    ],
-)
-def test_totals_that_cannot_be_are_named(large, tmp_path, totals, message):
-    path = thinned(large, tmp_path / "thinned")
-    with pytest.raises(RunRecordError, match=message):
-        load_run(with_round_changed(path, lambda event: [{**event, "totals": {**event["totals"], **totals}}]))
