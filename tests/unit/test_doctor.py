@@ -1,7 +1,9 @@
 """The doctor: a line each, with its remedy where one is needed; a GPU machine is played by an nvidia-smi on the PATH."""
 
 import os
+from types import SimpleNamespace
 
+import huggingface_hub.constants
 import pytest
 import torch
 
@@ -74,6 +76,15 @@ def test_cpus_are_counted_as_ray_reserves_them(monkeypatch, have, devices, sign)
     monkeypatch.setattr(doctor.os, "cpu_count", lambda: have)
     line = str(doctor.cpus(devices))
     assert line.startswith(f"{sign} ") and (sign != "note" or "25 CPUs, or train on 7 (GPUS_PER_NODE=7)" in line)
+
+
+def test_hub_that_is_not_reached_within_a_deadline_is_a_note(monkeypatch):
+    def head(url, timeout):
+        raise TimeoutError(f"late after {timeout} s")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: SimpleNamespace(head=head))
+    assert str(doctor.hub()).startswith("note ") and "late after 5.0 s" in str(doctor.hub())
 
 
 @pytest.mark.parametrize(("stops", "code"), [(False, 0), (True, 1)])

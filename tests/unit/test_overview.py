@@ -68,11 +68,8 @@ def test_verls_gsm8k_reward_gives_no_majority_and_the_recipes_accuracy_best_and_
     logged, core = validated("openai/gsm8k", MOSTLY_RIGHT, "7", compute_score), "val-core/openai/gsm8k/acc"
     assert logged[f"{core}/mean@4"] == 0.75 == overview(logged, partial=True)[f"{SECTION}/held_out_reward"]
     assert 0.95 < logged[f"{core}/best@4/mean"] <= 1 and logged[f"{core}/maj@4/mean"] > 0.75
-
-
-def test_a_majority_of_missing_answers_is_wrong():
-    logged = validated("openai/gsm8k", ["#### 7", "no idea", "none", "hm"], "7", compute_score)
-    assert logged["val-core/openai/gsm8k/acc/maj@4/mean"] < 0.3
+    missing = validated("openai/gsm8k", ["#### 7", "no idea", "none", "hm"], "7", compute_score)
+    assert missing[f"{core}/maj@4/mean"] < 0.3, "a majority of missing answers is wrong"
 
 
 @pytest.mark.parametrize("source", ["math_dapo", "aime24"])

@@ -116,6 +116,8 @@ def test_split_stands_beside_colocated_and_nopr(capsys, tmp_path):
     assert ["separate", "bounded", "1"] in rows and ["colocated", "bounded", "1"] in rows
     assert "trainer, ASSUMED (preset h20-qwen3-4b)" in out and "GPU-hours of 1,000 steps" in out
     figures = json.loads((tmp_path / "plan.json").read_text())
+    assert plan.main([*arguments, "--train-seconds", "10"]) == 0
+    assert "trainer, ASSUMED" not in capsys.readouterr().out, "a speed that is given replaces the preset's"
     assert all(option["forecast"]["engines"] + option["forecast"]["trainers"] == 4 for option in figures["separate"])
 
 
