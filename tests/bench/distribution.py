@@ -2,7 +2,7 @@
 
 The same prompts are sampled with and without it, and two statistics of the difference are compared with those of random
 exchanges of responses between the two engines, prompt by prompt (a permutation test: nothing is assumed of the tokens).
-A correct proposer passes but for a share ``alpha`` of seeds; rejection sampling is exact by construction.
+A correct proposer passes but for a share ``_ALPHA`` of seeds; rejection sampling is exact by construction.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ from typing import Any
 
 import numpy as np
 
+BOUND = (
+    "Samples the same prompts with and without it and compares the two by a permutation test. Exit code 1 if the "
+    "distributions differ."
+)
 _POSITIONS = 16
 """first tokens of a response whose frequencies are compared"""
+_ALPHA, _DEADLINE_S = 1e-3, 900.0
+"""share of correct engines that fail; seconds for an engine"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +38,14 @@ class Verdict:
     """of the squared differences of token frequencies, over the first positions"""
     median_length: tuple[float, float]
     """tokens, of A and of B"""
-    alpha: float
 
     @property
     def same(self) -> bool:
-        """Neither statistic speaks against one distribution, at ``alpha`` for both together."""
-        return min(self.length_p, self.token_p) >= self.alpha / 2
+        """Neither statistic speaks against one distribution, at ``_ALPHA`` for both together."""
+        return min(self.length_p, self.token_p) >= _ALPHA / 2
 
 
-def compare(
-    plain: list[list[list[int]]], other: list[list[list[int]]], *, alpha: float = 1e-3, seed: int = 0
-) -> Verdict:
+def compare(plain: list[list[list[int]]], other: list[list[list[int]]]) -> Verdict:
     """The verdict on responses ``[prompt][sample]``, token ids each; prompts are the same in both, samples equally many."""
     lengths = np.array([[len(s) for s in a + b] for a, b in zip(plain, other, strict=True)])
     first = np.array([[_first(s) for s in a + b] for a, b in zip(plain, other, strict=True)])
@@ -56,16 +59,16 @@ def compare(
         distance = np.abs(np.einsum("ps,psv->v", signs, below)).max()
         return float(distance), float((np.einsum("ps,psv->v", signs, tokens) ** 2).sum())
 
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     start = np.broadcast_to(np.arange(2 * half), lengths.shape)
     seen = statistics(start)
-    rounds = round(4 / alpha)
+    rounds = round(4 / _ALPHA)
     exceeded = np.zeros(2)
     for _ in range(rounds):
         exceeded += np.array(statistics(rng.permuted(start, axis=1))) >= np.array(seen) - 1e-9
     length_p, token_p = (exceeded + 1) / (rounds + 1)
     medians = float(np.median(lengths[:, :half])), float(np.median(lengths[:, half:]))
-    return Verdict(float(length_p), float(token_p), medians, alpha)
+    return Verdict(float(length_p), float(token_p), medians)
 
 
 def _first(sample: list[int]) -> list[int]:
@@ -96,19 +99,17 @@ def sample(model: str, prompts: list[list[int]], options: dict[str, Any]) -> lis
     return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
 
 
-def in_a_process(*arguments: Any, deadline_s: float = 900.0) -> list[list[list[int]]]:
+def in_a_process(*arguments: Any) -> list[list[list[int]]]:
     """``sample`` in a process of its own, which gives memory and threads back.
 
     Raises:
-        TimeoutError: no responses within ``deadline_s``.
+        TimeoutError: no responses within ``_DEADLINE_S``.
     """
     with get_context("spawn").Pool(1) as pool:
         try:
-            return pool.apply_async(sample, arguments).get(deadline_s)
+            return pool.apply_async(sample, arguments).get(_DEADLINE_S)
         except PoolTimeoutError as error:
-            raise TimeoutError(
-                f"the engine gave no responses within {deadline_s:g} s: fewer --prompts, or a longer --timeout-s"
-            ) from error
+            raise TimeoutError(f"the engine gave no responses within {_DEADLINE_S:g} s: fewer --prompts") from error
 
 
 def load_prompts(model: str, data: Path, count: int) -> list[list[int]]:
@@ -139,22 +140,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     add_engine_arguments(parser)
     parser.add_argument("--method", default="ngram", help="vLLM's speculative method, or none for two plain engines")
-    parser.add_argument("--speculative-tokens", type=int, default=4, metavar="N", help="tokens proposed at a time")
     parser.add_argument("--prompts", type=int, default=32, metavar="N", help="prompts, from the start of the data")
     parser.add_argument("--samples", type=int, default=32, metavar="N", help="samples of each prompt, from each engine")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most tokens of a response")
-    parser.add_argument("--alpha", type=float, default=1e-3, metavar="P", help="share of correct engines that fail")
-    parser.add_argument("--timeout-s", type=float, default=900.0, metavar="S", help="seconds allowed for each engine")
-    parser.set_defaults(run=run)
 
 
-def speculative_config(method: str, tokens: int) -> dict[str, Any] | None:
+def speculative_config(method: str) -> dict[str, Any] | None:
     """vLLM's ``speculative_config``; None for ``none``."""
     if method == "none":
         return None
     return {
         "method": method,
-        "num_speculative_tokens": tokens,
+        "num_speculative_tokens": 4,
         # Matches of a single token too: a proposer that seldom proposes would pass whatever it does.
         **({"prompt_lookup_min": 1, "prompt_lookup_max": 4} if method == "ngram" else {}),
     }
@@ -170,11 +167,10 @@ def run(options: argparse.Namespace) -> int:
         "max_model_len": max(map(len, prompts)) + options.max_tokens,
         "max_num_seqs": 128,
     }
-    speculative = speculative_config(options.method, options.speculative_tokens)
-    plain = in_a_process(options.model, prompts, {**base, "seed": 1, "speculative": None}, deadline_s=options.timeout_s)
-    other = in_a_process(
-        options.model, prompts, {**base, "seed": 2, "speculative": speculative}, deadline_s=options.timeout_s
+    plain, other = (
+        in_a_process(options.model, prompts, {**base, "seed": seed, "speculative": speculative_config(method)})
+        for seed, method in ((1, "none"), (2, options.method))
     )
-    verdict = compare(plain, other, alpha=options.alpha)
+    verdict = compare(plain, other)
     print(json.dumps({"method": options.method, **asdict(verdict), "same": verdict.same}, indent=2))
     return 0 if verdict.same else 1

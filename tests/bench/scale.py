@@ -23,7 +23,6 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import GetTimeoutError
-from tqdm import tqdm
 
 from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Scheduling
@@ -31,15 +30,20 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.output_store import RayObjects, fetch_groups
 from recipe.partial_rollout.manager.types import Prompt
-from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster, EngineCurve
-from recipe.partial_rollout.planner.rounds import Simulation
+from recipe.partial_rollout.planner.engine_curve import PRESETS
 from recipe.partial_rollout.planner.samples import LengthTrace, lognormal
 from recipe.partial_rollout.tools.table import Table
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from tests.bench.scripted_engine import ScriptedWorker
 
-BOUND = 0.01
-"""overhead, as a share of the round"""
+BOUND = (
+    "The real manager actor and workers drive replicas that follow an engine curve. Overhead is the share of a round's "
+    "slot time lost to scheduling: from the start of the round until a slot decodes, and from the decision to interrupt "
+    "until the engines are quiet. Exit code 1 if it is over 1%."
+)
+_OVERHEAD = 0.01
+_GROUP, _WORKERS = 8, 2
+_CURVE = PRESETS["h100-qwen3-4b"]
 _DEADLINE_S = 1800.0
 
 
@@ -51,14 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples-per-replica", type=int, default=98, metavar="N", help="samples in flight on each replica"
     )
-    parser.add_argument("--group", type=int, default=8, metavar="N", help="samples in a group")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="agent-loop workers")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="measured rounds, after one that is not")
-    parser.add_argument(
-        "--curve",
-        default="h100-qwen3-4b",
-        help=f"engine speed: {' or '.join(PRESETS)}, or a JSON file of EngineCurve's fields",
-    )
     parser.add_argument(
         "--lognormal",
         type=float,
@@ -68,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="distribution of response lengths, in tokens",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
-    parser.set_defaults(run=run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +75,6 @@ class ScaleRow:
     samples: int
     """in flight at the start of a round"""
     round_s: float
-    simulated_s: float
-    """of a round in the simulation, where scheduling costs nothing"""
     decoded_tokens: float
     open_s: float
     """from the round's opening until every slot decodes"""
@@ -116,17 +110,16 @@ class ScaleRow:
 
 def run(options: argparse.Namespace) -> int:
     """Print a row a size; exit code 1 when one is over the bound."""
-    curve = PRESETS.get(options.curve) or EngineCurve.load(Path(options.curve))
     median, mean, cap = options.lognormal
-    lengths = lognormal(median=median, mean=mean, cap=int(cap), samples_per_group=options.group)
+    lengths = lognormal(median=median, mean=mean, cap=int(cap), samples_per_group=_GROUP)
     rows = []
-    for replicas in tqdm(options.replicas, desc="sizes"):
+    for replicas in options.replicas:
         # A Ray of its own for each size, unless the caller has one: what the last size left must not slow the next.
         own = not ray.is_initialized()
         if own:
-            ray.init(num_cpus=options.workers + 2, include_dashboard=False, log_to_driver=False)
+            ray.init(num_cpus=_WORKERS + 2, include_dashboard=False, log_to_driver=False)
         try:
-            rows.append(measure(replicas, curve, lengths, options))
+            rows.append(measure(replicas, lengths, options))
         finally:
             if own:
                 ray.shutdown()
@@ -134,28 +127,25 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         figures = [{**asdict(row), "overhead": row.overhead} for row in rows]
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    over = [row.replicas for row in rows if row.overhead > BOUND]
-    print(f"overhead {'OVER' if over else 'under'} {BOUND:.0%} of the round" + (f" at {over} replicas" if over else ""))
+    over = [row.replicas for row in rows if row.overhead > _OVERHEAD]
+    print(
+        f"overhead {'OVER' if over else 'under'} {_OVERHEAD:.0%} of the round"
+        + (f" at {over} replicas" if over else "")
+    )
     return 1 if over else 0
 
 
-def measure(replicas: int, curve: EngineCurve, lengths: LengthTrace, options: argparse.Namespace) -> ScaleRow:
+def measure(replicas: int, lengths: LengthTrace, options: argparse.Namespace) -> ScaleRow:
     """Rounds with ``replicas`` replicas."""
-    groups = max(2, replicas * options.samples_per_replica // options.group)
+    groups = max(2, replicas * options.samples_per_replica // _GROUP)
     batch = groups // 2
-    admission = Admission(Mode.WINDOW, batch, options.group, 1.0, groups, batch * options.group, max_staleness=4)
-    slots = -(-groups * options.group // replicas)
-    drive = _Drive(admission, curve, lengths, replicas, slots, min(options.workers, replicas))
-    simulation = Simulation(
-        admission, Scheduling(), Cluster(curve, replicas, slots, keeps_kv=False), lengths, seed=None
-    )
+    admission = Admission(Mode.WINDOW, batch, _GROUP, 1.0, groups, batch * _GROUP, max_staleness=4)
+    drive = _Drive(admission, lengths, replicas, slots=-(-groups * _GROUP // replicas))
     played = [drive.round(version) for version in range(1 + options.rounds)]
-    measured, simulated = played[1:], list(simulation.rounds(1 + options.rounds))[1:]
-
+    measured = played[1:]
     return ScaleRow(
         replicas=replicas,
-        samples=2 * batch * options.group,
-        simulated_s=sum(round_.seconds for round_ in simulated) / len(simulated),
+        samples=2 * batch * _GROUP,
         trained_samples=int(sum(figures.pop("trained_samples") for figures in played)),
         manager_rss_mb=drive.manager_process.memory_info().rss / 2**20,
         **{name: sum(figures[name] for figures in measured) / len(measured) for name in measured[0]},
@@ -165,9 +155,7 @@ def measure(replicas: int, curve: EngineCurve, lengths: LengthTrace, options: ar
 class _Drive:
     """Plays the trainer: rounds as ``PartialRolloutAgentLoopManager`` runs them, without batches or weights."""
 
-    def __init__(
-        self, admission: Admission, curve: EngineCurve, lengths: LengthTrace, replicas: int, slots: int, workers: int
-    ) -> None:
+    def __init__(self, admission: Admission, lengths: LengthTrace, replicas: int, slots: int) -> None:
         self._slots = slots * replicas
         self._prompts = self._prompts_of(lengths)
         self._store = RayObjects(_DEADLINE_S)
@@ -175,8 +163,9 @@ class _Drive:
         self._manager: Any = actor_class.remote(admission, Scheduling(), _DEADLINE_S, store=self._store)
         self.manager_process = psutil.Process(_get(self._manager.__ray_call__.remote(_pid), "the manager to start"))
         worker_class: Any = ray.remote(ScriptedWorker).options(num_cpus=0)
+        workers = min(_WORKERS, replicas)
         shares = [replicas // workers + (i < replicas % workers) for i in range(workers)]
-        self._workers = [worker_class.remote(curve, share) for share in shares]
+        self._workers = [worker_class.remote(_CURVE, share) for share in shares]
         for i, (worker, share) in enumerate(zip(self._workers, shares, strict=True)):
             # A scripted worker chooses among replicas of its own.
             connected = worker.connect.remote(f"w{i}", self._manager, slots * share, ReplicaChoice({}))
@@ -267,7 +256,6 @@ _COLUMNS: tuple[tuple[str, Callable[[ScaleRow], str]], ...] = (
     ("replicas", lambda row: str(row.replicas)),
     ("samples", lambda row: f"{row.samples:,}"),
     ("round s", lambda row: f"{row.round_s:.2f}"),
-    ("simulated s", lambda row: f"{row.simulated_s:.2f}"),
     ("overhead", lambda row: f"{row.overhead:.2%}"),
     ("last slot s", lambda row: f"{row.open_s:.2f}"),
     ("mean slot s", lambda row: f"{row.open_lost_s:.2f}"),

@@ -31,7 +31,7 @@ def sampled(task):
     @cache
     def responses(kind):
         seed, method = KINDS[kind]
-        return in_a_process(model, prompts, {**options, "seed": seed, "speculative": speculative_config(method, 4)})
+        return in_a_process(model, prompts, {**options, "seed": seed, "speculative": speculative_config(method)})
 
     return responses
 
