@@ -40,13 +40,14 @@ def test_verls_default_cannot_be_built_without_flash_attn():
 
 
 def test_without_flash_attn_torchs_attention_is_chosen_unpacked_and_said_in_one_line(choose, capsys):
-    config = choose()
-    assert in_force(config) == ("sdpa", False)
+    config = choose("algorithm.adv_estimator=gae")
+    assert in_force(config) == in_force(config, "critic.model") == ("sdpa", False)
     # copied by an interpolation
     assert config.actor_rollout_ref.actor.use_remove_padding is False
-    assert capsys.readouterr().out == LOG_PROBS + (
-        "attention of actor_rollout_ref.model: torch's own (sdpa), unpacked; for verl's default, flash_attention_2, "
-        f"{MISSING}\n"
+    log_probs, said = capsys.readouterr().out.splitlines()
+    assert f"{log_probs}\n" == LOG_PROBS
+    assert (
+        said.startswith("attention of actor_rollout_ref.model and critic.model: torch's own (sdpa)") and MISSING in said
     )
 
 
@@ -64,11 +65,6 @@ def test_attention_that_is_there_or_that_the_user_names_stays(choose, capsys, ov
     assert capsys.readouterr().out == said
 
 
-def test_critic_that_trains_gets_it_too(choose, capsys):
-    assert in_force(choose("algorithm.adv_estimator=gae"), "critic.model") == ("sdpa", False)
-    assert "attention of actor_rollout_ref.model and critic.model: " in capsys.readouterr().out
-
-
 def test_what_needs_flash_attn_is_refused_without_it(choose):
     parallel = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
     with pytest.raises(ConfigError, match=f"{KEY}=flash_attention_2: sdpa, or null: {MISSING}"):
@@ -79,21 +75,15 @@ def test_what_needs_flash_attn_is_refused_without_it(choose):
         choose(f"+{KEY}=sdpa", parallel, problem=None)
 
 
-def test_set_up_check_builds_a_model_and_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(attention, "flash_attn_problem", lambda: "flash-attn is not installed")
-    assert check.attention_failure(flash_runs=True) is None
-    implementation, remedy = check.chosen_attention()
-    assert implementation == "sdpa"
-    assert remedy == f" (flash-attn is not installed; for verl's default, flash_attention_2: {attention.INSTALL})"
-
-
-def test_set_up_check_fails_where_the_attention_that_is_found_builds_no_model(monkeypatch):
+def test_set_up_check_builds_a_model_with_the_attention_that_it_would_choose(monkeypatch):
     if attention.flash_attn_problem() is None:
         pytest.skip("flash-attn is installed here")
+    assert check.attention_failure(flash_runs=True) is None
+    implementation, remedy = check.chosen_attention()
+    assert implementation == "sdpa" and attention.INSTALL in remedy
     monkeypatch.setattr(attention, "flash_attn_problem", lambda: None)
-    assert check.attention_failure(flash_runs=True).startswith(
-        "no model can be built with attn_implementation=flash_attention_2: ImportError: FlashAttention2"
-    )
+    failure = check.attention_failure(flash_runs=True)
+    assert failure.startswith("no model can be built with attn_implementation=flash_attention_2: ImportError")
     assert check.attention_failure(flash_runs=False) is None
 
 

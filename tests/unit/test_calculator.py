@@ -4,14 +4,11 @@ Its other facts are frozen as clock10's are (``test_ready_start``).
 """
 
 import asyncio
-import json
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import ToolParser
@@ -20,14 +17,11 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.tasks import ready_start
 from recipe.partial_rollout.tasks.calculator import prepare
-from recipe.partial_rollout.tasks.calculator.conversation import Conversations, call, evaluate, own_turns
+from recipe.partial_rollout.tasks.calculator.conversation import Conversations, call, own_turns
 from recipe.partial_rollout.tasks.calculator.tokenizer import build_tokenizer
 from recipe.partial_rollout.tasks.clock10.dataset import draw_validation
 from recipe.partial_rollout.tasks.clock10.expression import Problem, draw_problem
 from recipe.partial_rollout.tasks.clock10.reward import compute_score
-
-EXAMPLE = Problem((3, 4, 2), 8)
-seeds = st.integers(0, 2**32)
 
 
 @pytest.fixture(scope="module")
@@ -61,62 +55,43 @@ def turns_of(ids, eos):
     return turns[:-1]
 
 
-def loop_of(config, tokenizer, answer):
-    """verl's tool loop over ``answer``, a function of the ids so far."""
+def converse(config, tokenizer, problem, answer):
+    """What verl's tool loop over ``answer``, a function of the ids so far, hands to the trainer."""
 
     async def generate(request_id, prompt_ids, **_):
         ids = answer(prompt_ids)
         return TokenOutput(token_ids=ids, log_probs=[0.0] * len(ids))
 
-    rollout = config.actor_rollout_ref.rollout
-    return ToolAgentLoop(
-        DictConfigWrap(config),
-        SimpleNamespace(generate=generate),
-        tokenizer,
-        None,
-        None,
-        DictConfigWrap(config.data),
-        hf_model_type="qwen3",
-        tools=ToolListWrap(load_all_tools(rollout.multi_turn.tool_config_path, None)),
-    )
-
-
-def converse(config, tokenizer, problem, answer):
-    """What verl's tool loop hands to the trainer."""
-
     async def run():
-        loop = loop_of(config, tokenizer, answer)
+        loop = ToolAgentLoop(
+            DictConfigWrap(config),
+            SimpleNamespace(generate=generate),
+            tokenizer,
+            None,
+            None,
+            DictConfigWrap(config.data),
+            hf_model_type="qwen3",
+            tools=ToolListWrap(load_all_tools(config.actor_rollout_ref.rollout.multi_turn.tool_config_path, None)),
+        )
         return await loop.run({}, raw_prompt=[{"role": "user", "content": problem.prompt}])
 
     return asyncio.run(run())
 
 
-@given(seed=seeds)
-def test_every_call_parses_with_verls_own_parser(tokenizer, seed):
-    rng = random.Random(seed)
-    problem = draw_problem(rng)
-    _, ids = encoded(tokenizer, problem, Conversations().respond(problem, rng))
-    parser = ToolParser.get_tool_parser("hermes", tokenizer)
-    *calls, answer = turns_of(encoded(tokenizer, problem, "")[0] + ids, tokenizer.eos_token_id)
-    for turn in calls:
-        content, (found,) = asyncio.run(parser.extract_tool_calls(turn))
-        assert (content, found.name) == ("<|im_end|>", "calculator")
-        assert evaluate(json.loads(found.arguments)["expression"]) != "?"
-    assert asyncio.run(parser.extract_tool_calls(answer))[1] == []
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_verls_tool_loop_makes_the_demonstration_of_its_turns(seed, tokenizer, composed):
-    rng = random.Random(seed)
-    problem = draw_problem(rng)
-    prompt, response = encoded(tokenizer, problem, Conversations(careful_share=1.0).respond(problem, rng))
-    turns = turns_of(prompt + response, tokenizer.eos_token_id)
-    output = converse(composed, tokenizer, problem, lambda _: turns.pop(0))
-    assert turns == []
-    assert output.prompt_ids == prompt
-    assert output.response_ids == response
-    assert output.response_mask == own_turns(torch.tensor([prompt + response]))[0, len(prompt) :].int().tolist()
-    assert compute_score("clock10", tokenizer.decode(response, skip_special_tokens=True), problem.prompt) == 1.0
+def test_verls_tool_loop_makes_the_demonstration_of_its_turns(tokenizer, composed):
+    for seed in range(12):
+        rng = random.Random(seed)
+        problem = draw_problem(rng)
+        prompt, response = encoded(tokenizer, problem, Conversations(careful_share=1.0).respond(problem, rng))
+        turns = turns_of(prompt + response, tokenizer.eos_token_id)
+        output = converse(composed, tokenizer, problem, lambda _, turns=turns: turns.pop(0))
+        assert turns == []
+        assert output.prompt_ids == prompt
+        assert output.response_ids == response
+        own = own_turns(torch.tensor([prompt + response]))[0, len(prompt) :]
+        assert output.response_mask == own.int().tolist()
+        text = tokenizer.decode(response, skip_special_tokens=True)
+        assert compute_score("clock10", text, problem.prompt) == 1.0
 
 
 def test_verls_tool_loop_ends_a_search_without_end_within_the_response(tokenizer, composed):
@@ -129,30 +104,16 @@ def test_verls_tool_loop_ends_a_search_without_end_within_the_response(tokenizer
     assert compute_score("clock10", text, problem.prompt) == 0.0
 
 
-def test_a_call_that_is_none_is_answered_in_words(tokenizer, composed):
-    wrong = tokenizer.encode('<tool_call>\n{"name": "x", "arguments": {}}\n</tool_call><|im_end|>')
-    done = tokenizer.encode("!+-<|im_end|>")
-    turns = [wrong, done]
-    output = converse(composed, tokenizer, EXAMPLE, lambda _: turns.pop(0))
-    assert "unction 'x'" in tokenizer.decode(output.response_ids)
-
-
-def test_latency_is_that_of_the_call_in_every_run(monkeypatch, composed):
+def test_latency_is_that_of_the_call_in_every_run_and_none_is_below_0(monkeypatch, composed):
+    tools = composed.actor_rollout_ref.rollout.multi_turn.tool_config_path
     monkeypatch.setenv("TOOL_MEDIAN_S", "0.5")
-    first, again = (
-        load_all_tools(composed.actor_rollout_ref.rollout.multi_turn.tool_config_path, None)[0] for _ in range(2)
-    )
+    first, again = (load_all_tools(tools, None)[0] for _ in range(2))
     waits = [first.latency_s(str(number)) for number in range(1001)]
     assert waits == [again.latency_s(str(number)) for number in range(1001)]
     assert sorted(waits)[500] == pytest.approx(0.5, rel=0.15)
-    assert sorted(waits)[990] == pytest.approx(10 * sum(waits) / len(waits), rel=0.5)
-    assert first.repeatable
-
-
-def test_latency_below_0_is_refused(monkeypatch, composed):
     monkeypatch.setenv("TOOL_MEDIAN_S", "-1")
     with pytest.raises(ValueError, match="tool_latency="):
-        load_all_tools(composed.actor_rollout_ref.rollout.multi_turn.tool_config_path, None)
+        load_all_tools(tools, None)
 
 
 @pytest.fixture(scope="module")

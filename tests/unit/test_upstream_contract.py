@@ -1,7 +1,8 @@
-"""verl and vLLM still have everything that ``upstream_contract.py`` lists, and it lists everything that we use.
+"""verl and vLLM still have everything that ``upstream_contract.py`` lists: overridden, patched, reached by an actor.
 
-CI checks one pair of releases, ``run_scripts/test_gpu_pins.sh`` the GPU's. A failure names the file of ours that leans on
-what is missing. The ``test_table_has_every_...`` tests fail where we import, override or patch what the table lacks.
+Pyright sees the rest: what is imported from verl by name, and how it is called. CI checks one pair of releases,
+``run_scripts/test_gpu_pins.sh`` the GPU's. A failure names the file of ours that leans on what is missing, or what the
+table lacks.
 """
 
 import ast
@@ -12,7 +13,6 @@ import runpy
 import textwrap
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -23,6 +23,8 @@ SOURCES = sorted([*(ROOT / "recipe").rglob("*.py"), *(ROOT / "verl_ext").rglob("
 MEASURES = [path for folder in ("bench", "chaos", "studies") for path in (ROOT / "tests" / folder).rglob("*.py")]
 CONTRACT = runpy.run_path(str(Path(__file__).with_name("upstream_contract.py")))["CONTRACT"]
 UPSTREAM = ("verl", "vllm")
+MADE_BY_US = ("TaskRunner",)
+"""classes whose constructors verl never calls"""
 
 
 # -- reading upstream and ourselves ------------------------------------------------------------------------------------
@@ -114,28 +116,8 @@ def overrides():
                     yield cls, base, name
 
 
-def imports(path):
-    """(module, name or None, alias) of every import of verl and vLLM in the file."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UPSTREAM:
-            yield from ((node.module, alias.name, alias.asname or alias.name) for alias in node.names)
-        elif isinstance(node, ast.Import):
-            named = [alias for alias in node.names if alias.name.split(".")[0] in UPSTREAM]
-            yield from ((alias.name, None, alias.asname or alias.name) for alias in named)
-
-
-@pytest.fixture(scope="module")
-def listed():
-    """Every object that the table names, by identity."""
-    objects = [found(uses.owner) for uses in CONTRACT]
-    return [*objects, *(getattr(found(u.owner), name, None) for u in CONTRACT for name in (*u.has.split(), *u.calls))]
-
-
-# -- upstream still has it ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("uses", CONTRACT, ids=str)
-def test_upstream_has_what_we_take(uses):
+def missing(uses):
+    """What upstream lacks of an entry."""
     owner = found(uses.owner)
     wrong = [f"{name} is gone" for name in uses.has.split() if not has(owner, name)]
     for name, passed in uses.calls.items():
@@ -143,86 +125,44 @@ def test_upstream_has_what_we_take(uses):
         reason = "is gone" if function is None else refusal(function, passed)
         wrong += [f"{name} {reason}"] if reason else []
     source = inspect.getsource(owner) if uses.reads else ""
-    wrong += [f"{name} is no longer read" for name in uses.reads.split() if name not in source]
-    assert not wrong, f"{uses.owner}, used in {uses.by.replace(' ', '.py, ')}.py: {'; '.join(wrong)}"
+    return wrong + [f"{name} is no longer read" for name in uses.reads.split() if name not in source]
 
 
-OVERRIDES = list(overrides())
-MADE_BY_US = ("TaskRunner",)
-"""classes whose constructors verl never calls"""
-
-
-@pytest.mark.parametrize("cls, base, name", OVERRIDES, ids=lambda value: getattr(value, "__name__", value))
-def test_override_accepts_every_call_of_what_it_replaces(cls, base, name):
+def misfit(cls, base, name):
+    """What an override does not take as the method that it replaces does, or requires beyond it; None if it fits."""
     mine, theirs = inspect.getattr_static(cls, name), inspect.getattr_static(base, name)
     if isinstance(theirs, property) or not callable(getattr(base, name)):
-        assert isinstance(mine, property) == isinstance(theirs, property), f"{cls.__name__}.{name}"
-        return
+        return None if isinstance(mine, property) == isinstance(theirs, property) else "is a property in one of them"
     mine, theirs = getattr(cls, name), getattr(base, name)
-    assert is_async(mine) == is_async(theirs), f"{cls.__name__}.{name}"
-    taken = parameters(mine)
-    kinds = {p.kind for p in taken}
-    accepted = {p.name for p in taken}
-    rest, keywords = inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds
-    for p in parameters(theirs):
-        variadic = {p.VAR_POSITIONAL: rest, p.VAR_KEYWORD: keywords}
-        fits = variadic.get(p.kind, p.name in accepted or keywords)
-        assert fits, f"{cls.__module__}: {cls.__name__}.{name} does not take {p.name} as {base.__name__}'s does"
-    if name == "__init__" and cls.__name__ in MADE_BY_US:
-        return
-    theirs_required = {p.name for p in parameters(theirs) if p.default is p.empty}
-    for p in taken:
-        added = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        assert not added or p.name in theirs_required, f"{cls.__module__}: {cls.__name__}.{name} requires {p.name}"
+    if is_async(mine) != is_async(theirs):
+        return "is awaited in one of them"
+    taken, given = parameters(mine), parameters(theirs)
+    accepted, kinds = {p.name for p in taken}, {p.kind for p in taken}
+    variadic = {kind: kind in kinds for kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)}
+    keywords = variadic[inspect.Parameter.VAR_KEYWORD]
+    refused = [p.name for p in given if not variadic.get(p.kind, p.name in accepted or keywords)]
+    if refused or (name == "__init__" and cls.__name__ in MADE_BY_US):
+        return f"does not take {refused}" if refused else None
+    required = {p.name for p in taken if p.default is p.empty and p.kind not in variadic}
+    added = required - {p.name for p in given if p.default is p.empty}
+    return f"requires {added}" if added else None
 
 
-# -- the table is whole, and no longer than it must be ---------------------------------------------------------------------
+def test_upstream_has_what_we_take_and_we_take_what_is_listed():
+    texts = [(path.stem, path.read_text()) for path in [*SOURCES, *MEASURES]]
+    for uses in CONTRACT:
+        used = "".join(text for stem, text in texts if stem in uses.by.split())
+        unused = [f"{name} is not used" for name in names(uses) if not re.search(rf"\b{name}\b", used)]
+        assert missing(uses) + unused == [], f"{uses.owner}, used in {uses.by.replace(' ', '.py, ')}.py"
 
 
-@pytest.mark.parametrize("uses", CONTRACT, ids=str)
-def test_what_is_listed_is_used(uses):
-    texts = [path.read_text() for path in [*SOURCES, *MEASURES] if path.stem in uses.by.split()]
-    assert len(texts) >= len(uses.by.split()), f"{uses.by}: no such file"
-    unused = [name for name in names(uses) if not any(re.search(rf"\b{name}\b", text) for text in texts)]
-    assert not unused, f"{uses.owner}: {unused} not found in {uses.by}"
-
-
-def test_each_owner_is_listed_once():
-    owners = [uses.owner for uses in CONTRACT]
-    assert sorted(owners) == sorted(set(owners))
-
-
-@pytest.mark.parametrize("path", [p for p in SOURCES if any(imports(p))], ids=lambda path: path.stem)
-def test_table_has_every_import(path, listed):
-    tree = ast.parse(path.read_text())
-    for module, name, alias in imports(path):
-        thing = importlib.import_module(module)
-        if name is not None:
-            thing = getattr(thing, name, None) or importlib.import_module(f"{module}.{name}")
-        if not isinstance(thing, ModuleType):
-            thing = getattr(getattr(thing, "__ray_metadata__", None), "modified_class", thing)
-            assert any(thing is one for one in listed), f"{path.stem}.py imports {module}.{name}: list it in CONTRACT"
-            continue
-        taken = [
-            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == alias
-        ]
-        known = {member for uses in CONTRACT if found(uses.owner) is thing for member in names(uses)}
-        assert set(taken) <= known, (
-            f"{path.stem}.py uses {sorted(set(taken) - known)} of {thing.__name__}: list it in CONTRACT"
-        )
-
-
-@pytest.mark.parametrize("cls, base, name", OVERRIDES, ids=lambda value: getattr(value, "__name__", value))
-def test_table_has_every_override(cls, base, name):
-    known = {
-        member
-        for u in CONTRACT
-        if inspect.isclass(found(u.owner)) and issubclass(found(u.owner), base)
-        for member in names(u)
-    }
-    assert name in known, (
-        f"{cls.__module__}: {cls.__name__} overrides {base.__module__}:{base.__name__}.{name}: list it in CONTRACT"
-    )
+def test_override_accepts_every_call_of_what_it_replaces_and_is_listed():
+    found_owners = [(found(uses.owner), names(uses)) for uses in CONTRACT]
+    for cls, base, name in overrides():
+        ours = f"{cls.__module__}: {cls.__name__}.{name}"
+        assert misfit(cls, base, name) is None, f"{ours}, beside {base.__name__}'s"
+        listed = any(inspect.isclass(owner) and issubclass(owner, base) and name in its for owner, its in found_owners)
+        assert listed, f"{ours} overrides {base.__module__}:{base.__name__}: list it in CONTRACT"
 
 
 def test_table_has_every_module_that_is_named_in_a_string():
@@ -233,14 +173,3 @@ def test_table_has_every_module_that_is_named_in_a_string():
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 path_like = re.fullmatch(r"(verl|vllm)(\.\w+)+", node.value)
                 assert not path_like or node.value in modules, f"{path.stem}.py names {node.value}: list it in CONTRACT"
-
-
-def test_refusal_says_what_does_not_fit():
-    def upstream(a, b, *, c, d=0, **rest):
-        rest.pop("e")
-
-    assert refusal(upstream, "a, b, *, c, e") is None
-    assert refusal(upstream, "a, c") == "takes (a, b) by position, not (a, c)"
-    nowhere = "no_such_" + "parameter"
-    assert refusal(upstream, f"a, b, *, c, {nowhere}") == f"takes no {nowhere}"
-    assert refusal(upstream, "a, *, c") == "also requires b"

@@ -53,17 +53,13 @@ def refusal(done):
 
 
 def test_script_refuses_a_foreign_checkout_because_its_ray_workers_would_run_theirs(foreign, script):
-    assert refusal(python(script, "train", "--cfg", "job", cwd=foreign)) == (
-        f"partial-rollout: error: a Ray worker would import recipe.partial_rollout from {foreign}/recipe/partial_rollout, "
-        f"not from {OURS}: start from another directory"
-    )
+    line = refusal(python(script, "train", "--cfg", "job", cwd=foreign))
+    assert f"a Ray worker would import recipe.partial_rollout from {foreign}/recipe/partial_rollout" in line
 
 
 def test_script_refuses_a_foreign_checkout_on_pythonpath(foreign, script, tmp_path):
-    assert refusal(python(script, "tools", "audit", cwd=tmp_path, path=(foreign, ROOT))) == (
-        f"partial-rollout: error: this process would import recipe.partial_rollout from {foreign}/recipe/partial_rollout, "
-        f"not from {OURS}: take {foreign} off PYTHONPATH"
-    )
+    line = refusal(python(script, "tools", "audit", cwd=tmp_path, path=(foreign, ROOT)))
+    assert "this process would import" in line and f"take {foreign} off PYTHONPATH" in line
 
 
 def test_script_refuses_a_package_that_hides_every_recipe_but_its_own(script, tmp_path):
@@ -80,12 +76,9 @@ def test_script_runs_ours_beside_other_recipes(script, tmp_path):
     assert done.stdout.startswith("usage: python -m recipe.partial_rollout.tools")
 
 
-def test_our_trainer_dies_before_ray_starts_where_its_workers_would_import_theirs(foreign, monkeypatch):
+def test_trainer_and_setup_check_fail_before_ray_starts_where_its_workers_would_import_theirs(foreign, monkeypatch):
     monkeypatch.chdir(foreign)
-    with pytest.raises(ConfigError, match=f"^a Ray worker would import recipe.partial_rollout from {foreign}"):
+    said = f"a Ray worker would import recipe.partial_rollout from {foreign}"
+    with pytest.raises(ConfigError, match=f"^{said}"):
         main_ppo.run(OmegaConf.create())
-
-
-def test_setup_check_fails_in_a_foreign_checkout(foreign, monkeypatch):
-    monkeypatch.chdir(foreign)
-    assert f"a Ray worker would import recipe.partial_rollout from {foreign}" in check.failure()
+    assert said in check.failure()
