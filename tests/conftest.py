@@ -1,6 +1,5 @@
 """What several layers of tests share: Ray nodes on this machine, and Megatron."""
 
-import contextlib
 import os
 import shutil
 import socket
@@ -13,10 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
-from tests.chaos.victim import processes_of_session
+from tests.chaos.victim import kill_session, processes_of_session
 
 ROOT = Path(__file__).resolve().parents[1]
 _START_S = 120
@@ -88,21 +86,3 @@ def start_node():
     for leader in reversed(leaders):
         kill_session(leader)
     shutil.rmtree(files, ignore_errors=True)
-
-
-def title_of(process):
-    with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-        return " ".join(process.cmdline())
-    return ""
-
-
-def kill_session(leader):
-    """SIGKILL to all processes of the session, and to those that they start meanwhile."""
-    deadline = time.monotonic() + 30
-    while alive := processes_of_session(leader.pid):
-        assert time.monotonic() < deadline, [title_of(process) for process in alive]
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(alive, timeout=2)
-    leader.wait(10)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -79,25 +79,28 @@ class Victim:
             return None
 
     def kill(self) -> float:
-        """SIGKILL to every process of the session at once; returns the moment, unix seconds.
-
-        Raises:
-            TimeoutError: some live on after a minute; the message has their pids.
-        """
+        """End all of it at once; returns the moment, unix seconds."""
         moment = time.time()
-        # Those that are forked meanwhile are caught by the next pass.
-        while survivors := processes_of_session(self.pid):
-            if time.time() - moment > _KILL_DEADLINE_S:
-                pids = ", ".join(str(process.pid) for process in survivors)
-                raise TimeoutError(f"processes {pids} outlive SIGKILL by {_KILL_DEADLINE_S:g} s; end them by hand")
-            for process in survivors:
-                try:
-                    process.send_signal(signal.SIGKILL)
-                except psutil.NoSuchProcess:
-                    continue
-            psutil.wait_procs(survivors, timeout=5.0)
-        self._process.wait(10)
+        kill_session(self._process)
         return moment
+
+
+def kill_session(leader: subprocess.Popen) -> None:
+    """SIGKILL to every process of the session, and to those that they start meanwhile.
+
+    Raises:
+        TimeoutError: some live on after a minute; the message has their pids.
+    """
+    deadline = time.monotonic() + _KILL_DEADLINE_S
+    while survivors := processes_of_session(leader.pid):
+        if time.monotonic() > deadline:
+            pids = ", ".join(str(process.pid) for process in survivors)
+            raise TimeoutError(f"processes {pids} outlive SIGKILL by {_KILL_DEADLINE_S:g} s; end them by hand")
+        for process in survivors:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(survivors, timeout=5.0)
+    leader.wait(10)
 
 
 def processes_of_session(leader: int, title: str = "") -> list[psutil.Process]:

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 from filelock import FileLock
 
+from tests.chaos.victim import kill_session
+
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = ("-m", "recipe.partial_rollout.main_ppo")
 ENGINE = {
@@ -30,7 +32,7 @@ SCHEDULERS = [pytest.param("synchronous", marks=pytest.mark.nightly), "asynchron
 """vLLM's schedulers that tests run with on a CPU: its own, which every training has too, and a GPU's"""
 if os.environ.get("VERL_PLATFORM") != "cpu":
     SCHEDULERS = ["device's"]
-MOST_STARTS = 7
+MOST_STARTS = 5
 """trainings of a session without the nightly tests; each keeps a core busy for most of 90 s before its first step"""
 
 
@@ -173,8 +175,7 @@ def launcher(task, count_start, directory_of):
 
     def kill():
         for run in runs:
-            subprocess.run(["pkill", "-9", "-s", str(run.process.pid)], check=False)
-            run.process.wait(10)
+            kill_session(run.process)
 
     return build, kill
 
@@ -203,11 +204,16 @@ def train(start):
 
 
 @pytest.fixture(scope="module")
-def module_train(task, count_start, tmp_path_factory):
-    """As ``train``, for trainings that several tests look at."""
+def module_start(task, count_start, tmp_path_factory):
+    """As ``start``, for trainings that several tests look at."""
     build, kill = launcher(task, count_start, lambda name: tmp_path_factory.mktemp("runs") / name)
-    yield lambda *overrides, name="run", program=MAIN: finish(build(*overrides, name=name, program=program))
+    yield build
     kill()
+
+
+@pytest.fixture(scope="module")
+def module_train(module_start):
+    return lambda *overrides, name="run", program=MAIN: finish(module_start(*overrides, name=name, program=program))
 
 
 def read(directory):
@@ -229,7 +235,21 @@ def read_run():
     return read
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
+def ends_with():
+    """Waits for the end of a run that fails: exit code 1 in time, with an error of these words."""
+
+    def check(run, *words, within_s=30.0):
+        code = run.process.wait(within_s)
+        terminal = run.terminal()
+        assert code == 1, terminal[-3000:]
+        error = terminal[terminal.index("training failed:") :]
+        assert all(word in error for word in words), error
+
+    return check
+
+
+@pytest.fixture(scope="session")
 def wait_for():
     """Waits until a condition holds; fails with what was awaited."""
 

@@ -1,7 +1,7 @@
 """Loaded by verl through ``multi_turn.function_tool_path``: a tool that notes its calls, and a parser that always calls it.
 
 A model without tool training would never call; what is tested is that a call happens once, not what is asked. The very
-first call hangs.
+first call of a training sample hangs.
 """
 
 import os
@@ -21,16 +21,19 @@ def clock(hour: int) -> str:
     Args:
         hour: hour of the day.
     """
+    sample = LIVE_SAMPLE.get()
+    if sample is None:
+        return "validated"
     try:
         Path(os.environ["TOOL_CALLS"]).with_suffix(".hung").touch(exist_ok=False)
     except FileExistsError:
         pass
     else:
-        # The first call of all hangs; its sample is retried.
+        # Its sample is retried.
         time.sleep(60)
         return "too late"
     with open(os.environ["TOOL_CALLS"], "a") as file:
-        file.write(f"{LIVE_SAMPLE.get().id}\n")
+        file.write(f"{sample.id}\n")
     return f"{hour}+1"
 
 

@@ -56,17 +56,12 @@ def test_algorithm_trains_two_steps(steps, name):
         assert step["partial_rollout/lost_samples"] == 0
 
 
-def test_samples_of_older_versions_are_trained(steps):
+def test_older_samples_are_trained_gspo_weighs_a_sequence_and_only_losses_with_a_ratio_report_one(steps):
     assert max(step["partial_rollout/staleness/max"] for pair in steps.values() for step in pair) >= 1
-
-
-def test_gspo_weighs_a_sequence_by_its_geometric_mean(steps):
     for step in steps["gspo"]:
+        # By its geometric mean.
         greatest = math.exp(-step["rollout_corr/log_ppl_diff_min"])
         assert step["rollout_corr/rollout_is_max"] == pytest.approx(greatest, rel=1e-4)
-
-
-def test_only_losses_with_a_ratio_report_one(steps):
     assert {name for name, pair in steps.items() if "actor/ppo_kl" not in pair[1]} == {"gpg"}
 
 

@@ -28,13 +28,12 @@ if "BOARD" in os.environ:
 
 
 def log_run(arm, directory, first, last, resumes="starts"):
-    """Log the steps of a made-up run in a process of its own; returns what it printed."""
+    """Log the steps of a made-up run in a process of its own."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("board_run.py"))]
     command += [arm, str(directory / arm), str(first), str(last), resumes]
     env = {**os.environ, "PYTHONPATH": str(ROOT)} | {"SWANLAB_ROOT": str(directory / "account")}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +44,7 @@ def board(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
     log_run("noPR", directory, 1, 24)
     log_run("PR", directory, 1, 14)
-    print(log_run("PR", directory, 13, 24, "resumes"))
+    log_run("PR", directory, 13, 24, "resumes")
     return directory / "swanlog"
 
 
@@ -90,40 +89,33 @@ def test_the_board_opens_on_the_ten_figures_with_both_arms_in_each(page):
         assert all(charts[id_]["name"].startswith(f"{section['name']}/") for id_ in section["charts"]), section["name"]
 
 
+def shown(page, run, key):
+    """Rows of a chart."""
+    return answer(page, f"experiment/{run['id']}/tag/{key.replace('/', '%2F')}")["list"]
+
+
 def test_every_figure_is_shown_from_the_first_step_on_in_both_arms(page):
     for run in answer(page, "project")["experiments"]:
         for key in OVERVIEW:
-            shown = answer(page, f"experiment/{run['id']}/tag/{key.replace('/', '%2F')}")["list"]
             first = 0 if key == f"{SECTION}/held_out_reward" else 1  # verl validates before the first step
-            assert shown[0]["index"] == first, (run["name"], key)
+            assert shown(page, run, key)[0]["index"] == first, (run["name"], key)
 
 
-@pytest.mark.skipif("BOARD" in os.environ, reason="a given board need not have a resumed run")
-def test_a_resumed_run_is_one_run_and_its_repeated_steps_count_once(page):
+@pytest.mark.skipif("BOARD" in os.environ, reason="a given board need not have a resumed run, and may be older")
+def test_a_resumed_run_is_one_run_with_a_flat_table_and_pictures_every_few_steps(page):
     runs = {run["name"]: run for run in answer(page, "project")["experiments"]}
     assert set(runs) == {"PR", "noPR"}
-    figure = answer(page, f"experiment/{runs['PR']['id']}/tag/{SECTION}%2Fstep_s")
-    assert [row["index"] for row in figure["list"]] == list(range(1, 25))
-
-
-@pytest.mark.skipif("BOARD" in os.environ, reason="a given board may be older")
-def test_the_table_of_runs_is_flat_and_has_the_commit(page):
-    for run in answer(page, "project")["experiments"]:
+    # Its repeated steps count once.
+    assert [row["index"] for row in shown(page, runs["PR"], f"{SECTION}/step_s")] == list(range(1, 25))
+    for name, run in runs.items():
         table = {key: entry["value"] for key, entry in run["config"].items()}
-        assert table["arm"] == run["name"] and table["verl"] == "0.9.1" and len(table["commit"]) >= 12
+        assert table["arm"] == name and table["verl"] == "0.9.1" and len(table["commit"]) >= 12
         assert all(len(str(value)) <= 100 for value in table.values())
-    summaries = answer(page, "project/summaries")["summaries"]
-    assert summaries["PR"]["partial_rollout/staleness/max"] == 3
-
-
-@pytest.mark.skipif("BOARD" in os.environ, reason="a given board may be older")
-def test_pictures_come_every_few_steps(page):
-    data = answer(page, "project/charts")
-    pictures = {chart["name"]: chart["type"] for chart in data["charts"] if chart["name"].startswith(PICTURES)}
+    assert answer(page, "project/summaries")["summaries"]["PR"]["partial_rollout/staleness/max"] == 3
+    charts = answer(page, "project/charts")["charts"]
+    pictures = {chart["name"]: chart["type"] for chart in charts if chart["name"].startswith(PICTURES)}
     assert pictures == {f"{PICTURES}/timeline": "image", f"{PICTURES}/lengths": "image"}
-    (run,) = [run for run in answer(page, "project")["experiments"] if run["name"] == "noPR"]
-    shown = answer(page, f"experiment/{run['id']}/tag/{PICTURES}%2Ftimeline")["list"]
-    assert [row["index"] for row in shown] == [1, 11, 21]
+    assert [row["index"] for row in shown(page, runs["noPR"], f"{PICTURES}/timeline")] == [1, 11, 21]
 
 
 def test_the_page_in_chromium_shows_that_section_first(page, tmp_path):

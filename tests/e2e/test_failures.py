@@ -1,100 +1,112 @@
-"""What dies is named, within 30 seconds of its death, and the run ends."""
+"""What dies is replaced and nothing is lost, or the run ends within 30 seconds with an error that names it.
 
+In colocated placement and in separate placement with one engine and with two.
+"""
+
+import json
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
 from recipe.partial_rollout.tools.audit import audit
+from tests.chaos.__main__ import main as chaos
 from tests.chaos.victim import processes_of_session
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 HERE = Path(__file__).parent
-
+ENGINE, WORKER = "VLLM::EngineCore", "ray::PartialRolloutAgentLoopWorker"
+APART = "partial_rollout.placement=separate"
+SMALL = ("data.train_batch_size=4", "actor_rollout_ref.rollout.n=4")
 # Responses never end by themselves, so a round lasts long enough to be in the middle of it.
-LONG = (
-    "data.train_batch_size=4",
-    "actor_rollout_ref.rollout.n=4",
+LONG = (*SMALL, "actor_rollout_ref.rollout.ignore_eos=True", "trainer.total_training_steps=3")
+SHORT = (*SMALL, "data.max_response_length=32", "trainer.total_training_steps=3")
+# Samples outlast a step, so that some run whenever something dies.
+SEPARATE = (
+    *SMALL,
+    APART,
+    "data.train_max_samples=24",
+    "trainer.total_training_steps=null",
+    "data.max_response_length=600",
     "actor_rollout_ref.rollout.ignore_eos=True",
-    "trainer.total_training_steps=3",
-)
-SHORT = (
-    "data.train_batch_size=4",
-    "actor_rollout_ref.rollout.n=4",
-    "data.max_response_length=32",
-    "trainer.total_training_steps=3",
+    "partial_rollout.overlap=1.5",
+    "partial_rollout.max_staleness=3",
 )
 
 
 def in_mid_round(run):
-    return "Training Progress" in run.terminal() and processes_of_session(run.process.pid, "VLLM::EngineCore")
-
-
-def check_ends_with(run, *words, within_s=30.0):
-    """The run ends in time, with exit code 1 and an error of these words."""
-    start = time.monotonic()
-    code = run.process.wait(within_s)
-    terminal = run.terminal()
-    assert code == 1, terminal[-3000:]
-    error = terminal[terminal.index("training failed:") :]
-    for word in words:
-        assert word in error, error
-    return time.monotonic() - start
-
-
-@pytest.mark.parametrize("enable", [True, False], ids=["PR", "noPR"])
-def test_killed_engine_ends_the_run_by_name(start, wait_for, enable):
-    run = start(*LONG, f"partial_rollout.enable={enable}")
-    wait_for(lambda: in_mid_round(run), "a round of training")
-    time.sleep(3)
-    processes_of_session(run.process.pid, "VLLM::EngineCore")[0].kill()
-    check_ends_with(run, "vLLM replica", "failed on request")
-
-
-def test_killed_worker_that_may_not_be_restarted_ends_the_run_by_name(start, wait_for):
-    run = start(*LONG, "partial_rollout.failures.worker_restarts=0")
-    wait_for(lambda: in_mid_round(run), "a round of training")
-    time.sleep(3)
-    processes_of_session(run.process.pid, "ray::PartialRolloutAgentLoopWorker")[0].kill()
-    check_ends_with(run, "agent_loop_worker_0 died during the round", "worker_restarts=0")
-
-
-def test_killed_replicas_come_back_and_the_other_takes_their_samples_over(start, wait_for):
-    """Two replicas: the engine of one is killed in mid-round, and then the server of the other. Nothing is lost, and both
-    work again after the next weight sync."""
-    run = start(
-        "data.train_batch_size=4",
-        "data.train_max_samples=16",
-        "trainer.total_training_steps=null",
-        "data.max_response_length=400",
-        "actor_rollout_ref.rollout.n=4",
-        "trainer.n_gpus_per_node=2",
-        "partial_rollout.failures.replica_restarts=2",
-        # The engines sleep between rounds: on a CPU that frees no memory, but takes the same calls.
-        "actor_rollout_ref.rollout.free_cache_engine=True",
-        "partial_rollout.resume_kv=recompute",
-        # Between the weight sync, which restarts them, and the next round.
-        "trainer.test_freq=1",
-        "data.val_max_samples=4",
-    )
-    wait_for(lambda: in_mid_round(run), "a round of training")
+    """Whether its first round goes on for two seconds."""
+    if "Training Progress" not in run.terminal() or not processes_of_session(run.process.pid, ENGINE):
+        return False
     time.sleep(2)
-    killed, orphan = processes_of_session(run.process.pid, "VLLM::EngineCore")
-    server = orphan.parent()
-    assert "RecipeVLLMServer" in " ".join(server.cmdline())
-    killed.kill()
+    return True
+
+
+def updates(run):
+    """Whether the trainer has the batch of step 2 and updates on it."""
+    trace = run.directory / "trace.jsonl"
+    events = [json.loads(line) for line in trace.read_text().splitlines()] if trace.exists() else []
+    return any(event["event"] == "phase" and event["name"] == "wait" and event["step"] == 2 for event in events)
+
+
+def has_stepped(run):
     metrics = run.directory / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and '"training/global_step"' in metrics.read_text(), "the first step")
-    server.kill()
-    assert run.process.wait(300) == 0, run.terminal()[-3000:]
-    result, _ = audit(run.directory)
-    assert result.violations == [] and result.complete and len(result.trained.all) == 16
-    assert run.read().steps[4]["partial_rollout/failures/replicas_restarted_total"] == 2
-    assert not orphan.is_running(), "it would hold the memory of its device"
+    return metrics.exists() and '"training/global_step"' in metrics.read_text()
 
 
-def test_reward_function_that_raises_is_asked_again_and_one_that_hangs_ends_the_run_by_name(start, wait_for):
+@pytest.mark.parametrize(
+    ("overrides", "when", "victim", "words"),
+    [
+        (LONG, in_mid_round, ENGINE, ("vLLM replica", "failed on request")),
+        ((*LONG, "partial_rollout.enable=False"), in_mid_round, ENGINE, ("vLLM replica", "failed on request")),
+        (
+            (*LONG, "partial_rollout.failures.worker_restarts=0"),
+            in_mid_round,
+            WORKER,
+            ("agent_loop_worker_0 died during the round", "worker_restarts=0"),
+        ),
+        (SEPARATE, updates, ENGINE, ("vLLM replica",)),
+        (SEPARATE, updates, "ray::WorkerDict", ("WorkerDict",)),
+        (SEPARATE, updates, "ray::ManagerActor", ("ManagerActor",)),
+        (
+            (*SMALL, APART, "data.max_response_length=64", "trainer.total_training_steps=50"),
+            has_stepped,
+            "ray::CheckpointEngineWorker",
+            ("failed in vLLM replica",),
+        ),
+    ],
+    ids=["engine", "noPR engine", "worker", "separate engine", "trainer", "manager", "receiver of weights"],
+)
+def test_what_dies_without_a_twin_ends_the_run_by_name(start, wait_for, ends_with, overrides, when, victim, words):
+    run = start(*overrides)
+    wait_for(lambda: when(run), when.__name__)
+    processes_of_session(run.process.pid, victim)[0].kill()
+    ends_with(run, *words)
+
+
+def test_stopped_engine_ends_the_run_by_the_deadline_of_its_hold(start, wait_for, ends_with):
+    run = start(*SEPARATE, "partial_rollout.deadlines.interrupt_s=8")
+    wait_for(lambda: updates(run), "the update of step 2")
+    processes_of_session(run.process.pid, ENGINE)[0].send_signal(signal.SIGSTOP)
+    ends_with(run, "the vLLM replicas", "took more than 8 s", "deadlines.interrupt_s")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [(SHORT, "weight sync"), ((*SHORT, APART), "loading")],
+    ids=["colocated", "separate"],
+)
+def test_failed_weight_sync_ends_the_run_by_name(start, wait_for, ends_with, monkeypatch, overrides, what):
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    extension = "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=bad_sync.FailingExtension"
+    run = start(*overrides, extension)
+    wait_for(lambda: "Training Progress" in run.terminal(), "training")
+    ends_with(run, f"{what} of version 1 failed in vLLM replica", "no_such_weight", within_s=90.0)
+
+
+def test_reward_function_that_raises_is_asked_again_and_one_that_hangs_ends_the_run_by_name(start, wait_for, ends_with):
     """The first step trains a sample whose first score raised; in the second no score comes, at either try."""
     run = start(
         *SHORT,
@@ -108,14 +120,82 @@ def test_reward_function_that_raises_is_asked_again_and_one_that_hangs_ends_the_
         "partial_rollout.overlap=0",
     )
     wait_for(lambda: "Training Progress" in run.terminal() or run.process.poll() is not None, "training")
-    check_ends_with(run, "16 of the 16 samples", "reward function gave no score", "reward_s", within_s=60.0)
+    ends_with(run, "16 of the 16 samples", "reward function gave no score", "reward_s", within_s=60.0)
     (step,) = run.read().steps.values()
     assert step["partial_rollout/failures/retried_total"] == 1
     assert step["partial_rollout/failures/masked_total"] == step["partial_rollout/lost_samples"] == 0
 
 
-def test_failed_weight_sync_ends_the_run_by_name(start, wait_for, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
-    run = start(*SHORT, "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=bad_sync.FailingExtension")
-    wait_for(lambda: "Training Progress" in run.terminal(), "training")
-    check_ends_with(run, "weight sync of version 1 failed in vLLM replica", "no_such_weight", within_s=60.0)
+@pytest.mark.parametrize(
+    ("overrides", "steps", "when"),
+    [
+        (
+            (
+                *SMALL,
+                "trainer.n_gpus_per_node=2",
+                # The engines sleep between rounds: on a CPU that frees no memory, but takes the same calls.
+                "actor_rollout_ref.rollout.free_cache_engine=True",
+                # Between the weight sync, which restarts them, and the next round.
+                "trainer.test_freq=1",
+                "data.val_max_samples=4",
+            ),
+            4,
+            in_mid_round,
+        ),
+        ((*SMALL, APART, "actor_rollout_ref.rollout.n_gpus_per_node=2"), 8, has_stepped),
+    ],
+    ids=["colocated", "separate"],
+)
+def test_killed_replicas_come_back_and_the_other_takes_their_samples_over(start, wait_for, overrides, steps, when):
+    """The engine of one is killed, and then the server of the other: both work again, and nothing is lost."""
+    run = start(
+        *overrides,
+        f"data.train_max_samples={4 * steps}",
+        "trainer.total_training_steps=null",
+        "data.max_response_length=400",
+        "partial_rollout.failures.replica_restarts=2",
+        "partial_rollout.resume_kv=recompute",
+    )
+    wait_for(lambda: when(run), when.__name__)
+    killed, orphan = processes_of_session(run.process.pid, ENGINE)
+    server = orphan.parent()
+    assert "RecipeVLLMServer" in " ".join(server.cmdline())
+    killed.kill()
+    later = steps // 2 - 1
+    wait_for(lambda: has_stepped(run) and later in run.read().steps, f"step {later}")
+    server.kill()
+    assert run.process.wait(300) == 0, run.terminal()[-3000:]
+    result, _ = audit(run.directory)
+    assert result.violations == [] and result.complete and len(result.trained.all) == 4 * steps
+    read = run.read()
+    restarted = {s: metrics["partial_rollout/failures/replicas_restarted_total"] for s, metrics in read.steps.items()}
+    assert restarted[steps] == 2
+    assert not orphan.is_running(), "it would hold the memory of its device"
+    whole = min(step for step, count in restarted.items() if count == 2)
+    tokens = [0, 0]
+    for event in read.rounds:
+        if event["step"] > whole:
+            for replica, _start, _end, made, *_ in event["calls"]:
+                tokens[replica] += made
+    assert when is in_mid_round or min(tokens) > 0.25 * sum(tokens) > 0, "each successor decodes its share"
+
+
+def test_worker_that_dies_while_the_trainer_updates_is_replaced_and_its_samples_go_on(start, wait_for):
+    run = start(*SEPARATE)
+    wait_for(lambda: updates(run), "the update of step 2")
+    processes_of_session(run.process.pid, WORKER)[0].kill()
+    assert run.process.wait(300) == 0, run.terminal()[-3000:]
+    result, _ = audit(run.directory)
+    assert result.violations == [] and result.complete and len(result.trained.all) == 24
+    assert run.read().steps[6]["partial_rollout/failures/workers_restarted_total"] == 1
+
+
+def test_training_that_is_killed_twice_while_it_decodes_and_trains_loses_nothing(task, count_start, tmp_path):
+    arguments = ["--out", str(tmp_path), "--faults", "2", "--kinds", "kill", "--seed", "3"]
+    arguments += ["--between-s", "2", "12", "--", "quickstart_cpu"]
+    overrides = [f"quickstart.dir={task}", "partial_rollout.probe_s=0", "trainer.logger=[file]"]
+    for _life in range(3):
+        count_start()
+    assert chaos([*arguments, *SEPARATE, *overrides]) == 0
+    result, _ = audit(tmp_path / "run")
+    assert result.violations == [] and result.complete and len(result.trained.all) == 24

@@ -141,7 +141,10 @@ def held(on_engine):
         )
 
 
-@pytest.mark.parametrize("kv", ["recompute", "keep"])
+BOTH = pytest.mark.parametrize("kv", ["recompute", "keep"])
+
+
+@BOTH
 def test_greedy_responses_are_the_same_however_often_the_engine_was_held(held, kv):
     for output, plain in zip(getattr(held, kv).outputs, held.plain, strict=True):
         assert list(output.token_ids) == list(plain.token_ids) and len(output.token_ids) == RESPONSE
@@ -149,7 +152,7 @@ def test_greedy_responses_are_the_same_however_often_the_engine_was_held(held, k
         assert output.stop_reason == "completed"
 
 
-@pytest.mark.parametrize("kv", ["recompute", "keep"])
+@BOTH
 def test_marks_are_the_tokens_that_had_been_made_at_each_hold(held, kv):
     counts, outputs = getattr(held, kv).counts, getattr(held, kv).outputs
     for i, output in enumerate(outputs):
@@ -160,7 +163,7 @@ def test_marks_are_the_tokens_that_had_been_made_at_each_hold(held, kv):
         assert output.extra_fields["global_steps"] == len(HOLDS) and at_holds[-1] < RESPONSE
 
 
-@pytest.mark.parametrize("kv", ["recompute", "keep"])
+@BOTH
 def test_request_that_arrives_during_a_hold_is_made_by_later_versions_only(held, kv):
     late = getattr(held, kv).late
     assert len(late.token_ids) == RESPONSE

@@ -1,9 +1,6 @@
 """What a real engine does when KV blocks run out: whoever was dispatched last makes room, whenever it arrived."""
 
 import asyncio
-import runpy
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,26 +12,20 @@ PROMPT, BLOCK = [4, 7, 8, 9, 10, 11], 32
 SAMPLES, SEATS, ROOM = 64, 48, 100
 """what waits, ``max_num_seqs``, KV blocks (one of them the engine's own)"""
 LONGEST, ROOM_TOKENS = 400, (ROOM - 1) * BLOCK
-INTERRUPTED = 104
-"""samples in the engine when it is interrupted, most of them without a seat"""
 YOUNG, RESPONSE = 40, 100
 """samples beside one that was dispatched earlier; each comes to need four blocks"""
-
-serve = runpy.run_path(str(Path(__file__).with_name("bare_server.py")))["serve"]
 
 
 @pytest.fixture(scope="module")
 def scarce(on_engine):
-    """One engine with more seats than KV blocks: interrupted, then with more samples than fit, in either order.
-
-    At last with all seats as slots, and with as many as the rule says.
-    """
+    """One engine with more seats than KV blocks: with more samples than fit, in either order; with all seats as slots, and
+    with as many as the rule says."""
 
     async def body(engine):
         from recipe.partial_rollout.engine.replica import kv_tokens_of
 
         await engine.get_supported_tasks()
-        found = SimpleNamespace(tokens=kv_tokens_of(engine.vllm_config), interrupted=await interrupted(engine))
+        found = SimpleNamespace(tokens=kv_tokens_of(engine.vllm_config))
         found.ended = {by: await order_of_ends(engine, by) for by in ("dispatch", "arrival")}
         found.slots = ReplicaSlots(SEATS, given=False, kv_tokens=found.tokens, sizes=SampleSizes(len(PROMPT), LONGEST))
         found.of_all_seats = await preempted(engine, "all", SEATS)
@@ -51,35 +42,6 @@ def scarce(on_engine):
         watermark=0.05,
         enable_prefix_caching=False,
     )
-
-
-async def interrupted(engine):
-    """An interruption once samples were preempted for lack of blocks; then every sample goes on."""
-    from recipe.partial_rollout.engine.replica import RecipeVLLMServer
-
-    server, taken = serve(engine, RecipeVLLMServer, RESPONSE), SimpleNamespace()
-
-    def generate(i, tokens):
-        sampling = {"temperature": 1.0, "ignore_eos": True, "logprobs": True, "detokenize": False}
-        sampling["max_tokens"] = RESPONSE - len(tokens)
-        name = f"interrupted-{i}-{len(tokens)}"
-        return asyncio.ensure_future(server.generate([*PROMPT, *tokens], sampling, name, priority=i))
-
-    assert await server.kv_tokens() < SEATS * RESPONSE
-    requests = [generate(i, []) for i in range(INTERRUPTED)]
-    async with asyncio.timeout(60):
-        while not await server.preemptions():
-            await asyncio.sleep(0.01)
-    began = time.monotonic()
-    await server.abort_all_requests(reject_request=True)
-    taken.took, taken.back = time.monotonic() - began, all(request.done() for request in requests)
-    taken.first = await asyncio.wait_for(asyncio.gather(*requests), 60)
-    await server.resume_generation()
-    began = time.monotonic()
-    rest = [generate(i, out.token_ids) for i, out in enumerate(taken.first) if len(out.token_ids) < RESPONSE]
-    taken.rest = await asyncio.wait_for(asyncio.gather(*rest), 120)
-    taken.rest_took = time.monotonic() - began
-    return taken
 
 
 async def run_one(engine, name, length, priority):
@@ -118,20 +80,6 @@ async def preempted(engine, name, slots):
 
     await asyncio.gather(*[run(i) for i in range(SAMPLES)])
     return await preemptions_of(engine) - before
-
-
-def test_interruption_does_not_wait_for_samples_without_kv(scarce):
-    taken = scarce.interrupted
-    assert taken.back and taken.took < taken.rest_took / 4
-    without = [output for output in taken.first if not output.token_ids]
-    assert without and all(output.stop_reason == "aborted" for output in without)
-
-
-def test_no_token_is_lost_where_kv_is_scarce(scarce):
-    outputs = [*scarce.interrupted.first, *scarce.interrupted.rest]
-    assert all(len(output.log_probs or []) == len(output.token_ids) for output in outputs)
-    assert sum(len(output.token_ids) for output in outputs) == INTERRUPTED * RESPONSE
-    assert any(output.token_ids for output in scarce.interrupted.first)
 
 
 def test_sample_that_was_dispatched_last_makes_room(scarce):

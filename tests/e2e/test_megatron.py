@@ -1,25 +1,24 @@
-"""``main_ppo`` with Megatron-Core at TP2 over gloo: PR that is killed and resumed, and noPR with a critic."""
+"""``main_ppo`` with Megatron-Core at TP2 over gloo: PR that is killed and resumed, and noPR with a critic.
+
+That a restart goes on with weights and moments is shown in ``tests/integration/test_megatron.py``.
+"""
 
 import math
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from recipe.partial_rollout.tools.audit import audit
-from tests.conftest import kill_session
+from tests.chaos.victim import kill_session
 
 # Two trainings, one after the other; each starts for a minute and a half.
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 
-LR = 3e-4
 SMALL = (
     "engine=megatron",
     "trainer.n_gpus_per_node=2",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
-    f"actor_rollout_ref.actor.optim.lr={LR}",
-    "actor_rollout_ref.actor.optim.weight_decay=0",
     "data.train_batch_size=4",
     "data.train_max_samples=24",
     "data.max_response_length=200",
@@ -42,32 +41,7 @@ def sealed(run_dir, step):
     return (run_dir / f"global_step_{step}" / "partial_rollout" / "manifest.json").exists()
 
 
-def optimizer_state(run_dir, step):
-    """What the actor's checkpoint holds of Megatron's optimizer, by name: flat shards, and its groups of parameters."""
-    reader = dcp.FileSystemReader(run_dir / f"global_step_{step}" / "actor" / "optimizer" / "dist_ckpt")
-    entries = reader.read_metadata().state_dict_metadata
-    state = {name: torch.zeros(entry.size) if hasattr(entry, "size") else None for name, entry in entries.items()}
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return state
-
-
-def share_that_goes_on(before, after, step):
-    """The share of weights that ``after`` moves by Adam's step ``step``, with moments that go on from those of ``before``.
-
-    Shards are padded with whatever the memory held: not quite all do.
-    """
-    shares = []
-    for name in (name.removesuffix("exp_avg") for name in before if name.endswith("exp_avg")):
-        weights, first, second = (after[name + part] for part in ("param", "exp_avg", "exp_avg_sq"))
-        change = LR * first / (1 - 0.9**step) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
-        moved = (weights != before[f"{name}param"]) & ((before[f"{name}param"] - change - weights).abs() < 1e-6)
-        shares.append((moved & (second >= 0.9989 * before[f"{name}exp_avg_sq"])).float().mean().item())
-    return min(shares)
-
-
-def test_training_that_is_killed_trains_every_prompt_once_and_goes_on_with_weights_and_moments(
-    start, wait_for, read_run, tmp_path
-):
+def test_training_that_is_killed_trains_every_prompt_once(start, wait_for, read_run, tmp_path):
     run_dir = tmp_path / "kept"
     bounded = ("partial_rollout.overlap=1.0", "partial_rollout.max_staleness=2", "partial_rollout.resume_kv=recompute")
     life = (f"trainer.default_local_dir={run_dir}", "trainer.resume_mode=auto", "trainer.total_training_steps=null")
@@ -95,11 +69,6 @@ def test_training_that_is_killed_trains_every_prompt_once_and_goes_on_with_weigh
     gap = "partial_rollout/mismatch/kv_gap_mean"
     gaps = {number: step[gap] for number, step in run.steps.items() if gap in step}
     assert max(gaps) > last and max(gaps.values()) < 1e-5, gaps
-
-    before, after = (optimizer_state(run_dir, step) for step in (last, last + 1))
-    assert share_that_goes_on(before, after, last + 1) > 0.999
-    groups = [group for name, part in after.items() if "/shard" in name and "optimizer/" in name for group in part]
-    assert {group["step"] for part in groups for group in part["param_groups"]} == {last + 1}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Real training: both arms on the same 24 prompts, and a tool conversation whose rewards are asynchronous, on two cores."""
+"""Real training on two cores: noPR, and PR on the same 24 prompts with conversations that call a tool."""
 
 import json
 import math
@@ -31,22 +31,48 @@ SMALL = (
 
 
 VALIDATED = ("data.val_max_samples=8", "trainer.test_freq=2")
+HERE = Path(__file__).parent
+TOOLS = (
+    "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+    "actor_rollout_ref.rollout.multi_turn.enable=True",
+    "actor_rollout_ref.rollout.multi_turn.format=scripted",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
+    f"actor_rollout_ref.rollout.multi_turn.function_tool_path={HERE / 'scripted_tool.py'}",
+    "partial_rollout.failures.tool_timeout_s=2",
+    "partial_rollout.tools.concurrency=16",
+)
 
 
 @pytest.fixture(scope="module")
-def arms(module_train):
-    return {
-        "noPR": module_train(*SMALL, *VALIDATED, "partial_rollout.enable=False", name="noPR"),
-        "PR": module_train(
-            *SMALL,
-            *VALIDATED,
-            "partial_rollout.overlap=1.0",
-            "partial_rollout.max_staleness=2",
-            "partial_rollout.probe_s=2",
-            "partial_rollout.proximal=recompute",
-            name="PR",
-        ),
-    }
+def tool_calls(tmp_path_factory):
+    """A line for each call of a sample's."""
+    return tmp_path_factory.mktemp("tools") / "calls"
+
+
+@pytest.fixture(scope="module")
+def arms(module_train, tool_calls):
+    """In PR a sample has three turns with a tool call between them, and a reward that awaits; prompts are trained in order,
+    the overlap is measured, and the KV cache is for 24 samples of 64 + 400 / 2 tokens out of 32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOOL_CALLS", str(tool_calls))
+        return {
+            "noPR": module_train(*SMALL, *VALIDATED, "partial_rollout.enable=False", name="noPR"),
+            "PR": module_train(
+                *SMALL,
+                *VALIDATED,
+                *TOOLS,
+                "partial_rollout.overlap=auto",
+                "partial_rollout.max_staleness=3",
+                "partial_rollout.scheduling.policy=in_order",
+                "partial_rollout.probe_s=2",
+                "partial_rollout.proximal=recompute",
+                "partial_rollout.reward_in_worker=False",
+                f"reward.custom_reward_function.path={HERE / 'async_reward.py'}",
+                "+actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=200",
+                "actor_rollout_ref.actor.use_kl_loss=True",
+                name="PR",
+            ),
+        }
 
 
 def test_both_arms_log_entropy_and_every_overview_figure_from_the_first_step_on(arms):
@@ -69,18 +95,11 @@ def test_both_arms_train_every_prompt_of_the_epoch_once(arms):
     assert trained(arms["noPR"]) == trained(arms["PR"])
 
 
-def test_noPR_trains_the_prompts_of_each_step_in_dataset_order(arms):
-    for event in arms["noPR"].rounds:
-        assert [group["group"] for group in event["trained"]] == list(range(4 * event["step"] - 4, 4 * event["step"]))
-        assert event["carried_groups"] == 0
-
-
-def test_samples_span_versions_within_the_bound(arms):
-    staleness = [s for event in arms["PR"].rounds for group in event["trained"] for s in group["staleness"]]
-    segments = [s for event in arms["PR"].rounds for group in event["trained"] for s in group["segments"]]
-    assert len(staleness) == 96
-    assert 1 <= max(staleness) <= 2
-    assert max(segments) >= 2
+def test_prompts_are_trained_in_dataset_order_in_both_arms(arms):
+    for run in arms.values():
+        assert [group["group"] for event in run.rounds for group in event["trained"]] == list(range(24))
+    assert not any(event["carried_groups"] for event in arms["noPR"].rounds)
+    assert (arms["PR"].run["mode"], arms["PR"].run["policy"]) == ("window", "in_order")
 
 
 def test_behaviour_log_probs_of_interrupted_samples_are_the_engines_own(arms):
@@ -92,15 +111,13 @@ def test_behaviour_log_probs_of_interrupted_samples_are_the_engines_own(arms):
 
 
 def test_nothing_is_lost_and_the_last_round_drains(arms):
-    run = arms["PR"]
-    assert all(step["partial_rollout/lost_samples"] == 0 for step in run.steps.values())
-    assert run.steps[6]["partial_rollout/inflight/samples"] == 0
-    assert any(step["partial_rollout/buffer/carried_groups"] > 0 for step in run.steps.values())
-    assert (
-        run.steps[6]["partial_rollout/buffer/resumed_total"]
-        == run.steps[6]["partial_rollout/buffer/interrupted_total"]
-        > 0
-    )
+    steps = arms["PR"].steps
+    assert all(step["partial_rollout/lost_samples"] == 0 for step in steps.values())
+    assert 1 <= max(step["partial_rollout/staleness/max"] for step in steps.values()) <= 3
+    assert any(step["partial_rollout/buffer/carried_groups"] > 0 for step in steps.values())
+    assert steps[6]["partial_rollout/inflight/samples"] == 0
+    interrupted = steps[6]["partial_rollout/buffer/interrupted_total"]
+    assert steps[6]["partial_rollout/buffer/resumed_total"] == interrupted > 0
 
 
 def test_validation_runs_between_rounds(arms):
@@ -120,8 +137,7 @@ def test_decoupled_loss_is_on_under_partial_rollout_only(arms):
 
 def test_probe_measures_the_engine_kept_full(arms):
     before, after = [event for event in arms["PR"].trace if event["event"] == "probe"]
-    for probe in (before, after):
-        assert probe["concurrency"] == 16 and probe["tokens"] > 0
+    assert min(before["tokens"], after["tokens"]) > 0
     # The first one did not measure how long engines take to compile.
     assert before["tokens_per_s"] > after["tokens_per_s"] / 5
     assert arms["PR"].steps[2]["partial_rollout/rollout/efficiency"] > 0
@@ -138,90 +154,42 @@ def test_report_compares_the_arms_at_equal_work(arms, tmp_path):
     runs = report["runs"]
     for arm in ("noPR", "PR"):
         assert runs[arm]["trained_groups"] == 24 and runs[arm]["lost_samples"] == 0
-    assert runs["PR"]["staleness"]["max"] <= 2 and runs["noPR"]["staleness"]["max"] == 0
+    assert runs["PR"]["staleness"]["max"] <= 3 and runs["noPR"]["staleness"]["max"] == 0
     assert report["against_base"]["PR"]["ratios"]["rollout_s_per_trained_token"] > 0
     assert (tmp_path / "timeline.png").stat().st_size > 10_000
 
 
-HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def tools(module_train, tmp_path_factory):
-    """A run, and the tool calls of each sample. It has three turns with a tool call between them, a reward that awaits,
-    prompts trained in order, a measured overlap, and a KV cache for 24 samples of 64 + 400 / 2 tokens out of 32."""
-    calls = tmp_path_factory.mktemp("tools") / "calls"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TOOL_CALLS", str(calls))
-        run = module_train(
-            *SMALL,
-            "data.train_max_samples=16",
-            "partial_rollout.max_staleness=3",
-            "partial_rollout.scheduling.policy=in_order",
-            "partial_rollout.overlap=auto",
-            "+actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=200",
-            "partial_rollout.reward_in_worker=False",
-            "partial_rollout.proximal=recompute",
-            "actor_rollout_ref.actor.use_kl_loss=True",
-            f"reward.custom_reward_function.path={HERE / 'async_reward.py'}",
-            "partial_rollout.failures.tool_timeout_s=2",
-            "partial_rollout.tools.concurrency=16",
-            "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
-            "actor_rollout_ref.rollout.multi_turn.enable=True",
-            "actor_rollout_ref.rollout.multi_turn.format=scripted",
-            "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
-            f"actor_rollout_ref.rollout.multi_turn.function_tool_path={HERE / 'scripted_tool.py'}",
-            name="tools",
-        )
-    return run, Counter(calls.read_text().split())
-
-
-def test_tool_conversation_survives_interruptions(tools):
+def test_tool_conversation_survives_interruptions(arms, tool_calls):
     """Every sample has three turns with a tool call between them; interruptions repeat none; one that hangs is repeated."""
-    run, by_sample = tools
+    run, by_sample = arms["PR"], Counter(tool_calls.read_text().split())
     segments = [s for event in run.rounds for group in event["trained"] for s in group["segments"]]
     # verl counts the prompt, every answer and every tool response; answers are one more than tool responses.
     answers = sum(step["num_turns/mean"] * 16 / 2 for step in run.steps.values())
-    assert len(segments) == 64 and sum(segments) > answers
+    assert len(segments) == 96 and sum(segments) > answers
     assert max(by_sample.values()) == 2
-    assert run.steps[max(run.steps)]["partial_rollout/failures/retried_total"] == 1
+    assert run.steps[6]["partial_rollout/failures/retried_total"] == 1
     # The slot of the one that hangs, for its two seconds but the first tenth.
-    assert run.steps[max(run.steps)]["partial_rollout/agent/slots_freed_s_total"] > 1.5
+    assert run.steps[6]["partial_rollout/agent/slots_freed_s_total"] > 1.5
     assert max(step["num_turns/max"] for step in run.steps.values()) == 6
-    assert all(step["training/rollout_probs_diff_max"] < 1e-3 for step in run.steps.values())
 
 
-def test_reference_policy_is_the_actor_at_rate_0(tools):
-    run, _ = tools
-    assert all(step["actor/kl_loss"] == pytest.approx(0, abs=1e-5) for step in run.steps.values())
-
-
-def test_asynchronous_sandboxed_reward_function_trains(tools):
-    run, _ = tools
-    assert sorted(run.steps) == [1, 2, 3, 4] and run.run["complete"]
-    for step in run.steps.values():
+def test_asynchronous_sandboxed_reward_trains_and_the_reference_policy_is_the_actor_at_rate_0(arms):
+    for step in arms["PR"].steps.values():
         assert math.isfinite(step["actor/pg_loss"]) and step["actor/grad_norm"] > 0
         assert 0 < step["critic/score/mean"] < 1
-        assert step["partial_rollout/lost_samples"] == 0
+        assert step["actor/kl_loss"] == pytest.approx(0, abs=1e-5)
 
 
-def test_prompts_are_trained_in_order_within_the_bound(tools):
-    run, _ = tools
-    assert run.run["mode"] == "window" and run.run["policy"] == "in_order"
-    assert [group["group"] for event in run.rounds for group in event["trained"]] == list(range(16))
-    assert all(step["partial_rollout/staleness/max"] <= 3 for step in run.steps.values())
-
-
-def test_overlap_is_steered_by_what_the_rounds_measure(tools):
-    run, _ = tools
-    assert all("partial_rollout/overlap_auto/target" in step for step in run.steps.values())
+def test_overlap_is_steered_by_what_the_rounds_measure(arms):
+    steps = arms["PR"].steps.values()
+    assert all("partial_rollout/overlap_auto/target" in step for step in steps)
     # Decided in the background, from what the rounds before it measured.
-    assert any("partial_rollout/overlap_auto/gain_up" in step for step in run.steps.values())
+    assert any("partial_rollout/overlap_auto/gain_up" in step for step in steps)
 
 
-def test_slots_follow_the_kv_cache_where_it_is_scarce(tools):
-    run, _ = tools
+def test_slots_follow_the_kv_cache_where_it_is_scarce(arms):
+    run = arms["PR"]
     assert run.run["slots_per_replica"] == 24
     # Slots follow what samples held; at the rule's size the engine seldom has to preempt one.
     assert run.steps[1]["partial_rollout/rollout/slots_per_replica"] == 24
-    assert sum(step["partial_rollout/rollout/preemptions"] for step in run.steps.values()) < 16
+    assert sum(step["partial_rollout/rollout/preemptions"] for step in run.steps.values()) < 24

@@ -76,48 +76,36 @@ def test_training_over_two_nodes_outlives_a_worker_and_an_engine_and_resumes_aft
     def said(pattern):
         return re.search(pattern, run.terminal())
 
-    def note(what):
-        print(f"{time.monotonic() - began:6.1f} s {what}")
-
-    began = time.monotonic()
     wait_for(lambda: reached("training/global_step", 2), "two steps")
     for title, where in ((ENGINE, [1, 1, 0]), (WORKER, [1, 1, 1]), (REWARD, [1, 1, 1])):
         assert [len(node.processes(title)) for node in (first, second, third)] == where
 
     wait_for(in_mid_round, "the middle of a round", 60)
-    note("third node killed")
     third.kill()
     for process in first.processes(BALANCER) + second.processes(BALANCER):
         process.kill()
     validations = validated()
     wait_for(lambda: reached("partial_rollout/failures/workers_restarted_total", 1), "a worker in the dead one's place")
-    note("the step after")
     taken_over = said(
         r"agent_loop_worker_\d died during .*, and agent_loop_worker_\d\.2 takes its (\d+) samples over: .*"
     )
     assert taken_over and int(taken_over[1]) > 0, run.terminal()[-3000:]
-    note(taken_over[0])
     assert [len(node.processes(WORKER)) for node in (first, second)] == [2, 1]
 
     wait_for(in_mid_round, "the middle of a round", 60)
-    note("engine of the second node killed")
     second.processes(ENGINE)[0].kill()
     wait_for(
         lambda: reached("partial_rollout/failures/replicas_restarted_total", 1), "a replica in the dead one's place"
     )
-    note("the step after")
     assert said("vLLM replica .* died: ") and said("vLLM replica .* is back as ")
     assert [len(node.processes(ENGINE)) for node in (first, second)] == [1, 1]
     wait_for(lambda: validated() > validations, "a validation without verl's load balancer", 60)
     assert not reached("partial_rollout/failures/masked_total", 1)
 
     wait_for(in_mid_round, "the middle of a round", 60)
-    note("second node killed")
     second.kill()
     assert run.process.wait(60) == 1, run.terminal()[-3000:]
-    note("the run has ended")
     (error,) = [line for line in run.terminal().splitlines() if "training failed:" in line]
-    note(error)
     for words in ("Ray lost node second (", "as many trainers (2)", "trainer.resume_mode=auto", str(run_dir)):
         assert words in error
     wait_for(lambda: not first.processes(ENGINE), "the end of the run's engine on the living node", 30)
@@ -128,10 +116,8 @@ def test_training_over_two_nodes_outlives_a_worker_and_an_engine_and_resumes_aft
 
     monkeypatch.delenv("RAY_ADDRESS")
     last = trained // 4 + 3
-    note(f"{trained} groups are trained; a start to step {last} on one node")
     resumed = start(*ours, "trainer.n_gpus_per_node=2", f"trainer.total_training_steps={last}", name="resumed")
     assert resumed.process.wait(300) == 0, resumed.terminal()[-3000:]
-    note("it has ended")
     result, _ = audit(run_dir)
     assert result.violations == [] and result.complete and result.kills == 1
     assert len(result.trained.all) == 4 * last

@@ -12,20 +12,15 @@ from recipe.partial_rollout.manager.policies import FailurePolicy
 from recipe.partial_rollout.manager.types import Prompt
 
 
-def prompts(count, start=0):
-    return [Prompt(f"0/{i}", 0, {"index": i}) for i in range(start, start + count)]
-
-
 @pytest.fixture
 def start():
     actors = []
 
-    def build(*, batch=2, n=2, overlap=1.0, stall_s=30.0, workers=(("w0", 64),), mode=Mode.WINDOW, failures=None):
-        admission = Admission(mode, batch, n, overlap, 2 * batch, batch * n, 4)
-        actor = ray.remote(ManagerActor).remote(admission, Scheduling(), stall_s, failures or FailurePolicy())
+    def build(*, n=2, capacity=64):
+        admission = Admission(Mode.WINDOW, 1, n, 1.0, 2, n, 4)
+        actor = ray.remote(ManagerActor).remote(admission, Scheduling(), 30.0, FailurePolicy())
         actors.append(actor)
-        for name, capacity in workers:
-            ray.get(actor.register_worker.remote(name, capacity))
+        ray.get(actor.register_worker.remote("w0", capacity))
         return actor
 
     yield build
@@ -35,13 +30,13 @@ def start():
 
 def test_large_claim_is_answered_in_parts(start):
     most = ManagerActor.CLAIM_SAMPLES
-    actor = start(batch=1, n=most + 10, workers=(("w0", 4 * most),))
-    ray.get(actor.begin_version.remote(0, prompts(2), True))
+    actor = start(n=most + 10, capacity=4 * most)
+    ray.get(actor.begin_version.remote(0, [Prompt(f"0/{i}", 0, {}) for i in range(2)], True))
     sizes = [len(ray.get(actor.claim.remote("w0"))) for _ in range(3)]
     assert sizes == [most, most, 20]
 
 
-def test_death_of_something_else_reaches_everyone_who_waits(start):
+def test_death_of_something_else_and_of_the_manager_reaches_everyone_who_waits(start):
     actor = start()
     ray.get(actor.begin_version.remote(0, [], 1))
     claim, waiting = actor.claim.remote("w0"), actor.wait_batch.remote(True)
@@ -49,11 +44,8 @@ def test_death_of_something_else_reaches_everyone_who_waits(start):
     for ref in (claim, waiting):
         with pytest.raises(RolloutFailedError, match="vLLM replica r0 died"):
             ray.get(ref, timeout=5)
-
-
-def test_death_of_the_manager_reaches_a_waiting_worker(start):
-    actor = start()
-    claim = actor.claim.remote("w0")
-    ray.kill(actor)
+    other = start()
+    claim = other.claim.remote("w0")
+    ray.kill(other)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(claim, timeout=10)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import free_port, kill_session
+from tests.chaos.victim import kill_session
+from tests.conftest import free_port
 
 pytestmark = pytest.mark.nightly
 

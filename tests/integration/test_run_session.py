@@ -1,26 +1,39 @@
 """Without verl, a trainer drives a run: every prompt is trained once, through a crash in the middle of a step."""
 
+from itertools import permutations
+
 import pytest
 
 from recipe.partial_rollout.config.choices import Placement
+from recipe.partial_rollout.records.ledger import NAME, Trained, iter_ledger
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.waits import finished
-from tests.integration.scripted_training import ScriptedTraining
+from tests.integration.scripted_training import BATCH, ScriptedTraining
 
 STEPS = 6
 
 
-@pytest.mark.parametrize("placement", list(Placement))
-def test_every_prompt_is_trained_once_through_a_crash(placement, tmp_path):
+@pytest.mark.parametrize("placement, then", list(permutations(Placement)))
+def test_every_prompt_is_trained_once_through_a_crash_and_a_change_of_placement(placement, then, tmp_path):
     crashed = ScriptedTraining(tmp_path, placement, STEPS)
     crashed.train(3)
     # Of the next step there is a batch with the trainer, and no checkpoint.
     finished(crashed.driver.next_batch(4))
     crashed.kill()
 
-    resumed = ScriptedTraining(tmp_path, placement, STEPS)
+    resumed = ScriptedTraining(tmp_path, then, STEPS)
     assert resumed.session.resumed_step == 3
     resumed.train(STEPS)
     resumed.end()
     found, _ = audit(tmp_path)
     assert found.violations == [] and "complete" in found.end
+
+
+def test_separate_engines_train_the_batches_of_the_baseline_where_the_bound_is_zero(tmp_path):
+    bound = ("partial_rollout.overlap=0", "partial_rollout.max_staleness=0")
+    training = ScriptedTraining(tmp_path, Placement.SEPARATE, STEPS, *bound)
+    training.train(STEPS)
+    training.end()
+    batches = [event.groups for _, event in iter_ledger(tmp_path / NAME, []) if isinstance(event, Trained)]
+    trained = [sorted(int(group.uid.removeprefix("0/")) for group in batch) for batch in batches]
+    assert trained == [list(range(BATCH * step, BATCH * (step + 1))) for step in range(STEPS)]

@@ -28,35 +28,17 @@ CONTRACT = (
     Uses(
         "verl.trainer.ppo.ray_trainer:RayPPOTrainer",
         "ray_trainer main_ppo task_runner",
-        has="async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader train_dataset "
-        "tokenizer config global_steps total_training_steps",
+        has="async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader "
+        "train_dataset tokenizer config global_steps total_training_steps __init__ fit init_workers "
+        "_create_dataloader _save_checkpoint _load_checkpoint _compute_old_log_prob _update_actor "
+        "_update_critic _validate _balance_batch",
         reads="agent_loop_manager_class",
-        calls={
-            "__init__": "*, config, tokenizer, processor, role_worker_mapping, resource_pool_manager, "
-            "ray_worker_group_cls, train_dataset, val_dataset, collate_fn, train_sampler, device_name",
-            "fit": "",
-            "init_workers": "",
-            "_create_dataloader": "train_dataset, val_dataset, collate_fn, train_sampler",
-            "_save_checkpoint": "",
-            "_load_checkpoint": "",
-            "_compute_old_log_prob": "batch",
-            "_update_actor": "batch",
-            "_update_critic": "batch",
-            "_validate": "",
-            "_balance_batch": "batch, metrics",
-        },
     ),
     Uses(
         "verl.trainer.main_ppo_v0:BaseTaskRunner",
         "task_runner",
-        has="role_worker_mapping",
-        calls={
-            "__init__": "",
-            "add_actor_rollout_worker": "config",
-            "add_critic_worker": "config",
-            "add_reward_model_resource_pool": "config",
-            "init_resource_pool_mgr": "config",
-        },
+        has="role_worker_mapping __init__ add_actor_rollout_worker add_critic_worker "
+        "add_reward_model_resource_pool init_resource_pool_mgr",
     ),
     Uses("verl.single_controller.ray.base:RayWorkerGroup", "task_runner", calls={"__init__": "*, master_port_range"}),
     Uses(
@@ -79,20 +61,14 @@ CONTRACT = (
     Uses(
         f"{AGENT_LOOP}:AgentLoopManager",
         "agent_loop_manager",
-        has="config llm_client teacher_client reward_loop_worker_handles agent_loop_workers agent_loop_workers_class",
-        calls={"__init__": "*, config, llm_client", "generate_sequences": "prompts"},
+        has="config llm_client teacher_client reward_loop_worker_handles agent_loop_workers "
+        "agent_loop_workers_class __init__ generate_sequences",
     ),
     Uses(
         f"{AGENT_LOOP}:AgentLoopWorker",
         "agent_loop_worker agent_loop_manager",
         has="config rollout_config llm_client tokenizer processor hf_model_type dataset_cls tools "
-        "reward_loop_worker_handles",
-        calls={
-            "__init__": "config, llm_client, teacher_client, reward_loop_worker_handles",
-            "_run_agent_loop": "sampling_params, trajectory, *, agent_name, trace",
-            "_agent_loop_postprocess": "output, validate",
-            "_compute_score": "outputs, kwargs",
-        },
+        "reward_loop_worker_handles __init__ _run_agent_loop _agent_loop_postprocess _compute_score",
     ),
     Uses(
         f"{AGENT_LOOP}:AgentLoopOutput",
@@ -103,38 +79,27 @@ CONTRACT = (
     Uses(
         f"{AGENT_LOOP}:AgentLoopBase",
         "agent_loop_worker",
-        calls={
-            "__init__": "*, trainer_config, server_manager, tokenizer, processor, hf_model_type, dataset_cls, data_config, "
-            "tools",
-            "run": "sampling_params",
-        },
+        has="__init__ run",
     ),
     Uses(
         "verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop",
         "agent_loop",
-        calls={"run": "sampling_params"},
+        has="run",
     ),
     Uses(
         "verl.experimental.reward_loop.reward_loop:RewardLoopWorker",
         "agent_loop_worker pooled_reward_model",
-        calls={"compute_score": "data", "compute_score_disrm": "data"},
+        has="compute_score compute_score_disrm",
     ),
     Uses(
         "verl.workers.rollout.llm_server:LLMServerClient",
         "llm_client",
-        has="config _load_balancer",
-        calls={
-            "__init__": "*, config, load_balancer_handle",
-            "generate": "request_id, *, prompt_ids, sampling_params, priority",
-            "_acquire_server": "request_id",
-            "_release_server": "server_id, request_id",
-            "_vllm_request_id": "request_id",
-        },
+        has="config _load_balancer __init__ generate _acquire_server _release_server _vllm_request_id",
     ),
     Uses(
         "verl.workers.rollout.llm_server:LLMServerManager",
         "ray_trainer standalone_engines",
-        calls={"__init__": "config, worker_group, rollout_resource_pool", "get_replicas": ""},
+        has="__init__ get_replicas",
     ),
     Uses("verl.trainer.ppo.ray_trainer", "standalone_engines", has="LLMServerManager"),
     Uses(
@@ -161,15 +126,8 @@ CONTRACT = (
     Uses(
         f"{VLLM_SERVER}:vLLMReplica",
         "replica replicas",
-        has="servers workers server_class gpus_per_replica_node",
-        calls={
-            "__init__": "replica_rank, config, model_config",
-            "launch_servers": "",
-            "abort_all_requests": "*, reject_request",
-            "resume_generation": "",
-            "sleep": "",
-            "wake_up": "",
-        },
+        has="servers workers server_class gpus_per_replica_node __init__ launch_servers abort_all_requests "
+        "resume_generation sleep wake_up",
     ),
     Uses(
         f"{VLLM_SERVER}:vLLMHttpServer",
@@ -188,35 +146,18 @@ CONTRACT = (
     Uses(
         "verl.checkpoint_engine:CheckpointEngineManager",
         "weight_transfer",
-        has="backend backend_cls config actor_wg replicas",
-        calls={
-            "update_weights": "global_steps",
-            "sleep_replicas": "",
-            "wake_up_replicas": "",
-            "abort_replicas": "reject_request",
-            "resume_generation_replicas": "",
-            "release_kv_cache_replicas": "",
-            "resume_kv_cache_replicas": "",
-        },
+        has="backend backend_cls config actor_wg replicas update_weights sleep_replicas wake_up_replicas "
+        "abort_replicas resume_generation_replicas release_kv_cache_replicas resume_kv_cache_replicas",
     ),
     Uses(
         "verl.checkpoint_engine:CheckpointEngineWorker",
         "weight_transfer replica",
-        has="server_adapter",
-        calls={"update_weights": "*, global_steps"},
+        has="server_adapter update_weights",
     ),
     Uses(
         "verl.checkpoint_engine.base:CheckpointEngineWithCache",
         "shm_weights weight_transfer",
-        calls={
-            "prepare": "",
-            "build_topology": "actor_wg_world_size, rollout_world_size, metadata",
-            "init_process_group": "",
-            "finalize": "",
-            "send_weights": "weights, global_steps",
-            "receive_weights": "global_steps",
-            "get_weights": "",
-        },
+        has="prepare build_topology init_process_group finalize send_weights receive_weights get_weights",
     ),
     Uses(
         "verl.workers.config:RolloutConfig",
@@ -240,12 +181,7 @@ CONTRACT = (
     Uses(
         "verl.tools.base_tool:BaseTool",
         "tool_journal workspace",
-        calls={
-            "__init__": "config, tool_schema",
-            "create": "instance_id",
-            "execute": "instance_id, parameters",
-            "release": "instance_id",
-        },
+        has="__init__ create execute release",
     ),
     Uses("verl.tools.function_tool:FunctionTool", "tool_journal", has="fn is_async", calls={"call": "parameters"}),
     Uses(
@@ -273,11 +209,7 @@ CONTRACT = (
     Uses(
         "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync",
         "sampler",
-        calls={
-            "__init__": "*, trainer_mode, trainer_config, max_off_policy_threshold, max_off_policy_strategy, "
-            "sampler_kwargs, poll_interval",
-            "sample": "*, global_steps, partition_id, batch_size",
-        },
+        has="__init__ sample",
     ),
     # -- verl_ext -------------------------------------------------------------------------------------------------------
     Uses(
@@ -309,8 +241,7 @@ CONTRACT = (
     Uses(
         "verl.utils.tracking:Tracking",
         "tracking_observer",
-        has="logger",
-        calls={"__init__": "project_name, experiment_name, default_backend, config", "log": "data, step, backend"},
+        has="logger __init__ log",
     ),
     Uses(
         "verl.utils.tracking",
