@@ -104,7 +104,7 @@ def assert_soon(condition):
 
 
 @pytest.mark.parametrize("length", [5, LARGE])
-def test_outputs_outlive_their_worker_travel_by_reference_and_are_freed_once_trained(start, length):
+def test_outputs_outlive_their_worker_and_are_freed_once_trained(start, length):
     actor = start(groups=3)
     before = objects_of(actor)
     assert finish_all(actor, length) == 6
@@ -112,7 +112,6 @@ def test_outputs_outlive_their_worker_travel_by_reference_and_are_freed_once_tra
         ray.get(actor.report.remote(Report("w0", finished=[("0/0#0", output_of(LARGE))])))
     ray.get(actor.release_worker.remote("w0"))
     taken = take(actor)
-    assert len(ray.cloudpickle.dumps(taken)) < 6000, "the manager's answer has no arrays"
     fetched = fetch_groups(taken, STORE.fetch)
     assert sorted(group.uid for group in fetched) == ["0/0", "0/1", "0/2"]
     for seed, output in enumerate(output for group in fetched for output in group.outputs):
@@ -122,14 +121,14 @@ def test_outputs_outlive_their_worker_travel_by_reference_and_are_freed_once_tra
     assert_soon(lambda: objects_of(actor) == before)
 
 
-def test_outputs_of_many_reports_share_an_object_of_two_megabytes(start):
+def test_outputs_of_many_reports_travel_as_references_to_objects_of_two_megabytes(start):
     actor = start(groups=6)
     for grant in ray.get(actor.claim.remote("w0")):
         ray.get(actor.report.remote(Report("w0", finished=[(grant.sample_id, output_of(LARGE))])))
     taken = take(actor)
     references = [output.handle[0].reference for group in taken for output in group.outputs]
     assert [references.count(reference) for reference in dict.fromkeys(references)] == [6, 6]
-    assert all(not output.handle[0].outputs for group in taken for output in group.outputs), "no array travels"
+    assert len(ray.cloudpickle.dumps(taken)) < 12_000, "no array travels"
 
 
 def test_checkpoint_brings_outputs_back_to_the_store_and_those_lost_with_the_manager_are_named(start, tmp_path):
