@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import signal
-import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -86,10 +85,10 @@ class Manager:
 
 
 class Life:
-    """A guard over ``count`` workers."""
+    """A guard over two workers."""
 
-    def __init__(self, count=2, restarts=1, trainers=(), manager=None, tokens=None):
-        self.workers = [FakeWorker() for _ in range(count)]
+    def __init__(self, restarts=1, trainers=(), manager=None, tokens=None):
+        self.workers = [FakeWorker() for _ in range(2)]
         self.connected, self.manager, self.stop = [], manager or Manager(), StopSignals()
         self.killed = []
         self.pool = WorkerPool(
@@ -144,9 +143,10 @@ def test_dead_worker_is_replaced_under_a_new_name_and_its_samples_are_released()
         assert life.manager.released == ["agent_loop_worker_1"] and life.pool.restarted == 1
         assert life.workers[1].asked[0] == ("open_round",)
         main.set_result("complete")
-        return await waiting
+        life.workers[0].end(RayActorError())
+        return await waiting, await life.pool.ask("close_round")
 
-    assert lived(body) == "complete"
+    assert lived(body) == ("complete", ["close_round"]), "who lives answers"
 
 
 @pytest.mark.parametrize(
@@ -165,49 +165,32 @@ def test_worker_that_fails_or_dies_once_too_often_ends_the_wait_by_name(error, r
         lived(body, restarts=restarts)
 
 
-def test_question_to_all_is_answered_by_those_that_live():
+def test_worker_that_ray_cannot_reach_for_a_moment_is_asked_again_and_goes_on():
     async def body(life):
-        life.workers[0].end(RayActorError())
-        return await life.pool.ask("close_round")
-
-    assert lived(body) == ["close_round"]
-
-
-def test_worker_that_ray_cannot_reach_for_a_moment_goes_on():
-    async def body(life):
-        worker = life.workers[0]
+        worker, other = life.workers
         lost, worker.ended, worker.errors = worker.ended, Future(), [out_of_reach()]
         lost.set_exception(out_of_reach())
         await life.guard.wait(asyncio.sleep(0.1), "the round", key=None)
-        return worker, life
+        assert life.workers[0] is worker and worker.served == 2, "its loop is awaited again"
+        other.errors = [out_of_reach()]
+        assert await life.pool.ask("use_replicas", 7) == ["use_replicas"] * 2 and ("use_replicas", 7) in other.asked
+        return life
 
-    worker, life = lived(body)
-    assert life.workers[0] is worker and worker.served == 2, "its loop is awaited again"
+    life = lived(body)
     assert life.manager.released == [] and life.pool.restarted == 0
 
 
-def test_question_that_does_not_get_through_is_asked_again():
-    async def body(life):
-        life.workers[1].errors = [out_of_reach()]
-        return await life.pool.ask("use_replicas", 7), life.workers[1].asked
-
-    assert lived(body, restarts=0) == (["use_replicas", "use_replicas"], [("use_replicas", 7)])
-
-
-@pytest.mark.parametrize("verb", ["open_round", "close_round", "flush", "take_calls", "use_replicas"])
-def test_worker_that_lives_but_does_not_answer_is_ended_and_replaced(verb, caplog):
+def test_worker_that_lives_but_does_not_answer_is_ended_and_replaced(caplog):
     async def body(life):
         hung = life.workers[1]
-        hung.hangs.add(verb)
-        began = time.monotonic()
-        answers = await life.guard.ask(verb)
+        hung.hangs.add("flush")
+        answers = await life.guard.ask("flush")
         await life.guard.wait(asyncio.sleep(0.02), "the next wait", key=None)
-        return answers, life.killed == [hung], life.manager.released, time.monotonic() - began
+        return answers, life.killed == [hung], life.manager.released
 
     with caplog.at_level(logging.WARNING):
-        answers, killed, released, seconds = lived(body)
-    assert answers == [verb] and killed and released == ["agent_loop_worker_1"] and seconds < 1
-    assert f"agent_loop_worker_1 did not answer {verb} within 0.2" in caplog.text
+        assert lived(body) == (["flush"], True, ["agent_loop_worker_1"])
+    assert "agent_loop_worker_1 did not answer flush within 0.2" in caplog.text
     assert "partial_rollout.deadlines.interrupt_s=0.2" in caplog.text
 
 
@@ -236,19 +219,6 @@ def test_stop_signal_shortens_the_wait_for_a_worker_that_does_not_answer(monkeyp
     not_replaced, released, answers = lived(body)
     assert not_replaced and released == ["agent_loop_worker_0"], "its samples go into the checkpoint"
     assert answers == ["flush"]
-
-
-def test_workers_life_is_awaited_once():
-    """Every await of a Ray reference that does not resolve leaves a future behind: 3.9 KiB for each wait and worker."""
-
-    async def body(life):
-        for _ in range(50):
-            await life.guard.wait(asyncio.sleep(0), "the round")
-        return [worker.served for worker in life.workers], [
-            len(worker.ended._done_callbacks) for worker in life.workers
-        ]
-
-    assert lived(body) == ([1, 1], [1, 1])
 
 
 # -- what else ends a wait -----------------------------------------------------------------------------------------------
@@ -339,10 +309,8 @@ def test_manager_that_wants_prompts_gets_what_the_source_has():
 @pytest.mark.parametrize(
     ("readings", "progress"),
     [
-        # Tokens of the requests that run: those of a new round, more of them, none more, fewer as requests end, none left.
-        ([{"a": 5, "b": 0}], 1),
-        ([{"a": 5, "b": 0}, {"a": 5, "b": 1}], 2),
-        ([{"a": 5}, {"a": 5}, {"a": 5}], 1),
+        # Tokens of the requests that run: those of a new round, more, none more, fewer as requests end, none left.
+        ([{"a": 5, "b": 0}, {"a": 5, "b": 1}, {"a": 5, "b": 1}], 2),
         ([{"a": 5}, {"a": 3}, {"a": 0}, {"a": 0}], 3),
         ([{"a": 0, "b": 0}, {}], 0),
         # b does not answer once, and has made nothing meanwhile.

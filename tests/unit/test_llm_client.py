@@ -14,10 +14,9 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout import waits
 from recipe.partial_rollout.manager.types import Segment
-from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.waits import ReplicaError
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, ProbeSlots
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.resumption import SamplingError
@@ -26,23 +25,15 @@ ROLLOUT = SimpleNamespace(response_length=10, prompt_length=4, scheduling_policy
 CONFIG = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT))
 
 
-class Keeper:
+class Keeper(ProbeSlots):
     """Grants at once; remembers what was handed in."""
 
     def __init__(self):
         self.handed_in = []
-        self.noted = []
-
-    @contextlib.asynccontextmanager
-    async def engine_call(self, sample):
-        yield
 
     def release_slot(self, sample):
         segments, _ = sample.take_unsent()
-        self.handed_in += [(sample.id, list(segment.token_ids), segment.version) for segment in segments]
-
-    def report_now(self, sample):
-        self.noted.append(sample.take_unsent())
+        self.handed_in += [(list(segment.token_ids), segment.version) for segment in segments]
 
 
 @pytest.fixture
@@ -81,10 +72,10 @@ def tokens(*ids, stop="completed", version=0, log_probs=True, marks=None, **fiel
     )
 
 
-def generate(client, sample, prompt=(1, 2, 3), **sampling_params):
+def generate(client, sample, prompt=(1, 2, 3), params=None, **sampling_params):
     async def run():
         LIVE_SAMPLE.set(sample)
-        return await client.generate("r", prompt_ids=list(prompt), sampling_params=sampling_params)
+        return await client.generate("r", prompt_ids=list(prompt), sampling_params=params or sampling_params)
 
     return asyncio.run(run())
 
@@ -93,18 +84,29 @@ def live(keeper=None, **kwargs):
     return LiveSample("0/0#0", keeper or Keeper(), priority=0, **kwargs)
 
 
-def test_aborted_call_resumes_from_its_tokens_with_the_budget_that_is_left(engine):
+def test_aborted_call_resumes_from_its_tokens_with_what_is_left_of_its_parameters(engine):
     engine.answers = [tokens(5, 6, 7, stop="aborted", version=3), tokens(8, version=4)]
-    keeper = Keeper()
-    sample = live(keeper)
-    output = generate(PartialRolloutLLMClient(CONFIG), sample)
-    assert output.token_ids == [5, 6, 7, 8]
+    sample, params = live(), {"temperature": 1.0, "max_new_tokens": 9, "min_tokens": 4}
+    output = generate(PartialRolloutLLMClient(CONFIG), sample, params=params)
+    assert output.token_ids == [5, 6, 7, 8] and of(sample.segments) == [([5, 6, 7], 3, None), ([8], 4, "completed")]
     assert output.log_probs == pytest.approx([-0.5, -0.6, -0.7, -0.8])
-    assert [request[1] for request in engine.requests] == [[1, 2, 3], [1, 2, 3, 5, 6, 7]]
-    assert [request[2]["max_tokens"] for request in engine.requests] == [10, 7]
-    assert keeper.handed_in == [("0/0#0", [5, 6, 7], 3)]
-    assert [segment.version for segment in sample.segments] == [3, 4]
-    assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (3, 4)
+    assert sample.keeper.handed_in == [([5, 6, 7], 3)]
+    first = {"temperature": 1.0, "detokenize": False, "max_tokens": 9, "min_tokens": 4}
+    second = first | {"max_tokens": 6, "min_tokens": 1}
+    assert [request[1:] for request in engine.requests] == [([1, 2, 3], first), ([1, 2, 3, 5, 6, 7], second)]
+    assert params == {"temperature": 1.0, "max_new_tokens": 9, "min_tokens": 4}, "the caller's are left alone"
+
+
+def test_budget_of_a_later_turn_counts_what_the_conversation_has_used(engine):
+    engine.answers = [tokens(5)]
+    generate(PartialRolloutLLMClient(CONFIG), live(), prompt=range(12))
+    assert engine.requests[0][2]["max_tokens"] == 2
+
+
+def test_tokens_without_log_probs_are_refused(engine):
+    engine.answers = [tokens(5, 6, log_probs=False)]
+    with pytest.raises(RuntimeError, match="calculate_log_probs=True"):
+        generate(PartialRolloutLLMClient(CONFIG), live())
 
 
 def of(segments):
@@ -129,7 +131,7 @@ HELD_AND_INTERRUPTED = tokens(5, 6, 7, stop="aborted", version=4, marks=[(2, 3)]
             [HELD_AND_INTERRUPTED, tokens(8, version=5)],
             {},
             [([5, 6], 3, None), ([7], 4, None), ([8], 5, "completed")],
-            [("0/0#0", [5, 6], 3), ("0/0#0", [7], 4)],
+            [([5, 6], 3), ([7], 4)],
         ),
         # Aborted at its budget it is complete.
         ([HELD_AND_INTERRUPTED], {"max_tokens": 3}, [([5, 6], 3, None), ([7], 4, "completed")], []),
@@ -148,19 +150,6 @@ def test_held_call_is_a_segment_for_each_version_and_none_is_empty(engine, answe
     assert keeper.handed_in == handed_in and engine.answers == []
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (tokens(5, 6, marks=[(3, 3)]), r"version marks \[\(3, 3\)\] do not fit a request of 2 tokens"),
-        (tokens(5, 6, log_probs=False), "calculate_log_probs=True"),
-    ],
-)
-def test_answer_that_cannot_be_trained_on_is_refused(engine, answer, said):
-    engine.answers = [answer]
-    with pytest.raises(RuntimeError, match=said):
-        generate(PartialRolloutLLMClient(CONFIG), live())
-
-
 def test_call_that_was_aborted_without_a_token_adds_no_segment_and_goes_on_with_its_priority(engine, monkeypatch):
     monkeypatch.setattr(ROLLOUT, "scheduling_policy", "priority")
     queued = tokens(stop="aborted", log_probs=False)
@@ -173,38 +162,14 @@ def test_call_that_was_aborted_without_a_token_adds_no_segment_and_goes_on_with_
     assert [call.resumed_tokens for call in client.take_calls()] == [0, 0, 0, 0, 5], "what was queued read nothing"
 
 
-def test_turn_after_a_tool_has_read_again_what_of_the_conversation_the_replica_has_lost(engine):
-    engine.answers = [tokens(5, 6), tokens(7, num_cached_tokens=4)]
+def test_turn_after_a_tool_reads_again_what_of_the_conversation_the_replica_has_lost(engine):
+    engine.answers = [tokens(5, 6), tokens(stop="aborted"), tokens(7, stop="aborted", num_cached_tokens=4), tokens(8)]
     client, sample = PartialRolloutLLMClient(CONFIG), live()
     generate(client, sample)
     generate(client, sample, prompt=(1, 2, 3, 5, 6, 90, 91))
     noted = [(call.resumed_tokens, call.earlier_tokens) for call in client.take_calls()]
-    assert noted == [(0, 0), (1, 5)], "90 and 91, the tool's, are new to it"
-
-
-def test_only_a_call_that_begins_a_turn_reads_earlier_turns_again(engine):
-    engine.answers = [tokens(5, 6), tokens(stop="aborted"), tokens(7, stop="aborted"), tokens(8)]
-    client, sample = PartialRolloutLLMClient(CONFIG), live()
-    generate(client, sample)
-    generate(client, sample, prompt=(1, 2, 3, 5, 6, 90, 91))
-    assert [call.earlier_tokens for call in client.take_calls()] == [0, 0, 5, 0]
-
-
-def test_call_notes_how_long_its_sample_waited_for_a_slot(engine):
-    class Busy(Keeper):
-        @contextlib.asynccontextmanager
-        async def engine_call(self, sample):
-            await asyncio.sleep(0.05)
-            yield
-
-    engine.answers = [tokens(5)]
-    client = PartialRolloutLLMClient(CONFIG)
-    generate(client, live(Busy()))
-    (call,) = client.take_calls()
-    assert (
-        0.05 <= call.waited_s < 1.0
-        and EngineCall.from_json([0, *call.to_json()[1:]], "line 1", 1).waited_s == call.waited_s
-    )
+    # 90 and 91, the tool's, are new to it. What was aborted in the queue read nothing; the last goes on with the turn.
+    assert noted == [(0, 0), (0, 0), (1, 5), (8, 0)]
 
 
 def journal(*segments):
@@ -214,47 +179,16 @@ def journal(*segments):
     )
 
 
-def test_budget_of_a_later_turn_counts_what_the_conversation_has_used(engine):
-    engine.answers = [tokens(5)]
-    generate(PartialRolloutLLMClient(CONFIG), live(), prompt=range(12))
-    assert engine.requests[0][2]["max_tokens"] == 2
-
-
-def test_the_callers_sampling_params_are_left_alone(engine):
-    engine.answers = [tokens(5, stop="aborted"), tokens(6)]
-    params = {"temperature": 1.0, "max_new_tokens": 4}
-
-    async def run():
-        LIVE_SAMPLE.set(live())
-        await PartialRolloutLLMClient(CONFIG).generate("r", prompt_ids=[1], sampling_params=params)
-
-    asyncio.run(run())
-    assert params == {"temperature": 1.0, "max_new_tokens": 4}
-    assert engine.requests[1][2] == {"temperature": 1.0, "max_tokens": 3, "detokenize": False}
-
-
-def test_sample_goes_on_from_its_journal(engine):
-    engine.answers = [tokens(7, version=2)]
-    sample = live(restored=journal(([5], 0, None), ([6], 1, None)))
-    output = generate(PartialRolloutLLMClient(CONFIG), sample)
-    assert output.token_ids == [5, 6, 7]
-    assert engine.requests[0][1] == [1, 2, 3, 5, 6] and engine.requests[0][2]["max_tokens"] == 8
-    assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (0, 2)
-    assert [list(segment.token_ids) for segment in sample.take_unsent()[0]] == [[7]]
-
-
-def test_turn_that_the_journal_holds_whole_makes_no_call(engine):
+def test_journal_answers_turns_that_it_holds_and_begins_the_others(engine):
+    engine.answers = [tokens(9, version=2)]
     sample = live(restored=journal(([5], 0, None), ([6], 1, "stop"), ([8], 1, None)))
-    output = generate(PartialRolloutLLMClient(CONFIG), sample)
-    assert (output.token_ids, output.stop_reason, engine.requests) == ([5, 6], "stop", [])
-    assert output.log_probs == pytest.approx([-0.5, -0.6])
-    assert [list(segment.token_ids) for segment in sample.restored] == [[8]]
-
-
-def test_resumed_call_asks_for_the_tokens_that_are_left_of_the_least(engine):
-    engine.answers = [tokens(5, 6, stop="aborted"), tokens(7, 8, stop="aborted"), tokens(9)]
-    generate(PartialRolloutLLMClient(CONFIG), live(), min_tokens=3)
-    assert [request[2]["min_tokens"] for request in engine.requests] == [3, 1, 0]
+    first, second = [generate(PartialRolloutLLMClient(CONFIG), sample) for _ in range(2)]
+    assert (first.token_ids, first.stop_reason, second.token_ids) == ([5, 6], "stop", [8, 9])
+    assert first.log_probs == pytest.approx([-0.5, -0.6])
+    ((_, context, params),) = engine.requests
+    assert context == [1, 2, 3, 8] and params["max_tokens"] == 9
+    assert (second.extra_fields["min_global_steps"], second.extra_fields["max_global_steps"]) == (1, 2)
+    assert [list(segment.token_ids) for segment in sample.take_unsent()[0]] == [[9]]
 
 
 def seeds(engine, **params):
@@ -273,25 +207,23 @@ def test_seed_differs_with_the_tokens_made_and_only_with_them(engine):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "value", "instead"),
     [
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -0.5),
-        ("bad_words", ["bad"]),
-        ("thinking_token_budget", 0),
-        ("structured_outputs", {"regex": "a*"}),
-        ("repetition_detection", {"max_pattern_size": 2, "min_count": 2}),
+        ("presence_penalty", 0.5, "enable=False"),
+        ("frequency_penalty", -0.5, "enable=False"),
+        ("bad_words", ["bad"], "enable=False"),
+        ("thinking_token_budget", 0, "enable=False"),
+        ("structured_outputs", {"regex": "a*"}, "enable=False"),
+        ("repetition_detection", {"max_pattern_size": 2, "min_count": 2}, "enable=False"),
+        # Without a tokenizer.
+        ("stop", ["x"], "use stop_token_ids"),
     ],
 )
-def test_what_the_engine_applies_to_a_calls_own_output_is_refused_before_the_first_call(engine, key, value):
+def test_what_would_not_survive_an_interruption_is_refused_before_the_first_call(engine, key, value, instead):
     engine.answers = [tokens(5)]
-    with pytest.raises(SamplingError, match=f"sample 0/0#0: .* asks for {key}=.*partial_rollout.enable=False"):
+    with pytest.raises(SamplingError, match=f"sample 0/0#0: .* asks for {key}=.*{instead}"):
         generate(PartialRolloutLLMClient(CONFIG), live(), **{key: value})
     assert engine.requests == []
-
-
-def test_parameters_at_the_values_that_switch_them_off_are_accepted(engine):
-    engine.answers = [tokens(5)]
     off = {"presence_penalty": 0.0, "frequency_penalty": 0, "bad_words": [], "repetition_penalty": 1.3}
     assert generate(PartialRolloutLLMClient(CONFIG), live(), **off).token_ids == [5]
 
@@ -353,11 +285,6 @@ def test_stop_string_across_an_interruption_ends_the_turn_wherever_the_call_was_
     assert of(sample.segments) == [(text("st"), 3, None), *rest]
 
 
-def test_stop_strings_need_a_tokenizer(engine):
-    with pytest.raises(SamplingError, match=r"asks for stop=\['x'\].*use stop_token_ids"):
-        generate(PartialRolloutLLMClient(CONFIG), live(), stop=["x"])
-
-
 def two_replicas(dead):
     client = PartialRolloutLLMClient(CONFIG)
     client.use_replicas(ReplicaChoice({"a": "A", "b": "B"}))
@@ -417,9 +344,15 @@ def test_validation_calls_go_to_the_replicas_without_verls_load_balancer_once_th
 
 
 def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
+    class Busy(Keeper):
+        @contextlib.asynccontextmanager
+        async def engine_call(self, sample):
+            await asyncio.sleep(0.05)
+            yield
+
     engine.answers = [tokens(5, 6, version=9, stop="aborted", queued_s=0.25), tokens(7, version=10), tokens(5)]
     client = PartialRolloutLLMClient(CONFIG)
-    assert "queued_s" not in generate(client, live()).extra_fields, "no agent loop carries it on"
+    assert "queued_s" not in generate(client, live(Busy())).extra_fields, "no agent loop carries it on"
     asyncio.run(client.generate("0123456789abcdef", prompt_ids=[1], sampling_params={}))
     calls = client.take_calls()
     assert [(call.sample, call.interrupted, call.tokens, call.version) for call in calls] == [
@@ -429,46 +362,20 @@ def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
         ("0123456789ab", False, 1, 0),
     ]
     assert [call.queued_s for call in calls] == [0.25, 0.0, 0.0]
+    assert [call.waited_s >= 0.05 for call in calls] == [True, True, False], "for a slot"
     assert all(call.replica == "replica-7" and call.end >= call.start for call in calls) and client.take_calls() == []
 
 
-def test_training_samples_go_to_the_replica_with_the_fewest_and_stay_for_their_next_turn():
-    async def run():
-        client = PartialRolloutLLMClient(CONFIG)
-        client.use_replicas(ReplicaChoice({"a": "A", "b": "B"}))
-        first, second = live(), live()
-        chosen = []
-        for sample in (first, second, first):
-            LIVE_SAMPLE.set(sample)
-            chosen.append(await client._acquire_server("r"))
-        client._release_server("a", "r")
-        client._release_server("a", "r")
-        LIVE_SAMPLE.set(live())
-        chosen.append(await client._acquire_server("r"))
-        return chosen
-
-    assert asyncio.run(run()) == [("a", "A"), ("b", "B"), ("a", "A"), ("a", "A")]
-
-
-def test_request_names_its_group_and_the_weights_of_its_samples_first_token():
-    client = PartialRolloutLLMClient(CONFIG)
+@pytest.mark.parametrize(
+    ("versions", "named"),
+    # Unknown weights share nothing with any.
+    [([], "0/0@"), ([3, 4], "0/0@3"), ([-1, 4], "0/0@")],
+)
+async def test_request_names_its_group_and_the_weights_of_its_samples_first_token(versions, named):
     sample = live(group="0/0")
-
-    def made_by(version):
-        return Segment(np.array([5], np.int32), np.array([-0.1], np.float32), version)
-
-    def named():
-        token = LIVE_SAMPLE.set(sample)
-        try:
-            return client._vllm_request_id("r").rpartition("@")[0]
-        finally:
-            LIVE_SAMPLE.reset(token)
-
-    assert named() == "0/0@"
-    sample.segments = [made_by(3), made_by(4)]
-    assert named() == "0/0@3"
-    sample.segments = [made_by(-1), made_by(4)]
-    assert named() == "0/0@", "unknown weights share nothing with any"
+    sample.segments = list(journal(*[([5], version, None) for version in versions]))
+    LIVE_SAMPLE.set(sample)
+    assert PartialRolloutLLMClient(CONFIG)._vllm_request_id("r").rpartition("@")[0] == named
 
 
 @pytest.mark.parametrize("sample", [live(), None], ids=["training", "validation"])

@@ -4,7 +4,6 @@ A round that stops after each batch (colocated) takes it at the decision; one th
 """
 
 import asyncio
-import gc
 
 import pytest
 
@@ -55,39 +54,24 @@ def uids(groups):
 
 
 @BOTH
-async def test_batch_is_taken_when_it_is_complete(stop, prompts, output):
-    actor, (first, second) = await begun(prompts)
+async def test_batch_is_taken_at_its_decision_and_a_stopped_round_is_not_refilled(stop, prompts, output):
+    actor, (first, second) = await begun(prompts, mode=Mode.SSIM)
+    actor.CLAIM_WAIT_S = 0.01
     waiting = await pending(actor.wait_batch(stop))
     await end(actor, output, first)
     batch = await soon(waiting)
+    refilled = [grant.group_uid for grant in await actor.claim("w0")]
     await end(actor, output, second)
-    metrics = await actor.metrics()
     assert uids(batch.groups) == ["0/0"] and batch.admitted == ("0/0", "0/1") and batch.decided_at > 0
-    assert metrics["buffer/ready_groups"] == 1, "what ends after the decision is of a later batch"
-
-
-async def test_stopped_round_grants_nothing_and_refills_nothing(prompts, output):
-    actor, (first, _) = await begun(prompts, mode=Mode.SSIM)
-    actor.CLAIM_WAIT_S = 0.01
-    await end(actor, output, first)
-    batch = await soon(actor.wait_batch(True))
-    assert (batch.admitted, await actor.claim("w0"), (await actor.metrics())["inflight/groups"]) == (
-        ("0/0", "0/1"),
-        [],
-        1,
-    )
-
-
-async def test_round_that_runs_on_is_refilled_and_the_next_batch_tells_what_was_admitted(prompts, output):
-    actor, (first, second) = await begun(prompts, mode=Mode.SSIM)
-    await end(actor, output, first)
-    batch = await soon(actor.wait_batch(False))
-    (refilled,) = await actor.claim("w0")
-    await actor.finish_step(uids(batch.groups))
-    await actor.begin_version(1, [], 0)
-    await end(actor, output, second)
-    assert (batch.admitted, refilled.group_uid) == (("0/0", "0/1"), "0/2")
-    assert (await soon(actor.wait_batch(False))).admitted == ("0/2",)
+    assert refilled == ([] if stop else ["0/2"])
+    ready = (await actor.metrics())["buffer/ready_groups"]
+    assert ready == 1, "what ends after the decision is of a later batch"
+    if not stop:
+        account, after = await actor.finish_step(uids(batch.groups)), await actor.metrics()
+        assert account.metrics["buffer/ready_groups"] == 1 and account.wanted == 0
+        assert "length/batch_bias" in account.metrics and "length/batch_bias" not in after
+        await actor.begin_version(1, [], 0)
+        assert (await soon(actor.wait_batch(False))).admitted == ("0/2", "0/3")
 
 
 @BOTH
@@ -129,26 +113,6 @@ async def test_next_version_of_a_stopped_round_waits_for_every_worker_but_not_fo
     assert account.metrics["length/batch_bias"] == 1, "while the trainer has the batch"
 
 
-async def test_step_of_a_stopped_round_is_finished_after_its_flush(prompts, output):
-    actor, (first, left) = await begun(prompts)
-    await end(actor, output, first)
-    batch = await soon(actor.wait_batch(True))
-    finishing = await pending(actor.finish_step(uids(batch.groups)))
-    await actor.report(Report("w0", interrupted=[left]))
-    await actor.flushed("w0")
-    assert (await soon(finishing)).metrics["buffer/interrupted_total"] == 1
-
-
-async def test_step_of_a_round_that_runs_on_has_the_figures_of_now(prompts, output):
-    actor, (first, second) = await begun(prompts)
-    await end(actor, output, first)
-    batch = await soon(actor.wait_batch(False))
-    await end(actor, output, second)
-    account, after = await actor.finish_step(uids(batch.groups)), await actor.metrics()
-    assert account.metrics["buffer/ready_groups"] == 1 and account.wanted == 0
-    assert "length/batch_bias" in account.metrics and "length/batch_bias" not in after
-
-
 async def test_checkpoint_of_a_round_that_runs_on_waits_for_the_workers_and_claims_go_on(prompts, output):
     actor, (first, _) = await begun(prompts, mode=Mode.SSIM)
     await end(actor, output, first)
@@ -179,13 +143,14 @@ async def test_dead_worker_holds_no_flush_up(stop, prompts, output):
     assert left in [grant.sample_id for grant in grants]
 
 
-async def test_stop_without_workers_is_flushed_at_once(prompts, output):
-    actor, (first, _) = await begun(prompts, workers=("w0",))
+async def test_step_of_a_stopped_round_is_finished_after_its_flush_which_needs_no_worker_that_is_dead(prompts, output):
+    actor, (first, _) = await begun(prompts)
     await end(actor, output, first)
-    await actor.release_worker("w0")
     batch = await soon(actor.wait_batch(True))
+    finishing = await pending(actor.finish_step(uids(batch.groups)))
+    await actor.release_worker("w0")
     await soon(actor.flush())
-    assert (await actor.finish_step(uids(batch.groups))).metrics["inflight/groups"] == 1
+    assert (await soon(finishing)).metrics["inflight/groups"] == 1
 
 
 @BOTH
@@ -273,50 +238,36 @@ async def test_prompts_are_asked_for_when_dynamic_sampling_runs_low(stop, prompt
     assert (await soon(actor.wait_batch(stop))) == PromptsWanted(6)
 
 
+async def shared(*capacities):
+    """An actor with 8 samples in a round for workers of ``capacities``."""
+    actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Scheduling(), stall_s=30.0)
+    actor.SHARE_WAIT_S = 0.05
+    for i, capacity in enumerate(capacities):
+        await actor.register_worker(f"w{i}", capacity)
+    return actor
+
+
+async def test_workers_that_wait_together_share_a_round_and_run_the_share_of_one_that_never_asks(prompts):
+    actor = await shared(8, 8, 8, 8)
+    claims = [asyncio.ensure_future(actor.claim(f"w{i}")) for i in range(3)]
+    await asyncio.sleep(0)
+    await actor.begin_version(0, prompts(4), 0)
+    sizes = [len(grants) for grants in await soon(asyncio.gather(*claims))]
+    while sum(sizes) < 8:
+        sizes.append(len(await soon(actor.claim("w0"))))
+    assert sizes == [2, 2, 2, 1, 1]
+
+
+async def test_waiting_claim_is_answered_when_its_worker_gets_more_slots(prompts):
+    actor = await shared(2)
+    await actor.begin_version(0, prompts(4), 0)
+    first = await actor.claim("w0")
+    waiting = await pending(actor.claim("w0"))
+    await actor.resize_workers(5)
+    assert (len(first), len(await soon(waiting))) == (2, 3)
+
+
 async def test_data_that_ends_short_of_a_batch_begins_no_version(prompts):
     actor = actor_of(batch=2, group_filter=GroupFilter("reward", 0))
     start, opened = await actor.begin_version(0, prompts(1), 0), actor._manager.round_open
     assert start.exhausted and not opened
-
-
-async def test_garbage_is_collected_between_rounds(prompts, output):
-    actor, (first, _) = await begun(prompts, workers=("w0", "w1"))
-    await end(actor, output, first)
-    await soon(actor.wait_batch(True))
-    await actor.flushed("w0")
-    held = gc.get_freeze_count() > 0
-    await actor.flushed("w1")
-    assert (held, gc.get_freeze_count()) == (True, 0)
-
-
-async def test_share_of_a_worker_that_never_asks_is_run_by_the_others(prompts):
-    actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Scheduling(), stall_s=30.0)
-    actor.SHARE_WAIT_S = 0.05
-    for worker in ("w0", "w1"):
-        await actor.register_worker(worker, 8)
-    await actor.begin_version(0, prompts(4), 0)
-    sizes = []
-    while sum(sizes) < 8:
-        sizes.append(len(await asyncio.wait_for(actor.claim("w0"), 5)))
-    assert sizes == [4, 2, 1, 1]
-
-
-async def test_workers_that_wait_together_share_a_round(prompts):
-    actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Scheduling(), stall_s=30.0)
-    for worker in ("w0", "w1", "w2", "w3"):
-        await actor.register_worker(worker, 8)
-    claims = [asyncio.ensure_future(actor.claim(f"w{i}")) for i in range(4)]
-    await asyncio.sleep(0)
-    await actor.begin_version(0, prompts(4), 0)
-    assert [len(grants) for grants in await asyncio.wait_for(asyncio.gather(*claims), 5)] == [2, 2, 2, 2]
-
-
-async def test_waiting_claim_is_answered_when_its_worker_gets_more_slots(prompts):
-    actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Scheduling(), stall_s=30.0)
-    await actor.register_worker("w0", 2)
-    await actor.begin_version(0, prompts(4), 0)
-    first = await actor.claim("w0")
-    waiting = asyncio.ensure_future(actor.claim("w0"))
-    await asyncio.sleep(0)
-    await actor.resize_workers(5)
-    assert (len(first), len(await asyncio.wait_for(waiting, 5))) == (2, 3)

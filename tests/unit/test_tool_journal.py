@@ -1,10 +1,11 @@
-"""A tool call is made once: its result is journaled, and a replay returns it."""
+"""A tool call is made once: its result is journaled, and a replay returns it. A hung tool takes no other call's thread."""
 
 import asyncio
-import contextlib
 import json
 import math
+import threading
 import time
+from contextvars import ContextVar
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,8 @@ from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 from recipe.partial_rollout.config.sections import ToolCalls
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.worker.tool_journal import ToolError, ToolTimeoutError, journaled, repeatable
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, ProbeSlots
+from recipe.partial_rollout.worker.tool_journal import ToolThreads, ToolTimeoutError, journaled, repeatable
 
 SCHEMA = OpenAIFunctionToolSchema.model_validate(
     {
@@ -28,26 +29,17 @@ SCHEMA = OpenAIFunctionToolSchema.model_validate(
         },
     }
 )
+KEEPS_ITS_SLOT = ToolCalls(release_after_s=math.inf)
 
 
-class Keeper:
+class Keeper(ProbeSlots):
     """Collects what a sample notes."""
 
     def __init__(self):
         self.results = []
 
-    @contextlib.asynccontextmanager
-    async def engine_call(self, sample):
-        yield
-
-    def release_slot(self, sample):
-        raise AssertionError("no engine call here")
-
     def report_now(self, sample):
         self.results += sample.take_unsent()[1]
-
-    def leave(self, sample):
-        raise AssertionError("no call here takes so long")
 
     async def tell(self, sample):
         await asyncio.sleep(0)
@@ -58,27 +50,8 @@ def live(results=()):
     return LiveSample("0/0#0", Keeper(), priority=0, restored_tools={result["call"]: result for result in results})
 
 
-def adder(calls, delay=lambda a: 0):
-    async def add(a):
-        await asyncio.sleep(delay(a))
-        calls.append(a)
-        if a < 0:
-            raise ValueError(f"{a} is negative")
-        return ToolResponse(text=str(a + 1)), 0.5, {}
-
-    return FunctionTool(name="add", fn=add, tool_schema=SCHEMA, is_async=True)
-
-
-def dies_in(tool, sample, **parameters):
-    """The journal of a sample whose worker dies while ``tool`` runs."""
-
-    async def call():
-        task = asyncio.ensure_future(tool.call(parameters))
-        await asyncio.sleep(0.02)
-        task.cancel()
-
-    run(sample, call)
-    return sample.keeper.results
+def tool_of(function, *, is_async=True):
+    return FunctionTool(name="add", fn=function, tool_schema=SCHEMA, is_async=is_async)
 
 
 def run(sample, coroutine):
@@ -89,181 +62,155 @@ def run(sample, coroutine):
     return asyncio.run(main())
 
 
-def test_finished_call_is_noted_and_replayed_without_being_made():
+async def answers_of(calls):
+    """The text or the error of each call, all made at once."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    return [str(answer) if isinstance(answer, Exception) else answer[0].text for answer in answers]
+
+
+async def hang(*_, **__):
+    await asyncio.sleep(60)
+
+
+async def lets_a_cancellation_out():
+    call = asyncio.ensure_future(asyncio.sleep(60))
+    await asyncio.sleep(0)
+    call.cancel()
+    await call
+
+
+def test_call_that_ended_is_replayed_without_being_made_whichever_ended_first_and_however():
     calls, first = [], live()
-    (tool,) = journaled([adder(calls)])
-    made = run(first, lambda: tool.call({"a": 1}))
+
+    async def add(a):
+        await asyncio.sleep(0.02 if a == 1 else 0)
+        calls.append(a)
+        if a < 0:
+            raise ValueError(f"{a} is negative")
+        return ToolResponse(text=str(a + 1)), 0.5, {}
+
+    (tool,) = journaled([tool_of(add)])
+
+    def three():
+        return answers_of([tool.call({"a": a}) for a in (1, 9, -1)])
+
+    made = run(first, three)
     second = live(first.keeper.results)
-    replayed = run(second, lambda: tool.call({"a": 1}))
-    assert calls == [1]
-    assert (made[0].text, made[1]) == (replayed[0].text, replayed[1]) == ("2", 0.5)
-    assert (first.calls_replayed, second.calls_replayed) == (0, 1)
-    assert [entry["call"] for entry in first.keeper.results] == [0, 0] and second.keeper.results == []
+    assert run(second, three) == made == ["2", "10", "-1 is negative"] and calls == [9, -1, 1]
+    assert (first.calls_replayed, second.calls_replayed, second.keeper.results) == (0, 3, [])
+    again = live(first.keeper.results)
+    assert run(again, lambda: tool.call({"a": 1}))[1] == 0.5
+    # Outside of a training sample a tool is only itself.
+    assert run(None, three) == run(None, three) == made and len(calls) == 9
 
 
-def test_parallel_calls_are_told_apart_whichever_ends_first():
+@pytest.mark.parametrize("allowed", [False, True])
+def test_call_that_was_cut_off_is_made_again_only_by_a_tool_that_allows_it(allowed):
     calls, first = [], live()
-    (tool,) = journaled([adder(calls, delay=lambda a: 0.02 / a)])
-
-    async def both():
-        return [text.text for text, _, _ in await asyncio.gather(*[tool.call({"a": a}) for a in (1, 9)])]
-
-    assert run(first, both) == ["2", "10"] and calls == [9, 1]
-    assert [entry["call"] for entry in first.keeper.results if "text" in entry] == [1, 0]
-    assert run(live(first.keeper.results), both) == ["2", "10"] and len(calls) == 2
-
-
-def test_call_that_failed_fails_the_same_way_again():
-    calls, first = [], live()
-    (tool,) = journaled([adder(calls)])
-    with pytest.raises(ValueError, match="-1 is negative"):
-        run(first, lambda: tool.call({"a": -1}))
-    with pytest.raises(ToolError, match="-1 is negative"):
-        run(live(first.keeper.results), lambda: tool.call({"a": -1}))
-    assert calls == [-1]
-
-
-def slow(calls):
-    """A tool whose effect comes before its result."""
 
     async def buy(a):
         calls.append(a)
-        await asyncio.sleep(0.05)
-        return ToolResponse(text=f"bought {a}"), 0.0, {}
+        await asyncio.sleep(0.05 * a)
+        return f"bought {a}"
 
-    return FunctionTool(name="buy", fn=buy, tool_schema=SCHEMA, is_async=True)
+    buy.repeatable = allowed
+    (tool,) = journaled([tool_of(buy)])
 
+    def both():
+        return answers_of([tool.call({"a": a}) for a in (1, 0)])
 
-def test_call_that_was_cut_off_is_not_made_again_and_fails_alike_in_every_replay():
-    calls = []
-    (ours,) = journaled([slow(calls)])
-    journal = dies_in(ours, live(), a=1)
-    assert journal == [{"call": 0, "started": "buy"}] and calls == [1]
-    second = live(journal)
-    with pytest.raises(ToolError, match="it may have had its effect, and is not made again"):
-        run(second, lambda: ours.call({"a": 1}))
-    with pytest.raises(ToolError, match="is not made again"):
-        run(live([*journal, *second.keeper.results]), lambda: ours.call({"a": 1}))
-    assert calls == [1]
-
-
-def test_call_that_was_cut_off_is_made_again_by_a_tool_that_allows_it():
-    calls = []
-    tool = slow(calls)
-    tool.fn.repeatable = True
-    (ours,) = journaled([tool])
-    journal = dies_in(ours, live(), a=1)
-    assert journal == []
-    response, _, _ = run(live(journal), lambda: ours.call({"a": 1}))
-    assert response.text == "bought 1" and calls == [1, 1]
-
-
-def test_parallel_calls_of_which_one_was_cut_off_are_told_apart():
-    calls, first = [], live()
-    (tool,) = journaled([adder(calls, delay=lambda a: 0 if a == 1 else 1)])
-
-    async def cut():
-        both = asyncio.gather(*[tool.call({"a": a}) for a in (1, 9)])
+    async def dies():
+        task = asyncio.ensure_future(both())
         await asyncio.sleep(0.02)
-        both.cancel()
+        task.cancel()
 
-    async def both():
-        answers = await asyncio.gather(*[tool.call({"a": a}) for a in (1, 9)], return_exceptions=True)
-        return answers[0][0].text, str(answers[1])
-
-    run(first, cut)
-    text, error = run(live(first.keeper.results), both)
-    assert text == "2" and "is not made again" in error and calls == [1]
+    run(first, dies)
+    # An older run journals the beginning of a call even if its tool allows it now.
+    journal = [{"call": 0, "started": "add"}, *first.keeper.results]
+    second = live(journal)
+    answers = run(second, both)
+    assert answers[1] == "bought 0" and calls == [1, 0] + [1] * allowed
+    assert answers[0] == "bought 1" if allowed else "may have had its effect, and is not made again" in answers[0]
+    assert run(live([*journal, *second.keeper.results]), both) == answers, "every replay is alike"
 
 
 class Sandbox(BaseTool):
-    """Counts the instances that it makes."""
+    """Notes its life cycle."""
 
-    def __init__(self):
-        super().__init__({}, SCHEMA)
+    def __init__(self, **config):
+        super().__init__(config, SCHEMA)
         self.events = []
 
     async def create(self, instance_id=None, **kwargs):
         self.events.append(("create", kwargs["create_kwargs"]))
         return instance_id, ToolResponse()
 
-    async def execute(self, instance_id, parameters, **kwargs):
+    async def execute(self, instance_id, parameters, call_id=None, **kwargs):
         self.events.append("execute")
-        return ToolResponse(text="done"), 1.0, {"ms": 3}
+        return ToolResponse(text=str(call_id)), 1.0, {"ms": 3}
 
     async def release(self, instance_id, **kwargs):
         self.events.append("release")
 
 
-def test_tool_with_a_life_cycle_is_created_only_for_calls_that_are_made():
+def test_tool_with_a_life_cycle_is_created_only_for_calls_that_are_made_and_gets_their_ids():
     sandbox, first = Sandbox(), live()
     (tool,) = journaled([sandbox])
 
     async def conversation():
         instance, _ = await tool.create(create_kwargs={"seed": 7})
-        response, reward, _ = await tool.execute(instance, {})
+        answers = [(await tool.execute(instance, {}))[0].text for _ in range(2)]
         await tool.release(instance)
-        return response.text, reward
+        return answers
 
-    assert run(first, conversation) == run(live(first.keeper.results), conversation) == ("done", 1.0)
-    assert sandbox.events == [("create", {"seed": 7}), "execute", "release"]
+    made = run(first, conversation)
+    assert run(live(first.keeper.results), conversation) == made == ["0/0#0/0", "0/0#0/1"]
+    assert sandbox.events == [("create", {"seed": 7}), "execute", "execute", "release"]
     assert tool.name == "add" and tool.tool_schema is SCHEMA
+    assert run(None, conversation) == ["None", "None"], "in validation"
 
 
 def test_tool_says_in_its_class_or_in_its_config_that_it_may_be_called_again():
     class Search(Sandbox):
         repeatable = True
 
-    configured = Sandbox()
-    configured.config = {"repeatable": True}
-    assert [repeatable(tool) for tool in (Search(), configured, Sandbox(), adder([]).fn)] == [True, True, False, False]
-
-
-def test_outside_of_a_training_sample_a_tool_is_only_itself():
-    calls = []
-    (tool,) = journaled([adder(calls)])
-    run(None, lambda: tool.call({"a": 1}))
-    run(None, lambda: tool.call({"a": 1}))
-    assert calls == [1, 1]
+    assert [repeatable(tool) for tool in (Search(), Sandbox(repeatable=True), Sandbox())] == [True, True, False]
 
 
 def test_images_are_refused():
     async def picture():
         return ToolResponse(text="", image=[object()])
 
-    (tool,) = journaled([FunctionTool(name="add", fn=picture, tool_schema=SCHEMA, is_async=True)])
+    (tool,) = journaled([tool_of(picture)])
     with pytest.raises(ValueError, match=r"trains text only; set partial_rollout\.enable=False"):
         run(live(), lambda: tool.call({}))
+
+
+# -- limits --------------------------------------------------------------------------------------------------------------
 
 
 def calls_in_verls_loop(tool, sample):
     """What verl's agent loop makes of one call of ``tool``, under the sample's clock."""
     loop = SimpleNamespace(tools={tool.name: tool}, max_tool_response_length=100, tool_response_truncate_side="left")
-    call = ToolAgentLoop._call_tool(loop, FunctionCall(name=tool.name, arguments='{"a": 1}'), {}, None)
+    call = ToolAgentLoop._call_tool(loop, FunctionCall(name=tool.name, arguments="{}"), {}, None)
     return sample.clock.run(call)
-
-
-def sync_adder(delay_s):
-    def add(a):
-        time.sleep(delay_s)
-        return str(a + 1)
-
-    return FunctionTool(name="add", fn=add, tool_schema=SCHEMA, is_async=False)
 
 
 def hanging_sandbox(verb):
     sandbox = Sandbox()
-
-    async def hang(*_, **__):
-        await asyncio.sleep(60)
-
     setattr(sandbox, verb, hang)
     return sandbox
 
 
+async def hangs_in_restore():
+    return "2"
+
+
+hangs_in_restore.restore = hang
 HANGING = {
-    "coroutine": adder([], delay=lambda a: 60),
-    "thread": sync_adder(0.5),
+    "coroutine": tool_of(hang),
+    "thread": tool_of(lambda: time.sleep(0.5), is_async=False),
+    "restore": tool_of(hangs_in_restore),
     **{verb: hanging_sandbox(verb) for verb in ("create", "execute", "release")},
 }
 
@@ -271,44 +218,56 @@ HANGING = {
 @pytest.mark.parametrize("where", HANGING)
 def test_tool_that_hangs_fails_its_sample_and_is_no_answer_in_verls_loop(where):
     sample = live()
-    (late,) = journaled([HANGING[where]], 0.1, ToolCalls(release_after_s=math.inf))
-    with pytest.raises(
-        ToolTimeoutError, match=r"tool add gave no answer to sample 0/0#0 within 0\.1 s .*tool_timeout_s"
-    ):
+    (late,) = journaled([HANGING[where]], 0.1, KEEPS_ITS_SLOT)
+    with pytest.raises(ToolTimeoutError, match=r"tool add .* sample 0/0#0 within 0\.1 s .*tool_timeout_s"):
         run(sample, lambda: calls_in_verls_loop(late, sample))
-    if where != "release":
+    if where not in ("release", "restore"):
         assert sample.keeper.results == [{"call": 0, "started": "add"}], "it has no answer"
 
 
-def test_timeout_of_a_tools_own_is_its_answer():
-    async def add(a):
-        raise TimeoutError("the sandbox is gone")
-
-    sample = live()
-    (tool,) = journaled([FunctionTool(name="add", fn=add, tool_schema=SCHEMA, is_async=True)], 5.0)
-    response, _, _ = run(sample, lambda: calls_in_verls_loop(tool, sample))
-    assert "the sandbox is gone" in response.text
-    assert [entry["error"] for entry in sample.keeper.results if "error" in entry] == ["the sandbox is gone"]
-
-
 def test_tool_that_hangs_in_validation_is_an_error_of_the_tool():
-    (tool,) = journaled([adder([], delay=lambda a: 60)], 0.1)
+    (tool,) = journaled([tool_of(hang)], 0.1)
     with pytest.raises(ToolTimeoutError, match=r"tool add gave no answer within 0\.1 s"):
-        run(None, lambda: tool.call({"a": 1}))
+        run(None, lambda: tool.call({}))
 
 
-def test_tool_that_lets_a_cancellation_out_has_failed_and_its_sample_goes_on():
-    async def add(a):
-        call = asyncio.ensure_future(asyncio.sleep(60))
-        await asyncio.sleep(0)
-        call.cancel()
-        await call
+async def times_out():
+    raise TimeoutError("the sandbox is gone")
 
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [(times_out, "the sandbox is gone"), (lets_a_cancellation_out, "it may have had its effect")],
+)
+def test_tools_own_timeout_or_cancellation_is_its_answer_and_its_sample_goes_on(function, said):
     sample = live()
-    (tool,) = journaled([FunctionTool(name="add", fn=add, tool_schema=SCHEMA, is_async=True)], 5.0)
+    (tool,) = journaled([tool_of(function)], 5.0)
     response, _, _ = run(sample, lambda: calls_in_verls_loop(tool, sample))
-    assert "it may have had its effect" in response.text
-    assert [entry["call"] for entry in sample.keeper.results if "error" in entry] == [0]
+    assert said in response.text and said in sample.keeper.results[-1]["error"]
+
+
+async def test_tool_is_called_so_many_times_at_once_and_no_clock_runs_for_those_that_wait():
+    running, most = 0, 0
+
+    async def look():
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.03)
+        running -= 1
+        return "4"
+
+    (ours,) = journaled([tool_of(look)], 0.05, ToolCalls(release_after_s=math.inf, concurrency=2))
+
+    async def one(i):
+        sample = LiveSample(f"0/{i}#0", Keeper(), priority=0, deadline_s=0.05)
+        LIVE_SAMPLE.set(sample)
+        return (await sample.clock.run(ours.call({})))[0].text
+
+    assert (await asyncio.gather(*[one(i) for i in range(8)])) == ["4"] * 8 and most == 2
+
+
+# -- tools that know their state -----------------------------------------------------------------------------------------
 
 
 class Workspace:
@@ -317,7 +276,7 @@ class Workspace:
     ``kept`` outlives a worker: what is on disk. Each call's record is part of the state, so a restore takes it back too.
     """
 
-    def __init__(self, kept, *, verbs=("status", "snapshot", "restore")):
+    def __init__(self, kept, verbs):
         self.kept, self.asked = kept, []
 
         async def append(text, call_id=None):
@@ -332,6 +291,8 @@ class Workspace:
         state = self.kept.setdefault(conversation, {"text": "", "calls": {}})
         await asyncio.sleep(0)
         state["text"] += text
+        if text == "!":
+            raise ValueError("disk full")
         await asyncio.sleep(0)
         state["calls"][call_id] = state["text"]
         await asyncio.sleep(0)
@@ -348,24 +309,25 @@ class Workspace:
         self.kept[conversation] = json.loads(json.dumps(handle or {"text": "", "calls": {}}))
 
 
-def workspace(kept, **options):
-    tool = Workspace(kept, **options)
-    (ours,) = journaled([FunctionTool(name="workspace", fn=tool.fn, tool_schema=SCHEMA, is_async=True)])
+def workspace(kept, *verbs):
+    tool = Workspace(kept, verbs)
+    (ours,) = journaled([tool_of(tool.fn)])
     return tool, ours
-
-
-async def append_all(ours, texts):
-    return [(await ours.call({"text": text}))[0].text for text in texts]
 
 
 @pytest.mark.parametrize("verbs", [("status", "snapshot", "restore"), ("snapshot", "restore")])
 @pytest.mark.parametrize("ticks", range(1, 17))
 def test_effects_happen_once_however_often_the_worker_dies_and_wherever(verbs, ticks):
     """The file at the end, and each answer, are those of a life without deaths; here each lasts some turns of the loop."""
-    kept, journal, texts, lives = {}, [], ["a", "b", "c", "d"], 0
+    left_by_a_dead_run = {"text": "z", "calls": {"0/0#0/0": "z"}}
+    kept, journal, lives = {"0/0#0": left_by_a_dead_run}, [], 0
 
-    async def life(ours):
-        task = asyncio.ensure_future(append_all(ours, texts))
+    async def life():
+        async def calls():
+            return [(await answers_of([ours.call({"text": text})]))[0] for text in "ab!c"]
+
+        _, ours = workspace(kept, *verbs)
+        task = asyncio.ensure_future(calls())
         if lives <= 6:
             for _ in range(ticks):
                 await asyncio.sleep(0)
@@ -376,121 +338,69 @@ def test_effects_happen_once_however_often_the_worker_dies_and_wherever(verbs, t
     while not isinstance(answers, list):
         lives += 1
         sample = live(journal)
-        answers = run(sample, lambda: life(workspace(kept, verbs=verbs)[1]))
+        answers = run(sample, life)
         journal = [*journal, *sample.keeper.results]
-    assert answers == ["a", "ab", "abc", "abcd"] and kept["0/0#0"]["text"] == "abcd"
-    assert lives > 1 and not any("error" in entry for entry in journal)
+    assert answers == ["a", "ab", "disk full", "ab!c"] and kept["0/0#0"]["text"] == "ab!c" and lives > 1
 
 
 def test_status_is_asked_of_a_call_with_an_unknown_outcome_alone_and_its_answer_is_journaled():
-    kept = {}
-    tool, ours = workspace(kept, verbs=("status",))
+    kept, answered = {}, [{"call": 0, "text": "a", "reward": 0.0}]
+    tool, ours = workspace(kept, "status")
     run(live(), lambda: ours.call({"text": "a"}))
-    started = {"call": 0, "started": "workspace"}
-    again = live([started])
+    again = live([{"call": 0, "started": "add"}])
     response, _, _ = run(again, lambda: ours.call({"text": "a"}))
     assert response.text == kept["0/0#0"]["text"] == "a" and tool.asked == ["0/0#0/0"]
-    assert (again.calls_asked, again.calls_replayed) == (1, 0)
-    assert again.keeper.results == [{"call": 0, "text": "a", "reward": 0.0}]
+    assert (again.calls_asked, again.calls_replayed, again.keeper.results) == (1, 0, answered)
     # It never happened, so it is made; nobody is told twice that it begins.
     kept.clear()
-    third = live([started])
-    assert run(third, lambda: ours.call({"text": "b"}))[0].text == "b"
-    assert third.keeper.results == [{"call": 0, "text": "b", "reward": 0.0}]
-
-
-def test_resumption_from_before_the_first_call_takes_back_what_a_dead_run_did():
-    kept = {}
-    run(live(), lambda: append_all(workspace(kept)[1], ["x", "y"]))
-    run(live(), lambda: append_all(workspace(kept)[1], ["z"]))
-    assert kept["0/0#0"] == {"text": "z", "calls": {"0/0#0/0": "z"}}
-
-
-def test_state_after_a_call_that_failed_is_journaled_too():
-    kept, sample = {}, live()
-    tool = Workspace(kept)
-
-    async def fails(text, call_id=None):
-        await tool._append(text, call_id)
-        raise ValueError("disk full")
-
-    for verb in ("snapshot", "restore"):
-        setattr(fails, verb, getattr(tool, f"_{verb}"))
-    (ours,) = journaled([FunctionTool(name="workspace", fn=fails, tool_schema=SCHEMA, is_async=True)])
-    with pytest.raises(ValueError, match="disk full"):
-        run(sample, lambda: ours.call({"text": "a"}))
-    assert sample.keeper.results[-1]["error"] == "disk full" and sample.keeper.results[-1]["state"]["text"] == "a"
+    third = live([{"call": 0, "started": "add"}])
+    assert run(third, lambda: ours.call({"text": "a"}))[0].text == "a" and third.keeper.results == answered
 
 
 def test_parallel_calls_of_a_stateful_tool_come_after_one_another():
-    kept, sample = {}, live()
-    _, ours = workspace(kept)
-
-    async def both():
-        return await asyncio.gather(*[ours.call({"text": text}) for text in "ab"])
-
-    run(sample, both)
-    states = [entry["state"]["text"] for entry in sample.keeper.results if "state" in entry]
-    assert states == ["a", "ab"]
+    sample, (_, ours) = live(), workspace({}, "snapshot", "restore")
+    run(sample, lambda: answers_of([ours.call({"text": text}) for text in "ab"]))
+    assert [entry["state"]["text"] for entry in sample.keeper.results if "state" in entry] == ["a", "ab"]
 
 
-async def test_tool_is_called_so_many_times_at_once_and_no_clock_runs_for_those_that_wait():
-    running, most = 0, 0
-
-    async def look():
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.03)
-        running -= 1
-        return "4"
-
-    plain = FunctionTool(name="look", fn=look, tool_schema=SCHEMA, is_async=True)
-    (ours,) = journaled([plain], 0.05, ToolCalls(release_after_s=math.inf, concurrency=2))
-
-    async def one(i):
-        sample = LiveSample(f"0/{i}#0", Keeper(), priority=0, deadline_s=0.05)
-        LIVE_SAMPLE.set(sample)
-        return (await sample.clock.run(ours.call({})))[0].text
-
-    assert (await asyncio.gather(*[one(i) for i in range(8)])) == ["4"] * 8 and most == 2
+# -- threads of synchronous tools ----------------------------------------------------------------------------------------
 
 
-def test_tool_with_a_life_cycle_gets_its_call_id_if_it_takes_one():
-    class Named(Sandbox):
-        async def execute(self, instance_id, parameters, call_id=None, **kwargs):
-            return ToolResponse(text=str(call_id)), 0.0, {}
-
-    (tool,) = journaled([Named()])
-
-    async def conversation():
-        instance, _ = await tool.create(create_kwargs={})
-        return [(await tool.execute(instance, {}))[0].text for _ in range(2)]
-
-    assert run(live(), conversation) == ["0/0#0/0", "0/0#0/1"]
-    assert run(None, conversation) == ["None", "None"], "in validation"
+async def give_up(threads, call):
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(threads.run(call), 0.05)
 
 
-def test_call_that_an_older_run_journaled_is_made_again_by_a_tool_that_now_allows_it():
-    calls = []
-    tool = slow(calls)
-    tool.fn.repeatable = True
-    (ours,) = journaled([tool])
-    assert run(live([{"call": 0, "started": "buy"}]), lambda: ours.call({"a": 1}))[0].text == "bought 1"
+async def test_calls_that_hang_keep_no_other_from_its_thread_and_lose_none_that_is_under_way():
+    release, threads = threading.Event(), ToolThreads(size=2)
+    try:
+        slow = asyncio.ensure_future(threads.run(lambda: release.wait(30)))
+        for _ in range(3):
+            await give_up(threads, lambda: release.wait(30))
+        assert await asyncio.wait_for(threads.run(lambda: "answered"), 5) == "answered"
+    finally:
+        release.set()
+    assert await asyncio.wait_for(slow, 5)
 
 
-def test_one_deadline_holds_for_a_call_with_all_that_belongs_to_it():
-    async def add(a):
-        await asyncio.sleep(0.08)
-        return "2"
+async def test_call_that_waits_for_a_thread_when_it_is_given_up_is_never_made():
+    release, made, threads = threading.Event(), [], ToolThreads(size=1)
+    try:
+        first = asyncio.ensure_future(threads.run(lambda: release.wait(30)))
+        await give_up(threads, lambda: made.append("too late"))
+        # The thread that is busy is not lost: the next call waits for it.
+        after = asyncio.ensure_future(threads.run(lambda: "after"))
+    finally:
+        release.set()
+    assert await asyncio.wait_for(asyncio.gather(first, after), 5) == [True, "after"] and made == []
 
-    async def restore(conversation, handle):
-        await asyncio.sleep(0.08)
 
-    add.restore = restore
-    sample = live()
-    plain = FunctionTool(name="add", fn=add, tool_schema=SCHEMA, is_async=True)
-    (tool,) = journaled([plain], 0.12, ToolCalls(release_after_s=math.inf))
-    with pytest.raises(ToolTimeoutError, match=r"within 0\.12 s"):
-        run(sample, lambda: calls_in_verls_loop(tool, sample))
-    assert sample.keeper.results == [{"call": 0, "started": "add"}]
+async def test_call_in_a_thread_has_the_context_and_the_error_of_its_own():
+    who = ContextVar("who")
+
+    def call():
+        raise LookupError(who.get())
+
+    with pytest.raises(LookupError, match="sample 0/0#0"):
+        who.set("sample 0/0#0")
+        await ToolThreads().run(call)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import time
 from dataclasses import replace
 
@@ -131,20 +130,14 @@ def test_probe_is_preceded_by_a_few_tokens_in_every_slot_and_calls_no_tools(load
     assert seen == [({"max_tokens": 8}, length, agent) for length in (50, 60, 50)]
 
 
-def test_garbage_is_collected_once_everything_is_reported():
-    async def body(manager, worker):
-        held = gc.get_freeze_count() > 0
-        await asyncio.wait_for(manager.actor.wait_batch(True), 20)
-        # The manager, here in the same process, would release it too.
-        manager.broken["flushed"] = RuntimeError("not heard")
-        with pytest.raises(RuntimeError, match="not heard"):
-            await asyncio.wait_for(worker.flush(), 20)
-        return held, gc.get_freeze_count()
-
-    assert lived(body, [[5]]) == (True, 0)
-
-
 def test_interrupted_sample_goes_on_in_its_worker_from_where_it_was():
+    groups = {}
+
+    class Noting(ScriptedWorker):
+        async def _run_agent_loop(self, *args, **kwargs):
+            groups[LIVE_SAMPLE.get().id] = LIVE_SAMPLE.get().group
+            return await super()._run_agent_loop(*args, **kwargs)
+
     async def body(manager, worker):
         (first,) = await finish_round(manager, worker)
         (waiting,) = manager.actor._manager.unfinished.values()
@@ -154,21 +147,10 @@ def test_interrupted_sample_goes_on_in_its_worker_from_where_it_was():
         (second,) = await finish_round(manager, worker)
         return first, cached, second, worker.decoded()
 
-    first, cached, second, decoded = lived(body, [[5], [60]])
+    first, cached, second, decoded = lived(body, [[5], [60]], kind=Noting)
+    assert groups == {"0/0#0": "0/0", "0/1#0": "0/1"}
     assert first.outputs[0].response_length == 5 and 0 < cached < 60
     assert second.outputs[0].response_length == 60 and decoded == 65, "no token was decoded twice"
-
-
-def test_engine_calls_of_a_sample_know_its_group():
-    seen = {}
-
-    class Noting(ScriptedWorker):
-        async def _run_agent_loop(self, *args, **kwargs):
-            seen[LIVE_SAMPLE.get().id] = LIVE_SAMPLE.get().group
-            return await super()._run_agent_loop(*args, **kwargs)
-
-    play(Noting, RETRY)
-    assert seen == {"0/0#0": "0/0", "0/0#1": "0/0"}
 
 
 def test_samples_are_ready_before_their_round_opens():
@@ -187,14 +169,6 @@ def test_samples_are_ready_before_their_round_opens():
 
     collected, before, after, (_, _, slots) = lived(body, [[5, 5], [60, 60]])
     assert collected == 0 and before == (2, 0) and after == 0 and slots == 2
-
-
-async def test_report_that_fails_ends_the_worker_at_once():
-    manager, _worker, serving = await start([[5]])
-    manager.broken["report"] = RuntimeError("the report was refused")
-    # A claim that waits must not hide it.
-    with pytest.raises(RuntimeError, match="the report was refused"):
-        await asyncio.wait_for(serving, 5)
 
 
 @pytest.mark.parametrize(
@@ -280,14 +254,18 @@ def test_sample_that_fails_is_run_again_and_masked_where_it_always_fails(how, sa
     assert said in outputs[0].extra_fields["sample_error"]
 
 
-def test_request_that_a_living_replica_refuses_ends_the_run_where_failures_do():
-    with pytest.raises(RolloutFailedError, match=r"sample 0/0#0 on w0 failed: ReplicaError: .* no such token"):
-        play(failing(refused), FailurePolicy(OnSampleError.RAISE))
-
-
-def test_last_replica_to_die_ends_the_run_whatever_failures_do():
-    with pytest.raises(RolloutFailedError, match=r"^ReplicaError: vLLM replica r0 failed"):
-        play(failing(lambda: refused(dead=True)), RETRY)
+@pytest.mark.parametrize(
+    ("dead", "failures", "said"),
+    [
+        (False, FailurePolicy(OnSampleError.RAISE), r"sample 0/0#0 on w0 failed: ReplicaError: .* no such token"),
+        # Whatever failures do.
+        (True, RETRY, r"^ReplicaError: vLLM replica r0 failed"),
+    ],
+    ids=["a living replica refuses", "the last replica dies"],
+)
+def test_replica_that_fails_a_request_ends_the_run(dead, failures, said):
+    with pytest.raises(RolloutFailedError, match=said):
+        play(failing(lambda: refused(dead)), failures)
 
 
 def unsaveable(sample_id):
@@ -302,16 +280,12 @@ def unsaveable(sample_id):
     return Unsaveable
 
 
-def test_first_output_that_no_checkpoint_can_hold_ends_the_run_by_name():
-    words = r"sample 0/0#0\.reward_extra_info\.verdict: builtins\.object cannot be saved: only plain values"
-    with pytest.raises(RolloutFailedError, match=words):
+def test_output_that_no_checkpoint_can_hold_ends_the_run_if_it_is_the_first_or_is_a_failed_sample():
+    with pytest.raises(RolloutFailedError, match=r"sample 0/0#0\.reward_extra_info\.verdict: .* cannot be saved"):
         play(unsaveable("0/0#0"), RETRY, lengths=[5, 60], save_freq=1)
-
-
-@pytest.mark.parametrize("save_freq", [1, -1])
-def test_later_output_that_no_checkpoint_can_hold_is_a_failed_sample_where_there_are_checkpoints(save_freq):
-    outputs, _ = play(unsaveable("0/0#1"), RETRY, lengths=[5, 60], save_freq=save_freq)
-    assert [output.masked for output in outputs] == [False, save_freq > 0]
+    for save_freq in (1, -1):
+        outputs, _ = play(unsaveable("0/0#1"), RETRY, lengths=[5, 60], save_freq=save_freq)
+        assert [output.masked for output in outputs] == [False, save_freq > 0]
 
 
 def test_sample_may_wait_for_its_round_and_decode_for_longer_than_its_timeout():
@@ -328,51 +302,18 @@ def test_sample_may_wait_for_its_round_and_decode_for_longer_than_its_timeout():
 
 
 @pytest.mark.parametrize("after_s", [60.0, 0.0], ids=["at the end of the round", "before it"])
-def test_turn_is_known_while_its_reward_call_goes_on(after_s):
+def test_turn_is_known_while_its_reward_call_goes_on_and_its_slot_may_be_anothers(after_s):
     async def body(manager, worker):
         await asyncio.sleep(0.1)
         state = manager.actor._manager
         before = state.groups.cached_tokens
-        if after_s:
-            await finish_round(manager, worker)
-        saved = state.state_dict()
-        return worker.decoded(), before, saved["calls"]["length"].tolist(), saved["calls"]["stop_reason"]
-
-    decoded, before, saved, ends = lived(body, [[60], [7]], kind=AfterTurn, release_after_s=after_s)
-    assert saved == [7] and ends == ["completed"]
-    assert before == (0 if after_s else 7) and decoded >= 7
-
-
-def test_slot_of_a_sample_that_awaits_its_reward_goes_to_another():
-    class Slow(AfterTurn):
-        async def _compute_score(self, outputs, kwargs):
-            await asyncio.sleep(0.5)
-
-    async def body(manager, worker):
-        state = manager.actor._manager
-        await asyncio.sleep(0.3)
-        states = [sample.state for sample in state.unfinished.values()]
-        groups = await finish_round(manager, worker)
-        return states, worker.decoded(), [group.uid for group in groups]
-
-    states, decoded, batch = lived(body, [[7], [20]], kind=Slow, slots=1)
-    assert states == ["away"] and decoded == 27, "the second sample ran to its end during the reward call of the first"
-    assert batch == ["0/1"], "the first to be complete"
-
-
-def test_reward_call_that_fails_without_a_slot_is_a_failed_sample():
-    class Fails(AfterTurn):
-        async def _compute_score(self, outputs, kwargs):
-            await asyncio.sleep(0.2)
-            raise RuntimeError("no such sandbox")
-
-    async def body(manager, worker):
         (group,) = await finish_round(manager, worker)
-        return group.outputs, manager.actor._manager.metrics()
+        saved = state.state_dict()["calls"]
+        return before, group.uid, worker.decoded(), saved["length"].tolist(), saved["stop_reason"]
 
-    outputs, figures = lived(body, [[7, 7]], kind=Fails)
-    assert all(output.masked and "no such sandbox" in output.extra_fields["sample_error"] for output in outputs)
-    assert figures["failures/retried_total"] == 2
+    options = {"release_after_s": after_s, "slots": 2 if after_s else 1}
+    before, *others = lived(body, [[7], [60]], kind=AfterTurn, **options)
+    assert before == (0 if after_s else 7) and others == ["0/1", 67, [7], ["completed"]]
 
 
 async def test_turn_and_tool_call_are_known_before_the_tool_is_called_and_outlive_the_worker():
@@ -493,24 +434,6 @@ async def test_tool_is_not_called_where_the_manager_refuses_to_know_of_it():
     with pytest.raises(RuntimeError, match="w0 is not registered"):
         await asyncio.wait_for(serving, 5)
     assert calls == []
-
-
-def test_single_turn_samples_cost_no_report_of_their_own_for_their_turn():
-    reports = []
-
-    async def body(manager, worker):
-        report = manager.actor.report
-
-        async def counted(message):
-            reports.append(message)
-            return await report(message)
-
-        manager.actor.report = counted
-        await finish_round(manager, worker)
-
-    lived(body, [[5] * 64])
-    assert sum(len(report.finished) for report in reports) == 64
-    assert not any(report.progress for report in reports)
 
 
 def test_long_reward_call_of_the_probe_is_nobodys_progress():
