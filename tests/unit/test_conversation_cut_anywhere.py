@@ -9,8 +9,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
-from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
@@ -22,27 +20,16 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.tasks.workspace import Workspace
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
-from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker, output_of
-from tests.unit.test_turn_alignment import ASSISTANT, OBSERVATION, USER, GlmTokenizer
+from tests.unit.test_turn_alignment import ASSISTANT, OBSERVATION, USER, config_of, loop_of
 from tests.unit.test_worker import CURVE, RETRY, Local, finish_round
 
 TURNS, TOKENS = 3, 3
 MOMENTS = TURNS * TOKENS + 2 * (TURNS - 1)
 """before each token, before and after the effect of each call"""
-MULTI_TURN = {"max_user_turns": None, "max_assistant_turns": None, "max_parallel_calls": 1, "format": "cut"}
-ROLLOUT = {"response_length": 90, "prompt_length": 8, "scheduling_policy": "fcfs", "name": "vllm"}
-CONFIG = SimpleNamespace(
-    actor_rollout_ref=SimpleNamespace(
-        rollout=SimpleNamespace(
-            **ROLLOUT,
-            full_determinism=False,
-            multi_turn=SimpleNamespace(**MULTI_TURN, max_tool_response_length=99, tool_response_truncate_side="left"),
-        )
-    )
-)
+CONFIG = config_of(90, "cut")
 
 
 @ToolParser.register("cut")
@@ -102,18 +89,8 @@ class Conversing(ScriptedWorker):
             async with sample.keeper.engine_call(sample):
                 await self.moments.reached.wait()
             return output_of(0, self._version)
-        loop = ToolAgentLoop(
-            DictConfigWrap(CONFIG),
-            PartialRolloutLLMClient(CONFIG),
-            GlmTokenizer(),
-            None,
-            None,
-            DictConfigWrap({}),
-            hf_model_type="glm4_moe",
-            tools=ToolListWrap(
-                journaled([WatchedWorkspace(self.root, self.moments)], 20.0, self.config.partial_rollout.tools)
-            ),
-        )
+        workspace = WatchedWorkspace(self.root, self.moments)
+        loop = loop_of(CONFIG, journaled([workspace], 20.0, self.config.partial_rollout.tools))
         output = await loop.run({}, raw_prompt=[{"role": "user", "content": "go"}])
         return await self._agent_loop_postprocess(output, False)
 

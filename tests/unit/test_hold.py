@@ -82,8 +82,8 @@ class State:
 def serving(server):
     """``serving(engine, *requests, ...)``: a server that has begun to mark ``requests``."""
 
-    def build(engine, *begun, resume_kv="recompute", version=3):
-        made = server(engine, version=version, resume_kv=resume_kv)
+    def build(engine, *begun, resume_kv="recompute"):
+        made = server(engine, version=3, resume_kv=resume_kv)
         for name in begun:
             made._marks.begin(name)
         return made
@@ -109,8 +109,8 @@ async def test_hold_drops_the_blocks_unless_they_are_kept_and_the_sync_within_it
     assert "encodings dropped" in after, "without a hold it is verl's again"
 
 
-@pytest.mark.parametrize("requests", [1, 3, 16])
-@pytest.mark.parametrize("in_flight", [0, 1, 2])
+@pytest.mark.parametrize("requests", [1, 16])
+@pytest.mark.parametrize("in_flight", [0, 2])
 async def test_tokens_in_flight_at_the_hold_are_the_old_weights(serving, requests, in_flight):
     """They arrive at the output handler when the pause has been answered: a count at that moment would miss them."""
     names = [f"r{i}" for i in range(requests)]
@@ -148,20 +148,6 @@ async def test_hold_of_an_engine_that_dies_ends(serving):
         engine = Engine("r-internal", in_flight=1)
         engine.dies = True
         await asyncio.wait_for(serving(engine).hold(), 5)
-
-
-async def test_marks_of_a_request_that_is_held_again_and_again(serving):
-    engine = Engine("r-internal")
-    held = serving(engine, "r")
-    await held.hold()
-    for made, version in ((2, 4), (0, 5), (1, 6)):
-        await held.resume_generation()
-        for _ in range(made):
-            engine.step()
-        held.global_steps = version
-        await held.hold()
-        await held.hold()
-    assert held._marks.take("r") == [(2, 4), (3, 6)], "held without a token at first, and later without a new one"
 
 
 async def test_request_that_is_aborted_during_a_hold_ends_and_one_resumption_suffices(serving):
@@ -210,17 +196,12 @@ def test_answer_of_a_held_request_has_its_marks_and_the_server_keeps_none(servin
         assert asyncio.run(run()).extra_fields["version_marks"] == [(2, 3)]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [None, "class AsyncLLM:\n    async def pause_generation(self, *, wait_for_inflight_requests=False): ...\n"],
-)
-def test_vllm_without_pause_modes_is_found_out(tmp_path, monkeypatch, source):
+def test_vllm_without_pause_modes_is_found_out(tmp_path, monkeypatch):
     assert hold.has_pause_modes()
     at = tmp_path / "v1" / "engine" / "async_llm.py"
     at.parent.mkdir(parents=True)
-    if source is not None:
-        at.write_text(source)
-    monkeypatch.setattr(hold, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    assert not hold.has_pause_modes()
-    monkeypatch.setattr(hold, "find_spec", lambda name: None)
-    assert not hold.has_pause_modes()
+    at.write_text("class AsyncLLM:\n    async def pause_generation(self, *, wait_for_inflight_requests=False): ...\n")
+    for origin in (str(tmp_path / "__init__.py"), str(tmp_path / "v1" / "__init__.py"), None):
+        found = origin and SimpleNamespace(origin=origin)
+        monkeypatch.setattr(hold, "find_spec", lambda name, found=found: found)
+        assert not hold.has_pause_modes()

@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from zlib import crc32
 
 import numpy as np
@@ -24,7 +25,7 @@ from recipe.partial_rollout.checkpoint import plain_codec
 from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter
+from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter, masked_output
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import GroupState, Prompt, SampleOutput, SampleState, Segment
 from recipe.partial_rollout.records.ledger import Ledger, RunSizes
@@ -33,8 +34,28 @@ from recipe.partial_rollout.tools.audit import audit
 
 SEQUENCES = int(os.environ.get("PARTIAL_ROLLOUT_SEQUENCES", "2000"))
 
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""for the ledgers, each of which is synced to its disk"""
 PICK = st.integers(0, 2**20)
 OVERTAKE = st.sampled_from([None, 0.0, 0.34, 1.0, 2.5])
+SIZES = st.fixed_dictionaries(
+    {
+        "mode": st.sampled_from(Mode),
+        "batch": st.integers(1, 3),
+        "n": st.integers(1, 3),
+        "overlap": st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+        "slack": st.integers(0, 3),
+        "steps": st.integers(1, 6),
+        "extra": st.integers(0, 3),
+        "on_error": st.sampled_from([OnSampleError.RETRY, OnSampleError.MASK]),
+        "retries": st.integers(0, 2),
+        # Every so many prompts score alike in all samples; 0: no dynamic sampling.
+        "every": st.integers(0, 3),
+        "more": st.integers(0, 12),
+        "limited": st.booleans(),
+        "gen_batches": st.sampled_from([0, 2, 3]),
+    }
+)
 
 
 def tokens_of(sample_id, start, length):
@@ -65,24 +86,6 @@ def output_of(segments, tools, reward=0.0):
         reward_extra_info={},
         num_turns=2,
         metrics={},
-    )
-
-
-def masked_output_of(segments):
-    ids = np.concatenate([s.token_ids for s in segments] or [np.zeros(1, np.int32)])
-    zeros = np.zeros(len(ids))
-    return SampleOutput(
-        prompt_ids=np.empty(0, np.int32),
-        response_ids=ids,
-        response_mask=zeros.astype(np.int8),
-        log_probs=zeros.astype(np.float32),
-        versions=zeros.astype(np.int32) - 1,
-        segments=len(segments),
-        reward_score=None,
-        reward_extra_info={},
-        num_turns=0,
-        metrics={},
-        masked=True,
     )
 
 
@@ -161,54 +164,25 @@ class ManagerLife(RuleBasedStateMachine):
         self.manager = None
 
     @precondition(lambda self: self.manager is None)
-    @rule(
-        mode=st.sampled_from(Mode),
-        policy=st.sampled_from(SchedulingPolicy),
-        overtake=OVERTAKE,
-        batch=st.integers(1, 3),
-        n=st.integers(1, 3),
-        overlap=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
-        slack=st.integers(0, 3),
-        steps=st.integers(1, 6),
-        extra=st.integers(0, 3),
-        on_error=st.sampled_from([OnSampleError.RETRY, OnSampleError.MASK]),
-        retries=st.integers(0, 2),
-        every=st.integers(0, 3),
-        more=st.integers(0, 12),
-        limited=st.booleans(),
-        gen_batches=st.sampled_from([0, 2, 3]),
-    )
-    def begin(
-        self,
-        mode,
-        policy,
-        overtake,
-        batch,
-        n,
-        overlap,
-        slack,
-        steps,
-        extra,
-        on_error,
-        retries,
-        every,
-        more,
-        limited,
-        gen_batches,
-    ):
-        self.batch, self.n, self.scheduling = batch, n, Scheduling(policy, overtake)
-        self.max_staleness = int(np.ceil(overlap)) + slack
-        self.total = self.supply = steps * batch
-        # Every so many prompts score alike in all samples; 0: no dynamic sampling.
-        self.every, self.limited, self.filter = every, limited, None
+    @rule(policy=st.sampled_from(SchedulingPolicy), overtake=OVERTAKE, sizes=SIZES)
+    def begin(self, policy, overtake, sizes):
+        sizes = SimpleNamespace(**sizes)
+        self.batch, self.n, self.scheduling = sizes.batch, sizes.n, Scheduling(policy, overtake)
+        self.max_staleness = int(np.ceil(sizes.overlap)) + sizes.slack
+        self.total = self.supply = sizes.steps * self.batch
+        self.every, self.limited, self.filter = sizes.every, sizes.limited, None
         self.most_filtered = self.filtered_this_round = 0
-        if every:
-            self.supply += more
-            self.filter = GroupFilter("reward", gen_batches)
-            self.most_filtered = (gen_batches - 1) * batch if gen_batches else self.supply
-        limit = self.total if every and limited else None
-        admission = Admission(mode, batch, n, overlap, batch + extra, (batch + extra) * n, self.max_staleness, limit)
-        self.failures = FailurePolicy(on_error, retries)
+        if self.every:
+            self.supply += sizes.more
+            self.filter = GroupFilter("reward", sizes.gen_batches)
+            self.most_filtered = (sizes.gen_batches - 1) * self.batch if sizes.gen_batches else self.supply
+        limit = self.total if self.every and self.limited else None
+        over_sampling = self.batch + sizes.extra
+        in_flight = over_sampling * self.n
+        admission = Admission(
+            sizes.mode, self.batch, self.n, sizes.overlap, over_sampling, in_flight, self.max_staleness, limit
+        )
+        self.failures = FailurePolicy(sizes.on_error, sizes.retries)
         self.build = lambda: PromptsManager(admission, self.scheduling, lambda: 0.0, self.failures, self.filter)
         self.manager = self.build()
         self.model = Model()
@@ -221,7 +195,7 @@ class ManagerLife(RuleBasedStateMachine):
     def process_began(self, resumed=False):
         """A process starts the training, or resumes it from a checkpoint."""
         if not resumed:
-            self.directory = tempfile.TemporaryDirectory()
+            self.directory = tempfile.TemporaryDirectory(dir=MEMORY)
             self.ledger = Ledger(Path(self.directory.name))
         self.taken_groups, self.told, self.began = [], (), False
         sizes = self.n, self.batch, self.max_staleness, self.supply, self.total, self.supply
@@ -425,7 +399,7 @@ class ManagerLife(RuleBasedStateMachine):
             model.failed.append(sample_id)
             self.leave_worker(sample_id)
         else:
-            self.forget(sample_id, masked_output_of(model.journals.get(sample_id, [])))
+            self.forget(sample_id, masked_output(model.journals.get(sample_id, []), "boom"))
 
     @precondition(lambda self: started(self) and self.model.failed)
     @rule(pick=PICK)
@@ -655,6 +629,7 @@ class ManagerLife(RuleBasedStateMachine):
         assert len(unfinished) == len(self.manager.unfinished) == sum(g.unfinished for g in waiting + active)
         for sample in unfinished:
             assert self.manager.unfinished[sample.id] is sample
+            assert sample.failures == self.model.failures.get(sample.id, 0)
             assert (sample.state is SampleState.RUNNING) == (sample.id in self.model.running)
             assert (sample.state is SampleState.AWAY) == (sample.id in self.model.away)
             assert (sample.state is SampleState.FAILED) == (sample.id in self.model.failed)
