@@ -60,23 +60,22 @@ class Engine:
         self.aborted.append((request_id, internal))
 
 
-def generate(engine):
-    return AdmittingEngine(engine).generate(prompt="p", sampling_params=PARAMS, request_id="r", priority=3)
+def generate(engine, params=PARAMS):
+    return AdmittingEngine(engine).generate(prompt="p", sampling_params=params, request_id="r", priority=3)
 
 
 async def read(generator):
     return [output and output.text async for output in generator]
 
 
-def outputs_of(engine):
-    return asyncio.run(read(generate(engine)))
-
-
-def test_request_is_admitted_before_its_first_output():
-    engine = Engine("first", "last")
-    assert outputs_of(engine) == [None, "first", "last"]
-    ((request_id, prompt, _, options),) = engine.added
+@pytest.mark.parametrize(("asked", "sent"), [("CUMULATIVE", "FINAL_ONLY"), ("DELTA", "DELTA")])
+def test_request_is_admitted_before_its_first_output_and_its_callers_parameters_are_left_alone(asked, sent):
+    engine, params = Engine("first", "last"), SamplingParams(max_tokens=5, output_kind=RequestOutputKind[asked])
+    assert asyncio.run(read(generate(engine, params))) == [None, "first", "last"]
+    ((request_id, prompt, used, options),) = engine.added
     assert (request_id, prompt, options) == ("r", "p", {"priority": 3})
+    assert used.output_kind is RequestOutputKind[sent] and used.max_tokens == 5
+    assert params.output_kind is RequestOutputKind[asked]
     assert engine.aborted == [] and engine.queues[0].closed
 
 
@@ -106,14 +105,6 @@ async def test_request_tells_how_long_it_was_queued(monkeypatch, decodes, metric
         assert first >= 0.04, "the whole time"
     else:
         assert first == queued_s
-
-
-@pytest.mark.parametrize(("asked", "sent"), [("CUMULATIVE", "FINAL_ONLY"), ("DELTA", "DELTA")])
-def test_engine_sends_what_is_read_and_the_callers_parameters_are_left_alone(asked, sent):
-    engine, params = Engine("last"), SamplingParams(max_tokens=5, output_kind=RequestOutputKind[asked])
-    asyncio.run(read(AdmittingEngine(engine).generate(prompt="p", sampling_params=params, request_id="r")))
-    assert engine.added[0][2].output_kind is RequestOutputKind[sent] and engine.added[0][2].max_tokens == 5
-    assert params.output_kind is RequestOutputKind[asked]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +138,7 @@ def test_caller_that_goes_away_takes_its_request_with_it(admitted, aborted):
 )
 def test_error_passes_as_it_is_and_a_dead_engine_is_asked_for_nothing_more(engine, error, aborted):
     with pytest.raises(error):
-        outputs_of(engine)
+        asyncio.run(read(generate(engine)))
     assert engine.aborted == aborted
 
 

@@ -23,8 +23,11 @@ def assemble(taken, *, prompt_length=6, response_length=8):
     return assemble_batch(taken, [f"slot{i}" for i in range(len(taken))], prompt_length, response_length, pad_id=0)
 
 
-def test_prompts_are_padded_left_and_responses_right(output):
-    batch = assemble(groups(output)).batch
+def test_prompts_are_padded_left_and_responses_right_and_rows_carry_their_slot(output):
+    data = assemble(groups(output))
+    assert list(data.non_tensor_batch["uid"]) == ["slot0", "slot0", "slot1", "slot1"]
+    assert list(data.non_tensor_batch["index"]) == [7] * 4 and data.meta_info["reward_extra_keys"] == ["acc"]
+    batch = data.batch
     assert batch["prompts"][0].tolist() == [0, 0, 1, 2, 3, 4]
     assert batch["responses"][0].tolist() == [10, 11, 12, 0, 0, 0, 0, 0]
     assert batch["input_ids"][0].tolist() == [0, 0, 1, 2, 3, 4, 10, 11, 12, 0, 0, 0, 0, 0]
@@ -42,13 +45,6 @@ def test_score_sits_on_the_last_token_and_without_scores_a_reward_model_is_expec
     assert scores[1].nonzero().tolist() == [[4]]
     unscored = assemble(groups(output, reward=None))
     assert "rm_scores" not in unscored.batch and unscored.meta_info == {}
-
-
-def test_rows_of_a_group_carry_their_slot(output):
-    batch = assemble(groups(output))
-    assert list(batch.non_tensor_batch["uid"]) == ["slot0", "slot0", "slot1", "slot1"]
-    assert list(batch.non_tensor_batch["index"]) == [7] * 4
-    assert batch.meta_info["reward_extra_keys"] == ["acc"]
 
 
 def test_sample_longer_than_the_width_and_group_without_all_its_outputs_are_refused(output):
@@ -79,8 +75,5 @@ def test_masked_sample_trains_no_token_and_leaves_the_baseline_of_its_group(outp
     assert row["prompts"].tolist() == data.batch[0]["prompts"].tolist()
     assert row["rm_scores"].tolist() == [0, 0.5, 0, 0, 0, 0, 0, 0]
     assert data.non_tensor_batch["acc"].tolist() == [1.0, 0.0, 0.5]
-
-
-def test_group_without_any_sample_to_learn_from_has_no_advantage(output):
-    data = with_masked(output, masked=2)
-    assert data.batch["rm_scores"].sum() == 0 and data.batch["response_mask"].sum() == 0
+    none_left = with_masked(output, masked=2).batch
+    assert none_left["rm_scores"].sum() == 0 and none_left["response_mask"].sum() == 0

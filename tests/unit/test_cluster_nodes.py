@@ -1,5 +1,7 @@
 """A run joins the Ray that it is given, and says which node died."""
 
+import contextlib
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -8,71 +10,56 @@ from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes, NodeLostE
 from recipe.partial_rollout.waits import one_line
 
 
-def node(name, *, alive=True, reason="", address="10.0.0.2", port=7001):
+def node(name, *, alive=True, reason="", port=7001):
     return {
         "NodeID": f"id-{name}",
         "NodeName": name,
-        "NodeManagerAddress": address,
+        "NodeManagerAddress": "10.0.0.2",
         "NodeManagerPort": port,
         "Alive": alive,
         "DeathReasonMessage": reason,
     }
 
 
-def nodes_of(*tables, answers=lambda address, port: True):
-    """``ClusterNodes`` that sees each of ``tables`` once, the last one ever after."""
+FIRST, SECOND, MUTE = node("first"), node("second"), node("second", port=7002)
+DEAD = node("second", alive=False, reason="missing too many\nheartbeats")
+
+
+def nodes_of(*tables):
+    """``ClusterNodes`` that sees each of ``tables`` once, the last one ever after; port 7002 does not answer."""
     left = list(tables)
-    return ClusterNodes(table=lambda: left.pop(0) if len(left) > 1 else left[0], answers=answers)
 
+    def table():
+        if left[0] is None:
+            raise ConnectionError("the head is gone")
+        return left.pop(0) if len(left) > 1 else left[0]
 
-FIRST, MUTE = node("first"), node("second", port=7002)
-DEAD = node("second", alive=False, reason="missing too many heartbeats")
+    return ClusterNodes(table=table, answers=lambda address, port: port != 7002)
 
 
 @pytest.mark.parametrize(
     ("tables", "lost"),
     [
-        ([[FIRST, node("second")], [FIRST, DEAD]], ["second (10.0.0.2): missing too many heartbeats"]),
-        # It no longer answers; Ray has not noticed.
-        ([[FIRST, MUTE]], ["second (10.0.0.2): its raylet does not answer"]),
-        # It was dead before the run.
-        ([[FIRST, DEAD]], []),
-        ([[node("10.0.0.2")], [node("10.0.0.2", alive=False)]], ["10.0.0.2: Ray gives no reason"]),
+        ([[FIRST, SECOND], [FIRST, DEAD]], "Ray lost node second (10.0.0.2): missing too many heartbeats"),
+        ([[FIRST, MUTE]], "Ray lost node second (10.0.0.2): its raylet does not answer"),
+        ([[node("10.0.0.2")], [node("10.0.0.2", alive=False)]], "Ray lost node 10.0.0.2: Ray gives no reason"),
+        # A failure on living nodes keeps its own words, as one beside a node that was dead before the run.
+        ([[FIRST, DEAD]], None),
+        # Ray no longer answers.
+        ([[FIRST], None], None),
     ],
 )
-def test_node_that_died_meanwhile_is_named_with_its_reason(tables, lost):
-    nodes = nodes_of(*tables, answers=lambda address, port: port != 7002)
-    assert nodes.lost() == lost
-    if not lost:
-        nodes.blame(RuntimeError("a failure on living nodes keeps its own words"), "resume like this")
-
-
-def test_ray_that_no_longer_answers_hides_no_failure():
-    def table():
-        if seen.pop():
-            raise ConnectionError("the head is gone")
-        return [FIRST]
-
-    seen = [True, False]
-    assert ClusterNodes(table=table, answers=lambda address, port: True).lost() == []
-
-
-def test_node_whose_death_was_outlived_is_not_blamed_for_a_later_failure():
-    died = [node("first"), node("third", alive=False, reason="power")]
-    nodes = nodes_of([node("first"), node("third")], died, died)
-    assert nodes.lost() == ["third (10.0.0.2): power"]
-    nodes.outlive()
-    assert nodes.lost() == []
-
-
-def test_failure_after_a_nodes_death_names_the_node_and_how_to_resume():
-    nodes = nodes_of([node("second")], [node("second", alive=False, reason="expected\ntermination")])
-    with pytest.raises(NodeLostError) as caught:
+def test_failure_after_a_nodes_death_names_the_node_and_how_to_resume(tables, lost):
+    nodes = nodes_of(*tables)
+    with pytest.raises(NodeLostError) if lost else contextlib.nullcontext() as caught:
         nodes.blame(RuntimeError("the actor died\nunexpectedly"), "resume like this")
-    assert one_line(caught.value) == (
-        "NodeLostError: Ray lost node second (10.0.0.2): expected termination. "
-        "The run ends with RuntimeError: unexpectedly; resume like this"
-    )
+    if lost:
+        end = ". The run ends with RuntimeError: unexpectedly; resume like this"
+        assert one_line(caught.value) == f"NodeLostError: {lost}{end}"
+        nodes.outlive()
+        assert (nodes.lost() == []) == (MUTE not in tables[-1]), (
+            "whose death Ray knows is not blamed for a later failure"
+        )
 
 
 @pytest.mark.parametrize(

@@ -112,21 +112,17 @@ def test_past_the_limit_of_a_round_equal_groups_are_trained(filtering, output):
 # -- the end of the data -----------------------------------------------------------------------------------------------
 
 
-def test_equal_groups_are_trained_where_the_data_has_no_other(filtering, output):
-    m = filtering(batch=2, overlap=1.0, prompts=4, left=0)
-    end_groups(m, output, "0/0", "0/1", "0/2", "0/3")
-    assert numbers(train(m)) == ["0/2", "0/3"]
-    assert (m.counters.filtered_groups, m.counters.spared_groups, m.groups.lost) == (2, 2, 0)
+@pytest.mark.parametrize(("prompts", "left", "uids", "trained"), [(4, 0, "0123", "23"), (2, 1, "01", "1")])
+def test_equal_groups_are_trained_where_the_data_has_no_other(filtering, output, prompts, left, uids, trained):
+    """With one prompt left in the source and none in reserve, one group may go, not all."""
+    m = filtering(batch=2, overlap=1.0 if left == 0 else 0.0, prompts=prompts, left=left)
+    end_groups(m, output, *[f"0/{i}" for i in uids])
+    assert (m.counters.filtered_groups, m.counters.spared_groups) == (len(uids) - len(trained), len(trained))
+    if not left:
+        assert numbers(train(m)) == [f"0/{i}" for i in trained] and m.groups.lost == 0
 
 
-def test_prompts_yet_to_be_offered_count_one_by_one(filtering, output):
-    """With one left in the source and none in reserve, one group may go, not all."""
-    m = filtering(batch=2, overlap=0.0, prompts=2, left=1)
-    end_groups(m, output, "0/0", "0/1")
-    assert (m.counters.filtered_groups, m.counters.spared_groups) == (1, 1)
-
-
-# -- figures and checkpoints -------------------------------------------------------------------------------------------
+# -- figures -----------------------------------------------------------------------------------------------------------
 
 
 def test_length_bias_leaves_filtered_groups_out_on_both_sides(filtering, output):
@@ -144,6 +140,14 @@ def test_length_bias_leaves_filtered_groups_out_on_both_sides(filtering, output)
     assert m.metrics()["length/bias"] == 1
 
 
+def test_step_warns_of_equal_groups_that_are_trained_all_the_same(capsys):
+    context = SimpleNamespace(settings=SimpleNamespace(group_filter=ACC, batch_groups=1))
+    book = StepBook(context, probe=None, overlap=None)
+    for total in (2, 2, 3):
+        assert book._filter_metrics(1, 9, {"filter/spared_total": total}) == {"filter/groups": 9, "filter/consumed": 10}
+    assert [line.count("equal acc") for line in capsys.readouterr().out.splitlines()] == [1, 1]
+
+
 async def test_missing_metric_ends_the_run_by_its_name(prompts, output):
     with pytest.raises(RolloutFailedError, match=r"algorithm\.filter_groups\.metric=f1"):
         admission = Admission(Mode.WINDOW, 1, 2, 0.0, 2, 2, 4)
@@ -153,14 +157,3 @@ async def test_missing_metric_ends_the_run_by_its_name(prompts, output):
         ends = [(grant.sample_id, output()) for grant in await manager.claim("w0")]
         await manager.report(Report("w0", finished=ends))
         await asyncio.wait_for(manager.wait_batch(True), 5)
-
-
-def test_step_tells_the_groups_that_it_consumed_and_warns_of_equal_ones_that_are_trained_all_the_same(capsys):
-    context = SimpleNamespace(settings=SimpleNamespace(group_filter=ACC, batch_groups=1))
-    book = StepBook(context, probe=None, overlap=None)
-    for total in (2, 2, 3):
-        assert book._filter_metrics(1, 9, {"filter/spared_total": total}) == {"filter/groups": 9, "filter/consumed": 10}
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" (")[0] for line in lines] == [
-        f"step 1: groups of equal acc that are trained all the same: {count}" for count in (2, 1)
-    ]

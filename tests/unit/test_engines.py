@@ -95,22 +95,24 @@ def dataclasses_of(config):
     return {name: omega_conf_to_dataclass(node) for name, node in nodes.items()}
 
 
-def test_megatron_is_one_override(build):
+def test_engine_is_fsdp2_by_default_and_megatron_is_one_override(build):
+    default = dataclasses_of(build())
+    assert isinstance(default["actor"], FSDPActorConfig)
     config = build("engine=megatron", *MEGATRON)
     validate_config(config, use_reference_policy=True, use_critic=True)
     built = dataclasses_of(config)
     assert isinstance(built["actor"], McoreActorConfig) and isinstance(built["ref"], McoreActorConfig)
     assert isinstance(built["critic"], McoreCriticConfig)
     for part in ("actor", "ref", "critic"):
-        assert isinstance(built[part].engine, McoreEngineConfig), part
-        assert built[part].strategy == "megatron"
+        assert isinstance(default[part].engine, FSDPEngineConfig), part
+        assert default[part].strategy == default[part].engine.strategy == "fsdp2"
+        assert isinstance(built[part].engine, McoreEngineConfig) and built[part].strategy == "megatron", part
     assert isinstance(built["actor"].optim, McoreOptimizerConfig)
     assert built["actor"].engine.tensor_model_parallel_size == built["ref"].engine.tensor_model_parallel_size == 2
     assert built["actor"].engine.pipeline_model_parallel_size == 2 and built["actor"].engine.param_offload
     assert built["ref"].engine.forward_only and not built["actor"].engine.forward_only
     assert built["actor"].policy_loss.loss_mode == "decoupled_ppo"
     assert built["algorithm"].rollout_correction["rollout_is"] == "token"
-    assert "engine" not in config
 
 
 @pytest.mark.parametrize("config", [("quickstart_cpu",), ("recipe", "platform=cpu")], ids=["quickstart", "recipe"])
@@ -129,11 +131,3 @@ def test_engine_and_platform_cpu_are_two_overrides_that_agree_on_float32_and_pac
         else:
             assert built["actor"].engine.mixed_precision == built["ref"].engine.mixed_precision
             assert built["actor"].engine.mixed_precision["param_dtype"] == "fp32"
-
-
-def test_fsdp2_is_the_default(build):
-    built = dataclasses_of(build())
-    assert isinstance(built["actor"], FSDPActorConfig)
-    for part in ("actor", "ref", "critic"):
-        assert isinstance(built[part].engine, FSDPEngineConfig), part
-        assert built[part].strategy == built[part].engine.strategy == "fsdp2"

@@ -11,7 +11,7 @@ from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import Report
-from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict
+from recipe.partial_rollout.manager.policies import FailurePolicy
 from recipe.partial_rollout.manager.types import Progress
 from tests.unit.shared import begin
 
@@ -25,17 +25,10 @@ def one_running(manager, **kwargs):
     return m, grant.sample_id
 
 
-def test_raise_leaves_the_sample_failed_with_its_error(manager):
-    m, sample_id = one_running(manager, failures=FailurePolicy(OnSampleError.RAISE))
-    assert m.fail(sample_id, "ToolError: boom") is FailureVerdict.RAISE
-    assert not m.round_complete()
-    assert "0/0#0 failed on no worker" in m.unfinished_report()
-    assert "failed 1 times, last: ToolError: boom" in m.unfinished_report()
-
-
-def test_backoff_doubles_with_each_failure_of_a_sample():
-    policy = FailurePolicy(retry_backoff_s=0.5)
-    assert [policy.delay_s(k) for k in (1, 2, 3)] == [0.5, 1.0, 2.0]
+def test_sample_retries_that_are_negative_are_refused_and_backoff_doubles_with_each_failure():
+    with pytest.raises(ValueError, match=r"partial_rollout.failures.sample_retries=-1: at least 0"):
+        FailurePolicy(sample_retries=-1)
+    assert [FailurePolicy(retry_backoff_s=0.5).delay_s(k) for k in (1, 2, 3)] == [0.5, 1.0, 2.0]
 
 
 # -- state_dict --------------------------------------------------------------------------------------------------------
@@ -88,8 +81,7 @@ def test_state_is_a_moment_that_later_verbs_do_not_change(manager, segment):
     captured = m.capture()
     m.add_segment(sample_id, segment(5))
     m.add_tool_result(sample_id, {})
-    assert [s.segments for g in captured.groups for s in g.samples] == [[]]
-    assert [s.tool_results for g in captured.groups for s in g.samples] == [[]]
+    assert [(s.segments, s.tool_results) for g in captured.groups for s in g.samples] == [([], [])]
 
 
 # -- the actor ---------------------------------------------------------------------------------------------------------
@@ -125,17 +117,7 @@ async def test_backoff_longer_than_the_stall_deadline_is_no_stall(prompts, outpu
     assert (await asyncio.wait_for(waiting, 5)).admitted == ("0/0",)
 
 
-async def test_report_of_a_released_worker_is_refused(prompts, output):
-    with pytest.raises(RuntimeError, match="worker w0 is not registered: it was released"):
-        actor = actor_of()
-        sample_id = await one_claimed(actor, prompts)
-        await actor.release_worker("w0")
-        await actor.register_worker("w1", 4)
-        await actor.claim("w1")
-        await actor.report(Report("w0", finished=[(sample_id, output())]))
-
-
-async def test_waiting_claim_of_a_dead_worker_takes_nothing_from_its_successor(prompts):
+async def test_dead_worker_reports_nothing_and_its_claim_takes_nothing_from_its_successor(prompts, output):
     actor = actor_of()
     await actor.register_worker("w0", 4)
     orphan = asyncio.ensure_future(actor.claim("w0"))
@@ -143,8 +125,11 @@ async def test_waiting_claim_of_a_dead_worker_takes_nothing_from_its_successor(p
     await actor.release_worker("w0")
     await actor.register_worker("w0", 4)
     await actor.begin_version(0, prompts(1), False)
-    orphaned, grants = await asyncio.wait_for(orphan, 5), await actor.claim("w0")
-    assert orphaned == [] and [g.sample_id for g in grants] == ["0/0#0"]
+    assert await asyncio.wait_for(orphan, 5) == []
+    (grant,) = await actor.claim("w0")
+    await actor.release_worker("w0")
+    with pytest.raises(RuntimeError, match="worker w0 is not registered: it was released"):
+        await actor.report(Report("w0", finished=[(grant.sample_id, output())]))
 
 
 async def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, monkeypatch):
@@ -164,8 +149,3 @@ async def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, mo
     with pytest.raises(TornCheckpointError, match="written at last"):
         await saving
     assert figures["inflight/groups"] == 1
-
-
-def test_failure_policy_refuses_what_it_cannot_do():
-    with pytest.raises(ValueError, match=r"partial_rollout.failures.sample_retries=-1: at least 0"):
-        FailurePolicy(sample_retries=-1)

@@ -53,28 +53,6 @@ def test_other_requests_find_blocks_of_the_same_weights_only():
     assert salt_of("a", None) != salt_of("a", 0)
 
 
-def gap(versions, behaviour, proximal, version=2):
-    batch = TensorDict(
-        {"rollout_versions": torch.tensor(versions), "rollout_log_probs": torch.tensor(behaviour)}, len(versions)
-    )
-    return kv_gap(batch, torch.tensor(proximal), version)
-
-
-def test_gap_is_of_the_newest_tokens_of_older_samples():
-    figures = gap(
-        versions=[[1, 2, 2, -1], [2, 2, 2, 2]],
-        behaviour=[[-1.0, -2.0, -3.0, 0.0], [-9.0, -9.0, -9.0, -9.0]],
-        proximal=[[-7.0, -2.5, -3.1, -5.0], [-1.0, -1.0, -1.0, -1.0]],
-    )
-    assert figures["mismatch/kv_gap_tokens"] == 2
-    assert figures["mismatch/kv_gap_mean"] == pytest.approx(0.3)
-    assert figures["mismatch/kv_gap_max"] == pytest.approx(0.5)
-
-
-def test_batch_without_resumed_samples_has_no_gap():
-    assert gap([[2, 2]], [[-1.0, -1.0]], [[-2.0, -2.0]]) == {"mismatch/kv_gap_tokens": 0}
-
-
 @pytest.mark.parametrize(
     ("resume_kv", "asked"),
     [("recompute", [("abort", True, True), "clear"]), ("keep", [("abort", False, True), "mm", "encoder"])],
@@ -97,3 +75,21 @@ async def test_interruption_and_weight_sync_empty_the_cache_unless_it_is_kept(se
     await built.abort_all_requests(reject_request=True)
     await built.clear_kv_cache()
     assert noted == asked
+
+
+@pytest.mark.parametrize(
+    ("versions", "behaviour", "proximal", "figures"),
+    [
+        (
+            [[1, 2, 2, -1], [2, 2, 2, 2]],
+            [[-1.0, -2.0, -3.0, 0.0], [-9.0, -9.0, -9.0, -9.0]],
+            [[-7.0, -2.5, -3.1, -5.0], [-1.0, -1.0, -1.0, -1.0]],
+            {"tokens": 2, "mean": 0.3, "max": 0.5},
+        ),
+        ([[2, 2]], [[-1.0, -1.0]], [[-2.0, -2.0]], {"tokens": 0}),
+    ],
+)
+def test_gap_is_of_the_newest_tokens_of_older_samples(versions, behaviour, proximal, figures):
+    columns = {"rollout_versions": torch.tensor(versions), "rollout_log_probs": torch.tensor(behaviour)}
+    found = kv_gap(TensorDict(columns, len(versions)), torch.tensor(proximal), 2)
+    assert found == pytest.approx({f"mismatch/kv_gap_{name}": value for name, value in figures.items()})

@@ -27,8 +27,8 @@ class Rows(torch.utils.data.Dataset):
         }
 
 
-def loader(*, shuffle=True, workers=0):
-    config = OmegaConf.create({"shuffle": shuffle, "seed": 3, "sampler": None})
+def loader(workers=0):
+    config = OmegaConf.create({"shuffle": True, "seed": 3, "sampler": None})
     rows = Rows()
     return StatefulDataLoader(
         dataset=rows,
@@ -51,8 +51,7 @@ def test_every_epoch_has_each_of_its_prompts_once_in_an_order_of_its_own():
     assert first != second
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("before", [0, 1, 3, 4, 7, 8, 9, 16, 21])
+@pytest.mark.parametrize(("before", "workers"), [*((taken, 0) for taken in (0, 1, 3, 4, 7, 8, 9, 16, 21)), (7, 2)])
 def test_source_that_is_restored_gives_what_one_that_never_stopped_gives(before, workers, tmp_path):
     whole = names(PromptSource(loader(workers=workers), total=24).take(24))
     stopped = PromptSource(loader(workers=workers), total=24)
@@ -61,12 +60,7 @@ def test_source_that_is_restored_gives_what_one_that_never_stopped_gives(before,
     restored = PromptSource(loader(workers=workers), total=24)
     restored.load_state_dict(read_snapshot(tmp_path / "source"))
     assert names(restored.take(30)) == whole[before:]
-    assert restored.left == 0
-
-
-def test_source_that_is_asked_for_more_after_its_end_has_no_more():
-    source = PromptSource(loader(), total=6)
-    assert len(source.take(10)) == 6 and source.take(1) == []
+    assert restored.left == 0 and restored.take(1) == []
 
 
 def test_data_smaller_than_a_batch_is_an_error():

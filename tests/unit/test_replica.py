@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from recipe.partial_rollout.engine import replica
-from recipe.partial_rollout.engine.replica import _end_processes, _forget_server, leave_headroom
+from recipe.partial_rollout.engine.replica import _end_processes, leave_headroom
 
 
 @pytest.mark.parametrize(
@@ -53,25 +53,26 @@ def test_only_the_processes_that_a_killed_server_left_behind_are_ended():
             process.wait()
 
 
-def test_sender_looks_a_restarted_server_up_again_in_a_trainer_as_beside_an_engine():
-    fused, alone = Namespace(server_handle="dead"), Namespace(server_handle="dead")
-    _forget_server(Namespace(worker_dict={"actor_rollout": Namespace(rollout=fused)}))
-    _forget_server(Namespace(server_adapter=alone))
-    assert fused.server_handle is None and alone.server_handle is None
-
-
 def test_workers_give_their_caches_back_before_a_restarted_engine_measures_the_free_memory(monkeypatch):
-    done = []
+    """And the sender looks its server up again, in a trainer as beside an engine."""
+    done, fused, alone = [], Namespace(server_handle="dead"), Namespace(server_handle="dead")
+    senders = [Namespace(worker_dict={"actor_rollout": Namespace(rollout=fused)}), Namespace(server_adapter=alone)]
 
     async def note(what):
         done.append(what)
 
-    call = Namespace(remote=lambda function, *_: note(function.__name__))
+    def called_in(worker):
+        async def call(function, *args):
+            done.append(function.__name__)
+            function(worker, *args)
+
+        return Namespace(__ray_call__=Namespace(remote=call))
+
     restarted = object.__new__(replica.RecipeVLLMReplica)
-    restarted.servers, restarted.workers = [], [Namespace(__ray_call__=call) for _ in range(2)]
+    restarted.servers, restarted.workers = [], [called_in(sender) for sender in senders]
     restarted.gpus_per_replica_node, restarted._engine_processes = 1, []
     restarted.launch_servers, restarted.sleep = lambda: note("launch"), lambda: note("sleep")
     monkeypatch.setattr(replica.asyncio, "sleep", lambda _: note("pause"))
     asyncio.run(restarted.relaunch())
     assert done == ["_empty_cache"] * 2 + ["pause", "launch"] + ["_forget_server"] * 2 + ["sleep"]
-    replica._empty_cache(None)
+    assert fused.server_handle is None and alone.server_handle is None

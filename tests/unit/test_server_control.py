@@ -67,15 +67,6 @@ def test_dead_replica_is_left_out_and_restarted_under_a_new_address():
     assert control.restarted == 1 and replicas[1].aborts == 2
 
 
-def test_replica_that_dies_in_a_hold_is_left_out_and_the_others_stand_still():
-    replicas = [FakeReplica("a"), FakeReplica("b")]
-    control = ServerControl(replicas, 5.0)
-    replicas[1].dead_with = RuntimeError("EngineDeadError: EngineCore encountered an issue")
-    first, _ = play(control, "hold", "hold")
-    assert 0 <= first < 5 and list(control.servers) == ["a"]
-    assert [replica.holds for replica in replicas] == [2, 0]
-
-
 ENGINE_DEAD = RuntimeError("EngineDeadError: EngineCore encountered an issue")
 
 
@@ -95,17 +86,50 @@ def test_death_that_cannot_be_survived_ends_the_wait_by_name(names, dead_with, v
         play(ServerControl(replicas, 5.0, restarts=0), *verbs)
 
 
-def test_replica_that_does_not_hold_is_named_at_the_deadline():
-    replica = FakeReplica("a")
+class Away(FakeReplica):
+    async def check_alive(self):
+        raise ActorUnavailableError("connection reset", None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "verb", "what"),
+    [(FakeReplica, "hold", "holding the vLLM replicas a"), (Away, "restart_dead", "looking after the vLLM replicas a")],
+)
+def test_replica_that_does_not_answer_ends_the_wait_by_name(kind, verb, what):
+    replica = kind("a")
     replica.hangs_s = 60
-    with pytest.raises(TimeoutError, match=r"holding the vLLM replicas a took more than .*deadlines\.interrupt_s"):
-        play(ServerControl([replica], 0.05), "hold")
+    with pytest.raises(TimeoutError, match=rf"{what} took more than 0\.1 s .*deadlines\.interrupt_s"):
+        play(ServerControl([replica], 0.1), verb)
 
 
-def test_replica_that_does_not_answer_hides_no_other_that_decodes():
+def test_replica_that_does_not_answer_hides_no_other_that_decodes_or_stands_still():
     living, dead, hung = replicas = [FakeReplica("a"), FakeReplica("b"), FakeReplica("c")]
-    living.tokens, dead.dead_with, hung.hangs_s = 7, RayActorError(), 60
+    living.tokens, dead.dead_with, hung.hangs_s = 7, ENGINE_DEAD, 60
     assert play(ServerControl(replicas, 0.1), "running_tokens") == [{"a": 7}]
+    control = ServerControl([living, dead], 5.0)
+    play(control, "hold", "hold")
+    assert (living.holds, dead.holds, list(control.servers)) == (2, 0, ["a"])
+
+
+@pytest.mark.parametrize("verb", ["interrupt", "hold", "resume", "restart_dead"])
+def test_replica_that_ray_cannot_reach_for_a_moment_is_asked_again(verb, monkeypatch):
+    monkeypatch.setattr(waits, "AGAIN_S", 0.001)
+    errors = [ActorUnavailableError("connection reset", None)] * 2
+    replica = FakeReplica("a")
+
+    def blinks(method):
+        async def ask(*args, **kwargs):
+            if errors:
+                raise errors.pop()
+            return await method(*args, **kwargs)
+
+        return ask
+
+    for name in ("abort_all_requests", "hold_generation", "resume_generation", "check_alive"):
+        setattr(replica, name, blinks(getattr(replica, name)))
+    control = ServerControl([replica], 5.0, restarts=1)
+    play(control, verb)
+    assert not errors and control.servers.keys() == {"a"} and control.restarted == 0
 
 
 class Answers:
@@ -148,44 +172,6 @@ def test_preemptions_are_counted_since_they_were_last_asked_for():
     a.preemptions = Answers(x=7).x
     assert asyncio.run(control.new_preemptions()) == 4
     assert asyncio.run(control_of(a, Answers(preemptions=None)).new_preemptions()) is None
-
-
-@pytest.mark.parametrize("verb", ["interrupt", "hold", "resume", "restart_dead", "kv_tokens"])
-def test_replica_that_ray_cannot_reach_for_a_moment_is_asked_again(verb, monkeypatch):
-    monkeypatch.setattr(waits, "AGAIN_S", 0.001)
-    errors = [ActorUnavailableError("connection reset", None)] * 2
-
-    class Blinking(FakeReplica):
-        def __getattribute__(self, name):
-            if name in ("server_address", "server_handle") or name.startswith("_"):
-                return super().__getattribute__(name)
-            return self._blinks(super().__getattribute__(name))
-
-        def _blinks(self, method):
-            async def ask(*args, **kwargs):
-                if errors:
-                    raise errors.pop()
-                return await method(*args, **kwargs)
-
-            return ask if callable(method) else method
-
-    async def tokens_of_kv():
-        return 900
-
-    replica = Blinking("a")
-    replica.server_handle = SimpleNamespace(kv_tokens=SimpleNamespace(remote=replica._blinks(tokens_of_kv)))
-    control = ServerControl([replica], 5.0, restarts=1)
-    asyncio.run(getattr(control, verb)())
-    assert not errors and control.servers.keys() == {"a"} and control.restarted == 0
-
-
-def test_replica_that_stays_out_of_reach_ends_the_wait_by_name():
-    class Away(FakeReplica):
-        async def check_alive(self):
-            raise ActorUnavailableError("connection reset", None)
-
-    with pytest.raises(TimeoutError, match=r"looking after the vLLM replicas a took more than 0\.1 s .*interrupt_s"):
-        asyncio.run(ServerControl([Away("a")], 0.1).restart_dead())
 
 
 def test_workers_meet_a_restarted_replica_although_the_load_balancer_is_dead(monkeypatch):

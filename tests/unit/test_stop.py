@@ -14,11 +14,13 @@ from recipe.partial_rollout.waits import beside
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_waits_for_the_check_and_tells_the_exit_code(number, code):
+def test_signal_waits_for_the_check_and_a_sigterm_that_follows_at_once_belongs_to_it(number, code):
+    """``scancel`` with ``proctrack/linuxproc`` signals the batch script and the trainer, and the script passes it on."""
     stop, before = StopSignals(), signal.getsignal(number)
     with stop.caught():
         stop.check()
         os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(StopTraining) as raised:
             stop.check()
     assert raised.value.exit_code == code and signal.getsignal(number) is before
@@ -37,18 +39,6 @@ def test_second_order_ends_the_process_at_once(monkeypatch, first, second, later
         with pytest.raises(SystemExit) as raised:
             os.kill(os.getpid(), second)
     assert raised.value.code == 128 + second
-
-
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-def test_sigterm_that_follows_at_once_belongs_to_the_same_order(first):
-    """``scancel`` with ``proctrack/linuxproc`` signals the batch script and the trainer, and the script passes it on."""
-    stop = StopSignals()
-    with stop.caught():
-        os.kill(os.getpid(), first)
-        os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(StopTraining) as raised:
-            stop.check()
-    assert raised.value.exit_code == 128 + first
 
 
 async def test_wait_ends_with_the_signal():

@@ -39,13 +39,9 @@ def test_requests_have_their_own_marks_and_an_ended_one_has_none_left():
     assert (marks.take("a"), marks.take("b"), marks.take("another server's")) == ([(2, 3)], [], [])
     marks.note({"a": 3}, 4)
     assert marks.take("a") == []
-
-
-def test_server_that_was_told_no_version_marks_it_unknown():
-    marks = VersionMarks()
     marks.begin("r")
     marks.note({"r": 2}, None)
-    assert spans(3, marks.take("r"), 1) == [(0, 2, -1), (2, 3, 1)]
+    assert spans(3, marks.take("r"), 1) == [(0, 2, -1), (2, 3, 1)], "a server that was told no version"
 
 
 @pytest.mark.parametrize("marks", [[(4, 1)], [(2, 1), (1, 2)], [(-1, 1)]])

@@ -18,7 +18,6 @@ The actor is dead because its worker process has died."""
     [
         (ValueError("first\n\n  last  \n"), "ValueError: last"),
         (ValueError(), "ValueError: (no message)"),
-        (None, "NoneType: None"),
         (
             RayActorError(error_msg=DEAD, actor_id="20db"),
             "RayActorError: WorkerDict (pid 3600): The actor is dead because its worker process has died.",
