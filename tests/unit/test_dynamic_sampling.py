@@ -25,8 +25,8 @@ def numbers(*taken):
 def filtering(manager):
     """A manager that filters by ``acc``, in an open round; the source has more to offer."""
 
-    def build(*, group_filter=ACC, left=100, **sizes):
-        m = manager(group_filter=group_filter, **sizes)
+    def build(*, left=100, **sizes):
+        m = manager(group_filter=ACC, **sizes)
         m.note_source(left)
         begin(m)
         return m
@@ -34,22 +34,18 @@ def filtering(manager):
     return build
 
 
-def end_groups(m, output, *uids, equal=True):
-    """Claim whatever can be, and end the groups ``uids`` with rewards alike, or with one that differs."""
-    grants = [grant for worker in m.workers for grant in m.claim(worker)]
+def end_groups(m, output, *uids):
+    """Claim whatever can be, and end the groups ``uids`` with rewards alike."""
+    m.claim("w0")
     for uid in uids:
         for index in range(2):
-            m.finish(f"{uid}#{index}", output(reward=1.0 if equal else float(index)))
-    return grants
+            m.finish(f"{uid}#{index}", output(reward=1.0))
 
 
 def train(m):
     taken = m.take_batch(stop=True)
     m.acknowledge(group.uid for group in taken)
     return taken
-
-
-# -- the judgement -----------------------------------------------------------------------------------------------------
 
 
 def test_metric_decides_which_value_counts(output):
@@ -63,20 +59,6 @@ def test_metric_that_the_reward_lacks_is_named_with_those_it_has(output):
         GroupFilter("f1").common_value([output(), output()])
     with pytest.raises(MissingMetricError, match="metric=reward: a sample was not scored"):
         GroupFilter("reward").common_value([output(reward=None), output(reward=None)])
-
-
-# -- replacement -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", [Mode.WINDOW, Mode.APRIL])
-def test_equal_group_is_replaced_in_the_same_round(filtering, output, mode):
-    m = filtering(batch=2, overlap=0.0, mode=mode, over_sampling=2)
-    end_groups(m, output, "0/0")
-    assert (m.counters.filtered_groups, m.counters.filtered_tokens) == (1, 10)
-    assert m.admit() == 1 and m.admit() == 0
-    assert {g.group_uid for g in end_groups(m, output, "0/1", equal=False)} == {"0/2"}
-    end_groups(m, output, "0/2", equal=False)
-    assert m.round_complete() and numbers(train(m)) == ["0/1", "0/2"] and m.groups.lost == 0
 
 
 def test_masked_samples_have_no_say_and_failures_are_not_filtered_away(filtering, output):
@@ -96,22 +78,6 @@ def test_masked_samples_have_no_say_and_failures_are_not_filtered_away(filtering
     assert wide.counters.filtered_groups == 1
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
-
-
-def test_past_the_limit_of_a_round_equal_groups_are_trained(filtering, output):
-    m = filtering(batch=2, overlap=1.0, group_filter=GroupFilter("acc", max_num_gen_batches=2))
-    end_groups(m, output, "0/0", "0/1", "0/2", "0/3")
-    assert (m.counters.filtered_groups, m.counters.spared_groups) == (2, 2)
-    assert m.round_complete() and numbers(train(m)) == ["0/2", "0/3"]
-    begin(m)
-    end_groups(m, output, "0/4")
-    assert m.counters.filtered_groups == 3, "the limit is that of one round"
-
-
-# -- the end of the data -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("prompts", "left", "uids", "trained"), [(4, 0, "0123", "23"), (2, 1, "01", "1")])
 def test_equal_groups_are_trained_where_the_data_has_no_other(filtering, output, prompts, left, uids, trained):
     """With one prompt left in the source and none in reserve, one group may go, not all."""
@@ -120,9 +86,6 @@ def test_equal_groups_are_trained_where_the_data_has_no_other(filtering, output,
     assert (m.counters.filtered_groups, m.counters.spared_groups) == (len(uids) - len(trained), len(trained))
     if not left:
         assert numbers(train(m)) == [f"0/{i}" for i in trained] and m.groups.lost == 0
-
-
-# -- figures -----------------------------------------------------------------------------------------------------------
 
 
 def test_length_bias_leaves_filtered_groups_out_on_both_sides(filtering, output):

@@ -15,7 +15,6 @@ from verl.workers.config import (
 )
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.preflight.settings_check import check_settings
 
 # Qwen3-4B on one node of eight devices.
 SHAPE = (
@@ -61,9 +60,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def build(model, composed_config):
-    def compose_config(*overrides, name="ppo_partial_rollout", shape=SHAPE):
+    def compose_config(*overrides):
         paths = (f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}")
-        config = composed_config(name, *shape, *paths, *overrides)
+        config = composed_config("ppo_partial_rollout", *SHAPE, *paths, *overrides)
         OmegaConf.resolve(config)
         main_ppo.wire(config)
         with open_dict(config):
@@ -113,21 +112,3 @@ def test_engine_is_fsdp2_by_default_and_megatron_is_one_override(build):
     assert built["ref"].engine.forward_only and not built["actor"].engine.forward_only
     assert built["actor"].policy_loss.loss_mode == "decoupled_ppo"
     assert built["algorithm"].rollout_correction["rollout_is"] == "token"
-
-
-@pytest.mark.parametrize("config", [("quickstart_cpu",), ("recipe", "platform=cpu")], ids=["quickstart", "recipe"])
-def test_engine_and_platform_cpu_are_two_overrides_that_agree_on_float32_and_packing(build, config):
-    name, *overrides = config
-    for engine, packs in (("fsdp2", False), ("megatron", True)):
-        config = build(*overrides, f"engine={engine}", name=name, shape=())
-        check_settings(config)
-        validate_config(config, use_reference_policy=True, use_critic=False)
-        assert config.actor_rollout_ref.model.use_remove_padding == packs
-        built = dataclasses_of(config)
-        assert built["actor"].engine.dtype == "float32" and built["actor"].strategy == engine
-        if engine == "megatron":
-            assert all(built[part].engine.dtype == "float32" for part in ("ref", "critic"))
-            assert all(built[part].engine.vanilla_mbridge for part in ("actor", "ref", "critic"))
-        else:
-            assert built["actor"].engine.mixed_precision == built["ref"].engine.mixed_precision
-            assert built["actor"].engine.mixed_precision["param_dtype"] == "fp32"

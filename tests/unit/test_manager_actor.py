@@ -74,27 +74,6 @@ async def test_batch_is_taken_at_its_decision_and_a_stopped_round_is_not_refille
         assert (await soon(actor.wait_batch(False))).admitted == ("0/2", "0/3")
 
 
-@BOTH
-async def test_uids_told_with_a_batch_are_told_again_if_it_is_not_trained(stop, prompts, output, tmp_path):
-    actor, (first, _) = await begun(prompts)
-    await end(actor, output, first)
-    batch = await soon(actor.wait_batch(stop))
-    path = str(tmp_path / "manager.state")
-    await actor.save(path)
-    resumed = actor_of()
-    await resumed.register_worker("w0", 8)
-    await resumed.load(path)
-    await resumed.begin_version(0, [], 0)
-    again = await soon(resumed.wait_batch(stop))
-    await resumed.flushed("w0")
-    await resumed.finish_step(uids(again.groups))
-    await resumed.save(path)
-    trained = actor_of()
-    await trained.load(path)
-    left = trained._manager.state_dict()["admitted"]
-    assert uids(again.groups) == uids(batch.groups) and again.admitted == batch.admitted and left == []
-
-
 async def test_next_version_of_a_stopped_round_waits_for_every_worker_but_not_for_the_update(prompts, output):
     actor, (first, left) = await begun(prompts, workers=("w0", "w1"))
     await end(actor, output, first)

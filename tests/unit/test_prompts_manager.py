@@ -25,37 +25,6 @@ def end_round(manager, running):
     return taken
 
 
-def test_samples_that_others_do_not_claim_are_left_over_for_whoever_has_slots(manager):
-    m = manager(batch=64, n=8, overlap=0.0, workers=8, capacity=256)
-    begin(m)
-    m.claim("w0")
-    assert m.claim("w0") == [] and m.held_back("w0")
-    taken = []
-    while grants := m.claim("w0", beyond_share=True):
-        taken.append(len(grants))
-    # An eighth of what is left at a time, until its slots are full.
-    assert taken[0] == 56 and taken == sorted(taken, reverse=True) and sum(taken) == 192
-    assert not m.held_back("w0"), "its slots are full"
-
-
-def test_slots_that_change_between_rounds_are_those_of_the_next(manager, output):
-    m = manager(batch=2, n=4, overlap=0.0, workers=2, capacity=4)
-    begin(m)
-    running = m.claim("w0") + m.claim("w1")
-    for worker in ("w0", "w1"):
-        m.resize_worker(worker, 1)
-    assert m.claim("w0") == [], "what runs goes on"
-    for grant in running:
-        m.finish(grant.sample_id, output())
-    end_round(m, [])
-    begin(m)
-    assert [len(m.claim("w0")), len(m.claim("w1"))] == [1, 1]
-    m.resize_worker("w0", 3)
-    assert len(m.claim("w0")) == 2
-    with pytest.raises(ValueError, match="capacity of w1 is 0"):
-        m.resize_worker("w1", 0)
-
-
 def test_overdue_sample_goes_to_whoever_asks(manager, output):
     m = manager(batch=1, n=2, overlap=1.0, max_staleness=1, workers=3, capacity=4, prompts=2)
     begin(m)
@@ -204,3 +173,8 @@ def test_length_bias_shows_that_short_groups_train_first(manager, output, segmen
     for _ in range(2):
         biases = m.metrics()["length/bias"], m.metrics()["length/batch_bias"]
         assert biases == (1.0, 90 / 10), "looking ahead moves nothing"
+
+
+def test_worker_keeps_at_least_one_slot(manager):
+    with pytest.raises(ValueError, match="capacity of w0 is 0"):
+        manager().resize_worker("w0", 0)
