@@ -178,3 +178,16 @@ def test_length_bias_shows_that_short_groups_train_first(manager, output, segmen
 def test_worker_keeps_at_least_one_slot(manager):
     with pytest.raises(ValueError, match="capacity of w0 is 0"):
         manager().resize_worker("w0", 0)
+
+
+def test_batch_waits_for_a_group_that_could_not_be_trained_in_time_after_it(manager, output):
+    m = manager(batch=1, n=1, overlap=1.0, max_staleness=1)
+    begin(m)
+    grants = m.claim("w0")
+    finish_group(m, grants, "0/0", output)
+    end_round(m, ["0/1#0"])
+    begin(m)
+    m.finish(next(grant.sample_id for grant in m.claim("w0") if grant.group_uid == "0/2"), output())
+    assert not m.round_complete(), "0/1 is as old as it may be"
+    m.finish("0/1#0", output())
+    assert [group.uid for group in m.take_batch(stop=True)] == ["0/1"]
