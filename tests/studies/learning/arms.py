@@ -90,6 +90,7 @@ _CHANGES = {
     "drain": ("drained", "partial_rollout.drain=True"),
     "seq_mean": ("seq-mean-token-mean", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"),
     "constant": ("seq-mean-token-sum-norm", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"),
+    "decay": ("cosine decay", "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"),
 }
 """what an arm may change in another, by the end of its name: a caption, and one override"""
 
@@ -109,6 +110,7 @@ def _as_shipped(arm: Arm) -> Arm:
 
 
 (_MASKED,) = _changed(_bounded(1.5), "mask")
+_DEFAULT = _as_shipped(*_changed(_within(_bounded(1.0), 4), "recompute"))
 _ETAS = tuple(map(_eta, (0, 1, 2, 4, 8)))
 _COLOCATE = next(arm for arm in PEERS if arm.name == "v1_colocate_async_quick")
 
@@ -127,7 +129,9 @@ ARMS = {
         *_changed(_MASKED, *(name for name in _CHANGES if name not in ("mask", "tv", "m2", "uncorrected"))),
         *_changed(_in_order(3.0), "mask"),
         # the recipe's own setting, and two that keep what is trained younger than the quick start's
-        *map(_as_shipped, (*_changed(_within(_bounded(1.0), 4), "recompute"), _in_order(2.0), _eta(2))),
+        _DEFAULT,
+        *map(_as_shipped, (_in_order(2.0), _eta(2))),
+        *(decayed for arm in (BASELINE, _DEFAULT, _as_shipped(_bounded(1.5))) for decayed in _changed(arm, "decay")),
         *_changed(_overtaking(1.0, 2.0), *_CHANGES),
         *map(_as_shipped, map(_delayed, (1, 2, 4, 8))),
         *_ETAS,
