@@ -228,7 +228,7 @@ class Driver:
 
         Raises:
             RuntimeError: the batch before it is not trained, or no sample runs.
-            RolloutFailedError: a worker, replica, reward function or the manager failed; the message names it.
+            RolloutFailedError: a sample, replica, reward function or the manager failed; the message names it.
             TrainerLostError: a trainer died while it waited for the batch.
             TimeoutError: a wait passed its deadline.
             StopTraining: the user asked for it; the engines are quiet, and the manager knows everything decoded.
@@ -243,7 +243,7 @@ class Driver:
         start, began, opened_at = self._start, time.monotonic(), time.time()
         try:
             ready = await self._guard.wait_batch(
-                lambda: result_of(self._manager.wait_batch.remote(self._stops)),
+                lambda: self._manager.wait_batch.remote(self._stops),
                 lambda: self._progress.show(step, began),
             )
         except StopTraining:

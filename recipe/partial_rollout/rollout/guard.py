@@ -83,7 +83,8 @@ class Guard:
             watches: go on beside it, as in ``waits.beside``.
 
         Raises:
-            RolloutFailedError: a worker, replica, reward function or the manager failed; the message names it.
+            RolloutFailedError: a sample, replica, reward function or the manager failed; the message names it.
+            WorkerLostError: a worker failed, or was lost once too often.
             TrainerLostError: a trainer died.
             StopTraining: the user asked for it.
             TimeoutError: the manager does not answer.
@@ -97,7 +98,7 @@ class Guard:
             source = context.source
             assert source is not None
             prompts = source.take(answer.count)
-            offered = result_of(self._manager.offer.remote(prompts, source.left))
+            offered = self._manager.offer.remote(prompts, source.left)
             await self.wait(offered, "offering prompts to the manager in the round")
 
     async def _watched(self, awaitable: Awaitable[T], what: str, *watches: Coroutine[Any, Any, Any]) -> T:
