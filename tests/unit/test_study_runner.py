@@ -127,4 +127,4 @@ def test_runs_share_engines_unless_something_is_made_from_what_differs(composed_
     with pytest.raises(ConfigError, match="without critic only"):
         parts("PR_bounded_1.5", "critic.enable=True")
     with pytest.raises(ConfigError, match="without devices of their own only"):
-        parts("PR_eta_2")
+        parts("PR_eta_4")

@@ -82,66 +82,50 @@ def _delayed(versions: int) -> Arm:
 
 _CHANGES = {
     "mask": ("trust region mask", "partial_rollout.trust_region=mask"),
-    "tv": ("trust region tv", "partial_rollout.trust_region=tv"),
-    "m2": ("trust region m2", "partial_rollout.trust_region=m2"),
     "uncorrected": ("correction=none", "partial_rollout.correction=none"),
     "update": ("proximal=auto", "partial_rollout.proximal=auto"),
     "recompute": ("resume_kv=recompute", "partial_rollout.resume_kv=recompute"),
-    "drain": ("drained", "partial_rollout.drain=True"),
     "seq_mean": ("seq-mean-token-mean", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"),
-    "constant": ("seq-mean-token-sum-norm", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"),
     "decay": ("cosine decay", "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"),
 }
 """what an arm may change in another, by the end of its name: a caption, and one override"""
 
 
-def _changed(arm: Arm, *names: str) -> Iterable[Arm]:
+def _changed(arm: Arm, *names: str) -> Arm:
+    """``arm`` with all of these changes."""
     for name in names:
         caption, override = _CHANGES[name]
-        overrides = (*arm.overrides, override)
-        yield replace(arm, name=f"{arm.name}_{name}", caption=f"{arm.caption}, {caption}", overrides=overrides)
+        arm = Arm(f"{arm.name}_{name}", f"{arm.caption}, {caption}", (*arm.overrides, override), arm.program)
+    return arm
 
 
-def _as_shipped(arm: Arm) -> Arm:
-    """With the region and the proximal policy that the recipe has by default."""
-    (masked,) = _changed(arm, "mask")
-    (shipped,) = _changed(masked, "update")
-    return shipped
-
-
-(_MASKED,) = _changed(_bounded(1.5), "mask")
-_DEFAULT = _as_shipped(*_changed(_within(_bounded(1.0), 4), "recompute"))
-_ETAS = tuple(map(_eta, (0, 1, 2, 4, 8)))
+_SHIPPED = ("mask", "update")
+"""the region and the proximal policy that the recipe has by default"""
+_DEFAULT = _changed(_within(_bounded(1.0), 4), "recompute", *_SHIPPED)
+_QUICK = _changed(_bounded(1.5), *_SHIPPED)
 _COLOCATE = next(arm for arm in PEERS if arm.name == "v1_colocate_async_quick")
 
 ARMS = {
     arm.name: arm
     for arm in (
         BASELINE,
-        Arm("PR_overlap_0", "PR, overlap 0", (f"{_OVERLAP}=0", "partial_rollout.max_staleness=0")),
-        *(_bounded(overlap) for overlap in (0.75, 1.0, 1.5, 3.0)),
-        *(_in_order(overlap) for overlap in (0.75, 1.5, 2.0, 3.0, 4.0)),
-        _overtaking(0.5, 2.0),
-        _overtaking(1.0, 1.5),
-        _overtaking(1.0, 2.0),
-        _overtaking(2.0, 1.5),
-        *_changed(_bounded(1.5), *_CHANGES),
-        *_changed(_MASKED, *(name for name in _CHANGES if name not in ("mask", "tv", "m2", "uncorrected"))),
-        *_changed(_in_order(3.0), "mask"),
-        # the recipe's own setting, and two that keep what is trained younger than the quick start's
         _DEFAULT,
-        *map(_as_shipped, (_in_order(2.0), _eta(2))),
-        *(decayed for arm in (BASELINE, _DEFAULT, _as_shipped(_bounded(1.5))) for decayed in _changed(arm, "decay")),
-        *_changed(_overtaking(1.0, 2.0), *_CHANGES),
-        *map(_as_shipped, map(_delayed, (1, 2, 4, 8))),
-        *_ETAS,
-        *(changed for arm in _ETAS for changed in _changed(arm, "uncorrected", "mask")),
-        *_changed(_eta(8), "tv", "m2", "recompute"),
+        _QUICK,
+        *(_changed(arm, "decay") for arm in (BASELINE, _DEFAULT, _QUICK)),
+        _bounded(1.5),
+        *(_changed(_bounded(1.5), *names) for names in (("mask",), ("recompute",))),
+        *(_changed(_bounded(1.5), "mask", name) for name in ("recompute", "seq_mean")),
+        _changed(_in_order(2.0), *_SHIPPED),
+        _overtaking(1.0, 2.0),
+        *map(_eta, (1, 4, 8)),
+        _changed(_eta(2), *_SHIPPED),
+        *(_changed(_eta(8), name) for name in ("uncorrected", "mask", "recompute")),
+        *(_changed(_delayed(versions), *_SHIPPED) for versions in (1, 2, 4, 8)),
         replace(_COLOCATE, name="v1_colocate_async"),
     )
 }
 """by name; a run of one is called ``name@lr``"""
-USUAL = (BASELINE.name, "PR_bounded_1.5", "PR_bounded_1.5_mask_update")
+USUAL = (BASELINE.name, "PR_bounded_1.5", _QUICK.name)
 
 
 def caption_of(name: str) -> str:
