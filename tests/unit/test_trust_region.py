@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tensordict import TensorDict
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.utils import tensordict_utils as tu
@@ -22,16 +20,11 @@ from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.loss import BehaviourRegion, corrected_ppo_loss
 
 ROWS, WIDTH, VERSION, CAP = 6, 9, 4, 1.5
-LOW, HIGH, TV, M2 = 0.3, 0.4, 0.1, 0.05
-KINDS = ("mask", "tv", "m2")
+LOW, HIGH = 0.3, 0.4
+REGION = BehaviourRegion(LOW, HIGH, per_sequence=False)
 AGG_MODES = ("token-mean", "seq-mean-token-mean")
 TOKEN_LOSSES = ("decoupled_ppo", "sapo", "gpg", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
 FIELDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1.8}
-
-
-def build_region(kind, *, most=1.0, per_sequence=False):
-    bounds = {"mask": (LOW, HIGH), "tv": (TV, TV), "m2": (M2, M2)}[kind]
-    return BehaviourRegion(TrustRegion(kind), *(min(bound, most) for bound in bounds), per_sequence)
 
 
 def build_batch(seed, *, spread=0.4, updates=1):
@@ -123,26 +116,18 @@ def ppo_term(ratio, advantage, low, high, dual):
     return value, slope
 
 
-def tokens_of(batch, kind):
+def tokens_of(batch):
     """Fields of ``batch`` in float64, (row, column) of its generated tokens, and of those outside the region."""
     rows = {key: value.double().numpy() for key, value in batch.items()}
     generated = [at for at in np.ndindex(ROWS, WIDTH) if rows["mask"][at]]
     deltas = {at: rows["current"][at] - rows["behaviour"][at] for at in generated}
     moved = {at: delta for at, delta in deltas.items() if delta * rows["advantages"][at] > 0}
-    if kind == "m2":
-        left = sorted(moved, key=lambda at: moved[at] ** 2)
-        while left and sum(moved[at] ** 2 for at in left) / len(left) > M2:
-            left.pop()
-        return rows, generated, set(moved) - set(left)
-    if kind == "tv":
-        distance = {at: abs(math.exp(rows["current"][at]) - math.exp(rows["behaviour"][at])) for at in moved}
-        return rows, generated, {at for at in moved if distance[at] > TV}
     return rows, generated, {at for at, delta in moved.items() if not 1 - LOW <= math.exp(delta) <= 1 + HIGH}
 
 
-def reference(kind, batch, *, from_update, agg):
+def reference(batch, *, from_update, agg):
     """Loss, gradient [ROWS, WIDTH] and the tokens outside, token by token in float64."""
-    rows, generated, outside = tokens_of(batch, kind)
+    rows, generated, outside = tokens_of(batch)
     total, gradient = 0.0, np.zeros((ROWS, WIDTH))
     for at in generated:
         behaviour, current, proximal = (rows[key][at] for key in ("behaviour", "current", "proximal"))
@@ -160,13 +145,12 @@ def reference(kind, batch, *, from_update, agg):
 @pytest.mark.parametrize("agg", AGG_MODES)
 @pytest.mark.parametrize("from_update", [False, True])
 @pytest.mark.parametrize("updates", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradient_are_those_of_the_formula(kind, updates, from_update, agg):
+def test_loss_and_gradient_are_those_of_the_formula(updates, from_update, agg):
     masked = kept = 0
     for seed in range(4):
         batch = build_batch(seed, updates=updates)
-        expected, slopes, outside = reference(kind, batch, from_update=from_update, agg=agg)
-        value, gradient, metrics = run(batch, build_region(kind), from_update=from_update, agg=agg)
+        expected, slopes, outside = reference(batch, from_update=from_update, agg=agg)
+        value, gradient, metrics = run(batch, REGION, from_update=from_update, agg=agg)
         # verl's seq-mean-token-mean adds 1e-8 to each length.
         assert value == pytest.approx(expected, abs=1e-7)
         np.testing.assert_allclose(gradient.numpy(), slopes, atol=1e-7)
@@ -194,15 +178,14 @@ def test_without_a_region_loss_and_gradient_are_bit_equal_to_verls_on_the_same_w
 # -- every policy loss and level ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss_mode", TOKEN_LOSSES)
-def test_masked_token_loses_its_gradient_and_the_others_keep_theirs(loss_mode, kind):
+def test_masked_token_loses_its_gradient_and_the_others_keep_theirs(loss_mode):
     batch = build_batch(1, updates=2)
     outside = torch.zeros(ROWS, WIDTH, dtype=torch.bool)
-    for at in tokens_of(batch, kind)[2]:
+    for at in tokens_of(batch)[2]:
         outside[at] = True
     plain = run(batch, loss_mode=loss_mode)[1]
-    regional = run(batch, build_region(kind), loss_mode=loss_mode)[1]
+    regional = run(batch, REGION, loss_mode=loss_mode)[1]
     assert outside.any() and plain[outside].any() and regional.any()
     assert torch.equal(regional, plain.masked_fill(outside, 0))
 
@@ -213,7 +196,7 @@ def test_sequence_is_in_or_out_as_a_whole_where_the_loss_has_one_ratio_a_sequenc
     tokens = batch["mask"].sum(1).clamp(min=1)
     means = ((batch["current"] - batch["behaviour"]) * batch["mask"]).sum(1) / tokens
     out = (means * batch["advantages"][:, 0] > 0) & ((means.exp() > 1.1) | (means.exp() < 0.9)) & (batch["mask"].any(1))
-    region = build_region("mask", most=0.1, per_sequence=True)
+    region = BehaviourRegion(0.1, 0.1, per_sequence=True)
     plain = run(batch, loss_mode=loss_mode, level="geometric")[1]
     regional = run(batch, region, loss_mode=loss_mode, level="geometric")[1]
     assert out.any() and plain[out].any() and plain[~out].any()
@@ -222,11 +205,10 @@ def test_sequence_is_in_or_out_as_a_whole_where_the_loss_has_one_ratio_a_sequenc
 
 
 @pytest.mark.parametrize("from_update", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_batch_that_is_masked_altogether_has_no_gradient_and_finite_metrics(kind, from_update):
+def test_batch_that_is_masked_altogether_has_no_gradient_and_finite_metrics(from_update):
     batch = build_batch(2)
     batch["behaviour"] = batch["current"] - 2.0 * batch["advantages"].sign()
-    region = build_region(kind, most=1e-3)
+    region = BehaviourRegion(1e-3, 1e-3, per_sequence=False)
     value, gradient, metrics = run(batch, region, from_update=from_update)
     assert value == 0 and not gradient.any()
     parts = {key: metric.aggregate() for key, metric in metrics.items() if "partial_rollout" in key}
@@ -234,13 +216,12 @@ def test_batch_that_is_masked_altogether_has_no_gradient_and_finite_metrics(kind
     assert np.isfinite(list(parts.values())).all()
 
 
-@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("region", [None, REGION])
 @pytest.mark.parametrize("from_update", [False, True])
-def test_mini_batch_without_a_token_has_no_gradient_and_finite_metrics(kind, from_update):
+def test_mini_batch_without_a_token_has_no_gradient_and_finite_metrics(region, from_update):
     batch = build_batch(2)
     data = micro_batch(batch, from_update=from_update, tokens=0)
     data["response_mask"] = torch.zeros_like(data["response_mask"])
-    region = None if kind is None else build_region(kind)
     value, gradient, metrics = run(batch, region, data=data)
     assert value == 0 and not gradient.any()
     figures = [metric.aggregate() if hasattr(metric, "aggregate") else metric for metric in metrics.values()]
@@ -250,8 +231,8 @@ def test_mini_batch_without_a_token_has_no_gradient_and_finite_metrics(kind, fro
 
 def test_masked_share_is_told_by_sign_and_by_age():
     batch = build_batch(7, updates=2)
-    rows, generated, outside = tokens_of(batch, "mask")
-    metrics = run(batch, build_region("mask"))[2]
+    rows, generated, outside = tokens_of(batch)
+    metrics = run(batch, REGION)[2]
     prefix = "actor/partial_rollout/trust_region/masked"
     found = {key.removeprefix(prefix): metric.aggregate() for key, metric in metrics.items() if key.startswith(prefix)}
     ages = [VERSION - rows["versions"][at] for at in outside]
@@ -267,34 +248,15 @@ def test_masked_share_is_told_by_sign_and_by_age():
     assert min(counts["_positive"], counts["_negative"], counts["_age_2_plus"]) > 0
 
 
-@given(st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.floats(1e-4, 2))
-def test_m2_masks_the_fewest_largest_that_bring_the_mean_under_the_bound(deltas, bound):
-    delta = torch.tensor([deltas], dtype=torch.float64)
-    behaviour, ones = torch.full_like(delta, -4.0), torch.ones_like(delta)
-    region = BehaviourRegion(TrustRegion.M2, bound, bound, per_sequence=False)
-    outside = region.outside(behaviour + delta, behaviour, ones, ones)[0]
-    # As the region sees it, after the rounding of the sum.
-    squares = (behaviour + delta - behaviour)[0].square()
-    moved = (behaviour + delta - behaviour)[0] > 0
-    left = squares[moved & ~outside]
-    assert not outside[~moved].any()
-    assert not len(left) or left.mean() <= bound * (1 + 1e-9)
-    if outside.any():
-        taken = squares[outside]
-        assert not len(left) or taken.min() >= left.max()
-        assert torch.cat([left, taken.min()[None]]).mean() > bound * (1 - 1e-9)
-
-
 @pytest.mark.parametrize(
     ("settings", "mode", "wanted"),
     [
         (("none",), "vanilla", None),
-        (("mask",), "decoupled_ppo", (TrustRegion.MASK, 0.2, 0.28, False)),
-        (("mask", 0.5), "decoupled_ppo", (TrustRegion.MASK, 0.5, 0.28, False)),
-        (("tv", None, 0.3), "decoupled_ppo", (TrustRegion.TV, 0.15, 0.3, False)),
-        (("m2",), "decoupled_ppo", (TrustRegion.M2, 0.04, 0.04, False)),
-        (("mask",), "gspo", (TrustRegion.MASK, 0.2, 0.28, True)),
-        (("auto",), "sapo", (TrustRegion.MASK, 0.2, 0.28, False)),
+        (("mask",), "decoupled_ppo", (0.2, 0.28, False)),
+        (("mask", 0.5), "decoupled_ppo", (0.5, 0.28, False)),
+        (("mask", None, 0.3), "decoupled_ppo", (0.2, 0.3, False)),
+        (("mask",), "gspo", (0.2, 0.28, True)),
+        (("auto",), "sapo", (0.2, 0.28, False)),
         (("auto",), "gspo", None),
         (("auto", None, None, "none"), "vanilla", None),
     ],
@@ -315,32 +277,17 @@ def test_bounds_are_the_losss_own_unless_they_are_set(settings, mode, wanted):
 
 
 def test_region_travels_to_the_worker_with_the_loss(composed_config):
-    overrides = ("partial_rollout.trust_region=tv", "partial_rollout.trust_region_low=0.07")
+    overrides = ("partial_rollout.trust_region=mask", "partial_rollout.trust_region_low=0.07")
     config = composed_config("quickstart_cpu", *overrides)
     settings = PartialRolloutConfig.from_config(config)
     sent = pickle.loads(pickle.dumps(loss.worker_loss(config.actor_rollout_ref.actor, settings)))
-    assert sent.keywords["region"] == BehaviourRegion(TrustRegion.TV, 0.07, 0.15, per_sequence=False)
+    assert sent.keywords["region"] == BehaviourRegion(0.07, 0.2, per_sequence=False)
     assert sent.func is corrected_ppo_loss
-
-
-def test_m2_of_the_parts_holds_for_the_whole_and_masks_no_less():
-    batch = build_batch(8, updates=2, spread=0.6)
-    region = build_region("m2")
-
-    def outside(rows):
-        found = [batch[key][rows] for key in ("current", "behaviour", "advantages", "mask")]
-        return region.outside(*found)
-
-    whole, parts = outside(slice(None)), torch.cat([outside(slice(i, i + 2)) for i in range(0, ROWS, 2)])
-    delta = batch["current"] - batch["behaviour"]
-    left = delta[(delta * batch["advantages"] > 0) & (batch["mask"] > 0) & ~parts]
-    assert whole.any() and parts.sum() >= whole.sum()
-    assert left.square().mean() <= M2
 
 
 @pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
 def test_region_that_holds_everything_changes_no_bit(level):
     batch = build_batch(3, updates=2)
-    wide = BehaviourRegion(TrustRegion.MASK, 1e9, 1e9, per_sequence=False)
+    wide = BehaviourRegion(1e9, 1e9, per_sequence=False)
     ours, theirs = run(batch, wide, level=level), run(batch, level=level)
     assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1])

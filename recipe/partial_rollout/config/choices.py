@@ -98,9 +98,3 @@ class TrustRegion(Choice):
         "mask",
         "tokens are masked whose `pi_theta / pi_behav` has left the bounds in the direction of their advantage",
     )
-    TV = "tv", "as `mask`, with bounds on `pi_theta - pi_behav` (DPPO, arXiv:2602.04879)"
-    M2 = (
-        "m2",
-        "of the tokens that move in the direction of their advantage, those with the largest squared log-ratio are masked "
-        "until its mean is `trust_region_high` (M2PO, arXiv:2510.01161)",
-    )

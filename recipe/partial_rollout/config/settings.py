@@ -139,14 +139,12 @@ class PartialRolloutConfig:
     )
     trust_region_low: float | None = key(
         None,
-        "How far below the region reaches: below ratio 1 (mask), below the old probability (tv). `null`: "
-        "`actor.clip_ratio_low`; for tv 0.15.",
+        "How far below ratio 1 the region reaches. `null`: `actor.clip_ratio_low`.",
         above=0,
     )
     trust_region_high: float | None = key(
         None,
-        "How far above the region reaches; for m2, the mean squared log-ratio that it allows. `null`: "
-        "`actor.clip_ratio_high`; for tv 0.15, for m2 0.04, as in their papers.",
+        "How far above ratio 1 the region reaches. `null`: `actor.clip_ratio_high`.",
         above=0,
     )
     resume_kv: ResumeKV = key(ResumeKV.RECOMPUTE, "How an interrupted sample gets its keys and values back.")

@@ -13,25 +13,12 @@ trainer left that to it (``training/proximal.py``), masks what is outside the tr
 Unpickling it in the worker imports this module, which registers ``decoupled_ppo`` there.
 
 **The region.** With one update a batch ``r`` is 1, the clip never acts, and nothing limits ``rho = pi_theta / pi_behav``. A
-region does. With ``delta = log rho``, the advantage ``A`` and the bounds ``eps``, a token is outside if it has moved in the
-direction of its advantage (``delta * A > 0``) and
+region does. With the advantage ``A`` and the bounds ``low`` and ``high``, a token is outside if ``rho > 1 + high`` and
+``A > 0``, or ``rho < 1 - low`` and ``A < 0``. It gets the weight 0. Every loss that the recipe accepts multiplies a token's
+loss by its weight, so the gradient is gone and the denominator keeps the token. Entropy and KL losses are never masked.
 
-====== =============================================================================================================
-mask   ``rho > 1 + eps_high`` or ``rho < 1 - eps_low``
-tv     ``pi_theta - pi_behav > eps_high`` or ``< -eps_low``: DPPO with the binary total variation of the sampled token
-       (arXiv:2602.04879; the bounds 0.15 are those of verl's example script)
-m2     it is one of those with the largest ``delta^2``, which are taken out until the mean of ``delta^2`` over the tokens
-       that are left, among those that moved so, is at most ``eps_high`` (M2PO, arXiv:2510.01161, whose bound is 0.04; its
-       published code clips at the largest that is left instead, and never inside [0.7, 1.5])
-====== =============================================================================================================
-
-A token outside gets the weight 0. Every loss that the recipe accepts multiplies a token's loss by its weight, so the
-gradient is gone and the denominator keeps the token. Entropy and KL losses are never masked.
-
-- ``m2`` sees one micro-batch, because the gradient of the first is taken before the log-probs of the last are known. Its
-  bound then holds for the mini-batch too, but verl's split decides which tokens are masked, and may mask more than needed.
-- With one ratio a sequence (``gspo``, ``geo_mean``) ``rho`` is the geometric mean over the sequence, whose tokens are in or
-  out together, by the sign of their mean advantage.
+With one ratio a sequence (``gspo``, ``geo_mean``) ``rho`` is the geometric mean over the sequence, whose tokens are in or
+out together, by the sign of their mean advantage.
 """
 
 from __future__ import annotations
@@ -294,47 +281,34 @@ def _mean_share(value: torch.Tensor, mask: torch.Tensor, config: ActorConfig, mo
 
 # -- the trust region --------------------------------------------------------------------------------------------------
 
-_BOUNDS = {TrustRegion.TV: (0.15, 0.15), TrustRegion.M2: (0.04, 0.04)}
-"""bounds that are not set, where they are not those of the loss's clip"""
-
-
-def _kind(settings: PartialRolloutConfig, loss_mode: str) -> TrustRegion:
-    """What ``auto`` stands for; every other kind as it is.
-
-    A sequence-level loss has clip bounds of 3e-4, made for the single update that it starts from: as a region they would
-    mask almost everything that is stale.
-    """
-    if settings.trust_region is not TrustRegion.AUTO:
-        return settings.trust_region
-    masks = settings.correction is not Correction.NONE and loss_mode not in SEQUENCE_LEVEL_LOSSES
-    return TrustRegion.MASK if masks else TrustRegion.NONE
-
 
 @dataclass(frozen=True, slots=True)
 class BehaviourRegion:
     """The region of a run, as the worker's loss applies it."""
 
-    kind: TrustRegion
-    """any but ``auto`` and ``none``"""
     low: float
-    """bound below, of the ratio or the probability"""
+    """how far below 1 the ratio may be"""
     high: float
-    """bound above; of ``m2``, on the mean squared log-ratio"""
+    """how far above 1"""
     per_sequence: bool
     """whether the loss has one ratio a sequence"""
 
     @classmethod
     def of(cls, settings: PartialRolloutConfig, actor: DictConfig) -> BehaviourRegion | None:
-        """The region that the settings ask for, None for none; ``actor`` is verl's, checked."""
-        kind = _kind(settings, actor.policy_loss.loss_mode)
-        if kind is TrustRegion.NONE:
+        """The region that the settings ask for, None for none; ``actor`` is verl's, checked.
+
+        ``auto`` is none for a sequence-level loss: its clip bounds of 3e-4, made for the single update that it starts from,
+        would mask almost everything that is stale.
+        """
+        per_sequence = actor.policy_loss.loss_mode in SEQUENCE_LEVEL_LOSSES
+        auto = settings.correction is not Correction.NONE and not per_sequence
+        if not {TrustRegion.AUTO: auto, TrustRegion.NONE: False, TrustRegion.MASK: True}[settings.trust_region]:
             return None
-        low, high = _BOUNDS.get(kind) or clip_bounds(actor)
+        low, high = clip_bounds(actor)
         return cls(
-            kind,
             low if settings.trust_region_low is None else settings.trust_region_low,
             high if settings.trust_region_high is None else settings.trust_region_high,
-            per_sequence=actor.policy_loss.loss_mode in SEQUENCE_LEVEL_LOSSES,
+            per_sequence,
         )
 
     def outside(
@@ -348,11 +322,8 @@ class BehaviourRegion:
         delta = (current - behaviour).clamp(-SAFETY_BOUND, SAFETY_BOUND)
         if self.per_sequence:
             delta, advantages = (_sequence_mean(each, mask).expand_as(each) for each in (delta, advantages))
-        moved = (delta.sign() * advantages.sign() > 0) & (mask > 0)
-        if self.kind is TrustRegion.M2:
-            return _largest(delta.square(), moved, self.high)
-        change = current.exp() - behaviour.exp() if self.kind is TrustRegion.TV else delta.exp() - 1
-        return moved & ((change > self.high) | (change < -self.low))
+        ratio = delta.exp()
+        return (mask > 0) & ((ratio > 1 + self.high) & (advantages > 0) | (ratio < 1 - self.low) & (advantages < 0))
 
 
 def clip_bounds(actor: DictConfig | ActorConfig) -> tuple[float, float]:
@@ -383,13 +354,3 @@ def _sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """[B, 1], the mean over each sequence's generated tokens, 0 where there are none."""
     generated = (mask > 0).to(values.dtype)
     return (values * generated).sum(-1, keepdim=True) / generated.sum(-1, keepdim=True).clamp(min=1)
-
-
-def _largest(squares: torch.Tensor, among: torch.Tensor, bound: float) -> torch.Tensor:
-    """[B, R] bool, the fewest largest ``squares`` of those in ``among`` without which their mean is at most ``bound``."""
-    ascending, order = squares[among].double().sort(stable=True)
-    # The mean of the smallest n never falls with n: those within the bound come first.
-    means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=squares.device)
-    taken = torch.zeros_like(order, dtype=torch.bool)
-    taken[order] = means > bound
-    return torch.zeros_like(among).masked_scatter(among, taken)

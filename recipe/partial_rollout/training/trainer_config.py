@@ -24,7 +24,7 @@ from verl.workers.config import ActorConfig
 from recipe.partial_rollout.config.choices import Correction, TrustRegion
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.training.loss import DECOUPLED_PPO, SEQUENCE_LEVEL_LOSSES, WeightLevel, weight_level
+from recipe.partial_rollout.training.loss import DECOUPLED_PPO, WeightLevel, weight_level
 from verl_ext import attention, chunked_log_probs
 
 _NODE = "algorithm.rollout_correction"
@@ -47,13 +47,14 @@ def check_correction(config: DictConfig, settings: PartialRolloutConfig) -> None
             "never act; partial_rollout.trust_region=mask bounds the ratio to the behaviour policy",
         )
     if settings.correction is Correction.NONE:
-        _check_uncorrected(config, correction)
+        _check_uncorrected(config, settings, correction)
     else:
         _check_decoupled(config, correction)
-    _check_region(config.actor_rollout_ref.actor.policy_loss.loss_mode, settings)
 
 
-def _check_uncorrected(config: DictConfig, correction: Any) -> None:
+def _check_uncorrected(config: DictConfig, settings: PartialRolloutConfig, correction: Any) -> None:
+    if settings.trust_region is TrustRegion.MASK:
+        raise fail("partial_rollout.trust_region", "mask", "none with partial_rollout.correction=none")
     if correction.rollout_is is not None:
         raise fail(f"{_NODE}.rollout_is", correction.rollout_is, "null with partial_rollout.correction=none")
     if config.actor_rollout_ref.actor.policy_loss.loss_mode == DECOUPLED_PPO:
@@ -136,16 +137,6 @@ def uses_weights(actor: DictConfig) -> bool:
             )
         losses.append(float(loss))
     return abs(losses[0] - losses[1]) > 1e-3 * abs(losses[0])
-
-
-def _check_region(mode: str, settings: PartialRolloutConfig) -> None:
-    region, key = settings.trust_region, "partial_rollout.trust_region"
-    if region in (TrustRegion.AUTO, TrustRegion.NONE):
-        return
-    if settings.correction is Correction.NONE:
-        raise fail(key, region, "none with partial_rollout.correction=none")
-    if region in (TrustRegion.TV, TrustRegion.M2) and mode in SEQUENCE_LEVEL_LOSSES:
-        raise fail(key, region, f"mask, or none, with loss_mode={mode}: it has one ratio a sequence")
 
 
 def wire_correction(config: DictConfig) -> None:
