@@ -34,7 +34,6 @@ from recipe.partial_rollout.tools.plan_cost import STEPS, Prices, curve_source, 
 from recipe.partial_rollout.tools.table import Table
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.planner.separate import Devices
     from recipe.partial_rollout.tools.plan_table import Option
 
 
@@ -59,8 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--placement",
         choices=[COLOCATED, SEPARATE],
         default=COLOCATED,
-        help="separate: also forecast trainer and engines on devices of their own, and choose the split "
-        "(a forecast only: no run can do it yet)",
+        help="separate: also forecast trainer and engines on devices of their own, and choose the split",
     )
     parser.add_argument(
         "--train-fixed",
