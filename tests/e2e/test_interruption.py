@@ -1,6 +1,7 @@
 """Interruption of a real engine with a long queue: verl's own server decodes the queue first, ours aborts it at once."""
 
 import asyncio
+import json
 import runpy
 import time
 from pathlib import Path
@@ -12,14 +13,16 @@ SEATS, QUEUED, RESPONSE = 4, 100, 100
 STEP_S = 0.01
 """Added to an engine's step: the test's own loop, which shares the machine with it, never comes too late to interrupt."""
 PROMPT = [4, 7, 8, 9, 10, 11]
+ENDS, LEAST = [7, 8, 9], 40
+"""end tokens of the model's generation config; no sample that ends by them is shorter than ``LEAST``"""
 
 HERE = Path(__file__).parent
 serve = runpy.run_path(str(HERE / "bare_server.py"))["serve"]
 
 
-def start(server, count, name):
+def start(server, count, name, **sampling):
     """``count`` requests that end at their budget, the first of them first in priority."""
-    sampling = {"temperature": 1.0, "ignore_eos": True, "logprobs": True, "detokenize": False}
+    sampling = {"temperature": 1.0, "ignore_eos": True, "logprobs": True, "detokenize": False, **sampling}
     return [
         asyncio.ensure_future(server.generate(PROMPT, dict(sampling), f"{name}-{i}", priority=i)) for i in range(count)
     ]
@@ -53,13 +56,33 @@ async def count_tokens(server, requests):
     return counts
 
 
+async def resume_to_the_end(server):
+    """Requests that an end token ends, interrupted on their way and resumed; (tokens before, tokens after) of each."""
+    from recipe.partial_rollout.worker.resumption import sampling_of_call
+
+    sampling = {"temperature": 1.0, "min_tokens": LEAST, "logprobs": True}
+    requests = start(server, 4 * SEATS, "cut", **sampling, ignore_eos=False)
+    async with asyncio.timeout(60):
+        while await server.running_tokens() < SEATS * LEAST // 4:
+            await asyncio.sleep(0.002)
+    await server.abort_all_requests()
+    cut = [list(output.token_ids) for output in await asyncio.wait_for(asyncio.gather(*requests), 60)]
+    await server.resume_generation()
+    resumed = [
+        server.generate([*PROMPT, *made], sampling_of_call(sampling, RESPONSE, len(made)), f"resumed-{i}")
+        for i, made in enumerate(cut)
+    ]
+    ended = await asyncio.wait_for(asyncio.gather(*resumed), 60)
+    return [(made, list(output.token_ids)) for made, output in zip(cut, ended, strict=True)]
+
+
 def ran_and_queued(outputs):
     """Those that have made a token, and the others."""
     return [output for output in outputs if output.token_ids], [output for output in outputs if not output.token_ids]
 
 
 @pytest.fixture(scope="module")
-def interruptions(on_engine):
+def interruptions(on_engine, tmp_path_factory):
     """Of verl's own server, of ours, and of ours again right after it resumed; then a request refused, and one parked."""
 
     async def body(engine):
@@ -77,6 +100,7 @@ def interruptions(on_engine):
         taken.refused = await asyncio.gather(*start(ours, 1, "refused"))
         await ours.resume_generation()
         taken.again = await interrupt_in_full_run(ours, "again")
+        taken.ended = await resume_to_the_end(ours)
         await ours.abort_all_requests()
         (parked,) = start(ours, 1, "parked")
         await asyncio.sleep(0.05)
@@ -87,10 +111,13 @@ def interruptions(on_engine):
         taken.left = len(engine.output_processor.request_states), verls._admitting, ours._admitting
         return taken
 
+    generation = tmp_path_factory.mktemp("generation")
+    (generation / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))
         return on_engine(
             body,
+            generation_config=str(generation),
             max_num_seqs=SEATS,
             disable_log_stats=False,
             scheduling_policy="priority",
@@ -117,6 +144,14 @@ def test_queued_requests_come_back_at_once_without_a_token(interruptions, which)
         assert all(log_prob < 0 for log_prob in output.log_probs)
     assert not any(output.log_probs for output in queued)
     assert took < interruptions.verls[0] / 4
+
+
+def test_every_end_token_of_the_model_ends_a_resumed_sample_but_not_before_its_least_tokens(interruptions):
+    assert any(before and after for before, after in interruptions.ended)
+    for before, after in interruptions.ended:
+        tokens = before + after
+        assert LEAST <= len(tokens) <= RESPONSE and not set(ENDS) & set(tokens[:-1])
+        assert tokens[-1] in ENDS or len(tokens) == RESPONSE
 
 
 def test_calls_tell_how_long_they_were_queued(interruptions):
