@@ -60,6 +60,7 @@ async def resume_to_the_end(server):
     """Requests that an end token ends, interrupted on their way and resumed; (tokens before, tokens after) of each."""
     from recipe.partial_rollout.worker.resumption import sampling_of_call
 
+    await server.resume_generation()
     sampling = {"temperature": 1.0, "min_tokens": LEAST, "logprobs": True}
     requests = start(server, 4 * SEATS, "cut", **sampling, ignore_eos=False)
     async with asyncio.timeout(60):
