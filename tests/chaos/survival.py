@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.partial_rollout.records.run import last_attempts
 from recipe.partial_rollout.records.trace import TRACE, Begin, RoundRecord, TraceEvent, iter_trace
+from recipe.partial_rollout.tools.run_record import last_attempts
 
 
 @dataclass(frozen=True, slots=True)

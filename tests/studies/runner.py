@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from recipe.partial_rollout.records.jsonl import RunRecordError, read_object
-from recipe.partial_rollout.records.run import read_metrics
+from recipe.partial_rollout.tools.run_record import read_metrics
 from tests.studies.arm import BASELINE, MAIN, Arm
 from tests.studies.machine import MACHINE, write_machine
 from tests.studies.processes import DEADLINE_S, METRICS, TERMINAL, run_fresh

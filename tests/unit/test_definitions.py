@@ -10,11 +10,11 @@ from recipe.partial_rollout.manager.types import TakenGroup
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.figures import bubble_fraction, p95, running_curve, spread
 from recipe.partial_rollout.records.jsonl import RunRecordError
-from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.records.trace import Arm, RoundRecord, RunSettings, RunTrace
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout.step_book import batch_metrics, phase_metrics
 from recipe.partial_rollout.tools.report.summary import summarize
+from recipe.partial_rollout.tools.run_record import load_run
 from recipe.partial_rollout.training.run_session import run_settings
 
 FACTS = RunSettings(Arm.PR, "tiny", 2, 2, 2, 2, 4, "window", "bounded", "0", "0")

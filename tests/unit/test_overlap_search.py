@@ -9,9 +9,9 @@ from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import Cluster, EngineCurve
-from recipe.partial_rollout.planner.samples import lognormal
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.rollout.overlap import OverlapControl, OverlapDecision
+from recipe.partial_rollout.tools.lengths import lognormal
 
 LENGTHS = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
 STEPPED = EngineCurve(step_s=1e-2, sample_s=1e-5)

@@ -15,11 +15,11 @@ from recipe.partial_rollout.config.sections import Scheduling, ToolCalls
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import Cluster, EngineCurve
 from recipe.partial_rollout.records.calls import EngineCall
-from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.tools import plan, plan_measure
 from recipe.partial_rollout.tools.plan_cost import Prices, cost_table
 from recipe.partial_rollout.tools.plan_measure import Burst, decoded_lengths, predicted_s
 from recipe.partial_rollout.tools.replay import measured_steps, play_separate, replay, trainer_of
+from recipe.partial_rollout.tools.run_record import load_run
 from tests.unit.runs import PHASES, interrupted_run, separate_run
 
 LOGNORMAL = ["--lognormal", "300", "360", "1838", "--batch", "8", "--group", "4", "--slots", "16", "--rounds", "4"]

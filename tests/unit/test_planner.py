@@ -17,16 +17,17 @@ from recipe.partial_rollout.planner.rounds import (
     forecast,
     smallest_worthwhile,
 )
-from recipe.partial_rollout.planner.samples import LengthTrace, lognormal, of_run
-from recipe.partial_rollout.planner.separate import (
+from recipe.partial_rollout.planner.samples import LengthTrace
+from recipe.partial_rollout.records.calls import EngineCall
+from recipe.partial_rollout.tools.lengths import lognormal, of_run
+from recipe.partial_rollout.tools.run_record import load_run
+from recipe.partial_rollout.tools.split_forecast import (
     Devices,
     TrainerRate,
     balanced,
     best_split,
     forecast_separate,
 )
-from recipe.partial_rollout.records.calls import EngineCall
-from recipe.partial_rollout.records.run import load_run
 from tests.unit.runs import interrupted_run
 
 LENGTHS = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.tools.report import command
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
 from recipe.partial_rollout.tools.report.perfetto import chrome_trace
 from recipe.partial_rollout.tools.report.segments import in_slots
+from recipe.partial_rollout.tools.run_record import load_run
 from tests.unit.runs import ZERO, interrupted_run, separate_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

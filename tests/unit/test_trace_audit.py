@@ -13,12 +13,12 @@ import pytest
 
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.ledger import Ledger, RunSizes
-from recipe.partial_rollout.records.run import last_attempts, load_run
 from recipe.partial_rollout.records.trace import Arm, Phase, Probe, RoundRecord, RunSettings, RunTrace, iter_trace
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.audit import audit, main
 from recipe.partial_rollout.tools.report.command import main as report
 from recipe.partial_rollout.tools.report.comparison import compare
+from recipe.partial_rollout.tools.run_record import last_attempts, load_run
 from tests.unit.runs import large_run, separate_run
 
 STEPS = 3

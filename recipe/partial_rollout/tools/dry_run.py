@@ -19,7 +19,6 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster
 from recipe.partial_rollout.planner.rounds import baseline, forecast
-from recipe.partial_rollout.planner.samples import lognormal
 from recipe.partial_rollout.preflight.inputs import (
     check_critic,
     check_prompts,
@@ -34,6 +33,7 @@ from recipe.partial_rollout.preflight.inputs import (
 from recipe.partial_rollout.preflight.placement_check import cpus_for_ray
 from recipe.partial_rollout.preflight.settings_check import check_settings
 from recipe.partial_rollout.tools.host import checkpoint_gib, checkpoints_at_once, machine_problems
+from recipe.partial_rollout.tools.lengths import lognormal
 from recipe.partial_rollout.tools.memory import DeviceMemory, ModelShape, check_memory, shape_of
 
 _CURVE = "h100-qwen3-4b"

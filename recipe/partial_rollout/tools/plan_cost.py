@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recipe.partial_rollout.planner.engine_curve import PRESETS
-from recipe.partial_rollout.records.run import RunRecord
+from recipe.partial_rollout.tools.run_record import RunRecord
 from recipe.partial_rollout.tools.table import Table
 
 STEPS = 1_000

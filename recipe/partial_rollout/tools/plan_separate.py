@@ -19,7 +19,9 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster
 from recipe.partial_rollout.planner.rounds import WeightUpdate, smallest_worthwhile, warmup_rounds
 from recipe.partial_rollout.planner.samples import LengthTrace
-from recipe.partial_rollout.planner.separate import (
+from recipe.partial_rollout.tools.plan_cost import STEPS, Prices, curve_source, prices_of
+from recipe.partial_rollout.tools.run_record import RunRecord
+from recipe.partial_rollout.tools.split_forecast import (
     TRAINER_PRESETS,
     UPDATE_PRESET,
     Devices,
@@ -29,8 +31,6 @@ from recipe.partial_rollout.planner.separate import (
     best_split,
     forecast_separate,
 )
-from recipe.partial_rollout.records.run import RunRecord
-from recipe.partial_rollout.tools.plan_cost import STEPS, Prices, curve_source, prices_of
 from recipe.partial_rollout.tools.table import Table
 
 if TYPE_CHECKING:

@@ -20,11 +20,12 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.planner.engine_curve import Cluster, fit
 from recipe.partial_rollout.planner.rounds import SeparateTrainer, Simulation, WeightUpdate, baseline
-from recipe.partial_rollout.planner.samples import TrainedBatch, of_run
-from recipe.partial_rollout.planner.separate import TrainerRate
-from recipe.partial_rollout.records.run import RunRecord
+from recipe.partial_rollout.planner.samples import TrainedBatch
 from recipe.partial_rollout.records.trace import PhaseName
+from recipe.partial_rollout.tools.lengths import of_run
 from recipe.partial_rollout.tools.report.lanes import seconds, within
+from recipe.partial_rollout.tools.run_record import RunRecord
+from recipe.partial_rollout.tools.split_forecast import TrainerRate
 from recipe.partial_rollout.tools.table import Table
 
 

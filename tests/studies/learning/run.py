@@ -11,7 +11,7 @@ import numpy as np
 
 from recipe.partial_rollout.records.figures import held_out_rewards
 from recipe.partial_rollout.records.jsonl import Fields, RunRecordError
-from recipe.partial_rollout.records.run import StepMetrics, read_metrics
+from recipe.partial_rollout.tools.run_record import StepMetrics, read_metrics
 from tests.studies.held_out import WARM_UP, seconds_to
 
 LAST = 3

@@ -14,8 +14,8 @@ from statistics import median
 
 import pandas as pd
 
-from recipe.partial_rollout.records.run import RunRecord, Step, load_run
 from recipe.partial_rollout.tools.audit import audit
+from recipe.partial_rollout.tools.run_record import RunRecord, Step, load_run
 
 MOST_K3, MOST_ERROR = 0.005, 0.03
 """nats a token: divergence of the trainer from the engine, and the update's log-probs from a forward pass's"""

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipe.partial_rollout.records.jsonl import RunRecordError
-from recipe.partial_rollout.records.run import load_run
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.report.comparison import Comparison, as_json, compare
 from recipe.partial_rollout.tools.report.findings import cautions, findings, headline
@@ -17,6 +16,7 @@ from recipe.partial_rollout.tools.report.panels import draw_panels
 from recipe.partial_rollout.tools.report.perfetto import write_chrome_trace
 from recipe.partial_rollout.tools.report.table import report_console, report_markdown
 from recipe.partial_rollout.tools.report.timeline import close_up, draw_timeline
+from recipe.partial_rollout.tools.run_record import load_run
 
 BAD_INPUT = 2
 """Exit status, as argparse's own."""

@@ -13,7 +13,7 @@ from recipe.partial_rollout.tools.report.run_names import names_of
 from recipe.partial_rollout.tools.report.summary import Summary, full_tokens_per_s, ratio, summarize
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.records.run import RunRecord
+    from recipe.partial_rollout.tools.run_record import RunRecord
 
 SPEED_TOLERANCE = 0.10
 """Probes may differ by this share, from each other or from a run's decoding speed, before the report warns."""

@@ -22,7 +22,7 @@ from recipe.partial_rollout.records.figures import running_curve
 from recipe.partial_rollout.records.trace import PhaseName
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.records.run import RunRecord
+    from recipe.partial_rollout.tools.run_record import RunRecord
 
 
 def without(spans: Iterable[Span], *cuts: Iterable[Span]) -> list[Span]:

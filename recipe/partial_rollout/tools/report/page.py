@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from recipe.partial_rollout.records.run import RunRecord
 from recipe.partial_rollout.records.trace import Phase, PhaseName
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.findings import cautions, findings
@@ -21,6 +20,7 @@ from recipe.partial_rollout.tools.report.picture import TOOLS_COLOUR, hue
 from recipe.partial_rollout.tools.report.segments import segments_of
 from recipe.partial_rollout.tools.report.table import tables
 from recipe.partial_rollout.tools.report.timeline import run_end
+from recipe.partial_rollout.tools.run_record import RunRecord
 from recipe.partial_rollout.tools.table import Table
 
 LONGEST_MS = 2**32 - 1

@@ -12,11 +12,11 @@ from matplotlib.ticker import MaxNLocator
 
 from recipe.partial_rollout.records.calls import RolloutPhase
 from recipe.partial_rollout.records.figures import bubble_fraction
-from recipe.partial_rollout.records.run import Step
 from recipe.partial_rollout.records.trace import RunSettings
 from recipe.partial_rollout.tools.report.comparison import Comparison
 from recipe.partial_rollout.tools.report.picture import DPI, hue, mark
 from recipe.partial_rollout.tools.report.summary import ratio
+from recipe.partial_rollout.tools.run_record import Step
 
 MARKED_STEPS = 40
 """Longer runs show a running mean, with every step's own value thin behind it."""

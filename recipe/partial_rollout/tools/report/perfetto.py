@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from recipe.partial_rollout.records.figures import running_curve
-from recipe.partial_rollout.records.run import RunRecord
 from recipe.partial_rollout.records.trace import PhaseName
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.lanes import lanes_of
 from recipe.partial_rollout.tools.report.segments import Lane, Segments, segments_of
+from recipe.partial_rollout.tools.run_record import RunRecord
 
 Event = dict[str, Any]
 ROUNDS, TRAINER, SYNC, STAGE, HOLD = range(1, 6)

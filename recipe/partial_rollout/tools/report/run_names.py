@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.records.run import RunRecord
+    from recipe.partial_rollout.tools.run_record import RunRecord
 
 
 def names_of(runs: Sequence[RunRecord]) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recipe.partial_rollout.records.calls import CallColumns
-from recipe.partial_rollout.records.run import RunRecord
+from recipe.partial_rollout.tools.run_record import RunRecord
 
 
 @dataclass(frozen=True, slots=True)

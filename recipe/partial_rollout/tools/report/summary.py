@@ -12,7 +12,7 @@ from recipe.partial_rollout.records.trace import PhaseName
 from recipe.partial_rollout.tools.report.lanes import LaneShares, lane_shares
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.records.run import RunRecord, Step
+    from recipe.partial_rollout.tools.run_record import RunRecord, Step
 
 REWARD_STEPS = 3
 """The first and last reward are means over this many steps."""

@@ -18,7 +18,6 @@ from matplotlib.patches import Patch
 
 from recipe.partial_rollout.records.calls import CallColumns
 from recipe.partial_rollout.records.figures import RunningCurve, running_curve
-from recipe.partial_rollout.records.run import RunRecord
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.lane_strip import Strip, strip_of
@@ -34,6 +33,7 @@ from recipe.partial_rollout.tools.report.picture import (
     hue,
 )
 from recipe.partial_rollout.tools.report.summary import ratio, summarize
+from recipe.partial_rollout.tools.run_record import RunRecord
 
 PANEL_HEIGHT = 3.5
 """Inches."""
