@@ -169,10 +169,10 @@ def large_group(order, staleness):
     )  # fmt: skip
 
 
-def large_run(path, steps, calls, groups, **trace_options):
+def large_run(path, steps, calls, groups):
     """A run in ``path``: ``calls`` engine calls and ``groups`` trained groups in each of its ``steps``."""
     settings = RunSettings(Arm.PR, "large", groups, 8, 8, 256, 4, "window", "bounded", "0", "0", complete=True)
-    trace = RunTrace(path, [str(i) for i in range(8)], settings, **trace_options)
+    trace = RunTrace(path, [str(i) for i in range(8)], settings)
     total = steps * groups
     with (path / "ledger.jsonl").open("w") as ledger, (path / "metrics.jsonl").open("w") as metrics:
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from recipe.partial_rollout.manager.types import TakenGroup
-from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase, dealt
+from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout.step_book import batch_metrics, phase_metrics
+from recipe.partial_rollout.tools.run_record import dealt
 
 
 def call(start, end, tokens=10):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase, dealt, union
+from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase, union
 from recipe.partial_rollout.records.jsonl import RunRecordError
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
@@ -16,7 +16,7 @@ from recipe.partial_rollout.tools.report.lanes import Trainer, lanes_of, seconds
 from recipe.partial_rollout.tools.report.panels import Over, Shown, _bubble, _speed
 from recipe.partial_rollout.tools.report.table import report_markdown, tables
 from recipe.partial_rollout.tools.report.timeline import CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS, _cut, close_up, run_end
-from recipe.partial_rollout.tools.run_record import load_run
+from recipe.partial_rollout.tools.run_record import dealt, load_run
 from tests.unit.runs import ZERO, build_group, build_round, build_run, default_rounds, separate_run
 
 pytestmark = pytest.mark.filterwarnings("error:constrained_layout not applied")

@@ -1,7 +1,4 @@
-"""The audit compares the trace with the ledger: a sound run passes, also after kills, and each tampering is named.
-
-A thinned trace keeps the engine calls of some steps only; figures and audit stay as they were.
-"""
+"""The audit compares the trace with the ledger: a sound run passes, also after kills, and each tampering is named."""
 
 import json
 import re
@@ -13,13 +10,10 @@ import pytest
 
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.ledger import Ledger, RunSizes
-from recipe.partial_rollout.records.trace import Arm, Phase, Probe, RoundRecord, RunSettings, RunTrace, iter_trace
+from recipe.partial_rollout.records.trace import Arm, RoundRecord, RunSettings, RunTrace, iter_trace
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.audit import audit, main
-from recipe.partial_rollout.tools.report.command import main as report
-from recipe.partial_rollout.tools.report.comparison import compare
-from recipe.partial_rollout.tools.run_record import last_attempts, load_run
-from tests.unit.runs import large_run, separate_run
+from recipe.partial_rollout.tools.run_record import last_attempts
 
 STEPS = 3
 SIZES = RunSizes("PR", 2, 2, 4, epoch_prompts=6, total=2 * STEPS, offered=2 * STEPS)
@@ -179,62 +173,3 @@ def test_power_cut_may_take_the_last_rounds_until_the_run_is_resumed(start, tmp_
         life.step(number)
     assert tamper(tmp_path, lambda event: []) == []
     assert tamper(tmp_path, lambda event: [], step=1) == [], "no later round is there"
-
-
-def thinned(whole, path):
-    """``path``, with the same run as in ``whole`` and the calls of steps 1 and 3 only."""
-    settings = RunSettings.read(whole)
-    trace = RunTrace(path, [str(i) for i in range(settings.replicas)], settings, every=2)
-    for event in iter_trace(whole / "trace.jsonl"):
-        match event:
-            case RoundRecord():
-                calls = tuple(replace(call, replica=str(call.replica)) for call in event.phase.calls)
-                trace.round(replace(event, phase=replace(event.phase, calls=calls)))
-            case Phase(name, step, start, end):
-                trace.phase(name, step, start, end)
-            case Probe(speed, concurrency):
-                trace.probe(0.0, 1.0, int(speed), concurrency)
-    for other in ("metrics.jsonl", "ledger.jsonl"):
-        if (whole / other).exists():
-            (path / other).write_text((whole / other).read_text())
-    return path
-
-
-@pytest.fixture
-def large(tmp_path):
-    return large_run(tmp_path / "whole", 3, calls=60, groups=4)
-
-
-def test_figures_of_a_thinned_trace_are_those_of_the_whole_one_but_for_empty_slots_of_separate_placement(
-    large, tmp_path
-):
-    """There it is told in the mean which slots were empty: calls of a round that is thinned out are spread over it."""
-    for whole, slots in ((large, 0.0), (separate_run(tmp_path / "separate"), 0.1)):
-        before, after = (compare([load_run(path)]).base.summary for path in (whole, thinned(whole, whole / "thinned")))
-        assert after.bubble_fraction == pytest.approx(before.bubble_fraction, abs=slots)
-        assert replace(after, bubble_fraction=before.bubble_fraction) == before
-
-
-def test_a_thinned_trace_says_so_wherever_it_is_read(large, tmp_path, capsys):
-    path = thinned(large, tmp_path / "thinned")
-    header, *rest = (json.loads(line) for line in (path / "trace.jsonl").read_text().splitlines())
-    assert header == {"event": "thinned", "every": 2}
-    rounds = [line for line in rest if line["event"] == "round"]
-    assert ["calls" in line for line in rounds] == [True, False, True], "a reader of whole traces refuses it"
-    assert report([str(path), "--perfetto", str(tmp_path / "trace.json")]) == 0
-    assert "thinned (partial_rollout.dashboard.trace_every=2)" in capsys.readouterr().out
-    assert "120 segments, thinned trace" in (path / "report" / "report.html").read_text()
-
-
-def test_a_thinned_trace_is_audited_alike(large, tmp_path):
-    path = thinned(large, tmp_path / "thinned")
-    assert audit(path)[0].violations == [] and audit(path)[0].rounds_compared == 3
-
-    def late(event):
-        event["totals"]["latest_version"] = 5
-        event["trained"][0]["staleness"][0] = 3
-        return [event]
-
-    call, ages = tamper(path, late)
-    assert "the round of step 2 under version 1 has engine calls of version 5" in call
-    assert "the ledger has staleness" in ages

@@ -126,15 +126,3 @@ class FailureLimits:
         "vLLM replicas that may be restarted over the whole run, while others are alive (not run on a GPU).",
         at_least=0,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Dashboard:
-    """``partial_rollout.dashboard``: what a user sees of a run while it trains."""
-
-    trace_every: int = key(
-        1,
-        "Steps from one round whose engine calls `trace.jsonl` keeps to the next; of others it has totals, and timelines "
-        "have no bars of them ([docs/dashboards.md](../../docs/dashboards.md#the-traces-size)).",
-        at_least=1,
-    )

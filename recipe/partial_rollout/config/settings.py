@@ -37,7 +37,6 @@ from recipe.partial_rollout.config.keys import (
 )
 from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.config.sections import (
-    Dashboard,
     Deadlines,
     FailureLimits,
     Scheduling,
@@ -174,7 +173,6 @@ class PartialRolloutConfig:
     tools: ToolCalls = section(ToolCalls)
     failures: FailureLimits = section(FailureLimits)
     deadlines: Deadlines = section(Deadlines)
-    dashboard: Dashboard = section(Dashboard)
 
     batch_groups: int
     """N: ``data.train_batch_size``"""

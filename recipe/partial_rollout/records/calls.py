@@ -1,21 +1,17 @@
-"""Engine calls, and the rollout phases that they ran in.
-
-Of many calls a reader keeps ``CallColumns``, and a thinned trace ``CallTotals``.
-"""
+"""Engine calls, and the rollout phases that they ran in."""
 
 from __future__ import annotations
 
 import sys
 from array import array
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Annotated, Any, Self, overload
+from typing import Any, Self, overload
 
 import numpy as np
 
-from recipe.partial_rollout.records.jsonl import Fields, RunRecordError
+from recipe.partial_rollout.records.jsonl import RunRecordError
 
 Span = tuple[float, float]
 """start and end, in seconds"""
@@ -220,56 +216,6 @@ sample='0/4#1', interrupted=False, earlier_tokens=0, waited_s=0.0), array([7], d
 
 
 @dataclass(frozen=True, slots=True)
-class CallTotals:
-    """The calls of a round in a few numbers."""
-
-    calls: int
-    tokens: int
-    latest_version: Annotated[int, -1]
-    """of a call; -1 without one that says"""
-    slot_s: float
-    """seconds that slots were busy, with no more counted at once than a full batch has"""
-    busy_s: list[float]
-    """[replica] sum of the calls' seconds"""
-    spans: list[list[Span]]
-    """[replica] when it had a call, in unix seconds"""
-
-    @classmethod
-    def of(cls, calls: Iterable[EngineCall], replicas: int, slot_s: float) -> Self:
-        """The totals of ``calls``, whose replicas are indices below ``replicas``."""
-        calls = tuple(calls)
-        spans = [[(call.busy_from, call.end) for call in calls if call.replica == i] for i in range(replicas)]
-        return cls(
-            calls=len(calls),
-            tokens=sum(call.tokens for call in calls),
-            latest_version=max((call.version for call in calls), default=-1),
-            slot_s=slot_s,
-            busy_s=[sum(end - start for start, end in of_replica) for of_replica in spans],
-            spans=[union(of_replica) for of_replica in spans],
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Its place in the round's line."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, line: Fields, replicas: int | None) -> Self:
-        """The inverse of ``to_json``.
-
-        Raises:
-            RunRecordError: a field is missing or of another type, or there are not ``replicas`` of them (None: any).
-        """
-        totals = line.read(cls)
-        if not (len(totals.busy_s) == len(totals.spans) and replicas in (None, len(totals.spans))):
-            raise RunRecordError(
-                f"{line.place}: 'busy_s' and 'spans' should have an entry for each of {replicas} replicas"
-            )
-        if any(end < start for of_replica in totals.spans for start, end in of_replica):
-            raise RunRecordError(f"{line.place}: 'spans' should hold pairs of start and end")
-        return totals
-
-
-@dataclass(frozen=True, slots=True)
 class RolloutPhase:
     """A time span from the start of a round until every replica is quiet, and its engine calls."""
 
@@ -277,8 +223,6 @@ class RolloutPhase:
     """unix seconds"""
     end: float
     calls: Sequence[EngineCall] = field(repr=False)
-    totals: CallTotals | None = field(default=None, repr=False)
-    """of all its calls, in a thinned trace, which keeps the calls of some rounds only; None: ``calls`` are all"""
 
     @property
     def seconds(self) -> float:
@@ -286,8 +230,6 @@ class RolloutPhase:
 
     @property
     def decoded_tokens(self) -> int:
-        if self.totals is not None:
-            return self.totals.tokens
         if isinstance(self.calls, CallColumns):
             return int(self.calls.column("tokens").sum())
         return sum(call.tokens for call in self.calls)
@@ -305,61 +247,3 @@ class RolloutPhase:
         if isinstance(self.calls, CallColumns):
             return self.calls.column("replica")
         return np.array([call.replica for call in self.calls], dtype=int)
-
-    @property
-    def latest_version(self) -> int:
-        """The latest policy version of a call; -1 without one that says."""
-        versions = (call.version for call in self.calls)
-        return max(versions, default=-1) if self.totals is None else self.totals.latest_version
-
-    @property
-    def thinned(self) -> bool:
-        """Whether ``calls`` are not all."""
-        return self.totals is not None and len(self.calls) < self.totals.calls
-
-
-def dealt(phases: Sequence[RolloutPhase]) -> list[RolloutPhase]:
-    """The same spans, each with the parts of all calls that ran in it.
-
-    A call that crosses an end is cut there, its tokens shared by time; what ran outside of all spans is left out. Only the
-    last part of an interrupted call is interrupted, only the first waited and read tokens again; no part queues.
-
-    Args:
-        phases: by start; they do not overlap.
-
-    >>> long = EngineCall(0, start=2.0, end=12.0, tokens=100, version=1)
-    >>> first, second = dealt([RolloutPhase(0.0, 10.0, ()), RolloutPhase(10.0, 20.0, (long,))])
-    >>> [(call.start, call.end, call.tokens) for call in (*first.calls, *second.calls)]
-    [(2.0, 10.0, 80), (10.0, 12.0, 20)]
-    """
-    starts = [phase.start for phase in phases]
-    parts = [CallColumns() for _ in phases]
-    for phase in phases:
-        for call in phase.calls:
-            for at, part in _cut(call, phases, max(0, bisect_right(starts, call.busy_from) - 1)):
-                parts[at].append(part)
-    return [replace(phase, calls=calls) for phase, calls in zip(phases, parts, strict=True)]
-
-
-def _cut(call: EngineCall, phases: Sequence[RolloutPhase], first: int) -> Iterator[tuple[int, EngineCall]]:
-    """The parts of ``call``, each with the index of its phase, from phase ``first`` on."""
-    begun = call.busy_from
-    for at in range(first, len(phases)):
-        start, end = max(begun, phases[at].start), min(call.end, phases[at].end)
-        if start > call.end:
-            return
-        if end > start or begun == call.end == start:
-            last = end == call.end
-            # Rounded at the cuts, so that the parts of a call add up to it.
-            tokens = _made_by(call, end) - _made_by(call, start) if call.end > begun else call.tokens
-            # What it waited for and read again came before its first part.
-            rest = {"resumed_tokens": 0, "earlier_tokens": 0, "waited_s": 0.0}
-            before = {"waited_s": call.waited_s + call.queued_s} if start == begun else rest
-            cut = {"interrupted": call.interrupted and last, "queued_s": 0.0, **before}
-            yield at, replace(call, start=start, end=end, tokens=tokens, **cut)
-            if last:
-                return
-
-
-def _made_by(call: EngineCall, moment: float) -> int:
-    return round(call.tokens_within(call.busy_from, moment))

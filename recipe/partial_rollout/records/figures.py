@@ -52,13 +52,9 @@ class RunningCurve:
 def running_curve(phase: RolloutPhase, replicas: int | None = None) -> RunningCurve:
     """The curve of the phase's calls while they were busy, cut at the phase's start and end.
 
-    Where a thinned trace lacks the calls, it is flat, at the mean.
-
     Args:
         replicas: number of rows, one a replica; None: all calls in one row.
     """
-    if phase.thinned:
-        return _mean_curve(phase, by_row=replicas is not None)
     calls = len(phase.calls)
     starts, ends = (np.clip(side, phase.start, phase.end) for side in phase.busy)
     owners = np.zeros(calls, dtype=int) if replicas is None else phase.replicas
@@ -69,24 +65,12 @@ def running_curve(phase: RolloutPhase, replicas: int | None = None) -> RunningCu
     return RunningCurve(times, np.cumsum(changes, axis=1))
 
 
-def _mean_curve(phase: RolloutPhase, *, by_row: bool) -> RunningCurve:
-    assert phase.totals is not None
-    busy_s = np.array(phase.totals.busy_s if by_row else [sum(phase.totals.busy_s)])
-    mean = busy_s / phase.seconds if phase.seconds else np.zeros(len(busy_s))
-    return RunningCurve(np.array([phase.start, phase.end]), np.stack([mean, np.zeros(len(mean))], axis=1))
-
-
-def slot_seconds(phase: RolloutPhase, full: int) -> float:
-    """Seconds that slots were busy in the phase, with at most ``full`` counted at once."""
-    return phase.totals.slot_s if phase.totals is not None else running_curve(phase).slot_seconds(full)
-
-
 def bubble_fraction(phases: Sequence[RolloutPhase], full: int) -> float | None:
     """Mean share of ``full`` slots that were empty during the phases, 0 to 1; None if they took no time."""
     seconds = sum(phase.seconds for phase in phases)
     if seconds <= 0:
         return None
-    return 1 - sum(slot_seconds(phase, full) for phase in phases) / (full * seconds)
+    return 1 - sum(running_curve(phase).slot_seconds(full) for phase in phases) / (full * seconds)
 
 
 def bubble_of_ended(phase: RolloutPhase, full: int) -> float | None:

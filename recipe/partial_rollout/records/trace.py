@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 from recipe.partial_rollout.config.choices import Placement
-from recipe.partial_rollout.records.calls import CallColumns, CallTotals, EngineCall, RolloutPhase
-from recipe.partial_rollout.records.figures import slot_seconds
+from recipe.partial_rollout.records.calls import CallColumns, EngineCall, RolloutPhase
 from recipe.partial_rollout.records.jsonl import (
     Checkpoint,
     Fields,
@@ -102,14 +101,6 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Thinned:
-    """The header of a thinned trace: its rounds keep the engine calls of one step in ``every`` only, and totals of all."""
-
-    EVENT: ClassVar[str] = "thinned"
-    every: Positive
-
-
-@dataclass(frozen=True, slots=True)
 class Begin:
     """The rollout of ``step`` begins."""
 
@@ -171,12 +162,9 @@ class RoundRecord:
     """byte of the trace at which its line begins, if it was read"""
 
     def to_json(self) -> dict[str, Any]:
-        """Its line, without the event's name. One without its calls has no ``calls``: older readers must refuse it."""
-        calls = {} if self.phase.thinned else {"calls": [call.to_json() for call in self.phase.calls]}
-        totals = self.phase.totals
+        """Its line, without the event's name."""
         return {
-            **calls,
-            **({} if totals is None else {"totals": totals.to_json()}),
+            "calls": [call.to_json() for call in self.phase.calls],
             "step": self.step,
             "version": self.version,
             "start": self.phase.start,
@@ -195,19 +183,14 @@ class RoundRecord:
         Raises:
             RunRecordError: a field is missing, mistyped or impossible; names the line.
         """
-        span, totals, rows = line.span(), None, []
-        if "totals" in line.values:
-            totals = CallTotals.from_json(Fields(f"{line.place}, totals", line.get("totals", dict)), replicas)
-        if totals is None or "calls" in line.values:
-            rows = line.get("calls", list)
-        calls = CallColumns(EngineCall.from_json(values, line.place, replicas) for values in rows)
-        phase = RolloutPhase(*span, calls, totals)
+        span, rows = line.span(), line.get("calls", list)
+        phase = RolloutPhase(*span, CallColumns(EngineCall.from_json(values, line.place, replicas) for values in rows))
         trained = GroupColumns(map(TrainedGroup.from_trace, line.objects("trained")))
         return line.read(cls, phase=phase, trained=trained, at=line.at)
 
 
 T = TypeVar("T")
-TraceEvent = Thinned | Probe | Begin | RoundRecord | Phase | Checkpoint | Resumed
+TraceEvent = Probe | Begin | RoundRecord | Phase | Checkpoint | Resumed
 _KINDS = kinds_of(TraceEvent)
 
 
@@ -219,7 +202,6 @@ class RunTrace:
         replicas: server ids, in replica order; a call is noted under its replica's index.
         resumed_step: the step that the run continues from; events of later steps are undone (0: all of them).
         append: to the trace of an earlier run in the directory, instead of starting it over.
-        every: steps from one round whose calls are kept to the next (``partial_rollout.dashboard.trace_every``).
     """
 
     def __init__(
@@ -230,18 +212,15 @@ class RunTrace:
         resumed_step: int = 0,
         *,
         append: bool = False,
-        every: int = 1,
     ) -> None:
-        self._directory, self._run, self._every = directory, run, every
+        self._directory, self._run = directory, run
         self._index: dict[str | int, int] = {address: i for i, address in enumerate(replicas)}
         self._lines = JsonLines(directory / TRACE, append=append)
         self.last_round: RoundRecord | None = None
-        """the round noted last, its replicas by index, with all its calls"""
+        """the round noted last, its replicas by index"""
         self._run.write(directory)
         if self._lines.continues:
             self._lines.add(to_json(Resumed(resumed_step)))
-        if every > 1:
-            self._lines.add(to_json(Thinned(every)))
 
     def use_replicas(self, replicas: list[str]) -> None:
         """From here on the replicas have these server ids, in replica order."""
@@ -265,22 +244,8 @@ class RunTrace:
     def round(self, round_: RoundRecord) -> None:
         """Note one rollout phase and what it trains; the trace must know the replicas of its calls."""
         calls = tuple(replace(call, replica=self._index[call.replica]) for call in round_.phase.calls)
-        phase = replace(round_.phase, calls=calls)
-        self.last_round = replace(round_, phase=phase)
-        if self._every > 1:
-            kept = calls if (round_.step - 1) % self._every == 0 else ()
-            round_ = replace(round_, phase=replace(phase, calls=kept, totals=self._totals(phase)))
-        else:
-            round_ = self.last_round
-        self._lines.add(to_json(round_))
-
-    def _totals(self, phase: RolloutPhase) -> CallTotals:
-        if self._run.separate:
-            # Calls outlast their rounds: those that ended in it count whole.
-            slot_s = sum(call.end - call.busy_from for call in phase.calls)
-        else:
-            slot_s = slot_seconds(phase, self._run.full_concurrency)
-        return CallTotals.of(phase.calls, self._run.replicas, slot_s)
+        self.last_round = replace(round_, phase=replace(round_.phase, calls=calls))
+        self._lines.add(to_json(self.last_round))
 
     def phase(self, name: str, step: int, start: float, end: float) -> None:
         """Note a phase that is not a rollout; ``name`` is a ``PhaseName``."""
@@ -325,7 +290,7 @@ def lineage(events: Iterable[TraceEvent], keep: Callable[[RoundRecord], T]) -> L
     return found
 
 
-def to_json(event: Thinned | Begin | RoundRecord | Phase | Checkpoint | Resumed) -> dict[str, Any]:
+def to_json(event: Begin | RoundRecord | Phase | Checkpoint | Resumed) -> dict[str, Any]:
     """The event's line."""
     if isinstance(event, RoundRecord):
         return {"event": event.EVENT, **event.to_json()}

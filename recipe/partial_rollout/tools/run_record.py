@@ -7,12 +7,13 @@ that is left out.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from recipe.partial_rollout.records.calls import RolloutPhase, dealt
+from recipe.partial_rollout.records.calls import CallColumns, EngineCall, RolloutPhase
 from recipe.partial_rollout.records.jsonl import RunRecordError, read_lines
 from recipe.partial_rollout.records.trace import (
     TRACE,
@@ -20,7 +21,6 @@ from recipe.partial_rollout.records.trace import (
     Probe,
     RoundRecord,
     RunSettings,
-    Thinned,
     TraceEvent,
     iter_trace,
     lineage,
@@ -109,25 +109,62 @@ class RunRecord:
         return [step.round for step in self.steps]
 
     @property
-    def thinned(self) -> bool:
-        """Whether the trace has the engine calls of some rounds only."""
-        return any(round_.phase.thinned for round_ in self.rounds)
-
-    @property
     def decoding(self) -> list[RolloutPhase]:
         """[step] what the engines ran in the span of each round; computed anew each time."""
         phases = [round_.phase for round_ in self.rounds]
-        if not self.settings.separate:
-            return phases
-        if self.thinned:
-            # Calls that ended in other rounds are missing, so no round is told by its calls.
-            return [replace(phase, calls=()) for phase in phases]
-        return dealt(phases)
+        return dealt(phases) if self.settings.separate else phases
 
     @property
     def trained_groups(self) -> Sequence[TrainedGroup]:
         """Groups in training order."""
         return GroupColumns(group for step in self.steps for group in step.round.trained)
+
+
+def dealt(phases: Sequence[RolloutPhase]) -> list[RolloutPhase]:
+    """The same spans, each with the parts of all calls that ran in it.
+
+    A call that crosses an end is cut there, its tokens shared by time; what ran outside of all spans is left out. Only the
+    last part of an interrupted call is interrupted, only the first waited and read tokens again; no part queues.
+
+    Args:
+        phases: by start; they do not overlap.
+
+    >>> long = EngineCall(0, start=2.0, end=12.0, tokens=100, version=1)
+    >>> first, second = dealt([RolloutPhase(0.0, 10.0, ()), RolloutPhase(10.0, 20.0, (long,))])
+    >>> [(call.start, call.end, call.tokens) for call in (*first.calls, *second.calls)]
+    [(2.0, 10.0, 80), (10.0, 12.0, 20)]
+    """
+    starts = [phase.start for phase in phases]
+    parts = [CallColumns() for _ in phases]
+    for phase in phases:
+        for call in phase.calls:
+            for at, part in _cut(call, phases, max(0, bisect_right(starts, call.busy_from) - 1)):
+                parts[at].append(part)
+    return [replace(phase, calls=calls) for phase, calls in zip(phases, parts, strict=True)]
+
+
+def _cut(call: EngineCall, phases: Sequence[RolloutPhase], first: int) -> Iterator[tuple[int, EngineCall]]:
+    """The parts of ``call``, each with the index of its phase, from phase ``first`` on."""
+    begun = call.busy_from
+    for at in range(first, len(phases)):
+        start, end = max(begun, phases[at].start), min(call.end, phases[at].end)
+        if start > call.end:
+            return
+        if end > start or begun == call.end == start:
+            last = end == call.end
+            # Rounded at the cuts, so that the parts of a call add up to it.
+            tokens = _made_by(call, end) - _made_by(call, start) if call.end > begun else call.tokens
+            # What it waited for and read again came before its first part.
+            rest = {"resumed_tokens": 0, "earlier_tokens": 0, "waited_s": 0.0}
+            before = {"waited_s": call.waited_s + call.queued_s} if start == begun else rest
+            cut = {"interrupted": call.interrupted and last, "queued_s": 0.0, **before}
+            yield at, replace(call, start=start, end=end, tokens=tokens, **cut)
+            if last:
+                return
+
+
+def _made_by(call: EngineCall, moment: float) -> int:
+    return round(call.tokens_within(call.busy_from, moment))
 
 
 def load_run(directory: Path) -> RunRecord:
@@ -147,12 +184,6 @@ def load_run(directory: Path) -> RunRecord:
     rounds, repeated = last_attempts(_split(iter_trace(trace, settings.replicas, warnings), others))
     if repeated:
         warnings.append(f"{trace}: steps {_ranges(repeated)} were begun again (a resumed run); the last attempt counts")
-    if every := max((event.every for event in others if isinstance(event, Thinned)), default=0):
-        warnings.append(
-            f"{trace}: thinned (partial_rollout.dashboard.trace_every={every}): it has the engine calls of one step in "
-            f"{every}. Timelines have no bars of the other rounds, and the mean for their running samples; figures and "
-            "panels count every call"
-        )
     resumed = sorted(directory.glob("metrics_from_*.jsonl"), key=lambda path: path.stat().st_mtime)
     metrics, metric_warnings = _read_metrics([directory / METRICS, *resumed])
     steps, join_warnings = _join(directory, rounds, metrics)
@@ -173,7 +204,7 @@ def load_run(directory: Path) -> RunRecord:
 def _split(events: Iterable[TraceEvent], others: list[TraceEvent]) -> Iterator[TraceEvent]:
     """Passes the events on, and keeps those of a few kinds in ``others``."""
     for event in events:
-        if isinstance(event, Thinned | Probe | Phase):
+        if isinstance(event, Probe | Phase):
             others.append(event)
         yield event
 

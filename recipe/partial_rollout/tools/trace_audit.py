@@ -8,8 +8,8 @@ round. A round without a trained step is the last one of its process, and a resu
   only if one of its samples is stale, and no more generated tokens than its samples are long;
 * no engine call of a round has a later version than the round, and no sample was unaccounted for at its end.
 
-A thinned trace is audited alike: its rounds have all of this. Totals of decoded and trained tokens are not compared: a
-worker that dies, or a round that SIGTERM interrupts, loses the record of its calls, while the tokens are kept.
+Totals of decoded and trained tokens are not compared: a worker that dies, or a round that SIGTERM interrupts, loses the
+record of its calls, while the tokens are kept.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _trained(path: Path, places: list[int]) -> ledger.Trained:
 def _of_round(round_: RoundRecord) -> list[str]:
     step, version = round_.step, round_.version
     found = []
-    if (latest := round_.phase.latest_version) > version:
+    if (latest := max((call.version for call in round_.phase.calls), default=-1)) > version:
         found.append(f"the round of step {step} under version {version} has engine calls of version {latest}")
     if round_.lost_samples:
         found.append(f"{round_.lost_samples} samples were unaccounted for after the round of step {step}")

@@ -156,7 +156,6 @@ class RunSession:
             run_settings(settings, experiment, len(control)),
             self.resumed_step,
             append=not self._starts_over,
-            every=settings.dashboard.trace_every,
         )
         if settings.enable:
             self._open_ledger()

@@ -142,11 +142,6 @@ def _running(run: RunRecord) -> list[list[Span]]:
     replicas = range(run.settings.replicas)
     found: list[list[Span]] = [[] for _ in replicas]
     for phase in run.decoding:
-        if phase.thinned:
-            assert phase.totals is not None
-            for replica in replicas:
-                found[replica] += phase.totals.spans[replica]
-            continue
         curve = running_curve(phase, len(replicas))
         for replica in replicas:
             # The last count is 0, so every span has an end.

@@ -97,7 +97,7 @@ def _run_data(side: Side, colour: str) -> dict[str, Any]:
     segments = segments_of(run)
     start = np.maximum(segments.start - origin, 0.0)
     length = np.maximum(segments.end - origin, start) - start
-    state = (", thinned trace" if run.thinned else "") + ("" if run.settings.complete else ", not complete")
+    state = "" if run.settings.complete else ", not complete"
     sizes = f"{len(run.steps):,} steps, {segments.engine_calls:,} segments"
     return {
         "title": f"{side.name}: {run.settings.experiment}, {sizes}{state}",

@@ -64,7 +64,7 @@ class Segments:
 
 
 def segments_of(run: RunRecord) -> Segments:
-    """The calls of `run`, of the steps that count, and what lay between them; of a thinned trace, those that it has."""
+    """The calls of `run`, of the steps that count, and what lay between them."""
     calls = CallColumns.joined(round_.phase.calls for round_ in run.rounds)
     names = {name: code for code, name in enumerate(dict.fromkeys(calls.samples))}
     left, begin, back = calls.between_turns()

@@ -122,11 +122,7 @@ def _draw_side(axes: Axes, side: Side, colour: str) -> None:
     axes.plot([0, _duration(side.run)], [full, full], color="black", linestyle="--", linewidth=1.2, zorder=3)
     axes.set_ylabel("running samples")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(_side_title(side), loc="left", fontsize=11, color=colour, fontweight="bold", pad=8)
-
-
-def _side_title(side: Side) -> str:
-    return _figures(side) + ("; thinned trace: the mean of each round" if side.run.thinned else "")
+    axes.set_title(_figures(side), loc="left", fontsize=11, color=colour, fontweight="bold", pad=8)
 
 
 def _figures(side: Side) -> str:
