@@ -1,213 +1,248 @@
-"""The decoupled loss against verl's vanilla PPO, its equation in float64, and without the pass over the batch."""
+"""The worker's loss and its region: against formulas in float64, verl's losses, and without the pass over the batch."""
 
 import math
 import pickle
 import subprocess
 import sys
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_vanilla, get_policy_loss_fn
+from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn
 from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.loss import corrected_ppo_loss, decoupled_ppo
+from recipe.partial_rollout.training.loss import BehaviourRegion, corrected_ppo_loss
 from verl_ext.reported_entropy import REPORTED
 
-AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-ROWS, WIDTH = 6, 9
+AGG_MODES = ("token-mean", "seq-mean-token-mean")
+ROWS, WIDTH, VERSION, CAP = 6, 9, 4, 1.5
+PROMPTS = [1, 2, 3, 1, 2, 3]
+"""tokens of each row's prompt"""
+LOW, HIGH = 0.3, 0.4
+REGION = BehaviourRegion(LOW, HIGH, per_sequence=False)
+TOKEN_LOSSES = ("decoupled_ppo", "sapo", "gpg", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
+CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
+OURS = "actor/partial_rollout/"
 
 
-def build_config(**fields):
-    return ActorConfig(strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, **fields)
-
-
-def build_batch(seed, *, spread=0.5, dtype=torch.float32):
-    """Random log-probs of three policies, advantages of both signs, and a ragged mask with one row fully masked."""
+def build_batch(seed, *, updates=2):
+    """Log-probs of three policies in float64, [ROWS, WIDTH]; in the first update of a batch two of them are the same."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(scale):
         return scale * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
 
+    behaviour = -0.1 - random(1.0).abs()
+    proximal = (behaviour + random(0.4)).clamp(max=-0.01)
     lengths = torch.randint(1, WIDTH + 1, (ROWS,), generator=generator)
-    lengths[seed % ROWS] = 0
-    behaviour = -random(1.0).abs()
-    proximal = behaviour + random(spread)
-    batch = {
+    response = (torch.arange(WIDTH) < lengths[:, None]).long()
+    mask = response.clone()
+    mask[seed % ROWS] = 0
+    # An advantage a sequence, as the group estimators make; one of each sign at least.
+    advantages = random(1.0)[:, :1].expand(ROWS, WIDTH) * (torch.arange(ROWS) % 2 * 2.0 - 1)[:, None]
+    return {
         "behaviour": behaviour,
         "proximal": proximal,
-        "current": proximal + random(spread),
-        "advantages": random(1.0),
-        "mask": (torch.arange(WIDTH) < lengths[:, None]).double(),
+        "current": (proximal + random(0.4)).clamp(max=-0.01) if updates > 1 else proximal.clone(),
+        "advantages": advantages.contiguous(),
+        "mask": mask,
+        "response": response,
+        "versions": torch.where(response > 0, torch.randint(0, VERSION + 1, (ROWS, WIDTH), generator=generator), -1),
     }
-    return {key: value.to(dtype) for key, value in batch.items()}
 
 
-def weights_of(batch, threshold=2.0, level="token"):
-    ratio = batch["proximal"] - batch["behaviour"]
-    return compute_rollout_correction_weights(ratio, batch["mask"], level, threshold)[0]
+def weights_of(batch, proximal, level="token"):
+    return compute_rollout_correction_weights(proximal - batch["behaviour"], batch["mask"], level, CAP)[0]
 
 
-def loss_and_gradient(function, batch, weights, config, agg_mode):
-    current = batch["current"].clone().requires_grad_()
-    value, metrics = function(
-        old_log_prob=batch["proximal"],
-        log_prob=current,
-        advantages=batch["advantages"],
-        response_mask=batch["mask"],
-        loss_agg_mode=agg_mode,
-        config=config,
-        rollout_is_weights=weights,
-    )
+def micro_batch(batch, *, from_update=False, level="token", check=False, cap=CAP, tokens=None, version=VERSION):
+    """As verl's trainer sends it: prompts, then the responses, without padding."""
+    prompts = (torch.arange(3) >= 3 - torch.tensor(PROMPTS)[:, None]).long()
+    attention = torch.cat([prompts, batch["response"]], dim=1)
+    fields = {
+        "prompts": prompts,
+        "responses": batch["response"],
+        "input_ids": attention.clone(),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "response_mask": batch["mask"],
+        "advantages": batch["advantages"],
+        "old_log_probs": batch["proximal"],
+        "rollout_log_probs": batch["behaviour"],
+        "rollout_versions": batch["versions"].int(),
+    }
+    facts = {loss.TRAINED_VERSION: version}
+    if from_update:
+        facts |= {loss.PROXIMAL_FROM_UPDATE: True, loss.PROXIMAL_CHECK: check}
+        facts |= {loss.WEIGHT_LEVEL: level, loss.WEIGHT_THRESHOLD: cap}
+    else:
+        fields["rollout_is_weights"] = weights_of(batch, batch["proximal"], level)
+    data = left_right_2_no_padding(TensorDict(fields, batch_size=ROWS))
+    tokens = int(batch["mask"].sum()) if tokens is None else tokens
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=ROWS, **facts)
+    return data
+
+
+def engine_rows(batch):
+    """verl's engines give one log-prob a position, of the next token: the response's stand one to the left."""
+    lengths = batch["response"].sum(1).tolist()
+    return [
+        torch.cat([torch.zeros(prompt - 1), row[:length], torch.zeros(1)]).requires_grad_()
+        for prompt, row, length in zip(PROMPTS, batch["current"], lengths, strict=True)
+    ]
+
+
+def nested(rows):
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def gradient_of(rows):
+    """[ROWS, WIDTH] of the responses; nothing else has any."""
+    gradient = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
+    for i, (prompt, row) in enumerate(zip(PROMPTS, rows, strict=True)):
+        own = row.grad[prompt - 1 : -1]
+        assert own.count_nonzero() == row.grad.count_nonzero()
+        gradient[i, : len(own)] = own
+    return gradient
+
+
+def run(
+    batch,
+    region=None,
+    *,
+    function=corrected_ppo_loss,
+    data=None,
+    loss_mode="decoupled_ppo",
+    agg="token-mean",
+    dual=1.8,
+    entropy=None,
+    **how,
+):
+    """(loss, gradient [ROWS, WIDTH], metrics) of the worker's loss for one micro-batch."""
+    rows = engine_rows(batch)
+    output = {"log_probs": nested(rows)}
+    if entropy:
+        output[entropy] = nested([row.detach().square() for row in rows])
+    fields = {**CLIPS, "clip_ratio_c": dual, "policy_loss": PolicyLossConfig(loss_mode=loss_mode)}
+    config = ActorConfig(strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, loss_agg_mode=agg, **fields)
+    torch.manual_seed(0)
+    data = micro_batch(batch, **how) if data is None else data
+    extra = {} if function is ppo_loss else {"region": region}
+    value, metrics = function(config=config, model_output=output, data=data, **extra)
     value.backward()
-    return value.item(), current.grad, metrics
+    figures = {key: each.aggregate() if hasattr(each, "aggregate") else each for key, each in metrics.items()}
+    return value.item(), gradient_of(rows), figures
 
 
-def reference(batch, config, *, cap, agg_mode):
-    """Equation 5 and its derivative, token by token in float64: (loss, gradient [B, R])."""
+# -- the formulas, written again --------------------------------------------------------------------------------------
+
+
+def ppo_term(ratio, advantage, dual):
+    """Value of PPO's objective with dual clip for a token, and its derivative by the log-prob."""
+    clipped = min(max(ratio, 1 - CLIPS["clip_ratio_low"]), 1 + CLIPS["clip_ratio_high"])
+    value, slope = (ratio * advantage,) * 2 if ratio * advantage <= clipped * advantage else (clipped * advantage, 0.0)
+    if dual is not None and advantage < 0 and value < dual * advantage:
+        value, slope = dual * advantage, 0.0
+    return value, slope
+
+
+def tokens_of(batch):
+    """Fields of ``batch`` in float64, (row, column) of its generated tokens, and of those outside the region."""
     rows = {key: value.double().numpy() for key, value in batch.items()}
-    terms, slopes = np.zeros((ROWS, WIDTH)), np.zeros((ROWS, WIDTH))
-    for b, t in np.ndindex(ROWS, WIDTH):
-        a = rows["advantages"][b, t]
-        w = min(math.exp(rows["proximal"][b, t] - rows["behaviour"][b, t]), cap)
-        r = math.exp(rows["current"][b, t] - rows["proximal"][b, t])
-        clipped = min(max(r, 1 - config.clip_ratio_low), 1 + config.clip_ratio_high)
-        value, slope = (r * a, r * a) if r * a <= clipped * a else (clipped * a, 0.0)
-        if config.clip_ratio_c is not None and a < 0 and value < config.clip_ratio_c * a:
-            value, slope = config.clip_ratio_c * a, 0.0
-        terms[b, t], slopes[b, t] = -w * value, -w * slope
-    share = token_shares(rows["mask"], agg_mode)
-    return float((terms * share).sum()), slopes * share
+    generated = [at for at in np.ndindex(ROWS, WIDTH) if rows["mask"][at]]
+    deltas = {at: rows["current"][at] - rows["behaviour"][at] for at in generated}
+    moved = {at: delta for at, delta in deltas.items() if delta * rows["advantages"][at] > 0}
+    return rows, generated, {at for at, delta in moved.items() if not 1 - LOW <= math.exp(delta) <= 1 + HIGH}
 
 
-def token_shares(mask, agg_mode):
-    """What a token's loss is multiplied by in each aggregation mode, [B, R]."""
-    lengths = mask.sum(1, keepdims=True)
-    sequences = (lengths > 0).sum()
-    return {
-        "token-mean": mask / mask.sum(),
-        "token-sum": mask,
-        "seq-mean-token-sum": mask / sequences,
-        "seq-mean-token-mean": mask / np.maximum(lengths, 1) / sequences,
-        "seq-mean-token-sum-norm": mask / sequences / WIDTH,
-    }[agg_mode]
+def reference(batch, *, regional, from_update, agg, dual):
+    """Loss, gradient [ROWS, WIDTH] and the tokens outside, token by token in float64."""
+    rows, generated, outside = tokens_of(batch)
+    total, gradient = 0.0, np.zeros((ROWS, WIDTH))
+    for at in generated:
+        behaviour, current, proximal = (rows[key][at] for key in ("behaviour", "current", "proximal"))
+        if from_update:
+            proximal = current
+        weight = 0.0 if regional and at in outside else min(math.exp(proximal - behaviour), CAP)
+        value, slope = ppo_term(math.exp(current - proximal), rows["advantages"][at], dual)
+        share = 1 / len(generated) if agg == "token-mean" else 1 / rows["mask"][at[0]].sum() / ROWS
+        total -= share * weight * value
+        gradient[at] -= share * weight * slope
+    return total, gradient, outside
 
 
-@pytest.mark.parametrize("agg_mode", AGG_MODES)
-@pytest.mark.parametrize("seed", range(3))
-def test_equals_verls_vanilla_ppo_where_behaviour_is_proximal(agg_mode, seed):
-    batch = build_batch(seed)
+@pytest.mark.parametrize("agg", AGG_MODES)
+@pytest.mark.parametrize("from_update", [False, True])
+@pytest.mark.parametrize("region", [None, REGION], ids=["no region", "region"])
+def test_loss_and_gradient_are_those_of_the_formula(region, from_update, agg):
+    masked = kept = 0
+    for seed in range(4):
+        batch, dual = build_batch(seed, updates=1 + seed % 2), (None, 1.1)[seed // 2]
+        expected, slopes, outside = reference(
+            batch, regional=region is not None, from_update=from_update, agg=agg, dual=dual
+        )
+        value, gradient, metrics = run(batch, region, from_update=from_update, agg=agg, dual=dual)
+        # verl's seq-mean-token-mean adds 1e-8 to each length.
+        assert value == pytest.approx(expected, abs=1e-7)
+        np.testing.assert_allclose(gradient.numpy(), slopes, atol=1e-7)
+        share = metrics.get(f"{OURS}trust_region/masked")
+        assert share == (pytest.approx(len(outside) / int(batch["mask"].sum())) if region else None)
+        masked, kept = masked + len(outside), kept + int((gradient != 0).sum())
+    assert masked >= 4 and kept >= 4
+
+
+def test_figures_are_those_of_verls_vanilla_ppo_where_behaviour_is_proximal():
+    batch = build_batch(0)
     batch["behaviour"] = batch["proximal"]
-    config = build_config(clip_ratio_high=0.28)
-    ours, gradient, metrics = loss_and_gradient(decoupled_ppo, batch, weights_of(batch), config, agg_mode)
-    theirs, expected, figures = loss_and_gradient(compute_policy_loss_vanilla, batch, None, config, agg_mode)
-    assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
-    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
-    assert metrics == pytest.approx(figures, abs=1e-6)
-    assert metrics["actor/pg_clipfrac"] > 0
-
-
-@pytest.mark.parametrize("agg_mode", AGG_MODES)
-@pytest.mark.parametrize("dual_clip", [None, 1.5])
-@pytest.mark.parametrize("seed", range(2))
-def test_equals_the_equation_in_float64_for_three_different_policies(agg_mode, dual_clip, seed):
-    config = build_config(clip_ratio_low=0.2, clip_ratio_high=0.4, clip_ratio_c=dual_clip)
-    # verl's seq-mean-token-mean adds 1e-8 to each length.
-    for dtype, tolerance in ((torch.float64, 1e-7), (torch.float32, 1e-5)):
-        batch = build_batch(seed, dtype=dtype)
-        expected, slopes = reference(batch, config, cap=1.5, agg_mode=agg_mode)
-        value, gradient, _ = loss_and_gradient(decoupled_ppo, batch, weights_of(batch, 1.5), config, agg_mode)
-        assert value == pytest.approx(expected, rel=tolerance, abs=tolerance)
-        np.testing.assert_allclose(gradient.numpy(), slopes, rtol=tolerance, atol=tolerance)
+    ours, theirs = run(batch), run(batch, function=ppo_loss, loss_mode="vanilla")
+    assert ours[0] == pytest.approx(theirs[0]) and ours[2] == pytest.approx(theirs[2])
+    assert ours[2]["actor/pg_clipfrac"] > 0
 
 
 def test_it_never_trains_without_weights():
+    data = micro_batch(build_batch(0))
+    del data["rollout_is_weights"]
     with pytest.raises(RuntimeError, match="rollout_is_weights"):
-        loss_and_gradient(decoupled_ppo, build_batch(0), None, build_config(), "token-mean")
+        run(build_batch(0), data=data)
 
 
-def build_micro_batch(seed, **facts):
-    """A padded micro-batch as verl's trainer sends it: (data, model_output), prompts of 1 to 3 tokens, ragged responses."""
-    batch = build_batch(seed)
-    # A response of no tokens does not reach the trainer; a masked one does.
-    lengths = batch["mask"].sum(1).long().clamp(min=1)
-    response = (torch.arange(WIDTH) < lengths[:, None]).long()
-    prompts = torch.arange(ROWS) % 3 + 1
-    attention = torch.cat([(torch.arange(3) >= 3 - prompts[:, None]).long(), response], dim=1)
-    data = TensorDict(
-        {
-            "prompts": attention[:, :3],
-            "responses": response,
-            "input_ids": attention.clone(),
-            "attention_mask": attention,
-            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
-            "response_mask": batch["mask"].long(),
-            "advantages": batch["advantages"],
-            "old_log_probs": batch["proximal"],
-            "rollout_log_probs": batch["behaviour"],
-            "rollout_versions": torch.where(response > 0, seed % 3, -1).int(),
-        },
-        batch_size=ROWS,
-    )
-    data = left_right_2_no_padding(data)
-    tokens = int(batch["mask"].sum())
-    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=ROWS, **facts)
-    # verl's engines give one log-prob a position, of the next token: the response's stand one to the left.
-    flat = []
-    for row, prompt, length in zip(batch["current"], prompts.tolist(), lengths.tolist(), strict=True):
-        flat.append(torch.cat([torch.zeros(prompt - 1), row[:length], torch.zeros(1)]))
-    return batch, data, {"log_probs": torch.nested.as_nested_tensor(flat, layout=torch.jagged)}
+@pytest.mark.parametrize(
+    ("loss_mode", "level"), [("decoupled_ppo", "geometric"), ("decoupled_ppo", "sequence"), ("vanilla", None)]
+)
+def test_one_update_trains_as_after_a_pass_over_the_batch(loss_mode, level):
+    """The pass gives the log-probs from which the update starts: value and gradient are the same without it."""
+    batch = build_batch(3)
+    value, gradient, metrics = run(batch, loss_mode=loss_mode, from_update=True, level=level)
+    after = {**batch, "proximal": batch["current"]}
+    data = micro_batch(after, level=level or "token")
+    if level is None:
+        del data["rollout_is_weights"]
+    expected, slopes, _ = run(after, function=ppo_loss, data=data, loss_mode=loss_mode)
+    assert value == expected and torch.equal(gradient, slopes) and gradient.any()
+    weights = level and agg_loss(weights_of(batch, batch["current"], level), batch["mask"], "token-mean").item()
+    assert metrics.get(f"{OURS}behaviour_weight/mean") == (level and pytest.approx(weights))
 
 
-def run_loss(function, data, output, **fields):
-    flat = output["log_probs"].values().detach().clone().requires_grad_()
-    nested = torch.nested.nested_tensor_from_jagged(flat, offsets=output["log_probs"].offsets())
-    value, metrics = function(config=build_config(**fields), model_output={"log_probs": nested}, data=data)
-    value.backward()
-    return value.item(), flat.grad, metrics
-
-
-def from_update(version=4, check=False, threshold=2.0, level="token"):
-    return {
-        loss.TRAINED_VERSION: version,
-        loss.PROXIMAL_FROM_UPDATE: True,
-        loss.PROXIMAL_CHECK: check,
-        loss.WEIGHT_LEVEL: level,
-        loss.WEIGHT_THRESHOLD: threshold,
-    }
-
-
-def test_loss_of_the_worker_is_verls_where_the_proximal_policy_is_recomputed():
-    _, data, output = build_micro_batch(1)
-    ours, theirs = run_loss(corrected_ppo_loss, data, output), run_loss(ppo_loss, data, output)
-    assert ours[0] == theirs[0]
-    torch.testing.assert_close(ours[1], theirs[1])
-
-
-def padded_loss(batch, data, actor, region, *, from_update):
-    """(value, gradient [B, R]) of the policy loss that ``actor`` names, which verl's losses compute on padded tensors."""
+def padded_loss(batch, actor, region, *, from_update):
+    """(value, gradient [ROWS, WIDTH]) of the policy loss that ``actor`` names, which verl computes on padded tensors."""
     current = batch["current"].clone().requires_grad_()
     proximal = current.detach() if from_update else batch["proximal"]
-    level = loss.weight_level(actor.policy_loss.loss_mode)
-    weights = compute_rollout_correction_weights(proximal - batch["behaviour"], batch["mask"], level, 2.0)[0]
+    weights = weights_of(batch, proximal, loss.weight_level(actor.policy_loss.loss_mode))
     if region is not None:
         outside = region.outside(current.detach(), batch["behaviour"], batch["advantages"], batch["mask"])
         weights = weights.masked_fill(outside, 0)
-    data["old_log_probs"], data["rollout_is_weights"] = batch["proximal"], weights
     config = omega_conf_to_dataclass(actor)
-    config.global_batch_info.update(
-        dp_size=1, batch_num_tokens=data["batch_num_tokens"], global_batch_size=ROWS, loss_scale_factor=None
-    )
+    tokens = int(batch["mask"].sum())
+    config.global_batch_info.update(dp_size=1, batch_num_tokens=tokens, global_batch_size=ROWS, loss_scale_factor=None)
     value, _ = get_policy_loss_fn(actor.policy_loss.loss_mode)(
         old_log_prob=proximal,
         log_prob=current,
@@ -221,122 +256,161 @@ def padded_loss(batch, data, actor, region, *, from_update):
     return value.item(), current.grad
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("made_by", ["update", "pass"])
 @pytest.mark.parametrize("name", sorted(path.stem for path in (main_ppo.CONF_DIR / "algorithm").glob("*.yaml")))
-def test_packed_rows_in_micro_batches_train_as_the_padded_batch_does(composed_config, name, made_by, rows):
-    """Packed, as Megatron's engine feeds the loss: no padding, and micro-batches of ``rows`` whose losses are summed."""
+def test_packed_rows_in_micro_batches_train_as_the_padded_batch_does(composed_config, name, made_by, size):
+    """Packed, as Megatron's engine feeds the loss: no padding, and micro-batches of ``size`` whose losses are summed."""
     config = composed_config("quickstart_cpu", f"algorithm={name}")
     main_ppo.wire(config)
-    actor, settings = config.actor_rollout_ref.actor, PartialRolloutConfig.from_config(config)
-    facts = from_update(level=loss.weight_level(actor.policy_loss.loss_mode)) if made_by == "update" else {}
-    batch, data, output = build_micro_batch(5, **{loss.TRAINED_VERSION: 4} | facts)
-    function = loss.worker_loss(actor, settings)
-    expected, slopes = padded_loss(batch, data, actor, function.keywords["region"], from_update=bool(facts))
-    packed, value = [row.clone().requires_grad_() for row in output["log_probs"].unbind()], 0.0
-    for start in range(0, ROWS, rows):
-        part = {"log_probs": torch.nested.as_nested_tensor(packed[start : start + rows], layout=torch.jagged)}
-        value += function(model_output=part, data=tu.index_select_tensor_dict(data, list(range(start, start + rows))))[
-            0
-        ]
+    actor, batch, from_update = config.actor_rollout_ref.actor, build_batch(5), made_by == "update"
+    function = loss.worker_loss(actor, PartialRolloutConfig.from_config(config))
+    expected, slopes = padded_loss(batch, actor, function.keywords["region"], from_update=from_update)
+    data = micro_batch(batch, from_update=from_update, level=loss.weight_level(actor.policy_loss.loss_mode))
+    rows, value = engine_rows(batch), 0.0
+    for start in range(0, ROWS, size):
+        part = tu.index_select_tensor_dict(data, list(range(start, start + size)))
+        value += function(model_output={"log_probs": nested(rows[start : start + size])}, data=part)[0]
     value.backward()
     assert value.item() == pytest.approx(expected, abs=1e-6)
-    assert slopes.any(1).sum() >= ROWS - 2, "rows that train"
-    for row, slope, length in zip(packed, slopes, (data["responses"] > 0).sum(1).tolist(), strict=True):
-        ours = row.grad[-length - 1 : -1]
-        torch.testing.assert_close(ours, slope[:length], atol=1e-6, rtol=1e-5)
-        assert torch.equal(row.grad.count_nonzero(), ours.count_nonzero()) and not slope[length:].any()
+    assert slopes.any(1).sum() >= ROWS // 2, "rows that train"
+    torch.testing.assert_close(gradient_of(rows), slopes, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("loss_mode", ["decoupled_ppo", "gspo", "sapo", "gpg"])
-@pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
-def test_one_update_trains_as_after_a_pass_over_the_batch(loss_mode, level):
-    """The pass gives the log-probs from which the update starts: value and gradient are the same without it."""
-    batch, data, output = build_micro_batch(5, **from_update(level=level))
-    mode = {"policy_loss": {"loss_mode": loss_mode}}
-    value, gradient, metrics = run_loss(corrected_ppo_loss, data, output, **mode)
-    current = batch["current"] * (data["responses"] > 0)
-    weights, _ = compute_rollout_correction_weights(current - batch["behaviour"], batch["mask"], level, 2.0)
-    tu.assign_non_tensor(data, **{loss.PROXIMAL_FROM_UPDATE: False})
-    data["old_log_probs"], data["rollout_is_weights"] = current, weights
-    expected, slopes, _ = run_loss(corrected_ppo_loss, data, output, **mode)
-    assert value == pytest.approx(expected, abs=1e-6)
-    assert gradient.any()
-    torch.testing.assert_close(gradient, slopes, atol=1e-6, rtol=1e-5)
-    mean = agg_loss(weights, batch["mask"], "token-mean")
-    assert metrics["actor/partial_rollout/behaviour_weight/mean"].aggregate() == pytest.approx(mean.item(), abs=1e-6)
+# -- what is reported --------------------------------------------------------------------------------------------------
 
 
-def test_update_without_weights_starts_from_the_current_policy():
-    batch, data, output = build_micro_batch(5, **from_update(level=None))
-    value, gradient, metrics = run_loss(corrected_ppo_loss, data, output)
-    data["old_log_probs"] = batch["current"] * (data["responses"] > 0)
-    expected, slopes, _ = run_loss(ppo_loss, data, output)
-    assert value == expected and torch.equal(gradient, slopes)
-    assert "actor/partial_rollout/behaviour_weight/mean" not in metrics
-
-
-def test_loss_reports_verls_divergence_and_the_gap_of_kept_kv():
-    batch, data, output = build_micro_batch(5, **from_update(version=2))
+def test_loss_reports_verls_divergence_the_gap_of_kept_kv_and_on_request_the_difference_that_the_pass_makes():
+    batch = build_batch(5)
     behaviour, current, mask = batch["behaviour"], batch["current"], batch["mask"]
-    versions = data["rollout_versions"].clone()
-    versions[:, 0] = 0
-    data["rollout_versions"] = versions
-    metrics = {key: each for key, each in run_loss(corrected_ppo_loss, data, output)[2].items() if "partial" in key}
+    # Of responses that began under an older version, the newest tokens.
+    batch["versions"] = torch.where(batch["response"] > 0, 2, -1)
+    batch["versions"][:, 0] = 0
+    metrics = run(batch, from_update=True, version=2, check=True)[2]
     theirs = compute_offpolicy_metrics(current, behaviour, mask)
-    for name in ("kl", "k3_kl"):
-        assert metrics[f"actor/partial_rollout/{name}"].aggregate() == pytest.approx(theirs[name], rel=1e-4)
-    newest = (versions == 2) & (mask > 0)
-    gap = (
-        metrics["actor/partial_rollout/kv_gap"].aggregate() / metrics["actor/partial_rollout/kv_gap_share"].aggregate()
+    assert {name: metrics[OURS + name] for name in ("kl", "k3_kl")} == pytest.approx(
+        {name: theirs[name] for name in ("kl", "k3_kl")}, rel=1e-4
     )
-    assert newest.sum() > 4
-    assert gap == pytest.approx((current - behaviour).abs()[newest].mean().item(), rel=1e-4)
+    newest = (batch["versions"] == 2) & (mask > 0)
+    gap = metrics[f"{OURS}kv_gap"] / metrics[f"{OURS}kv_gap_share"]
+    assert newest.sum() > 4 and gap == pytest.approx((current - behaviour).abs()[newest].mean().item())
+    moved = (current - batch["proximal"]).abs()[mask > 0].mean().item()
+    assert metrics[f"{OURS}proximal/error"] == pytest.approx(moved)
+    assert f"{OURS}proximal/error" not in run(batch, from_update=True)[2]
 
 
 @pytest.mark.parametrize("name", [REPORTED, "entropy"])
-@pytest.mark.parametrize("agg_mode", ["token-mean", "seq-mean-token-sum"])
-def test_loss_reports_the_entropy_that_verl_logs_after_a_pass(name, agg_mode):
-    batch, data, output = build_micro_batch(5, **from_update())
-    entropy = batch["current"].square() * (data["responses"] > 0)
-    output[name] = torch.nested.nested_tensor_from_jagged(
-        output["log_probs"].values().square(), offsets=output["log_probs"].offsets()
-    )
-    config = build_config(loss_agg_mode=agg_mode, policy_loss={"loss_mode": "decoupled_ppo"})
-    _, metrics = corrected_ppo_loss(config=config, model_output=output, data=data)
-    verls = agg_loss(entropy, batch["mask"], agg_mode, global_batch_size=ROWS)
-    assert metrics["actor/partial_rollout/entropy"].aggregate() == pytest.approx(verls.item(), rel=1e-5)
+@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-sum"])
+def test_loss_reports_the_entropy_that_verl_logs_after_a_pass(name, agg):
+    batch = build_batch(5)
+    verls = agg_loss(batch["current"].square(), batch["mask"], agg, global_batch_size=ROWS)
+    assert run(batch, from_update=True, agg=agg, entropy=name)[2][f"{OURS}entropy"] == pytest.approx(verls.item())
 
 
-def test_difference_that_the_pass_makes_is_measured_on_request():
-    batch, data, output = build_micro_batch(5, **from_update(check=True))
-    expected = ((batch["current"] - batch["proximal"]).abs() * batch["mask"]).sum() / batch["mask"].sum()
-    _, _, metrics = run_loss(corrected_ppo_loss, data, output, policy_loss={"loss_mode": "decoupled_ppo"})
-    assert metrics["actor/partial_rollout/proximal/error"].aggregate() == pytest.approx(expected.item(), abs=1e-6)
-    tu.assign_non_tensor(data, **{loss.PROXIMAL_CHECK: False})
-    assert "actor/partial_rollout/proximal/error" not in run_loss(corrected_ppo_loss, data, output)[2]
+def test_masked_share_is_told_by_sign_and_by_age():
+    batch = build_batch(7)
+    rows, generated, outside = tokens_of(batch)
+    prefix = f"{OURS}trust_region/masked"
+    metrics = run(batch, REGION)[2]
+    found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+    ages = [VERSION - rows["versions"][at] for at in outside]
+    counts = {
+        "": len(outside),
+        "_positive": sum(rows["advantages"][at] > 0 for at in outside),
+        "_negative": sum(rows["advantages"][at] < 0 for at in outside),
+        "_age_0": ages.count(0),
+        "_age_1": ages.count(1),
+        "_age_2_plus": sum(age >= 2 for age in ages),
+    }
+    assert found == pytest.approx({key: count / len(generated) for key, count in counts.items()})
+    assert min(counts["_positive"], counts["_negative"], counts["_age_2_plus"]) > 0
 
 
-@pytest.mark.parametrize("masked", ["samples", "weights"])
-def test_micro_batch_where_everything_is_masked_has_no_gradient(masked):
-    _, data, output = build_micro_batch(5, **from_update(3, threshold="1e-9_1.0"))
-    if masked == "samples":
+# -- every policy loss ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_mode", TOKEN_LOSSES)
+def test_masked_token_loses_its_gradient_and_the_others_keep_theirs(loss_mode):
+    batch = build_batch(1)
+    outside = torch.zeros(ROWS, WIDTH, dtype=torch.bool)
+    for at in tokens_of(batch)[2]:
+        outside[at] = True
+    plain = run(batch, loss_mode=loss_mode)[1]
+    regional = run(batch, REGION, loss_mode=loss_mode)[1]
+    assert outside.any() and plain[outside].any() and regional.any()
+    assert torch.equal(regional, plain.masked_fill(outside, 0))
+
+
+@pytest.mark.parametrize("loss_mode", ["gspo", "geo_mean"])
+def test_sequence_is_in_or_out_as_a_whole_where_the_loss_has_one_ratio_a_sequence(loss_mode):
+    batch = build_batch(1)
+    tokens = batch["mask"].sum(1).clamp(min=1)
+    means = ((batch["current"] - batch["behaviour"]) * batch["mask"]).sum(1) / tokens
+    out = (means * batch["advantages"][:, 0] > 0) & ((means.exp() > 1.1) | (means.exp() < 0.9)) & (batch["mask"].any(1))
+    region = BehaviourRegion(0.1, 0.1, per_sequence=True)
+    plain = run(batch, loss_mode=loss_mode, level="geometric")[1]
+    regional = run(batch, region, loss_mode=loss_mode, level="geometric")[1]
+    assert out.any() and plain[out].any() and plain[~out].any()
+    # geo_mean adds 1e-10 to a weight before it takes its logarithm.
+    torch.testing.assert_close(regional, plain * ~out[:, None], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("from_update", [False, True])
+@pytest.mark.parametrize("masked", ["by the region", "samples", "samples, with a region", "weights"])
+def test_batch_where_everything_is_masked_has_no_gradient_and_finite_metrics(masked, from_update):
+    batch, region, cap = build_batch(2, updates=1), None, CAP
+    if masked == "by the region":
+        batch["behaviour"] = batch["current"] - 2.0 * batch["advantages"].sign()
+        region = BehaviourRegion(1e-3, 1e-3, per_sequence=False)
+    if masked == "weights":
+        batch["behaviour"], cap = batch["behaviour"] - 9.0, "1e-9_1.0"
+    data = micro_batch(batch, from_update=from_update, cap=cap)
+    if masked == "weights" and not from_update:
+        data["rollout_is_weights"] = torch.zeros_like(data["rollout_is_weights"])
+    if masked.startswith("samples"):
+        region = REGION if "region" in masked else None
         data["response_mask"] = torch.zeros_like(data["response_mask"])
-    else:
-        data["rollout_log_probs"] = data["rollout_log_probs"] - 9.0
-    value, gradient, _ = run_loss(corrected_ppo_loss, data, output)
-    assert value == 0 and not gradient.any()
+        tu.assign_non_tensor(data, batch_num_tokens=0)
+    value, gradient, metrics = run(batch, region, data=data)
+    assert value == 0 and not gradient.any() and np.isfinite(list(metrics.values())).all()
+    assert masked != "by the region" or metrics[f"{OURS}trust_region/masked"] == pytest.approx(1.0)
 
 
-def test_loss_function_brings_its_registration_to_the_process_that_unpickles_it():
-    assert get_policy_loss_fn("decoupled_ppo") is decoupled_ppo
-    payload = pickle.dumps(partial(corrected_ppo_loss, config=build_config()))
+# -- which region, and where ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode", "wanted"),
+    [
+        ("trust_region=none", "vanilla", None),
+        ("trust_region=mask", "decoupled_ppo", (0.2, 0.28, False)),
+        ("trust_region=mask trust_region_low=0.5", "decoupled_ppo", (0.5, 0.28, False)),
+        ("trust_region=mask trust_region_high=0.3", "decoupled_ppo", (0.2, 0.3, False)),
+        ("trust_region=mask", "gspo", (0.2, 0.28, True)),
+        ("trust_region=auto", "sapo", (0.2, 0.28, False)),
+        ("trust_region=auto", "gspo", None),
+        ("trust_region=auto correction=none", "vanilla", None),
+    ],
+)
+def test_bounds_are_the_losss_own_unless_they_are_set(composed_config, settings, mode, wanted):
+    """``auto`` masks where a token has a ratio of its own, and is corrected."""
+    config = composed_config("quickstart_cpu", *(f"partial_rollout.{setting}" for setting in settings.split()))
+    actor = config.actor_rollout_ref.actor
+    actor.policy_loss.loss_mode, actor.clip_ratio_low, actor.clip_ratio_high = mode, None, 0.28
+    found = BehaviourRegion.of(PartialRolloutConfig.from_config(config), actor)
+    assert found == (wanted and BehaviourRegion(*wanted))
+
+
+def test_loss_brings_its_registration_and_its_region_to_the_process_that_unpickles_it(composed_config):
+    overrides = ("partial_rollout.trust_region=mask", "partial_rollout.trust_region_low=0.07")
+    config = composed_config("quickstart_cpu", *overrides)
+    sent = pickle.dumps(loss.worker_loss(config.actor_rollout_ref.actor, PartialRolloutConfig.from_config(config)))
     program = (
         "import pickle, sys\n"
         "from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY\n"
         "assert 'decoupled_ppo' not in POLICY_LOSS_REGISTRY\n"
-        "pickle.load(sys.stdin.buffer)\n"
-        "assert 'decoupled_ppo' in POLICY_LOSS_REGISTRY\n"
+        "region = pickle.load(sys.stdin.buffer).keywords['region']\n"
+        "print('decoupled_ppo' in POLICY_LOSS_REGISTRY, region.low, region.high, region.per_sequence)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], input=payload, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    done = subprocess.run([sys.executable, "-c", program], input=sent, capture_output=True, timeout=120)
+    assert done.stdout.decode().splitlines()[-1:] == ["True 0.07 0.2 False"], done.stderr.decode()[-2000:]
