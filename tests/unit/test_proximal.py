@@ -21,55 +21,34 @@ def build_batch(rows=1):
     return DataProto.from_single_dict({"rollout_log_probs": torch.tensor([[-1.0, -2.0]] * rows)})
 
 
-@pytest.fixture
-def composed(composed_config):
-    def build(*overrides):
-        config = composed_config("quickstart_cpu", *overrides)
-        return config, PartialRolloutConfig.from_config(config)
-
-    return build
-
-
-def test_quick_start_trains_a_batch_in_one_update_and_leaves_the_pass_out(composed):
-    config, settings = composed()
-    assert not needs_pass(config)
-    proximal = ProximalPolicy.of(config, settings)
-    assert [step for step in range(1, 30) if proximal.recomputes(step)] == [1, 11, 21]
-
-
 @pytest.mark.parametrize(
-    "override",
+    ("override", "needed"),
     [
-        "actor_rollout_ref.actor.ppo_epochs=2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "algorithm.rollout_correction.rollout_rs=token_k1",
-        "algorithm.rollout_correction.rollout_is_batch_normalize=True",
-        "algorithm.use_kl_in_reward=True",
-        "algorithm.adv_estimator=tir_optimal_token_baseline",
-        "actor_rollout_ref.model.lora.dropout=0.1",
+        ("data.seed=1", False),
+        ("actor_rollout_ref.actor.ppo_epochs=2", True),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=4", True),
+        ("algorithm.rollout_correction.rollout_rs=token_k1", True),
+        ("algorithm.rollout_correction.rollout_is_batch_normalize=True", True),
+        ("algorithm.use_kl_in_reward=True", True),
+        ("algorithm.adv_estimator=tir_optimal_token_baseline", True),
+        ("actor_rollout_ref.model.lora.dropout=0.1", True),
+        ("partial_rollout.enable=False", None),
+        ("partial_rollout.proximal=recompute", None),
     ],
 )
-def test_pass_is_run_where_something_needs_it(composed, override):
-    config, settings = composed(override)
-    assert needs_pass(config)
-    assert ProximalPolicy.of(config, settings).recomputes(2)
-
-
-@pytest.mark.parametrize("override", ["partial_rollout.enable=False", "partial_rollout.proximal=recompute"])
-def test_pass_is_run_under_nopr_and_where_it_is_asked_for(composed, override):
-    assert ProximalPolicy.of(*composed(override)).recomputes(2)
-
-
-def test_recomputing_tells_the_loss_nothing():
-    proximal, batch = build(from_update=False), build_batch()
-    proximal.instruct(batch, 3)
-    assert proximal.recomputes(1) and proximal.recomputes(2)
-    assert not batch.meta_info
+def test_pass_is_left_out_but_in_every_tenth_step_unless_something_needs_it_or_it_is_asked_for(
+    composed_config, override, needed
+):
+    config = composed_config("quickstart_cpu", override)
+    assert needs_pass(config) is bool(needed)
+    proximal = ProximalPolicy.of(config, PartialRolloutConfig.from_config(config))
+    runs = [step for step in range(1, 22) if proximal.recomputes(step)]
+    assert runs == ([1, 11, 21] if needed is False else list(range(1, 22)))
 
 
 @pytest.mark.parametrize(("step", "checks"), [(11, True), (12, False)])
 def test_loss_learns_how_to_weigh_and_gives_the_entropy_where_no_pass_does(step, checks):
-    batch = build_batch()
+    batch, recomputed = build_batch(), build_batch(9)
     build().instruct(batch, step)
     assert batch.meta_info == {
         loss.PROXIMAL_FROM_UPDATE: True,
@@ -78,12 +57,13 @@ def test_loss_learns_how_to_weigh_and_gives_the_entropy_where_no_pass_does(step,
         loss.WEIGHT_LEVEL: "token",
         loss.WEIGHT_THRESHOLD: 2.0,
     }
+    build(from_update=False).instruct(recomputed, step)
+    assert not recomputed.meta_info
 
 
 def test_batch_of_two_updates_ends_the_run():
     with pytest.raises(RuntimeError, match=r"batch of 9 responses .* = 8\): set partial_rollout.proximal=recompute"):
         build().instruct(build_batch(9), 1)
-    build(from_update=False).instruct(build_batch(9), 1)
 
 
 def test_stand_in_has_the_behaviour_log_probs_and_is_no_view_of_them():
@@ -94,29 +74,34 @@ def test_stand_in_has_the_behaviour_log_probs_and_is_no_view_of_them():
     assert batch.batch["rollout_log_probs"][0, 0] == -1.0
 
 
-def test_figures_of_the_stand_in_are_left_out_and_the_losses_own_renamed():
+def test_figures_of_the_stand_in_give_way_to_the_losses_own():
     logged = {
         "actor/entropy": 0.0,
         "perf/mfu/actor_infer": 0.0,
-        "rollout_corr/kl": 0.0,
+        "rollout_corr/k3_kl": 0.0,
         "training/rollout_probs_diff_max": 0.0,
         "training/global_step": 1,
-        "actor/partial_rollout/proximal/error": 0.01,
-        "actor/partial_rollout/entropy": 0.7,
     }
-    kept = build().metrics(logged, 2)
-    assert kept == {"training/global_step": 1, "actor/entropy": 0.7, "partial_rollout/proximal/error": 0.01}
-    assert "rollout_corr/kl" in build().metrics(logged, 11)
-    assert "actor/entropy" in build(from_update=False).metrics(logged, 1)
-
-
-def test_effective_sample_size_and_gap_are_made_of_what_the_loss_sums():
-    sums = {"behaviour_weight/mean": 0.5, "behaviour_weight/square": 1.0, "kv_gap": 0.01, "kv_gap_share": 0.25}
-    assert build().metrics({f"actor/partial_rollout/{key}": value for key, value in sums.items()}, 2) == {
-        "partial_rollout/behaviour_weight/mean": 0.5,
-        "partial_rollout/behaviour_weight/ess": 0.25,
-        "partial_rollout/mismatch/kv_gap_mean": 0.04,
+    made = {
+        "proximal/error": 0.01,
+        "entropy": 0.7,
+        "k3_kl": 0.002,
+        "behaviour_weight/mean": 0.5,
+        "behaviour_weight/square": 1.0,
+        "kv_gap": 0.01,
+        "kv_gap_share": 0.25,
     }
+    data = logged | {f"actor/partial_rollout/{key}": value for key, value in made.items()}
+    ours = {
+        "proximal/error": 0.01,
+        "behaviour_weight/mean": 0.5,
+        "behaviour_weight/ess": 0.25,
+        "mismatch/kv_gap_mean": 0.04,
+    }
+    ours = {f"partial_rollout/{key}": value for key, value in ours.items()}
+    own = {"training/global_step": 1, "actor/entropy": 0.7, "rollout_corr/k3_kl": 0.002}
+    assert build().metrics(data, 2) == own | ours
+    assert build().metrics(data, 11) == logged | ours, "a step with the pass"
 
 
 def test_figures_of_the_weights_are_verls_where_verl_makes_them():
@@ -130,12 +115,6 @@ def test_effective_sample_size_is_none_of_no_weights_and_never_exceeds_one():
     assert effective_sample_size(0.0, 0.0) == 0.0
     # Equal weights, whose means were rounded apart: seen in a training.
     assert effective_sample_size(1.000000000000128, 1.000000000000128) == 1.0
-
-
-def test_divergence_is_the_losses_where_verl_cannot_know_it():
-    logged = {"rollout_corr/k3_kl": 0.0, "actor/partial_rollout/k3_kl": 0.002, "actor/partial_rollout/kl": -0.001}
-    assert build().metrics(logged, 2) == {"rollout_corr/k3_kl": 0.002, "rollout_corr/kl": -0.001}
-    assert build().metrics(logged, 11) == {"rollout_corr/k3_kl": 0.0, "rollout_corr/kl": -0.001}
 
 
 def test_losses_with_one_ratio_a_sequence_get_one_weight_a_sequence():
