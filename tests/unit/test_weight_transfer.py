@@ -1,4 +1,7 @@
-"""A weight transfer in two parts: the trainer packs while the engines decode, the engines load while they are held."""
+"""A weight transfer in two parts: the trainer packs while the engines decode, the engines load while they are held.
+
+A replica that dies anywhere before it is left out, and restarted for it.
+"""
 
 import asyncio
 from types import SimpleNamespace
@@ -7,35 +10,27 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 from verl.checkpoint_engine import CheckpointEngineManager
 
+from recipe.partial_rollout.config.sections import Deadlines
+from recipe.partial_rollout.manager.messages import VersionStart
+from recipe.partial_rollout.rollout.driver import Driver
+from recipe.partial_rollout.rollout.guard import Guard
+from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.training import weight_transfer
-from recipe.partial_rollout.training.weight_transfer import (
-    CachedTransfer,
-    HeldTransfer,
-    RecipeCheckpointManager,
-    WeightSyncError,
-    transfer_of,
-)
+from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager, WeightSyncError, transfer_of
 from verl_ext.shm_weights import ShmCheckpointEngine
 
+SERVER_DIED = RayActorError()
+ENGINE_DIED = RuntimeError("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue")
 
-class Remote:
-    """An actor's method: what the call notes, waits for, and raises."""
 
-    def __init__(self, log, name, error=None, hangs=False):
-        self.log, self.name, self.error, self.hangs = log, name, error, hangs
+def answering(answer, log=None, name=None, hangs=False):
+    """An actor's method that answers, or raises, as given; ``log`` gets ``name`` and its arguments."""
 
-    async def remote(self, **given):
-        self.log.append((self.name, *given.values()))
-        if self.hangs:
+    async def remote(*_, **given):
+        if log is not None:
+            log.append(" ".join(map(str, (name, *given.values()))))
+        if hangs:
             await asyncio.sleep(60)
-        if self.error is not None:
-            raise self.error
-
-
-def answering(answer):
-    """An actor's method that answers, or raises, as given."""
-
-    async def remote(*_):
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -43,84 +38,128 @@ def answering(answer):
     return SimpleNamespace(remote=remote)
 
 
-def replica_named(name, log, *, workers=2, **behaviour):
-    here = answering({"node_id": "here"})
-    loads = [
-        SimpleNamespace(update_weights=Remote(log, name, **behaviour), execute_checkpoint_engine=here)
-        for _ in range(workers)
-    ]
-    handle = SimpleNamespace(weight_sync_error=answering(None))
-    return SimpleNamespace(server_address=name, workers=loads, server_handle=handle)
+class Replica:
+    """Notes what it is asked; a dead one fails at everything, as Ray or vLLM do."""
+
+    def __init__(self, name, log, error=None, hangs=False):
+        self.name, self.log, self.asked = name, log, []
+        self.dead_with, self.dies_in, self.dies_with = None, None, None
+        self.server_address = name
+        self.server_handle = SimpleNamespace(weight_sync_error=SimpleNamespace(remote=self.weight_sync_error))
+        here, load = answering({"node_id": "here"}), answering(error, log, f"{name} loads", hangs)
+        self.workers = [SimpleNamespace(update_weights=load, execute_checkpoint_engine=here) for _ in range(2)]
+
+    def __getattr__(self, verb):
+        async def answer(**_):
+            self.asked.append(verb)
+            self.log.append(f"{self.name} {verb}")
+            if verb == self.dies_in:
+                self.dead_with, self.dies_in = self.dies_with, None
+            if self.dead_with is not None:
+                raise self.dead_with
+
+        return answer
+
+    async def relaunch(self):
+        self.asked.append("relaunch")
+        self.server_address, self.dead_with = f"{self.server_address}'", None
 
 
 class Trainers:
-    """The trainers' worker group."""
+    """The trainers' worker group. Without a cache a sync ends once every replica, alive, has the weights: ``got``."""
 
     world_size = 2
 
-    def __init__(self, log, error=None, hangs=False):
-        self.log, self.call = log, Remote(log, "trainer", error, hangs)
+    def __init__(self, replicas, log, error=None, hangs=False, kills=None):
+        self.replicas, self.log, self.got = replicas, log, {}
+        self.kills = kills
+        self.begins = answering(error, log, "trainer sends", hangs)
 
     def update_weights(self, global_steps, mode):
-        return [self.call.remote(version=global_steps, mode=mode)]
+        async def send():
+            await self.begins.remote(version=global_steps)
+            if self.kills is not None:
+                self.replicas[self.kills].dead_with = SERVER_DIED
+            while any(replica.dead_with is not None for replica in self.replicas):
+                await asyncio.sleep(0.01)
+            self.got = {replica.server_address: global_steps for replica in self.replicas}
+
+        return [send()]
 
     def execute_checkpoint_engine(self, methods):
         if methods[0] == "prepare":
-            return [answering({"node_id": "here"}).remote(method) for method in methods]
-        return [asyncio.to_thread(self.log.append, (method,)) for method in methods]
+            return [answering({"node_id": "here"}).remote() for _ in methods]
+        return [answering(None, self.log, f"trainer {method}").remote() for method in methods]
 
 
-def verls_manager(backend, backend_cls, log, replicas, **trainer):
+class Versions:
+    """The manager's and the trace's part in a sync."""
+
+    def __init__(self, log):
+        self.log, self.source = log, SimpleNamespace(left=9, take=lambda count: None)
+
+    def __getattr__(self, verb):
+        async def answer(*args):
+            if verb == "begin_version":
+                self.log.append(f"version {args[0]} begins")
+                return VersionStart(1, 0)
+            return 1
+
+        return SimpleNamespace(remote=answer)
+
+    def phase(self, name, version, start, end):
+        assert start <= end
+        self.log.append(name)
+
+
+async def nothing(*_):
+    pass
+
+
+def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, trainer=None, note=None, **b):
+    """The checkpoint manager of a run with replicas a and b, its parts, and the log of what they are asked."""
+    log = []
+    replicas, versions = [Replica("a", log), Replica("b", log, **b)], Versions(log)
+    control = ServerControl(replicas, 5.0, restarts=1)
+    settings = SimpleNamespace(separate=placement == "separate", deadlines=Deadlines(), batch_groups=1)
+    context = SimpleNamespace(settings=settings, control=control, trace=versions, source=versions.source, last_step=99)
+    pool = SimpleNamespace(ended=lambda: asyncio.sleep(1e6), open_round=nothing)
+    roster, guard = SimpleNamespace(announce_restarted=nothing), Guard(context, versions, pool)
+    driver = Driver(context, versions, None, pool, roster, None, None, None, None, guard)
+    driver.begin()
+    trainers = Trainers(replicas, log, **(trainer or {}))
+    verls = verls_manager(backend, ShmCheckpointEngine, trainers, replicas)
+    manager = RecipeCheckpointManager(verls, deadline_s, driver if pr else None, note)
+    return SimpleNamespace(
+        manager=manager, transfer=manager._transfer, control=control, replicas=replicas, trainers=trainers, log=log
+    )
+
+
+def verls_manager(backend, backend_cls, trainers, replicas):
     verls = CheckpointEngineManager.__new__(CheckpointEngineManager)
-    verls.backend, verls.backend_cls, verls.replicas = backend, backend_cls, replicas
-    verls.actor_wg = Trainers(log, **trainer)
+    verls.backend, verls.backend_cls, verls.actor_wg, verls.replicas = backend, backend_cls, trainers, replicas
     return verls
 
 
-@pytest.fixture
-def cached():
-    """``cached(trainer=..., **replicas)``: a transfer through a cache to two replicas, and what its actors noted."""
-
-    def build(trainer=None, deadline_s=5.0, **b):
-        log = []
-        replicas = [replica_named("a", log), replica_named("b", log, **b)]
-        verls = verls_manager("shm", ShmCheckpointEngine, log, replicas, **(trainer or {}))
-        return transfer_of(verls, deadline_s), log, replicas
-
-    return build
-
-
-def test_trainer_packs_while_engines_decode_and_they_are_held_only_while_they_load(cached):
-    transfer, log, _ = cached()
+def test_trainer_packs_while_engines_decode_and_they_are_held_only_while_they_load():
     noted = []
-
-    class Driver:
-        def note_phase(self, name, version, start, end):
-            assert start <= end
-            log.append(name)
-
-        async def before_load(self, version):
-            log.append("held")
-
-        async def after_load(self, version):
-            log.append("resumed")
-
-    sync = RecipeCheckpointManager(transfer._verls, 5.0, Driver(), lambda *phase: noted.append(phase))
+    run = build(note=lambda version, start, end: noted.append(version))
     for version in (1, 2):
-        sync.update_weights(version)
-    loads = [("a", 1), ("a", 1), ("b", 1), ("b", 1)]
-    assert log[:8] == [("trainer", 1, "shm"), "stage", "held", *loads, "resumed"]
-    freed = [("finalize",), ("finalize",)]
-    assert log[8:12] == [*freed, ("trainer", 2, "shm"), "stage"], "what was loaded is removed before the next is packed"
-    assert [version for version, *_ in noted] == [1, 2]
+        run.manager.update_weights(version)
+    log = [line for line in run.log if "check_alive" not in line]
+    held, loads = ["a hold_generation", "b hold_generation"], ["a loads 1"] * 2 + ["b loads 1"] * 2
+    resumed = ["version 1 begins", "a resume_generation", "b resume_generation", "hold"]
+    assert log[: 2 + 2 + 4 + 4] == ["trainer sends 1", "stage", *held, *loads, *resumed]
+    assert log[12:16] == ["trainer finalize", "trainer finalize", "trainer sends 2", "stage"], "first it frees the old"
+    assert noted == [1, 2]
 
 
-def test_engine_on_another_node_is_refused_before_anything_is_sent(cached):
-    transfer, log, (_, b) = cached()
-    b.workers[1].execute_checkpoint_engine = answering({"node_id": "there"})
+def test_engine_on_another_node_is_refused_before_anything_is_sent():
+    run = build()
+    run.replicas[1].workers[1].execute_checkpoint_engine = answering({"node_id": "there"})
     with pytest.raises(WeightSyncError, match=r"backend=shm: trainers and engines are on 2 nodes, and must be on one"):
-        asyncio.run(transfer.stage(0))
-    assert log == []
+        asyncio.run(run.transfer.stage(0))
+    assert run.log == []
 
 
 FULL = RayTaskError("f", "Traceback\nOSError: No space left on device", OSError("No space left on device"))
@@ -135,29 +174,77 @@ FULL = RayTaskError("f", "Traceback\nOSError: No space left on device", OSError(
         ("load", {"hangs": True}, r"loading of version 4 to vLLM replicas a, b took more than 0.05 s"),
     ],
 )
-def test_failures_and_deadlines_name_the_trainer_or_the_replica(cached, verb, behaviour, message):
-    transfer, _, _ = cached(deadline_s=0.05, **behaviour)
+def test_failures_and_deadlines_name_the_trainer_or_the_replica(verb, behaviour, message):
+    run = build(deadline_s=0.05, **behaviour)
     with pytest.raises(WeightSyncError, match=message):
-        asyncio.run(getattr(transfer, verb)(4))
+        asyncio.run(getattr(run.transfer, verb)(4))
 
 
 @pytest.mark.parametrize(
     ("said", "reason"), [("ValueError: odd shape", "ValueError: odd shape"), (RayActorError(), "the server died")]
 )
-def test_engine_that_fails_while_its_sender_waits_ends_the_load_by_name(cached, said, reason, monkeypatch):
-    monkeypatch.setattr("recipe.partial_rollout.training.weight_transfer._LOOK_EVERY_S", 0.02)
-    transfer, _, (_, b) = cached(hangs=True)
-    b.server_handle.weight_sync_error = answering(said)
+def test_engine_that_fails_while_its_sender_waits_ends_the_load_by_name(said, reason, monkeypatch):
+    monkeypatch.setattr(weight_transfer, "_LOOK_EVERY_S", 0.02)
+    run = build(hangs=True)
+    run.replicas[1].server_handle.weight_sync_error = answering(said)
     with pytest.raises(WeightSyncError, match=rf"loading of version 4 failed in vLLM replica b: {reason}"):
-        asyncio.run(transfer.load(4))
+        asyncio.run(run.transfer.load(4))
     # A dead one does not stop the staging: it is restarted before the load.
-    asyncio.run(transfer.stage(5))
+    asyncio.run(run.transfer.stage(5))
+
+
+@pytest.mark.parametrize("dies_with", [SERVER_DIED, ENGINE_DIED], ids=["server", "engine"])
+@pytest.mark.parametrize(
+    ("placement", "dies_in"),
+    [
+        ("colocated", "abort_all_requests"),
+        ("colocated", "sleep"),
+        ("colocated", "check_alive"),
+        ("separate", "check_alive"),
+        ("separate", "hold_generation"),
+    ],
+)
+def test_replica_that_dies_before_the_weight_sync_is_restarted_for_it(placement, dies_in, dies_with):
+    run = build(placement, "naive")
+    alive, dead = run.replicas
+    dead.dies_in, dead.dies_with = dies_in, dies_with
+    if placement == "colocated":
+        # As verl's ``fit`` and the recipe end a round.
+        asyncio.run(run.control.interrupt())
+        run.manager.sleep_replicas()
+    run.manager.update_weights(3)
+    assert dead.asked[dead.asked.index(dies_in) + 1] == "relaunch", "a dead replica is asked nothing"
+    assert alive.asked[-1] == dead.asked[-1] == "resume_generation" and "relaunch" not in alive.asked
+    assert run.trainers.got == {"a": 3, "b'": 3}
+    assert run.control.restarted == 1 and set(run.control.servers) == {"a", "b'"}
+    assert ("version 3 begins" in run.log) == (placement == "separate")
+
+
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
+def test_replica_that_dies_in_the_weight_sync_ends_the_run_by_name(placement):
+    run = build(placement, "naive", trainer={"kills": 1})
+    with pytest.raises(WeightSyncError, match=r"weight sync of version 3 failed in vLLM replica b: the server died"):
+        run.manager.update_weights(3)
+    assert "version 3 begins" not in run.log, "an engine lacks it"
+
+
+@pytest.mark.parametrize("pr", [True, False])
+def test_dead_replica_is_not_woken_up_and_in_the_baseline_ends_the_run_as_in_verl(pr):
+    run = build("colocated", "naive", pr=pr)
+    alive, dead = run.replicas
+    dead.dies_in, dead.dies_with = "sleep", SERVER_DIED
+    if not pr:
+        with pytest.raises(RayActorError):
+            run.manager.sleep_replicas()
+        return
+    run.manager.sleep_replicas()
+    run.manager.wake_up_replicas()
+    assert (alive.asked, dead.asked) == (["sleep", "wake_up"], ["sleep"])
 
 
 def test_other_backends_send_in_the_second_part_as_verl_does_but_neither_abort_nor_release(monkeypatch):
     """``nccl`` in verl's own ``update_weights``, with verl's workers and groups replaced."""
     log = []
-    monkeypatch.setattr("verl.checkpoint_engine.base.ray.get", lambda results: results)
 
     class Group:
         world_size = 2
@@ -173,14 +260,15 @@ def test_other_backends_send_in_the_second_part_as_verl_does_but_neither_abort_n
             log.append((self.name, method[0]))
             return []
 
-    monkeypatch.setattr("verl.checkpoint_engine.base.RayWorkerGroup", Group)
-    made = SimpleNamespace(backend="nccl", custom_backend_module=None)
-    monkeypatch.setattr(
-        weight_transfer.HeldCheckpointManager, "build_process_group", lambda self, rollout: log.append("group")
-    )
-    monkeypatch.setattr("verl.checkpoint_engine.base.CheckpointEngineRegistry.get", lambda backend: object)
-    verls = verls_manager("nccl", object, log, [SimpleNamespace(workers=["w"], server_address="a", server_handle=None)])
-    verls.config, verls.actor_wg = made, Group("trainer")
+    base = "verl.checkpoint_engine.base"
+    monkeypatch.setattr(f"{base}.ray.get", lambda results: results)
+    monkeypatch.setattr(f"{base}.RayWorkerGroup", Group)
+    monkeypatch.setattr(f"{base}.CheckpointEngineRegistry.get", lambda backend: object)
+    manager = weight_transfer.HeldCheckpointManager
+    monkeypatch.setattr(manager, "build_process_group", lambda self, rollout: log.append("group"))
+    replica = SimpleNamespace(workers=["w"], server_address="a", server_handle=None)
+    verls = verls_manager("nccl", object, Group("trainer"), [replica])
+    verls.config = SimpleNamespace(backend="nccl", custom_backend_module=None)
     transfer = transfer_of(verls, 5.0)
 
     async def sync():
@@ -189,5 +277,4 @@ def test_other_backends_send_in_the_second_part_as_verl_does_but_neither_abort_n
         await transfer.load(3)
 
     asyncio.run(sync())
-    assert isinstance(transfer, HeldTransfer) and not isinstance(transfer, CachedTransfer)
     assert log == ["held", "group", ("trainer", 3), ("engines", 3), ("trainer", "finalize"), ("engines", "finalize")]
