@@ -1,341 +1,216 @@
-"""What the recipe and verl_ext take from verl and vLLM that pyright cannot see; ``test_upstream_contract.py`` checks it."""
+"""What the recipe and verl_ext take from verl and vLLM that pyright cannot see; ``test_upstream_contract.py`` checks it.
 
-from dataclasses import dataclass, field
+An entry is a line ``owner <- by``: a module or ``module:Class``, and stems of our files that use it. Below, indented::
+
+    has: attributes: class members, fields, or instance attributes that the class assigns
+    calls: functions with what we pass: f(a, b, *, c) is two by position and one by name; upstream may require no more
+    reads: config keys and environment variables that its source reads
+"""
+
+import re
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Uses:
-    """What our files ``by`` (stems) use of ``owner``, a module or ``module:Class``."""
-
+class Uses(NamedTuple):
     owner: str
-    by: str
-    has: str = ""
-    """attributes: class members, fields, or instance attributes that the class assigns"""
-    calls: dict[str, str] = field(default_factory=dict)
-    """name to what we pass: ``"a, b, *, c"`` is two by position and one by name; upstream may require nothing more"""
-    reads: str = ""
-    """config keys and environment variables that its source reads"""
-
-    def __str__(self):
-        return self.owner
+    by: list[str]
+    has: list[str]
+    calls: dict[str, str]
+    reads: list[str]
 
 
-VLLM_SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
-AGENT_LOOP = "verl.experimental.agent_loop.agent_loop"
+def entries(text):
+    for entry in re.split(r"\n(?=\S)", text.strip()):
+        head, *rest = re.split(r" (has|calls|reads): ", " ".join(entry.split()))
+        if not head.startswith("#"):
+            owner, by = head.split(" <- ")
+            used = {"has": "", "calls": "", "reads": "", **dict(zip(rest[::2], rest[1::2], strict=True))}
+            calls = dict(re.findall(r"(\w+)\(([^)]*)\)", used["calls"]))
+            yield Uses(owner, by.split(), used["has"].split(), calls, used["reads"].split())
 
-CONTRACT = (
-    # -- the trainer ----------------------------------------------------------------------------------------------------
-    Uses(
-        "verl.trainer.ppo.ray_trainer:RayPPOTrainer",
-        "ray_trainer main_ppo task_runner",
-        has="async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader "
-        "train_dataset tokenizer config global_steps total_training_steps __init__ fit init_workers "
-        "_create_dataloader _save_checkpoint _load_checkpoint _compute_old_log_prob _update_actor "
-        "_update_critic _validate _balance_batch",
-        reads="agent_loop_manager_class",
-    ),
-    Uses(
-        "verl.trainer.main_ppo_v0:BaseTaskRunner",
-        "task_runner",
-        has="role_worker_mapping __init__ add_actor_rollout_worker add_critic_worker "
-        "add_reward_model_resource_pool init_resource_pool_mgr",
-    ),
-    Uses("verl.single_controller.ray.base:RayWorkerGroup", "task_runner", calls={"__init__": "*, master_port_range"}),
-    Uses(
-        "verl.workers.engine_workers:ActorRolloutRefWorker",
-        "ray_trainer weight_transfer",
-        calls={
-            "set_loss_fn": "loss_fn",
-            "update_weights": "*, global_steps, mode",
-            "execute_checkpoint_engine": "method",
-        },
-    ),
-    Uses(
-        "verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter",
-        "replica weight_socket",
-        has="server_handle zmq_handle __init__",
-        reads="update_weights_from_ipc update_verl_delta_weights",
-    ),
-    Uses("verl.single_controller.ray.base", "replica", reads="worker_dict fused_worker_dict"),
-    # -- rollout --------------------------------------------------------------------------------------------------------
-    Uses(
-        f"{AGENT_LOOP}:AgentLoopManager",
-        "agent_loop_manager",
-        has="config llm_client teacher_client reward_loop_worker_handles agent_loop_workers "
-        "agent_loop_workers_class __init__ generate_sequences",
-    ),
-    Uses(
-        f"{AGENT_LOOP}:AgentLoopWorker",
-        "agent_loop_worker agent_loop_manager",
-        has="config rollout_config llm_client tokenizer processor hf_model_type dataset_cls tools "
-        "reward_loop_worker_handles __init__ _run_agent_loop _agent_loop_postprocess _compute_score",
-    ),
-    Uses(
-        f"{AGENT_LOOP}:AgentLoopOutput",
-        "turn_alignment agent_loop_worker",
-        has="prompt_ids response_ids response_mask response_logprobs reward_score num_turns metrics extra_fields "
-        "multi_modal_data",
-    ),
-    Uses(
-        f"{AGENT_LOOP}:AgentLoopBase",
-        "agent_loop_worker",
-        has="__init__ run",
-    ),
-    Uses(
-        "verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop",
-        "agent_loop",
-        has="run",
-    ),
-    Uses(
-        "verl.experimental.reward_loop.reward_loop:RewardLoopWorker",
-        "agent_loop_worker pooled_reward_model",
-        has="compute_score compute_score_disrm",
-    ),
-    Uses(
-        "verl.workers.rollout.llm_server:LLMServerClient",
-        "llm_client",
-        has="config _load_balancer __init__ generate _acquire_server _release_server _vllm_request_id",
-    ),
-    Uses(
-        "verl.workers.rollout.llm_server:LLMServerManager",
-        "ray_trainer standalone_engines",
-        has="__init__ get_replicas",
-    ),
-    Uses("verl.trainer.ppo.ray_trainer", "standalone_engines", has="LLMServerManager"),
-    Uses(
-        "verl.workers.rollout.replica",
-        "standalone_engines settings_check",
-        has="RayWorkerGroup CONTROL_METHOD_CONCURRENCY",
-    ),
-    Uses(
-        "verl.workers.rollout.router:GlobalRequestLoadBalancer",
-        "replicas",
-        calls={"add_servers": "servers", "remove_servers": "server_ids"},
-    ),
-    Uses(
-        "verl.workers.rollout.replica:TokenOutput",
-        "llm_client",
-        has="token_ids log_probs stop_reason num_preempted extra_fields",
-    ),
-    Uses(
-        "verl.workers.rollout.replica:RolloutReplica",
-        "replicas weight_transfer settings_check",
-        has="server_address server_handle workers max_concurrency",
-        calls={"abort_all_requests": "*, reject_request", "resume_generation": "", "sleep": "", "wake_up": ""},
-    ),
-    Uses(
-        f"{VLLM_SERVER}:vLLMReplica",
-        "replica replicas",
-        has="servers workers server_class gpus_per_replica_node __init__ launch_servers abort_all_requests "
-        "resume_generation sleep wake_up",
-    ),
-    Uses(
-        f"{VLLM_SERVER}:vLLMHttpServer",
-        "replica weight_socket",
-        has="config engine global_steps node_rank __init__",
-        reads="VERL_RAY_JOB_ID",
-        calls={
-            "run_server": "args",
-            "abort_all_requests": "reset_prefix_cache, reject_request",
-            "clear_kv_cache": "",
-            "collective_rpc": "method",
-            "generate": "prompt_ids, sampling_params, request_id",
-            "resume_engine_generation": "",
-        },
-    ),
-    Uses(
-        "verl.checkpoint_engine:CheckpointEngineManager",
-        "weight_transfer",
-        has="backend backend_cls config actor_wg replicas update_weights sleep_replicas wake_up_replicas "
-        "abort_replicas resume_generation_replicas release_kv_cache_replicas resume_kv_cache_replicas",
-    ),
-    Uses(
-        "verl.checkpoint_engine:CheckpointEngineWorker",
-        "weight_transfer replica",
-        has="server_adapter update_weights",
-    ),
-    Uses(
-        "verl.checkpoint_engine.base:CheckpointEngineWithCache",
-        "shm_weights weight_transfer",
-        has="prepare build_topology init_process_group finalize send_weights receive_weights get_weights",
-    ),
-    Uses(
-        "verl.workers.config:RolloutConfig",
-        "main_ppo settings_check placement_check settings agent_loop_worker llm_client replica ray_trainer",
-        has="name n nnodes n_gpus_per_node custom agent scheduling_policy free_cache_engine enable_prefix_caching "
-        "calculate_log_probs checkpoint_engine prompt_length response_length max_model_len max_num_seqs temperature "
-        "top_p top_k",
-    ),
-    Uses(
-        "verl.workers.config:AgentLoopConfig",
-        "main_ppo agent_loop_worker",
-        has="agent_loop_manager_class default_agent_loop",
-    ),
-    Uses("verl.workers.config:CheckpointEngineConfig", "placement_check", has="backend"),
-    Uses(
-        "verl.workers.config:HFModelConfig",
-        "task_runner trainer_config",
-        has="tokenizer processor override_config use_remove_padding",
-    ),
-    # -- data, tools, losses --------------------------------------------------------------------------------------------
-    Uses(
-        "verl.tools.base_tool:BaseTool",
-        "tool_journal workspace",
-        has="__init__ create execute release",
-    ),
-    Uses("verl.tools.function_tool:FunctionTool", "tool_journal", has="fn is_async", calls={"call": "parameters"}),
-    Uses(
-        "verl.trainer.ppo.rollout_corr_helper",
-        "loss trainer_config geometric_weights masked_weights",
-        has="SAFETY_BOUND",
-        calls={
-            "compute_rollout_correction_weights": "log_ratio, response_mask, *, rollout_is, rollout_is_threshold",
-            "compute_is_metrics": "rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics, response_mask, "
-            "rollout_is, rollout_is_threshold, rollout_is_threshold_lower",
-        },
-    ),
-    Uses(
-        "verl.utils.torch_functional",
-        "loss chunked_log_probs",
-        has="FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE",
-        calls={"masked_mean": "values, mask"},
-    ),
-    Uses(
-        "verl.workers.config:ActorConfig",
-        "loss trainer_config",
-        has="clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c tau_pos tau_neg policy_loss global_batch_info "
-        "strategy rollout_n use_dynamic_bsz",
-    ),
-    Uses(
-        "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync",
-        "sampler",
-        has="__init__ sample",
-    ),
-    # -- verl_ext -------------------------------------------------------------------------------------------------------
-    Uses(
-        "verl.plugin.platform.platform_base:PlatformBase",
-        "cpu_platform check",
-        has="device_name vendor_name device_module is_available is_platform_available current_device device_count "
-        "set_device synchronize manual_seed manual_seed_all set_allocator_settings empty_cache get_device_capability "
-        "communication_backend_name visible_devices_envvar nvtx_range profiler_start profiler_stop ray_resource_name "
-        "ray_noset_envvars is_ipc_supported rollout_env_vars cudart",
-    ),
-    Uses(
-        "verl.workers.engine.fsdp.transformer_impl",
-        "fsdp_engine like_length_batches reported_entropy unpinned_reference check",
-        has="FSDPEngineWithLMHead FSDPEngineWithValueHead CPUOffloadPolicy",
-        calls={"prepare_micro_batches": "*, data, dp_group"},
-    ),
-    Uses(
-        "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead",
-        "reported_entropy",
-        calls={"prepare_model_outputs": "output, output_args, micro_batch, logits_processor_func"},
-        reads="calculate_entropy distillation_only distillation_use_topk",
-    ),
-    Uses(
-        "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver",
-        "quick_weight_socket",
-        has="zmq_context",
-        calls={"_init_socket": ""},
-    ),
-    Uses(
-        "verl.utils.tracking:Tracking",
-        "tracking_observer",
-        has="logger __init__ log",
-    ),
-    Uses(
-        "verl.utils.tracking",
-        "tracking_observer main_ppo swanlab_run",
-        has="Tracking",
-        reads="VERL_FILE_LOGGER_PATH SWANLAB_MODE SWANLAB_LOG_DIR",
-    ),
-    Uses("verl.workers.config.engine:McoreEngineConfig", "megatron_cpu", has="__post_init__ dtype"),
-    Uses("verl.workers.config:PrometheusConfig", "step_log", has="enable"),
-    Uses("torch.distributed", "gloo_backend", calls={"init_process_group": "backend"}),
-    # -- vLLM -----------------------------------------------------------------------------------------------------------
-    Uses(
-        "vllm.v1.engine.async_llm:AsyncLLM",
-        "admitting_engine hold kept_kv replica vllm_preemptions",
-        has="output_processor engine_core vllm_config errored dead_error",
-        calls={
-            "check_health": "",
-            "add_request": "request_id, prompt, params, *, lora_request, priority",
-            "abort": "request_id, *, internal",
-            "generate": "*, prompt, sampling_params, request_id, lora_request, priority",
-            "reset_mm_cache": "",
-            "reset_encoder_cache": "",
-            "reset_prefix_cache": "*, reset_running_requests, reset_connector",
-        },
-    ),
-    Uses(
-        "vllm.v1.engine.output_processor:RequestOutputCollector",
-        "admitting_engine",
-        has="request_id",
-        calls={"get": "", "get_nowait": "", "close": ""},
-    ),
-    Uses("vllm.v1.engine.output_processor:OutputProcessor", "hold replica", has="request_states"),
-    Uses("vllm.v1.engine.output_processor:RequestState", "hold replica", has="detokenizer external_req_id"),
-    Uses(
-        "vllm.v1.engine.core_client:AsyncMPClient",
-        "hold vllm_preemptions",
-        has="outputs_queue engine_ranks_managed",
-        calls={"call_utility_async": "method", "pause_scheduler_async": "*, mode, clear_cache"},
-    ),
-    Uses("vllm.v1.engine:EngineCoreOutputs", "hold", has="engine_index"),
-    Uses("vllm.v1.core.sched.interface:PauseState", "vllm_preemptions", has="UNPAUSED"),
-    Uses("vllm.v1.engine.core:EngineCore", "vllm_preemptions", has="scheduler"),
-    Uses(
-        "vllm.v1.core.sched.scheduler:Scheduler",
-        "vllm_preemptions vllm_preempted_ids",
-        has="pause_state running",
-        calls={
-            "_preempt_request": "request, timestamp",
-            "reset_prefix_cache": "reset_running_requests, reset_connector",
-            "schedule": "",
-        },
-    ),
-    Uses("vllm.v1.core.sched.output:SchedulerOutput", "vllm_preempted_ids", has="preempted_req_ids"),
-    Uses("vllm.config:VllmConfig", "replica", has="cache_config parallel_config"),
-    Uses("vllm.config:CacheConfig", "replica", has="kv_cache_size_tokens num_gpu_blocks block_size"),
-    Uses("vllm.config:ParallelConfig", "replica", has="data_parallel_size"),
-    Uses("vllm.v1.engine.exceptions:EngineDeadError", "admitting_engine"),
-    Uses("vllm.outputs:RequestOutput", "admitting_engine", has="finished outputs metrics"),
-    Uses("vllm.sampling_params:RequestOutputKind", "admitting_engine", has="CUMULATIVE FINAL_ONLY"),
-    Uses("vllm.v1.metrics.stats:RequestStateStats", "admitting_engine", has="queued_ts scheduled_ts"),
-    Uses("vllm.inputs:TokensPrompt", "kept_kv distribution", has="prompt_token_ids cache_salt"),
-    Uses("vllm.engine.arg_utils:AsyncEngineArgs", "replica", has="watermark"),
-    Uses(
-        "vllm:SamplingParams",
-        "llm_client agent_loop_worker resumption admitting_engine distribution",
-        has="temperature top_p top_k repetition_penalty logprobs n max_tokens detokenize stop min_tokens seed "
-        "presence_penalty frequency_penalty bad_words thinking_token_budget structured_outputs repetition_detection "
-        "skip_special_tokens spaces_between_special_tokens output_kind",
-    ),
-    Uses(
-        "vllm.v1.engine.detokenizer:IncrementalDetokenizer",
-        "resumption hold replica",
-        calls={
-            "num_output_tokens": "",
-            "from_new_request": "tokenizer, request",
-            "update": "new_token_ids, *, stop_terminated",
-        },
-    ),
-    Uses(
-        "vllm.engine.arg_utils:EngineArgs",
-        "distribution",
-        has="model dtype enforce_eager max_model_len max_num_seqs seed speculative_config distributed_executor_backend "
-        "disable_log_stats",
-    ),
-    Uses("vllm:LLM", "distribution", calls={"generate": "prompts, sampling_params, *, use_tqdm"}),
-    Uses("vllm.platforms:current_platform", "check", has="device_type", calls={"is_cpu": ""}),
-    Uses(
-        "vllm.model_executor.layers.utils",
-        "vllm_keep_weights",
-        calls={"dispatch_cpu_unquantized_gemm": "layer, remove_weight"},
-    ),
-    Uses(
-        "vllm.model_executor.layers.linear:UnquantizedLinearMethod",
-        "vllm_keep_weights",
-        calls={"process_weights_after_loading": "layer"},
-    ),
-)
+
+TABLE = """\
+# the trainer
+verl.trainer.ppo.ray_trainer:RayPPOTrainer <- ray_trainer main_ppo task_runner
+    has: async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader train_dataset
+        tokenizer config global_steps total_training_steps __init__ fit init_workers _create_dataloader
+        _save_checkpoint _load_checkpoint _compute_old_log_prob _update_actor _update_critic _validate _balance_batch
+    reads: agent_loop_manager_class
+verl.trainer.main_ppo_v0:BaseTaskRunner <- task_runner
+    has: role_worker_mapping __init__ add_actor_rollout_worker add_critic_worker add_reward_model_resource_pool
+        init_resource_pool_mgr
+verl.single_controller.ray.base:RayWorkerGroup <- task_runner
+    calls: __init__(*, master_port_range)
+verl.workers.engine_workers:ActorRolloutRefWorker <- ray_trainer weight_transfer
+    calls: set_loss_fn(loss_fn) update_weights(*, global_steps, mode) execute_checkpoint_engine(method)
+verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter <- replica weight_socket
+    has: server_handle zmq_handle __init__
+    reads: update_weights_from_ipc update_verl_delta_weights
+verl.single_controller.ray.base <- replica
+    reads: worker_dict fused_worker_dict
+# rollout
+verl.experimental.agent_loop.agent_loop:AgentLoopManager <- agent_loop_manager
+    has: config llm_client teacher_client reward_loop_worker_handles agent_loop_workers agent_loop_workers_class
+        __init__ generate_sequences
+verl.experimental.agent_loop.agent_loop:AgentLoopWorker <- agent_loop_worker agent_loop_manager
+    has: config rollout_config llm_client tokenizer processor hf_model_type dataset_cls tools
+        reward_loop_worker_handles __init__ _run_agent_loop _agent_loop_postprocess _compute_score
+verl.experimental.agent_loop.agent_loop:AgentLoopOutput <- turn_alignment agent_loop_worker
+    has: prompt_ids response_ids response_mask response_logprobs reward_score num_turns metrics extra_fields
+        multi_modal_data
+verl.experimental.agent_loop.agent_loop:AgentLoopBase <- agent_loop_worker
+    has: __init__ run
+verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop <- agent_loop
+    has: run
+verl.experimental.reward_loop.reward_loop:RewardLoopWorker <- agent_loop_worker pooled_reward_model
+    has: compute_score compute_score_disrm
+verl.workers.rollout.llm_server:LLMServerClient <- llm_client
+    has: config _load_balancer __init__ generate _acquire_server _release_server _vllm_request_id
+verl.workers.rollout.llm_server:LLMServerManager <- ray_trainer standalone_engines
+    has: __init__ get_replicas
+verl.trainer.ppo.ray_trainer <- standalone_engines
+    has: LLMServerManager
+verl.workers.rollout.replica <- standalone_engines settings_check
+    has: RayWorkerGroup CONTROL_METHOD_CONCURRENCY
+verl.workers.rollout.router:GlobalRequestLoadBalancer <- replicas
+    calls: add_servers(servers) remove_servers(server_ids)
+verl.workers.rollout.replica:TokenOutput <- llm_client
+    has: token_ids log_probs stop_reason num_preempted extra_fields
+verl.workers.rollout.replica:RolloutReplica <- replicas weight_transfer settings_check
+    has: server_address server_handle workers max_concurrency
+    calls: abort_all_requests(*, reject_request) resume_generation() sleep() wake_up()
+verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMReplica <- replica replicas
+    has: servers workers server_class gpus_per_replica_node __init__ launch_servers abort_all_requests
+        resume_generation sleep wake_up
+verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer <- replica weight_socket
+    has: config engine global_steps node_rank __init__
+    calls: run_server(args) abort_all_requests(reset_prefix_cache, reject_request) clear_kv_cache()
+        collective_rpc(method) generate(prompt_ids, sampling_params, request_id) resume_engine_generation()
+    reads: VERL_RAY_JOB_ID
+verl.checkpoint_engine:CheckpointEngineManager <- weight_transfer
+    has: backend backend_cls config actor_wg replicas update_weights sleep_replicas wake_up_replicas abort_replicas
+        resume_generation_replicas release_kv_cache_replicas resume_kv_cache_replicas
+verl.checkpoint_engine:CheckpointEngineWorker <- weight_transfer replica
+    has: server_adapter update_weights
+verl.checkpoint_engine.base:CheckpointEngineWithCache <- shm_weights weight_transfer
+    has: prepare build_topology init_process_group finalize send_weights receive_weights get_weights
+verl.workers.config:RolloutConfig <- main_ppo settings_check placement_check settings agent_loop_worker llm_client
+        replica ray_trainer
+    has: name n nnodes n_gpus_per_node custom agent scheduling_policy free_cache_engine enable_prefix_caching
+        calculate_log_probs checkpoint_engine prompt_length response_length max_model_len max_num_seqs temperature
+        top_p top_k
+verl.workers.config:AgentLoopConfig <- main_ppo agent_loop_worker
+    has: agent_loop_manager_class default_agent_loop
+verl.workers.config:CheckpointEngineConfig <- placement_check
+    has: backend
+verl.workers.config:HFModelConfig <- task_runner trainer_config
+    has: tokenizer processor override_config use_remove_padding
+# data, tools, losses
+verl.tools.base_tool:BaseTool <- tool_journal workspace
+    has: __init__ create execute release
+verl.tools.function_tool:FunctionTool <- tool_journal
+    has: fn is_async
+    calls: call(parameters)
+verl.trainer.ppo.rollout_corr_helper <- loss trainer_config geometric_weights masked_weights
+    has: SAFETY_BOUND
+    calls: compute_rollout_correction_weights(log_ratio, response_mask, *, rollout_is, rollout_is_threshold)
+        compute_is_metrics(rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics, response_mask,
+        rollout_is, rollout_is_threshold, rollout_is_threshold_lower)
+verl.utils.torch_functional <- loss chunked_log_probs
+    has: FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
+    calls: masked_mean(values, mask)
+verl.workers.config:ActorConfig <- loss trainer_config
+    has: clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c tau_pos tau_neg policy_loss global_batch_info strategy
+        rollout_n use_dynamic_bsz
+verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync <- sampler
+    has: __init__ sample
+# verl_ext
+verl.plugin.platform.platform_base:PlatformBase <- cpu_platform check
+    has: device_name vendor_name device_module is_available is_platform_available current_device device_count
+        set_device synchronize manual_seed manual_seed_all set_allocator_settings empty_cache get_device_capability
+        communication_backend_name visible_devices_envvar nvtx_range profiler_start profiler_stop ray_resource_name
+        ray_noset_envvars is_ipc_supported rollout_env_vars cudart
+verl.workers.engine.fsdp.transformer_impl <- fsdp_engine like_length_batches reported_entropy unpinned_reference check
+    has: FSDPEngineWithLMHead FSDPEngineWithValueHead CPUOffloadPolicy
+    calls: prepare_micro_batches(*, data, dp_group)
+verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead <- reported_entropy
+    calls: prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+    reads: calculate_entropy distillation_only distillation_use_topk
+verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver <- quick_weight_socket
+    has: zmq_context
+    calls: _init_socket()
+verl.utils.tracking:Tracking <- tracking_observer
+    has: logger __init__ log
+verl.utils.tracking <- tracking_observer main_ppo swanlab_run
+    has: Tracking
+    reads: VERL_FILE_LOGGER_PATH SWANLAB_MODE SWANLAB_LOG_DIR
+verl.workers.config.engine:McoreEngineConfig <- megatron_cpu
+    has: __post_init__ dtype
+verl.workers.config:PrometheusConfig <- step_log
+    has: enable
+torch.distributed <- gloo_backend
+    calls: init_process_group(backend)
+# vLLM
+vllm.v1.engine.async_llm:AsyncLLM <- admitting_engine hold kept_kv replica vllm_preemptions
+    has: output_processor engine_core vllm_config errored dead_error
+    calls: check_health() add_request(request_id, prompt, params, *, lora_request, priority) abort(request_id, *,
+        internal) generate(*, prompt, sampling_params, request_id, lora_request, priority) reset_mm_cache()
+        reset_encoder_cache() reset_prefix_cache(*, reset_running_requests, reset_connector)
+vllm.v1.engine.output_processor:RequestOutputCollector <- admitting_engine
+    has: request_id
+    calls: get() get_nowait() close()
+vllm.v1.engine.output_processor:OutputProcessor <- hold replica
+    has: request_states
+vllm.v1.engine.output_processor:RequestState <- hold replica
+    has: detokenizer external_req_id
+vllm.v1.engine.core_client:AsyncMPClient <- hold vllm_preemptions
+    has: outputs_queue engine_ranks_managed
+    calls: call_utility_async(method) pause_scheduler_async(*, mode, clear_cache)
+vllm.v1.engine:EngineCoreOutputs <- hold
+    has: engine_index
+vllm.v1.core.sched.interface:PauseState <- vllm_preemptions
+    has: UNPAUSED
+vllm.v1.engine.core:EngineCore <- vllm_preemptions
+    has: scheduler
+vllm.v1.core.sched.scheduler:Scheduler <- vllm_preemptions vllm_preempted_ids
+    has: pause_state running
+    calls: _preempt_request(request, timestamp) reset_prefix_cache(reset_running_requests, reset_connector) schedule()
+vllm.v1.core.sched.output:SchedulerOutput <- vllm_preempted_ids
+    has: preempted_req_ids
+vllm.config:VllmConfig <- replica
+    has: cache_config parallel_config
+vllm.config:CacheConfig <- replica
+    has: kv_cache_size_tokens num_gpu_blocks block_size
+vllm.config:ParallelConfig <- replica
+    has: data_parallel_size
+vllm.v1.engine.exceptions:EngineDeadError <- admitting_engine
+vllm.outputs:RequestOutput <- admitting_engine
+    has: finished outputs metrics
+vllm.sampling_params:RequestOutputKind <- admitting_engine
+    has: CUMULATIVE FINAL_ONLY
+vllm.v1.metrics.stats:RequestStateStats <- admitting_engine
+    has: queued_ts scheduled_ts
+vllm.inputs:TokensPrompt <- kept_kv distribution
+    has: prompt_token_ids cache_salt
+vllm.engine.arg_utils:AsyncEngineArgs <- replica
+    has: watermark
+vllm:SamplingParams <- llm_client agent_loop_worker resumption admitting_engine distribution
+    has: temperature top_p top_k repetition_penalty logprobs n max_tokens detokenize stop min_tokens seed
+        presence_penalty frequency_penalty bad_words thinking_token_budget structured_outputs repetition_detection
+        skip_special_tokens spaces_between_special_tokens output_kind
+vllm.v1.engine.detokenizer:IncrementalDetokenizer <- resumption hold replica
+    calls: num_output_tokens() from_new_request(tokenizer, request) update(new_token_ids, *, stop_terminated)
+vllm.engine.arg_utils:EngineArgs <- distribution
+    has: model dtype enforce_eager max_model_len max_num_seqs seed speculative_config distributed_executor_backend
+        disable_log_stats
+vllm:LLM <- distribution
+    calls: generate(prompts, sampling_params, *, use_tqdm)
+vllm.platforms:current_platform <- check
+    has: device_type
+    calls: is_cpu()
+vllm.model_executor.layers.utils <- vllm_keep_weights
+    calls: dispatch_cpu_unquantized_gemm(layer, remove_weight)
+vllm.model_executor.layers.linear:UnquantizedLinearMethod <- vllm_keep_weights
+    calls: process_weights_after_loading(layer)
+"""
+CONTRACT = tuple(entries(TABLE))
