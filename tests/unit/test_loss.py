@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn
+from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
 from verl.utils import tensordict_utils as tu
-from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.loss import BehaviourRegion, corrected_ppo_loss
@@ -125,19 +123,23 @@ def run(
     agg="token-mean",
     dual=1.8,
     entropy=None,
+    size=ROWS,
     **how,
 ):
-    """(loss, gradient [ROWS, WIDTH], metrics) of the worker's loss for one micro-batch."""
-    rows = engine_rows(batch)
-    output = {"log_probs": nested(rows)}
-    if entropy:
-        output[entropy] = nested([row.detach().square() for row in rows])
+    """(loss, gradient [ROWS, WIDTH], metrics) of the worker's loss in micro-batches of ``size``; metrics of the last."""
     fields = {**CLIPS, "clip_ratio_c": dual, "policy_loss": PolicyLossConfig(loss_mode=loss_mode)}
     config = ActorConfig(strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, loss_agg_mode=agg, **fields)
-    torch.manual_seed(0)
-    data = micro_batch(batch, **how) if data is None else data
     extra = {} if function is ppo_loss else {"region": region}
-    value, metrics = function(config=config, model_output=output, data=data, **extra)
+    rows, data, value = engine_rows(batch), micro_batch(batch, **how) if data is None else data, 0.0
+    torch.manual_seed(0)
+    for start in range(0, ROWS, size):
+        part = rows[start : start + size]
+        output = {"log_probs": nested(part)}
+        if entropy:
+            output[entropy] = nested([row.detach().square() for row in part])
+        chosen = data if size == ROWS else tu.index_select_tensor_dict(data, list(range(start, start + size)))
+        share, metrics = function(config=config, model_output=output, data=chosen, **extra)
+        value = value + share
     value.backward()
     figures = {key: each.aggregate() if hasattr(each, "aggregate") else each for key, each in metrics.items()}
     return value.item(), gradient_of(rows), figures
@@ -232,49 +234,24 @@ def test_one_update_trains_as_after_a_pass_over_the_batch(loss_mode, level):
     assert metrics.get(f"{OURS}behaviour_weight/mean") == (level and pytest.approx(weights))
 
 
-def padded_loss(batch, actor, region, *, from_update):
-    """(value, gradient [ROWS, WIDTH]) of the policy loss that ``actor`` names, which verl computes on padded tensors."""
-    current = batch["current"].clone().requires_grad_()
-    proximal = current.detach() if from_update else batch["proximal"]
-    weights = weights_of(batch, proximal, loss.weight_level(actor.policy_loss.loss_mode))
-    if region is not None:
-        outside = region.outside(current.detach(), batch["behaviour"], batch["advantages"], batch["mask"])
-        weights = weights.masked_fill(outside, 0)
-    config = omega_conf_to_dataclass(actor)
-    tokens = int(batch["mask"].sum())
-    config.global_batch_info.update(dp_size=1, batch_num_tokens=tokens, global_batch_size=ROWS, loss_scale_factor=None)
-    value, _ = get_policy_loss_fn(actor.policy_loss.loss_mode)(
-        old_log_prob=proximal,
-        log_prob=current,
-        advantages=batch["advantages"],
-        response_mask=batch["mask"].bool(),
-        loss_agg_mode=actor.loss_agg_mode,
-        config=config,
-        rollout_is_weights=weights,
-    )
-    value.backward()
-    return value.item(), current.grad
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("made_by", ["update", "pass"])
-@pytest.mark.parametrize("name", sorted(path.stem for path in (main_ppo.CONF_DIR / "algorithm").glob("*.yaml")))
-def test_packed_rows_in_micro_batches_train_as_the_padded_batch_does(composed_config, name, made_by, size):
-    """Packed, as Megatron's engine feeds the loss: no padding, and micro-batches of ``size`` whose losses are summed."""
-    config = composed_config("quickstart_cpu", f"algorithm={name}")
-    main_ppo.wire(config)
-    actor, batch, from_update = config.actor_rollout_ref.actor, build_batch(5), made_by == "update"
-    function = loss.worker_loss(actor, PartialRolloutConfig.from_config(config))
-    expected, slopes = padded_loss(batch, actor, function.keywords["region"], from_update=from_update)
-    data = micro_batch(batch, from_update=from_update, level=loss.weight_level(actor.policy_loss.loss_mode))
-    rows, value = engine_rows(batch), 0.0
-    for start in range(0, ROWS, size):
-        part = tu.index_select_tensor_dict(data, list(range(start, start + size)))
-        value += function(model_output={"log_probs": nested(rows[start : start + size])}, data=part)[0]
-    value.backward()
-    assert value.item() == pytest.approx(expected, abs=1e-6)
-    assert slopes.any(1).sum() >= ROWS // 2, "rows that train"
-    torch.testing.assert_close(gradient_of(rows), slopes, atol=1e-6, rtol=1e-5)
+@pytest.mark.parametrize("from_update", [False, True])
+@pytest.mark.parametrize(
+    ("loss_mode", "level", "agg"),
+    [
+        ("decoupled_ppo", "token", "token-mean"),
+        ("gpg", "token", "token-mean"),
+        ("sapo", "token", "seq-mean-token-mean"),
+        ("gspo", "geometric", "seq-mean-token-mean"),
+    ],
+)
+def test_micro_batches_of_any_size_add_up_to_the_batch(loss_mode, level, agg, from_update, size):
+    batch, region = build_batch(5), None if level == "geometric" else REGION
+    how = {"loss_mode": loss_mode, "level": level, "agg": agg, "from_update": from_update}
+    value, gradient, _ = run(batch, region, size=size, **how)
+    expected, slopes, _ = run(batch, region, **how)
+    assert value == pytest.approx(expected) and slopes.any(1).sum() >= ROWS // 2
+    torch.testing.assert_close(gradient, slopes)
 
 
 # -- what is reported --------------------------------------------------------------------------------------------------
