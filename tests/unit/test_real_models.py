@@ -8,12 +8,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
-from vllm import SamplingParams
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.preflight.inputs import check_prompts, check_vocabulary, prompt_lengths
-from recipe.partial_rollout.worker.resumption import StopStrings, sampling_of_call
+from recipe.partial_rollout.worker.resumption import StopStrings
 from tests.unit.shared import byte_tokenizer
 from verl_ext.chunked_log_probs import entropy_of_logits, log_probs_of_labels
 
@@ -71,19 +70,19 @@ def test_prompts_are_measured_as_verls_agent_loops_make_them(config, template, t
 
 
 @pytest.mark.parametrize(
-    ("template", "why"), [(NO_SYSTEM, "System role not supported"), (None, "chat_template is not set")]
+    ("template", "rows", "said"),
+    [
+        (NO_SYSTEM, CHATS, r"^data\.train_files=.*System role not supported"),
+        (None, CHATS, r"^data\.train_files=.*chat_template is not set"),
+        # verl's filter takes a prompt that the template refuses for too long.
+        (NO_SYSTEM, [], r"^data\.max_prompt_length=512: .* left none"),
+    ],
 )
-def test_prompts_that_the_template_refuses_are_one_line(config, template, why):
-    with pytest.raises(ConfigError, match=why) as caught:
-        check_prompts(config, tokenizer_of(template), Rows(CHATS))
-    assert str(caught.value).startswith("data.train_files=") and "\n" not in str(caught.value)
-
-
-def test_prompts_that_verls_filter_has_all_left_out_are_one_line(config):
-    """It takes a prompt that the template refuses for too long."""
-    config.data.filter_overlong_prompts = True
-    with pytest.raises(ConfigError, match=r"^data\.max_prompt_length=512: .* left none"):
-        check_prompts(config, tokenizer_of(NO_SYSTEM), Rows([]))
+def test_prompts_that_the_template_refuses_are_one_line(config, template, rows, said):
+    config.data.filter_overlong_prompts = not rows
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_prompts(config, tokenizer_of(template), Rows(rows))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("cut", range(9))
@@ -102,14 +101,6 @@ def test_stop_string_is_found_where_the_interruption_cuts_a_character(stop, end,
     assert turn[-1].stop_reason == ("completed" if end else None)
 
 
-def test_every_end_token_of_the_generation_config_ends_a_resumed_call_but_not_before_its_least_tokens():
-    params = sampling_of_call({"temperature": 1.0, "min_tokens": 6, "stop_token_ids": [9]}, budget=20, made=4)
-    engines = SamplingParams(**params)
-    engines.update_from_generation_config({"eos_token_id": [257, 258]}, eos_token_id=257)
-    assert engines.all_stop_token_ids == {9, 257, 258} and not engines.ignore_eos
-    assert (engines.min_tokens, engines.max_tokens) == (2, 16)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_pad_the_vocabulary_and_are_masked_change_neither_log_probs_nor_entropy(dtype):
     torch.manual_seed(0)
@@ -120,14 +111,11 @@ def test_rows_that_pad_the_vocabulary_and_are_masked_change_neither_log_probs_no
     assert torch.allclose(entropy_of_logits(padded), entropy_of_logits(logits), atol=1e-6)
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["text model", "text part of a larger model"])
-def test_padded_vocabulary_is_refused_until_it_is_allowed(tmp_path, nested):
+def test_padded_vocabulary_of_a_text_model_within_a_larger_one_is_refused_until_it_is_allowed(tmp_path):
     tokenizer = tokenizer_of()
     tokenizer.save_pretrained(tmp_path)
-    tokens, sizes = len(tokenizer), {"vocab_size": len(tokenizer) + 4}
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "x", **({"text_config": sizes} if nested else sizes)})
-    )
+    tokens = len(tokenizer)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": {"vocab_size": tokens + 4}}))
     model = {"actor_rollout_ref": {"model": {"path": str(tmp_path)}}, "partial_rollout": {"padded_vocabulary": False}}
     config = OmegaConf.create(model)
     with pytest.raises(ConfigError, match=f"its tokenizer has {tokens} tokens and the model {tokens + 4}"):

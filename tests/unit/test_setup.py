@@ -52,27 +52,17 @@ def set_up(tmp_path):
 
 @pytest.mark.parametrize(
     ("uv", "variables", "installer"),
-    [
-        (True, {}, "uv"),
-        pytest.param(
-            *(False, {}, "pip"),
-            marks=pytest.mark.skipif(
-                bool(shutil.which("uv", path="/usr/bin:/bin")), reason="there is a uv beside bash"
-            ),
-        ),
-        (True, {"PARTIAL_ROLLOUT_INSTALLER": "pip"}, "pip"),
-    ],
+    [(True, {}, "uv"), (False, {}, "pip"), (True, {"PARTIAL_ROLLOUT_INSTALLER": "pip"}, "pip")],
 )
 def test_uv_installs_where_it_is_installed_unless_pip_is_asked_for(set_up, uv, variables, installer):
+    if not uv and shutil.which("uv", path="/usr/bin:/bin"):
+        pytest.skip("there is a uv beside bash")
     done = set_up(uv=uv, **variables)
     assert done.code == 0, done.said
     assert [line.split()[0] for line in done.installs] == [installer] * 5
     assert "--no-deps -r" in done.installs[1] and "requirements-cpu.txt" in done.installs[1]
-
-
-def test_gpu_set_is_installed_from_its_lock_file_alone(set_up):
-    done = set_up(PARTIAL_ROLLOUT_EXTRA="gpu")
-    packages, itself = done.installs
+    # That of a GPU comes from its lock file alone.
+    packages, itself = set_up(uv=uv, PARTIAL_ROLLOUT_EXTRA="gpu", **variables).installs
     assert "--no-deps -r" in packages and "requirements-gpu.txt" in packages
     assert "--no-deps --no-build-isolation -e" in itself
 

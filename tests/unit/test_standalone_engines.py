@@ -18,18 +18,18 @@ class Group:
 
 
 class Replica:
-    """Notes how it is started."""
+    """Says how it is started."""
 
-    _server_handle = _server_address = None
+    _server_handle = _server_address = started = None
 
     def __init__(self, **sizes):
-        self.started = []
+        pass
 
     async def init_hybrid(self, worker_group):
-        self.started.append("hybrid")
+        self.started = "hybrid"
 
     async def init_standalone(self):
-        self.started.append("standalone")
+        self.started = "standalone"
 
 
 def test_engines_get_the_rollouts_devices_instead_of_the_trainers(resolved_config):
@@ -43,8 +43,8 @@ def test_engines_get_the_rollouts_devices_instead_of_the_trainers(resolved_confi
         asyncio.run(manager._initialize_llm_servers())
         return [each.started for each in manager.rollout_replicas]
 
-    assert start(LLMServerManager) == [["hybrid"]] * 4
-    assert start(StandaloneServerManager) == [["standalone"]] * 3
+    assert start(LLMServerManager) == ["hybrid"] * 4
+    assert start(StandaloneServerManager) == ["standalone"] * 3
 
 
 def test_names_are_verls_own_again_afterwards_whatever_happens():

@@ -1,6 +1,5 @@
 """What is added to a logged step, and printed: a line, and a warning when the policy runs away from its samples."""
 
-import json
 from math import inf, nan
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ from omegaconf import OmegaConf
 from recipe.partial_rollout.tools.drift import main
 from recipe.partial_rollout.training import step_log
 from recipe.partial_rollout.training.step_log import KL, PolicyDrift, StepLog
+from tests.unit.runs import write_lines
 
 
 @pytest.fixture
@@ -73,11 +73,10 @@ def test_figure_that_is_not_finite_is_told_by_name_in_its_own_step_and_hides_no_
 
 def test_command_says_of_each_run_where_it_warned_and_how_it_ended(tmp_path, capsys):
     def write_run(name, steps):
-        directory = tmp_path / name
-        directory.mkdir()
-        lines = [{"step": i, "data": {"training/global_step": i, **step}} for i, step in enumerate(steps, 1)]
-        (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return str(directory)
+        (tmp_path / name).mkdir()
+        data = [{"training/global_step": i, **step} for i, step in enumerate(steps, 1)]
+        write_lines(tmp_path / name / "metrics.jsonl", [{"step": i, "data": each} for i, each in enumerate(data, 1)])
+        return str(tmp_path / name)
 
     kl = [0.0002] * 8 + [0.0085, 0.0001, 0.0157]
     fell = write_run("fell", [{KL: value, "critic/score/mean": i / 10} for i, value in enumerate(kl)])

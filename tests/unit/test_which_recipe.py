@@ -52,12 +52,10 @@ def refusal(done):
     return line
 
 
-def test_script_refuses_a_foreign_checkout_because_its_ray_workers_would_run_theirs(foreign, script):
+def test_script_refuses_a_foreign_checkout_around_it_and_one_on_pythonpath(foreign, script, tmp_path):
+    """In the first, its Ray workers would run theirs."""
     line = refusal(python(script, "train", "--cfg", "job", cwd=foreign))
     assert f"a Ray worker would import recipe.partial_rollout from {foreign}/recipe/partial_rollout" in line
-
-
-def test_script_refuses_a_foreign_checkout_on_pythonpath(foreign, script, tmp_path):
     line = refusal(python(script, "tools", "audit", cwd=tmp_path, path=(foreign, ROOT)))
     assert "this process would import" in line and f"take {foreign} off PYTHONPATH" in line
 
