@@ -1,1 +1,1 @@
-"""Measurements of the recipe's own parts: ``python -m tests.bench NAME``."""
+"""``python -m tests.bench``: measure one part of the recipe."""
