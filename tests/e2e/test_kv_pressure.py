@@ -87,12 +87,9 @@ def test_sample_that_was_dispatched_last_makes_room(scarce):
     assert scarce.ended["arrival"][-1] == "old"
 
 
-def test_engine_says_what_its_kv_cache_holds(scarce):
+def test_slots_by_the_kv_cache_are_seldom_preempted_where_all_seats_are_often(scarce):
     assert ROOM_TOKENS <= scarce.tokens <= ROOM_TOKENS + BLOCK
     assert 1 < scarce.slots.per_replica < SEATS / 2
-
-
-def test_slots_by_the_kv_cache_are_seldom_preempted_where_all_seats_are_often(scarce):
     # Once 7 for 64 samples, against 44.
     assert scarce.of_all_seats > SAMPLES / 3
     assert scarce.of_the_rule < SAMPLES / 5 and 3 * scarce.of_the_rule < scarce.of_all_seats

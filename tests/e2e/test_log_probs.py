@@ -16,7 +16,6 @@ from recipe.partial_rollout.tasks.clock10.tokenizer import VOCABULARY_SIZE, buil
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
-from recipe.partial_rollout.worker.resumption import sampling_of_call
 
 PROMPT, RESPONSE, BLOCK = [4, 7, 8, 9, 10, 11], 48, 32
 ODD = (40, 41, 42)
@@ -140,68 +139,48 @@ async def sampled_by(engine):
     stop = late_string(plain)
     # Whatever the model would say ends the response.
     ends = {"stop_token_ids": sorted({*range(VOCABULARY_SIZE)} - {*ODD})}
-    noise = {"temperature": 2.0, "seed": 5}
-    resumed_seed = sampling_of_call(noise, RESPONSE, 7)["seed"]
     return SimpleNamespace(
         stop=stop,
         stopped={every: await segments(every, stop=[stop]) for every in (RESPONSE, 1, 2)},
         unasked=await segments(RESPONSE, **ends),
         least={every: await segments(every, min_tokens=9, **ends) for every in (RESPONSE, 1, 4)},
-        seeded=[await segments(RESPONSE, **noise) for _ in range(2)],
-        seeded_and_cut=await segments(7, **noise),
-        resumed_noise=await segments(RESPONSE, **{**noise, "seed": resumed_seed}),
     )
 
 
 @pytest.fixture(scope="module")
 def found(on_engine):
-    """(responses by the number of tokens after which every call is interrupted, None: not interrupted; kept; sampled)."""
+    """Responses by the number of tokens after which every call is interrupted (None: not interrupted), kept, sampled."""
 
     async def body(engine):
         kept = await kept_by(engine)
         responses = {every: await response_of(engine, every or RESPONSE, **UNCACHED) for every in (None, 1, 7)}
-        return responses, kept, await sampled_by(engine)
+        return SimpleNamespace(responses=responses, kept=kept, sampled=await sampled_by(engine))
 
     return on_engine(body, enable_prefix_caching=True, block_size=BLOCK, skip_tokenizer_init=False)
 
 
-@pytest.fixture
-def responses(found):
-    return found[0]
-
-
-@pytest.fixture
-def kept(found):
-    return found[1]
-
-
-@pytest.fixture
-def sampled(found):
-    return found[2]
-
-
-def test_kept_blocks_are_not_read_again(responses, kept):
-    tokens, log_probs, _, _ = responses[None]
-    (kept_tokens, kept_log_probs, segments, read_again), _, _ = kept
+def test_kept_blocks_are_not_read_again(found):
+    tokens, log_probs, _, _ = found.responses[None]
+    (kept_tokens, kept_log_probs, segments, read_again), _, _ = found.kept
     np.testing.assert_array_equal(kept_tokens, tokens)
     np.testing.assert_allclose(kept_log_probs, log_probs, rtol=0, atol=1e-5)
     lengths = len(PROMPT) + np.cumsum([len(segment) for segment in segments])[:-1]
     # Of the last full block at least one token is read again: the one whose logits come next.
-    assert read_again == sum(length - (length - 1) // BLOCK * BLOCK for length in lengths) < responses[7][3]
+    assert read_again == sum(length - (length - 1) // BLOCK * BLOCK for length in lengths) < found.responses[7][3]
 
 
-def test_kept_blocks_serve_no_other_group_and_no_other_weights(kept):
-    assert kept[1] == {"its own": BLOCK, "another group": 0, "sibling of later weights": 0, "validation": 0}
+def test_kept_blocks_serve_no_other_group_and_no_other_weights(found):
+    assert found.kept[1] == {"its own": BLOCK, "another group": 0, "sibling of later weights": 0, "validation": 0}
 
 
-def test_siblings_read_their_prompt_once_under_the_weights_that_they_start_with(kept):
-    assert kept[2] == {"start": [0, BLOCK], "at once": [0, BLOCK], "later": [0, BLOCK], "resumed": BLOCK}
+def test_siblings_read_their_prompt_once_under_the_weights_that_they_start_with(found):
+    assert found.kept[2] == {"start": [0, BLOCK], "at once": [0, BLOCK], "later": [0, BLOCK], "resumed": BLOCK}
 
 
 @pytest.mark.parametrize("every", [1, 7])
-def test_interrupted_response_is_the_uninterrupted_one(responses, every):
-    tokens, log_probs, whole, _ = responses[None]
-    resumed_tokens, resumed_log_probs, segments, _ = responses[every]
+def test_interrupted_response_is_the_uninterrupted_one(found, every):
+    tokens, log_probs, whole, _ = found.responses[None]
+    resumed_tokens, resumed_log_probs, segments, _ = found.responses[every]
     assert len(whole) == 1 and len(tokens) == RESPONSE
     # An abort may find one more token made than it was sent for.
     assert RESPONSE / (every + 1) <= len(segments) <= -(-RESPONSE // every)
@@ -209,16 +188,8 @@ def test_interrupted_response_is_the_uninterrupted_one(responses, every):
     np.testing.assert_allclose(resumed_log_probs, log_probs, rtol=0, atol=1e-5)
 
 
-def test_segments_are_the_response_in_order(responses):
-    tokens, log_probs, segments, _ = responses[1]
-    np.testing.assert_array_equal(np.concatenate([segment.token_ids for segment in segments]), tokens)
-    np.testing.assert_array_equal(
-        np.concatenate([segment.log_probs for segment in segments]), log_probs.astype(np.float32)
-    )
-
-
-def test_log_probs_are_those_of_the_models_forward_pass(responses, task):
-    tokens, log_probs, _, _ = responses[1]
+def test_log_probs_are_those_of_the_models_forward_pass(found, task):
+    tokens, log_probs, _, _ = found.responses[1]
     model = AutoModelForCausalLM.from_pretrained(task / "task" / "model", dtype=torch.float32).eval()
     ids = torch.tensor([[*PROMPT, *tokens.tolist()]])
     with torch.no_grad():
@@ -227,7 +198,8 @@ def test_log_probs_are_those_of_the_models_forward_pass(responses, task):
     np.testing.assert_allclose(log_probs, expected.numpy(), rtol=0, atol=1e-5)
 
 
-def test_stop_string_is_found_wherever_the_response_is_cut(sampled):
+def test_stop_string_is_found_wherever_the_response_is_cut(found):
+    sampled = found.sampled
     (whole,) = sampled.stopped[RESPONSE]
     assert build_tokenizer().decode(whole, skip_special_tokens=True).endswith(sampled.stop)
     for every in (1, 2):
@@ -236,16 +208,9 @@ def test_stop_string_is_found_wherever_the_response_is_cut(sampled):
     assert len(sampled.stopped[1]) > 1 and len(sampled.stopped[1][-1]) < 3
 
 
-def test_least_number_of_tokens_is_that_of_the_response(sampled):
-    (whole,), (unasked,) = sampled.least[RESPONSE], sampled.unasked
+def test_least_number_of_tokens_is_that_of_the_response(found):
+    least, (unasked,) = found.sampled.least, found.sampled.unasked
+    (whole,) = least[RESPONSE]
     assert len(unasked) < 9 < len(whole) < RESPONSE and {*whole[:9]} <= {*ODD}
     for every in (1, 4):
-        assert len(sampled.least[every]) > 1 and [*chain(*sampled.least[every])] == whole
-
-
-def test_seed_fixes_a_response_and_its_noise_is_not_replayed_after_an_interruption(sampled):
-    ((whole,), (again,)), cut, (resumed,) = sampled.seeded, sampled.seeded_and_cut, sampled.resumed_noise
-    assert whole == again
-    assert len(cut) > 1 and cut[0] == whole[: len(cut[0])]
-    # The same prompt with the noise of the call that goes on after 7 tokens.
-    assert resumed != whole
+        assert len(least[every]) > 1 and [*chain(*least[every])] == whole

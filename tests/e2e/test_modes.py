@@ -39,16 +39,11 @@ def test_dapo_replaces_the_groups_that_score_alike_until_the_data_ends(train):
     filtered = [group for event in events if isinstance(event, Filtered) for group in event.groups]
     trained = [group.uid for event in events if isinstance(event, Trained) for group in event.groups]
     assert filtered and {group.value for group in filtered} == {0.0}
-    assert all(len(group.lengths) == 4 for group in filtered)
     steps = len(run.steps)
     assert 0 < steps < 4 and len(trained) == 4 * steps and run.run["complete"]
     assert 16 - 4 < len(filtered) + len(trained) <= 16
     result, _ = audit(run.directory)
     assert result.violations == [] and result.exhausted and result.lost == 0
-    assert sum(step["partial_rollout/filter/groups"] for step in run.steps.values()) == len(filtered)
-    last = run.steps[steps]
-    assert last["partial_rollout/filter/groups_total"] == len(filtered) and last["partial_rollout/lost_samples"] == 0
-    assert last["partial_rollout/filter/tokens_total"] == sum(sum(group.lengths) for group in filtered)
     assert all(step["critic/advantages/max"] > 0 for step in run.steps.values())
     assert (run.directory / f"global_step_{steps}" / "partial_rollout").is_dir()
     assert f"the data ends after step {steps} of 4" in (run.directory / "terminal.log").read_text()

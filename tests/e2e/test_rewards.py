@@ -37,14 +37,6 @@ def reward_model(tmp_path_factory):
     return directory
 
 
-def check(run, key="critic/score/mean"):
-    assert sorted(run.steps) == [1, 2] and run.run["complete"]
-    for step in run.steps.values():
-        assert math.isfinite(step[key]) and math.isfinite(step["actor/pg_loss"])
-        assert step["partial_rollout/lost_samples"] == 0
-        assert step["actor/grad_norm"] > 0
-
-
 @pytest.mark.parametrize("pool", ["pool", "colocated"])
 def test_reward_model_trains(train, reward_model, pool):
     """In a pool it scores while the round runs, colocated once the round is interrupted."""
@@ -69,6 +61,10 @@ def test_reward_model_trains(train, reward_model, pool):
         "reward.reward_model.rollout.response_length=256",
         "+reward.reward_model.rollout.engine_kwargs.vllm.distributed_executor_backend=uni",
     )
-    check(run)
+    assert sorted(run.steps) == [1, 2] and run.run["complete"]
+    for step in run.steps.values():
+        assert math.isfinite(step["critic/score/mean"]) and math.isfinite(step["actor/pg_loss"])
+        assert step["partial_rollout/lost_samples"] == 0
+        assert step["actor/grad_norm"] > 0
     # A classifier's score is a real number, not the task's 0 or 1.
     assert any(step["critic/score/mean"] % 1 for step in run.steps.values())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.partial_rollout.engine import hold, replica
+from recipe.partial_rollout.engine import replica
 from recipe.partial_rollout.engine.version_marks import spans
 
 HERE = Path(__file__).parent
@@ -187,22 +187,3 @@ def test_no_step_is_a_bad_one_for_a_hold_or_an_interruption(bench, protocol, roo
     steps, faults, preempted = run(engine.at_every_step(protocol, room, kv, action))
     assert faults == []
     assert steps >= 2 * RESPONSE and (preempted > 0) == (room == "scarce")
-
-
-@pytest.mark.parametrize("fault", ["uncounted", "uncleared"])
-def test_planted_fault_is_found(bench, monkeypatch, fault):
-    """A hold that does not wait for vLLM's output handler, and one that leaves the blocks of older weights."""
-    run, engine = bench
-    original = hold.freeze
-
-    async def nothing(engine):
-        pass
-
-    async def uncleared(engine, *, clear_kv):
-        await original(engine, clear_kv=False)
-
-    if fault == "uncounted":
-        monkeypatch.setattr(hold, "_all_processed", nothing)
-    else:
-        monkeypatch.setattr(replica, "freeze", uncleared)
-    assert run(engine.at_every_step("V2", "plentiful", "recompute", "hold"))[1]

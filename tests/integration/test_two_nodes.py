@@ -1,7 +1,6 @@
 """A second Ray node joins, and freezes: what the driver makes is not on it. tests/e2e/test_two_nodes.py kills one."""
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import ray
@@ -22,19 +21,6 @@ def node_here():
     return ray.get_runtime_context().get_node_id()
 
 
-def only(node_id):
-    return NodeAffinitySchedulingStrategy(node_id, soft=False)
-
-
-@pytest.fixture
-def second(start_node, tmp_path):
-    """A node that has joined the layer's cluster."""
-    name = tmp_path.name
-    node = start_node(name, ray.get_runtime_context().gcs_address)
-    (entry,) = [entry for entry in ray.nodes() if entry["NodeName"] == name]
-    return SimpleNamespace(name=name, id=entry["NodeID"], kill=node.kill, freeze=node.freeze)
-
-
 @pytest.fixture
 def actors():
     """Actors to be ended with the test."""
@@ -45,13 +31,13 @@ def actors():
 
 
 def test_what_the_driver_makes_is_on_its_node_though_all_cpus_are_taken_and_another_node_is_dead_unknown_to_ray(
-    second, actors
+    start_node, actors, tmp_path
 ):
     """A frozen node answers nothing, and Ray's health checks take most of a minute to notice."""
-    actors.append(ray.remote(Worker).options(num_cpus=8, scheduling_strategy=only(node_here())).remote())
+    here = NodeAffinitySchedulingStrategy(node_here(), soft=False)
+    actors.append(ray.remote(Worker).options(num_cpus=8, scheduling_strategy=here).remote())
     assert ray.get(actors[0].node.remote(), timeout=30) == node_here()
-    second.freeze()
-    made = [on_this_node(ray.remote(Worker)).remote() for _ in range(6)]
-    actors += made
-    assert ray.get([actor.node.remote() for actor in made], timeout=30) == [node_here()] * 6
-    assert [entry["Alive"] for entry in ray.nodes() if entry["NodeID"] == second.id] == [True]
+    start_node(tmp_path.name, ray.get_runtime_context().gcs_address).freeze()
+    actors += [on_this_node(ray.remote(Worker)).remote() for _ in range(6)]
+    assert ray.get([actor.node.remote() for actor in actors[1:]], timeout=30) == [node_here()] * 6
+    assert [entry["Alive"] for entry in ray.nodes() if entry["NodeName"] == tmp_path.name] == [True]
