@@ -138,6 +138,14 @@ def test_every_end_token_of_the_model_ends_a_resumed_sample_but_not_before_its_l
         assert tokens[-1] in ENDS or len(tokens) == RESPONSE
 
 
+def test_calls_tell_how_long_they_were_queued(interruptions):
+    """Of those aborted in the queue it is all their time: the first of them waited longer than who got a seat before it."""
+    outputs = interruptions.ours[1]
+    running = [output.extra_fields["queued_s"] for output in outputs if output.token_ids]
+    queued = [output.extra_fields["queued_s"] for output in outputs if not output.token_ids]
+    assert min(queued) > 0 and min(running) >= 0 and max(running) < max(queued)
+
+
 def test_request_that_comes_to_a_closed_gate_is_refused_or_parked(interruptions):
     (refused,) = interruptions.refused
     assert (refused.stop_reason, refused.token_ids) == ("aborted", [])

@@ -101,7 +101,9 @@ class Bench:
     async def at_step(self, step, protocol, room, kv, action):
         """Whether the generation had that step, and what went wrong."""
         server, samples, name = self.servers[kv], self.samples(SAMPLES, room), next(self.names)
-        await self.begin(server, protocol)
+        await self.engine.reset_prefix_cache()
+        await self.core("speak", protocol == "V2")
+        server.global_steps = self.version
         self.reached.unlink(missing_ok=True)
         await self.core("stall", step, str(self.reached))
         running = asyncio.gather(*[sample.run(server, name) for sample in samples])
@@ -114,11 +116,6 @@ class Bench:
             samples.append(urgent)
         await running
         return acted, await self.faults_of(samples, kv == "keep" and action == "hold")
-
-    async def begin(self, server, protocol):
-        await self.engine.reset_prefix_cache()
-        await self.core("speak", protocol == "V2")
-        server.global_steps = self.version
 
     async def faults_of(self, samples, stale_allowed):
         faults, self.wrong = self.wrong, []

@@ -28,25 +28,22 @@ def memory_here(_=None):
     return psutil.Process().memory_info().rss / 1024, sys.getallocatedblocks()
 
 
-class Soak(ScriptedTraining):
-    """A training whose memory is looked at."""
-
-    def memory(self):
-        """Of the driver, the manager and each worker: KiB of the process, and Python's blocks."""
-        actors = [self.manager, *self.workers]
-        return [memory_here(), *ray.get([actor.__ray_call__.remote(memory_here) for actor in actors], timeout=60)]
+def memory_of(training):
+    """Of the driver, the manager and each worker: KiB of the process, and Python's blocks."""
+    actors = [training.manager, *training.workers]
+    return [memory_here(), *ray.get([actor.__ray_call__.remote(memory_here) for actor in actors], timeout=60)]
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("placement", list(Placement))
 def test_memory_is_flat_over_two_thousand_rounds(placement, tmp_path, capsys):
-    soak, seen = Soak(tmp_path, placement, 2 * ROUNDS), []
+    soak, seen = ScriptedTraining(tmp_path, placement, 2 * ROUNDS), []
     soak.begin()
     for step in range(1, ROUNDS + 1):
         soak.step(step)
         if step >= WARM_UP and step % 20 == 0:
-            seen.append(soak.memory())
+            seen.append(memory_of(soak))
     rounds = np.arange(len(seen)) * 20
     # [process, KiB or blocks]: least squares over the rounds after the first tenth.
     slopes = np.polyfit(rounds, np.array(seen).reshape(len(seen), -1), 1)[0].reshape(-1, 2)
