@@ -34,16 +34,12 @@ class FailureVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FailurePolicy:
-    """``partial_rollout.failures``, checked."""
+    """What ``partial_rollout.failures`` says of samples."""
 
     on_sample_error: OnSampleError = _DEFAULTS.on_sample_error
     sample_retries: int = _DEFAULTS.sample_retries
     retry_backoff_s: float = 1.0
     """seconds before the first retry; doubles with each further one of the same sample"""
-
-    def __post_init__(self) -> None:
-        if self.sample_retries < 0:
-            raise ValueError(f"partial_rollout.failures.sample_retries={self.sample_retries}: at least 0")
 
     @classmethod
     def of(cls, limits: FailureLimits) -> FailurePolicy:
@@ -59,7 +55,11 @@ class FailurePolicy:
         return FailureVerdict.MASK
 
     def delay_s(self, failures: int) -> float:
-        """Seconds from a sample's failure number ``failures`` to its retry."""
+        """Seconds from a sample's failure number ``failures`` to its retry.
+
+        >>> [FailurePolicy(retry_backoff_s=0.5).delay_s(failures) for failures in (1, 2, 3)]
+        [0.5, 1.0, 2.0]
+        """
         return self.retry_backoff_s * 2 ** (failures - 1)
 
 
