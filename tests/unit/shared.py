@@ -3,6 +3,10 @@
 import asyncio
 from types import SimpleNamespace
 
+import numpy as np
+
+from recipe.partial_rollout.manager.types import SampleOutput
+
 
 class Local:
     """An actor handle without Ray; ``broken`` verbs raise instead."""
@@ -23,6 +27,34 @@ class Local:
 def begin(manager):
     """The version after the last batch."""
     return manager.begin_version(manager.version + manager._batch_taken)
+
+
+def output_of(segments, tools=(), reward=0.0):
+    """The output of a sample: what its engine calls made, then a token that the mask leaves out for each tool result."""
+    generated = np.concatenate([s.token_ids for s in segments] or [np.empty(0, np.int32)])
+    count = len(generated)
+    log_probs = [s.log_probs for s in segments]
+    versions = [np.full(len(s), s.version, np.int32) for s in segments]
+    outside = np.zeros(len(tools), np.int32)
+    return SampleOutput(
+        prompt_ids=np.ones(1, np.int32),
+        response_ids=np.concatenate([generated, outside]),
+        response_mask=np.concatenate([np.ones(count), outside]).astype(np.int8),
+        log_probs=np.concatenate([*log_probs, outside.astype(np.float32)]),
+        versions=np.concatenate([*versions, outside - 1]),
+        segments=len(segments),
+        reward_score=reward,
+        reward_extra_info={},
+        num_turns=2,
+        metrics={},
+    )
+
+
+def damaged(data, flips):
+    """``data`` cut off at each byte, and with each of ``flips`` in each byte."""
+    yield from (data[:length] for length in range(len(data)))
+    for offset, byte in enumerate(data):
+        yield from (data[:offset] + bytes([byte ^ flip]) + data[offset + 1 :] for flip in flips)
 
 
 def byte_tokenizer(template, *tokens, **special):

@@ -21,21 +21,12 @@ from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
+from recipe.partial_rollout.manager.types import Prompt, Segment
+from tests.unit.shared import output_of
 
 CHUNK = 3
 """tokens of one engine call"""
-TRANSITIONS = (
-    "claim",
-    "segment",
-    "tool_result",
-    "interrupt",
-    "finish",
-    "fail",
-    "retry",
-    "take",
-    "acknowledge",
-)
+TRANSITIONS = "claim", "segment", "tool_result", "interrupt", "finish", "fail", "retry", "take", "acknowledge"
 
 
 class SampleScript:
@@ -211,20 +202,7 @@ class ScriptedRun:
             self.failed.append(sample_id)
 
     def finish(self, sample_id, segments):
-        tokens = np.concatenate([s.token_ids for s in segments])
-        output = SampleOutput(
-            prompt_ids=np.ones(2, np.int32),
-            response_ids=tokens,
-            response_mask=np.ones(len(tokens), np.int8),
-            log_probs=np.concatenate([s.log_probs for s in segments]),
-            versions=np.concatenate([np.full(len(s), s.version, np.int32) for s in segments]),
-            segments=len(segments),
-            reward_score=1.0,
-            reward_extra_info={},
-            num_turns=2,
-            metrics={},
-        )
-        self.manager.finish(sample_id, output)
+        self.manager.finish(sample_id, output_of(segments, reward=1.0))
         del self.held[self.leave(sample_id)][sample_id]
 
     def take(self):

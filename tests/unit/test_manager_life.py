@@ -11,6 +11,7 @@ import math
 import os
 import tempfile
 from collections import Counter
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,10 +28,11 @@ from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter, masked_output
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.types import GroupState, Prompt, SampleOutput, SampleState, Segment
+from recipe.partial_rollout.manager.types import GroupState, Prompt, SampleState, Segment
 from recipe.partial_rollout.records.ledger import Ledger, RunSizes
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.audit import audit
+from tests.unit.shared import output_of
 
 SEQUENCES = int(os.environ.get("PARTIAL_ROLLOUT_SEQUENCES", "2000"))
 
@@ -68,27 +70,6 @@ def segment_of(sample_id, start, length, version, stop_reason):
     return Segment(ids, (-ids / 1024).astype(np.float32), version, stop_reason)
 
 
-def output_of(segments, tools, reward=0.0):
-    """Generated tokens, then one token that the mask leaves out for each tool result."""
-    generated = np.concatenate([s.token_ids for s in segments] or [np.empty(0, np.int32)])
-    count = len(generated)
-    log_probs = [s.log_probs for s in segments]
-    versions = [np.full(len(s), s.version, np.int32) for s in segments]
-    outside = np.zeros(len(tools), np.int32)
-    return SampleOutput(
-        prompt_ids=np.ones(1, np.int32),
-        response_ids=np.concatenate([generated, outside]),
-        response_mask=np.concatenate([np.ones(count), outside]).astype(np.int8),
-        log_probs=np.concatenate([*log_probs, outside.astype(np.float32)]),
-        versions=np.concatenate([*versions, outside - 1]),
-        segments=len(segments),
-        reward_score=reward,
-        reward_extra_info={},
-        num_turns=2,
-        metrics={},
-    )
-
-
 IN_THE_MANAGER = (GroupState.WAITING, GroupState.ACTIVE, GroupState.READY, GroupState.TAKEN)
 ARRAYS = ("prompt_ids", "response_ids", "response_mask", "log_probs", "versions")
 
@@ -97,11 +78,8 @@ def assert_same_output(actual, expected):
     for name in ARRAYS:
         got, wanted = getattr(actual, name), getattr(expected, name)
         assert got.dtype == wanted.dtype and got.tobytes() == wanted.tobytes(), name
-    assert (actual.segments, actual.masked, actual.reward_score) == (
-        expected.segments,
-        expected.masked,
-        expected.reward_score,
-    )
+    for name in ("segments", "masked", "reward_score"):
+        assert getattr(actual, name) == getattr(expected, name), name
 
 
 def assert_same_segments(actual, expected):
@@ -131,17 +109,10 @@ class Model:
     filtered: list = field(default_factory=list)
 
     def copy_without_owners(self):
-        return Model(
-            self.offered,
-            self.version,
-            failures=dict(self.failures),
-            journals={key: list(value) for key, value in self.journals.items()},
-            tools={key: list(value) for key, value in self.tools.items()},
-            births=dict(self.births),
-            outputs=dict(self.outputs),
-            trained=list(self.trained),
-            filtered=list(self.filtered),
-        )
+        kept = "failures", "births", "outputs", "trained", "filtered"
+        journals, tools = ({key: list(value) for key, value in of.items()} for of in (self.journals, self.tools))
+        copies = {name: copy(getattr(self, name)) for name in kept}
+        return Model(self.offered, self.version, journals=journals, tools=tools, **copies)
 
 
 def started(self):
@@ -573,14 +544,10 @@ class ManagerLife(RuleBasedStateMachine):
         self.checkpoints.append((data, self.model.copy_without_owners()))
 
     @precondition(lambda self: started(self) and self.checkpoints)
-    @rule(pick=PICK, policy=st.sampled_from(SchedulingPolicy), overtake=OVERTAKE)
-    def crash_and_restore_under_another_policy(self, pick, policy, overtake):
-        self.scheduling = Scheduling(policy, overtake)
-        self.crash_and_restore(pick)
-
-    @precondition(lambda self: started(self) and self.checkpoints)
-    @rule(pick=PICK)
-    def crash_and_restore(self, pick):
+    @rule(pick=PICK, scheduling=st.none() | st.builds(Scheduling, st.sampled_from(SchedulingPolicy), OVERTAKE))
+    def crash_and_restore(self, pick, scheduling=None):
+        """Under another policy, if one is given."""
+        self.scheduling = scheduling or self.scheduling
         chosen = pick % len(self.checkpoints)
         data, model = self.checkpoints[chosen]
         del self.checkpoints[chosen + 1 :]
@@ -599,19 +566,17 @@ class ManagerLife(RuleBasedStateMachine):
 
     # -- what holds ------------------------------------------------------------------------------------------------
 
+    @precondition(started)
     @invariant()
     def nothing_is_lost_or_repeated(self):
-        if self.manager is None:
-            return
         assert self.manager.groups.lost == 0
         assert len(set(self.model.trained)) == len(self.model.trained) == self.manager.counters.trained_groups
         assert len(set(self.model.filtered)) == len(self.model.filtered) == self.manager.counters.filtered_groups
         assert not set(self.model.filtered) & set(self.model.trained + self.model.taken)
 
+    @precondition(started)
     @invariant()
     def states_agree_with_the_indexes(self):
-        if self.manager is None:
-            return
         groups = self.manager.groups
         by_state = {state: list(groups.in_state(state)) for state in GroupState}
         waiting, active, ready, taken = (by_state[state] for state in IN_THE_MANAGER)
@@ -639,21 +604,19 @@ class ManagerLife(RuleBasedStateMachine):
         model = self.model
         return max(0, len(model.trained + model.taken) - self.batch * model.version)
 
+    @precondition(lambda self: started(self) and self.manager.round_open)
     @invariant()
     def pacing_counts_what_is_in_flight_and_with_the_trainer(self):
         """No more than can be trained in time; where each version before has its batch, these are the groups in flight."""
-        if self.manager is None or not self.manager.round_open:
-            return
         load, counters = self.manager.load(), self.manager.counters
         kept = counters.admitted_groups - counters.filtered_groups
         assert load.groups == kept - self.batch * self.model.version
         assert load.groups == self.manager.groups.in_flight + self.with_the_trainer()
         assert load.groups <= (1 + self.max_staleness) * self.batch
 
+    @precondition(started)
     @invariant()
     def slots_are_respected(self):
-        if self.manager is None:
-            return
         for worker, capacity in self.capacity.items():
             assert sum(w == worker for w in self.model.running.values()) <= capacity
 

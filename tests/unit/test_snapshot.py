@@ -3,7 +3,6 @@
 import hashlib
 import pickle
 import struct
-import tracemalloc
 from unittest import mock
 
 import msgpack
@@ -22,6 +21,7 @@ from recipe.partial_rollout.checkpoint.snapshot import (
     read_snapshot,
     write_snapshot,
 )
+from tests.unit.shared import damaged
 
 REFUSED = (TornCheckpointError, ForeignCheckpointError)
 
@@ -122,11 +122,7 @@ def test_value_that_cannot_be_saved_is_named_by_its_path(tmp_path, state, messag
 
 def test_snapshot_is_refused_wherever_it_is_cut_off_or_a_byte_is_changed(good):
     data = good.read_bytes()
-    damaged = [data[:length] for length in range(len(data))]
-    for offset in range(len(data)):
-        for flip in (0x01, 0x80, 0xFF):
-            damaged.append(data[:offset] + bytes([data[offset] ^ flip]) + data[offset + 1 :])
-    for each in damaged:
+    for each in damaged(data, flips=(0x01, 0x80, 0xFF)):
         good.write_bytes(each)
         with pytest.raises(REFUSED):
             read_snapshot(good)
@@ -163,27 +159,14 @@ def test_no_damage_to_a_sealed_payload_does_worse_than_an_error(tmp_path_factory
         msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb(["|O8", [1]]) + bytes(8))}),
         msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb(["<i4", [2**62]]) + bytes(8))}),
         msgpack.packb({"a": [msgpack.ExtType(5, msgpack.packb(["<i4", [3]])), bytes(8)]}),
-        msgpack.packb({"a": [msgpack.ExtType(5, msgpack.packb(["<i4", [2]])), 8]}),
         b"\x91" * 5000,
     ],
-    ids=["pickle", "list", "extension", "objects", "huge shape", "piece short", "no piece", "deep"],
+    ids=["pickle", "list", "extension", "objects", "huge shape", "piece short", "deep"],
 )
 def test_payload_that_was_never_packed_is_foreign(tmp_path, payload):
-    path = tmp_path / "s"
-    path.write_bytes(sealed(payload))
+    (tmp_path / "s").write_bytes(sealed(payload))
     with pytest.raises(ForeignCheckpointError, match=r"trainer\.resume_mode=disable"):
-        read_snapshot(path)
-
-
-def test_absurd_length_allocates_nothing(good):
-    data = good.read_bytes()
-    good.write_bytes(data[:12] + struct.pack(">Q", 2**62) + data[20:])
-    tracemalloc.start()
-    with pytest.raises(TornCheckpointError, match=f"of {2**62}"):
-        read_snapshot(good)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1_000_000
+        read_snapshot(tmp_path / "s")
 
 
 def test_missing_snapshot_is_torn_and_one_of_another_format_foreign(good):
