@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import OmegaConf
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from recipe.partial_rollout.checkpoint import run_checkpoints as checkpoint
@@ -47,36 +46,6 @@ class Weights(BaseCheckpointManager):
         self.register_checkpoint(path, max_ckpt_to_keep)
 
 
-def trainer(run_dir, **keys):
-    """A process of the training that has just started, or resumed by itself."""
-    ours = object.__new__(PartialRolloutRayPPOTrainer)
-    ours.config = OmegaConf.create(
-        {
-            "trainer": {
-                "default_local_dir": str(run_dir),
-                "default_hdfs_dir": None,
-                "max_actor_ckpt_to_keep": None,
-                "max_critic_ckpt_to_keep": None,
-                **keys,
-            },
-            "actor_rollout_ref": {"actor": {"checkpoint": {"async_save": False}}},
-        }
-    )
-    settings = SimpleNamespace(enable=True, sizes=SIZES)
-    ours.session = session = RunSession(
-        settings, run_dir, "auto", keep=claim_retention(ours.config.trainer, critic=True)
-    )
-    ours.actor_rollout_wg, ours.critic_wg = Weights(), Weights()
-    ours.use_critic = True
-    ours.train_dataloader = SlotLoader(10, 2)
-    session.source = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-    session.trace = session.ledger = SimpleNamespace(checkpoint=lambda step: None)
-    session.connect(Saves({}))
-    if session.resume_from is not None:
-        session.load()
-    return ours
-
-
 class Saves:
     """A driver whose manager has ``state``."""
 
@@ -90,9 +59,28 @@ class Saves:
         pass
 
 
-def save(ours, step):
-    ours.global_steps = ours.session.completed_step = step
-    ours._save_checkpoint()
+def trainer(run_dir, **keys):
+    """A process of the training that has just started, or resumed by itself."""
+    ours = object.__new__(PartialRolloutRayPPOTrainer)
+    unset = dict.fromkeys(["default_hdfs_dir", "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"])
+    config = {"trainer": {"default_local_dir": str(run_dir), **unset, **keys}}
+    ours.config = OmegaConf.create(config | {"actor_rollout_ref": {"actor": {"checkpoint": {"async_save": False}}}})
+    keep = claim_retention(ours.config.trainer, critic=True)
+    ours.session = session = RunSession(SimpleNamespace(enable=True, sizes=SIZES), run_dir, "auto", keep=keep)
+    ours.actor_rollout_wg, ours.critic_wg, ours.use_critic = Weights(), Weights(), True
+    ours.train_dataloader = SlotLoader(10, 2)
+    session.source = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    session.trace = session.ledger = SimpleNamespace(checkpoint=lambda step: None)
+    session.connect(Saves({}))
+    if session.resume_from is not None:
+        session.load()
+    return ours
+
+
+def save(ours, *steps):
+    for step in steps:
+        ours.global_steps = ours.session.completed_step = step
+        ours._save_checkpoint()
 
 
 def steps_of(run_dir):
@@ -108,8 +96,7 @@ KEYS = [
 @pytest.mark.parametrize(("keys", "kept"), KEYS)
 def test_kill_between_verls_save_and_the_seal_leaves_the_older_checkpoints_whole(tmp_path, monkeypatch, keys, kept):
     ours = trainer(tmp_path, **keys)
-    for step in (1, 2, 3, 4):
-        save(ours, step)
+    save(ours, 1, 2, 3, 4)
     assert steps_of(tmp_path) == list(range(5 - kept, 5))
 
     with monkeypatch.context() as patch:
@@ -124,8 +111,7 @@ def test_kill_between_verls_save_and_the_seal_leaves_the_older_checkpoints_whole
 @pytest.mark.parametrize(("keys", "kept"), KEYS)
 def test_process_that_resumes_removes_what_the_one_before_could_not(tmp_path, monkeypatch, keys, kept):
     first = trainer(tmp_path, **keys)
-    for step in range(1, kept + 1):
-        save(first, step)
+    save(first, *range(1, kept + 1))
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.shutil, "rmtree", kill)
         with pytest.raises(Killed):
@@ -138,24 +124,12 @@ def test_process_that_resumes_removes_what_the_one_before_could_not(tmp_path, mo
 @pytest.mark.parametrize("keys", [{}, {"max_critic_ckpt_to_keep": 1}])
 def test_without_a_limit_of_the_whole_everything_stays_also_under_a_later_limit(tmp_path, keys):
     first = trainer(tmp_path, **keys)
-    for step in (1, 2, 3):
-        save(first, step)
+    save(first, 1, 2, 3)
     assert steps_of(tmp_path) == [1, 2, 3]
     second = trainer(tmp_path, remove_previous_ckpt_in_save=True)
-    for step in (4, 5, 5):
-        save(second, step)
+    save(second, 4, 5, 5)
     assert steps_of(tmp_path) == [1, 2, 3, 5], "what was saved without a limit is not the limit's to remove"
     assert claim_retention(OmegaConf.create({"max_actor_ckpt_to_keep": 1}), critic=False) == 1
-
-
-def test_verls_own_save_would_have_removed_the_only_whole_checkpoint(tmp_path):
-    """Fails once verl keeps the old checkpoint by itself: then its keys need not be claimed."""
-    ours = trainer(tmp_path)
-    ours.config.trainer.max_actor_ckpt_to_keep = 1
-    for step in (1, 2):
-        ours.global_steps = step
-        RayPPOTrainer._save_checkpoint(ours)
-    assert not (tmp_path / "global_step_1" / "actor").exists()
 
 
 def test_column_that_no_checkpoint_can_hold_is_refused_by_name_before_ray_starts():

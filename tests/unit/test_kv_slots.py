@@ -4,6 +4,7 @@ import asyncio
 import math
 import re
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import pytest
 
@@ -23,70 +24,53 @@ def call(tokens, context):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "per_replica", "said"),
+    ("chosen", "per_replica", "said", "measured"),
     [
-        (slots(), 37, "KV cache holds 21,504 tokens, a sample is estimated at 576"),
-        (slots(kv=10_000_000), 128, "max_num_seqs=128"),
-        (slots(kv=100), 1, "KV cache holds 100 tokens"),
-        # They are given.
-        (slots(40, given=True), 40, "WARNING.*it holds 37 such samples"),
-        (slots(30, given=True), 30, "^(?!.*WARNING)"),
+        (slots(), 37, "KV cache holds 21,504 tokens, a sample is estimated at 576", 8),
+        (slots(kv=10_000_000), 128, "max_num_seqs=128", 128),
+        (slots(kv=100), 1, "KV cache holds 100 tokens", 1),
+        (slots(40, given=True), 40, "WARNING.*it holds 37 such samples", 40),
+        (slots(30, given=True), 30, "^(?!.*WARNING)", 30),
         # The engine has all its seats.
-        (slots(kv=None), 128, "does not say"),
+        (slots(kv=None), 128, "does not say", 128),
     ],
 )
-def test_scarce_kv_bounds_the_slots_that_are_not_given_and_the_line_says_why(chosen, per_replica, said):
+def test_scarce_kv_bounds_the_slots_that_are_not_given_and_the_line_says_why(chosen, per_replica, said, measured):
     assert chosen.per_replica == per_replica
     assert re.search(said, chosen.describe()) and "\n" not in chosen.describe()
-    if said in ("does not say", "WARNING.*it holds 37 such samples"):
-        chosen.reckon([call(100, 64)])
-        assert chosen.per_replica == per_replica
+    chosen.reckon([call(4000, 64)])
+    assert chosen.per_replica == measured
 
 
-def test_slots_follow_the_context_that_is_measured(capsys):
+def test_slots_follow_the_context_that_is_measured_unless_the_change_is_small(capsys):
     chosen = slots()
     for nothing in ([], [call(0, 64)], [call(100, None)]):
         chosen.reckon(nothing)
     assert chosen.per_replica == 37
     # A token of the first call is decoded beside 114 others on average, one of the second beside 264.
-    chosen.reckon([call(100, 64), call(300, 114)])
     mean = (100 * 114 + 300 * 264) / 400
-    assert chosen.per_replica == int(KV_SHARE * 21_504 / mean) == 75
-    assert capsys.readouterr().out.startswith("slots per replica: 75 from here on")
-    chosen.reckon([call(102, 64), call(306, 114)])
-    assert chosen.per_replica == 75, "small changes are not made"
-    chosen.reckon([call(4000, 64)])
-    assert chosen.per_replica == 8
+    for calls in ((call(100, 64), call(300, 114)), (call(102, 64), call(306, 114))):
+        chosen.reckon(calls)
+        assert chosen.per_replica == int(KV_SHARE * 21_504 / mean) == 75
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("slots per replica: 75 from here on")
     chosen.reckon([call(1, 1)])
     assert chosen.per_replica == 128
 
 
-class Control:
-    """``ServerControl`` of two replicas."""
-
-    preemptions: int | None = 4
-
-    def __len__(self):
-        return 2
-
-    async def new_preemptions(self):
-        return self.preemptions
-
-
 def test_workers_get_their_part_of_the_slots_that_were_reckoned_anew():
-    sent, chosen = [], slots()
-
-    async def resize(capacity):
-        sent.append(capacity)
-
+    chosen, control, manager = slots(), MagicMock(), Mock()
+    control.__len__.return_value = 2
+    control.new_preemptions = AsyncMock(side_effect=[4, None])
+    manager.resize_workers.remote = AsyncMock()
     settings = SimpleNamespace(batch_samples=96, deadlines=Deadlines())
-    context = RolloutContext(settings, Control(), chosen, *[None] * 5, steps_per_epoch=1, last_step=1)
-    workers = WorkerShares(chosen, 2, 3, SimpleNamespace(resize_workers=SimpleNamespace(remote=resize)), 5.0)
+    context = RolloutContext(settings, control, chosen, *[None] * 5, steps_per_epoch=1, last_step=1)
+    workers = WorkerShares(chosen, 2, 3, manager, 5.0)
     assert context.full_concurrency == 74 and workers.per_worker == math.ceil(74 / 3)
     assert asyncio.run(context.engine_metrics()) == {"rollout/slots_per_replica": 37, "rollout/preemptions": 4}
     for _ in range(2):
         asyncio.run(workers.reckon((call(100, 64), call(300, 114))))
-        assert sent == [50] == [workers.per_worker], "two replicas with 75 slots, three workers"
+    assert workers.per_worker == 50, "two replicas with 75 slots, three workers"
+    manager.resize_workers.remote.assert_called_once_with(50)
     assert context.full_concurrency == 96, "a batch has no more"
-    context.control.preemptions = None
     assert asyncio.run(context.engine_metrics()) == {"rollout/slots_per_replica": 75}

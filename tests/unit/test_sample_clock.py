@@ -44,15 +44,6 @@ def test_clock_is_stopped_until_the_last_of_overlapping_waits_ends_and_then_star
     assert run(loop, deadline_s=0.25) == "done"
 
 
-def test_timeout_of_the_loops_own_stays_what_it_is():
-    async def loop(clock):
-        raise TimeoutError("the sandbox is gone")
-
-    with pytest.raises(TimeoutError, match="the sandbox is gone") as caught:
-        run(loop)
-    assert type(caught.value) is TimeoutError
-
-
 @pytest.mark.parametrize("caught", [Exception, BaseException], ids=["catches errors", "catches its cancellation"])
 def test_loop_ends_with_the_error_that_ended_it_whatever_it_catches(caught):
     async def loop(clock):
@@ -65,7 +56,12 @@ def test_loop_ends_with_the_error_that_ended_it_whatever_it_catches(caught):
         run(loop, deadline_s=None)
 
 
-async def test_error_that_comes_after_the_end_is_nobodys():
+async def test_timeout_of_the_loops_own_stays_what_it_is_and_an_error_after_the_end_is_nobodys():
+    async def loop():
+        raise TimeoutError("the sandbox is gone")
+
     clock = SampleClock("0/0#0", 60.0)
-    await clock.run(asyncio.sleep(0))
+    with pytest.raises(TimeoutError, match="the sandbox is gone") as caught:
+        await clock.run(loop())
+    assert type(caught.value) is TimeoutError
     clock.end(ValueError("late"))
