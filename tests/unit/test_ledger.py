@@ -5,30 +5,15 @@ import json
 import pytest
 
 from recipe.partial_rollout.records.jsonl import Resumed
-from recipe.partial_rollout.records.ledger import NAME, Ledger, RunSizes, iter_ledger
+from recipe.partial_rollout.records.ledger import NAME, Ledger, RunSizes, iter_ledger, to_json
 from recipe.partial_rollout.tools.audit import audit, main
 
-RUN = {
-    "event": "run",
-    "arm": "PR",
-    "samples_per_group": 2,
-    "batch_groups": 2,
-    "max_staleness": 1,
-    "epoch_prompts": 4,
-    "total": 8,
-    "offered": 8,
-}
+RUN = to_json(RunSizes("PR", 2, 2, 1, epoch_prompts=4, total=8, offered=8))
 
 
 def group(uid, *, staleness=0, lengths=(3, 3, 3, 3), masked=False, samples=2):
-    return {
-        "uid": uid,
-        "order": 0,
-        "birth": 0,
-        "staleness": [staleness] * samples,
-        "lengths": [list(lengths)] * samples,
-        "masked": [masked] * samples,
-    }
+    columns = {"staleness": [staleness], "lengths": [list(lengths)], "masked": [masked]}
+    return {"uid": uid, "order": 0, "birth": 0, **{name: column * samples for name, column in columns.items()}}
 
 
 def admitted(step, *uids):
@@ -160,34 +145,23 @@ def test_training_that_drains_after_one_that_did_not_may_have_prompts_left(write
     assert violations(write(*lines, *goes_on)) == []
 
 
-def test_filtered_prompts_are_consumed(write, capsys):
-    run_dir = write(*SAMPLED)
-    assert main([str(run_dir)]) == 0
-    table = capsys.readouterr().out
-    assert "prompts filtered                  2" in table and "prompts in flight                 0" in table
-
-
 def test_data_may_end_a_filtering_training_with_less_than_a_batch_in_flight(write, capsys):
     ended = {"event": "complete", "exhausted": True}
-    lines = [{**FILTERING, "offered": 4}, *SAMPLED[1:4], ended]
-    assert main([str(write(*lines))]) == 0
+    sizes = {**FILTERING, "offered": 4}
+    assert main([str(write(sizes, *SAMPLED[1:4], ended))]) == 0
     assert "complete: the data could not fill another batch" in capsys.readouterr().out
-    assert violations(write(lines[0], lines[1], trained(1, "0/0", "0/3"), ended))[0].startswith(
-        "2 prompts are admitted"
-    )
-    never = [{**FILTERING, "offered": 8}, *SAMPLED[1:4], ended]
-    assert violations(write(*never))[0].startswith("5 prompts are admitted and not trained, admission allows 1")
+    for lines, said in (
+        ((sizes, SAMPLED[1], trained(1, "0/0", "0/3"), ended), "2 prompts are admitted"),
+        ((FILTERING, *SAMPLED[1:4], ended), "5 prompts are admitted and not trained, admission allows 1"),
+    ):
+        assert violations(write(*lines))[0].startswith(said)
 
 
-def test_resume_from_scratch_undoes_everything(write):
+def test_resume_undoes_later_steps_and_staleness_is_judged_by_the_bound_in_force(write):
     result, _ = audit(write(*GOOD, RUN, resumed(0), *GOOD[1:]))
     assert result.violations == [] and result.undone == 8 and result.complete
-
-
-def test_staleness_is_judged_by_the_bound_in_force(write):
     late = trained(4, "1/2", group("1/3", staleness=2))
-    run_dir = write(*GOOD[:5], {**RUN, "max_staleness": 2}, resumed(2), *GOOD[5:8], late, COMPLETE)
-    assert violations(run_dir) == []
+    assert violations(write(*GOOD[:5], {**RUN, "max_staleness": 2}, resumed(2), *GOOD[5:8], late, COMPLETE)) == []
 
 
 def test_line_cut_off_by_a_kill_is_tolerated_before_a_resume_and_at_the_end(write, capsys):

@@ -15,7 +15,7 @@ from tests.unit.runs import large_run
 _TRACED = """
 import gc, sys, tracemalloc
 from pathlib import Path
-from {module} import {name}
+from recipe.partial_rollout.tools.{module} import {name}
 
 # Beside all that was imported Python's collector would pass by what the call drops.
 gc.collect()
@@ -29,29 +29,32 @@ for _ in range(3):
 """
 
 
+def in_a_process(code, run, seconds=100):
+    """The last lines of a process without other tests' threads."""
+    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
+    return done.stdout.split()
+
+
 def peak(module, name, run):
-    """Most bytes that Python held at once during a call, in a process without other tests' threads.
+    """Most bytes that Python held at once during a call.
 
     The least of three: numpy imports some parts when they are first used, and Python's table of strings grows at once.
     """
-    code = _TRACED.format(module=module, name=name)
-    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return min(map(int, done.stdout.split()))
+    return min(map(int, in_a_process(_TRACED.format(module=module, name=name), run)))
 
 
 def test_memory_of_the_audit_does_not_grow_with_the_steps(tmp_path):
     short, long = (large_run(tmp_path / str(steps), steps, calls=200, groups=20) for steps in (5, 45))
     result, _ = audit(long)
     assert result.violations == [] and result.rounds_compared == 45
-    few, many = (peak("recipe.partial_rollout.tools.audit", "audit", run) for run in (short, long))
     # 40 steps more: 8,000 calls, of 500 bytes each as objects. What it knows of a step takes some 2.5 KB.
-    assert many - few < 200_000
+    assert peak("audit", "audit", long) - peak("audit", "audit", short) < 200_000
 
 
 def test_a_run_is_read_in_little_memory_a_call(tmp_path):
     run = large_run(tmp_path, 10, calls=2000, groups=200)
-    assert peak("recipe.partial_rollout.tools.run_record", "load_run", run) / 20_000 < 330
+    assert peak("run_record", "load_run", run) / 20_000 < 330
 
 
 _MEASURED = """
@@ -65,23 +68,15 @@ def peak():
 
 base = peak()
 assert main(sys.argv[1:]) == 0
-print("peak", peak() - base)
+print(peak() - base)
 """
 
 
 @pytest.mark.benchmarks
 @pytest.mark.timeout(3000)
 def test_a_million_calls(tmp_path):
-    steps, calls = 500, 2000
-    run = large_run(tmp_path / "run", steps, calls, groups=200)
-    sizes = {name: (run / name).stat().st_size for name in ("trace.jsonl", "ledger.jsonl")}
-    print(f"\n{steps * calls:,} calls: " + ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in sizes.items()))
+    run = large_run(tmp_path / "run", steps=500, calls=2000, groups=200)
     for module in ("audit", "report.command"):
         began = time.monotonic()
-        code = _MEASURED.format(module=module)
-        done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=1500)
-        assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
-        kib = int(done.stdout.split()[-1])
-        took = time.monotonic() - began
-        a_call = kib * 1024 / (steps * calls)
-        print(f"{module}: {took:.0f} s, {kib / 1024:,.0f} MiB beyond its imports, {a_call:.0f} bytes a call")
+        mib = int(in_a_process(_MEASURED.format(module=module), run, seconds=1500)[-1]) / 1024
+        print(f"\n{module}: {time.monotonic() - began:.0f} s, {mib:,.0f} MiB beyond its imports")
