@@ -11,14 +11,8 @@ from recipe.partial_rollout.waits import one_line
 
 
 def node(name, *, alive=True, reason="", port=7001):
-    return {
-        "NodeID": f"id-{name}",
-        "NodeName": name,
-        "NodeManagerAddress": "10.0.0.2",
-        "NodeManagerPort": port,
-        "Alive": alive,
-        "DeathReasonMessage": reason,
-    }
+    place = {"NodeManagerAddress": "10.0.0.2", "NodeManagerPort": port}
+    return {"NodeID": f"id-{name}", "NodeName": name, **place, "Alive": alive, "DeathReasonMessage": reason}
 
 
 FIRST, SECOND, MUTE = node("first"), node("second"), node("second", port=7002)
@@ -57,9 +51,7 @@ def test_failure_after_a_nodes_death_names_the_node_and_how_to_resume(tables, lo
         end = ". The run ends with RuntimeError: unexpectedly; resume like this"
         assert one_line(caught.value) == f"NodeLostError: {lost}{end}"
         nodes.outlive()
-        assert (nodes.lost() == []) == (MUTE not in tables[-1]), (
-            "whose death Ray knows is not blamed for a later failure"
-        )
+        assert (nodes.lost() == []) == (MUTE not in tables[-1]), "a death that Ray knows is blamed once"
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.utils.reward_score import default_compute_score
 
 from recipe.partial_rollout.records.figures import FIGURES, SECTION, overview
 from recipe.partial_rollout.tasks.answers import compute_score
@@ -29,60 +29,33 @@ def test_both_arms_log_the_ten_figures_under_the_same_keys_and_the_share_of_tool
     nopr = overview(STEP | ours(ROLLOUT), partial=False)
     pr = overview(STEP | ours(ROLLOUT) | ours(PR_ONLY), partial=True)
     assert list(nopr) == list(pr) == KEYS
-    assert [nopr[key] for key in KEYS[-4:]] == [0, 0, 0, 1]
-    assert [pr[key] for key in KEYS[-4:]] == [0.7, 2, 0.3, 0.9]
+    assert [[figures[key] for key in KEYS[-4:]] for figures in (nopr, pr)] == [[0, 0, 0, 1], [0.7, 2, 0.3, 0.9]]
     timers = {"timing_s/agent_loop/tool_calls/mean": 1.0, "timing_s/agent_loop/generate_sequences/mean": 3.0}
-    with_tools = overview(STEP | ours(ROLLOUT) | timers, partial=False)
-    assert list(with_tools.items()) == [*nopr.items(), (f"{SECTION}/tool_share", 0.25)]
+    assert overview(STEP | ours(ROLLOUT) | timers, partial=False) == {**nopr, f"{SECTION}/tool_share": 0.25}
+    # A validation before training has its reward only: the mean of its sets.
+    sets = {"aime24/acc/mean@32": 0.2, "gsm8k/acc/mean@4": 0.8, "gsm8k/acc/best@4/mean": 1.0}
+    validation = {f"val-core/{name}": value for name, value in sets.items()}
+    assert overview(validation, partial=True) == {f"{SECTION}/held_out_reward": 0.5}
 
 
-def test_a_validation_before_training_has_its_reward_only_the_mean_of_its_sets():
-    logged = {
-        "val-core/aime24/acc/mean@32": 0.2,
-        "val-core/gsm8k/acc/mean@4": 0.8,
-        "val-core/gsm8k/acc/best@4/mean": 1.0,
-    }
-    assert overview(logged, partial=True) == {f"{SECTION}/held_out_reward": 0.5}
-
-
-# -- verl's validation metrics -------------------------------------------------------------------------------------------
-
-
-def validated(source, answers, truth, score):
-    """What verl logs of a validation with ``answers`` [k] to a prompt of one data source."""
-    results = [score(source, answer, truth) for answer in answers]
-    infos = {"reward": [result["score"] if isinstance(result, dict) else result for result in results]}
-    if isinstance(results[0], dict):
+@pytest.mark.parametrize(
+    ("source", "answers", "truth"),
+    [("openai/gsm8k", ["#### 7"] * 3 + ["#### 3"], "7"), ("math_dapo", ["Answer: 42"] * 3 + ["Answer: 41"], "42")],
+)
+def test_validation_logs_accuracy_best_and_majority_of_the_recipes_reward(source, answers, truth):
+    def validated(answers):
+        """What verl logs of a validation with these answers to one prompt."""
+        results = [compute_score(source, answer, truth) for answer in answers]
+        infos = {"reward": [result["score"] for result in results]}
         infos |= {key: [result[key] for result in results] for key in results[0]}
-    sources, uids = np.array([source] * len(answers)), ["0"] * len(answers)
-    return RayPPOTrainer._val_metrics_update(None, sources, uids, infos, [])
+        sources, uids = np.array([source] * len(answers)), ["0"] * len(answers)
+        return RayPPOTrainer._val_metrics_update(None, sources, uids, infos, [])
 
-
-MOSTLY_RIGHT = ["#### 7", "#### 7", "#### 7", "#### 3"]
-
-
-def test_verls_gsm8k_reward_gives_no_majority_and_the_recipes_accuracy_best_and_majority():
-    logged = validated("openai/gsm8k", MOSTLY_RIGHT, "7", default_compute_score)
-    assert logged["val-core/openai/gsm8k/reward/mean@4"] == 0.75
-    assert not [key for key in logged if "maj@" in key]
-    logged, core = validated("openai/gsm8k", MOSTLY_RIGHT, "7", compute_score), "val-core/openai/gsm8k/acc"
+    logged, core = validated(answers), f"val-core/{source}/acc"
     assert logged[f"{core}/mean@4"] == 0.75 == overview(logged, partial=True)[f"{SECTION}/held_out_reward"]
-    assert 0.95 < logged[f"{core}/best@4/mean"] <= 1 and logged[f"{core}/maj@4/mean"] > 0.75
-    missing = validated("openai/gsm8k", ["#### 7", "no idea", "none", "hm"], "7", compute_score)
+    assert logged[f"{core}/maj@4/mean"] > 0.75
+    missing = validated([answers[0], "no idea", "none", "hm"])
     assert missing[f"{core}/maj@4/mean"] < 0.3, "a majority of missing answers is wrong"
-
-
-@pytest.mark.parametrize("source", ["math_dapo", "aime24"])
-def test_verls_dapo_reward_gives_accuracy_and_majority(source):
-    answers = ["Answer: 42", "Answer: 42", "Answer: 42", "Answer: 41"]
-    logged = validated(source, answers, "42", compute_score)
-    assert logged == validated(source, answers, "42", default_compute_score)
-    core = f"val-core/{source}/acc"
-    assert logged[f"{core}/mean@4"] == 0.75 and logged[f"{core}/maj@4/mean"] > 0.75
-    assert overview(logged, partial=True)[f"{SECTION}/held_out_reward"] == 0.75, "accuracy, though the score is -1 or 1"
-
-
-# -- trackers ------------------------------------------------------------------------------------------------------------
 
 
 def expressions():
@@ -94,19 +67,15 @@ def expressions():
 def test_prometheus_has_the_ten_figures_of_a_step_where_a_run_asks_for_it_and_grafana_shows_them():
     made = {}
 
-    class Gauge:
-        def __init__(self, name, description, tag_keys):
-            made[name.removeprefix(f"{PREFIX}_")] = self
+    def gauge(name, description, tag_keys):
+        made[name.removeprefix(f"{PREFIX}_")] = found = Mock()
+        return found
 
-        def set_default_tags(self, tags):
-            assert tags == {"project": "p", "experiment": "PR"}
-
-        def set(self, value):
-            self.value = value
-
-    gauges = Gauges(Gauge, {"project": "p", "experiment": "PR"})
+    gauges = Gauges(gauge, {"project": "p", "experiment": "PR"})
     gauges.set({f"{SECTION}/step_s": 12.5, f"{SECTION}/tool_share": 0.3})
-    assert made["step_s"].value == 12.5 and set(made) == set(FIGURES)
+    made["step_s"].set_default_tags.assert_called_once_with({"project": "p", "experiment": "PR"})
+    made["step_s"].set.assert_called_once_with(12.5)
+    assert set(made) == set(FIGURES)
     assert {name for each in expressions() for name in re.findall(rf"ray_{PREFIX}_(\w+)", each)} == set(FIGURES)
     assert Gauges.of(OmegaConf.create({"actor_rollout_ref": {"rollout": {"prometheus": {"enable": False}}}})) is None
 
