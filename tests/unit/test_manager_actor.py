@@ -1,4 +1,4 @@
-"""What driver and workers ask of the manager actor: versions, batches and steps in both placements, claims.
+"""What driver and workers ask of the manager actor: versions, batches and steps in both placements, claims, failures.
 
 A round that stops after each batch (colocated) takes it at the decision; one that runs on (separate) refills meanwhile.
 """
@@ -7,19 +7,23 @@ import asyncio
 
 import pytest
 
+from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError
 from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import PromptsWanted, Report, RolloutFailedError
 from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter
+from recipe.partial_rollout.manager.types import Progress
 
 BOTH = pytest.mark.parametrize("stop", [True, False], ids=["stops", "runs on"])
 
 
-def actor_of(*, batch=1, n=1, overlap=1.0, mode=Mode.WINDOW, stall_s=30.0, group_filter=None):
-    admission = Admission(mode, batch, n, overlap, 2 * batch, 2, 4)
-    return ManagerActor(admission, Scheduling(), stall_s, FailurePolicy(), group_filter)
+def actor_of(*, batch=1, n=1, overlap=1.0, mode=Mode.WINDOW, budget=2, stall_s=30.0, failures=None, group_filter=None):
+    admission = Admission(mode, batch, n, overlap, 2 * batch, budget, 4)
+    actor = ManagerActor(admission, Scheduling(), stall_s, failures or FailurePolicy(), group_filter)
+    actor.SHARE_WAIT_S = 0.05
+    return actor
 
 
 async def begun(prompts, *, workers=("w0",), **sizes):
@@ -51,6 +55,9 @@ async def pending(awaitable):
 
 def uids(groups):
     return [group.uid for group in groups]
+
+
+# -- versions, batches and steps ---------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -106,7 +113,7 @@ async def test_checkpoint_of_a_round_that_runs_on_waits_for_the_workers_and_clai
 
 
 @BOTH
-async def test_dead_worker_holds_no_flush_up(stop, prompts, output):
+async def test_dead_worker_holds_up_neither_flush_nor_step_and_its_samples_go_on(stop, prompts, output):
     actor, (first, left) = await begun(prompts, workers=("w0", "w1"))
     await end(actor, output, first)
     await soon(actor.wait_batch(stop))
@@ -114,22 +121,14 @@ async def test_dead_worker_holds_no_flush_up(stop, prompts, output):
         await actor.begin_flush()
     await actor.flushed("w1")
     flushing = await pending(actor.flush())
+    finishing = asyncio.ensure_future(actor.finish_step(["0/0"]))
+    await asyncio.sleep(0.01)
+    assert finishing.done() is not stop, "the figures of a stopped round are those after its flush"
     assert await actor.release_worker("w0") == 1
     await soon(flushing)
-    await actor.finish_step(["0/0"])
-    await actor.begin_version(1, [], 0)
-    grants = await actor.claim("w1")
-    assert left in [grant.sample_id for grant in grants]
-
-
-async def test_step_of_a_stopped_round_is_finished_after_its_flush_which_needs_no_worker_that_is_dead(prompts, output):
-    actor, (first, _) = await begun(prompts)
-    await end(actor, output, first)
-    batch = await soon(actor.wait_batch(True))
-    finishing = await pending(actor.finish_step(uids(batch.groups)))
-    await actor.release_worker("w0")
-    await soon(actor.flush())
     assert (await soon(finishing)).metrics["inflight/groups"] == 1
+    await actor.begin_version(1, [], 0)
+    assert left in [grant.sample_id for grant in await actor.claim("w1")]
 
 
 @BOTH
@@ -175,20 +174,41 @@ async def test_each_version_has_one_batch(stop, prompts, output):
     assert (start.admitted, start.carried_groups, start.exhausted) == (1, 1, False)
 
 
+async def test_batch_that_does_not_come_ends_the_run_with_the_samples_awaited(prompts):
+    actor, _ = await begun(prompts, stall_s=0.2)
+    with pytest.raises(RolloutFailedError, match=r"deadlines.stall_s=0.2.*0/0#0 running on w0"):
+        await soon(actor.wait_batch(True))
+
+
+async def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, monkeypatch):
+    actor, _ = await begun(prompts)
+    loop, release = asyncio.get_running_loop(), asyncio.Event()
+
+    def slow(path, state):
+        asyncio.run_coroutine_threadsafe(release.wait(), loop).result(10)
+        raise TornCheckpointError("written at last")
+
+    monkeypatch.setattr("recipe.partial_rollout.manager.actor.write_snapshot", slow)
+    saving = await pending(actor.save(str(tmp_path / "s")))
+    figures = await asyncio.wait_for(actor.metrics(), 1)
+    release.set()
+    with pytest.raises(TornCheckpointError, match="written at last"):
+        await saving
+    assert figures["inflight/groups"] == 2
+
+
+# -- dynamic sampling --------------------------------------------------------------------------------------------------
+
+
 async def test_group_filtered_before_its_admission_is_told_is_accounted_for_with_the_next_batch(prompts, output):
     """Prompt 2 is admitted in place of 0 after the first batch was decided, and filtered before that batch is trained."""
-    actor = ManagerActor(
-        Admission(Mode.SSIM, 1, 2, 1.0, 2, 4, 4), Scheduling(), 30.0, FailurePolicy(), GroupFilter("reward", 0)
-    )
+    actor, _ = await begun(prompts, n=2, mode=Mode.SSIM, budget=4, group_filter=GroupFilter("reward"))
     actor.CLAIM_WAIT_S = 0.01
-    await actor.register_worker("w0", 8)
-    await actor.begin_version(0, prompts(8), 0)
 
     async def score(group, *rewards):
         finished = [(f"{group}#{i}", output(reward=reward)) for i, reward in enumerate(rewards)]
         await actor.report(Report("w0", finished=finished))
 
-    await actor.claim("w0")
     await score("0/0", 0, 1)
     batch = await soon(actor.wait_batch(False))
     await actor.claim("w0")
@@ -203,31 +223,29 @@ async def test_group_filtered_before_its_admission_is_told_is_accounted_for_with
     assert uids(first.filtered) == ["0/1"] and "0/2" in batch.admitted and uids(second.filtered) == ["0/2"]
 
 
-@BOTH
-async def test_batch_that_does_not_come_ends_the_run_with_the_samples_awaited(stop, prompts):
-    with pytest.raises(RolloutFailedError, match=r"deadlines.stall_s=0.2.*0/0#0 running on w0"):
-        actor, _ = await begun(prompts, stall_s=0.2)
-        await soon(actor.wait_batch(stop))
-
-
-@BOTH
-async def test_prompts_are_asked_for_when_dynamic_sampling_runs_low(stop, prompts):
-    actor = actor_of(batch=2, group_filter=GroupFilter("reward", 0))
+async def test_prompts_are_asked_for_when_dynamic_sampling_runs_low_and_no_version_begins_where_data_ends(prompts):
+    actor = actor_of(batch=2, group_filter=GroupFilter("reward"))
     await actor.begin_version(0, prompts(4), 6)
-    assert (await soon(actor.wait_batch(stop))) == PromptsWanted(6)
+    assert (await soon(actor.wait_batch(True))) == PromptsWanted(6)
+    actor = actor_of(batch=2, group_filter=GroupFilter("reward"))
+    start, opened = await actor.begin_version(0, prompts(1), 0), actor._manager.round_open
+    assert start.exhausted and not opened
 
 
-async def shared(*capacities):
-    """An actor with 8 samples in a round for workers of ``capacities``."""
-    actor = ManagerActor(Admission(Mode.WINDOW, 4, 2, 0.0, 8, 8, 4), Scheduling(), stall_s=30.0)
-    actor.SHARE_WAIT_S = 0.05
-    for i, capacity in enumerate(capacities):
-        await actor.register_worker(f"w{i}", capacity)
-    return actor
+async def test_metric_that_the_reward_lacks_ends_the_run_by_its_name(prompts, output):
+    actor, samples = await begun(prompts, n=2, group_filter=GroupFilter("f1"))
+    await end(actor, output, *samples)
+    with pytest.raises(RolloutFailedError, match=r"filter_groups\.metric=f1: the reward function .*; one of .*acc"):
+        await soon(actor.wait_batch(True))
+
+
+# -- claims ------------------------------------------------------------------------------------------------------------
 
 
 async def test_workers_that_wait_together_share_a_round_and_run_the_share_of_one_that_never_asks(prompts):
-    actor = await shared(8, 8, 8, 8)
+    actor = actor_of(batch=4, n=2, overlap=0.0)
+    for i in range(4):
+        await actor.register_worker(f"w{i}", 8)
     claims = [asyncio.ensure_future(actor.claim(f"w{i}")) for i in range(3)]
     await asyncio.sleep(0)
     await actor.begin_version(0, prompts(4), 0)
@@ -238,15 +256,37 @@ async def test_workers_that_wait_together_share_a_round_and_run_the_share_of_one
 
 
 async def test_waiting_claim_is_answered_when_its_worker_gets_more_slots(prompts):
-    actor = await shared(2)
-    await actor.begin_version(0, prompts(4), 0)
-    first = await actor.claim("w0")
+    actor, first = await begun(prompts, batch=4, n=3, overlap=0.0)
     waiting = await pending(actor.claim("w0"))
-    await actor.resize_workers(5)
-    assert (len(first), len(await soon(waiting))) == (2, 3)
+    await actor.resize_workers(11)
+    assert (len(first), len(await soon(waiting))) == (8, 3)
 
 
-async def test_data_that_ends_short_of_a_batch_begins_no_version(prompts):
-    actor = actor_of(batch=2, group_filter=GroupFilter("reward", 0))
-    start, opened = await actor.begin_version(0, prompts(1), 0), actor._manager.round_open
-    assert start.exhausted and not opened
+async def test_dead_worker_reports_nothing_and_its_claim_takes_nothing_from_its_successor(prompts, output):
+    actor = actor_of(overlap=0.0)
+    await actor.register_worker("w0", 4)
+    orphan = await pending(actor.claim("w0"))
+    await actor.release_worker("w0")
+    await actor.register_worker("w0", 4)
+    await actor.begin_version(0, prompts(1), 0)
+    assert await soon(orphan) == []
+    (grant,) = await actor.claim("w0")
+    await actor.release_worker("w0")
+    with pytest.raises(RuntimeError, match="worker w0 is not registered: it was released"):
+        await end(actor, output, grant.sample_id)
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+async def test_progress_is_booked_before_the_failure_and_a_backoff_beyond_the_stall_deadline_is_no_stall(
+    prompts, segment, output
+):
+    actor, (sample,) = await begun(prompts, overlap=0.0, failures=FailurePolicy(retry_backoff_s=0.6), stall_s=0.2)
+    waiting = asyncio.ensure_future(actor.wait_batch(True))
+    progress = Progress(sample, (segment(5),), ({"text": "42"},))
+    assert await actor.report(Report("w0", progress=[progress], failed=[(sample, "boom")])) == []
+    (grant,) = await soon(actor.claim("w0"))
+    assert [len(s) for s in grant.segments] == [5] and grant.tool_results == ({"text": "42"},)
+    await end(actor, output, sample)
+    assert (await soon(waiting)).admitted == ("0/0",)

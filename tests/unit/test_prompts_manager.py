@@ -1,5 +1,6 @@
-"""What the state machine does, as facts. The round used throughout: N groups of n samples, one worker."""
+"""What the state machine does, as facts; ``test_manager_life`` has what always holds. N groups of n samples, one worker."""
 
+import numpy as np
 import pytest
 
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
@@ -22,7 +23,6 @@ def end_round(manager, running):
     for sample_id in running:
         manager.interrupt(sample_id)
     manager.acknowledge(group.uid for group in taken)
-    return taken
 
 
 def test_overdue_sample_goes_to_whoever_asks(manager, output):
@@ -30,11 +30,9 @@ def test_overdue_sample_goes_to_whoever_asks(manager, output):
     begin(m)
     granted = {f"w{i}": m.claim(f"w{i}") for i in range(3)}
     assert [len(grants) for grants in granted.values()] == [2, 2, 0]
-    for grant in granted["w0"]:
-        m.finish(grant.sample_id, output())
+    finish_group(m, granted["w0"], "0/0", output)
     m.release_worker("w1")
-    m.take_batch(stop=True)
-    m.acknowledge(["0/0"])
+    end_round(m, [])
     begin(m)
     assert groups_of(m.claim("w2")) == ["0/1", "0/1"], "beyond its share, which is one: the round waits for them"
 
@@ -61,9 +59,8 @@ def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, segment
     begin(m)
     grants = m.claim("w0")
     assert groups_of(grants[:2]) == [first] * 2
-    resumed = [grant for grant in grants if grant.group_uid == "0/1"]
-    assert [grant.segments for grant in resumed] == [(), ()], "their worker holds the conversations"
-    assert [grant.order for grant in resumed] == [1, 1], "what the engine queues by"
+    resumed = [(grant.segments, grant.order) for grant in grants if grant.group_uid == "0/1"]
+    assert resumed == [((), 1)] * 2, "their worker holds the conversations; the engine queues by the order"
 
 
 def test_sample_that_the_next_batch_needs_runs_first_even_while_the_trainer_has_this_one(manager, output):
@@ -73,22 +70,6 @@ def test_sample_that_the_next_batch_needs_runs_first_even_while_the_trainer_has_
     m.interrupt("0/1#0")
     m.take_batch(stop=False)
     assert groups_of(m.claim("w0", limit=1)) == ["0/1"]
-
-
-@pytest.mark.parametrize(
-    ("policy", "overtake", "complete"),
-    [
-        (SchedulingPolicy.BOUNDED, None, True),
-        (SchedulingPolicy.BOUNDED, 0.0, False),
-        (SchedulingPolicy.IN_ORDER, None, False),
-        (SchedulingPolicy.IN_ORDER, 1.0, True),
-    ],
-)
-def test_overtaking_is_limited_by_default_in_order_alone(manager, output, policy, overtake, complete):
-    m = manager(batch=1, n=1, overlap=1.0, policy=policy, overtake=overtake)
-    begin(m)
-    m.finish(m.claim("w0")[1].sample_id, output())
-    assert m.round_complete() is complete
 
 
 def test_window_follows_the_overlap_that_is_set_between_rounds(manager):
@@ -102,17 +83,14 @@ def test_window_follows_the_overlap_that_is_set_between_rounds(manager):
         m.set_overlap(4.5)
 
 
-def test_ssim_refills_to_its_budget_in_the_middle_of_a_round(manager, output):
+def test_ssim_refills_to_its_budget_in_a_round_and_april_tops_up_unfinished_groups_only_before_one(manager, output):
     m = manager(batch=2, n=2, mode=Mode.SSIM, in_flight=4)
     assert begin(m) == 2
-    grants = m.claim("w0")
-    m.finish(grants[0].sample_id, output())
+    first, second, *_ = m.claim("w0")
+    m.finish(first.sample_id, output())
     assert m.admit() == 0
-    m.finish(grants[1].sample_id, output())
+    m.finish(second.sample_id, output())
     assert m.admit() == 1
-
-
-def test_april_tops_up_unfinished_groups_only_at_the_start_of_a_round(manager, output):
     m = manager(batch=2, n=1, mode=Mode.APRIL, over_sampling=5)
     assert begin(m) == 5
     grants = m.claim("w0")
@@ -133,61 +111,101 @@ def test_what_has_ended_cannot_end_again(manager, output):
     for again in (lambda: m.finish(grant.sample_id, output()), lambda: m.interrupt(grant.sample_id)):
         with pytest.raises(RuntimeError, match="sample 0/0#0 is unknown or finished"):
             again()
-    (taken,) = m.take_batch(stop=True)
-    m.acknowledge([taken.uid])
+    end_round(m, [])
     with pytest.raises(RuntimeError, match="0/0 was not taken"):
-        m.acknowledge([taken.uid])
+        m.acknowledge(["0/0"])
+
+
+def test_length_bias_shows_that_short_groups_train_first(manager, output, segment):
+    m = manager(batch=1, n=1, overlap=1.0)
+
+    def biases():
+        return [m.metrics().get(f"length/{name}") for name in ("bias", "batch_bias")]
+
+    begin(m)
+    long, short = m.claim("w0")
+    m.finish(short.sample_id, output(10))
+    (batch,) = m.take_batch(stop=True)
+    assert biases() == [None, None], "0/0 has no token yet: what is not defined is not logged"
+    m.add_segment(long.sample_id, segment(40))
+    assert biases() == [10 / 40, 10 / 40], "the batch that the trainer has counts, and 0/0 with its length so far"
+    m.acknowledge([batch.uid])
+    assert biases() == [10 / 40, None], "the trainer has no batch"
+    begin(m)
+    m.finish(long.sample_id, output(90))
+    m.take_batch(stop=True)
+    assert biases() == biases() == [1.0, 90 / 10], "looking ahead moves nothing"
+
+
+# -- state_dict --------------------------------------------------------------------------------------------------------
+
+
+def one_running(manager):
+    m = manager(batch=1, n=1, overlap=0.0)
+    begin(m)
+    (grant,) = m.claim("w0")
+    return m, grant.sample_id
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"batch": 2}, r"data.train_batch_size=2: 1, which the checkpoint was made with"),
+        ({"n": 3}, r"actor_rollout_ref.rollout.n=3: 1, which"),
+        ({"max_staleness": 3}, r"partial_rollout.max_staleness=3: at least 4, which"),
+        ({"layout": 1}, "manager state has layout=1: this version of the recipe reads 2"),
+        ({"tokens": np.zeros(4, np.int32)}, "tokens has 4 entries: 5 by its lengths"),
+    ],
+)
+def test_state_of_other_sizes_or_of_another_layout_is_refused(manager, segment, sizes, message):
+    m, sample_id = one_running(manager)
+    m.add_segment(sample_id, segment(5))
+    state = m.state_dict()
+    own = {"batch": 1, "n": 1, "prompts": 0} | {key: size for key, size in sizes.items() if key not in state}
+    with pytest.raises(ValueError, match=message):
+        manager(**own).load_state_dict({**state, **sizes})
+
+
+def test_state_is_loaded_before_the_first_prompt_under_the_same_or_a_larger_bound(manager, prompts):
+    m, _ = one_running(manager)
+    with pytest.raises(RuntimeError, match="the manager has prompts already"):
+        manager(batch=1, n=1).load_state_dict(m.state_dict())
+    fresh = manager(batch=1, n=1, max_staleness=5, prompts=0)
+    fresh.load_state_dict(m.state_dict())
+    assert fresh.metrics()["inflight/groups"] == 1
+    with pytest.raises(RuntimeError, match=r"prompt 0/0 was offered twice, or out of order: the last one was 0/99"):
+        fresh.offer(prompts(1))
+    fresh.offer(prompts(1, start=100))
 
 
 def test_training_that_drained_goes_on_where_it_is_resumed_with_more_steps(manager, prompts, output):
-    m = manager(batch=2, n=1, overlap=1.0, prompts=2)
+    m = manager(batch=2, n=1, prompts=2)
     m.note_source(0)
     begin(m)
     for grant in m.claim("w0"):
         m.finish(grant.sample_id, output())
     end_round(m, [])
-    resumed = manager(batch=2, n=1, overlap=1.0, prompts=0)
+    resumed = manager(batch=2, n=1, prompts=0)
     resumed.load_state_dict(m.state_dict())
     assert resumed.wanted == 4
     resumed.offer(prompts(4)[2:])
     assert begin(resumed) == 2 and not resumed.round_complete()
 
 
-def test_length_bias_shows_that_short_groups_train_first(manager, output, segment):
-    m = manager(batch=1, n=1, overlap=1.0)
-    begin(m)
-    long, short = m.claim("w0")
-    assert not [key for key in m.metrics() if key.startswith("length/")], "what is not defined yet is not logged"
-    m.finish(short.sample_id, output(10))
-    (batch,) = m.take_batch(stop=True)
-    assert m.metrics().keys().isdisjoint({"length/bias", "length/batch_bias"}), "0/0 has no token yet"
-    m.add_segment(long.sample_id, segment(40))
-    biases = m.metrics()["length/bias"], m.metrics()["length/batch_bias"]
-    assert biases == (10 / 40, 10 / 40), "the batch that the trainer has counts, and 0/0 with its length so far"
-    m.acknowledge([batch.uid])
-    assert m.metrics()["length/bias"] == 10 / 40
-    assert "length/batch_bias" not in m.metrics(), "the trainer has no batch"
-    begin(m)
-    m.finish(long.sample_id, output(90))
+def test_next_version_that_has_begun_is_not_saved_before_the_batch_is_trained(manager, output):
+    """A restored run would have to train that batch again, under a version that is gone."""
+    m, sample_id = one_running(manager)
+    m.finish(sample_id, output())
     m.take_batch(stop=True)
-    for _ in range(2):
-        biases = m.metrics()["length/bias"], m.metrics()["length/batch_bias"]
-        assert biases == (1.0, 90 / 10), "looking ahead moves nothing"
-
-
-def test_worker_keeps_at_least_one_slot(manager):
-    with pytest.raises(ValueError, match="capacity of w0 is 0"):
-        manager().resize_worker("w0", 0)
-
-
-def test_batch_waits_for_a_group_that_could_not_be_trained_in_time_after_it(manager, output):
-    m = manager(batch=1, n=1, overlap=1.0, max_staleness=1)
+    m.state_dict()
     begin(m)
-    grants = m.claim("w0")
-    finish_group(m, grants, "0/0", output)
-    end_round(m, ["0/1#0"])
-    begin(m)
-    m.finish(next(grant.sample_id for grant in m.claim("w0") if grant.group_uid == "0/2"), output())
-    assert not m.round_complete(), "0/1 is as old as it may be"
-    m.finish("0/1#0", output())
-    assert [group.uid for group in m.take_batch(stop=True)] == ["0/1"]
+    with pytest.raises(RuntimeError, match="version 1 has begun, the batch before it is not trained: too early"):
+        m.state_dict()
+
+
+def test_state_is_a_moment_that_later_verbs_do_not_change(manager, segment):
+    m, sample_id = one_running(manager)
+    captured = m.capture()
+    m.add_segment(sample_id, segment(5))
+    m.add_tool_result(sample_id, {})
+    assert [(s.segments, s.tool_results) for g in captured.groups for s in g.samples] == [([], [])]

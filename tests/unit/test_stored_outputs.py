@@ -1,16 +1,18 @@
 """The manager never looks into an output that lies elsewhere, and its checkpoint is the same wherever outputs lie."""
 
 import weakref
-from dataclasses import fields
-
-import numpy as np
 
 from recipe.partial_rollout.checkpoint.plain_codec import pack
 from recipe.partial_rollout.manager.codec import encode
-from recipe.partial_rollout.manager.output_store import InProcess, _Columns
+from recipe.partial_rollout.manager.output_store import InProcess
 from recipe.partial_rollout.manager.policies import GroupFilter
-from recipe.partial_rollout.manager.types import SampleOutput, StoredOutput
+from recipe.partial_rollout.manager.types import StoredOutput
 from tests.unit.shared import begin
+
+
+class Handle:
+    def __init__(self, output):
+        self.output = output
 
 
 class Shelf:
@@ -27,16 +29,8 @@ class Shelf:
             stored.append(StoredOutput(sample_id, handle, *said))
         return stored
 
-    def seal(self):
-        """Handles hold the outputs themselves."""
-
     def fetch(self, outputs):
-        return [output.handle.output if isinstance(output, StoredOutput) else output for output in outputs]
-
-
-class Handle:
-    def __init__(self, output):
-        self.output = output
+        return [output.handle.output for output in outputs]
 
 
 def finish_some(m, output, store, count):
@@ -58,17 +52,6 @@ def test_figures_and_checkpoint_do_not_tell_where_outputs_lay(manager, output):
     assert packed[0] == packed[1] and figures[0] == figures[1]
     # A trained group's outputs are let go at once: until its round ends, the manager's process collects no garbage.
     assert sorted(store.outputs) == ["0/2#0"]
-
-
-def test_columns_give_back_what_was_put_into_them(output):
-    outputs = [output(3), output(1, prompt_length=0, version=7), output(12, reward=None)]
-    for before, after in zip(outputs, _Columns.of(outputs).outputs(), strict=True):
-        for field in fields(SampleOutput):
-            left, right = getattr(before, field.name), getattr(after, field.name)
-            if isinstance(left, np.ndarray):
-                assert left.dtype == right.dtype and np.array_equal(left, right), field.name
-            else:
-                assert left == right, field.name
 
 
 def test_filtered_groups_are_judged_by_what_the_manager_holds_and_their_outputs_let_go(manager, output):
