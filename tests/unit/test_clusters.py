@@ -42,7 +42,7 @@ esac
 
 @pytest.fixture
 def slurm(tmp_path):
-    """``slurm(*arguments, **variables)`` starts the batch script of a job on two nodes; ``.log()`` has what it called."""
+    """``slurm(*arguments, **variables)`` starts the batch script of a job on two nodes."""
     for name, body in STAND_INS.items():
         path = tmp_path / name
         path.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >>"$STAND_INS/log"\n{body}')
@@ -57,9 +57,8 @@ def slurm(tmp_path):
     def start(*arguments, script=SLURM, **variables):
         env = {**inherited, **job, **ours, "SLURM_SUBMIT_DIR": str(ROOT), **variables}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-        process = subprocess.Popen(["bash", str(script), *arguments], env=env, **pipes)
-        started.append(process)
-        return process
+        started.append(subprocess.Popen(["bash", str(script), *arguments], env=env, **pipes))
+        return started[-1]
 
     yield start
     (tmp_path / "up").unlink(missing_ok=True)
@@ -71,6 +70,7 @@ def slurm(tmp_path):
 
 @pytest.fixture
 def log(tmp_path):
+    """``log()`` has what the script called."""
     (tmp_path / "log").touch()
     return lambda: (tmp_path / "log").read_text().splitlines()
 
@@ -141,9 +141,6 @@ def test_node_outlives_the_sigterm_of_a_preemption_and_the_first_one_announces_i
     assert ("scancel --batch --signal=USR1 7" in log()) is (role == "--head")
 
 
-# -- KubeRay and Ray's jobs --------------------------------------------------------------------------------------------
-
-
 def test_manifest_runs_a_recipe_on_the_nodes_that_it_asks_for_whose_pods_wait_for_the_trainer_to_save():
     job = yaml.safe_load((ROOT / "deploy" / "kuberay.yaml").read_text())["spec"]
     cluster, variables = job["rayClusterSpec"], yaml.safe_load(job["runtimeEnvYAML"])["env_vars"]
@@ -154,21 +151,17 @@ def test_manifest_runs_a_recipe_on_the_nodes_that_it_asks_for_whose_pods_wait_fo
     (workers,) = cluster["workerGroupSpecs"]
     assert int(variables["NNODES"]) == workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"]
     pods = [each["template"]["spec"] for each in (cluster["headGroupSpec"], workers)]
-    assert len({pod["containers"][0]["image"] for pod in pods}) == 1
-    limits = pods[1]["containers"][0]["resources"]["limits"]
-    assert variables["GPUS_PER_NODE"] == limits["nvidia.com/gpu"] == workers["rayStartParams"]["num-gpus"]
-    stops = []
-    for pod in pods:
-        (container,) = pod["containers"]
-        assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
-        assert pod["terminationGracePeriodSeconds"] == int(variables["RAY_JOB_STOP_WAIT_TIME_S"])
-        *_, command = container["lifecycle"]["preStop"]["exec"]["command"]
+    (head,), (worker,) = (pod["containers"] for pod in pods)
+    gpus = worker["resources"]["limits"]["nvidia.com/gpu"]
+    assert variables["GPUS_PER_NODE"] == gpus == workers["rayStartParams"]["num-gpus"]
+    assert {pod["terminationGracePeriodSeconds"] for pod in pods} == {int(variables["RAY_JOB_STOP_WAIT_TIME_S"])}
+    head_stop, worker_stop = (each["lifecycle"]["preStop"]["exec"]["command"][-1] for each in (head, worker))
+    for command in (head_stop, worker_stop):
         assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0
-        stops.append(command)
     # The head signals the trainer and not its own shell; a worker waits for an actor, not for an idle process of Ray.
-    for pattern in re.findall(r"-f '(.+?)'", stops[0]):
+    for pattern in re.findall(r"-f '(.+?)'", head_stop):
         assert re.search(pattern, "python -m recipe.partial_rollout.main_ppo --config-name recipe")
-        assert not re.search(pattern, stops[0])
-    pattern = re.search(r"pgrep -f '(.+?)'", stops[1])[1]
+        assert not re.search(pattern, head_stop)
+    pattern = re.search(r"pgrep -f '(.+?)'", worker_stop)[1]
     titles = {"ray::WorkerDict.actor_update": True, "ray::IDLE": False, "ray::IDLE_SpillWorker": False, "raylet": False}
     assert {title: bool(re.search(pattern, title)) for title in titles} == titles
