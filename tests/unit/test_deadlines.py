@@ -35,8 +35,6 @@ ENDED_BY = {
     "training/agent_loop_manager.py introduce": "WorkerPool._start, within start_s",
     "training/weight_transfer.py _meet": "watched, by stage",
     "training/weight_transfer.py load": "watched, four lines on",
-    "training/gpu_watch.py of_cluster": "nobody waits: makes actors",
-    "training/gpu_watch.py take_metrics": "ray.get with a timeout",
     "engine/replica.py _end_engines": "ServerControl.restart_dead, within start_s",
     "engine/replica.py check_alive": "ServerControl._all, within interrupt_s",
     "engine/replica.py hold_generation": "ServerControl._all, within interrupt_s",

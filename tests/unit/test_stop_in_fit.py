@@ -21,7 +21,6 @@ from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.batch import assemble_batch
-from recipe.partial_rollout.training.gpu_watch import GpuWatch
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
@@ -140,7 +139,7 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     session.steps = TrainingSteps(per_epoch=STEPS, epochs=1, total=STEPS, drains=True, filters=False)
     trainer._phase_started, trainer._measured = None, {}
     trainer.proximal = ProximalPolicy.of(config, trainer.settings)
-    trainer.gpus, trainer.nodes = GpuWatch([]), ClusterNodes(table=list)
+    trainer.nodes = ClusterNodes(table=list)
     noted = dict.fromkeys(("phase", "complete", "checkpoint"), lambda *_: None)
     session.trace = SimpleNamespace(**noted, last_round=None)
     trainer.step_log = StepLog(config, trainer.settings, run_dir, STEPS)

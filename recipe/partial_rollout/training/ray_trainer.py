@@ -33,7 +33,6 @@ from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.rollout.slots import ReplicaSlots, SampleSizes
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.gpu_watch import GpuWatch
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
 from recipe.partial_rollout.training.step_log import StepLog
@@ -52,9 +51,6 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         nodes: of Ray's cluster; told of each step that the run completes. None: those that live now.
         args, kwargs: verl's.
     """
-
-    gpus: GpuWatch
-    """started in ``init_workers``, where verl makes its own parts"""
 
     def __init__(self, config: Any, *args: Any, nodes: ClusterNodes | None = None, **kwargs: Any) -> None:
         self.nodes = nodes or ClusterNodes()
@@ -107,7 +103,6 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             super().init_workers()
         if self.settings.enable:
             self.send_loss()
-        self.gpus = GpuWatch.of_cluster()
         context = self._open_session()
         tokenizer: Any = self.tokenizer
         self._rollout.connect(context, tokenizer.pad_token_id)
@@ -231,7 +226,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         """Add the recipe's metrics to what verl logs for a step."""
         if "training/global_step" in data:
             self._complete_step()
-        figures = {**self._rollout.take_step_metrics(), **self.gpus.take_metrics(), **self._measured}
+        figures = {**self._rollout.take_step_metrics(), **self._measured}
         ours = {f"partial_rollout/{key}": value for key, value in figures.items()}
         self._measured = {}
         return self.step_log.extend({**self.proximal.metrics(data, step), **ours}, step)

@@ -122,12 +122,6 @@ FIGURES = (
         "Share of the slots that a full batch fills which stood empty, averaged over rollout time.",
     ),
     Figure(
-        "GPU utilisation",
-        lambda s: units.share(s.gpu_utilisation),
-        "Share of step time in which a GPU ran a kernel (NVML), averaged over GPUs; not how full the GPU was.",
-        always=False,
-    ),
-    Figure(
         "staleness, mean / p95 / max",
         lambda s: _spread(s.staleness),
         "Policy versions from a trained sample's first token to the update that trains it.",

@@ -21,7 +21,6 @@ STEP_PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_w
 OUTSIDE_PHASES = ("testing",)
 """verl's timers that run after the step's own has stopped."""
 
-GPU_UTILISATION = "partial_rollout/gpu/utilisation"
 LENGTH_BIAS = f"{SECTION}/length_bias"
 """Both arms log it."""
 
@@ -98,9 +97,6 @@ class Summary:
     """Per round, as the trace counts them."""
     lost_samples: int
     """The most that any round counted as lost; 0 in a sound run."""
-    gpu_utilisation: float | None
-    """Share of the time in which a GPU ran a kernel, 0 to 1, averaged over GPUs and steps by the steps' time; None if no
-    step has it."""
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
@@ -142,12 +138,6 @@ def _length_bias(run: RunRecord) -> dict[str, float | None]:
 def _mean_reward(steps: Sequence[Step]) -> float | None:
     rewards = [step.metrics["critic/score/mean"] for step in steps if "critic/score/mean" in step.metrics]
     return statistics.fmean(rewards) if rewards else None
-
-
-def _gpu_utilisation(steps: Sequence[Step]) -> float | None:
-    sampled = [step for step in steps if GPU_UTILISATION in step.metrics]
-    busy = sum(step.metrics[GPU_UTILISATION] * step.seconds("step") for step in sampled)
-    return ratio(busy, sum(step.seconds("step") for step in sampled))
 
 
 def _phases(run: RunRecord, step_s: float) -> dict[str, float]:
@@ -193,5 +183,4 @@ def summarize(run: RunRecord, full_speed: float | None) -> Summary:
         resume_s=wait([round_.resume_s for round_ in run.rounds]),
         carried_groups=spread([round_.carried_groups for round_ in run.rounds]),
         lost_samples=max(round_.lost_samples for round_ in run.rounds),
-        gpu_utilisation=_gpu_utilisation(run.steps),
     )
