@@ -17,14 +17,13 @@ from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.command_line import described
 from tests.chaos.effects import conversations, differences
 from tests.chaos.faults import ORDERS, Kind, Outcome, inflict
+from tests.chaos.survival import survival
 from tests.chaos.victim import Victim
 
 _STARTED = "Training Progress"
 _HERE = Path(__file__).parent
 _INTERRUPT_S = 8.0
 """``partial_rollout.deadlines.interrupt_s`` of the training: within it a worker must answer"""
-_LIFE_S = 600.0
-"""for each start, and for the training after the last fault"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         _forget_unfinished(args.out / "run")
     print(f"last life: to the end of the training (terminal: {args.out / 'terminal.log'})", flush=True)
     last = _begin(args)
-    code = last.wait(_LIFE_S)
+    code = last.wait(args.deadline_s)
     if code != 0:
         last.kill()
         print(f"the last life ended with exit code {code}; see {args.out / 'terminal.log'}", file=sys.stderr)
@@ -85,7 +84,7 @@ def _live(args: argparse.Namespace, dice: random.Random, outcomes: list[Outcome]
     """One life of the training, until a fault ends it or there are enough; returns whether it ended by itself, done."""
     victim = _begin(args)
     try:
-        victim.wait_for(_STARTED, _LIFE_S)
+        victim.wait_for(_STARTED, args.deadline_s)
         while len(outcomes) < args.faults:
             kind, delay_s = args.deck[len(outcomes)], dice.uniform(*args.between_s)
             if victim.wait(delay_s) is not None:
@@ -116,6 +115,8 @@ def _forget_unfinished(run_dir: Path) -> None:
 def _judge(out: Path, outcomes: list[Outcome], undisturbed: Path | None) -> int:
     audited, _ = audit(out / "run")
     print(audited.table())
+    fatal = [outcome.at for outcome in outcomes if outcome.kind is Kind.KILL or outcome.ended is not None]
+    survived = survival(out / "run", fatal)
     held = conversations(out / "orders")
     told = [] if undisturbed is None else differences(held, conversations(undisturbed / "orders"))
     hung = [violation for outcome in outcomes if (violation := outcome.violation) is not None]
@@ -131,12 +132,16 @@ def _judge(out: Path, outcomes: list[Outcome], undisturbed: Path | None) -> int:
         "conversations": len(held),
         "effects": sum(conversation.effects for conversation in held.values()),
         "compared_with": undisturbed and str(undisturbed),
+        "decoded_tokens": round(survived.decoded),
+        "decoded_tokens_estimated": round(survived.estimated),
+        "trained_tokens": survived.trained,
+        "survived_share": survived.share,
         "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
     (out / "chaos.json").write_text(json.dumps(report, indent=2) + "\n")
     del report["faults"]  # printed as they came
     for key, value in report.items():
-        print(f"{key:26} {value}")
+        print(f"{key:26} {value:.3f}" if isinstance(value, float) else f"{key:26} {value}")
     return 1 if report["violations"] else 0
 
 
@@ -169,6 +174,13 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
         default=(1.0, 25.0),
         metavar=("MIN", "MAX"),
         help="seconds from the start of training, or the last fault, to the next; drawn from this range",
+    )
+    parser.add_argument(
+        "--deadline-s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds allowed for each start, and for the training after the last fault",
     )
     parser.add_argument("config", metavar="CONFIG", help="hydra config name")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="hydra overrides")

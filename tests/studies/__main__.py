@@ -1,4 +1,4 @@
-"""``python -m tests.studies learning [--arms ...] [--rates ...] [--starts ...] [--seeds ...] [overrides]``."""
+"""``python -m tests.studies NAME [--arms ...] [--seeds 1 2 3] [--steps N] [overrides]``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ from pathlib import Path
 
 from recipe.partial_rollout.records.jsonl import RunRecordError
 from recipe.partial_rollout.tools.command_line import described
-from tests.studies import learning
-from tests.studies.arm import BASELINE
-from tests.studies.learning.arms import ARMS, COMMON, USUAL, at_rates
-from tests.studies.learning.campaign import LEDGER, Campaign
-from tests.studies.learning.document import report
+from tests.studies.named import STUDIES, NamedStudy
 from tests.studies.runner import Study, StudyError
 
 HERE = "tests.studies"
-SCRIPT = "run_scripts/learning_study.sh"
-OUT = Path("outputs/learning")
 BAD_INPUT = 2
 
 
@@ -27,22 +21,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing and report; exit code 1 where a run failed, 2 where nothing can be read."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(words)
+    named = STUDIES[options.study]
+    options.command = _script_command(named, words[1:], options.out)
     study = Study(
         out=options.out,
-        # Everything is compared with the baseline.
-        arms=at_rates(dict.fromkeys((BASELINE.name, *options.arms)), options.rates),
+        arms=named.arms(options),
         seeds=tuple(options.seeds),
         steps=options.steps,
         config_name=options.config_name,
-        overrides=(*COMMON, *options.overrides),
+        overrides=(*named.overrides, *options.overrides),
     )
-    campaign = Campaign(study, tuple(options.starts), options.ledger or study.out / LEDGER)
     docs = options.docs or options.out
     try:
-        if not options.report_only:
-            print(f"{campaign.run_missing()} runs were missing")
+        if not (options.report_only or options.figures):
+            print(f"{named.train(study, options)} runs were missing")
         docs.mkdir(parents=True, exist_ok=True)
-        table = report(campaign.chosen(), docs, _script_command(words[1:], options.out))
+        table = named.report(study, options, docs)
     except StudyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -54,49 +48,69 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _script_command(words: Sequence[str], out: Path) -> str:
+def _script_command(named: NamedStudy, words: Sequence[str], out: Path) -> str:
     """The script's command line that ends here with ``words``; it takes the directory as ``OUT``."""
     kept = list(words)
     if "--out" in kept:
         at = kept.index("--out")
         del kept[at : at + 2]
-    where = [] if out == OUT else [f"OUT={out}"]
-    return shlex.join([*where, "bash", SCRIPT, *kept])
+    where = [] if out == named.out else [f"OUT={out}"]
+    return shlex.join([*where, "bash", named.script, *kept])
 
 
 def _parser() -> argparse.ArgumentParser:
-    example = "learning --arms noPR PR_in_order_2_mask_update --rates 2e-4 3e-4 --starts 0 1 --seeds 1"
-    more = (
-        "A study that was stopped trains only the runs that are missing. Runs that fit the same engines share a process. "
-        f"Exit code: 1 if a run failed, 2 if nothing can be read. Prepared and run by {SCRIPT}."
-    )
     parser = argparse.ArgumentParser(
-        **described("", "Train named arms over seeds and compare them.", example, more=more, door=HERE)
+        **described(
+            "",
+            "Train named arms over seeds and compare them.",
+            "peers --arms noPR v1_colocate_async PR_bounded --repeats 1",
+            "learning --report-only",
+            more="A study that was stopped trains only the runs that are missing. Runs of learning that fit the same "
+            "engines share a process. Exit code: 1 if a run failed, 2 if nothing can be read. The scripts in run_scripts/ "
+            "prepare the task first.",
+            door=HERE,
+        )
     )
     commands = parser.add_subparsers(dest="study", required=True, metavar="NAME", title="studies")
-    does = str(learning.__doc__)
-    examples = (example.removeprefix("learning "), "--report-only")
-    command = commands.add_parser("learning", help=does, **described("learning", does, *examples, more=more, door=HERE))
-    add = command.add_argument
-    add(
+    for name, named in STUDIES.items():
+        texts = described(name, named.does, *named.examples, more=f"Prepared and run by {named.script}.", door=HERE)
+        _add_options(commands.add_parser(name, help=named.does, **texts), named)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, named: NamedStudy) -> None:
+    """Options that all studies have, then its own."""
+    usual = "all" if named.usual == named.choices else " ".join(named.usual)
+    parser.set_defaults(figures=None)
+    parser.add_argument(
         "--arms",
         nargs="+",
-        choices=ARMS,
-        default=list(USUAL),
+        choices=named.choices,
+        default=list(named.usual),
         metavar="ARM",
-        help=f"arms to compare with the baseline: {', '.join(ARMS)} (default: {' '.join(USUAL)})",
+        help=f"arms to compare with the baseline: {', '.join(named.choices)} (default: {usual})",
     )
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="S", help="seeds of every arm")
-    add("--steps", type=int, default=48, metavar="N", help="training steps of every run")
-    add("--rates", type=float, nargs="+", default=[3e-4], metavar="LR", help="learning rates of every arm")
-    add("--starts", type=int, nargs="+", default=[0, 1, 2], metavar="S", help="seeds of the warm starts")
-    add("--ledger", type=Path, metavar="FILE", help=f"what finished runs have learnt (default: {LEDGER} in --out)")
-    add("--out", type=Path, default=OUT, metavar="DIR", help="where the runs go")
-    add("--docs", type=Path, metavar="DIR", help="where the report goes (default: that of --out)")
-    add("--config-name", default="quickstart_cpu", metavar="NAME", help="hydra config of every run")
-    add("--report-only", action="store_true", help="train nothing, report the runs that are complete")
-    add("overrides", nargs="*", metavar="OVERRIDE", help="hydra overrides for every arm")
-    return parser
+    seeds = parser.add_mutually_exclusive_group()
+    seeds.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="S", help="seeds of every arm")
+    seeds.add_argument(
+        "--repeats",
+        dest="seeds",
+        type=_up_to,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="short for --seeds 1 2 ... N",
+    )
+    parser.add_argument("--steps", type=int, default=named.steps, metavar="N", help="training steps of every run")
+    parser.add_argument("--out", type=Path, default=named.out, metavar="DIR", help="where the runs go")
+    parser.add_argument("--docs", type=Path, metavar="DIR", help="where the report goes (default: that of --out)")
+    parser.add_argument("--config-name", default=named.config_name, metavar="NAME", help="hydra config of every run")
+    parser.add_argument("--report-only", action="store_true", help="train nothing, report the runs that are complete")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="hydra overrides for every arm")
+    named.add_arguments(parser)
+
+
+def _up_to(text: str) -> list[int]:
+    return list(range(1, int(text) + 1))
 
 
 if __name__ == "__main__":

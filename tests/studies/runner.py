@@ -1,17 +1,20 @@
-"""The runs of a study, each in a directory of its own: what it is run with, and whether it is complete."""
+"""Runs every arm with every seed, each run in a directory of its own; a complete run is not run again."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from recipe.partial_rollout.records.jsonl import RunRecordError, read_object
 from recipe.partial_rollout.tools.run_record import read_metrics
-from tests.studies.arm import MAIN, Arm
+from tests.studies.arm import BASELINE, MAIN, Arm
+from tests.studies.machine import MACHINE, write_machine
 from tests.studies.processes import DEADLINE_S, METRICS, TERMINAL, run_fresh
 
 _OVERRIDES = "overrides.json"
@@ -78,6 +81,25 @@ class Study:
                     f"{asked.get(key, f'no {key}')}: choose another OUT, or remove the run"
                 )
 
+    def finished(self) -> list[tuple[Arm, int]]:
+        """Every complete run, seed by seed.
+
+        Raises:
+            StudyError: see ``is_complete``.
+            ValueError: no run of the baseline is complete, which all others are compared with.
+        """
+        runs = [(arm, seed) for seed in self.seeds for arm in self.arms if self.is_complete(arm, seed)]
+        if not any(arm.name == BASELINE.name for arm, _ in runs):
+            raise ValueError(f"no complete run of {BASELINE.name} in {self.out}")
+        return runs
+
+    def missing(self) -> Iterator[tuple[Arm, int]]:
+        """Seed by seed, so that a study that is cut short has every arm."""
+        for seed in self.seeds:
+            for arm in self.arms:
+                if not self.is_complete(arm, seed):
+                    yield arm, seed
+
     def _overrides(self, arm: Arm, seed: int) -> dict[str, str]:
         """By key; an arm's win over the study's."""
         overrides = [
@@ -104,6 +126,19 @@ class Study:
         overrides = self._overrides(arm, seed).values()
         return [sys.executable, "-m", *arm.program, "--config-name", self.config_name, *overrides]
 
+    def run_missing(self) -> int:
+        """Run what is missing, one after the other; returns how many runs that were.
+
+        Raises:
+            StudyError: a run failed; what was complete stays, and the next call continues. Or see ``is_complete``.
+        """
+        count = 0
+        for arm, seed in self.missing():
+            print(f"== {arm.name}, seed {seed}: {self.steps} steps ==", flush=True)
+            self.run(arm, seed)
+            count += 1
+        return count
+
     def run(self, arm: Arm, seed: int) -> None:
         """Run one, from its start.
 
@@ -112,10 +147,16 @@ class Study:
         """
         directory = self.directory(arm, seed)
         # verl's file logger appends: what a run that was cut off has left would be read with the new one.
-        for leftover in (METRICS, "trace.jsonl", "run.json"):
+        for leftover in (METRICS, "trace.jsonl", "run.json", MACHINE):
             (directory / leftover).unlink(missing_ok=True)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _OVERRIDES).write_text(json.dumps(self._overrides(arm, seed), indent=2) + "\n")
+        before = psutil.cpu_times()
+        self._train(arm, seed)
+        write_machine(directory, before, psutil.cpu_times())
+
+    def _train(self, arm: Arm, seed: int) -> None:
+        directory = self.directory(arm, seed)
         terminal = directory / TERMINAL
         try:
             code = self.process(self.command(arm, seed), directory)

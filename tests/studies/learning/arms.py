@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import replace
 
-from recipe.partial_rollout.config.settings import CONF_DIR
 from tests.studies.arm import BASELINE, Arm
 from tests.studies.learning import delayed_weights
+from tests.studies.peers.arms import ARMS as PEERS
 
 LR = "actor_rollout_ref.actor.optim.lr"
 COMMON = (
@@ -103,20 +103,7 @@ _SHIPPED = ("mask", "update")
 """the region and the proximal policy that the recipe has by default"""
 _DEFAULT = _changed(_within(_bounded(1.0), 4), "recompute", *_SHIPPED)
 _QUICK = _changed(_bounded(1.5), *_SHIPPED)
-_SAMPLER = "trainer.v1.sampler.custom_sampler"
-_COLOCATE = Arm(
-    "v1_colocate_async",
-    "verl v1 colocate_async, 0.1 s polls",
-    (
-        "trainer.use_v1=True",
-        "trainer.v1.trainer_mode=colocate_async",
-        "trainer.resume_mode=disable",
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
-        f"{_SAMPLER}.path={Path(__file__).with_name('quick_buffer.py')}",
-        f"{_SAMPLER}.name=QuickReplayBuffer",
-    ),
-    ("recipe.partial_rollout.tools.verl_trainer", "--config-dir", str(CONF_DIR)),
-)
+_COLOCATE = next(arm for arm in PEERS if arm.name == "v1_colocate_async_quick")
 
 ARMS = {
     arm.name: arm
@@ -126,7 +113,6 @@ ARMS = {
         _QUICK,
         *(_changed(arm, "decay") for arm in (BASELINE, _DEFAULT, _QUICK)),
         _bounded(1.5),
-        _changed(_bounded(0.75), *_SHIPPED),
         *(_changed(_bounded(1.5), *names) for names in (("mask",), ("recompute",))),
         *(_changed(_bounded(1.5), "mask", name) for name in ("recompute", "seq_mean")),
         _changed(_in_order(2.0), *_SHIPPED),
@@ -135,7 +121,7 @@ ARMS = {
         _changed(_eta(2), *_SHIPPED),
         *(_changed(_eta(8), name) for name in ("uncorrected", "mask", "recompute")),
         *(_changed(_delayed(versions), *_SHIPPED) for versions in (1, 2, 4, 8)),
-        _COLOCATE,
+        replace(_COLOCATE, name="v1_colocate_async"),
     )
 }
 """by name; a run of one is called ``name@lr``"""

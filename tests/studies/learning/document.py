@@ -11,12 +11,14 @@ from matplotlib.figure import Figure
 
 from recipe.partial_rollout.tools.table import Table
 from tests.studies.arm import BASELINE
+from tests.studies.held_out import QUALITY, WARM_UP
 from tests.studies.learning.arms import caption_of
-from tests.studies.learning.figures import FALL, NEAR, ArmFigures, Gap, compare, standard_error
-from tests.studies.learning.run import LAST, QUALITY, WARM_UP, LearningRun
+from tests.studies.learning.figures import FALL, NEAR, ArmFigures, Gap, compare
+from tests.studies.learning.run import LAST, LearningRun
+from tests.studies.picture import BASELINE_HUE, DPI, OTHERS_HUE, OURS_HUE, plain
+from tests.studies.spread import standard_errors, with_error
 
 TEXT, PICTURE = "runs.md", "runs.png"
-BASELINE_HUE, OURS_HUE, OTHERS_HUE = "#555555", "#0072B2", "#D55E00"
 _TITLE_WIDTH = 38
 """characters that fit above a panel"""
 
@@ -52,7 +54,7 @@ _ARM_COLUMNS: tuple[tuple[str, Callable[[ArmFigures], str]], ...] = (
     ("runs", lambda arm: f"{len(arm.runs)}"),
     (
         "final reward",
-        lambda arm: _with_error(float(arm.finals.mean()), standard_error(arm.finals)),
+        lambda arm: with_error(float(arm.finals.mean()), float(standard_errors(arm.finals[:, None])[0])),
     ),
     (f"final minus {BASELINE.name}", _unless_base(lambda arm: _gap(arm.gap(lambda run: run.final)))),
     (f"area minus {BASELINE.name}", _unless_base(lambda arm: _gap(arm.gap(lambda run: run.area)))),
@@ -83,14 +85,8 @@ def _or(figure: float | None, form: str, none: str) -> str:
     return none if figure is None else format(figure, form)
 
 
-def _with_error(value: float, error: float, *, sign: bool = False) -> str:
-    """``0.917 ± 0.023``; without the error where one seed leaves it unknown (NaN)."""
-    text = f"{value:+.3f}" if sign else f"{value:.3f}"
-    return text if np.isnan(error) else f"{text} ± {error:.3f}"
-
-
 def _gap(gap: Gap) -> str:
-    return _with_error(gap.mean, gap.error, sign=True) + ("" if gap.within is not False else " (below)")
+    return with_error(gap.mean, gap.error, sign=True) + ("" if gap.within is not False else " (below)")
 
 
 def runs_table(runs: Sequence[LearningRun]) -> Table:
@@ -149,12 +145,11 @@ def draw(arms: Sequence[ArmFigures], path: Path) -> None:
             axes.plot(runs[0].validated_at, mean, color=colour, linewidth=2.2, label=label)
         title = textwrap.fill(f"{caption_of(figures.arm)}, {figures.rate:g}", _TITLE_WIDTH)
         axes.set_title(title, fontsize=9, loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#E6E6E6")
+        plain(axes)
     for axes in panels[len(shown) :]:
         axes.set_visible(False)
     panels[0].set_ylabel("held-out reward")
     panels[0].legend(frameon=False, fontsize=8)
     for axes in panels[-columns:]:
         axes.set_xlabel("step")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=DPI)

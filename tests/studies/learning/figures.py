@@ -8,17 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.studies.arm import BASELINE
-from tests.studies.learning.run import QUALITY, LearningRun
+from tests.studies.held_out import QUALITY
+from tests.studies.learning.run import LearningRun
+from tests.studies.spread import standard_errors
 
 FALL = 0.05
 """a run that falls so far (``LearningRun.fall``) has not held, even if it recovers"""
 NEAR = 0.02
 """below the baseline's final reward, where a run counts as having got there too"""
-
-
-def standard_error(values: np.ndarray) -> float:
-    """Of the mean of [N] values; NaN with one."""
-    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("nan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ class ArmFigures:
     def gap(self, figure: Callable[[LearningRun], float]) -> Gap:
         """Of ``figure``, within pairs."""
         gaps = np.array([figure(run) - figure(base) for run, base in self._pairs])
-        return Gap(float(gaps.mean()), standard_error(gaps))
+        return Gap(float(gaps.mean()), float(standard_errors(gaps[:, None])[0]))
 
     def ratio(self, figure: Callable[[LearningRun], float]) -> float:
         """Median over pairs."""

@@ -12,11 +12,8 @@ import numpy as np
 from recipe.partial_rollout.records.figures import held_out_rewards
 from recipe.partial_rollout.records.jsonl import Fields, RunRecordError
 from recipe.partial_rollout.tools.run_record import StepMetrics, read_metrics
+from tests.studies.held_out import WARM_UP, seconds_to
 
-QUALITY = 0.9
-"""held-out reward that counts as learnt"""
-WARM_UP = 2
-"""steps whose seconds do not count: vLLM compiles in them, for noPR inside the timed rollout, for PR partly before it"""
 LAST = 3
 """validations whose mean is a run's final reward: one alone is as noisy as the differences between arms"""
 _STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
@@ -85,14 +82,8 @@ class LearningRun:
         return float((np.maximum.accumulate(means) - means).max())
 
     def seconds_to(self, level: float) -> float | None:
-        """Training seconds after the warm-up, without validations, until two in a row reach ``level``; None: never.
-
-        One validation of 512 responses is off by 0.013 (a standard error), so a single one proves little.
-        """
-        for first, second, step in zip(self.held_out, self.held_out[1:], self.validated_at, strict=False):
-            if first >= level and second >= level:
-                return float(sum(self.series["step_s"][WARM_UP:step]))
-        return None
+        """See ``held_out.seconds_to``."""
+        return seconds_to(level, self.validated_at, self.held_out, self.series["step_s"])
 
     @property
     def rollout_per_token(self) -> float:

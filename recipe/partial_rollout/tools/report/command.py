@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
             "report",
             "Compare runs, also while they go on: a page with an interactive timeline, tables, training curves.",
             "outputs/quickstart/noPR outputs/quickstart/PR",
-            "outputs/gsm8k/nopr outputs/gsm8k/pr --out outputs/gsm8k/report",
+            "outputs/peers/noPR/seed_1 outputs/peers/PR_bounded/seed_1 --out outputs/peers/report",
             "outputs/quickstart/PR --watch 30 --perfetto trace.json.gz",
             more="The base is the first run of noPR; without one, the first run.",
         )

@@ -1,0 +1,56 @@
+"""How many of the decoded tokens outlived the kills, from the trace that all lives of a run have written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipe.partial_rollout.records.trace import TRACE, Begin, RoundRecord, TraceEvent, iter_trace
+from recipe.partial_rollout.tools.run_record import last_attempts
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """Decoded tokens of a run that was killed, and what became of them."""
+
+    logged: int
+    """decoded in rounds that ended"""
+    estimated: float
+    """decoded in rounds that a kill cut off: their seconds at the run's own mean rate"""
+    trained: int
+
+    @property
+    def decoded(self) -> float:
+        return self.logged + self.estimated
+
+    @property
+    def share(self) -> float:
+        """Of the decoded tokens, those that were trained in the end."""
+        return self.trained / self.decoded if self.decoded else float("nan")
+
+
+def survival(run_dir: Path, kills: list[float]) -> Survival:
+    """Of the finished run in ``run_dir``, killed at ``kills`` (unix seconds).
+
+    Raises:
+        RunRecordError: its trace cannot be read.
+    """
+    events = list(iter_trace(run_dir / TRACE))
+    rounds = [event for event in events if isinstance(event, RoundRecord)]
+    logged = sum(round_.phase.decoded_tokens for round_ in rounds)
+    seconds = sum(round_.phase.seconds for round_ in rounds)
+    rate = logged / seconds if seconds else 0.0
+    counted, _ = last_attempts(events)
+    trained = sum(group.tokens for round_ in counted for group in round_.trained)
+    return Survival(logged, rate * sum(_cut_off_s(events, kill) for kill in kills), trained)
+
+
+def _cut_off_s(events: list[TraceEvent], kill: float) -> float:
+    """Seconds from the start of the round that was open at ``kill``; 0 when none was."""
+    begun = [event.start for event in events if isinstance(event, Begin) and event.start <= kill]
+    if not begun:
+        return 0.0
+    last = begun[-1]
+    phases = [event.phase for event in events if isinstance(event, RoundRecord)]
+    ended = any(phase.start >= last - 1.0 and phase.end <= kill for phase in phases)
+    return 0.0 if ended else kill - last

@@ -1,0 +1,1 @@
+"""Compare the recipe with verl's own trainers: speed and staleness of equal training, as ratios within a seed."""

@@ -1,0 +1,190 @@
+"""The table of peers over runs whose figures can be worked out by hand."""
+
+import inspect
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.partial_rollout.config.settings import pinned_cores
+from tests.studies.__main__ import main as run_study
+from tests.studies.peers.arms import ARMS, SEPARATE
+from tests.studies.peers.document import table_of
+from tests.studies.peers.figures import compare, read_rows
+from tests.studies.peers.run import PeerRun
+from tests.studies.runner import Study
+
+STEPS = 8
+PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance"
+
+
+def arm_of(name):
+    return next(arm for arm in ARMS if arm.name == name)
+
+
+def build_run(arm, repeat, *, rollout_s=1.0, stale=0.0, full=None, tokens=1000.0, quality_s=None, **figures):
+    ones = np.ones(STEPS)
+    plain = {
+        "rollout_s": rollout_s * ones,
+        "step_s": (rollout_s + 1) * ones,
+        "tokens": tokens * ones,
+        "staleness": stale * ones,
+        "staleness_max": stale * ones,
+        "staleness_p95": None,
+        "off_policy": None,
+        "dropped": 0,
+        "reward": ones,
+        "held_out": None,
+        "quality_s": quality_s,
+        "full_tokens_per_s": full,
+        "interrupt_s": None,
+        "stolen_cpu": None,
+    }
+    return PeerRun(arm, repeat, **(plain | figures))
+
+
+def write_run(directory, *, rollout_s, staleness=None, ours=True, **metrics):
+    """A run of 4 samples a step, 100 tokens each."""
+    directory.mkdir(parents=True)
+    lines = []
+    for step in range(1, STEPS + 1):
+        data = {
+            "training/global_step": step,
+            "timing_s/gen": rollout_s,
+            "timing_s/step": 2 * rollout_s,
+            "response_length/mean": 100.0,
+            "critic/score/mean": 0.5,
+            **metrics,
+        }
+        if staleness is not None:
+            name = "partial_rollout/staleness" if ours else "training/off_policy/trajectory_staleness_worst"
+            data |= {f"{name}/mean": staleness, f"{name}/max": 2 * staleness}
+            own = {
+                f"{name}/p95": staleness,
+                "partial_rollout/off_policy_token_fraction": 0.25,
+                "partial_rollout/timing/interrupt_s": 0.0625 * step,
+            }
+            data |= own if ours else {"training/off_policy/evicted_samples": 1, "peer/sample_s": 0.5 * rollout_s}
+        if step == STEPS:
+            data["val-core/clock10/acc/mean@4"] = 0.75 + rollout_s / 8
+        lines.append({"step": step, "data": data})
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if ours:
+        facts = {"complete": True, "batch_groups": 2, "samples_per_group": 2}
+        (directory / "run.json").write_text(json.dumps(facts))
+        probe = {"event": "probe", "tokens_per_s": 1000.0}
+        (directory / "trace.jsonl").write_text(json.dumps(probe) + "\n")
+        (directory / "machine.json").write_text(json.dumps({"stolen_cpu": 0.125}))
+
+
+def test_wall_time_is_compared_from_the_first_batch_to_the_last():
+    """In the first step the engines fill, and a separate trainer has nothing to do meanwhile."""
+    first = np.array([100.0] + [0.0] * (STEPS - 1))
+    bases = build_run("noPR", 1, rollout_s=3.0, tokens=1000.0)
+    ours = build_run("PR_separate_2", 1, rollout_s=1.0, tokens=500.0, step_s=first + 1.5, held_s=np.full(STEPS, 0.03))
+    base, row = compare([bases, ours])
+    assert base.median("wall_ms") == 4000 and row.median("wall_ms") == 3000
+    assert row.median("wall_ratio") == 0.75
+    assert row.median("trainer_waits") == pytest.approx(1 / 1.5) and base.median("trainer_waits") == 0.75
+    assert row.median("engines_held") == pytest.approx(0.02) and np.isnan(base.median("engines_held"))
+
+
+def test_run_that_decodes_while_it_trains_has_no_rollout_time(tmp_path):
+    separate = [arm.name for arm in ARMS if arm.name in SEPARATE]
+    assert {"PR_separate_1.5", "v1_separate_async"} <= set(separate)
+    rows = compare([build_run("noPR", 1, full=2000.0), *(build_run(arm, 1, full=2000.0) for arm in separate)])
+    for row in rows[1:]:
+        for figure in ("rollout_ms", "rollout_ratio", "steady_rollout_ratio", "tokens_per_s", "efficiency"):
+            assert np.isnan(row.median(figure)), figure
+    shown = dict(zip(table_of(rows).header, table_of(rows).rows[1], strict=False))
+    assert shown["rollout / noPR (spread)"] == shown["efficiency"] == "-"
+    assert shown["the same / noPR (spread)"] == "1.00 (1.00 to 1.00)"
+
+
+def test_every_arm_composes_and_separate_ones_have_the_same_split_and_send_every_version(tmp_path, composed_config):
+    study = Study(tmp_path, ARMS, (1,), STEPS, "quickstart_cpu")
+    for arm in ARMS:
+        command = study.command(arm, 1)
+        config = composed_config("quickstart_cpu", *command[command.index("quickstart_cpu") + 1 :])
+        rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+        assert trainer.use_v1 == arm.name.startswith("v1")
+        if arm.name in SEPARATE:
+            assert rollout.nnodes * rollout.n_gpus_per_node == trainer.nnodes * trainer.n_gpus_per_node == 1, arm.name
+            assert config.ray_kwargs.ray_init.num_gpus >= 2 and rollout.checkpoint_engine.backend == "shm", arm.name
+            assert pinned_cores(config) == (0 if arm.name.endswith("_unpinned") else 1), arm.name
+        if arm.name in SEPARATE and trainer.use_v1:
+            assert trainer.v1.trainer_mode == "separate_async" and trainer.v1.separate_async.parameter_sync_step == 1
+    assert table_of(compare([build_run(arm.name, 1) for arm in ARMS])).rows[0][0] == "noPR"
+
+
+def test_verls_message_without_hybrid_engines_still_breaks_at_info():
+    """Once verl has mended it, the arms need not silence verl's INFO."""
+    from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync, logger
+
+    assert "flush=True" in inspect.getsource(PPOTrainerSeparateAsync._setup)
+    with pytest.raises(TypeError, match="flush"):
+        logger.error("message", flush=True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("arm", "moves", "trainer"), [("quick", [[1], [0]], "0"), ("quick_unpinned", [], "")])
+def test_verls_processes_start_beside_the_trainers_core(monkeypatch, composed_config, tmp_path, arm, moves, trainer):
+    from recipe.partial_rollout.tools import verl_trainer
+
+    command = Study(tmp_path, ARMS, (1,), STEPS, "quickstart_cpu").command(arm_of(f"v1_separate_async_{arm}"), 1)
+    config = composed_config("quickstart_cpu", *command[command.index("quickstart_cpu") + 1 :])
+    moved, started = [], []
+    monkeypatch.setenv(verl_trainer.cores.VARIABLE, "")
+    monkeypatch.setattr(verl_trainer.cores, "available", lambda: [0, 1])
+    monkeypatch.setattr(verl_trainer.cores, "move_to", lambda cores: moved.append(list(cores)))
+
+    def start(config):
+        started.append((list(moved), os.environ[verl_trainer.cores.VARIABLE]))
+
+    monkeypatch.setattr(verl_trainer.main_ppo.main, "__wrapped__", start)
+    monkeypatch.setattr(verl_trainer, "size_bucket", lambda config: None)
+    verl_trainer.main.__wrapped__(config)
+    assert started == [(moves[:1], trainer)] and moved == moves
+
+
+def test_report_is_written_from_complete_runs(tmp_path, capsys):
+    for repeat in (1, 2):
+        write_run(tmp_path / "noPR" / f"seed_{repeat}", rollout_s=1.0)
+        write_run(tmp_path / "v1_colocate_async" / f"seed_{repeat}", rollout_s=0.8, staleness=2.0, ours=False)
+        write_run(tmp_path / "PR_bounded" / f"seed_{repeat}", rollout_s=0.5, staleness=1.0)
+    command = ["peers", "--out", str(tmp_path), "--report-only", "--repeats", "2", "--steps", str(STEPS)]
+    assert run_study(command) == 0
+    text = (tmp_path / "peers.md").read_text()
+    wall = "2500 | 0.50 (0.50 to 0.50) | 50% | -"
+    ratios = "0.50 (0.50 to 0.50) | 0.50 | 0.50 | 0.80 | 0.80"
+    rest = "1.00 | 1.0 | 2 | 0.25 | 0 | 1.00 | 0.500 | 0.812 ± 0.000 | - | - | 0.28 | 0.50"
+    assert f"| PR, bounded | {wall} | 1250 | 800 | {ratios} | {rest} |" in text
+    assert "| 2.00 | - | 4 | - | 8 |" in text, "what verl does not log, and a sample dropped in each step"
+    json.loads((tmp_path / "peers.json").read_text(), parse_constant=pytest.fail)
+    assert {row["arm"] for row in json.loads((tmp_path / "peers.json").read_text())} == {
+        "noPR",
+        "v1_colocate_async",
+        "PR_bounded",
+    }
+    assert (tmp_path / "peers.png").stat().st_size > 5_000 and "Peers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted(PERFORMANCE.glob("peers*.json")), ids=lambda path: path.stem)
+def test_figures_of_an_earlier_report_are_reported_again(tmp_path, path, capsys):
+    assert run_study(["peers", "--report-only", "--figures", str(path), "--docs", str(tmp_path)]) == 0
+    assert "PR, bounded" in capsys.readouterr().out and (tmp_path / "peers.png").exists()
+    again, before = read_rows(tmp_path / "peers.json"), read_rows(path)
+    assert [row.arm for row in again] == [row.arm for row in before]
+    assert again[0].median("rollout_ms") == before[0].median("rollout_ms")
+
+
+def test_verls_own_trainer_composes_in_a_process_of_its_own(tmp_path):
+    """Whether it finds the recipe's keys shows only where nothing else has registered them."""
+    command = Study(tmp_path, ARMS, (1,), STEPS, "quickstart_cpu").command(arm_of("v1_colocate_async_quick"), 1)
+    done = subprocess.run([*command, "--cfg", "job"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    config = OmegaConf.create(done.stdout)
+    assert config.trainer.v1.trainer_mode == "colocate_async" and config.partial_rollout.enable
