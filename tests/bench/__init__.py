@@ -1,1 +1,1 @@
-"""``python -m tests.bench``: measure one part of the recipe."""
+"""Measurements of the recipe's own parts: ``python -m tests.bench NAME``."""

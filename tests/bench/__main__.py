@@ -1,4 +1,4 @@
-"""``python -m tests.bench distribution [options]``; exit code 1 when it misses its bound."""
+"""``python -m tests.bench NAME [options]``: runs one benchmark; exit code 1 when it misses its bound."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ import argparse
 import sys
 
 from recipe.partial_rollout.tools.command_line import described
-from tests.bench import distribution
+from tests.bench import distribution, hold, manager, scale, snapshot
 
 HERE = "tests.bench"
+BENCHMARKS = {
+    "manager": (manager, "Time every verb of the prompts manager with many samples in flight.", "--samples 20000"),
+    "snapshot": (snapshot, "Time a checkpoint of the prompts manager: capture, write and load.", "--groups 128"),
+    "distribution": (distribution, "Test whether a proposer changes what the engine samples.", "--method ngram"),
+    "hold": (hold, "Time holds of an engine: until it stands still, and until it decodes again.", "--running 64"),
+    "scale": (scale, "Measure what scheduling costs with up to 1,024 replicas.", "--replicas 1 64 --rounds 1"),
+}
+"""by name: its module, with ``add_arguments`` and ``run``, what it does, and an example"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one benchmark."""
-    example = "--method ngram"
     parser = argparse.ArgumentParser(
-        **described("", "Measure one part of the recipe.", f"distribution {example}", door=HERE)
+        **described(
+            "", "Measure one part of the recipe.", "manager --samples 20000", "scale --replicas 1 64", door=HERE
+        )
     )
     commands = parser.add_subparsers(required=True, metavar="NAME", title="benchmarks")
-    does = "Test whether a proposer changes what the engine samples."
-    texts = described("distribution", does, example, more=distribution.BOUND, door=HERE)
-    command = commands.add_parser("distribution", help=does, **texts)
-    distribution.add_arguments(command)
-    command.set_defaults(run=distribution.run)
+    for name, (module, does, example) in BENCHMARKS.items():
+        command = commands.add_parser(name, help=does, **described(name, does, example, more=module.BOUND, door=HERE))
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
     options = parser.parse_args(arguments)
     return options.run(options)
 

@@ -123,8 +123,8 @@ def load_prompts(model: str, data: Path, count: int) -> list[list[int]]:
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of commands that start an engine of vLLM."""
     parser.add_argument("--model", default="outputs/quickstart/task/model", metavar="DIR", help="model directory")
     parser.add_argument(
         "--data",
@@ -134,6 +134,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompts, in verl's parquet format",
     )
     parser.add_argument("--dtype", default="float32", help="of the engine's weights")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    add_engine_arguments(parser)
     parser.add_argument("--method", default="ngram", help="vLLM's speculative method, or none for two plain engines")
     parser.add_argument("--prompts", type=int, default=32, metavar="N", help="prompts, from the start of the data")
     parser.add_argument("--samples", type=int, default=32, metavar="N", help="samples of each prompt, from each engine")
