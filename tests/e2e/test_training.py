@@ -1,12 +1,17 @@
 """Real training on two cores: noPR, and PR on the same 24 prompts with conversations that call a tool."""
 
+import json
 import math
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from recipe.partial_rollout.records.figures import FIGURES, SECTION
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # Two trainings, one after the other, in a fixture.
 pytestmark = pytest.mark.timeout(1200)
@@ -129,6 +134,22 @@ def test_probe_measures_the_engine_kept_full(arms):
     # The first one did not measure how long engines take to compile.
     assert before["tokens_per_s"] > after["tokens_per_s"] / 5
     assert arms["PR"].steps[2]["partial_rollout/rollout/efficiency"] > 0
+
+
+def test_report_compares_the_arms_at_equal_work(arms, tmp_path):
+    command = [sys.executable, "-m", "recipe.partial_rollout.tools", "report"]
+    directories = [str(arms[arm].directory) for arm in ("noPR", "PR")]
+    done = subprocess.run(
+        [*command, *directories, "--out", str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    runs = report["runs"]
+    for arm in ("noPR", "PR"):
+        assert runs[arm]["trained_groups"] == 24 and runs[arm]["lost_samples"] == 0
+    assert runs["PR"]["staleness"]["max"] <= 3 and runs["noPR"]["staleness"]["max"] == 0
+    assert report["against_base"]["PR"]["ratios"]["rollout_s_per_trained_token"] > 0
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000
 
 
 def test_tool_conversation_survives_interruptions(arms, tool_calls):

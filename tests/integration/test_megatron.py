@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,12 @@ OUTPUTS = {"language_model": {"log_probs": 2e-6, "entropy": 4e-6}, "value_model"
 TRAINED = {"grad_norm": 1e-5, "weights": 9e-6, "resumed": 9e-6}
 """largest differences from Hugging Face: of outputs; of gradients' norms, as a share; and of weights after three steps,
 without a restart and with one"""
+
+
+@pytest.fixture(scope="module")
+def environment(megatron_path):
+    """Variables of a process that can import Megatron."""
+    return {**os.environ, "PYTHONPATH": megatron_path, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +60,17 @@ def models(tmp_path_factory):
     return root
 
 
-def run_two_ranks(out, cases, megatron_path):
-    """Both ranks' processes end with the first that fails, and at the deadline."""
-    variables = {"PYTHONPATH": megatron_path, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-    variables |= {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+def run(script, *arguments, environment, logs, ranks=1):
+    """Run ``ranks`` processes of ``script``; all end with the first that fails, and at the deadline."""
+    variables = {**environment, "WORLD_SIZE": str(ranks), "MASTER_PORT": str(free_port())}
     started = []
     try:
-        for rank in ("0", "1"):
-            with (out / f"{rank}.log").open("w") as log:
+        for rank in range(ranks):
+            with (logs / f"{rank}.log").open("w") as log:
                 started.append(
                     subprocess.Popen(
-                        [sys.executable, "-W", "ignore", HERE / "megatron_rank.py", out, *cases],
-                        env={**os.environ, **variables, "RANK": rank, "LOCAL_RANK": rank},
+                        [sys.executable, "-W", "ignore", HERE / script, *map(str, arguments)],
+                        env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
@@ -74,11 +80,11 @@ def run_two_ranks(out, cases, megatron_path):
     finally:
         for process in started:
             kill_session(process)
-    assert not any(codes), [(out / f"{rank}.log").read_text()[-3000:] for rank in range(2)]
+    assert not any(codes), [(logs / f"{rank}.log").read_text()[-3000:] for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
-def trained(megatron_path, models, tmp_path_factory):
+def trained(environment, models, tmp_path_factory):
     """By case ``(model, layout)``: the largest difference of each kind over both ranks."""
     out = tmp_path_factory.mktemp("ranks")
     cases = {
@@ -86,7 +92,7 @@ def trained(megatron_path, models, tmp_path_factory):
         for model, kind in MODELS.items()
         for name, (tp, pp) in LAYOUTS.items()
     }
-    run_two_ranks(out, cases.values(), megatron_path)
+    run("megatron_rank.py", out, *cases.values(), environment=environment, logs=out, ranks=2)
     ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
     kinds = {case: {**OUTPUTS[MODELS[case[0]]], **TRAINED} for case in cases}
     return {
@@ -102,3 +108,34 @@ def test_two_ranks_compute_train_and_resume_as_hugging_face_does(trained, model,
     print(f"{model} {layout}: {found}")
     most = {**OUTPUTS[MODELS[model]], **TRAINED}
     assert {kind: value for kind, value in found.items() if not 0 < value <= most[kind]} == {}
+
+
+def test_every_replacement_is_still_needed(environment, models, tmp_path):
+    run("megatron_without.py", models / "untied", tmp_path, environment=environment, logs=tmp_path)
+    found = {path.stem: path.read_text() for path in tmp_path.glob("*.txt")}
+    fine = {name for name, text in found.items() if re.match(r"[\d.e-]+$", text) and float(text) <= TRAINED["weights"]}
+    assert fine == {"nothing"} and len(found) > 10, found
+
+
+def output(code, environment):
+    """What a process that can import Megatron prints."""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=200).stdout
+
+
+def test_megatrons_wrapper_of_torchs_norm_still_refuses_sequence_parallelism(environment):
+    code = (
+        "import megatron.core.transformer.torch_norm as norm, inspect; print(inspect.getsource(norm.WrappedTorchNorm))"
+    )
+    assert "not config.sequence_parallel" in output(code, environment)
+
+
+def test_bridge_to_a_tied_model_still_renames_the_output_layer_of_every_other(environment):
+    """Why the preflight refuses a critic beside tied embeddings: its head would be saved as the embeddings."""
+    code = (
+        "from mbridge.models.qwen3 import Qwen3Bridge as Bridge; from types import SimpleNamespace\n"
+        "tied, other = object.__new__(Bridge), object.__new__(Bridge)\n"
+        "tied.hf_config = SimpleNamespace(tie_word_embeddings=True)\n"
+        "tied._adjust_mapping_for_shared_weights(); print(other._DIRECT_MAPPING['output_layer.weight'])"
+    )
+    assert output(code, environment).split()[-1] == "model.embed_tokens.weight"
