@@ -106,6 +106,14 @@ def write_lines(path, objects):
     path.write_text("".join(json.dumps(o) + "\n" for o in objects))
 
 
+def write_training(path, *steps, **facts):
+    """What is read of a complete run whose ``steps`` logged these metrics."""
+    path.mkdir(parents=True, exist_ok=True)
+    lines = [{"step": i, "data": {"training/global_step": i, **step}} for i, step in enumerate(steps, 1)]
+    write_lines(path / "metrics.jsonl", lines)
+    (path / "run.json").write_text(json.dumps({"complete": True, **facts}))
+
+
 def separate_rounds():
     return [
         build_round(

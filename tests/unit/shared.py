@@ -69,3 +69,27 @@ def byte_tokenizer(template, *tokens, **special):
     made = PreTrainedTokenizerFast(tokenizer_object=core, **special)
     made.chat_template = template
     return made
+
+
+def converse(config, tokenizer, question, answer):
+    """What verl's tool loop with the config's tools makes of ``question``; ``answer`` is a function of the ids so far."""
+    from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
+    from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+    from verl.tools.tool_registry import load_all_tools
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+    from verl.workers.rollout.replica import TokenOutput
+
+    from recipe.partial_rollout.worker.tool_journal import journaled
+
+    async def generate(request_id, prompt_ids, **_):
+        ids = answer(prompt_ids)
+        return TokenOutput(token_ids=ids, log_probs=[-1.0] * len(ids))
+
+    async def run():
+        tools = journaled(load_all_tools(config.actor_rollout_ref.rollout.multi_turn.tool_config_path, None))
+        engine, options = SimpleNamespace(generate=generate), {"hf_model_type": "qwen3", "tools": ToolListWrap(tools)}
+        data = DictConfigWrap(config.data)
+        loop = ToolAgentLoop(DictConfigWrap(config), engine, tokenizer, None, RLHFDataset, data, **options)
+        return await loop.run({}, raw_prompt=[{"role": "user", "content": question}])
+
+    return asyncio.run(run())

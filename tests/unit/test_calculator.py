@@ -5,15 +5,11 @@ Its other facts are frozen as clock10's are (``test_ready_start``).
 
 import asyncio
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
-from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
-from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.tools.tool_registry import load_all_tools
-from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.tasks import ready_start
 from recipe.partial_rollout.tasks.calculator import prepare
@@ -22,6 +18,7 @@ from recipe.partial_rollout.tasks.calculator.tokenizer import build_tokenizer
 from recipe.partial_rollout.tasks.clock10.dataset import draw_validation
 from recipe.partial_rollout.tasks.clock10.expression import Problem, draw_problem
 from recipe.partial_rollout.tasks.clock10.reward import compute_score
+from tests.unit.shared import converse
 
 
 @pytest.fixture(scope="module")
@@ -55,39 +52,14 @@ def turns_of(ids, eos):
     return turns[:-1]
 
 
-def converse(config, tokenizer, problem, answer):
-    """What verl's tool loop over ``answer``, a function of the ids so far, hands to the trainer."""
-
-    async def generate(request_id, prompt_ids, **_):
-        ids = answer(prompt_ids)
-        return TokenOutput(token_ids=ids, log_probs=[0.0] * len(ids))
-
-    async def run():
-        loop = ToolAgentLoop(
-            DictConfigWrap(config),
-            SimpleNamespace(generate=generate),
-            tokenizer,
-            None,
-            None,
-            DictConfigWrap(config.data),
-            hf_model_type="qwen3",
-            tools=ToolListWrap(load_all_tools(config.actor_rollout_ref.rollout.multi_turn.tool_config_path, None)),
-        )
-        return await loop.run({}, raw_prompt=[{"role": "user", "content": problem.prompt}])
-
-    return asyncio.run(run())
-
-
 def test_verls_tool_loop_makes_the_demonstration_of_its_turns(tokenizer, composed):
     for seed in range(12):
         rng = random.Random(seed)
         problem = draw_problem(rng)
         prompt, response = encoded(tokenizer, problem, Conversations(careful_share=1.0).respond(problem, rng))
         turns = turns_of(prompt + response, tokenizer.eos_token_id)
-        output = converse(composed, tokenizer, problem, lambda _, turns=turns: turns.pop(0))
-        assert turns == []
-        assert output.prompt_ids == prompt
-        assert output.response_ids == response
+        output = converse(composed, tokenizer, problem.prompt, lambda _, turns=turns: turns.pop(0))
+        assert (turns, output.prompt_ids, output.response_ids) == ([], prompt, response)
         own = own_turns(torch.tensor([prompt + response]))[0, len(prompt) :]
         assert output.response_mask == own.int().tolist()
         text = tokenizer.decode(response, skip_special_tokens=True)
@@ -97,7 +69,7 @@ def test_verls_tool_loop_makes_the_demonstration_of_its_turns(tokenizer, compose
 def test_verls_tool_loop_ends_a_search_without_end_within_the_response(tokenizer, composed):
     problem = Problem((3, 4, 2, 9, 5), 8)
     turn = [*tokenizer.encode(call("3+4+2+9+5-8"), add_special_tokens=False), tokenizer.eos_token_id]
-    output = converse(composed, tokenizer, problem, lambda _: turn)
+    output = converse(composed, tokenizer, problem.prompt, lambda _: turn)
     assert output.num_turns == 24 + 23 + 1
     assert len(output.response_ids) < composed.data.max_response_length
     text = tokenizer.decode(output.response_ids, skip_special_tokens=True)
@@ -116,19 +88,13 @@ def test_latency_is_that_of_the_call_in_every_run_and_none_is_below_0(monkeypatc
         load_all_tools(tools, None)
 
 
-@pytest.fixture(scope="module")
-def ready(tmp_path_factory):
-    """Model and tokenizer of the warm start that ships, loaded with plain transformers."""
+def test_warm_start_that_ships_calls_well_and_has_something_to_learn(composed, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = tmp_path_factory.mktemp("ready") / "task"
-    assert ready_start.make_task(folder, prepare.Parameters(), task="calculator") == "unpacked from the package"
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(folder / "model")
-
-
-def test_warm_start_that_ships_calls_well_and_has_something_to_learn(ready, composed):
-    model, tokenizer = ready
+    made = ready_start.make_task(tmp_path / "task", prepare.Parameters(), task="calculator")
+    assert made == "unpacked from the package"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "task" / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "task" / "model")
     parser = ToolParser.get_tool_parser("hermes", tokenizer)
     calls, scores = [], []
 
@@ -140,7 +106,7 @@ def test_warm_start_that_ships_calls_well_and_has_something_to_learn(ready, comp
         return said
 
     for problem in draw_validation(64, 0)[:24]:
-        output = converse(composed, tokenizer, problem, decode)
+        output = converse(composed, tokenizer, problem.prompt, decode)
         text = tokenizer.decode(output.response_ids, skip_special_tokens=True)
         scores.append(compute_score("clock10", text, problem.prompt))
     well_formed = [asyncio.run(parser.extract_tool_calls(said))[1] != [] for said in calls]

@@ -48,21 +48,6 @@ def test_text_in_the_alphabet_round_trips_and_a_turn_costs_three_tokens_more(tok
     assert len(ids) == len(EXAMPLE.prompt) + 1 + len(["start", "newline", "end", "newline"])
 
 
-def test_verl_merges_a_tool_conversation_into_the_tokens_of_the_whole(tokenizer):
-    wiring = pytest.importorskip("verl.utils.tokenizer.continuous_token_wiring")
-    builder = wiring.create_continuous_token_builder(tokenizer, hf_model_type="qwen3")
-    call = '<tool_call>\n{"name": "check", "arguments": {"operators": "+*-"}}\n</tool_call>'
-    asked = [{"role": "user", "content": EXAMPLE.prompt}]
-    called = [*asked, {"role": "assistant", "content": call}]
-    answered = [*called, *({"role": "tool", "content": result} for result in "70")]
-    call_ids = [*tokenizer.encode(call, add_special_tokens=False), tokenizer.eos_token_id]
-    merged = builder.merge_assistant_tokens(builder.build_initial_tokens(asked), call_ids)
-    merged = builder.merge_context_tokens(called, answered, merged.token_ids)
-    whole = tokenizer.apply_chat_template(answered, add_generation_prompt=True, return_dict=False)
-    assert merged.token_ids == whole
-    assert tokenizer.unk_token_id not in whole
-
-
 def test_the_prepared_folder_loads_with_plain_transformers(tiny_task):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

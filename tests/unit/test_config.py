@@ -6,16 +6,12 @@ import shutil
 
 import pytest
 import ray
-import torch
 from omegaconf import OmegaConf
-from verl.protocol import DataProto
-from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
-from verl.utils.config import omega_conf_to_dataclass
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint import manifest
-from recipe.partial_rollout.config.keys import ConfigError, defaults_of
-from recipe.partial_rollout.config.settings import FLAGS, PartialRolloutConfig, read_flags
+from recipe.partial_rollout.config.keys import ConfigError
+from recipe.partial_rollout.config.settings import FLAGS
 from recipe.partial_rollout.preflight.inputs import check_critic
 from recipe.partial_rollout.preflight.settings_check import check_config
 
@@ -29,13 +25,8 @@ def task(tmp_path_factory):
     from transformers import PreTrainedTokenizerFast
 
     directory = tmp_path_factory.mktemp("task")
-    vocabulary = {"<pad>": 0, "<unk>": 1, **{str(i): 2 + i for i in range(8)}}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")),
-        pad_token="<pad>",
-        unk_token="<unk>",
-    )
-    tokenizer.save_pretrained(directory)
+    core = Tokenizer(models.WordLevel({str(i): i for i in range(10)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="0").save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 10}))
     (directory / "data.parquet").write_bytes(b"")
     return directory
@@ -44,11 +35,8 @@ def task(tmp_path_factory):
 @pytest.fixture
 def configure(task, resolved_config):
     def build(*overrides):
-        files = [
-            f"actor_rollout_ref.model.path={task}",
-            f"data.train_files={task}/data.parquet",
-            f"data.val_files={task}/data.parquet",
-        ]
+        files = [f"data.{split}_files={task}/data.parquet" for split in ("train", "val")]
+        files.append(f"actor_rollout_ref.model.path={task}")
         return resolved_config("quickstart_cpu", *SIZES, *files, *overrides)
 
     return build
@@ -95,7 +83,6 @@ SMOLLM2 = {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "inte
     ("sizes", "overrides", "megabytes"),
     [
         (SMOLLM2, (), 108),
-        (SMOLLM2, ("partial_rollout.enable=False",), 108),
         (SMOLLM2, ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",), 64),
         ({"vocab_size": 10, "hidden_size": 4096, "intermediate_size": 14336}, (), 224),
         ({"vocab_size": 10, "text_config": SMOLLM2}, (), 108),
@@ -128,13 +115,8 @@ def test_critic_of_mbridge_is_refused_beside_tied_embeddings(with_model, task, t
     OmegaConf.update(config, other, str(task))
     with pytest.raises(ConfigError, match=rf"^{re.escape(tied)}=[^\n]*: a model without tied embeddings[^\n]*$"):
         check_critic(config)
-    for key, value in (
-        ("critic.megatron.vanilla_mbridge", False),
-        ("algorithm.adv_estimator", "grpo"),
-        (tied, str(task)),
-    ):
-        without = OmegaConf.merge(config, OmegaConf.from_dotlist([f"{key}={value}"]))
-        check_critic(without)
+    for change in ("critic.megatron.vanilla_mbridge=False", "algorithm.adv_estimator=grpo", f"{tied}={task}"):
+        check_critic(OmegaConf.merge(config, OmegaConf.from_dotlist([change])))
 
 
 P, ACTOR, ROLLOUT = "partial_rollout", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -149,6 +131,7 @@ MISTAKES = {
     f"{ROLLOUT}.max_model_len=500": "response_length=1536: with prompt_length=64 it must fit",
     f"{ROLLOUT}.calculate_log_probs=False": "with partial_rollout.enable=True it must be True",
     f"{ROLLOUT}.name=sglang": "with partial_rollout.enable=True it must be vllm",
+    f"{P}.drain=0": "partial_rollout.drain=0: true or false",
     f"{P}.overlap=9": "partial_rollout.overlap=9.0: at most partial_rollout.max_staleness=8",
     # verl's server takes 1,000 calls at once, and needs some for control: an interruption must not queue.
     f"{P}.slots_per_replica=985": "at most 984",
@@ -220,18 +203,8 @@ def test_mistake_is_refused_in_one_line(configure, monkeypatch, overrides):
 
 
 USING = [
-    "vanilla",
-    "decoupled_ppo",
-    "dppo_tv",
-    "dppo_kl",
-    "gspo",
-    "sapo",
-    "gpg",
-    "clip_cov",
-    "kl_cov",
-    "geo_mean",
-    "cispo",
-]
+    "vanilla", "decoupled_ppo", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("loss_mode", USING)
@@ -255,16 +228,6 @@ def test_uncorrected_training_is_an_ablation_with_a_warning(configure, capsys):
     assert ablation.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
 
 
-def test_verl_still_changes_the_loss_of_the_driver_alone_in_bypass_mode(configure):
-    """The loss that the workers got is made before; once verl mends that, ``bypass_mode`` can be allowed."""
-    config = configure()
-    actor = config.actor_rollout_ref.actor
-    sent = omega_conf_to_dataclass(actor)
-    batch = DataProto.from_single_dict({"rollout_log_probs": torch.zeros(1, 1)})
-    apply_bypass_mode(batch, config.algorithm.rollout_correction, actor.policy_loss)
-    assert (actor.policy_loss.loss_mode, sent.policy_loss.loss_mode) == ("bypass_mode", "vanilla")
-
-
 @pytest.mark.parametrize("override", ["actor_rollout_ref.rollout.name=sglang", "trainer.resume_mode=auto"])
 def test_without_partial_rollout_verls_own_choices_are_allowed(configure, override):
     assert not check_config(configure("partial_rollout.enable=False", override)).enable
@@ -278,60 +241,38 @@ def test_flag_is_what_yaml_says_for_whoever_reads_it(configure, word, value):
     assert {key: OmegaConf.select(config.partial_rollout, key) for key in FLAGS} == dict.fromkeys(FLAGS, value)
 
 
-@pytest.mark.parametrize("value", [0, "nope", None])
-def test_flag_that_is_neither_true_nor_false_is_refused(value):
-    for key in FLAGS:
-        config = OmegaConf.create({"partial_rollout": defaults_of(PartialRolloutConfig)})
-        OmegaConf.update(config, f"partial_rollout.{key}", value)
-        with pytest.raises(ConfigError, match=rf"^partial_rollout\.{key}={value}: true or false$"):
-            read_flags(config)
+def test_tokenizer_that_differs_from_the_model_is_refused_unless_the_model_is_padded(with_model):
+    for rows, padded in ((12, False), (9, True)):
+        with pytest.raises(ConfigError, match=f"its tokenizer has 10 tokens and the model {rows}"):
+            check_config(with_model({"vocab_size": rows}, f"partial_rollout.padded_vocabulary={padded}"))
+    assert check_config(with_model({"vocab_size": 12})).enable
 
 
-def rows_of_model(task, rows):
-    (task / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": rows}))
-
-
-def test_tokenizer_that_differs_from_the_model_is_refused(configure, task):
-    try:
-        rows_of_model(task, 12)
-        with pytest.raises(ConfigError, match="its tokenizer has 10 tokens and the model 12"):
-            check_config(configure())
-        assert check_config(configure("partial_rollout.padded_vocabulary=True")).enable
-        rows_of_model(task, 9)
-        with pytest.raises(ConfigError, match="its tokenizer has 10 tokens and the model 9"):
-            check_config(configure("partial_rollout.padded_vocabulary=True"))
-    finally:
-        rows_of_model(task, 10)
+def seal(step_dir, *, trainers=4, **sizes):
+    """A whole checkpoint of a run with these sizes."""
+    manifest.begin(step_dir)
+    (step_dir / "actor").mkdir()
+    (step_dir / "actor" / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": trainers}))
+    manifest.seal(step_dir, 3, {"sizes": {"batch_groups": 4, "samples_per_group": 2, "max_staleness": 8, **sizes}})
 
 
 @pytest.mark.parametrize(
-    ("saved", "override", "message"),
+    ("saved", "message"),
     [
-        ({"max_staleness": 9}, "partial_rollout.max_staleness=8", "max_staleness=8: at least 9, as in"),
-        ({"batch_groups": 8}, "trainer.resume_mode=auto", "data.train_batch_size=4: 8, as in"),
-        ({"filter_groups": True}, "trainer.resume_mode=auto", "filter_groups.enable=False: True, as in"),
+        ({"max_staleness": 9}, "max_staleness=8: at least 9, as in"),
+        ({"batch_groups": 8}, "data.train_batch_size=4: 8, as in"),
+        ({"filter_groups": True}, "filter_groups.enable=False: True, as in"),
+        # FSDP's shards are of a world size, on whichever nodes.
+        ({"trainers": 2}, r"trainer.nnodes \* trainer.n_gpus_per_node=4: 2, as in .*step_3"),
     ],
 )
-def test_checkpoint_that_the_settings_cannot_go_on_from_is_refused(configure, tmp_path, saved, override, message):
-    step_dir = tmp_path / "global_step_3"
-    manifest.begin(step_dir)
-    sizes = {"batch_groups": 4, "samples_per_group": 2, "max_staleness": 8, **saved}
-    manifest.seal(step_dir, 3, {"sizes": sizes})
+def test_checkpoint_that_the_settings_cannot_go_on_from_is_refused(configure, tmp_path, saved, message):
+    resumed = f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto", "trainer.n_gpus_per_node=4"
+    seal(tmp_path / "global_step_2")
+    check_config(configure(*resumed))
+    seal(tmp_path / "global_step_3", **saved)
     with pytest.raises(ConfigError, match=message):
-        check_config(configure(f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto", override))
-
-
-def test_checkpoint_of_another_number_of_trainers_is_refused(configure, tmp_path):
-    """FSDP's shards are of a world size; two nodes with one trainer each can go on as one node with two."""
-    step_dir = tmp_path / "global_step_3"
-    manifest.begin(step_dir)
-    (step_dir / "actor").mkdir()
-    (step_dir / "actor" / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 2}))
-    manifest.seal(step_dir, 3, {"sizes": {"batch_groups": 4, "samples_per_group": 2, "max_staleness": 8}})
-    ours = f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto"
-    with pytest.raises(ConfigError, match=r"trainer.nnodes \* trainer.n_gpus_per_node=4: 2, as in .*step_3"):
-        check_config(configure(*ours, "trainer.n_gpus_per_node=4"))
-    check_config(configure(*ours, "trainer.n_gpus_per_node=2"))
+        check_config(configure(*resumed))
 
 
 def test_run_whose_checkpoints_are_all_torn_does_not_start_over_in_silence(configure, tmp_path):

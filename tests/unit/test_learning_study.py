@@ -1,6 +1,5 @@
 """The learning study over runs whose figures can be worked out by hand."""
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from tests.studies.learning.figures import Gap, compare
 from tests.studies.learning.run import LearningRun
 from tests.studies.processes import WarmProcess, run_fresh
 from tests.studies.runner import Study
+from tests.unit.runs import write_training
 
 STEPS = 6
 
@@ -24,40 +24,21 @@ def build_run(
     """A run validated after every step, of two seconds each."""
     steps = len(held_out)
     known = {"rollout_s": (1.0,) * steps, "step_s": (step_s,) * steps, "length": (100.0,) * steps, **series}
-    names = ("reward", "staleness", "staleness_max", "kl", "k3_kl", "grad_norm")
-    return LearningRun(
-        arm,
-        rate,
-        start,
-        seed,
-        (),
-        "task",
-        "abc",
-        tuple(range(1, steps + 1)),
-        tuple(held_out),
-        dict.fromkeys(names, ()) | known,
-    )
+    known = dict.fromkeys(("reward", "staleness", "staleness_max", "kl", "k3_kl", "grad_norm"), ()) | known
+    return LearningRun(arm, rate, start, seed, (), "task", "abc", tuple(range(1, steps + 1)), tuple(held_out), known)
 
 
-def write_metrics(directory, rewards):
-    """``metrics.jsonl`` of a run with a validation after every second step."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for step in range(1, STEPS + 1):
-        values = {
-            "training/global_step": step,
-            "timing_s/gen": 1.0,
-            "timing_s/step": 2.0,
-            "response_length/mean": 10.0 * step,
-            "critic/score/mean": 0.5,
-            "partial_rollout/staleness/mean": 1.0,
-            "partial_rollout/staleness/max": step,
-        }
-        if step % 2 == 0:
-            values["val-core/clock10/reward/mean@8"] = rewards[step // 2 - 1]
-        lines.append({"step": step, "data": values})
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (directory / "run.json").write_text(json.dumps({"complete": True}))
+def logged(step, held_out):
+    """What a step logs."""
+    return {
+        "timing_s/gen": 1.0,
+        "timing_s/step": 2.0,
+        "response_length/mean": 10.0 * step,
+        "critic/score/mean": 0.5,
+        "partial_rollout/staleness/mean": 1.0,
+        "partial_rollout/staleness/max": step,
+        **({} if held_out is None else {"val-core/clock10/reward/mean@8": held_out}),
+    }
 
 
 @pytest.fixture
@@ -69,7 +50,9 @@ def trainings(monkeypatch):
         ran.append(command)
         if "recipe.partial_rollout.main_ppo" in command:
             found = next(word for word in command if word.startswith("trainer.default_local_dir="))
-            write_metrics(Path(found.partition("=")[2]), (0.8, 0.9, 0.95))
+            validated = {2: 0.8, 4: 0.9, 6: 0.95}
+            steps = [logged(step, validated.get(step)) for step in range(1, STEPS + 1)]
+            write_training(Path(found.partition("=")[2]), *steps)
         return subprocess.CompletedProcess(command, 0, stdout="abc\n")
 
     monkeypatch.setattr(subprocess, "run", train)

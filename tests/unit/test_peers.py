@@ -1,6 +1,5 @@
 """The table of peers over runs whose figures can be worked out by hand."""
 
-import inspect
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ from tests.studies.peers.document import table_of
 from tests.studies.peers.figures import compare, read_rows
 from tests.studies.peers.run import PeerRun
 from tests.studies.runner import Study
+from tests.unit.runs import write_lines, write_training
 
 STEPS = 8
 PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance"
@@ -28,56 +28,41 @@ def arm_of(name):
 
 def build_run(arm, repeat, *, rollout_s=1.0, stale=0.0, full=None, tokens=1000.0, quality_s=None, **figures):
     ones = np.ones(STEPS)
-    plain = {
+    plain = dict.fromkeys(("staleness_p95", "off_policy", "held_out", "interrupt_s", "stolen_cpu")) | {
         "rollout_s": rollout_s * ones,
         "step_s": (rollout_s + 1) * ones,
         "tokens": tokens * ones,
         "staleness": stale * ones,
         "staleness_max": stale * ones,
-        "staleness_p95": None,
-        "off_policy": None,
         "dropped": 0,
         "reward": ones,
-        "held_out": None,
         "quality_s": quality_s,
         "full_tokens_per_s": full,
-        "interrupt_s": None,
-        "stolen_cpu": None,
     }
     return PeerRun(arm, repeat, **(plain | figures))
 
 
-def write_run(directory, *, rollout_s, staleness=None, ours=True, **metrics):
+def write_run(directory, *, rollout_s, staleness=None, ours=True):
     """A run of 4 samples a step, 100 tokens each."""
-    directory.mkdir(parents=True)
-    lines = []
-    for step in range(1, STEPS + 1):
-        data = {
-            "training/global_step": step,
-            "timing_s/gen": rollout_s,
-            "timing_s/step": 2 * rollout_s,
-            "response_length/mean": 100.0,
-            "critic/score/mean": 0.5,
-            **metrics,
-        }
-        if staleness is not None:
-            name = "partial_rollout/staleness" if ours else "training/off_policy/trajectory_staleness_worst"
-            data |= {f"{name}/mean": staleness, f"{name}/max": 2 * staleness}
-            own = {
-                f"{name}/p95": staleness,
-                "partial_rollout/off_policy_token_fraction": 0.25,
-                "partial_rollout/timing/interrupt_s": 0.0625 * step,
-            }
-            data |= own if ours else {"training/off_policy/evicted_samples": 1, "peer/sample_s": 0.5 * rollout_s}
-        if step == STEPS:
-            data["val-core/clock10/acc/mean@4"] = 0.75 + rollout_s / 8
-        lines.append({"step": step, "data": data})
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    step = {
+        "timing_s/gen": rollout_s,
+        "timing_s/step": 2 * rollout_s,
+        "response_length/mean": 100.0,
+        "critic/score/mean": 0.5,
+    }
+    if staleness is not None:
+        name = "partial_rollout/staleness" if ours else "training/off_policy/trajectory_staleness_worst"
+        step |= {f"{name}/mean": staleness, f"{name}/max": 2 * staleness}
+        own = {f"{name}/p95": staleness, "partial_rollout/off_policy_token_fraction": 0.25}
+        step |= own if ours else {"training/off_policy/evicted_samples": 1, "peer/sample_s": 0.5 * rollout_s}
+    steps = [dict(step) for _ in range(STEPS)]
+    if ours and staleness is not None:
+        for i, each in enumerate(steps, 1):
+            each["partial_rollout/timing/interrupt_s"] = 0.0625 * i
+    steps[-1]["val-core/clock10/acc/mean@4"] = 0.75 + rollout_s / 8
+    write_training(directory, *steps, batch_groups=2, samples_per_group=2)
     if ours:
-        facts = {"complete": True, "batch_groups": 2, "samples_per_group": 2}
-        (directory / "run.json").write_text(json.dumps(facts))
-        probe = {"event": "probe", "tokens_per_s": 1000.0}
-        (directory / "trace.jsonl").write_text(json.dumps(probe) + "\n")
+        write_lines(directory / "trace.jsonl", [{"event": "probe", "tokens_per_s": 1000.0}])
         (directory / "machine.json").write_text(json.dumps({"stolen_cpu": 0.125}))
 
 
@@ -121,15 +106,6 @@ def test_every_arm_composes_and_separate_ones_have_the_same_split_and_send_every
     assert table_of(compare([build_run(arm.name, 1) for arm in ARMS])).rows[0][0] == "noPR"
 
 
-def test_verls_message_without_hybrid_engines_still_breaks_at_info():
-    """Once verl has mended it, the arms need not silence verl's INFO."""
-    from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync, logger
-
-    assert "flush=True" in inspect.getsource(PPOTrainerSeparateAsync._setup)
-    with pytest.raises(TypeError, match="flush"):
-        logger.error("message", flush=True)  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize(("arm", "moves", "trainer"), [("quick", [[1], [0]], "0"), ("quick_unpinned", [], "")])
 def test_verls_processes_start_beside_the_trainers_core(monkeypatch, composed_config, tmp_path, arm, moves, trainer):
     from recipe.partial_rollout.tools import verl_trainer
@@ -163,12 +139,8 @@ def test_report_is_written_from_complete_runs(tmp_path, capsys):
     rest = "1.00 | 1.0 | 2 | 0.25 | 0 | 1.00 | 0.500 | 0.812 ± 0.000 | - | - | 0.28 | 0.50"
     assert f"| PR, bounded | {wall} | 1250 | 800 | {ratios} | {rest} |" in text
     assert "| 2.00 | - | 4 | - | 8 |" in text, "what verl does not log, and a sample dropped in each step"
-    json.loads((tmp_path / "peers.json").read_text(), parse_constant=pytest.fail)
-    assert {row["arm"] for row in json.loads((tmp_path / "peers.json").read_text())} == {
-        "noPR",
-        "v1_colocate_async",
-        "PR_bounded",
-    }
+    rows = json.loads((tmp_path / "peers.json").read_text(), parse_constant=pytest.fail)
+    assert {row["arm"] for row in rows} == {"noPR", "v1_colocate_async", "PR_bounded"}
     assert (tmp_path / "peers.png").stat().st_size > 5_000 and "Peers" in capsys.readouterr().out
 
 

@@ -3,12 +3,13 @@
 import pytest
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.preflight import placement_check
 from recipe.partial_rollout.preflight.placement_check import check_devices_of_ray, check_placement
 
 ROLLOUT = "actor_rollout_ref.rollout"
 BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
+COLOCATED = "partial_rollout.placement=colocated"
 ONE_NODE = (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1", f"{BACKEND}=shm")
 
 
@@ -43,10 +44,7 @@ MODEL, TP = "actor_rollout_ref.model", f"{ROLLOUT}.tensor_model_parallel_size"
         ((*ONE_NODE, f"{BACKEND}=naive"), "shm (one node) or nccl (GPUs) with partial_rollout.placement=separate"),
         ((*ONE_NODE, "trainer.nnodes=2"), f"1 with {BACKEND}=shm"),
         ((*ONE_NODE, f"{ROLLOUT}.nnodes=2"), f"1 with {BACKEND}=shm"),
-        (
-            ("partial_rollout.placement=colocated", f"{BACKEND}=nccl"),
-            "with partial_rollout.enable=True it must be naive",
-        ),
+        ((COLOCATED, f"{BACKEND}=nccl"), "with partial_rollout.enable=True it must be naive"),
     ],
 )
 def test_split_that_cannot_work_is_refused_in_one_line(placed, overrides, message):
@@ -81,7 +79,7 @@ def test_more_devices_than_ray_has_and_a_vllm_that_cannot_hold_are_refused(place
     check_devices_of_ray(config, available=5)
     with pytest.raises(ConfigError, match=r"n_gpus_per_node=3: .* it needs 5 in Ray, which has 4"):
         check_devices_of_ray(config, available=4)
-    check_devices_of_ray(placed("partial_rollout.placement=colocated", "trainer.n_gpus_per_node=8"), available=1)
+    check_devices_of_ray(placed(COLOCATED, "trainer.n_gpus_per_node=8"), available=1)
     monkeypatch.setattr(placement_check, "has_pause_modes", lambda: False)
     with pytest.raises(ConfigError, match=r"placement=separate: colocated with vLLM [\d.]+, which has no pause modes"):
         check(config)
@@ -97,14 +95,3 @@ def test_trainer_leaves_the_engines_a_core(placed, monkeypatch):
     check(placed())
     with pytest.raises(ConfigError, match=r"trainer_cores=1: null: this system cannot pin"):
         check(placed("partial_rollout.trainer_cores=1"))
-
-
-def test_recipe_on_gpus_is_told_the_engines_devices_besides(composed_config):
-    recipe = ("recipe", "experiment=gsm8k_8gpu_4b", "partial_rollout.placement=separate")
-    with pytest.raises(ConfigError, match=r"rollout\.nnodes=0: an integer of at least 1"):
-        check(composed_config(*recipe))
-    split = ("trainer.n_gpus_per_node=3", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=5")
-    config = composed_config(*recipe, *split)
-    check(config)
-    assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == "nccl"
-    assert engine_devices(config) == 5 and engine_devices(composed_config("quickstart_cpu")) == 0

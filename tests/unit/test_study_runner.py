@@ -1,6 +1,5 @@
 """The runner of studies: what is complete, what is missing, and what a run is started with."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,17 +14,10 @@ from tests.studies.arm import BASELINE, Arm
 from tests.studies.learning.arms import ARMS, COMMON, at_rates
 from tests.studies.processes import UNFIT, WarmProcess
 from tests.studies.runner import Study, StudyError
+from tests.unit.runs import write_training
 
 STEPS = 4
 PR = Arm("PR", "PR", ("partial_rollout.max_staleness=4",))
-
-
-def write_run(directory, *, steps=STEPS, complete=True):
-    """A run of so many steps."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lines = [{"step": step, "data": {"training/global_step": step}} for step in range(1, steps + 1)]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (directory / "run.json").write_text(json.dumps({"complete": complete}))
 
 
 def build_study(out, *, seeds=(1, 2), **options):
@@ -46,9 +38,9 @@ def test_every_arm_of_the_learning_study_composes_and_passes_the_recipes_checks(
 
 def test_complete_run_is_not_run_again(tmp_path):
     study = build_study(tmp_path)
-    write_run(study.directory(PR, 1))
-    write_run(study.directory(PR, 2), steps=STEPS - 1)
-    write_run(study.directory(BASELINE, 1), complete=False)
+    write_training(study.directory(PR, 1), *[{}] * STEPS)
+    write_training(study.directory(PR, 2), *[{}] * (STEPS - 1))
+    write_training(study.directory(BASELINE, 1), *[{}] * STEPS, complete=False)
     assert {(arm.name, seed) for arm, seed in study.missing()} == {("PR", 2), ("noPR", 1), ("noPR", 2)}
 
 
@@ -56,16 +48,11 @@ def test_run_with_other_overrides_is_not_taken_for_one_of_the_study(tmp_path, mo
     monkeypatch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(returncode=0))
     small = build_study(tmp_path, seeds=(1,), overrides=("data.train_batch_size=8",))
     assert small.run_missing() == 2
-    write_run(small.directory(PR, 1))
-    assert small.is_complete(PR, 1)
+    write_training(small.directory(PR, 1), *[{}] * STEPS)
     large = build_study(tmp_path, seeds=(1,), overrides=("data.train_batch_size=16",))
-    with pytest.raises(
-        StudyError, match=r"was run with data.train_batch_size=8, this study has data.train_batch_size=16"
-    ):
+    with pytest.raises(StudyError, match=r"run with data.train_batch_size=8, this study has data.train_batch_size=16"):
         list(large.missing())
-    # More of the same is no other study.
-    longer = replace(small, steps=STEPS + 1)
-    assert not longer.is_complete(PR, 1)
+    assert not replace(small, steps=STEPS + 1).is_complete(PR, 1), "more of the same is no other study"
 
 
 def test_what_a_run_learns_does_not_depend_on_where_it_lies(tmp_path):

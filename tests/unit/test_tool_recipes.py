@@ -2,16 +2,12 @@
 
 import asyncio
 import json
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 from omegaconf import OmegaConf
-from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
-from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
-from verl.tools.tool_registry import initialize_tools_from_config, load_all_tools
+from verl.tools.tool_registry import initialize_tools_from_config
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import CONF_DIR
@@ -20,8 +16,8 @@ from recipe.partial_rollout.preflight.settings_check import check_config
 from recipe.partial_rollout.tasks.python_tool import PythonTool
 from recipe.partial_rollout.tools import verl_trainer
 from recipe.partial_rollout.tools.dry_run import dry_run
-from recipe.partial_rollout.worker.tool_journal import journaled, repeatable
-from tests.unit.shared import byte_tokenizer
+from recipe.partial_rollout.worker.tool_journal import repeatable
+from tests.unit.shared import byte_tokenizer, converse
 
 AT = "actor_rollout_ref.rollout.multi_turn"
 CHATML = (
@@ -46,31 +42,11 @@ def build(resolved_config, monkeypatch, tmp_path):
     return lambda tool, *more: resolved_config("recipe", f"experiment=gsm8k_{tool}_1gpu_0.6b", "arm=pr", *more)
 
 
-def converse(config, tokenizer, *answers):
-    """The text of a conversation in verl's tool loop with the config's tools, where the model says ``answers``."""
+def talk(config, tokenizer, *answers):
+    """The text of a conversation in which the model says ``answers``."""
     find_tools(config)
-    said = iter(answers)
-
-    async def generate(**_):
-        ids = tokenizer.encode(f"{next(said)}<|im_end|>")
-        return TokenOutput(token_ids=ids, log_probs=[-1.0] * len(ids))
-
-    async def run():
-        tools = journaled(load_all_tools(config.data.tool_config_path, None))
-        wrap = DictConfigWrap(config)
-        loop = ToolAgentLoop(
-            wrap,
-            SimpleNamespace(generate=generate),
-            tokenizer,
-            None,
-            RLHFDataset,
-            DictConfigWrap(config.data),
-            hf_model_type="qwen3",
-            tools=ToolListWrap(tools),
-        )
-        return await loop.run({}, raw_prompt=[{"role": "user", "content": "3 + 4?"}])
-
-    output = asyncio.run(run())
+    said = iter([tokenizer.encode(f"{text}<|im_end|>") for text in answers])
+    output = converse(config, tokenizer, "3 + 4?", lambda _: next(said))
     return output, tokenizer.decode([*output.prompt_ids, *output.response_ids])
 
 
@@ -79,7 +55,7 @@ def call(name, **arguments):
 
 
 def test_model_calls_python_in_qwens_format_and_reads_what_it_printed(build, tokenizer):
-    output, text = converse(build("python"), tokenizer, call("python", code="print(3 + 4)"), "#### 7")
+    output, text = talk(build("python"), tokenizer, call("python", code="print(3 + 4)"), "#### 7")
     prompt, _, response = text.partition("3 + 4?<|im_end|>\n<|im_start|>assistant\n")
     assert '"name": "python"' in prompt and '"required": ["code"]' in prompt
     assert response.endswith("<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n#### 7<|im_end|>")
@@ -90,7 +66,7 @@ def test_model_calls_python_in_qwens_format_and_reads_what_it_printed(build, tok
 
 def test_model_finds_its_files_again_in_the_workspace(build, tokenizer):
     turns = call("run", command="echo 7 > sum"), call("run", command="cat sum"), "#### 7"
-    output, text = converse(build("workspace"), tokenizer, *turns)
+    output, text = talk(build("workspace"), tokenizer, *turns)
     assert output.num_turns == 6 and "<|im_start|>tool\n7<|im_end|>" in text
 
 
@@ -99,17 +75,13 @@ def test_model_finds_its_files_again_in_the_workspace(build, tokenizer):
     [
         ("from fractions import Fraction\nprint(Fraction(1, 3) * 3)", "1"),
         ("1 + 1", "(nothing was printed)"),
-        ("while True: pass", "(over its limit: cpu)"),
         ("import time; time.sleep(60)", "(over its limit: time)"),
-        ("print('é' * 100_000)", "(over its limit: output)"),
-        ("a = 'a' * (1 << 30)", "(over its limit: memory)"),
         ("1 / 0", "ZeroDivisionError: division by zero\n(exit status 1)"),
         ("import numpy", "(exit status 1)"),
     ],
 )
 def test_python_runs_within_its_limits_and_says_how_it_ended(code, answer):
-    # On a busy machine half a second of a core may take long.
-    limits = {"type": "native", "cpu_s": 0.5, "memory_mb": 256, "timeout_s": 1 if "sleep" in code else 60}
+    limits = {"type": "native", "timeout_s": 1 if "sleep" in code else 60}
     response, _, _ = asyncio.run(PythonTool(limits, None).execute("i0", {"code": code}))
     assert response.text.endswith(answer)
 
@@ -135,11 +107,8 @@ def test_tools_that_are_missing_or_do_not_load_end_every_start_in_a_line(build, 
     (tmp_path / "broken.yaml").write_text(json.dumps({"tools": [broken]}))
     (tmp_path / "empty.yaml").write_text("tools:\n")
     unloadable = "a file whose tools verl can load"
-    for given, message in {
-        "none.yaml": "an existing file",
-        "broken.yaml": unloadable,
-        "empty.yaml": unloadable,
-    }.items():
+    files = {"none.yaml": "an existing file", "broken.yaml": unloadable, "empty.yaml": unloadable}
+    for given, message in files.items():
         with pytest.raises((ConfigError, SystemExit)) as caught:
             check(build("python", f"{AT}.tool_config_path={given}"))
         (line,) = (capsys.readouterr().err or f"config error: {caught.value}").splitlines()
