@@ -114,6 +114,11 @@ def write_training(path, *steps, **facts):
     (path / "run.json").write_text(json.dumps({"complete": True, **facts}))
 
 
+def halves(step):
+    """The groups of a step of 200 tokens."""
+    return [build_group(index, [50, 50]) for index in (2 * step - 2, 2 * step - 1)]
+
+
 def separate_rounds():
     return [
         build_round(
@@ -121,7 +126,7 @@ def separate_rounds():
             start=start,
             end=end,
             calls=[(*call, 0, 10, 0.0, f"0/{call[1]}#{call[0]}", False) for call in CALLS[step - 1]],
-            trained=[build_group(index, [50, 50]) for index in (2 * step - 2, 2 * step - 1)],
+            trained=halves(step),
         )
         for step, (start, end) in enumerate(zip((0, *TAKEN), TAKEN, strict=False), start=1)
     ]

@@ -241,19 +241,18 @@ def test_flag_is_what_yaml_says_for_whoever_reads_it(configure, word, value):
     assert {key: OmegaConf.select(config.partial_rollout, key) for key in FLAGS} == dict.fromkeys(FLAGS, value)
 
 
-def test_tokenizer_that_differs_from_the_model_is_refused_unless_the_model_is_padded(with_model):
-    for rows, padded in ((12, False), (9, True)):
-        with pytest.raises(ConfigError, match=f"its tokenizer has 10 tokens and the model {rows}"):
-            check_config(with_model({"vocab_size": rows}, f"partial_rollout.padded_vocabulary={padded}"))
-    assert check_config(with_model({"vocab_size": 12})).enable
+def test_model_with_fewer_rows_than_its_tokenizer_has_tokens_is_refused_even_as_padded(with_model):
+    with pytest.raises(ConfigError, match="its tokenizer has 10 tokens and the model 9"):
+        check_config(with_model({"vocab_size": 9}))
 
 
-def seal(step_dir, *, trainers=4, **sizes):
+def seal(directory, step, *, trainers=4, **sizes):
     """A whole checkpoint of a run with these sizes."""
+    step_dir = directory / f"global_step_{step}"
     manifest.begin(step_dir)
     (step_dir / "actor").mkdir()
     (step_dir / "actor" / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": trainers}))
-    manifest.seal(step_dir, 3, {"sizes": {"batch_groups": 4, "samples_per_group": 2, "max_staleness": 8, **sizes}})
+    manifest.seal(step_dir, step, {"sizes": {"batch_groups": 4, "samples_per_group": 2, "max_staleness": 8, **sizes}})
 
 
 @pytest.mark.parametrize(
@@ -268,9 +267,9 @@ def seal(step_dir, *, trainers=4, **sizes):
 )
 def test_checkpoint_that_the_settings_cannot_go_on_from_is_refused(configure, tmp_path, saved, message):
     resumed = f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto", "trainer.n_gpus_per_node=4"
-    seal(tmp_path / "global_step_2")
+    seal(tmp_path, 2)
     check_config(configure(*resumed))
-    seal(tmp_path / "global_step_3", **saved)
+    seal(tmp_path, 3, **saved)
     with pytest.raises(ConfigError, match=message):
         check_config(configure(*resumed))
 

@@ -10,6 +10,7 @@ from verl.utils.reward_score import default_compute_score
 
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.tools.data.command import main
+from tests.unit.runs import write_lines
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "gsm8k"
 
@@ -23,11 +24,6 @@ def dapo_row(problem, answer, index="0"):
         "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
         "extra_info": {"index": index},
     }
-
-
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def write_parquet(path, rows):
@@ -103,7 +99,8 @@ def test_hub_that_cannot_be_reached_says_how_to_get_the_files(tmp_path, capsys, 
     ],
 )
 def test_verl_scores_rows_of_each_source_alike(tmp_path, name, raw):
-    assert convert(name, tmp_path, write_jsonl(tmp_path / "raw.jsonl", [raw])) == 0
+    write_lines(tmp_path / "raw.jsonl", [raw])
+    assert convert(name, tmp_path, tmp_path / "raw.jsonl") == 0
     (path,) = (tmp_path / name).glob("*.parquet")
     (row,) = rows_of(path)
     assert row["prompt"][0]["content"].split("\n\n")[1] == "x" and row["extra_info"]["split"] == path.stem
@@ -121,11 +118,7 @@ WITHOUT_MARK = [{"question": "a", "answer": "#### 1"}, {"question": "b", "answer
         ("dapo_math17k", {"raw": [{"text": "a"}]}, "row 0 is not in the schema of BytedTsinghua-SIA/DAPO-Math-17k"),
         ("dapo_math17k", {"raw": []}, "no rows"),
         ("gsm8k", {"raw": WITHOUT_MARK}, "a folder with a file of each split (train, test)"),
-        (
-            "gsm8k",
-            dict.fromkeys(("train", "test"), WITHOUT_MARK),
-            "row 1 is not in the schema of openai/gsm8k: no ####",
-        ),
+        ("gsm8k", {"train": WITHOUT_MARK, "test": WITHOUT_MARK}, "row 1 is not in the schema of openai/gsm8k: no ####"),
         ("aime24", {}, "an existing file or folder"),
         ("aime24", {"raw": ["{broken"]}, "raw.jsonl cannot be read"),
     ],

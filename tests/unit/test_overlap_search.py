@@ -26,9 +26,8 @@ def call(start, end, tokens):
 
 def calls_of(curve):
     """Calls under two loads, as fast as ``curve`` says."""
-    spans = [call(0.0, 100 * curve.decode_s(1, 0), 100)]
-    start = spans[0].end
-    return [*spans, *[call(start, start + 100 * curve.decode_s(64, 0), 100) for _ in range(64)]]
+    alone = call(0.0, 100 * curve.decode_s(1, 0), 100)
+    return [alone, *[call(alone.end, alone.end + 100 * curve.decode_s(64, 0), 100)] * 64]
 
 
 def build_control(*, overlap=1.0, max_staleness=4, batch=16, notch=0.25):

@@ -5,6 +5,7 @@ import json
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,12 +14,12 @@ from omegaconf import OmegaConf
 from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Scheduling, ToolCalls
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.engine_curve import Cluster, EngineCurve
+from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.tools import plan, plan_measure
 from recipe.partial_rollout.tools.plan_cost import Prices, cost_table
 from recipe.partial_rollout.tools.plan_measure import Burst, decoded_lengths, predicted_s
-from recipe.partial_rollout.tools.replay import measured_steps, play_separate, replay, trainer_of
+from recipe.partial_rollout.tools.replay import measured_steps, replay, trainer_of
 from recipe.partial_rollout.tools.run_record import load_run
 from tests.unit.runs import PHASES, interrupted_run, separate_run
 
@@ -63,32 +64,21 @@ def test_plan_from_the_lengths_of_a_real_model_forecasts_what_its_pr_run_measure
     assert pr["staleness_mean"] == pytest.approx(0.92, rel=plan.TOLERANCE)
 
 
-def measured(running, context, *, start, tokens=128, noise=0.0, seed=0):
-    """A burst as an engine of the curve ``TRUE`` would serve it."""
-    generator = np.random.default_rng(seed)
-    bare = Burst(running, context, (EngineCall(0, 0.0, 1.0, tokens, 0),))
-    seconds = predicted_s(TRUE, bare) * (1 + noise * generator.standard_normal(running))
-    return Burst(
-        running,
-        context,
-        tuple(
-            EngineCall(0, start, start + s, tokens, 0, resumed_tokens=context, context_tokens=context)
-            for s in seconds.tolist()
-        ),
-    )
-
-
-def bursts(noise=0.0):
+def bursts():
+    """As an engine of the curve ``TRUE`` would serve them, but for 1% of noise."""
+    generator = np.random.default_rng(0)
     loads = itertools.product((1, 8, 32, 96, 256), (64, 2048), decoded_lengths(128))
-    return [
-        measured(running, context, tokens=tokens, start=1000.0 * i, noise=noise, seed=i)
-        for i, (running, context, tokens) in enumerate(loads)
-    ]
+    for at, (running, context, tokens) in enumerate(loads):
+        bare = Burst(running, context, (EngineCall(0, 0.0, 1.0, tokens, 0),))
+        ends = 1000.0 * at + predicted_s(TRUE, bare) * (1 + 0.01 * generator.standard_normal(running))
+        read = {"resumed_tokens": context, "context_tokens": context}
+        calls = tuple(EngineCall(0, 1000.0 * at, end, tokens, 0, **read) for end in ends.tolist())
+        yield Burst(running, context, calls)
 
 
 def test_measured_curve_is_the_engines_and_saved_for_plans(tmp_path, monkeypatch, capsys):
     async def drive(options):
-        return bursts(noise=0.01), 340_000
+        return list(bursts()), 340_000
 
     monkeypatch.setattr(plan_measure, "_drive", drive)
     path = tmp_path / "curve.json"
@@ -130,13 +120,11 @@ def test_split_stands_beside_colocated_and_nopr(capsys, tmp_path):
         ([*PRESET, "--train-seconds", "5", "--train-fixed", "6"], "--train-fixed is 6; it should be at most the 5 s"),
         ([*PRESET, "--price", "-1"], "--price is -1; it should be at least"),
         ([*PRESET, "--validate", "/nowhere"], "--placement separate with --validate"),
-        ([*PRESET, "--measure", "/nowhere"], "--placement separate with --measure"),
         (["--group", "4"], "no lengths: give --run or --lognormal"),
         ([], "--group is missing: give it, or --run"),
         ([*LOGNORMAL, "--replicas", "2"], "no engine curve: give --run or --curve"),
         ([*LOGNORMAL, "--replicas", "2", "--curve", __file__], f"{__file__} is no engine curve"),
         (["--run", "/nowhere"], "/nowhere: no such directory"),
-        (["--validate", "/nowhere"], "/nowhere: no such directory"),
         ([*LOGNORMAL, "--hold-seconds", "1"], "--hold-seconds is 1; it needs --placement separate"),
     ],
 )
@@ -163,25 +151,17 @@ def test_trainer_works_from_batch_to_batch_but_for_waits_staging_and_holds(tmp_p
     assert steps.whole_s == pytest.approx([10, 19]) and steps.train_s == pytest.approx([5, 6])
 
 
-def test_replay_is_as_long_as_the_training_where_engines_are_fast(tmp_path):
-    # 7 s of training, 2 s of staging and a hold of 1 s for each of the two steps between the batches.
-    fast = Cluster(EngineCurve(0.001, 0.0), 2, 8, True)
-    measured_s, simulated_s, batches = play_separate(build(tmp_path / "a"), ADMISSION, Scheduling(), fast, groups=6)
-    assert measured_s == pytest.approx(32) and simulated_s == pytest.approx(20, abs=0.01)
-    assert [batch.tokens for batch in batches] == [200, 200]
-    with pytest.raises(ValueError, match=r"config\.yaml is missing"):
-        replay(load_run(tmp_path / "a"))
-
-
-def test_replay_takes_a_run_in_the_placement_that_it_had(tmp_path, monkeypatch):
+def test_replay_is_as_long_as_the_training_where_engines_are_fast(tmp_path, monkeypatch):
+    settings = SimpleNamespace(enable=True, adapts_overlap=False, group_filter=None, drain=True, slots_per_replica=8)
+    settings.scheduling, settings.resume_kv, settings.tools = Scheduling(), "keep", ToolCalls()
+    made = {"PartialRolloutConfig.from_config": settings, "Admission.of": ADMISSION, "fit": EngineCurve(0.001, 0.0)}
+    for name, value in made.items():
+        monkeypatch.setattr(f"recipe.partial_rollout.tools.replay.{name}", lambda _, value=value: value)
     run = build(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"config\.yaml is missing"):
+        replay(run)
     OmegaConf.save({}, tmp_path / "a" / "config.yaml")
-    settings = type("Settings", (), {"enable": True, "adapts_overlap": False, "group_filter": None, "drain": True})()
-    settings.scheduling, settings.slots_per_replica, settings.resume_kv = Scheduling(), 8, "keep"
-    settings.tools = ToolCalls()
-    monkeypatch.setattr("recipe.partial_rollout.tools.replay.PartialRolloutConfig.from_config", lambda _: settings)
-    monkeypatch.setattr("recipe.partial_rollout.tools.replay.Admission.of", lambda _: ADMISSION)
-    monkeypatch.setattr("recipe.partial_rollout.tools.replay.fit", lambda calls: EngineCurve(0.001, 0.0))
+    # Of 400 tokens in 32 s: for each of the two steps between the batches 7 s of training, 2 s of staging, a hold of 1 s.
     found = replay(run)
     assert (found.measured_ms, found.forecast_ms) == (pytest.approx(80e3), pytest.approx(50e3, rel=0.01))
 

@@ -167,16 +167,6 @@ def test_mean_staleness_is_the_overlap_while_every_sample_has_a_slot(policy):
         assert made.staleness_mean == pytest.approx(overlap, rel=0.15)
 
 
-def test_age_of_tokens_counts_each_by_its_own_version():
-    # 0/0 makes 4 of its 8 tokens in round 0, 4 in round 1, and is trained at version 1; 0/1 and 0/2 are never stale.
-    lengths = LengthTrace(np.array([[8], [4], [9]]))
-    cluster = Cluster(EngineCurve(1.0, 0.0), replicas=1, slots_per_replica=4)
-    simulation = Simulation(build_admission(batch=1, n=1, overlap=1.0), Scheduling(), cluster, lengths, seed=None)
-    first, second = simulation.rounds(2)
-    assert (first.batch.tokens, first.batch.token_ages) == (4, 0)
-    assert (second.batch.tokens, second.batch.token_ages) == (8, 4)
-
-
 def test_smallest_overlap_whose_next_step_does_not_pay():
     speeds = [(0.0, 100.0), (0.5, 150.0), (1.0, 160.0), (2.0, 161.0)]
     assert [smallest_worthwhile(speeds, least) for least in (0.05, 0.10, 0.001)] == [1.0, 0.5, 2.0]
@@ -218,20 +208,13 @@ def test_without_staleness_the_sides_take_turns():
     assert not any(step.batch.token_ages for step in steps)
 
 
-def made_with(devices):
-    cluster, admission = Cluster(EngineCurve(3e-3, 1e-4), 8, 64), build_admission(batch=16, n=4, max_staleness=8)
-    return lambda engines: forecast_separate(
-        admission, Scheduling(), cluster, LENGTHS, devices, engines, warmup=4, steps=12
-    )
-
-
-def devices_of_speed(token_s):
-    return Devices(8, 1, TrainerRate(0.0, token_s), FREE)
-
-
 def test_best_split_is_the_fastest_of_all():
-    devices = devices_of_speed(4e-4)
-    made = made_with(devices)
+    cluster, admission = Cluster(EngineCurve(3e-3, 1e-4), 8, 64), build_admission(batch=16, n=4, max_staleness=8)
+    devices = Devices(8, 1, TrainerRate(0.0, 4e-4), FREE)
+
+    def made(engines):
+        return forecast_separate(admission, Scheduling(), cluster, LENGTHS, devices, engines, warmup=4, steps=12)
+
     speeds = {engines: made(engines).trained_tokens_per_s for engines in range(1, 8)}
     for start in (1, 7, balanced(devices, 2.0, 10_000)):
         best, seen = best_split(made, start, 7)

@@ -43,25 +43,20 @@ def test_over_long_prompts_are_counted_and_the_longest_is_named_unless_they_are_
     assert rows.reads == 0, "verl leaves them out"
 
 
-@pytest.mark.parametrize("change", ["file", "template", "rows"])
-def test_cache_is_not_used_for_other_files_templates_or_rows(config, change):
-    prompt_lengths(config, tokenizer_of(), Rows([3, 5]))
-    tokenizer = tokenizer_of()
-    if change == "file":
-        pd.DataFrame({"a": [2]}).to_parquet(config.data.train_files)
-    elif change == "template":
-        tokenizer = tokenizer_of("a{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    else:
-        config.data.train_max_samples = 1
-    rows = Rows([7])
-    assert prompt_lengths(config, tokenizer, rows).tolist() == [8 if change == "template" else 7]
-    assert rows.reads == 1
+def measured(config, lengths, tokenizer=None):
+    """Lengths, and how many rows were read for them."""
+    rows = Rows(lengths)
+    return prompt_lengths(config, tokenizer or tokenizer_of(), rows).tolist(), rows.reads
 
 
-def test_file_is_tokenized_once_but_for_a_dataset_class_of_ones_own(config):
-    first, second = Rows([3, 5]), Rows([3, 5])
-    for rows in (first, second):
-        assert prompt_lengths(config, tokenizer_of(), rows).tolist() == [3, 5]
-    assert (first.reads, second.reads) == (2, 0)
+def test_file_is_tokenized_once_while_nothing_changes_that_its_lengths_depend_on(config):
+    assert measured(config, [3, 5]) == ([3, 5], 2)
+    assert measured(config, [3, 5]) == ([3, 5], 0)
+    pd.DataFrame({"a": [2]}).to_parquet(config.data.train_files)
+    assert measured(config, [7]) == ([7], 1), "another file"
+    config.data.train_max_samples = 1
+    assert measured(config, [8]) == ([8], 1), "other rows"
+    other = tokenizer_of("a{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    assert measured(config, [9], other) == ([10], 1), "another template"
     config.data.custom_cls = {"path": "mine.py"}
-    assert prompt_lengths(config, tokenizer_of(), Rows([4])).tolist() == [4]
+    assert measured(config, [4]) == measured(config, [4]) == ([4], 1), "a dataset class of one's own is not known"

@@ -1,16 +1,15 @@
 """The sandboxed reward: right and wrong responses, those that reach a limit, and a check that fails."""
 
 import asyncio
-import contextlib
 import os
 import random
 import subprocess
 import sys
 import time
 from itertools import product
-from pathlib import Path
 from uuid import uuid4
 
+import psutil
 import pytest
 import uvloop
 from verl.utils.import_utils import load_extern_object
@@ -87,9 +86,8 @@ def test_pause_comes_before_the_check_and_counts_towards_the_timeout():
 
 def test_response_that_reaches_a_limit_scores_0(tmp_path):
     # Asleep by its own choice: were that an error, it would be masked.
-    scored = score(
-        "import time; time.sleep(60)", check=check(tmp_path, "import sys; exec(sys.stdin.read())"), timeout_s=0.5
-    )
+    runs_it = check(tmp_path, "import sys; exec(sys.stdin.read())")
+    scored = score("import time; time.sleep(60)", check=runs_it, timeout_s=0.5)
     assert scored == {"score": 0.0, "acc": 0.0, "over_limit": 1.0, "limit": "time"}
 
 
@@ -146,6 +144,12 @@ def test_sandbox_that_does_not_start_is_an_error(monkeypatch):
         score(RIGHT)
 
 
+def running(mark):
+    """Command lines with ``mark`` of this machine's processes; a zombie has none."""
+    lines = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    return [line for line in lines if mark in line]
+
+
 ESCAPE = """
 import os, time
 for _ in range(3):
@@ -168,7 +172,7 @@ def test_nothing_outlives_its_check(namespace, then):
         if then == "print(1.0)":
             return await calling
         # The supervisor, the check, and three that have left its session and lost their parent.
-        while len([pid for pid in running(mark) if b"supervisor.py" not in cmdline(pid)]) < 4:
+        while len([line for line in running(mark) if "supervisor.py" not in line]) < 4:
             await asyncio.sleep(0.05)
         calling.cancel()
         await asyncio.wait([calling])
@@ -188,18 +192,6 @@ def test_nothing_outlives_the_reader_of_its_score(namespace, tmp_path):
     reader.stdout.close()
     wait_until(lambda: not running(mark))
     reader.wait(10)
-
-
-def cmdline(pid):
-    """Of a process that lives; empty for a zombie."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
-def running(mark):
-    """Processes of this machine with ``mark`` in their command line."""
-    return [pid for pid in os.listdir("/proc") if pid.isdigit() and mark.encode() in cmdline(pid)]
 
 
 def wait_until(true, seconds=30):

@@ -1,7 +1,6 @@
 """The workspace: effects of its commands happen once, however its worker dies; and it is nobody else's folder."""
 
 import asyncio
-import random
 import signal
 import subprocess
 import sys
@@ -14,29 +13,26 @@ import pytest
 from recipe.partial_rollout.tasks.sandboxed import supervisor
 from recipe.partial_rollout.tasks.workspace import Workspace
 
+CONVERSATIONS, CALLS = 4, 6
 
-def live(root, conversations, calls, kills=0, seed=0):
-    """Run all conversations, with so many kills on the way; returns how many there were."""
-    rng, done = random.Random(seed), 0
+
+def live(root, kill_after=()):
+    """Run all conversations; one worker after another is killed once the journal has so many results."""
+    root.mkdir()
     command = [sys.executable, "-m", "tests.unit.workspace_life", root / "root", root / "journal"]
-    while True:
-        worker = subprocess.Popen([*command, str(conversations), str(calls)], stderr=subprocess.PIPE, text=True)
+    for results in (*kill_after, None):
+        worker = subprocess.Popen([*command, str(CONVERSATIONS), str(CALLS)], stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 60
         try:
-            before, deadline = journaled(root), time.monotonic() + 60
-            # The kill comes once this life has had some effect, whatever its start costs here.
-            while done < kills and worker.poll() is None and journaled(root) < before + rng.randint(1, 2 * calls):
+            while results is not None and worker.poll() is None and journaled(root) < results:
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
-            if done < kills and worker.poll() is None:
-                time.sleep(rng.uniform(0, 0.03))
+            if results is not None:
                 worker.kill()
-                done += 1
             _, error = worker.communicate(timeout=120)
         finally:
             worker.kill()
-        if worker.returncode == 0:
-            return done
-        assert worker.returncode == -signal.SIGKILL, error
+        assert worker.returncode == (0 if results is None else -signal.SIGKILL), error
 
 
 def journaled(root):
@@ -50,15 +46,13 @@ def contents(root):
 
 
 def test_effects_of_a_killed_worker_are_neither_lost_nor_doubled(tmp_path):
-    conversations, calls, kills = 4, 6, 2
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    for root, count in ((undisturbed, 0), (killed, kills)):
-        root.mkdir()
-        assert live(root, conversations, calls, count) == count
+    live(undisturbed)
+    live(killed, kill_after=(5, 12))
     logs = [text for path, text in contents(killed).items() if path.name == "log"]
-    assert [log.split() for log in logs] == [[str(n) for n in range(calls)]] * conversations
+    assert [log.split() for log in logs] == [[str(n) for n in range(CALLS)]] * CONVERSATIONS
     assert contents(killed) == contents(undisturbed)
-    assert journaled(killed) == conversations * calls and '"error"' not in (killed / "journal").read_text()
+    assert journaled(killed) == CONVERSATIONS * CALLS and '"error"' not in (killed / "journal").read_text()
 
 
 def run(tool, command, **options):
