@@ -20,20 +20,8 @@ def folder(tmp_path_factory):
         pytest.skip(f"needs {', '.join(missing)}: bash run_scripts/run_tests.sh -m nightly")
     root = tmp_path_factory.mktemp("smollm")
     model.write_smollm2(root / "task" / "model")
-    asked = [
-        "reasoning_gym",
-        "--task",
-        "letter_counting",
-        "--ask",
-        "",
-        "--shots",
-        "1",
-        "--rows",
-        "8",
-        "--held-out",
-        "2",
-    ]
-    assert write_data([*asked, "--out", str(root / "task")]) == 0
+    asked = ["reasoning_gym", "--task", "letter_counting", "--shots", "1", "--rows", "8", "--held-out", "2"]
+    assert write_data([*asked, "--ask", "", "--out", str(root / "task")]) == 0
     return root
 
 
