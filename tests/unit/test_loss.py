@@ -4,6 +4,7 @@ import math
 import pickle
 import subprocess
 import sys
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -126,11 +127,12 @@ def run(
     size=ROWS,
     **how,
 ):
-    """(loss, gradient [ROWS, WIDTH], metrics) of the worker's loss in micro-batches of ``size``; metrics of the last."""
+    """(loss, gradient [ROWS, WIDTH], metrics) of the worker's loss in micro-batches of ``size``, all summed."""
     fields = {**CLIPS, "clip_ratio_c": dual, "policy_loss": PolicyLossConfig(loss_mode=loss_mode)}
     config = ActorConfig(strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, loss_agg_mode=agg, **fields)
     extra = {} if function is ppo_loss else {"region": region}
-    rows, data, value = engine_rows(batch), micro_batch(batch, **how) if data is None else data, 0.0
+    data = micro_batch(batch, **how) if data is None else data
+    rows, value, figures = engine_rows(batch), 0.0, defaultdict(float)
     torch.manual_seed(0)
     for start in range(0, ROWS, size):
         part = rows[start : start + size]
@@ -140,9 +142,10 @@ def run(
         chosen = data if size == ROWS else tu.index_select_tensor_dict(data, list(range(start, start + size)))
         share, metrics = function(config=config, model_output=output, data=chosen, **extra)
         value = value + share
+        for key, each in metrics.items():
+            figures[key] += each.aggregate() if hasattr(each, "aggregate") else each
     value.backward()
-    figures = {key: each.aggregate() if hasattr(each, "aggregate") else each for key, each in metrics.items()}
-    return value.item(), gradient_of(rows), figures
+    return value.item(), gradient_of(rows), dict(figures)
 
 
 # -- the formulas, written again --------------------------------------------------------------------------------------
@@ -248,10 +251,11 @@ def test_one_update_trains_as_after_a_pass_over_the_batch(loss_mode, level):
 def test_micro_batches_of_any_size_add_up_to_the_batch(loss_mode, level, agg, from_update, size):
     batch, region = build_batch(5), None if level == "geometric" else REGION
     how = {"loss_mode": loss_mode, "level": level, "agg": agg, "from_update": from_update}
-    value, gradient, _ = run(batch, region, size=size, **how)
-    expected, slopes, _ = run(batch, region, **how)
+    value, gradient, found = run(batch, region, size=size, **how)
+    expected, slopes, metrics = run(batch, region, **how)
     assert value == pytest.approx(expected) and slopes.any(1).sum() >= ROWS // 2
     torch.testing.assert_close(gradient, slopes)
+    assert found == pytest.approx(metrics | {key: found[key] for key in metrics if OURS not in key})
 
 
 # -- what is reported --------------------------------------------------------------------------------------------------
