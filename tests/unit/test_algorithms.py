@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from verl import DataProto
-from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -17,10 +16,9 @@ from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint import plain_codec
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.policies import GroupFilter
-from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.training.trainer_config import check_correction
-from recipe.partial_rollout.worker.live_sample import LiveSample
 from recipe.partial_rollout.worker.turn_alignment import sample_output
+from tests.unit.test_turn_alignment import played, returned
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (main_ppo.CONF_DIR / "algorithm").glob("*.yaml")))
@@ -48,36 +46,17 @@ def scored(config, length):
     words = SimpleNamespace(decode=lambda ids, skip_special_tokens: "!")
 
     async def score():
-        data = DataProto.from_dict(
-            {
-                "responses": torch.ones(1, length, dtype=torch.int64),
-                "attention_mask": torch.ones(1, 2 + length, dtype=torch.int64),
-            },
-            {
-                "data_source": np.array(["clock10"]),
-                "reward_model": np.array([{"ground_truth": "3?4=_?2=_-8=0"}], dtype=object),
-            },
-        )
+        sizes = {"responses": length, "attention_mask": 2 + length}
+        tensors = {key: torch.ones(1, size, dtype=torch.int64) for key, size in sizes.items()}
+        truth = np.array([{"ground_truth": "3?4=_?2=_-8=0"}], dtype=object)
+        data = DataProto.from_dict(tensors, {"data_source": np.array(["clock10"]), "reward_model": truth})
         return await load_reward_manager(config, words).run_single(data)
 
     result = asyncio.run(score())
-    sample = LiveSample("0/0#0", keeper=None, priority=0)
-    tokens = np.ones(length, np.int32)
-    sample.start_turn(2)
-    sample.add(Segment(tokens, np.zeros(length, np.float32), 0, "completed"))
-    return sample_output(
-        sample,
-        AgentLoopOutput(
-            prompt_ids=[1, 1],
-            response_ids=tokens.tolist(),
-            response_mask=[1] * length,
-            response_logprobs=[0.0] * length,
-            reward_score=result["reward_score"],
-            num_turns=2,
-            metrics=AgentLoopMetrics(),
-            extra_fields={"reward_extra_info": result["reward_extra_info"]},
-        ),
-    )
+    tokens = [1] * length
+    made = returned(tokens, tokens, None)
+    made.reward_score, made.extra_fields = result["reward_score"], {"reward_extra_info": result["reward_extra_info"]}
+    return sample_output(played((2, 0, tokens)), made)
 
 
 def test_dapo_penalises_the_last_fifth_of_the_budget_filters_by_the_reward_before_it_and_can_be_checkpointed(

@@ -46,22 +46,14 @@ def test_pass_is_left_out_but_in_every_tenth_step_unless_something_needs_it_or_i
     assert runs == ([1, 11, 21] if needed is False else list(range(1, 22)))
 
 
-@pytest.mark.parametrize(("step", "checks"), [(11, True), (12, False)])
-def test_loss_learns_how_to_weigh_and_gives_the_entropy_where_no_pass_does(step, checks):
-    batch, recomputed = build_batch(), build_batch(9)
-    build().instruct(batch, step)
-    assert batch.meta_info == {
-        loss.PROXIMAL_FROM_UPDATE: True,
-        loss.PROXIMAL_CHECK: checks,
-        ASKED: not checks,
-        loss.WEIGHT_LEVEL: "token",
-        loss.WEIGHT_THRESHOLD: 2.0,
-    }
-    build(from_update=False).instruct(recomputed, step)
-    assert not recomputed.meta_info
-
-
-def test_batch_of_two_updates_ends_the_run():
+def test_loss_learns_how_to_weigh_and_gives_the_entropy_where_no_pass_does():
+    told = {loss.PROXIMAL_FROM_UPDATE: True, loss.WEIGHT_LEVEL: "token", loss.WEIGHT_THRESHOLD: 2.0}
+    for step, checks in ((11, True), (12, False)):
+        batch, recomputed = build_batch(), build_batch(9)
+        build().instruct(batch, step)
+        assert batch.meta_info == told | {loss.PROXIMAL_CHECK: checks, ASKED: not checks}
+        build(from_update=False).instruct(recomputed, step)
+        assert not recomputed.meta_info
     with pytest.raises(RuntimeError, match=r"batch of 9 responses .* = 8\): set partial_rollout.proximal=recompute"):
         build().instruct(build_batch(9), 1)
 
@@ -75,30 +67,13 @@ def test_stand_in_has_the_behaviour_log_probs_and_is_no_view_of_them():
 
 
 def test_figures_of_the_stand_in_give_way_to_the_losses_own():
-    logged = {
-        "actor/entropy": 0.0,
-        "perf/mfu/actor_infer": 0.0,
-        "rollout_corr/k3_kl": 0.0,
-        "training/rollout_probs_diff_max": 0.0,
-        "training/global_step": 1,
-    }
-    made = {
-        "proximal/error": 0.01,
-        "entropy": 0.7,
-        "k3_kl": 0.002,
-        "behaviour_weight/mean": 0.5,
-        "behaviour_weight/square": 1.0,
-        "kv_gap": 0.01,
-        "kv_gap_share": 0.25,
-    }
+    logged = dict.fromkeys(("actor/entropy", "perf/mfu/actor_infer", "rollout_corr/k3_kl"), 0.0)
+    logged |= {"training/rollout_probs_diff_max": 0.0, "training/global_step": 1}
+    made = {"proximal/error": 0.01, "entropy": 0.7, "k3_kl": 0.002, "kv_gap": 0.01, "kv_gap_share": 0.25}
+    made |= {"behaviour_weight/mean": 0.5, "behaviour_weight/square": 1.0}
     data = logged | {f"actor/partial_rollout/{key}": value for key, value in made.items()}
-    ours = {
-        "proximal/error": 0.01,
-        "behaviour_weight/mean": 0.5,
-        "behaviour_weight/ess": 0.25,
-        "mismatch/kv_gap_mean": 0.04,
-    }
-    ours = {f"partial_rollout/{key}": value for key, value in ours.items()}
+    ours = {"proximal/error": 0.01, "behaviour_weight/mean": 0.5, "behaviour_weight/ess": 0.25}
+    ours = {f"partial_rollout/{key}": value for key, value in (ours | {"mismatch/kv_gap_mean": 0.04}).items()}
     own = {"training/global_step": 1, "actor/entropy": 0.7, "rollout_corr/k3_kl": 0.002}
     assert build().metrics(data, 2) == own | ours
     assert build().metrics(data, 11) == logged | ours, "a step with the pass"

@@ -12,31 +12,20 @@ from recipe.partial_rollout.training.step_log import KL, PolicyDrift, StepLog
 from tests.unit.runs import write_lines
 
 
-@pytest.fixture
-def log(tmp_path, monkeypatch):
-    """``log(enable=)``: a log, and the lines that it prints."""
-
-    def build(*, enable=True):
-        printed = []
-        monkeypatch.setattr(step_log.tqdm, "write", printed.append)
-        config = OmegaConf.create({"trainer": {"logger": ["file"]}, "actor_rollout_ref": {"rollout": {}}})
-        return StepLog(config, SimpleNamespace(enable=enable, separate=False), tmp_path, total_steps=20), printed
-
-    return build
-
-
 @pytest.mark.parametrize("enable", [True, False])
-def test_drift_is_told_under_partial_rollout_alone_and_a_loss_that_is_no_number_in_both_arms(log, enable):
-    ours, printed = log(enable=enable)
+def test_drift_is_told_under_partial_rollout_alone_and_a_loss_that_is_no_number_in_both_arms(
+    tmp_path, monkeypatch, enable
+):
+    printed = []
+    monkeypatch.setattr(step_log.tqdm, "write", printed.append)
+    config = OmegaConf.create({"trainer": {"logger": ["file"]}, "actor_rollout_ref": {"rollout": {}}})
+    log = StepLog(config, SimpleNamespace(enable=enable, separate=False), tmp_path, total_steps=20)
     for step in range(1, 12):
-        ours.extend({"training/global_step": step, KL: 1e-4}, step)
-    ours.extend({"training/global_step": 12, KL: 0.1, "actor/loss": nan}, 12)
+        log.extend({"training/global_step": step, KL: 1e-4}, step)
+    log.extend({"training/global_step": 12, KL: 0.1, "actor/loss": nan}, 12)
     drift = [line for line in printed if "step 12 the policy has drifted" in line]
     assert [f"{KL} 0.1000, 0.00010 by the median" in line for line in drift] == [True] * enable
     assert any("actor/loss nan" in line and "step 12" in line for line in printed)
-
-
-# -- drift -------------------------------------------------------------------------------------------------------------
 
 
 WELL = [0.0002] * 8
