@@ -42,13 +42,10 @@ async def standing():
     return Standing(ready_groups=2, running=3, oldest=1)
 
 
-PR = "step 5 | 2 of 4 groups ready | running 3 | ", " tok/s | oldest 1 version | "
-
-
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ((Engines(), standing), PR),
+        ((Engines(), standing), ("step 5 | 2 of 4 groups ready | running 3 | ", " tok/s | oldest 1 version | ")),
         ((Engines(),), ("step 5 | running 3 | ",)),
         ((Engines(fails=True),), ("step 5 | 0 s",)),
     ],
