@@ -115,7 +115,7 @@ def test_arms_are_compared_within_pairs():
         build_run(rising, arm="PR_in_order_3", seed=3),
     ]
     base, ours = compare(runs)
-    assert (base.arm, base.held, ours.held) == ("noPR", 1, 1)
+    assert (base.arm, base.held, ours.held) == ("noPR", "1 of 2", "2 of 3"), "the run without a pair, too"
     assert [run.seed for run in ours.runs] == [1, 2]
     assert ours.gap(lambda run: run.final) == Gap(pytest.approx(0.05), pytest.approx(0.05))
     assert ours.ratio(lambda run: run.rollout_per_token) == pytest.approx(0.45)

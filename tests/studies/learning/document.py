@@ -51,14 +51,14 @@ def _unless_base(cell: Callable[[ArmFigures], str], base: str = "") -> Callable[
 _ARM_COLUMNS: tuple[tuple[str, Callable[[ArmFigures], str]], ...] = (
     ("arm", lambda arm: caption_of(arm.arm)),
     ("learning rate", lambda arm: f"{arm.rate:g}"),
-    ("runs", lambda arm: f"{len(arm.runs)}"),
+    ("pairs", lambda arm: f"{len(arm.runs)}"),
     (
         "final reward",
         lambda arm: with_error(float(arm.finals.mean()), float(standard_errors(arm.finals[:, None])[0])),
     ),
     (f"final minus {BASELINE.name}", _unless_base(lambda arm: _gap(arm.gap(lambda run: run.final)))),
     (f"area minus {BASELINE.name}", _unless_base(lambda arm: _gap(arm.gap(lambda run: run.area)))),
-    ("held", lambda arm: f"{arm.held} of {len(arm.runs)}"),
+    ("held", lambda arm: arm.held),
     (
         f"rollout / {BASELINE.name}",
         _unless_base(lambda arm: f"{arm.ratio(lambda run: run.rollout_per_token):.2f}", "1"),
@@ -115,7 +115,7 @@ def _text(arms: Table, runs: Table, command: str) -> str:
         "Reward of the current weights on held-out prompts. Differences are within pairs of runs from the same warm start "
         "with the same seed and learning rate, mean and standard error over pairs; *below*: by more than that error. "
         f"Final: the mean of the last {LAST} validations. Area: the mean of all. "
-        f"Held: the mean of {LAST} validations in a row never fell by {FALL:g} or more. "
+        f"Held: the mean of {LAST} validations in a row never fell by {FALL:g} or more, of all runs. "
         f"Rollout and step: seconds per trained token over the baseline's, median over pairs, from step {WARM_UP + 1} on "
         "(vLLM compiles before). "
         f"Seconds to {QUALITY:g}: training time from there until two validations in a row reach it, median over runs; "
@@ -138,7 +138,10 @@ def draw(arms: Sequence[ArmFigures], path: Path) -> None:
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, figures in zip(panels, shown, strict=False):
         hue = OURS_HUE if figures.arm.startswith("PR") else OTHERS_HUE
-        for runs, colour, label in ((figures.bases, BASELINE_HUE, BASELINE.caption), (figures.runs, hue, "arm")):
+        for runs, colour, label in (
+            (figures.bases, BASELINE_HUE, BASELINE.caption),
+            ((*figures.runs, *figures.alone), hue, "arm"),
+        ):
             for run in runs:
                 axes.plot(run.validated_at, run.held_out, color=colour, linewidth=0.7, alpha=0.45)
             mean = np.mean([run.held_out for run in runs], axis=0)

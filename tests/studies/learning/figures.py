@@ -41,6 +41,8 @@ class ArmFigures:
     runs: tuple[LearningRun, ...]
     bases: tuple[LearningRun, ...]
     """[runs]: the baseline's run of the same rate, start and seed"""
+    alone: tuple[LearningRun, ...] = ()
+    """runs that have none; only whether they held counts"""
 
     @property
     def finals(self) -> np.ndarray:
@@ -48,9 +50,10 @@ class ArmFigures:
         return np.array([run.final for run in self.runs])
 
     @property
-    def held(self) -> int:
-        """Number of runs that have not fallen."""
-        return sum(run.fall < FALL for run in self.runs)
+    def held(self) -> str:
+        """How many of all runs have not fallen."""
+        every = (*self.runs, *self.alone)
+        return f"{sum(run.fall < FALL for run in every)} of {len(every)}"
 
     def gap(self, figure: Callable[[LearningRun], float]) -> Gap:
         """Of ``figure``, within pairs."""
@@ -81,18 +84,18 @@ class ArmFigures:
 
 
 def compare(runs: Sequence[LearningRun]) -> list[ArmFigures]:
-    """Every arm at every rate, in order of appearance; runs without a baseline's to compare with are left out."""
+    """Every arm at every rate that has a pair, in order of appearance."""
     bases = {(run.rate, run.start, run.seed): run for run in runs if run.arm == BASELINE.name}
     found = []
     for arm, rate in dict.fromkeys((run.arm, run.rate) for run in runs):
-        paired = [
-            (run, base)
-            for run in runs
-            if (run.arm, run.rate) == (arm, rate)
-            and (base := bases.get((rate, run.start, run.seed))) is not None
-            and base.steps == run.steps
-        ]
+        paired, alone = list[tuple[LearningRun, LearningRun]](), list[LearningRun]()
+        for run in (run for run in runs if (run.arm, run.rate) == (arm, rate)):
+            base = bases.get((rate, run.start, run.seed))
+            if base is not None and base.steps == run.steps:
+                paired.append((run, base))
+            else:
+                alone.append(run)
         if paired:
             ours, theirs = zip(*paired, strict=True)
-            found.append(ArmFigures(arm, rate, ours, theirs))
+            found.append(ArmFigures(arm, rate, ours, theirs, tuple(alone)))
     return found
