@@ -32,16 +32,13 @@ PLACEMENT = {
 }
 
 
+STARTS = re.compile(r'recipe\.sh" (\S+) (\S+) "\$@"')
+SCRIPT = {found.groups(): path for path in SCRIPTS.glob("run_*.sh") if (found := STARTS.search(path.read_text()))}
+"""by experiment and arm"""
+
+
 def arms_of(experiment):
-    return ("nopr", "pr") if experiment in PUBLISHED else ("nopr", "pr", "colocate_async")
-
-
-def script_of(experiment, arm):
-    (task,) = (name for name in ("gsm8k", "dapo_math17k", "reasoning_gym") if experiment.startswith(name))
-    return SCRIPTS / f"run_{task}_{arm}_{experiment.removeprefix(f'{task}_')}.sh"
-
-
-PAIRS = [(experiment, arm) for experiment in EXPERIMENTS for arm in arms_of(experiment)]
+    return sorted(arm for each, arm in SCRIPT if each == experiment)
 
 
 @pytest.fixture
@@ -111,12 +108,13 @@ def test_sizes_fit_a_device(build, experiment):
 
 
 def test_every_experiment_and_arm_has_a_script_that_names_them():
-    for experiment, arm in PAIRS:
-        text = script_of(experiment, arm).read_text()
-        assert re.search(r'recipe\.sh" (\S+) (\S+) "\$@"', text).groups() == (experiment, arm)
+    for experiment in EXPERIMENTS:
+        assert {*arms_of(experiment)} == {"nopr", "pr", *(() if experiment in PUBLISHED else ("colocate_async",))}
+    assert {experiment for experiment, _ in SCRIPT} == {*EXPERIMENTS}
+    for (experiment, arm), path in SCRIPT.items():
+        assert path.stem.replace(f"_{arm}_", "_", 1) == f"run_{experiment}"
+        text = path.read_text()
         assert "NOT RUN YET on a GPU" in text and len(text.splitlines()) <= 6
-    named_here = {script_of(*pair) for pair in PAIRS}
-    assert {path for path in SCRIPTS.glob("run_*.sh") if "recipe.sh" in path.read_text()} == named_here
 
 
 def run_script(*arguments, **variables):

@@ -1,5 +1,6 @@
 """The site is whole, and its pages name metrics and keys that there are."""
 
+import importlib
 import importlib.util
 import os
 import re
@@ -47,6 +48,24 @@ def test_site_builds_without_a_warning(tmp_path):
     assert built.returncode == 0, built.stderr
     assert 'href="recipes.html"' in (tmp_path / "index.html").read_text()
     assert "deadlines.stall_s" in (tmp_path / "keys.html").read_text()
+
+
+@mkdocs
+def test_links_out_of_the_site_keep_their_words_only(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    site_links = importlib.import_module("hooks").site_links
+    readme = (
+        "[pages](docs/tuning.md#words) ![picture](docs/quickstart/report.png) [code](verl_ext/guard.py) [x](https://a)"
+    )
+    assert (
+        site_links(readme, "index.md")
+        == "[pages](tuning.md#words) ![picture](quickstart/report.png) code [x](https://a)"
+    )
+    deeper = "[front](../../README.md) [`a [b]`](../tuning.md) [keys](../../recipe/partial_rollout/README.md#keys)"
+    assert (
+        site_links(deeper, "performance/log.md")
+        == "[front](../index.md) [`a [b]`](../tuning.md) [keys](../keys.md#keys)"
+    )
 
 
 def test_every_metric_is_documented():
