@@ -72,7 +72,7 @@ def byte_tokenizer(template, *tokens, **special):
 
 
 def converse(config, tokenizer, question, answer):
-    """What verl's tool loop with the config's tools makes of ``question``; ``answer`` is a function of the ids so far."""
+    """What verl's tool loop with the config's tools makes of ``question``; ``answer`` gets the ids so far."""
     from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
     from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
     from verl.tools.tool_registry import load_all_tools

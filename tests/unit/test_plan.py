@@ -161,7 +161,7 @@ def test_replay_is_as_long_as_the_training_where_engines_are_fast(tmp_path, monk
     with pytest.raises(ValueError, match=r"config\.yaml is missing"):
         replay(run)
     OmegaConf.save({}, tmp_path / "a" / "config.yaml")
-    # Of 400 tokens in 32 s: for each of the two steps between the batches 7 s of training, 2 s of staging, a hold of 1 s.
+    # 400 tokens in 32 s; of each of the two steps between batches 7 s are training, 2 s staging, and 1 s a hold.
     found = replay(run)
     assert (found.measured_ms, found.forecast_ms) == (pytest.approx(80e3), pytest.approx(50e3, rel=1e-3))
 

@@ -54,18 +54,12 @@ def test_site_builds_without_a_warning(tmp_path):
 def test_links_out_of_the_site_keep_their_words_only(monkeypatch):
     monkeypatch.syspath_prepend(DOCS)
     site_links = importlib.import_module("hooks").site_links
-    readme = (
-        "[pages](docs/tuning.md#words) ![picture](docs/quickstart/report.png) [code](verl_ext/guard.py) [x](https://a)"
-    )
-    assert (
-        site_links(readme, "index.md")
-        == "[pages](tuning.md#words) ![picture](quickstart/report.png) code [x](https://a)"
-    )
+    readme = "[pages](docs/tuning.md#words) ![picture](docs/report.png) [code](verl_ext/guard.py) [x](https://a)"
+    shown = "[pages](tuning.md#words) ![picture](report.png) code [x](https://a)"
+    assert site_links(readme, "index.md") == shown
     deeper = "[front](../../README.md) [`a [b]`](../tuning.md) [keys](../../recipe/partial_rollout/README.md#keys)"
-    assert (
-        site_links(deeper, "performance/log.md")
-        == "[front](../index.md) [`a [b]`](../tuning.md) [keys](../keys.md#keys)"
-    )
+    shown = "[front](../index.md) [`a [b]`](../tuning.md) [keys](../keys.md#keys)"
+    assert site_links(deeper, "performance/log.md") == shown
 
 
 def test_every_metric_is_documented():
