@@ -34,15 +34,13 @@ def no_garbage():
     gc.enable()
 
 
-def build_prompts(count, *, start=0, epoch=0):
-    return [
-        Prompt(f"{epoch}/{i}", epoch, {"raw_prompt": [{"role": "user", "content": str(i)}]})
-        for i in range(start, start + count)
-    ]
+def build_prompts(count, *, start=0):
+    numbers = range(start, start + count)
+    return [Prompt(f"0/{i}", 0, {"raw_prompt": [{"role": "user", "content": str(i)}]}) for i in numbers]
 
 
-def build_segment(length=3, *, version=0):
-    return Segment(np.arange(length, dtype=np.int32), np.full(length, -0.5, np.float32), version)
+def build_segment(length=3):
+    return Segment(np.arange(length, dtype=np.int32), np.full(length, -0.5, np.float32), 0)
 
 
 def build_output(length=5, *, version=0, reward=1.0, prompt_length=4, info=None):
@@ -77,7 +75,6 @@ def build_manager(
     capacity=64,
     failures=None,
     group_filter=None,
-    train_groups=None,
 ):
     admission = Admission(
         mode=mode,
@@ -87,7 +84,6 @@ def build_manager(
         over_sampling_batch_size=over_sampling or 2 * batch,
         in_flight_samples=in_flight or batch * n,
         max_staleness=max_staleness,
-        train_groups=train_groups,
     )
     clock = itertools.count()
     scheduling, failures = Scheduling(policy, overtake), failures or FailurePolicy()
