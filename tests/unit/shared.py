@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from recipe.partial_rollout.manager.types import SampleOutput
+from recipe.partial_rollout.worker.live_sample import ProbeSlots
 
 
 class Local:
@@ -22,6 +23,64 @@ class Local:
             return await getattr(self.actor, verb)(*arguments)
 
         return SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(call(*arguments)))
+
+
+class Keeper(ProbeSlots):
+    """Grants slots at once; has what samples have reported."""
+
+    def __init__(self):
+        self.segments, self.results = [], []
+
+    def report_now(self, sample):
+        segments, results = sample.take_unsent()
+        self.segments += segments
+        self.results += results
+
+    release_slot = report_now
+
+    async def tell(self, sample):
+        await asyncio.sleep(0)
+        self.report_now(sample)
+
+
+async def hangs(*_, **__):
+    await asyncio.sleep(60)
+
+
+async def lets_a_cancellation_out():
+    """As a library that cancels what it awaits."""
+    call = asyncio.ensure_future(hangs())
+    await asyncio.sleep(0)
+    call.cancel()
+    await call
+
+
+def script_replicas(patch, generate):
+    """``generate`` answers in place of verl's client and its replicas, of which there is one: ``replica-7``."""
+    from verl.workers.rollout.llm_server import LLMServerClient
+
+    async def acquire(self, request_id, **extra):
+        return "replica-7", None
+
+    async def asked(self, request_id, **request):
+        server, _ = await self._acquire_server(request_id)
+        try:
+            return await generate(request_id, **request)
+        finally:
+            self._release_server(server, request_id)
+
+    patch.setattr(LLMServerClient, "generate", asked)
+    patch.setattr(LLMServerClient, "_acquire_server", acquire)
+    patch.setattr(LLMServerClient, "_release_server", lambda *_: None)
+
+
+def tool_schema(name):
+    """verl's, of a tool without parameters."""
+    from verl.tools.schemas import OpenAIFunctionToolSchema
+
+    parameters = {"type": "object", "properties": {}, "required": []}
+    function = {"name": name, "description": name, "parameters": parameters}
+    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
 
 def begin(manager):

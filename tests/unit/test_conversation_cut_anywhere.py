@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
-from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.config.choices import Mode
@@ -23,8 +22,9 @@ from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker, output_of
+from tests.unit.shared import Local, script_replicas
 from tests.unit.test_turn_alignment import ASSISTANT, OBSERVATION, USER, config_of, loop_of
-from tests.unit.test_worker import CURVE, RETRY, Local, finish_round
+from tests.unit.test_worker import CURVE, RETRY, finish_round
 
 TURNS, TOKENS = 3, 3
 MOMENTS = TURNS * TOKENS + 2 * (TURNS - 1)
@@ -89,6 +89,7 @@ class Conversing(ScriptedWorker):
             async with sample.keeper.engine_call(sample):
                 await self.moments.reached.wait()
             return output_of(0, self._version)
+        assert sample.group == "0/0"
         workspace = WatchedWorkspace(self.root, self.moments)
         loop = loop_of(CONFIG, journaled([workspace], 20.0, self.config.partial_rollout.tools))
         output = await loop.run({}, raw_prompt=[{"role": "user", "content": "go"}])
@@ -110,8 +111,7 @@ def engine():
     """Makes a token at each turn of the event loop, until it is aborted."""
     state = SimpleNamespace(moments=None, aborting=asyncio.Event())
 
-    async def generate(self, request_id, *, prompt_ids, sampling_params, **kwargs):
-        await self._acquire_server(request_id)
+    async def generate(request_id, *, prompt_ids, **request):
         made = []
         while not made or made[-1] not in (OBSERVATION, USER):
             await state.moments.one("token", len(prompt_ids) + len(made))
@@ -121,13 +121,8 @@ def engine():
         probs, stop = [-token / 8 for token in made], "aborted" if state.aborting.is_set() else "completed"
         return TokenOutput(token_ids=made, log_probs=probs, stop_reason=stop, extra_fields={"global_steps": 0})
 
-    async def acquire(self, request_id, **extra):
-        return "r", None
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LLMServerClient, "generate", generate)
-        patch.setattr(LLMServerClient, "_acquire_server", acquire)
-        patch.setattr(LLMServerClient, "_release_server", lambda *args: None)
+        script_replicas(patch, generate)
         yield state
 
 
@@ -180,16 +175,19 @@ async def converse(engine, root, cuts, deadly):
     serving.cancel()
     (output,) = groups["0/0"].outputs
     trajectory = [array.tolist() for array in (output.response_ids, output.response_mask, output.log_probs)]
-    return trajectory, output.reward_score, (root / "live" / "0_0#0" / "files" / "log").read_text(), moments
+    effects = (root / "live" / "0_0#0" / "files" / "log").read_text()
+    return trajectory, output.reward_score, effects, output.metrics["calls_asked"], moments
 
 
 @pytest.mark.parametrize("deadly", [False, True], ids=["interrupted", "worker dies"])
 @pytest.mark.parametrize("cut", [*range(MOMENTS), slice(None)], ids=[*map(str, range(MOMENTS)), "all"])
 def test_conversation_ends_alike_wherever_it_is_cut(engine, undisturbed, cut, deadly, tmp_path):
-    *expected, plain = undisturbed
+    *expected, _, plain = undisturbed
     assert len(set(plain.passed)) == MOMENTS
     cuts = plain.passed[cut] if isinstance(cut, slice) else [plain.passed[cut]]
-    *found, moments = asyncio.run(converse(engine, tmp_path, cuts, deadly))
+    *found, asked, moments = asyncio.run(converse(engine, tmp_path, list(cuts), deadly))
     assert found == expected and not moments.cuts
+    in_token = [kind == "token" for kind, _ in cuts]
+    assert asked == (deadly and not in_token[-1]), "only of the call that the last death has cut off"
     if not deadly:
-        assert moments.calls == plain.calls
+        assert moments.calls == plain.calls and len(moments.passed) == MOMENTS + sum(in_token), "nothing is made twice"

@@ -16,24 +16,14 @@ from recipe.partial_rollout import waits
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.waits import ReplicaError
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, ProbeSlots
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.resumption import SamplingError
+from tests.unit.shared import Keeper, script_replicas
 
 ROLLOUT = SimpleNamespace(response_length=10, prompt_length=4, scheduling_policy="fcfs", name="vllm")
 CONFIG = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT))
-
-
-class Keeper(ProbeSlots):
-    """Grants at once; remembers what was handed in."""
-
-    def __init__(self):
-        self.handed_in = []
-
-    def release_slot(self, sample):
-        segments, _ = sample.take_unsent()
-        self.handed_in += [(list(segment.token_ids), segment.version) for segment in segments]
 
 
 @pytest.fixture
@@ -41,25 +31,15 @@ def engine(monkeypatch):
     """Scripted replica: answers in turn and notes every request."""
     script = SimpleNamespace(answers=[], requests=[], priorities=[])
 
-    async def generate(self, request_id, *, prompt_ids, sampling_params, **kwargs):
-        server, _ = await self._acquire_server(request_id)
+    async def generate(request_id, *, prompt_ids, sampling_params, priority=None):
         script.requests.append((request_id, list(prompt_ids), dict(sampling_params)))
-        script.priorities.append(kwargs.get("priority"))
+        script.priorities.append(priority)
         answer = script.answers.pop(0)
-        self._release_server(server, request_id)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    async def acquire(self, request_id, **extra):
-        return "replica-7", None
-
-    def release(self, server_id, request_id=None):
-        return None
-
-    monkeypatch.setattr(LLMServerClient, "generate", generate)
-    monkeypatch.setattr(LLMServerClient, "_acquire_server", acquire)
-    monkeypatch.setattr(LLMServerClient, "_release_server", release)
+    script_replicas(monkeypatch, generate)
     return script
 
 
@@ -70,6 +50,15 @@ def tokens(*ids, stop="completed", version=0, log_probs=True, marks=None, **fiel
         stop_reason=stop,
         extra_fields={"global_steps": version} | ({"version_marks": marks} if marks else {}) | fields,
     )
+
+
+def client_of(replicas="", tokenizer=None):
+    """A client that chooses among ``replicas``, or leaves that to verl."""
+    client = PartialRolloutLLMClient(CONFIG)
+    client.use_tokenizer(tokenizer)
+    if replicas:
+        client.use_replicas(ReplicaChoice(dict.fromkeys(replicas)))
+    return client
 
 
 def generate(client, sample, prompt=(1, 2, 3), params=None, **sampling_params):
@@ -87,10 +76,10 @@ def live(keeper=None, **kwargs):
 def test_aborted_call_resumes_from_its_tokens_with_what_is_left_of_its_parameters(engine):
     engine.answers = [tokens(5, 6, 7, stop="aborted", version=3), tokens(8, version=4)]
     sample, params = live(), {"temperature": 1.0, "max_new_tokens": 9, "min_tokens": 4}
-    output = generate(PartialRolloutLLMClient(CONFIG), sample, params=params)
+    output = generate(client_of(), sample, params=params)
     assert output.token_ids == [5, 6, 7, 8] and of(sample.segments) == [([5, 6, 7], 3, None), ([8], 4, "completed")]
     assert output.log_probs == pytest.approx([-0.5, -0.6, -0.7, -0.8])
-    assert sample.keeper.handed_in == [([5, 6, 7], 3)]
+    assert of(sample.keeper.segments) == [([5, 6, 7], 3, None)]
     first = {"temperature": 1.0, "detokenize": False, "max_tokens": 9, "min_tokens": 4}
     second = first | {"max_tokens": 6, "min_tokens": 1}
     assert [request[1:] for request in engine.requests] == [([1, 2, 3], first), ([1, 2, 3, 5, 6, 7], second)]
@@ -99,14 +88,14 @@ def test_aborted_call_resumes_from_its_tokens_with_what_is_left_of_its_parameter
 
 def test_budget_of_a_later_turn_counts_what_the_conversation_has_used(engine):
     engine.answers = [tokens(5)]
-    generate(PartialRolloutLLMClient(CONFIG), live(), prompt=range(12))
+    generate(client_of(), live(), prompt=range(12))
     assert engine.requests[0][2]["max_tokens"] == 2
 
 
 def test_tokens_without_log_probs_are_refused(engine):
     engine.answers = [tokens(5, 6, log_probs=False)]
     with pytest.raises(RuntimeError, match="calculate_log_probs=True"):
-        generate(PartialRolloutLLMClient(CONFIG), live())
+        generate(client_of(), live())
 
 
 def of(segments):
@@ -131,7 +120,7 @@ HELD_AND_INTERRUPTED = tokens(5, 6, 7, stop="aborted", version=4, marks=[(2, 3)]
             [HELD_AND_INTERRUPTED, tokens(8, version=5)],
             {},
             [([5, 6], 3, None), ([7], 4, None), ([8], 5, "completed")],
-            [([5, 6], 3), ([7], 4)],
+            [([5, 6], 3, None), ([7], 4, None)],
         ),
         # Aborted at its budget it is complete.
         ([HELD_AND_INTERRUPTED], {"max_tokens": 3}, [([5, 6], 3, None), ([7], 4, "completed")], []),
@@ -141,20 +130,20 @@ HELD_AND_INTERRUPTED = tokens(5, 6, 7, stop="aborted", version=4, marks=[(2, 3)]
 def test_held_call_is_a_segment_for_each_version_and_none_is_empty(engine, answers, params, segments, handed_in):
     engine.answers, keeper = deepcopy(answers), Keeper()
     sample = live(keeper)
-    output = generate(PartialRolloutLLMClient(CONFIG), sample, **params)
+    output = generate(client_of(), sample, **params)
     assert of(sample.segments) == segments and output.token_ids == [i for ids, *_ in segments for i in ids]
     versions = [version for _, version, _ in segments]
     fields = output.extra_fields
     assert (fields["min_global_steps"], fields["max_global_steps"]) == (min(versions), max(versions))
     assert "version_marks" not in fields and output.stop_reason == "completed"
-    assert keeper.handed_in == handed_in and engine.answers == []
+    assert of(keeper.segments) == handed_in and engine.answers == []
 
 
 def test_call_that_was_aborted_without_a_token_adds_no_segment_and_goes_on_with_its_priority(engine, monkeypatch):
     monkeypatch.setattr(ROLLOUT, "scheduling_policy", "priority")
     queued = tokens(stop="aborted", log_probs=False)
     engine.answers = [queued, tokens(stop="aborted"), tokens(5, 6, stop="aborted"), tokens(stop="aborted"), tokens(7)]
-    client, sample = PartialRolloutLLMClient(CONFIG), live()
+    client, sample = client_of(), live()
     sample.priority = 7
     assert generate(client, sample).token_ids == [5, 6, 7]
     assert engine.priorities == [7] * 5 and of(sample.segments) == [([5, 6], 0, None), ([7], 0, "completed")]
@@ -164,7 +153,7 @@ def test_call_that_was_aborted_without_a_token_adds_no_segment_and_goes_on_with_
 
 def test_turn_after_a_tool_reads_again_what_of_the_conversation_the_replica_has_lost(engine):
     engine.answers = [tokens(5, 6), tokens(stop="aborted"), tokens(7, stop="aborted", num_cached_tokens=4), tokens(8)]
-    client, sample = PartialRolloutLLMClient(CONFIG), live()
+    client, sample = client_of(), live()
     generate(client, sample)
     generate(client, sample, prompt=(1, 2, 3, 5, 6, 90, 91))
     noted = [(call.resumed_tokens, call.earlier_tokens) for call in client.take_calls()]
@@ -182,7 +171,7 @@ def journal(*segments):
 def test_journal_answers_turns_that_it_holds_and_begins_the_others(engine):
     engine.answers = [tokens(9, version=2)]
     sample = live(restored=journal(([5], 0, None), ([6], 1, "stop"), ([8], 1, None)))
-    first, second = [generate(PartialRolloutLLMClient(CONFIG), sample) for _ in range(2)]
+    first, second = [generate(client_of(), sample) for _ in range(2)]
     assert (first.token_ids, first.stop_reason, second.token_ids) == ([5, 6], "stop", [8, 9])
     assert first.log_probs == pytest.approx([-0.5, -0.6])
     ((_, context, params),) = engine.requests
@@ -194,7 +183,7 @@ def test_journal_answers_turns_that_it_holds_and_begins_the_others(engine):
 def seeds(engine, **params):
     engine.answers = [tokens(stop="aborted"), tokens(5, stop="aborted"), tokens(6, stop="aborted"), tokens(7)]
     first = len(engine.requests)
-    generate(PartialRolloutLLMClient(CONFIG), live(), **params)
+    generate(client_of(), live(), **params)
     return [request[2].get("seed") for request in engine.requests[first:]]
 
 
@@ -222,10 +211,10 @@ def test_seed_differs_with_the_tokens_made_and_only_with_them(engine):
 def test_what_would_not_survive_an_interruption_is_refused_before_the_first_call(engine, key, value, instead):
     engine.answers = [tokens(5)]
     with pytest.raises(SamplingError, match=f"sample 0/0#0: .* asks for {key}=.*{instead}"):
-        generate(PartialRolloutLLMClient(CONFIG), live(), **{key: value})
+        generate(client_of(), live(), **{key: value})
     assert engine.requests == []
     off = {"presence_penalty": 0.0, "frequency_penalty": 0, "bad_words": [], "repetition_penalty": 1.3}
-    assert generate(PartialRolloutLLMClient(CONFIG), live(), **off).token_ids == [5]
+    assert generate(client_of(), live(), **off).token_ids == [5]
 
 
 TOKENIZER = build_tokenizer()
@@ -258,9 +247,7 @@ def test_stop_string_is_found_across_every_cut(engine, answers, params, turn, jo
     sample = live(restored=journal((text(aborted.pop(0)), 0, None)) if journaled else ())
     engine.answers = [tokens(*text(letters), stop="aborted") for letters in aborted]
     engine.answers += [] if last is None else [tokens(*text(last))]
-    client = PartialRolloutLLMClient(CONFIG)
-    client.use_tokenizer(TOKENIZER)
-    output = generate(client, sample, max_tokens=99, **params)
+    output = generate(client_of(tokenizer=TOKENIZER), sample, max_tokens=99, **params)
     assert TOKENIZER.decode(output.token_ids) == turn and engine.answers == []
     assert len(output.log_probs) == len(output.token_ids) == sum(map(len, sample.segments))
     assert sample.segments[-1].stop_reason == output.stop_reason == "completed"
@@ -273,29 +260,17 @@ def test_stop_string_across_an_interruption_ends_the_turn_wherever_the_call_was_
         tokens(*text("st"), stop="aborted", version=3),
         tokens(*letters, version=5, marks=[(held_after, 4)]),
     ]
-    client, sample = PartialRolloutLLMClient(CONFIG), live()
-    client.use_tokenizer(TOKENIZER)
-    output = generate(client, sample, max_tokens=99, stop=["stop"])
+    sample = live()
+    output = generate(client_of(tokenizer=TOKENIZER), sample, max_tokens=99, stop=["stop"])
     assert TOKENIZER.decode(output.token_ids) == "stop" and output.stop_reason == "completed"
-    rest = (
-        [([letters[0]], 4, None), ([letters[1]], 5, "completed")]
-        if held_after == 1
-        else [(letters[:2], 4, "completed")]
-    )
+    one_each = [(letters[:1], 4, None), (letters[1:2], 5, "completed")]
+    rest = one_each if held_after == 1 else [(letters[:2], 4, "completed")]
     assert of(sample.segments) == [(text("st"), 3, None), *rest]
 
 
-def two_replicas(dead):
-    client = PartialRolloutLLMClient(CONFIG)
-    client.use_replicas(ReplicaChoice({"a": "A", "b": "B"}))
-    died = RayActorError() if dead else OSError("bad request")
-    return client, died
-
-
 def test_call_whose_replica_died_is_made_again_at_another(engine):
-    client, died = two_replicas(dead=True)
-    engine.answers = [tokens(5, stop="aborted"), died, tokens(6)]
-    sample = live()
+    client, sample = client_of("ab"), live()
+    engine.answers = [tokens(5, stop="aborted"), RayActorError(), tokens(6)]
     assert generate(client, sample).token_ids == [5, 6]
     assert [request[1] for request in engine.requests] == [[1, 2, 3], [1, 2, 3, 5], [1, 2, 3, 5]]
     # The first call ended at a: the next one went to b, which died.
@@ -303,23 +278,19 @@ def test_call_whose_replica_died_is_made_again_at_another(engine):
 
 
 @pytest.mark.parametrize(
-    ("dead", "answers", "said"), [(True, 2, "vLLM replica b failed"), (False, 1, "OSError: bad request")]
+    ("error", "asked", "said"),
+    [(RayActorError(), 2, "vLLM replica b failed"), (OSError("bad request"), 1, "OSError: bad request")],
 )
-def test_call_fails_once_no_replica_is_left_or_where_a_living_one_refuses_it(engine, dead, answers, said):
-    client, error = two_replicas(dead)
+def test_call_fails_once_no_replica_is_left_or_where_a_living_one_refuses_it(engine, error, asked, said):
     engine.answers = [error, error]
     with pytest.raises(ReplicaError, match=said):
-        generate(client, live())
-    assert len(engine.requests) == answers
+        generate(client_of("ab"), live())
+    assert len(engine.requests) == asked
 
 
 def test_validation_call_is_verls_own(engine):
     engine.answers = [tokens(5, stop="aborted", marks=[(1, 3)])]
-
-    async def run():
-        return await PartialRolloutLLMClient(CONFIG).generate("r", prompt_ids=[1], sampling_params={"top_p": 1.0})
-
-    output = asyncio.run(run())
+    output = generate(client_of(), None, prompt=[1], top_p=1.0)
     assert output.stop_reason == "aborted" and output.extra_fields == {"global_steps": 0}
     assert engine.requests == [("r", [1], {"top_p": 1.0, "detokenize": False})]
 
@@ -336,9 +307,7 @@ def test_validation_calls_go_to_the_replicas_without_verls_load_balancer_once_th
 
     monkeypatch.setattr(LLMServerClient, "_acquire_server", acquire)
     monkeypatch.setattr(LLMServerClient, "_release_server", release)
-    client = PartialRolloutLLMClient(CONFIG)
-    client.use_replicas(ReplicaChoice({"a": 1, "b": 2}))
-    engine.answers = [tokens(i) for i in range(20)]
+    client, engine.answers = client_of("ab"), [tokens(i) for i in range(20)]
     assert [generate(client, None).token_ids for _ in range(20)] == [[i] for i in range(20)]
     assert len(asked) == 1
 
@@ -351,7 +320,7 @@ def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
             yield
 
     engine.answers = [tokens(5, 6, version=9, stop="aborted", queued_s=0.25), tokens(7, version=10), tokens(5)]
-    client = PartialRolloutLLMClient(CONFIG)
+    client = client_of()
     assert "queued_s" not in generate(client, live(Busy())).extra_fields, "no agent loop carries it on"
     asyncio.run(client.generate("0123456789abcdef", prompt_ids=[1], sampling_params={}))
     calls = client.take_calls()
@@ -375,13 +344,13 @@ async def test_request_names_its_group_and_the_weights_of_its_samples_first_toke
     sample = live(group="0/0")
     sample.segments = list(journal(*[([5], version, None) for version in versions]))
     LIVE_SAMPLE.set(sample)
-    assert PartialRolloutLLMClient(CONFIG)._vllm_request_id("r").rpartition("@")[0] == named
+    assert client_of()._vllm_request_id("r").rpartition("@")[0] == named
 
 
 @pytest.mark.parametrize("sample", [live(), None], ids=["training", "validation"])
 def test_call_whose_connection_drops_is_made_again_and_its_replica_stays(engine, monkeypatch, sample):
     monkeypatch.setattr(waits, "AGAIN_S", 0.001)
-    client, _ = two_replicas(dead=True)
+    client = client_of("ab")
     engine.answers = [ActorUnavailableError("connection reset", None), *[tokens(i) for i in range(20)]]
     assert generate(client, sample).token_ids == [0]
     for _ in range(19):

@@ -1,11 +1,11 @@
 """A tool call is made once: its result is journaled, and a replay returns it. A hung tool takes no other call's thread."""
 
 import asyncio
-import json
 import math
 import threading
 import time
 from contextvars import ContextVar
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -13,37 +13,15 @@ from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.tools.schemas import ToolResponse
 
 from recipe.partial_rollout.config.sections import ToolCalls
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, ProbeSlots
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.tool_journal import ToolThreads, ToolTimeoutError, journaled, repeatable
+from tests.unit.shared import Keeper, hangs, lets_a_cancellation_out, tool_schema
 
-SCHEMA = OpenAIFunctionToolSchema.model_validate(
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "adds",
-            "parameters": {"type": "object", "properties": {}, "required": []},
-        },
-    }
-)
+SCHEMA = tool_schema("add")
 KEEPS_ITS_SLOT = ToolCalls(release_after_s=math.inf)
-
-
-class Keeper(ProbeSlots):
-    """Collects what a sample notes."""
-
-    def __init__(self):
-        self.results = []
-
-    def report_now(self, sample):
-        self.results += sample.take_unsent()[1]
-
-    async def tell(self, sample):
-        await asyncio.sleep(0)
-        self.report_now(sample)
 
 
 def live(results=()):
@@ -66,17 +44,6 @@ async def answers_of(calls):
     """The text or the error of each call, all made at once."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
     return [str(answer) if isinstance(answer, Exception) else answer[0].text for answer in answers]
-
-
-async def hang(*_, **__):
-    await asyncio.sleep(60)
-
-
-async def lets_a_cancellation_out():
-    call = asyncio.ensure_future(asyncio.sleep(60))
-    await asyncio.sleep(0)
-    call.cancel()
-    await call
 
 
 def test_call_that_ended_is_replayed_without_being_made_whichever_ended_first_and_however():
@@ -198,7 +165,7 @@ def calls_in_verls_loop(tool, sample):
 
 def hanging_sandbox(verb):
     sandbox = Sandbox()
-    setattr(sandbox, verb, hang)
+    setattr(sandbox, verb, hangs)
     return sandbox
 
 
@@ -206,9 +173,9 @@ async def hangs_in_restore():
     return "2"
 
 
-hangs_in_restore.restore = hang
+hangs_in_restore.restore = hangs
 HANGING = {
-    "coroutine": tool_of(hang),
+    "coroutine": tool_of(hangs),
     "thread": tool_of(lambda: time.sleep(0.5), is_async=False),
     "restore": tool_of(hangs_in_restore),
     **{verb: hanging_sandbox(verb) for verb in ("create", "execute", "release")},
@@ -223,12 +190,9 @@ def test_tool_that_hangs_fails_its_sample_and_is_no_answer_in_verls_loop(where):
         run(sample, lambda: calls_in_verls_loop(late, sample))
     if where not in ("release", "restore"):
         assert sample.keeper.results == [{"call": 0, "started": "add"}], "it has no answer"
-
-
-def test_tool_that_hangs_in_validation_is_an_error_of_the_tool():
-    (tool,) = journaled([tool_of(hang)], 0.1)
-    with pytest.raises(ToolTimeoutError, match=r"tool add gave no answer within 0\.1 s"):
-        run(None, lambda: tool.call({}))
+    if where == "coroutine":
+        with pytest.raises(ToolTimeoutError, match=r"tool add gave no answer within 0\.1 s"):
+            run(None, lambda: late.call({}))
 
 
 async def times_out():
@@ -246,7 +210,7 @@ def test_tools_own_timeout_or_cancellation_is_its_answer_and_its_sample_goes_on(
     assert said in response.text and said in sample.keeper.results[-1]["error"]
 
 
-async def test_tool_is_called_so_many_times_at_once_and_no_clock_runs_for_those_that_wait():
+async def test_tool_is_called_so_many_times_at_once_and_the_wait_for_a_place_is_not_the_tools():
     running, most = 0, 0
 
     async def look():
@@ -258,37 +222,21 @@ async def test_tool_is_called_so_many_times_at_once_and_no_clock_runs_for_those_
         return "4"
 
     (ours,) = journaled([tool_of(look)], 0.05, ToolCalls(release_after_s=math.inf, concurrency=2))
-
-    async def one(i):
-        sample = LiveSample(f"0/{i}#0", Keeper(), priority=0, deadline_s=0.05)
-        LIVE_SAMPLE.set(sample)
-        return (await sample.clock.run(ours.call({})))[0].text
-
-    assert (await asyncio.gather(*[one(i) for i in range(8)])) == ["4"] * 8 and most == 2
+    LIVE_SAMPLE.set(live())
+    assert await answers_of([ours.call({}) for _ in range(8)]) == ["4"] * 8 and most == 2
 
 
 # -- tools that know their state -----------------------------------------------------------------------------------------
 
 
-class Workspace:
-    """A stateful tool: appends to a conversation's file, slowly, and knows all that the protocol asks for.
+def workspace(kept, *verbs):
+    """A stateful tool: appends to a conversation's file, slowly; of the protocol it knows ``verbs``.
 
     ``kept`` outlives a worker: what is on disk. Each call's record is part of the state, so a restore takes it back too.
     """
 
-    def __init__(self, kept, verbs):
-        self.kept, self.asked = kept, []
-
-        async def append(text, call_id=None):
-            return await self._append(text, call_id)
-
-        self.fn = append
-        for verb in verbs:
-            setattr(self.fn, verb, getattr(self, f"_{verb}"))
-
-    async def _append(self, text, call_id):
-        conversation = call_id.rpartition("/")[0]
-        state = self.kept.setdefault(conversation, {"text": "", "calls": {}})
+    async def append(text, call_id=None):
+        state = kept.setdefault(call_id.rpartition("/")[0], {"text": "", "calls": {}})
         await asyncio.sleep(0)
         state["text"] += text
         if text == "!":
@@ -298,21 +246,20 @@ class Workspace:
         await asyncio.sleep(0)
         return state["text"]
 
-    async def _status(self, call_id):
-        self.asked.append(call_id)
-        return self.kept.get(call_id.rpartition("/")[0], {"calls": {}})["calls"].get(call_id)
+    async def status(call_id):
+        return kept.get(call_id.rpartition("/")[0], {"calls": {}})["calls"].get(call_id)
 
-    async def _snapshot(self, conversation):
-        return json.loads(json.dumps(self.kept[conversation]))
+    async def snapshot(conversation):
+        return deepcopy(kept[conversation])
 
-    async def _restore(self, conversation, handle):
-        self.kept[conversation] = json.loads(json.dumps(handle or {"text": "", "calls": {}}))
+    async def restore(conversation, handle):
+        kept[conversation] = deepcopy(handle or {"text": "", "calls": {}})
 
-
-def workspace(kept, *verbs):
-    tool = Workspace(kept, verbs)
-    (ours,) = journaled([tool_of(tool.fn)])
-    return tool, ours
+    for verb in (status, snapshot, restore):
+        if verb.__name__ in verbs:
+            setattr(append, verb.__name__, verb)
+    (tool,) = journaled([tool_of(append)])
+    return tool
 
 
 @pytest.mark.parametrize("verbs", [("status", "snapshot", "restore"), ("snapshot", "restore")])
@@ -326,7 +273,7 @@ def test_effects_happen_once_however_often_the_worker_dies_and_wherever(verbs, t
         async def calls():
             return [(await answers_of([ours.call({"text": text})]))[0] for text in "ab!c"]
 
-        _, ours = workspace(kept, *verbs)
+        ours = workspace(kept, *verbs)
         task = asyncio.ensure_future(calls())
         if lives <= 6:
             for _ in range(ticks):
@@ -343,22 +290,8 @@ def test_effects_happen_once_however_often_the_worker_dies_and_wherever(verbs, t
     assert answers == ["a", "ab", "disk full", "ab!c"] and kept["0/0#0"]["text"] == "ab!c" and lives > 1
 
 
-def test_status_is_asked_of_a_call_with_an_unknown_outcome_alone_and_its_answer_is_journaled():
-    kept, answered = {}, [{"call": 0, "text": "a", "reward": 0.0}]
-    tool, ours = workspace(kept, "status")
-    run(live(), lambda: ours.call({"text": "a"}))
-    again = live([{"call": 0, "started": "add"}])
-    response, _, _ = run(again, lambda: ours.call({"text": "a"}))
-    assert response.text == kept["0/0#0"]["text"] == "a" and tool.asked == ["0/0#0/0"]
-    assert (again.calls_asked, again.calls_replayed, again.keeper.results) == (1, 0, answered)
-    # It never happened, so it is made; nobody is told twice that it begins.
-    kept.clear()
-    third = live([{"call": 0, "started": "add"}])
-    assert run(third, lambda: ours.call({"text": "a"}))[0].text == "a" and third.keeper.results == answered
-
-
 def test_parallel_calls_of_a_stateful_tool_come_after_one_another():
-    sample, (_, ours) = live(), workspace({}, "snapshot", "restore")
+    sample, ours = live(), workspace({}, "snapshot", "restore")
     run(sample, lambda: answers_of([ours.call({"text": text}) for text in "ab"]))
     assert [entry["state"]["text"] for entry in sample.keeper.results if "state" in entry] == ["a", "ab"]
 

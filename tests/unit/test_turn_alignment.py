@@ -1,6 +1,7 @@
 """A finished sample's tokens are the engine's, turn by turn: with verl's own tool loop where the template trims a token."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -8,27 +9,17 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.function_tool import FunctionTool
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.workers.rollout.llm_server import LLMServerClient
+from verl.tools.schemas import ToolResponse
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.manager.types import Segment
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, ProbeSlots
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.turn_alignment import sample_output
+from tests.unit.shared import Keeper, script_replicas, tool_schema
 
 USER, ASSISTANT, OBSERVATION = 1, 2, 3
 ROLES = {"user": USER, "system": USER, "assistant": ASSISTANT, "tool": OBSERVATION}
-SCHEMA = OpenAIFunctionToolSchema.model_validate(
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "looks",
-            "parameters": {"type": "object", "properties": {}, "required": []},
-        },
-    }
-)
 
 
 class GlmTokenizer:
@@ -53,27 +44,15 @@ class ObservationParser(ToolParser):
         return "x", calls
 
 
-class Keeper(ProbeSlots):
-    """Grants at once."""
-
-    def release_slot(self, sample):
-        pass
-
-
 @pytest.fixture
 def engine(monkeypatch):
     """Scripted replica: answers in turn."""
     script = SimpleNamespace(answers=[])
 
-    async def generate(self, request_id, **kwargs):
-        await self._acquire_server(request_id)
+    async def generate(request_id, **request):
         return script.answers.pop(0)
 
-    async def acquire(self, request_id, **extra):
-        return "r", None
-
-    monkeypatch.setattr(LLMServerClient, "generate", generate)
-    monkeypatch.setattr(LLMServerClient, "_acquire_server", acquire)
+    script_replicas(monkeypatch, generate)
     return script
 
 
@@ -92,14 +71,16 @@ def answer(*ids, version=0, stop="completed"):
 
 def config_of(response_length, tools_format):
     """What verl's tool loop and the client read."""
-    multi_turn = {"max_user_turns": None, "max_assistant_turns": None, "max_parallel_calls": 1, "format": tools_format}
-    answers = {"max_tool_response_length": 99, "tool_response_truncate_side": "left"}
+    multi_turn = {
+        "max_user_turns": None, "max_assistant_turns": None, "max_parallel_calls": 1, "format": tools_format,
+        "max_tool_response_length": 99, "tool_response_truncate_side": "left",
+    }  # fmt: skip
     rollout = SimpleNamespace(
         response_length=response_length,
         prompt_length=8,
         scheduling_policy="fcfs",
         name="vllm",
-        multi_turn=SimpleNamespace(**multi_turn, **answers),
+        multi_turn=SimpleNamespace(**multi_turn),
         full_determinism=False,
     )
     return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
@@ -123,56 +104,50 @@ def look():
     return ToolResponse(text="see"), 0.0, {}
 
 
+class Call(NamedTuple):
+    version: int
+    tokens: list[int]
+    kept: int
+    """tokens that the response keeps"""
+    stop: str = "completed"
+
+
 @pytest.mark.parametrize(
-    ("answers", "response_length", "tokens", "versions"),
+    ("calls", "response_length"),
     [
-        (
-            [answer(50, 51, OBSERVATION, version=3), answer(52, 53, USER, version=4)],
-            40,
-            [50, 51, 52, 53, USER],
-            [3, 3, 4, 4, 4],
-        ),
+        ([Call(3, [50, 51, OBSERVATION], 2), Call(4, [52, 53, USER], 3)], 40),
         (
             [
-                answer(50, version=1, stop="aborted"),
-                answer(51, OBSERVATION, version=2),
-                answer(52, version=2, stop="aborted"),
-                answer(OBSERVATION, version=3),
-                answer(54, USER, version=3),
+                Call(1, [50], 1, "aborted"),
+                Call(2, [51, OBSERVATION], 1),
+                Call(2, [52], 1, "aborted"),
+                Call(3, [OBSERVATION], 0),
+                Call(3, [54, USER], 2),
             ],
             40,
-            [50, 51, 52, 54, USER],
-            [1, 2, 2, 3, 3],
         ),
         # 2 tokens, 5 of the tool and the next header, then a turn of 4 of which 2 fit.
-        (
-            [answer(50, 51, OBSERVATION, version=1), answer(52, 53, 54, 55, version=2)],
-            9,
-            [50, 51, 52, 53],
-            [1, 1, 2, 2],
-        ),
+        ([Call(1, [50, 51, OBSERVATION], 2), Call(2, [52, 53, 54, 55], 2)], 9),
         # A search for the tokens in order would find the second turn's 50 behind the first turn's 50.
         (
             [
-                answer(50, 50, OBSERVATION, version=1),
-                answer(50, 50, OBSERVATION, version=2),
-                answer(OBSERVATION, version=3, stop="aborted"),
-                answer(50, USER, version=4),
+                Call(1, [50, 50, OBSERVATION], 2),
+                Call(2, [50, 50, OBSERVATION], 2),
+                Call(3, [OBSERVATION], 1, "aborted"),
+                Call(4, [50, USER], 2),
             ],
             40,
-            [50, 50, 50, 50, OBSERVATION, 50, USER],
-            [1, 1, 2, 2, 3, 4, 4],
         ),
     ],
     ids=["the template trims a boundary", "interrupted calls", "cut at its budget", "repeated tokens"],
 )
-async def test_token_of_verls_tool_loop_has_the_version_and_log_prob_of_its_call(
-    engine, answers, response_length, tokens, versions
-):
-    engine.answers = list(answers)
+async def test_token_of_verls_tool_loop_has_the_version_and_log_prob_of_its_call(engine, calls, response_length):
+    engine.answers = [answer(*call.tokens, version=call.version, stop=call.stop) for call in calls]
+    tokens = [token for call in calls for token in call.tokens[: call.kept]]
+    versions = [call.version for call in calls for _ in range(call.kept)]
     sample = LiveSample("0/0#0", Keeper(), priority=0)
     LIVE_SAMPLE.set(sample)
-    tool = FunctionTool(name="look", fn=look, tool_schema=SCHEMA, is_async=False)
+    tool = FunctionTool(name="look", fn=look, tool_schema=tool_schema("look"), is_async=False)
     loop = loop_of(config_of(response_length, "observation"), [tool])
     made = sample_output(sample, await loop.run({}, raw_prompt=[{"role": "user", "content": "go"}]))
     mask = made.response_mask.astype(bool)
@@ -224,22 +199,18 @@ def test_turn_that_is_dropped_or_empty_takes_no_place(turns, response, log_probs
 
 
 @pytest.mark.parametrize(
-    ("response", "mask", "log_probs", "why"),
+    ("start", "response", "mask", "log_probs", "why"),
     [
-        ([5, 9], [1, 1], [-1.5, -1.9], "turn 0"),
-        ([5, 6, 6], [1, 1, 1], [-1.5, -1.6, -1.6], "turn 0"),
-        ([5, 9, 6], [1, 0, 1], [-1.5, 0.0, -1.6], "turn 0"),
-        ([9, 5, 6], [1, 1, 1], [-1.9, -1.5, -1.6], "turn 0"),
-        ([5, 6], [1, 1], [-1.5, -1.7], "log-probs"),
-        ([5, 6], [1, 1], [-1.5], "log-probs"),
-        ([5, 6], [1], [-1.5], "mask"),
+        (2, [5, 9], [1, 1], [-1.5, -1.9], "turn 0"),
+        (2, [5, 6, 6], [1, 1, 1], [-1.5, -1.6, -1.6], "turn 0"),
+        (2, [5, 9, 6], [1, 0, 1], [-1.5, 0.0, -1.6], "turn 0"),
+        (2, [9, 5, 6], [1, 1, 1], [-1.9, -1.5, -1.6], "turn 0"),
+        (2, [5, 6], [1, 1], [-1.5, -1.7], "log-probs"),
+        (2, [5, 6], [1, 1], [-1.5], "log-probs"),
+        (2, [5, 6], [1], [-1.5], "mask"),
+        (3, [4, 5], [1, 1], [0.0, -1.5], "1 tokens .* no engine call made"),
     ],
 )
-def test_tokens_or_log_probs_that_are_not_the_engines_are_refused(response, mask, log_probs, why):
+def test_tokens_or_log_probs_that_are_not_the_engines_are_refused(start, response, mask, log_probs, why):
     with pytest.raises(RuntimeError, match=f"sample 0/0#0: .*{why}.*unchanged"):
-        sample_output(played((2, 1, [5, 6])), returned(response, mask, log_probs))
-
-
-def test_tokens_before_the_first_turn_are_nobodys():
-    with pytest.raises(RuntimeError, match=r"sample 0/0#0: .* 1 tokens .* no engine call made"):
-        sample_output(played((3, 1, [5])), returned([4, 5], [1, 1], [0.0, -1.5]))
+        sample_output(played((start, 1, [5, 6])), returned(response, mask, log_probs))
