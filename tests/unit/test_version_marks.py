@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.partial_rollout.engine.version_marks import VersionMarks, spans
+from recipe.partial_rollout.engine.version_marks import UNKNOWN, VersionMarks, spans
 
 
 @given(
@@ -15,12 +15,12 @@ from recipe.partial_rollout.engine.version_marks import VersionMarks, spans
     st.booleans(),
 )
 def test_every_token_has_the_version_that_made_it(holds, last, told):
-    """``holds``: tokens made before each hold, and whether the weights change in it."""
+    """``holds``: tokens made before each hold, and whether weights change in it; ``told``: the server knows them."""
     marks, made, version = VersionMarks(), [], 3
     marks.begin("r")
     for tokens, changes in holds:
-        made += [version] * tokens
-        marks.note({"r": len(made)}, version)
+        made += [version if told else UNKNOWN] * tokens
+        marks.note({"r": len(made)}, version if told else None)
         version += changes
     made += [version] * last
     taken = marks.take("r")
@@ -29,19 +29,6 @@ def test_every_token_has_the_version_that_made_it(holds, last, told):
     assert [span.start for span in found] == [0, *[span.stop for span in found[:-1]]]
     assert all(span.stop > span.start for span in found) or (not made and len(found) == 1)
     assert all(a.version != b.version for a, b in itertools.pairwise(found))
-
-
-def test_requests_have_their_own_marks_and_an_ended_one_has_none_left():
-    marks = VersionMarks()
-    for name in "ab":
-        marks.begin(name)
-    marks.note({"a": 2, "b": 0, "another server's": 9}, 3)
-    assert (marks.take("a"), marks.take("b"), marks.take("another server's")) == ([(2, 3)], [], [])
-    marks.note({"a": 3}, 4)
-    assert marks.take("a") == []
-    marks.begin("r")
-    marks.note({"r": 2}, None)
-    assert spans(3, marks.take("r"), 1) == [(0, 2, -1), (2, 3, 1)], "a server that was told no version"
 
 
 @pytest.mark.parametrize("marks", [[(4, 1)], [(2, 1), (1, 2)], [(-1, 1)]])
