@@ -69,14 +69,6 @@ def test_choice_by_number_is_that_of_a_full_search():
     assert "r2" not in replicas._running
 
 
-def test_dead_replica_is_left_for_good_and_the_last_one_is_no_help():
-    replicas = choice(a=0, b=0)
-    first = sample("a")
-    assert replicas.leave(first) and replicas.leave(sample("a"))
-    assert replicas.take(first)[0] == "b"
-    assert not replicas.leave(first)
-
-
 def test_calls_that_go_on_while_a_restarted_replica_is_announced_keep_their_place():
     """Separate placement: b has died, and c is announced while the calls at a are held."""
     replicas = choice(a=8, b=0)

@@ -1,9 +1,9 @@
 """Errors in one line name what failed."""
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from recipe.partial_rollout.waits import is_out_of_reach, means_death, one_line
+from recipe.partial_rollout.waits import is_out_of_reach, one_line
 
 DEAD = """The actor died unexpectedly before finishing this task.
 \tclass_name: create_colocated_worker_cls.<locals>.WorkerDict
@@ -17,32 +17,16 @@ The actor is dead because its worker process has died."""
     ("error", "line"),
     [
         (ValueError("first\n\n  last  \n"), "ValueError: last"),
-        (ValueError(), "ValueError: (no message)"),
         (
             RayActorError(error_msg=DEAD, actor_id="20db"),
             "RayActorError: WorkerDict (pid 3600): The actor is dead because its worker process has died.",
         ),
-        (RayActorError(), "RayActorError: The actor experienced an error before finishing this task."),
         # What only quotes a dead actor is not it.
         (ValueError(DEAD), "ValueError: The actor is dead because its worker process has died."),
     ],
 )
 def test_one_line_names_the_type_the_reason_and_the_actor_that_died(error, line):
     assert one_line(error) == line
-
-
-@pytest.mark.parametrize(
-    ("error", "dead"),
-    [
-        (ActorDiedError(), True),
-        (RayActorError(), True),
-        (RuntimeError("EngineDeadError: EngineCore encountered an issue"), True),
-        (ActorUnavailableError("connection reset", None), False),
-        (OSError("bad request"), False),
-    ],
-)
-def test_what_means_that_an_actor_is_dead(error, dead):
-    assert means_death(error) is dead
 
 
 def test_actor_whose_own_question_did_not_get_through_is_not_out_of_reach_itself():
