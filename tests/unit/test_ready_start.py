@@ -1,6 +1,7 @@
 """The warm start that ships: it fits the sources, unpacks to what `prepare` leaves, and is refused where it does not."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,6 +70,7 @@ def test_unpacked_folder_is_what_prepare_leaves_but_for_the_weights_by_the_state
     (made / "manifest.json").write_text('{"fingerprint": "older"}')
     assert ready_start.make_task(made, TINY, file=file) == "unpacked from the package"
     assert not prepare.build(made, TINY), "prepare says: up to date"
+    assert ready_start.make_task(made, TINY, file=file) == "up to date"
     before, after = files(trained), files(made)
     assert after.keys() - before.keys() == {"ready_start.json"}
     assert {name for name in before if before[name] != after[name]} == {"model/model.safetensors"}
@@ -79,24 +81,14 @@ def test_unpacked_folder_is_what_prepare_leaves_but_for_the_weights_by_the_state
     assert json.loads((made / "ready_start.json").read_text())["largest_weight_error"] == pytest.approx(error)
 
 
-@pytest.mark.parametrize("change", ["sources", "parameters"])
+@pytest.mark.parametrize(("sources", "steps"), [("another", 4), (prepare.source_fingerprint(), 5)])
 def test_file_that_does_not_fit_is_refused_and_a_warm_start_trained(
-    change, packed, tmp_path, monkeypatch, builds, capsys
+    sources, steps, packed, tmp_path, monkeypatch, builds, capsys
 ):
-    parameters = TINY
-    if change == "sources":
-        monkeypatch.setattr(prepare, "source_fingerprint", lambda: "another")
-    else:
-        parameters = prepare.Parameters(steps=5, train_rows=32, val_rows=8)
+    monkeypatch.setattr(prepare, "source_fingerprint", lambda: sources)
+    parameters = replace(TINY, steps=steps)
     assert ready_start.make_task(tmp_path / "task", parameters, file=packed[0]) == "trained"
-    assert builds == [parameters]
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_trained_folder_is_left_as_it_is(trained, packed):
-    before = files(trained)
-    assert ready_start.make_task(trained, TINY, file=packed[0]) == "up to date"
-    assert files(trained) == before
+    assert builds == [parameters] and capsys.readouterr().err.count("\n") == 1
 
 
 def test_unpacked_weights_are_not_packed_again_and_go_where_training_is_asked_for(packed, tmp_path, builds):

@@ -7,6 +7,7 @@ import json
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -106,30 +107,6 @@ class Rollout:
         return {}
 
 
-class Ledger:
-    """Notes what the trainer would write."""
-
-    def __init__(self):
-        self.lines = []
-
-    def checkpoint(self, step):
-        self.lines.append(("checkpoint", step))
-
-    def stopped(self, step):
-        self.lines.append(("stopped", step))
-
-    def complete(self, *, exhausted):
-        self.lines.append(("complete",))
-
-
-class Source:
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
-
-
 def build_trainer(config, run_dir, manager, output, *, moment):
     """A trainer of ``STEPS`` steps, without workers; ``moment(name)`` is told where ``fit`` is."""
     main_ppo.wire(config)
@@ -140,14 +117,12 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     trainer._phase_started, trainer._measured = None, {}
     trainer.proximal = ProximalPolicy.of(config, trainer.settings)
     trainer.nodes = ClusterNodes(table=list)
-    noted = dict.fromkeys(("phase", "complete", "checkpoint"), lambda *_: None)
-    session.trace = SimpleNamespace(**noted, last_round=None)
+    session.trace, session.ledger = MagicMock(last_round=None), MagicMock()
+    session.source = MagicMock(**{"state_dict.return_value": {}})
     trainer.step_log = StepLog(config, trainer.settings, run_dir, STEPS)
-    session.ledger, session.source = Ledger(), Source()
     trainer.total_training_steps = STEPS
     trainer.train_dataloader, trainer.train_dataset = SlotLoader(STEPS, 2), object()
-    trainer._dump_executor = SimpleNamespace(_shutdown=False)
-    trainer._shutdown_dump_executor = lambda: None
+    trainer._dump_executor, trainer._shutdown_dump_executor = SimpleNamespace(_shutdown=False), lambda: None
     trainer.actor_rollout_wg = trainer.llm_server_manager = object()
     trainer.use_rm = trainer.use_critic = trainer.use_reference_policy = False
     trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
@@ -160,7 +135,7 @@ def build_trainer(config, run_dir, manager, output, *, moment):
 
 
 @pytest.fixture
-def life(tmp_path, monkeypatch, resolved_config, manager, output):
+def life(tmp_path, monkeypatch, resolved_config, manager, output, prompts):
     """One process of the training; ``stop_at``: moment and the step in which the signal comes there."""
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
     monkeypatch.setattr(verl_trainer, "extract_reward", lambda batch: (batch.batch["rm_scores"], {}))
@@ -214,23 +189,22 @@ def life(tmp_path, monkeypatch, resolved_config, manager, output):
         config = resolved_config("quickstart_cpu", *keys)
         trainer = build_trainer(config, tmp_path, manager(batch=2, n=2, prompts=0), output, moment=moment)
         if trainer.session.resume_from is None:
-            trainer.async_rollout_manager.manager.offer(prompts_of(manager))
+            trainer.async_rollout_manager.manager.offer(prompts(2 * STEPS))
+        trainer.stopped = False
         try:
             trainer.fit()
         except StopTraining:
             trainer.stopped = True
-        else:
-            trainer.stopped = False
         return trainer
 
     return run
 
 
-def prompts_of(manager):
-    return list(manager(prompts=2 * STEPS)._reserve)
-
-
 VALIDATES = ("trainer.test_freq=1",)
+
+
+def ledger_of(trainer):
+    return [(what, *step) for what, step, _ in trainer.session.ledger.mock_calls]
 
 
 def logged_steps(run_dir):
@@ -240,20 +214,16 @@ def logged_steps(run_dir):
 
 @pytest.mark.parametrize(
     ("moment", "step", "freq"),
-    [(moment, 2, 3) for moment in ("round", "update", "sync", "before validation", "validating")]
-    + [
-        ("update", 2, 1),
-        ("validating", 2, 1),
-        ("save", 2, 2),
-        ("round", 1, 1),
-        ("validating", 1, 2),
-        ("validating", 3, 3),
+    [
+        *[(moment, 2, 3) for moment in ("round", "update", "sync", "before validation", "validating")],
+        *[("update", 2, 1), ("validating", 2, 1), ("save", 2, 2)],
+        *[("round", 1, 1), ("validating", 1, 2), ("validating", 3, 3)],
     ],
 )
 def test_stop_anywhere_in_a_step_leaves_a_checkpoint_of_a_whole_step(life, tmp_path, moment, step, freq):
     first = life(*VALIDATES, f"trainer.save_freq={freq}", stop_at=(moment, step))
     held = step - 1 if moment == "round" else step
-    assert first.stopped and first.session.ledger.lines[-1] == ("stopped", held)
+    assert first.stopped and ledger_of(first)[-1] == ("stopped", held)
     if held:
         found = first.session.checkpoints.to_resume("auto", None)
         assert found == tmp_path / f"global_step_{held}"
@@ -262,7 +232,7 @@ def test_stop_anywhere_in_a_step_leaves_a_checkpoint_of_a_whole_step(life, tmp_p
         assert manager["counters"]["trained_groups"] == 2 * held and manager["version"] == held
     assert logged_steps(tmp_path) == list(range(1, held + 1)), "the metrics of a trained step are not lost"
     second = life(*VALIDATES, "trainer.save_freq=1")
-    assert not second.stopped and second.session.ledger.lines[-1] == ("complete",)
+    assert not second.stopped and ledger_of(second)[-1] == ("complete",)
     assert logged_steps(tmp_path) == list(range(held + 1, STEPS + 1)), "it goes on"
     assert second.async_rollout_manager.manager.counters.trained_groups == 2 * STEPS
 
@@ -274,17 +244,17 @@ def test_stop_anywhere_in_a_step_leaves_a_checkpoint_of_a_whole_step(life, tmp_p
 )
 def test_stop_in_a_validation_completes_the_training_or_tells_the_step(life, tmp_path, step, freq, end, saved):
     trainer = life(*VALIDATES, f"trainer.save_freq={freq}", stop_at=("validating", step))
-    assert trainer.session.ledger.lines[-1] == end and trainer.stopped == (end[0] == "stopped")
+    assert ledger_of(trainer)[-1] == end and trainer.stopped == (end[0] == "stopped")
     assert sorted(int(path.name.rpartition("_")[2]) for path in tmp_path.glob("global_step_*")) == saved
 
 
 def test_stop_in_the_validation_before_training_saves_what_was_resumed_and_nothing_from_scratch(life, tmp_path):
     validates = ("trainer.val_before_train=True", "trainer.save_freq=1")
     fresh = life(*validates, stop_at=("before validation", 0))
-    assert fresh.stopped and fresh.session.ledger.lines == [("stopped", 0)] and not list(tmp_path.glob("global_step_*"))
+    assert fresh.stopped and ledger_of(fresh) == [("stopped", 0)] and not list(tmp_path.glob("global_step_*"))
     life("trainer.save_freq=1", stop_at=("round", 3))
     again = life(*validates, stop_at=("validating", 2))
-    assert again.stopped and again.session.ledger.lines == [("checkpoint", 2), ("stopped", 2)]
+    assert again.stopped and ledger_of(again) == [("checkpoint", 2), ("stopped", 2)]
     assert not life(*validates).stopped
 
 
