@@ -169,8 +169,8 @@ class ServerControl:
         # A replica that has died is noticed, and named, at the next interruption.
         return dict(answer for answer in answers if not isinstance(answer, BaseException))
 
-    async def restart_dead(self) -> bool:
-        """Restart the dead replicas, under new addresses and without the trainer's weights; returns whether there were any.
+    async def restart_dead(self) -> None:
+        """Restart the dead replicas, under new addresses and without the trainer's weights.
 
         A replica may have died since its last answer, so all are asked first.
 
@@ -190,7 +190,6 @@ class ServerControl:
             self.restarted += 1
             await within(replica.relaunch(), self._start_deadline_s, f"restarting {address}", "start_s")
             logger.warning("vLLM replica %s is back as %s", address, replica.server_address)
-        return bool(dead)
 
     async def _all(self, what: str, verb: Callable[[Replica], Awaitable[object]]) -> float:
         start = time.monotonic()
