@@ -1,4 +1,4 @@
-"""A replica that dies is left out, and becomes known once it is back; ``test_checkpoint_manager`` restarts one."""
+"""A replica that dies is left out, and becomes known once it is back; ``test_weight_transfer`` restarts one."""
 
 import asyncio
 from types import SimpleNamespace
