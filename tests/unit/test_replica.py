@@ -13,16 +13,10 @@ from recipe.partial_rollout.engine import replica
 from recipe.partial_rollout.engine.replica import _end_processes, leave_headroom
 
 
-@pytest.mark.parametrize(
-    ("cache", "tokens"),
-    [
-        ({"kv_cache_size_tokens": 768, "num_gpu_blocks": 100, "block_size": 16}, 1536),
-        ({"kv_cache_size_tokens": None, "num_gpu_blocks": 100, "block_size": 16}, 1600),
-        ({"kv_cache_size_tokens": None, "num_gpu_blocks": None, "block_size": 16}, None),
-    ],
-)
-def test_kv_cache_of_two_engines_is_vllms_own_figure_or_their_blocks(cache, tokens):
-    config = Namespace(cache_config=Namespace(**cache), parallel_config=Namespace(data_parallel_size=2))
+@pytest.mark.parametrize(("said", "blocks", "tokens"), [(768, 100, 1536), (None, 100, 1600), (None, None, None)])
+def test_kv_cache_of_two_engines_is_vllms_own_figure_or_their_blocks(said, blocks, tokens):
+    cache = Namespace(kv_cache_size_tokens=said, num_gpu_blocks=blocks, block_size=16)
+    config = Namespace(cache_config=cache, parallel_config=Namespace(data_parallel_size=2))
     assert replica.kv_tokens_of(config) == tokens
 
 
