@@ -51,11 +51,6 @@ class GrantGate:
         """Close the round: no new engine calls."""
         self._open.clear()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a round is open."""
-        return self._open.is_set()
-
     def grant(self, sample_id: str) -> None:
         """Give ``sample_id`` a slot."""
         self._granted.setdefault(sample_id, asyncio.Event()).set()
@@ -341,9 +336,6 @@ class ClaimLoop:
             self._away.discard(sample.id)
             self._outbox.come_back(sample)
             self._outbox.send()
-        elif sample.has_unsent and not self._gate.is_open:
-            # A checkpoint may be taken before its next call.
-            self.report_now(sample)
         sample.engine_calls += 1
         try:
             with sample.clock.stopped():

@@ -226,10 +226,6 @@ class LiveSample:
         finally:
             late.cancel()
 
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent or self._unsent_tools)
-
     def take_unsent(self) -> tuple[tuple[Segment, ...], tuple[dict[str, Any], ...]]:
         """Segments and tool results added since the last call."""
         unsent = tuple(self._unsent), tuple(self._unsent_tools)
