@@ -30,6 +30,9 @@ source run_scripts/env_cpu.sh
 export PYTHONWARNINGS=ignore
 
 out=${OUT:-outputs/quickstart} task=${TASK:-clock10}
+# No run has fallen with a decay (docs/learning.md). The other tasks were measured without; Megatron's has another key.
+decay=()
+if [[ $task == clock10 && " $* " != *" engine="* ]]; then decay=(actor_rollout_ref.actor.optim.lr_scheduler_type=cosine); fi
 
 say() { printf '\n== %s (after %d s) ==\n' "$*" "$SECONDS"; }
 
@@ -38,7 +41,7 @@ train() { # arm, hydra overrides...
   shift
   rm -rf "${out:?}/$arm"
   python -m recipe.partial_rollout.main_ppo --config-name quickstart_cpu task="$task" \
-    quickstart.dir="$out" trainer.experiment_name="$arm" "$@"
+    quickstart.dir="$out" trainer.experiment_name="$arm" "${decay[@]}" "$@"
 }
 
 say "the task $task: model and problems, in $out/task"
