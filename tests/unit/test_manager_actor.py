@@ -242,6 +242,14 @@ async def test_metric_that_the_reward_lacks_ends_the_run_by_its_name(prompts, ou
 # -- claims ------------------------------------------------------------------------------------------------------------
 
 
+async def test_one_claim_grants_no_more_than_an_answer_may_carry(prompts):
+    actor = actor_of(n=3)
+    actor.CLAIM_SAMPLES = 4
+    await actor.register_worker("w0", 8)
+    await actor.begin_version(0, prompts(2), 0)
+    assert [len(await soon(actor.claim("w0"))) for _ in range(2)] == [4, 2]
+
+
 async def test_workers_that_wait_together_share_a_round_and_run_the_share_of_one_that_never_asks(prompts):
     actor = actor_of(batch=4, n=2, overlap=0.0)
     for i in range(4):
