@@ -1,6 +1,10 @@
-"""Log-probs and entropy without flash-attn: exact, operators a chunk and not a token, no copies as large as the logits."""
+"""Log-probs and entropy without flash-attn: exact, operators a chunk and not a token, no copies as large as the logits.
+
+``python -m pytest tests/unit/test_chunked_log_probs.py -m benchmarks -s`` prints the table in docs/gpu.md.
+"""
 
 import importlib.util
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -79,13 +83,16 @@ def test_verls_own_are_still_coarse_and_cost_operators_a_token_and_copies_of_the
 
 
 @WHATS
-@pytest.mark.parametrize(("backward", "most"), [(False, 60), (True, 90)])
-def test_operators_follow_the_chunks_and_not_the_tokens(what, backward, most, monkeypatch):
-    counts = []
-    for rows in (64, 256):
-        monkeypatch.setattr(chunked_log_probs, "CPU_CHUNK", 100 * rows // 4)
-        counts.append(profiled(what, in_force, *inputs(rows, 100), backward=backward)[0])
-    assert counts[0] == counts[1] < 4 * most
+@pytest.mark.parametrize("backward", [False, True])
+def test_operators_follow_the_chunks_and_not_the_tokens(what, backward, monkeypatch):
+    def count(rows, chunks):
+        monkeypatch.setattr(chunked_log_probs, "CPU_CHUNK", 100 * rows // chunks)
+        return profiled(what, in_force, *inputs(rows, 100), backward=backward)[0]
+
+    one, four, eight = count(64, 1), count(64, 4), count(64, 8)
+    assert count(256, 4) == four
+    a_chunk = (eight - four) / 4
+    assert a_chunk == (four - one) / 3 and a_chunk < (90 if backward else 60)
 
 
 @WHATS
@@ -142,3 +149,40 @@ def test_where_flash_attn_serves_only_what_verl_calls_without_it_is_ours(disable
     monkeypatch.setattr(in_force, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", True)
     monkeypatch.setenv("VERL_DISABLE_FLASH_ATTN_CE", str(int(disabled)))
     assert chunked_log_probs.in_force() == ("float32, in chunks" if disabled else "flash-attn's kernel")
+
+
+def test_on_cuda_verls_autocast_lifts_its_log_probs_to_float32():
+    """What rounds them is a trainer without autocast; what costs a GPU is the operators."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode():
+            logits = torch.empty(4, 8, device="cuda", dtype=torch.bfloat16)
+            lifted = {each.dtype for each in (logits.log_softmax(-1), logits.softmax(-1), logits.logsumexp(-1))}
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert lifted == {torch.float32}
+
+
+@pytest.mark.benchmarks
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "with gradients"])
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"), [(1_024, torch.float32), (32_768, torch.float32), (32_768, torch.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("what", ["log-probs", "entropy"])
+def test_print_errors_operators_memory_and_time_of_2048_tokens(what, vocabulary, dtype, backward):
+    """Time is that of one thread's CPU, so that what else the machine does counts little."""
+    torch.set_num_threads(1)
+    logits, labels = inputs(2_048, vocabulary, dtype)
+    print(f"\n{what}, {vocabulary:,} x {dtype}, {'with gradients' if backward else 'forward'}")
+    for name, module in (("verl", VERL), ("ours", in_force)):
+        function, best = MAKERS[what](module, labels), float("inf")
+        operators, peak = profiled(what, module, logits, labels, backward)
+        for _ in range(3):
+            began = time.process_time()
+            with torch.set_grad_enabled(backward):
+                gradient(function, logits, torch.ones(2_048)) if backward else function(logits)
+            best = min(best, time.process_time() - began)
+        off = error(what, module, logits, labels)
+        print(f"  {name}: {operators:,} operators, {peak / 2**20:,.0f} MiB, {best * 1e3:,.0f} ms, error {off:.1e}")
