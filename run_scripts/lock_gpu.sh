@@ -18,7 +18,7 @@ uv pip compile --quiet --no-header --no-annotate --extra gpu --extra dev --pytho
 {
   cat <<'END'
 # The whole environment of a Linux machine with an NVIDIA GPU (x86-64, CUDA 13), pinned, for Python 3.11 and 3.12. bash run_scripts/lock_gpu.sh
-# writes it; run_scripts/setup.sh installs it without dependencies. It has never been installed on a machine with a GPU.
+# writes it; run_scripts/setup.sh installs it without dependencies. On a GPU a part of it has run: docs/gpu.md.
 END
   cat "$part"
 } >requirements-gpu.txt.new

@@ -27,10 +27,10 @@ MAKERS = {
 WHATS = pytest.mark.parametrize("what", MAKERS)
 
 
-def inputs(rows, vocabulary, dtype=torch.bfloat16):
+def inputs(rows, vocabulary, dtype=torch.bfloat16, device="cpu"):
     """Standard normal logits and random labels."""
     torch.manual_seed(0)
-    return torch.randn(rows, vocabulary).to(dtype), torch.randint(0, vocabulary, (rows,))
+    return torch.randn(rows, vocabulary, device=device).to(dtype), torch.randint(0, vocabulary, (rows,), device=device)
 
 
 def exact(what, logits, labels):
@@ -56,7 +56,7 @@ def profiled(what, module, logits, labels, backward=False):
     function = MAKERS[what](module, labels)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, torch.set_grad_enabled(backward):
         if backward:
-            gradient(function, logits, torch.ones(len(logits)))
+            gradient(function, logits, logits.new_ones(len(logits), dtype=torch.float32))
         else:
             function(logits)
     events = seen.profiler.kineto_results.events()
@@ -165,24 +165,35 @@ def test_on_cuda_verls_autocast_lifts_its_log_probs_to_float32():
     assert lifted == {torch.float32}
 
 
+ON_GPU = torch.cuda.is_available()
+MODELS = [(151_936, torch.float32), (151_936, torch.bfloat16)]
+SMALL = [(1_024, torch.float32), (32_768, torch.float32), (32_768, torch.bfloat16)]
+
+
+def seconds():
+    """Of one thread's CPU, so that what else the machine does counts little; with a GPU of the clock."""
+    if not ON_GPU:
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 @pytest.mark.benchmarks
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "with gradients"])
-@pytest.mark.parametrize(
-    ("vocabulary", "dtype"), [(1_024, torch.float32), (32_768, torch.float32), (32_768, torch.bfloat16)], ids=str
-)
+@pytest.mark.parametrize(("vocabulary", "dtype"), MODELS if ON_GPU else SMALL, ids=str)
 @pytest.mark.parametrize("what", ["log-probs", "entropy"])
 def test_print_errors_operators_memory_and_time_of_2048_tokens(what, vocabulary, dtype, backward):
-    """Time is that of one thread's CPU, so that what else the machine does counts little."""
     torch.set_num_threads(1)
-    logits, labels = inputs(2_048, vocabulary, dtype)
+    logits, labels = inputs(2_048, vocabulary, dtype, "cuda" if ON_GPU else "cpu")
     print(f"\n{what}, {vocabulary:,} x {dtype}, {'with gradients' if backward else 'forward'}")
     for name, module in (("verl", VERL), ("ours", in_force)):
         function, best = MAKERS[what](module, labels), float("inf")
         operators, peak = profiled(what, module, logits, labels, backward)
+        upstream = logits.new_ones(2_048, dtype=torch.float32)
         for _ in range(3):
-            began = time.process_time()
+            began = seconds()
             with torch.set_grad_enabled(backward):
-                gradient(function, logits, torch.ones(2_048)) if backward else function(logits)
-            best = min(best, time.process_time() - began)
+                gradient(function, logits, upstream) if backward else function(logits)
+            best = min(best, seconds() - began)
         off = error(what, module, logits, labels)
         print(f"  {name}: {operators:,} operators, {peak / 2**20:,.0f} MiB, {best * 1e3:,.0f} ms, error {off:.1e}")
