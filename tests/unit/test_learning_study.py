@@ -102,6 +102,11 @@ def test_figures_of_a_run_are_means_of_its_validations():
     assert (run.final, run.area) == (pytest.approx(0.6), pytest.approx(0.42)), "the last three, and all"
     assert build_run((0.5, 0.9, 0.9, 0.9, 0.6, 0.6)).fall == pytest.approx(0.2), "from the best three"
     assert build_run((0.1, 0.2, 0.3, 0.4)).fall == 0
+    k3 = (0.001,) * 5 + (0.02,)
+    fallen = build_run((0.5, 0.9, 0.9, 0.9, 0.6, 0.6), k3_kl=k3)
+    assert (fallen.falls_at, fallen.warned_at) == (5, 6)
+    dip = build_run((0.5, 0.9, 0.8, 0.9, 0.9, 0.9))
+    assert (dip.falls_at, dip.warned_at) == (None, None), "one low validation is not a fall"
     assert build_run((0.5, 0.95, 0.8, 0.9, 0.91, 0.7)).seconds_to(0.9) == 4.0, "twice in a row"
 
 

@@ -120,7 +120,8 @@ ARMS = {
         *map(_eta, (1, 4, 8)),
         _changed(_eta(2), *_SHIPPED),
         *(_changed(_eta(8), name) for name in ("uncorrected", "mask", "recompute")),
-        *(_changed(_delayed(versions), *_SHIPPED) for versions in (1, 2, 4, 8)),
+        _delayed(8),
+        _changed(_delayed(8), "mask"),
         replace(_COLOCATE, name="v1_colocate_async"),
     )
 }

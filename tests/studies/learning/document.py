@@ -13,8 +13,8 @@ from recipe.partial_rollout.tools.table import Table
 from tests.studies.arm import BASELINE
 from tests.studies.held_out import QUALITY, WARM_UP
 from tests.studies.learning.arms import caption_of
-from tests.studies.learning.figures import FALL, NEAR, ArmFigures, Gap, compare
-from tests.studies.learning.run import LAST, LearningRun
+from tests.studies.learning.figures import NEAR, ArmFigures, Gap, compare
+from tests.studies.learning.run import FALL, LAST, LearningRun
 from tests.studies.picture import BASELINE_HUE, DPI, OTHERS_HUE, OURS_HUE, plain
 from tests.studies.spread import standard_errors, with_error
 
@@ -59,6 +59,7 @@ _ARM_COLUMNS: tuple[tuple[str, Callable[[ArmFigures], str]], ...] = (
     (f"final minus {BASELINE.name}", _unless_base(lambda arm: _gap(arm.gap(lambda run: run.final)))),
     (f"area minus {BASELINE.name}", _unless_base(lambda arm: _gap(arm.gap(lambda run: run.area)))),
     ("held", lambda arm: arm.held),
+    ("warned: fell; held", lambda arm: f"{_warned(arm, True)}; {_warned(arm, False)}"),
     (
         f"rollout / {BASELINE.name}",
         _unless_base(lambda arm: f"{arm.ratio(lambda run: run.rollout_per_token):.2f}", "1"),
@@ -79,6 +80,12 @@ _ARM_COLUMNS: tuple[tuple[str, Callable[[ArmFigures], str]], ...] = (
     ("largest k3", lambda arm: f"{np.median([run.largest_k3 for run in arm.runs]):.4f}"),
     ("variation of batch length", lambda arm: f"{np.mean([run.length_variation for run in arm.runs]):.2f}"),
 )
+
+
+def _warned(arm: ArmFigures, fell: bool) -> str:
+    """In how many of the runs that fell, or held, the recipe warned of drift."""
+    runs = [run for run in arm.every if run.fell is fell]
+    return f"{sum(run.warned_at is not None for run in runs)} of {len(runs)}"
 
 
 def _or(figure: float | None, form: str, none: str) -> str:
@@ -102,6 +109,7 @@ _RUN_COLUMNS: tuple[tuple[str, Callable[[LearningRun], str]], ...] = (
     ("held-out reward", lambda run: " ".join(f"{reward:.3f}".removeprefix("0") for reward in run.held_out)),
     ("final", lambda run: f"{run.final:.3f}"),
     ("area", lambda run: f"{run.area:.3f}"),
+    ("falls / warned at", lambda run: f"{run.falls_at or '-'} / {run.warned_at or '-'}"),
     ("staleness mean / max", lambda run: f"{run.staleness_mean:.2f} / {run.staleness_max:.0f}"),
     ("largest k3", lambda run: f"{run.largest_k3:.4f}"),
     ("variation of batch length", lambda run: f"{run.length_variation:.2f}"),
@@ -116,6 +124,8 @@ def _text(arms: Table, runs: Table, command: str) -> str:
         "with the same seed and learning rate, mean and standard error over pairs; *below*: by more than that error. "
         f"Final: the mean of the last {LAST} validations. Area: the mean of all. "
         f"Held: the mean of {LAST} validations in a row never fell by {FALL:g} or more, of all runs. "
+        "Warned: the recipe's warning of drift, in how many of the runs that fell and that held. "
+        f"Falls at: the first validation {FALL:g} below the best before it, where the run has not held. "
         f"Rollout and step: seconds per trained token over the baseline's, median over pairs, from step {WARM_UP + 1} on "
         "(vLLM compiles before). "
         f"Seconds to {QUALITY:g}: training time from there until two validations in a row reach it, median over runs; "
@@ -140,7 +150,7 @@ def draw(arms: Sequence[ArmFigures], path: Path) -> None:
         hue = OURS_HUE if figures.arm.startswith("PR") else OTHERS_HUE
         for runs, colour, label in (
             (figures.bases, BASELINE_HUE, BASELINE.caption),
-            ((*figures.runs, *figures.alone), hue, "arm"),
+            (figures.every, hue, "arm"),
         ):
             for run in runs:
                 axes.plot(run.validated_at, run.held_out, color=colour, linewidth=0.7, alpha=0.45)

@@ -12,8 +12,6 @@ from tests.studies.held_out import QUALITY
 from tests.studies.learning.run import LearningRun
 from tests.studies.spread import standard_errors
 
-FALL = 0.05
-"""a run that falls so far (``LearningRun.fall``) has not held, even if it recovers"""
 NEAR = 0.02
 """below the baseline's final reward, where a run counts as having got there too"""
 
@@ -52,8 +50,12 @@ class ArmFigures:
     @property
     def held(self) -> str:
         """How many of all runs have not fallen."""
-        every = (*self.runs, *self.alone)
-        return f"{sum(run.fall < FALL for run in every)} of {len(every)}"
+        return f"{sum(not run.fell for run in self.every)} of {len(self.every)}"
+
+    @property
+    def every(self) -> tuple[LearningRun, ...]:
+        """Runs with and without a pair."""
+        return (*self.runs, *self.alone)
 
     def gap(self, figure: Callable[[LearningRun], float]) -> Gap:
         """Of ``figure``, within pairs."""

@@ -12,10 +12,13 @@ import numpy as np
 from recipe.partial_rollout.records.figures import held_out_rewards
 from recipe.partial_rollout.records.jsonl import Fields, RunRecordError
 from recipe.partial_rollout.tools.run_record import StepMetrics, read_metrics
+from recipe.partial_rollout.training.step_log import KL, PolicyDrift
 from tests.studies.held_out import WARM_UP, seconds_to
 
 LAST = 3
 """validations whose mean is a run's final reward: one alone is as noisy as the differences between arms"""
+FALL = 0.05
+"""a run that falls so far (``LearningRun.fall``) has not held, even if it recovers"""
 _STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
 """the recipe's and verl's name for the same"""
 SERIES = {
@@ -28,6 +31,8 @@ SERIES = {
     "kl": ("rollout_corr/kl",),
     "k3_kl": ("rollout_corr/k3_kl",),
     "grad_norm": ("actor/grad_norm",),
+    "ess": ("partial_rollout/behaviour_weight/ess",),
+    "masked": ("partial_rollout/trust_region/masked",),
 }
 """by name: verl's or the recipe's metric of a step, whichever the trainer logs"""
 
@@ -80,6 +85,22 @@ class LearningRun:
         """Deepest fall of the mean of ``LAST`` validations in a row below the best one before it."""
         means = np.convolve(self.held_out, np.full(LAST, 1 / LAST), mode="valid")
         return float((np.maximum.accumulate(means) - means).max())
+
+    @property
+    def falls_at(self) -> int | None:
+        """Step of the first validation ``FALL`` below the best before it; None: the run has held."""
+        lost = np.maximum.accumulate(self.held_out) - self.held_out
+        return next(step for step, loss in zip(self.validated_at, lost, strict=True) if loss >= FALL) if self.fell else None
+
+    @property
+    def fell(self) -> bool:
+        return self.fall >= FALL
+
+    @property
+    def warned_at(self) -> int | None:
+        """First step in which the recipe warns of drift; None: none."""
+        drift = PolicyDrift()
+        return next((step for step, k3 in enumerate(self.series["k3_kl"], 1) if drift.observe({KL: k3}, step)), None)
 
     def seconds_to(self, level: float) -> float | None:
         """See ``held_out.seconds_to``."""
