@@ -89,8 +89,10 @@ class LearningRun:
     @property
     def falls_at(self) -> int | None:
         """Step of the first validation ``FALL`` below the best before it; None: the run has held."""
+        if not self.fell:
+            return None
         lost = np.maximum.accumulate(self.held_out) - self.held_out
-        return next(step for step, loss in zip(self.validated_at, lost, strict=True) if loss >= FALL) if self.fell else None
+        return next(step for step, loss in zip(self.validated_at, lost, strict=True) if loss >= FALL)
 
     @property
     def fell(self) -> bool:
