@@ -104,7 +104,7 @@ STUDIES = {
         # Everything is compared with the baseline.
         arms=lambda options: learning_arms.at_rates(dict.fromkeys((BASELINE.name, *options.arms)), options.rates),
         add_arguments=_learning_arguments,
-        report=lambda study, options, docs: report_learning(_campaign(study, options).chosen(), docs, options.command),
+        report=lambda study, options, docs: report_learning(_campaign(study, options).runs(), docs, options.command),
         overrides=learning_arms.COMMON,
         train=lambda study, options: _campaign(study, options).run_missing(),
     ),

@@ -81,7 +81,7 @@ def test_a_run_in_the_ledger_is_read_from_its_metrics_and_not_trained_again(tmp_
     assert campaign.run_missing() == 1
     trained = len(trainings)
     assert campaign.missing() == [] and campaign.run_missing() == 0 and len(trainings) == trained
-    (run,) = campaign.chosen()
+    (run,) = campaign.runs()
     assert run.final == pytest.approx(0.8833, abs=1e-4)
     assert (run.validated_at, run.held_out) == ((2, 4, 6), (0.8, 0.9, 0.95))
     assert (run.staleness_mean, run.staleness_max, run.series["k3_kl"]) == (1.0, 6, ())

@@ -47,11 +47,6 @@ class Campaign:
             return []
         return [LearningRun.from_json(fields) for fields in read_lines(self.ledger)[0]]
 
-    def chosen(self) -> list[LearningRun]:
-        """The runs of the ledger that this study asks for."""
-        wanted = {self._asked(*asked).identity for asked in self._all()}
-        return [run for run in self.runs() if run.identity in wanted]
-
     def missing(self) -> list[tuple[int, Arm, int]]:
         """(start, arm, seed) of every run that the ledger lacks, in the order in which they are trained.
 

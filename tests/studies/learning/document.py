@@ -109,7 +109,7 @@ _RUN_COLUMNS: tuple[tuple[str, Callable[[LearningRun], str]], ...] = (
     ("held-out reward", lambda run: " ".join(f"{reward:.3f}".removeprefix("0") for reward in run.held_out)),
     ("final", lambda run: f"{run.final:.3f}"),
     ("area", lambda run: f"{run.area:.3f}"),
-    ("falls / warned at", lambda run: f"{run.falls_at or '-'} / {run.warned_at or '-'}"),
+    ("falls / warned at step", lambda run: f"{run.falls_at or '-'} / {run.warned_at or '-'}"),
     ("staleness mean / max", lambda run: f"{run.staleness_mean:.2f} / {run.staleness_max:.0f}"),
     ("largest k3", lambda run: f"{run.largest_k3:.4f}"),
     ("variation of batch length", lambda run: f"{run.length_variation:.2f}"),

@@ -96,6 +96,7 @@ class LearningRun:
 
     @property
     def fell(self) -> bool:
+        """Whether the run has not held."""
         return self.fall >= FALL
 
     @property
