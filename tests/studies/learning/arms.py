@@ -120,6 +120,7 @@ ARMS = {
         *map(_eta, (1, 4, 8)),
         _changed(_eta(2), *_SHIPPED),
         *(_changed(_eta(8), name) for name in ("uncorrected", "mask", "recompute", "decay")),
+        _changed(_eta(8), "mask", "decay"),
         _delayed(8),
         _changed(_delayed(8), "mask"),
         replace(_COLOCATE, name="v1_colocate_async"),
