@@ -118,9 +118,10 @@ def test_arms_are_compared_within_pairs():
         build_run((0.9, 0.6, 0.6, 0.6), seed=2),
         build_run((0.9, 0.7, 0.7, 0.7), arm="PR_in_order_3", seed=2, rollout_s=(0.4,) * 4),
         build_run(rising, arm="PR_in_order_3", seed=3),
+        build_run(rising * 2, arm="PR_in_order_3", seed=1),
     ]
     base, ours = compare(runs)
-    assert (base.arm, base.held, ours.held) == ("noPR", "1 of 2", "2 of 3"), "the run without a pair, too"
+    assert (base.arm, base.held, ours.held) == ("noPR", "1 of 2", "2 of 3"), "a run without a pair, no longer run"
     assert [run.seed for run in ours.runs] == [1, 2]
     assert ours.gap(lambda run: run.final) == Gap(pytest.approx(0.05), pytest.approx(0.05))
     assert ours.ratio(lambda run: run.rollout_per_token) == pytest.approx(0.45)

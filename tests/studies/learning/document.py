@@ -104,6 +104,7 @@ def runs_table(runs: Sequence[LearningRun]) -> Table:
 _RUN_COLUMNS: tuple[tuple[str, Callable[[LearningRun], str]], ...] = (
     ("arm", lambda run: caption_of(run.arm)),
     ("learning rate", lambda run: f"{run.rate:g}"),
+    ("steps", lambda run: f"{run.steps}"),
     ("start", lambda run: f"{run.start}"),
     ("seed", lambda run: f"{run.seed}"),
     ("held-out reward", lambda run: " ".join(f"{reward:.3f}".removeprefix("0") for reward in run.held_out)),

@@ -86,14 +86,14 @@ class ArmFigures:
 
 
 def compare(runs: Sequence[LearningRun]) -> list[ArmFigures]:
-    """Every arm at every rate that has a pair, in order of appearance."""
-    bases = {(run.rate, run.start, run.seed): run for run in runs if run.arm == BASELINE.name}
+    """Every arm at every rate and length that has a pair, in order of appearance."""
+    bases = {(run.rate, run.steps, run.start, run.seed): run for run in runs if run.arm == BASELINE.name}
     found = []
-    for arm, rate in dict.fromkeys((run.arm, run.rate) for run in runs):
+    for arm, rate, steps in dict.fromkeys((run.arm, run.rate, run.steps) for run in runs):
         paired, alone = list[tuple[LearningRun, LearningRun]](), list[LearningRun]()
-        for run in (run for run in runs if (run.arm, run.rate) == (arm, rate)):
-            base = bases.get((rate, run.start, run.seed))
-            if base is not None and base.steps == run.steps:
+        for run in (run for run in runs if (run.arm, run.rate, run.steps) == (arm, rate, steps)):
+            base = bases.get((rate, steps, run.start, run.seed))
+            if base is not None:
                 paired.append((run, base))
             else:
                 alone.append(run)
