@@ -196,6 +196,7 @@ class PolicyDrift:
             return None
         return (
             f"warning: at step {step} the policy has drifted far from the one that made its samples ({KL} {kl:.4f}, "
-            f"{usual:.5f} by the median so far): its reward is likely to fall. Lower actor_rollout_ref.actor.optim.lr "
-            f"or partial_rollout.overlap, and resume from an earlier checkpoint"
+            f"{usual:.5f} by the median so far): its reward is likely to fall. Resume from an earlier checkpoint with "
+            "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine (Megatron: lr_decay_style) or a lower "
+            "partial_rollout.overlap; FSDP keeps a checkpoint's rate, so a lower optim.lr has no effect"
         )
