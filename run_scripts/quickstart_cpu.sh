@@ -30,7 +30,7 @@ source run_scripts/env_cpu.sh
 export PYTHONWARNINGS=ignore
 
 out=${OUT:-outputs/quickstart} task=${TASK:-clock10}
-# No run has fallen with a decay (docs/learning.md). The other tasks were measured without; Megatron's has another key.
+# With the trust region and a decay no run has fallen (docs/learning.md). The other tasks were measured without; Megatron's has another key.
 decay=()
 if [[ $task == clock10 && " $* " != *" engine="* ]]; then decay=(actor_rollout_ref.actor.optim.lr_scheduler_type=cosine); fi
 
