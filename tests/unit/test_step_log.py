@@ -28,6 +28,7 @@ def test_drift_is_told_under_partial_rollout_alone_and_a_loss_that_is_no_number_
     log.extend({"training/global_step": 12, KL: 0.1, "actor/loss": nan}, 12)
     drift = [line for line in printed if "step 12 the policy has drifted" in line]
     assert [f"{KL} 0.1000, 0.00010 by the median" in line for line in drift] == [True] * enable
+    assert all("lr_scheduler_type=cosine" in line for line in drift)
     assert any("actor/loss nan" in line and "step 12" in line for line in printed)
 
 
