@@ -10,7 +10,7 @@ from tests.studies.learning.arms import at_rates
 from tests.studies.learning.campaign import Campaign
 from tests.studies.learning.delayed_weights import delay
 from tests.studies.learning.figures import Gap, compare
-from tests.studies.learning.run import LearningRun
+from tests.studies.learning.run import SERIES, LearningRun
 from tests.studies.processes import WarmProcess, run_fresh
 from tests.studies.runner import Study
 from tests.unit.runs import write_training
@@ -24,7 +24,7 @@ def build_run(
     """A run validated after every step, of two seconds each."""
     steps = len(held_out)
     known = {"rollout_s": (1.0,) * steps, "step_s": (step_s,) * steps, "length": (100.0,) * steps, **series}
-    known = dict.fromkeys(("reward", "staleness", "staleness_max", "kl", "k3_kl", "grad_norm"), ()) | known
+    known = dict.fromkeys(SERIES, ()) | known
     return LearningRun(arm, rate, start, seed, (), "task", "abc", tuple(range(1, steps + 1)), tuple(held_out), known)
 
 
@@ -104,7 +104,8 @@ def test_figures_of_a_run_are_means_of_its_validations():
     assert build_run((0.1, 0.2, 0.3, 0.4)).fall == 0
     k3 = (0.001,) * 5 + (0.02,)
     fallen = build_run((0.5, 0.9, 0.9, 0.9, 0.6, 0.6), k3_kl=k3)
-    assert (fallen.falls_at, fallen.warned_at) == (5, 6)
+    assert (fallen.falls_at, fallen.warned_at, fallen.ess_at_warning) == (5, 6, None)
+    assert build_run(fallen.held_out, k3_kl=k3, ess=(1.0,) * 5 + (0.9,)).ess_at_warning == 0.9
     dip = build_run((0.5, 0.9, 0.8, 0.9, 0.9, 0.9))
     assert (dip.falls_at, dip.warned_at) == (None, None), "one low validation is not a fall"
     assert build_run((0.5, 0.95, 0.8, 0.9, 0.91, 0.7)).seconds_to(0.9) == 4.0, "twice in a row"

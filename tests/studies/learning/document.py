@@ -88,6 +88,10 @@ def _warned(arm: ArmFigures, fell: bool) -> str:
     return f"{sum(run.warned_at is not None for run in runs)} of {len(runs)}"
 
 
+def _masked(shares: Sequence[float]) -> str:
+    return f"{np.mean(shares):.3%} / {max(shares):.2%}" if shares else ""
+
+
 def _or(figure: float | None, form: str, none: str) -> str:
     return none if figure is None else format(figure, form)
 
@@ -111,6 +115,8 @@ _RUN_COLUMNS: tuple[tuple[str, Callable[[LearningRun], str]], ...] = (
     ("final", lambda run: f"{run.final:.3f}"),
     ("area", lambda run: f"{run.area:.3f}"),
     ("falls / warned at step", lambda run: f"{run.falls_at or '-'} / {run.warned_at or '-'}"),
+    ("effective sample then", lambda run: _or(run.ess_at_warning, ".3f", "")),
+    ("tokens masked, mean / max", lambda run: _masked(run.series["masked"])),
     ("staleness mean / max", lambda run: f"{run.staleness_mean:.2f} / {run.staleness_max:.0f}"),
     ("largest k3", lambda run: f"{run.largest_k3:.4f}"),
     ("variation of batch length", lambda run: f"{run.length_variation:.2f}"),

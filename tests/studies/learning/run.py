@@ -105,6 +105,12 @@ class LearningRun:
         drift = PolicyDrift()
         return next((step for step, k3 in enumerate(self.series["k3_kl"], 1) if drift.observe({KL: k3}, step)), None)
 
+    @property
+    def ess_at_warning(self) -> float | None:
+        """Effective sample size, 0 to 1, in the step of the warning; None: no warning, or not logged in every step."""
+        ess = self.series["ess"]
+        return ess[self.warned_at - 1] if self.warned_at and len(ess) == self.steps else None
+
     def seconds_to(self, level: float) -> float | None:
         """See ``held_out.seconds_to``."""
         return seconds_to(level, self.validated_at, self.held_out, self.series["step_s"])
