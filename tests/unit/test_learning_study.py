@@ -1,6 +1,7 @@
 """The learning study over runs whose figures can be worked out by hand."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tests.studies.learning.arms import at_rates
 from tests.studies.learning.campaign import Campaign
 from tests.studies.learning.delayed_weights import delay
+from tests.studies.learning.document import falls_table
 from tests.studies.learning.figures import Gap, compare
 from tests.studies.learning.run import SERIES, LearningRun
 from tests.studies.processes import WarmProcess, run_fresh
@@ -109,6 +111,23 @@ def test_figures_of_a_run_are_means_of_its_validations():
     dip = build_run((0.5, 0.9, 0.8, 0.9, 0.9, 0.9))
     assert (dip.falls_at, dip.warned_at) == (None, None), "one low validation is not a fall"
     assert build_run((0.5, 0.95, 0.8, 0.9, 0.91, 0.7)).seconds_to(0.9) == 4.0, "twice in a row"
+
+
+def test_falls_of_the_recipe_are_counted_by_region_and_schedule_over_arms_and_lengths():
+    mask = ("partial_rollout.trust_region=mask",)
+    decay = (*mask, "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine")
+    falling, holding = (0.9,) * 6 + (0.6,) * 3, (0.9,) * 6
+    warning = (0.001,) * 5 + (0.02,)
+    runs = [
+        replace(build_run(falling), overrides=mask),
+        replace(build_run(falling, arm="PR_eta_8_mask", k3_kl=(*warning, 0, 0, 0)), overrides=mask),
+        replace(build_run(holding, arm="PR_mask", k3_kl=warning), overrides=mask),
+        replace(build_run(holding, arm="PR_mask_decay"), overrides=decay),
+    ]
+    assert falls_table(runs).rows == [
+        ["0.0003", "mask", "constant", "1 of 2", "1 of 1; 1 of 1", "1"],
+        ["0.0003", "mask", "cosine", "0 of 1", "0 of 0; 0 of 1", "0"],
+    ]
 
 
 def test_arms_are_compared_within_pairs():

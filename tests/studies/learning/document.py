@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -33,9 +34,35 @@ def report(runs: Sequence[LearningRun], docs: Path, command: str) -> Table:
     if not arms:
         raise ValueError(f"no run of {BASELINE.name} to compare with")
     table = arms_table(arms)
-    (docs / TEXT).write_text(_text(table, runs_table(runs), command), encoding="utf-8")
+    (docs / TEXT).write_text(_text((falls_table(runs), table, runs_table(runs)), command), encoding="utf-8")
     draw(arms, docs / PICTURE)
     return table
+
+
+def falls_table(runs: Sequence[LearningRun]) -> Table:
+    """A row a learning rate, trust region and schedule of the recipe's runs, of all arms and lengths."""
+    groups = defaultdict[tuple[str, ...], list[LearningRun]](list)
+    for run in runs:
+        if run.arm.startswith("PR"):
+            given = dict(override.lstrip("+").split("=", 1) for override in run.overrides)
+            region, schedule = (given.get(key, default) for key, default in (_REGION, _SCHEDULE))
+            groups[f"{run.rate:g}", region, schedule].append(run)
+    return Table.of("Falls", sorted(groups.items()), _FALL_COLUMNS)
+
+
+_REGION = ("partial_rollout.trust_region", "none")
+_SCHEDULE = ("actor_rollout_ref.actor.optim.lr_scheduler_type", "constant")
+_FALL_COLUMNS: tuple[tuple[str, Callable[[tuple[tuple[str, ...], list[LearningRun]]], str]], ...] = (
+    ("learning rate", lambda group: group[0][0]),
+    ("trust region", lambda group: group[0][1]),
+    ("schedule", lambda group: group[0][2]),
+    ("fell", lambda group: f"{sum(run.fell for run in group[1])} of {len(group[1])}"),
+    ("warned: fell; held", lambda group: f"{_warned(group[1], True)}; {_warned(group[1], False)}"),
+    (
+        "warned before its fall",
+        lambda group: f"{sum((run.warned_at or np.inf) < (run.falls_at or 0) for run in group[1])}",
+    ),
+)
 
 
 def arms_table(arms: Sequence[ArmFigures]) -> Table:
@@ -59,7 +86,7 @@ _ARM_COLUMNS: tuple[tuple[str, Callable[[ArmFigures], str]], ...] = (
     (f"final minus {BASELINE.name}", _unless_base(lambda arm: _gap(arm.gap(lambda run: run.final)))),
     (f"area minus {BASELINE.name}", _unless_base(lambda arm: _gap(arm.gap(lambda run: run.area)))),
     ("held", lambda arm: arm.held),
-    ("warned: fell; held", lambda arm: f"{_warned(arm, True)}; {_warned(arm, False)}"),
+    ("fell at step (start, seed)", lambda arm: _places(arm.every)),
     (
         f"rollout / {BASELINE.name}",
         _unless_base(lambda arm: f"{arm.ratio(lambda run: run.rollout_per_token):.2f}", "1"),
@@ -82,9 +109,13 @@ _ARM_COLUMNS: tuple[tuple[str, Callable[[ArmFigures], str]], ...] = (
 )
 
 
-def _warned(arm: ArmFigures, fell: bool) -> str:
+def _places(runs: Sequence[LearningRun]) -> str:
+    return ", ".join(f"{run.falls_at} ({run.start}, {run.seed})" for run in runs if run.fell)
+
+
+def _warned(runs: Sequence[LearningRun], fell: bool) -> str:
     """In how many of the runs that fell, or held, the recipe warned of drift."""
-    runs = [run for run in arm.every if run.fell is fell]
+    runs = [run for run in runs if run.fell is fell]
     return f"{sum(run.warned_at is not None for run in runs)} of {len(runs)}"
 
 
@@ -125,7 +156,7 @@ _RUN_COLUMNS: tuple[tuple[str, Callable[[LearningRun], str]], ...] = (
 )
 
 
-def _text(arms: Table, runs: Table, command: str) -> str:
+def _text(tables: Sequence[Table], command: str) -> str:
     words = (
         "Reward of the current weights on held-out prompts. Differences are within pairs of runs from the same warm start "
         "with the same seed and learning rate, mean and standard error over pairs; *below*: by more than that error. "
@@ -140,10 +171,8 @@ def _text(arms: Table, runs: Table, command: str) -> str:
         f"Time to {BASELINE.name}'s final: the same for its final reward less {NEAR:g}. "
         f"Written by `{command}`."
     )
-    return (
-        f"# Learning on the embedded task: every run\n\n{words}\n\n![held-out reward against steps]({PICTURE})\n\n"
-        f"{arms.markdown()}\n\n{runs.markdown()}\n"
-    )
+    title, picture = "# Learning on the embedded task: every run", f"![held-out reward against steps]({PICTURE})"
+    return "\n\n".join((title, words, picture, *(table.markdown() for table in tables))) + "\n"
 
 
 def draw(arms: Sequence[ArmFigures], path: Path) -> None:
