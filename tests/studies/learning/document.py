@@ -84,7 +84,6 @@ _ARM_COLUMNS: tuple[tuple[str, Callable[[ArmFigures], str]], ...] = (
         lambda arm: with_error(float(arm.finals.mean()), float(standard_errors(arm.finals[:, None])[0])),
     ),
     (f"final minus {BASELINE.name}", _unless_base(lambda arm: _gap(arm.gap(lambda run: run.final)))),
-    (f"area minus {BASELINE.name}", _unless_base(lambda arm: _gap(arm.gap(lambda run: run.area)))),
     ("held", lambda arm: arm.held),
     ("fell at step (start, seed)", lambda arm: _places(arm.every)),
     (
@@ -144,7 +143,6 @@ _RUN_COLUMNS: tuple[tuple[str, Callable[[LearningRun], str]], ...] = (
     ("seed", lambda run: f"{run.seed}"),
     ("held-out reward", lambda run: " ".join(f"{reward:.3f}".removeprefix("0") for reward in run.held_out)),
     ("final", lambda run: f"{run.final:.3f}"),
-    ("area", lambda run: f"{run.area:.3f}"),
     ("falls / warned at step", lambda run: f"{run.falls_at or '-'} / {run.warned_at or '-'}"),
     ("effective sample then", lambda run: _or(run.ess_at_warning, ".3f", "")),
     ("tokens masked, mean / max", lambda run: _masked(run.series["masked"])),
@@ -160,7 +158,7 @@ def _text(tables: Sequence[Table], command: str) -> str:
     words = (
         "Reward of the current weights on held-out prompts. Differences are within pairs of runs from the same warm start "
         "with the same seed and learning rate, mean and standard error over pairs; *below*: by more than that error. "
-        f"Final: the mean of the last {LAST} validations. Area: the mean of all. "
+        f"Final: the mean of the last {LAST} validations. "
         f"Held: the mean of {LAST} validations in a row never fell by {FALL:g} or more, of all runs. "
         "Warned: the recipe's warning of drift, in how many of the runs that fell and that held. "
         f"Falls at: the first validation {FALL:g} below the best before it, where the run has not held. "

@@ -76,11 +76,6 @@ class LearningRun:
         return float(np.mean(self.held_out[-LAST:]))
 
     @property
-    def area(self) -> float:
-        """Mean held-out reward over the whole run: the area under its curve over its width."""
-        return float(np.mean(self.held_out))
-
-    @property
     def fall(self) -> float:
         """Deepest fall of the mean of ``LAST`` validations in a row below the best one before it."""
         means = np.convolve(self.held_out, np.full(LAST, 1 / LAST), mode="valid")
