@@ -148,5 +148,5 @@ def test_arms_are_compared_within_pairs():
     assert ours.ratio(lambda run: run.step_per_token) == pytest.approx(0.75)
     late = (0.5, 0.5, 0.5, 0.9, 0.9)
     _, ours = compare([build_run(late), build_run(late, arm="PR_in_order_3", step_s=1.0)])
-    assert ours.time_ratio(lambda base: 0.9) == 0.5
-    assert ours.time_ratio(lambda base: base.final + 1) is None, "neither reaches it"
+    assert ours.time_ratios(lambda base: 0.9) == [0.5]
+    assert ours.time_ratios(lambda base: base.final + 1) == [], "neither reaches it"

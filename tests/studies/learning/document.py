@@ -92,10 +92,10 @@ _ARM_COLUMNS: tuple[tuple[str, Callable[[ArmFigures], str]], ...] = (
     ),
     (f"step / {BASELINE.name}", _unless_base(lambda arm: f"{arm.ratio(lambda run: run.step_per_token):.2f}", "1")),
     (f"seconds to {QUALITY:g}", lambda arm: _or(arm.seconds_to_quality, ".0f", "never")),
-    (f"the same / {BASELINE.name}", _unless_base(lambda arm: _or(arm.time_ratio(lambda base: QUALITY), ".2f", ""))),
+    (f"the same / {BASELINE.name}", _unless_base(lambda arm: _median(arm.time_ratios(lambda base: QUALITY)))),
     (
         f"time to {BASELINE.name}'s final / {BASELINE.name}",
-        _unless_base(lambda arm: _or(arm.time_ratio(lambda base: base.final - NEAR), ".2f", "")),
+        _unless_base(lambda arm: _median(arm.time_ratios(lambda base: base.final - NEAR))),
     ),
     (
         "staleness mean / max",
@@ -120,6 +120,11 @@ def _warned(runs: Sequence[LearningRun], fell: bool) -> str:
 
 def _masked(shares: Sequence[float]) -> str:
     return f"{np.mean(shares):.3%} / {max(shares):.2%}" if shares else ""
+
+
+def _median(ratios: Sequence[float]) -> str:
+    """With the range; empty without ratios."""
+    return f"{np.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
 
 def _or(figure: float | None, form: str, none: str) -> str:
@@ -165,7 +170,7 @@ def _text(tables: Sequence[Table], command: str) -> str:
         f"Rollout and step: seconds per trained token over the baseline's, median over pairs, from step {WARM_UP + 1} on "
         "(vLLM compiles before). "
         f"Seconds to {QUALITY:g}: training time from there until two validations in a row reach it, median over runs; "
-        "over the baseline's: median of the pairs where both reach it. "
+        "over the baseline's: median and range of the pairs where both reach it. "
         f"Time to {BASELINE.name}'s final: the same for its final reward less {NEAR:g}. "
         f"Written by `{command}`."
     )

@@ -73,12 +73,10 @@ class ArmFigures:
         median = float(np.median([np.inf if seconds is None else seconds for seconds in found]))
         return None if np.isinf(median) else median
 
-    def time_ratio(self, level: Callable[[LearningRun], float]) -> float | None:
-        """Seconds to ``level`` of the baseline's run over the baseline's own, median over pairs that both get there; None:
-        no such pair."""
+    def time_ratios(self, level: Callable[[LearningRun], float]) -> list[float]:
+        """Seconds to ``level`` of the baseline's run over the baseline's own, of each pair that gets there in both."""
         found = [(run.seconds_to(level(base)), base.seconds_to(level(base))) for run, base in self._pairs]
-        ratios = [ours / theirs for ours, theirs in found if ours is not None and theirs]
-        return float(np.median(ratios)) if ratios else None
+        return [ours / theirs for ours, theirs in found if ours is not None and theirs]
 
     @property
     def _pairs(self) -> list[tuple[LearningRun, LearningRun]]:
