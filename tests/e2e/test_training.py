@@ -38,7 +38,9 @@ TOOLS = (
     "actor_rollout_ref.rollout.multi_turn.format=scripted",
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
     f"actor_rollout_ref.rollout.multi_turn.function_tool_path={HERE / 'scripted_tool.py'}",
-    "partial_rollout.failures.tool_timeout_s=2",
+    "partial_rollout.failures.tool_timeout_s=3",
+    # On a busy machine a tool takes a third of a second; the one that hangs is to be the only slow one.
+    "partial_rollout.tools.release_after_s=1",
     "partial_rollout.tools.concurrency=16",
 )
 
@@ -119,8 +121,8 @@ def test_nothing_is_lost_and_the_last_round_drains(arms):
     assert any(step["partial_rollout/buffer/carried_groups"] > 0 for step in steps.values())
     assert steps[6]["partial_rollout/inflight/samples"] == 0
     interrupted = steps[6]["partial_rollout/buffer/interrupted_total"]
-    # A sample that comes back from a slow tool is resumed, too; on a busy machine there are several.
-    assert steps[6]["partial_rollout/buffer/resumed_total"] >= interrupted > 0
+    # The sample whose tool hangs is resumed, too.
+    assert steps[6]["partial_rollout/buffer/resumed_total"] - interrupted in (0, 1) and interrupted > 0
 
 
 def test_decoupled_loss_is_on_under_partial_rollout_only(arms):
@@ -161,7 +163,7 @@ def test_tool_conversation_survives_interruptions(arms, tool_calls):
     assert len(segments) == 96 and sum(segments) > answers
     assert max(by_sample.values()) == 2
     assert run.steps[6]["partial_rollout/failures/retried_total"] == 1
-    # The slot of the one that hangs, for its two seconds but the first tenth.
+    # The slot of the one that hangs, for its three seconds but the first.
     assert run.steps[6]["partial_rollout/agent/slots_freed_s_total"] > 1.5
     assert max(step["num_turns/max"] for step in run.steps.values()) == 6
 
