@@ -41,28 +41,22 @@ def report(runs: Sequence[LearningRun], docs: Path, command: str) -> Table:
 
 def falls_table(runs: Sequence[LearningRun]) -> Table:
     """A row a learning rate, trust region and schedule of the recipe's runs, of all arms and lengths."""
-    groups = defaultdict[tuple[str, ...], list[LearningRun]](list)
+    groups = defaultdict[tuple[float, str, str], list[LearningRun]](list)
     for run in runs:
         if run.arm.startswith("PR"):
             given = dict(override.lstrip("+").split("=", 1) for override in run.overrides)
-            region, schedule = (given.get(key, default) for key, default in (_REGION, _SCHEDULE))
-            groups[f"{run.rate:g}", region, schedule].append(run)
-    return Table.of("Falls", sorted(groups.items()), _FALL_COLUMNS)
+            groups[run.rate, given[_REGION], given.get(_SCHEDULE, "constant")].append(run)
+    rows = []
+    for (rate, region, schedule), group in sorted(groups.items()):
+        fallen = [run for run in group if run.fell]
+        before = sum((run.warned_at or np.inf) < (run.falls_at or 0) for run in fallen)
+        warned = f"{_warned(group, True)}; {_warned(group, False)}"
+        rows.append([f"{rate:g}", region, schedule, f"{len(fallen)} of {len(group)}", warned, f"{before}"])
+    header = "learning rate", "trust region", "schedule", "fell", "warned: fell; held", "warned before its fall"
+    return Table("Falls", [*header], rows)
 
 
-_REGION = ("partial_rollout.trust_region", "none")
-_SCHEDULE = ("actor_rollout_ref.actor.optim.lr_scheduler_type", "constant")
-_FALL_COLUMNS: tuple[tuple[str, Callable[[tuple[tuple[str, ...], list[LearningRun]]], str]], ...] = (
-    ("learning rate", lambda group: group[0][0]),
-    ("trust region", lambda group: group[0][1]),
-    ("schedule", lambda group: group[0][2]),
-    ("fell", lambda group: f"{sum(run.fell for run in group[1])} of {len(group[1])}"),
-    ("warned: fell; held", lambda group: f"{_warned(group[1], True)}; {_warned(group[1], False)}"),
-    (
-        "warned before its fall",
-        lambda group: f"{sum((run.warned_at or np.inf) < (run.falls_at or 0) for run in group[1])}",
-    ),
-)
+_REGION, _SCHEDULE = "partial_rollout.trust_region", "actor_rollout_ref.actor.optim.lr_scheduler_type"
 
 
 def arms_table(arms: Sequence[ArmFigures]) -> Table:
