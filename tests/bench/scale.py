@@ -30,9 +30,9 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.output_store import RayObjects, fetch_groups
 from recipe.partial_rollout.manager.types import Prompt
-from recipe.partial_rollout.planner.engine_curve import PRESETS
-from recipe.partial_rollout.planner.samples import LengthTrace
 from recipe.partial_rollout.tools.lengths import lognormal
+from recipe.partial_rollout.tools.planner.engine_curve import PRESETS
+from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from recipe.partial_rollout.tools.table import Table
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from tests.bench.scripted_engine import ScriptedWorker

@@ -12,8 +12,8 @@ import numpy as np
 from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.sections import ToolCalls
 from recipe.partial_rollout.manager.types import SampleOutput, Segment
-from recipe.partial_rollout.planner.engine_curve import EngineCurve
-from recipe.partial_rollout.planner.replica_model import Decoding, ReplicaModel
+from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
+from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice

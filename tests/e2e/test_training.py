@@ -54,7 +54,7 @@ def tool_calls(tmp_path_factory):
 @pytest.fixture(scope="module")
 def arms(module_train, tool_calls):
     """In PR a sample has three turns with a tool call between them, and a reward that awaits; prompts are trained in order,
-    the overlap is measured, and the KV cache is for 24 samples of 64 + 400 / 2 tokens out of 32."""
+    and the KV cache is for 24 samples of 64 + 400 / 2 tokens out of 32."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOOL_CALLS", str(tool_calls))
         return {
@@ -63,7 +63,6 @@ def arms(module_train, tool_calls):
                 *SMALL,
                 *VALIDATED,
                 *TOOLS,
-                "partial_rollout.overlap=auto",
                 "partial_rollout.max_staleness=3",
                 "partial_rollout.scheduling.policy=in_order",
                 "partial_rollout.probe_s=2",
@@ -173,13 +172,6 @@ def test_asynchronous_sandboxed_reward_trains_and_the_reference_policy_is_the_ac
         assert math.isfinite(step["actor/pg_loss"]) and step["actor/grad_norm"] > 0
         assert 0 < step["critic/score/mean"] < 1
         assert step["actor/kl_loss"] == pytest.approx(0, abs=1e-5)
-
-
-def test_overlap_is_steered_by_what_the_rounds_measure(arms):
-    steps = arms["PR"].steps.values()
-    assert all("partial_rollout/overlap_auto/target" in step for step in steps)
-    # Decided in the background, from what the rounds before it measured.
-    assert any("partial_rollout/overlap_auto/gain_up" in step for step in steps)
 
 
 def test_slots_follow_the_kv_cache_where_it_is_scarce(arms):

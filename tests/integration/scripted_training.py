@@ -16,13 +16,13 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.output_store import RayObjects
 from recipe.partial_rollout.manager.policies import GroupFilter
-from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.engine_probe import EndedCalls, EngineProbe
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.slots import ReplicaSlots, SampleSizes
 from recipe.partial_rollout.rollout.step_book import StepBook
 from recipe.partial_rollout.rollout.workers import WorkerPool
+from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
 from recipe.partial_rollout.waits import finished
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
@@ -129,10 +129,8 @@ class ScriptedTraining:
         self.pool = WorkerPool(self.workers, None, connect, 0, settings.deadlines, session.stop)
         guard = Guard(context, self.manager, self.pool)
         calls = EndedCalls(guard.ask)
-        book = StepBook(context, EngineProbe(context, self.workers, calls.take_others), None)
-        self.driver = Driver(
-            context, self.manager, store, self.pool, Nothing(), Nothing(), calls, book, overlap=None, guard=guard
-        )
+        book = StepBook(context, EngineProbe(context, self.workers, calls.take_others))
+        self.driver = Driver(context, self.manager, store, self.pool, Nothing(), Nothing(), calls, book, guard=guard)
         session.connect(self.driver)
         finished(self.pool.start())
         if session.resume_from is not None:

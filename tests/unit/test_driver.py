@@ -14,12 +14,12 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.output_store import InProcess
 from recipe.partial_rollout.manager.types import Prompt
-from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.rollout.driver import Driver, RolloutState
 from recipe.partial_rollout.rollout.engine_probe import EndedCalls
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from tests.bench.scripted_engine import ScriptedWorker
 from tests.unit.shared import Local
@@ -103,9 +103,7 @@ class Life:
         manager, pool, others = Local(self.manager), Pool(self.worker), AsyncMock()
         guard = Guard(context, manager, pool)
         calls = EndedCalls(guard.ask)
-        self.driver = Driver(
-            context, manager, InProcess(), pool, others, others, calls, self.book, overlap=None, guard=guard
-        )
+        self.driver = Driver(context, manager, InProcess(), pool, others, others, calls, self.book, guard=guard)
 
     async def start(self):
         self.worker.connect("w0", Local(self.manager), 4, ReplicaChoice({}))

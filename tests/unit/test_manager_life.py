@@ -474,12 +474,6 @@ class ManagerLife(RuleBasedStateMachine):
         self.ledger.filtered(step, version, self.manager.take_filtered())
         self.ledger.trained(step, version, [TrainedGroup.of(group, version) for group in self.taken_groups])
 
-    @precondition(started)
-    @rule(quarters=st.integers(0, 12))
-    def set_overlap(self, quarters):
-        """What ``overlap=auto`` does."""
-        self.manager.set_overlap(min(quarters / 4, self.max_staleness))
-
     @precondition(lambda self: started(self) and self.may_begin())
     @rule(every=st.integers(2, 4), during=st.integers(0, 6), stop=st.booleans(), crashes=st.booleans())
     def play_version_with_stragglers(self, every, during, stop, crashes):

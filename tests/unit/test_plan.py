@@ -14,11 +14,11 @@ from omegaconf import OmegaConf
 from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Scheduling, ToolCalls
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.tools import plan, plan_measure
 from recipe.partial_rollout.tools.plan_cost import Prices, cost_table
 from recipe.partial_rollout.tools.plan_measure import Burst, decoded_lengths, predicted_s
+from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.tools.replay import measured_steps, replay, trainer_of
 from recipe.partial_rollout.tools.run_record import load_run
 from tests.unit.runs import PHASES, interrupted_run, separate_run

@@ -8,18 +8,18 @@ import pytest
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.engine_curve import Cluster, CurveError, EngineCurve, fit
-from recipe.partial_rollout.planner.replica_model import Decoding, ReplicaModel
-from recipe.partial_rollout.planner.rounds import (
+from recipe.partial_rollout.records.calls import EngineCall
+from recipe.partial_rollout.tools.lengths import lognormal, of_run
+from recipe.partial_rollout.tools.planner.engine_curve import Cluster, CurveError, EngineCurve, fit
+from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel
+from recipe.partial_rollout.tools.planner.rounds import (
     SeparateTrainer,
     Simulation,
     WeightUpdate,
     forecast,
     smallest_worthwhile,
 )
-from recipe.partial_rollout.planner.samples import LengthTrace
-from recipe.partial_rollout.records.calls import EngineCall
-from recipe.partial_rollout.tools.lengths import lognormal, of_run
+from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from recipe.partial_rollout.tools.run_record import load_run
 from recipe.partial_rollout.tools.split_forecast import (
     Devices,

@@ -84,17 +84,6 @@ def test_batch_waits_for_a_group_that_could_not_be_trained_in_time_after_it(mana
     assert [group.uid for group in m.take_batch(stop=True)] == ["0/1"]
 
 
-def test_window_follows_the_overlap_that_is_set_between_rounds(manager):
-    m = manager(batch=4, n=1, overlap=0.0)
-    assert begin(m) == 4
-    m.set_overlap(0.5)
-    assert m.wanted == 0 and m.admit(version_begins=True) == 2
-    m.set_overlap(0.25)
-    assert m.admit(version_begins=True) == 0, "what is in flight stays"
-    with pytest.raises(ValueError, match=r"overlap 4\.5: 0 to max_staleness=4"):
-        m.set_overlap(4.5)
-
-
 def test_ssim_refills_to_its_budget_in_a_round_and_april_tops_up_unfinished_groups_only_before_one(manager, output):
     m = manager(batch=2, n=2, mode=Mode.SSIM, in_flight=4)
     assert begin(m) == 2

@@ -20,7 +20,7 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import RolloutFailedError
 from recipe.partial_rollout.manager.policies import FailurePolicy
 from recipe.partial_rollout.manager.types import Grant, Prompt
-from recipe.partial_rollout.planner.engine_curve import EngineCurve
+from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.waits import ReplicaError
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice

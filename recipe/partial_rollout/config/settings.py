@@ -49,10 +49,6 @@ ROOT = "partial_rollout"
 """the node of the config that the keys are under"""
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 """verl's key for the overlong penalty of its dapo reward manager"""
-AUTO = "auto"
-_AUTO_START = 1.0
-"""overlap that ``auto`` begins with, also after a resume"""
-"""word that ``partial_rollout.overlap`` accepts besides numbers"""
 _FILTER = "algorithm.filter_groups"
 _COUNT = Key(words="", at_least=1)
 
@@ -97,10 +93,8 @@ class PartialRolloutConfig:
     overlap: float = key(
         1.0,
         "Spare groups in flight as a share of N = `data.train_batch_size` (window, april): more speed for more staleness, "
-        "whose mean is about the overlap. `auto` (window): as many as are worth their staleness, found by measuring, from "
-        "1 on ([docs/tuning.md](../../docs/tuning.md)).",
+        "whose mean is about the overlap.",
         at_least=0,
-        word=AUTO,
     )
     drain: bool = key(
         True,
@@ -180,8 +174,6 @@ class PartialRolloutConfig:
     """``actor_rollout_ref.rollout.n``"""
     slots_given: bool
     """whether ``slots_per_replica`` was set; otherwise it is ``rollout.max_num_seqs`` until the KV caches are known"""
-    adapts_overlap: bool
-    """whether ``overlap=auto``; the field ``overlap`` then holds the value of the first round"""
     group_filter: FilterSettings | None
     """``algorithm.filter_groups``; None: every group is trained"""
 
@@ -238,9 +230,7 @@ class PartialRolloutConfig:
         batch = checked("data.train_batch_size", config.data.train_batch_size, int, _COUNT)
         n = checked("actor_rollout_ref.rollout.n", rollout.n, int, _COUNT)
         values = read(cls, config[ROOT], ROOT)
-        adapts, given = values["overlap"] == AUTO, values["slots_per_replica"] is not None
-        if adapts:
-            values["overlap"] = min(_AUTO_START, values["max_staleness"])
+        given = values["slots_per_replica"] is not None
         if not given:
             values["slots_per_replica"] = rollout.max_num_seqs
         return cls(
@@ -248,15 +238,12 @@ class PartialRolloutConfig:
             batch_groups=batch,
             samples_per_group=n,
             slots_given=given,
-            adapts_overlap=adapts,
             group_filter=FilterSettings.from_config(config),
         )
 
     def __post_init__(self) -> None:
         """Check the keys against each other."""
         self._check_placement()
-        if self.adapts_overlap and self.mode is not Mode.WINDOW:
-            raise fail(f"{ROOT}.overlap", AUTO, f"a number in mode {self.mode}")
         if self.overlap > self.max_staleness:
             raise fail(
                 f"{ROOT}.overlap",
@@ -283,8 +270,6 @@ class PartialRolloutConfig:
             return
         if not self.enable:
             raise fail(f"{ROOT}.placement", self.placement, f"colocated with {ROOT}.enable=False")
-        if self.adapts_overlap:
-            raise fail(f"{ROOT}.overlap", AUTO, f"a number with {ROOT}.placement=separate: auto models one side only")
 
 
 def register_keys() -> None:

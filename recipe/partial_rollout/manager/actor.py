@@ -176,10 +176,6 @@ class ManagerActor:
         """Number of prompts that the next version may need beyond the reserve."""
         return self._manager.wanted
 
-    async def set_overlap(self, overlap: float) -> None:
-        """``PromptsManager.set_overlap``; call it between versions."""
-        self._manager.set_overlap(overlap)
-
     async def offer(self, prompts: list[Prompt], source_left: int) -> None:
         """Answer to ``PromptsWanted``: these prompts replace filtered groups."""
 

@@ -37,7 +37,6 @@ Both take N groups a version and admit at its start, so pacing and the bound on 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -342,16 +341,6 @@ class PromptsManager:
         """Note that the source has ``left`` more prompts to offer; with none, what is in flight drains."""
         self._reserve.source_left = left
         self._reserve.source_open = self._reserve.source_open and left > 0
-
-    def set_overlap(self, overlap: float) -> None:
-        """Spare groups in flight from here on, as a share of N; what is in flight already stays.
-
-        Raises:
-            ValueError: more than ``max_staleness``: they could not all be trained in time.
-        """
-        if not 0 <= overlap <= self.admission.max_staleness:
-            raise ValueError(f"overlap {overlap:g}: 0 to max_staleness={self.admission.max_staleness}")
-        self.admission = replace(self.admission, overlap=overlap)
 
     def admit(self, *, version_begins: bool = False) -> int:
         """Move prompts from the reserve into flight as far as the mode allows; returns how many."""

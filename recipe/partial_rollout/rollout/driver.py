@@ -31,8 +31,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from recipe.partial_rollout.manager.messages import StepAccount, VersionStart
 from recipe.partial_rollout.manager.output_store import OutputStore, fetch_groups
 from recipe.partial_rollout.manager.types import Prompt, TakenGroup
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.context import RolloutContext
     from recipe.partial_rollout.rollout.engine_probe import EndedCalls
     from recipe.partial_rollout.rollout.guard import Guard
-    from recipe.partial_rollout.rollout.overlap import OverlapControl
     from recipe.partial_rollout.rollout.replicas import ReplicaRoster
     from recipe.partial_rollout.rollout.workers import WorkerPool, WorkerShares
 
@@ -73,7 +70,6 @@ class Driver:
         shares: slots of each worker.
         calls: the engine calls that ended.
         book: books what is trained.
-        overlap: of ``overlap=auto``; None if it is fixed.
         guard: of all waits.
     """
 
@@ -87,7 +83,6 @@ class Driver:
         shares: WorkerShares,
         calls: EndedCalls,
         book: StepBook,
-        overlap: OverlapControl | None,
         guard: Guard,
     ) -> None:
         self._context, self._control = context, context.control
@@ -95,7 +90,7 @@ class Driver:
         """whether the engines stop after each batch"""
         self._manager, self._store = manager, store
         self._pool, self._roster, self._shares = pool, roster, shares
-        self._calls, self._book, self._overlap, self._guard = calls, book, overlap, guard
+        self._calls, self._book, self._guard = calls, book, guard
         self._progress = ProgressLine(
             context.settings, context.control, standing=lambda: result_of(manager.standing.remote())
         )
@@ -156,12 +151,6 @@ class Driver:
             )
         self._prompts = source.take(wanted)
 
-    async def _steer(self) -> None:
-        """Apply another overlap, if ``overlap=auto`` has found one, to what is admitted from here on."""
-        if self._overlap is not None and (change := self._overlap.poll()) is not None:
-            await self._guard.wait(self._manager.set_overlap.remote(change.overlap), "changing the overlap")
-            tqdm.write(f"partial_rollout.overlap is now {change.overlap:g}: {change.reason}")
-
     async def _open(self) -> None:
         """Let the workers call the engines."""
         await self._guard.wait(self._pool.open_round(), "opening the round", key=None)
@@ -190,7 +179,6 @@ class Driver:
             self._require_trained(f"policy version {version}")
             await self._announce_restarted()
             if self._goes_on(version):
-                await self._steer()
                 self._begin_version(version)
                 await self._begun()
                 if self._state is RolloutState.QUIET:
@@ -270,7 +258,6 @@ class Driver:
     async def _start_round(self, step: int) -> None:
         """Colocated: begin the version unless that is done, and open the engines to its samples."""
         await self._announce_restarted()
-        await self._steer()
         if self._version != step - 1:
             await self._take_prompts()
             self._begin_version(step - 1)

@@ -19,7 +19,6 @@ from recipe.partial_rollout.records.trained_group import TrainedGroup
 if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.context import RolloutContext
     from recipe.partial_rollout.rollout.engine_probe import EngineProbe
-    from recipe.partial_rollout.rollout.overlap import OverlapControl
 
 
 @dataclass(slots=True)
@@ -74,13 +73,11 @@ class StepBook:
     Args:
         context: of the run.
         probe: measures how fast the engines decode when kept full.
-        overlap: of ``overlap=auto``, which learns from each step; None if it is fixed.
     """
 
-    def __init__(self, context: RolloutContext, probe: EngineProbe, overlap: OverlapControl | None) -> None:
+    def __init__(self, context: RolloutContext, probe: EngineProbe) -> None:
         self._context = context
         self._probe = probe
-        self._overlap = overlap
         self._spared = 0
         """groups of equal reward that were trained despite dynamic sampling"""
 
@@ -115,8 +112,6 @@ class StepBook:
                 lost_samples=int(gauges["lost_samples"]),
             )
         )
-        if self._overlap is not None:
-            self._overlap.observe(phase.calls, [group.lengths for group in trained])
         full, rate = context.full_concurrency, self._probe.full_tokens_per_s
         return {
             **phase_metrics(phase, full, rate, goes_on=context.settings.separate),
@@ -126,7 +121,6 @@ class StepBook:
             "overlap": batch.start.carried_groups / size,
             "admission/admitted": batch.start.admitted,
             "failures/replicas_restarted_total": context.control.restarted,
-            **(self._overlap.metrics() if self._overlap is not None else {}),
             **self._filter_metrics(batch.step, len(account.filtered), gauges),
         }
 

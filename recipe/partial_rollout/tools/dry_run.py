@@ -17,8 +17,6 @@ from recipe.partial_rollout.config.choices import Mode, Placement
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices, trainer_devices
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster
-from recipe.partial_rollout.planner.rounds import baseline, forecast
 from recipe.partial_rollout.preflight.inputs import (
     check_critic,
     check_prompts,
@@ -35,6 +33,8 @@ from recipe.partial_rollout.preflight.settings_check import check_settings
 from recipe.partial_rollout.tools.host import checkpoint_gib, checkpoints_at_once, machine_problems
 from recipe.partial_rollout.tools.lengths import lognormal
 from recipe.partial_rollout.tools.memory import DeviceMemory, ModelShape, check_memory, shape_of
+from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, Cluster
+from recipe.partial_rollout.tools.planner.rounds import baseline, forecast
 
 _CURVE = "h100-qwen3-4b"
 _MEDIAN, _MEAN = 1 / 6, 1 / 5
@@ -262,9 +262,8 @@ def _trainer(config: DictConfig, settings: PartialRolloutConfig) -> str:
         return f"verl's own v1 trainer, {config.trainer.v1.trainer_mode}; {algorithm}"
     if not settings.enable:
         return f"noPR, verl's synchronous rollout; {algorithm}"
-    overlap = "auto" if settings.adapts_overlap else f"{settings.overlap:g}"
     how = "separate" if settings.placement is Placement.SEPARATE else f"mode {settings.mode}"
-    return f"PR, {how}, overlap {overlap}, max_staleness {settings.max_staleness}; {algorithm}"
+    return f"PR, {how}, overlap {settings.overlap:g}, max_staleness {settings.max_staleness}; {algorithm}"
 
 
 def _memory(config: DictConfig, memory: DeviceMemory) -> Iterator[str]:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recipe.partial_rollout.planner.engine_curve import PRESETS
+from recipe.partial_rollout.tools.planner.engine_curve import PRESETS
 from recipe.partial_rollout.tools.run_record import RunRecord
 from recipe.partial_rollout.tools.table import Table
 

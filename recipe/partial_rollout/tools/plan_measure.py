@@ -17,8 +17,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from recipe.partial_rollout.planner.engine_curve import EngineCurve, fit
 from recipe.partial_rollout.records.calls import EngineCall
+from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve, fit
 from recipe.partial_rollout.tools.table import Table
 
 _REPLICA = 0

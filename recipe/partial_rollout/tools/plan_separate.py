@@ -16,10 +16,10 @@ from tqdm import tqdm
 from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.engine_curve import PRESETS, Cluster
-from recipe.partial_rollout.planner.rounds import WeightUpdate, smallest_worthwhile, warmup_rounds
-from recipe.partial_rollout.planner.samples import LengthTrace
 from recipe.partial_rollout.tools.plan_cost import STEPS, Prices, curve_source, prices_of
+from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, Cluster
+from recipe.partial_rollout.tools.planner.rounds import WeightUpdate, smallest_worthwhile, warmup_rounds
+from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from recipe.partial_rollout.tools.run_record import RunRecord
 from recipe.partial_rollout.tools.split_forecast import (
     TRAINER_PRESETS,

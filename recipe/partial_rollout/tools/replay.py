@@ -18,11 +18,11 @@ from scipy.optimize import nnls
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.engine_curve import Cluster, fit
-from recipe.partial_rollout.planner.rounds import SeparateTrainer, Simulation, WeightUpdate, baseline
-from recipe.partial_rollout.planner.samples import TrainedBatch
 from recipe.partial_rollout.records.trace import PhaseName
 from recipe.partial_rollout.tools.lengths import of_run
+from recipe.partial_rollout.tools.planner.engine_curve import Cluster, fit
+from recipe.partial_rollout.tools.planner.rounds import SeparateTrainer, Simulation, WeightUpdate, baseline
+from recipe.partial_rollout.tools.planner.samples import TrainedBatch
 from recipe.partial_rollout.tools.report.lanes import seconds, within
 from recipe.partial_rollout.tools.run_record import RunRecord
 from recipe.partial_rollout.tools.split_forecast import TrainerRate
@@ -126,10 +126,6 @@ def replay(run: RunRecord) -> Replay:
     admission, scheduling = Admission.of(settings), settings.scheduling
     if not settings.enable:
         admission, scheduling = baseline(admission), Scheduling()
-    elif settings.adapts_overlap:
-        raise ValueError(
-            f"{path}: partial_rollout.overlap=auto changes from round to round; a run with a fixed one is needed"
-        )
     elif settings.group_filter is not None:
         raise ValueError(f"{path}: algorithm.filter_groups.enable=True: the trace lacks the groups it filtered")
     curve = fit(call for round_ in run.rounds for call in round_.phase.calls)

@@ -9,9 +9,9 @@ import numpy as np
 
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.planner.engine_curve import Cluster
-from recipe.partial_rollout.planner.rounds import SeparateTrainer, Simulation, WeightUpdate
-from recipe.partial_rollout.planner.samples import LengthTrace
+from recipe.partial_rollout.tools.planner.engine_curve import Cluster
+from recipe.partial_rollout.tools.planner.rounds import SeparateTrainer, Simulation, WeightUpdate
+from recipe.partial_rollout.tools.planner.samples import LengthTrace
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.engine_probe import EndedCalls, EngineProbe, TakeCalls
 from recipe.partial_rollout.rollout.guard import Guard
-from recipe.partial_rollout.rollout.overlap import OverlapControl
 from recipe.partial_rollout.rollout.progress import ProgressLine
 from recipe.partial_rollout.rollout.replicas import ReplicaRoster
 from recipe.partial_rollout.rollout.step_book import StepBook, phase_metrics
@@ -162,12 +161,11 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             deadlines=settings.deadlines,
             stop=context.stop,
         )
-        overlap = OverlapControl.of(settings, len(control), lambda: context.slots.per_replica)
         guard = Guard(context, manager, pool)
         calls = EndedCalls(guard.ask)
         self._observe(context, calls.take_others)
-        book = StepBook(context, self.probe, overlap)
-        self.driver = Driver(context, manager, store, pool, roster, shares, calls, book, overlap, guard)
+        book = StepBook(context, self.probe)
+        self.driver = Driver(context, manager, store, pool, roster, shares, calls, book, guard)
         auto_await(pool.start)()
 
     def _spawn(self, i: int) -> Any:

@@ -102,7 +102,6 @@ ARMS = (
         "PR, separate, overlap 2, cores shared",
         (*_PR_SEPARATE, "partial_rollout.overlap=2", *_UNPINNED),
     ),
-    Arm("PR_auto", "PR, bounded, overlap auto", (*_BOUNDED, "partial_rollout.overlap=auto")),
     Arm("PR_recompute", "PR, bounded, KV recomputed", (*_BOUNDED, "partial_rollout.resume_kv=recompute")),
     Arm("PR_seed", "PR, seed", (*_OURS, "partial_rollout.scheduling.policy=seed")),
     Arm("PR_in_order", "PR, in_order", (*_OURS, "partial_rollout.scheduling.policy=in_order")),

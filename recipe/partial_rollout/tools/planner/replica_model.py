@@ -7,7 +7,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from recipe.partial_rollout.planner.engine_curve import EngineCurve
+from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 
 
 @dataclass(slots=True)

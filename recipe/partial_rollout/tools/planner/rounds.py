@@ -18,10 +18,10 @@ from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Segment
-from recipe.partial_rollout.planner.engine_curve import Cluster
-from recipe.partial_rollout.planner.replica_model import ReplicaModel
-from recipe.partial_rollout.planner.samples import LengthTrace, PlayedSample, PlayedSamples, TrainedBatch
 from recipe.partial_rollout.records.figures import spread
+from recipe.partial_rollout.tools.planner.engine_curve import Cluster
+from recipe.partial_rollout.tools.planner.replica_model import ReplicaModel
+from recipe.partial_rollout.tools.planner.samples import LengthTrace, PlayedSample, PlayedSamples, TrainedBatch
 
 _WORKER = "simulation"
 

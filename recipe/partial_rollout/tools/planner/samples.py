@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from recipe.partial_rollout.manager.types import FinishedOutput, Grant, Prompt, SampleOutput, TakenGroup
-from recipe.partial_rollout.planner.replica_model import Decoding
+from recipe.partial_rollout.tools.planner.replica_model import Decoding
 
 Waits = tuple[tuple[float, float], ...]
 """a sample's tool calls: the share of its tokens that it has made by then, and the seconds that it waits"""
