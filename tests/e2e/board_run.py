@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from recipe.partial_rollout.config.keys import defaults_of
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
+from recipe.partial_rollout.records.figures import overview
 from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.training.step_log import StepLog
@@ -70,7 +71,7 @@ def main(arm, directory, first, last, resumes):
         }
     )
     log, rng = StepLog(config, SimpleNamespace(enable=partial), directory, last), np.random.default_rng(first)
-    with observed_tracking(lambda data, step: log.figures(data) | data, table=log.open(resumes=resumes)):
+    with observed_tracking(lambda data, step: overview(data, partial=partial) | data, table=log.open(resumes=resumes)):
         from verl.utils.tracking import Tracking
 
         tracking = Tracking("made_up", arm, ["swanlab"], OmegaConf.to_container(config))

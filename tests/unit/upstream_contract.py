@@ -146,8 +146,6 @@ verl.utils.tracking <- tracking_observer main_ppo swanlab_run
     reads: VERL_FILE_LOGGER_PATH SWANLAB_MODE SWANLAB_LOG_DIR
 verl.workers.config.engine:McoreEngineConfig <- megatron_cpu
     has: __post_init__ dtype
-verl.workers.config:PrometheusConfig <- step_log
-    has: enable
 torch.distributed <- gloo_backend
     calls: init_process_group(backend)
 # vLLM

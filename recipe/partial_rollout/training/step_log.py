@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tqdm import tqdm
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.figures import FIGURES, SECTION, overview
+from recipe.partial_rollout.records.figures import overview
 from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.training import swanlab_run
 
@@ -30,43 +30,6 @@ _FACTOR, _FLOOR, _FIRST = 10.0, 0.002, 5
 _WATCHED = ("actor/", "critic/", "rollout_corr/")
 """verl's names for losses, gradients, rewards, advantages and divergences"""
 _LOG_S = "partial_rollout/timing/log_s"
-PREFIX = "partial_rollout"
-"""of the names of Prometheus gauges; Ray puts ``ray_`` before it"""
-
-
-class Gauges:
-    """The ten figures of a dashboard as Prometheus gauges, labelled with the run's project and experiment.
-
-    Ray exports what its processes gauge, on each node's metrics port; Prometheus finds these ports in the file that
-    ``actor_rollout_ref.rollout.prometheus.enable=True`` has verl write, which lists the replicas' addresses too.
-
-    Args:
-        make: makes a gauge (``ray.util.metrics.Gauge``).
-    """
-
-    def __init__(self, make: Any, labels: Mapping[str, str]) -> None:
-        self._gauges = {}
-        for figure in FIGURES:
-            gauge = make(
-                f"{PREFIX}_{figure}", description=f"{SECTION}/{figure} of the last step", tag_keys=tuple(labels)
-            )
-            gauge.set_default_tags(dict(labels))
-            self._gauges[f"{SECTION}/{figure}"] = gauge
-
-    @classmethod
-    def of(cls, config: DictConfig) -> Gauges | None:
-        """The gauges of a run; None unless its config enables Prometheus."""
-        if not OmegaConf.select(config, "actor_rollout_ref.rollout.prometheus.enable"):
-            return None
-        from ray.util.metrics import Gauge
-
-        trainer = config.trainer
-        return cls(Gauge, {"project": str(trainer.project_name), "experiment": str(trainer.experiment_name)})
-
-    def set(self, figures: Mapping[str, float]) -> None:
-        """Note those of ``FIGURES`` that a step has, by their full keys."""
-        for key in self._gauges.keys() & figures.keys():
-            self._gauges[key].set(figures[key])
 
 
 class StepLog:
@@ -80,7 +43,6 @@ class StepLog:
 
     def __init__(self, config: DictConfig, settings: PartialRolloutConfig, directory: Path, total_steps: int) -> None:
         self._config, self._settings, self._directory, self._total = config, settings, directory, total_steps
-        self._gauges = Gauges.of(config)
         self._on_swanlab = swanlab_run.SWANLAB in config.trainer.logger
         self._drift = PolicyDrift()
         self._began, self._last_s = 0.0, 0.0
@@ -100,18 +62,11 @@ class StepLog:
     def extend(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Metrics of ``step`` with the overview's figures and the seconds of the last log; prints the line, warns."""
         self._began = time.perf_counter()
-        data = {**self.figures(data), **data, _LOG_S: self._last_s}
+        data = {**overview(data, partial=self._settings.enable), **data, _LOG_S: self._last_s}
         tqdm.write(step_line(data, step, self._total, got="wait" if self._settings.separate else "rollout"))
         if warning := self._drift.observe(data, step) if self._settings.enable else not_finite(data, step):
             tqdm.write(warning)
         return data
-
-    def figures(self, data: dict[str, Any]) -> dict[str, float]:
-        """The ten figures of a step that logs ``data``, as far as it has them; Prometheus gets them too, if asked for."""
-        figures = overview(data, partial=self._settings.enable)
-        if self._gauges is not None:
-            self._gauges.set(figures)
-        return figures
 
     def close(self, step: int, round_: RoundRecord | None) -> None:
         """Send the pictures of ``step``, which verl has recorded, if ``round_`` is its round and it is their turn."""
