@@ -21,13 +21,6 @@ from recipe.partial_rollout.tools.planner.rounds import (
 )
 from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from recipe.partial_rollout.tools.run_record import load_run
-from recipe.partial_rollout.tools.split_forecast import (
-    Devices,
-    TrainerRate,
-    balanced,
-    best_split,
-    forecast_separate,
-)
 from tests.unit.runs import interrupted_run
 
 LENGTHS = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
@@ -206,20 +199,6 @@ def test_without_staleness_the_sides_take_turns():
     steps = play([[3], [5], [2]], 3, overlap=0.0, max_staleness=0, train_s=4.0, update=WeightUpdate(0.0, 1.0))
     assert [step.seconds for step in steps] == [3 + 4 + 1, 5 + 4 + 1, 2 + 4 + 1]
     assert not any(step.batch.token_ages for step in steps)
-
-
-def test_best_split_is_the_fastest_of_all():
-    cluster, admission = Cluster(EngineCurve(3e-3, 1e-4), 8, 64), build_admission(batch=16, n=4, max_staleness=8)
-    devices = Devices(8, 1, TrainerRate(0.0, 4e-4), FREE)
-
-    def made(engines):
-        return forecast_separate(admission, Scheduling(), cluster, LENGTHS, devices, engines, warmup=4, steps=12)
-
-    speeds = {engines: made(engines).trained_tokens_per_s for engines in range(1, 8)}
-    for start in (1, 7, balanced(devices, 2.0, 10_000)):
-        best, seen = best_split(made, start, 7)
-        assert speeds[best.engines] == max(speeds.values())
-        assert best in seen and best.engines + best.trainers == 8
 
 
 # -- tools --------------------------------------------------------------------------------------------------------------

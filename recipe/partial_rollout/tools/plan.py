@@ -22,10 +22,8 @@ from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.config.settings import default_of
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.records.jsonl import RunRecordError
-from recipe.partial_rollout.tools import plan_cost, plan_measure, plan_separate
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.lengths import lognormal, of_run
-from recipe.partial_rollout.tools.plan_separate import shown
 from recipe.partial_rollout.tools.plan_table import Option, advice, of_default_policy, plan_table
 from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, Cluster, CurveError, EngineCurve, fit
 from recipe.partial_rollout.tools.planner.rounds import baseline, forecast
@@ -52,10 +50,6 @@ def _parser() -> argparse.ArgumentParser:
             "Forecast the speed and staleness of scheduling policies and overlaps before anything runs.",
             "--run outputs/quickstart/noPR --max-staleness 8",
             "--lognormal 3000 3600 18384 --curve h20-qwen3-4b --batch 64 --group 8 --replicas 8 --slots 64",
-            "--run docs/performance/smollm_noPR --gpus-per-replica 2 --price 2.50",
-            "--lognormal 3000 3600 18384 --curve h20-qwen3-4b --batch 64 --group 8 --replicas 16 --slots 64 "
-            "--placement separate",
-            "--measure ~/models/Qwen3-4B --save-curve mine.json",
             "--validate outputs/quickstart/noPR outputs/quickstart/PR",
             more="Response lengths and engine speed come from a finished run (--run; a noPR run shows the engine under "
             "every load), or from --lognormal and --curve. --validate replays finished runs instead and compares the "
@@ -64,9 +58,6 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     _add_inputs(parser)
-    plan_cost.add_arguments(parser)
-    plan_separate.add_arguments(parser)
-    plan_measure.add_arguments(parser)
     _add_schedules(parser)
     parser.add_argument("--validate", type=Path, nargs="+", metavar="RUN", help="replay these runs instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
@@ -159,9 +150,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan, or the validation; exit code 1 if a validated forecast is off, 2 if input is missing."""
     options = _parser().parse_args(arguments)
     try:
-        plan_separate.check(options)
-        if options.measure:
-            return plan_measure.measure(options)
         return _validate(options) if options.validate else _plan(options)
     except (RunRecordError, CurveError, ValueError, OSError) as error:
         print(f"error: {error}")
@@ -174,8 +162,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plan(options: argparse.Namespace) -> int:
     run_record = load_run(options.run_directory) if options.run_directory else None
     lengths, cluster, admission = _inputs(options, run_record)
-    separate = options.placement == plan_separate.SEPARATE
-    devices = plan_separate.devices_of(options, run_record, cluster, lengths, admission) if separate else None
     if options.save_curve:
         options.save_curve.write_text(json.dumps(asdict(cluster.curve), indent=2) + "\n")
     seats = replace(cluster, release_after_s=0.0)
@@ -186,15 +172,8 @@ def _plan(options: argparse.Namespace) -> int:
     print(f"\n{advice(plans, options.min_gain, admission.max_staleness)}")
     if lengths.tools:
         print(_tools_line(options, of_default_policy(plans[1:]), admission, cluster, lengths))
+    print(f"\n{_curve_source(options.curve)}")
     figures = {"curve": asdict(cluster.curve), "plans": [asdict(plan) for plan in plans]}
-    if devices is None:
-        rounds = [(plan.name, plan.forecast.round_s) for plan in plans]
-        print(f"\n{plan_cost.costs(options, run_record, cluster.replicas, rounds)}")
-    else:
-        colocated = of_default_policy(plans[1:])
-        made = plan_separate.forecasts(options, colocated, admission, cluster, lengths, devices)
-        print(f"\n{shown(options, [plans[0], *colocated], made, devices)}")
-        figures |= {"devices": asdict(devices), "separate": [asdict(option) for option in made]}
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
@@ -252,6 +231,13 @@ def _curve(given: str | None, record: RunRecord | None) -> EngineCurve:
     if record is None:
         raise ValueError("no engine curve: give --run or --curve")
     return fit(call for round_ in record.rounds for call in round_.phase.calls)
+
+
+def _curve_source(given: str | None) -> str:
+    """Where the engine curve comes from, in a line."""
+    if given in PRESETS:
+        return f"engine curve: ASSUMED (preset {given}); a noPR run's (--run) is measured"
+    return "engine curve: fitted to the calls of --run" if given is None else f"engine curve: {given}"
 
 
 def _options(

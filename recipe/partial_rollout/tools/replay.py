@@ -25,7 +25,6 @@ from recipe.partial_rollout.tools.planner.rounds import SeparateTrainer, Simulat
 from recipe.partial_rollout.tools.planner.samples import TrainedBatch
 from recipe.partial_rollout.tools.report.lanes import seconds, within
 from recipe.partial_rollout.tools.run_record import RunRecord
-from recipe.partial_rollout.tools.split_forecast import TrainerRate
 from recipe.partial_rollout.tools.table import Table
 
 
@@ -68,8 +67,7 @@ def trainer_of(steps: MeasuredSteps) -> Callable[[int], float]:
     """Seconds that the trainer takes for a batch of so many tokens, by least squares."""
     tokens = np.array(steps.trained_tokens, dtype=float)
     (fixed_s, token_s), _ = nnls(np.stack([np.ones_like(tokens), tokens], axis=1), np.array(steps.train_s))
-    rate = TrainerRate(float(fixed_s), float(token_s))
-    return lambda batch_tokens: rate.seconds(batch_tokens, devices=1)
+    return lambda batch_tokens: float(fixed_s) + float(token_s) * batch_tokens
 
 
 def play_separate(
