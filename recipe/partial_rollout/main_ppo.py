@@ -32,7 +32,7 @@ from recipe.partial_rollout.config.settings import (
     register_keys,
 )
 from recipe.partial_rollout.rollout.stop import StopTraining
-from recipe.partial_rollout.waits import one_line
+from recipe.partial_rollout.waits import ERROR_LOG, one_line
 from verl_ext import which_recipe
 
 _HERE = "recipe.partial_rollout"
@@ -203,7 +203,7 @@ def _composed_main(config: DictConfig) -> None:
         print(f"training stopped by {stop}", file=sys.stderr)
         sys.exit(stop.exit_code)
     except Exception as error:
-        log = Path(config.trainer.default_local_dir) / "error.log"
+        log = Path(config.trainer.default_local_dir) / ERROR_LOG
         log.write_text(traceback.format_exc())
         print(f"training failed: {one_line(error)}\n(traceback: {log})", file=sys.stderr)
         sys.exit(1)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
@@ -23,6 +25,61 @@ def one_line(error: BaseException | None) -> str:
     if isinstance(error, RayActorError) and (found := _ACTOR.search(str(error))):
         message = f"{found['name']} (pid {found['pid']}): {message}"
     return f"{type(error).__name__}: {message}"
+
+
+ERROR_LOG = "error.log"
+"""file of the run directory with the traceback of a training that failed"""
+_LONGEST = 16_384
+"""characters of a traceback that leaves its process"""
+_KINDS = 16
+"""errors of one process that are kept"""
+_FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+)', re.MULTILINE)
+_CHAINED = re.compile(r"^(?:The above exception was the direct cause|During handling of the above)", re.MULTILINE)
+_NOT_THE_USERS = re.compile(r"site-packages|/lib/python|^<|recipe/partial_rollout/worker/")
+
+
+@dataclass(frozen=True, slots=True)
+class ToldError:
+    """An error as it leaves its process: as text, since neither its class nor its frames need exist elsewhere."""
+
+    line: str
+    """type and message"""
+    place: str
+    """``FILE:LINE`` where its first cause was raised, in the user's code if it passed through any"""
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> ToldError:
+        text = "".join(traceback.format_exception(error))
+        # Python prints the first cause first.
+        frames = [f"{found['file']}:{found['line']}" for found in _FRAME.finditer(_CHAINED.split(text, maxsplit=1)[0])]
+        users = [frame for frame in frames if not _NOT_THE_USERS.search(frame)]
+        if len(text) > _LONGEST:
+            text = f"{text[: _LONGEST // 2]}\n...\n{text[-_LONGEST // 2 :]}"
+        return cls(one_line(error), (users or frames or ["?"])[-1], text)
+
+
+class FirstErrors:
+    """The first error of each kind, which is its type and place; of sixteen kinds.
+
+    >>> errors = FirstErrors()
+    >>> [errors.note(ToldError(line, "loop.py:7", "")) for line in ("KeyError: 'a'", "KeyError: 'b'", "TypeError: c")]
+    [True, False, True]
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], ToldError] = {}
+
+    def note(self, error: ToldError) -> bool:
+        """Keep ``error`` if it is the first of its kind; returns whether it is."""
+        kind = error.line.partition(":")[0], error.place
+        if kind in self._kept or len(self._kept) == _KINDS:
+            return False
+        self._kept[kind] = error
+        return True
+
+    def tracebacks(self) -> list[str]:
+        return [error.traceback for error in self._kept.values()]
 
 
 class ReplicaError(RuntimeError):

@@ -15,7 +15,7 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.output_store import RayObjects
-from recipe.partial_rollout.manager.policies import GroupFilter
+from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.engine_probe import EndedCalls, EngineProbe
 from recipe.partial_rollout.rollout.guard import Guard
@@ -46,6 +46,21 @@ class Worker(ScriptedWorker):
 
     def take_calls(self):
         return []
+
+
+class BrokenLoop(Worker):
+    """Its agent loop is a user's, of the file that the row names, and has a bug."""
+
+    def _kwargs(self, row):
+        return {"agent_name": "mine", **row}
+
+    async def _run_agent_loop(self, sampling_params, trajectory, **kwargs):
+        own = {}
+        exec(compile("\ndef run(row):\n    return row['budget']\n", kwargs["path"], "exec"), own)
+        try:
+            own["run"](kwargs)
+        except KeyError as error:
+            raise RuntimeError("the loop failed") from error
 
 
 class Control:
@@ -118,7 +133,12 @@ class ScriptedTraining:
         store, manager = RayObjects(30.0), ray.remote(ManagerActor).options(num_cpus=0)
         group_filter = GroupFilter.of(settings.group_filter) if filters else None
         self.manager = manager.remote(
-            Admission.of(settings), settings.scheduling, 60.0, group_filter=group_filter, store=store
+            Admission.of(settings),
+            settings.scheduling,
+            60.0,
+            FailurePolicy.of(settings.failures),
+            group_filter=group_filter,
+            store=store,
         )
         placed = Placement(placement)
         self.workers = [ray.remote(worker).options(num_cpus=0).remote(CURVE, 1, placed) for _ in range(WORKERS)]

@@ -1,5 +1,6 @@
 """Without verl, a trainer drives a run: every prompt is trained once, through a crash in the middle of a step."""
 
+import traceback
 from itertools import permutations
 
 import pytest
@@ -8,7 +9,7 @@ from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.records.ledger import NAME, Trained, iter_ledger
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.waits import finished
-from tests.integration.scripted_training import BATCH, ScriptedTraining
+from tests.integration.scripted_training import BATCH, BrokenLoop, ScriptedTraining, rows
 
 STEPS = 6
 
@@ -37,3 +38,15 @@ def test_separate_engines_train_the_batches_of_the_baseline_where_the_bound_is_z
     batches = [event.groups for _, event in iter_ledger(tmp_path / NAME, []) if isinstance(event, Trained)]
     trained = [sorted(int(group.uid.removeprefix("0/")) for group in batch) for batch in batches]
     assert trained == [list(range(BATCH * step, BATCH * (step + 1))) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "mask"])
+def test_run_that_a_users_bug_ends_says_once_in_which_line_of_their_file_it_is(on_error, tmp_path):
+    limits = f"partial_rollout.failures.on_sample_error={on_error}"
+    data = [{**row, "path": str(tmp_path / "my_loop.py")} for row in rows(STEPS * BATCH, 5)]
+    training = ScriptedTraining(tmp_path, Placement.COLOCATED, STEPS, limits, data=data, worker=BrokenLoop)
+    with pytest.raises(RuntimeError, match="RuntimeError: the loop failed") as failed:
+        training.train(1)
+    training.session.explain(failed.value)
+    training.kill()
+    assert "".join(traceback.format_exception(failed.value)).count('my_loop.py", line 3') == 1

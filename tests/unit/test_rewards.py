@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import traceback
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
@@ -112,9 +113,18 @@ async def test_dead_reward_workers_calls_go_to_the_living_ones_and_it_is_not_ask
     await score(workers, 50)
     assert (calls(dead), calls(living)) == (1, 50)
     living.compute_score.remote.side_effect = ActorDiedError()
-    for _ in range(2):
-        with pytest.raises(RewardWorkersLostError, match=r"no reward worker answers \(reward\.num_workers\): "):
+    with pytest.raises(RewardWorkersLostError, match=r"no reward worker answers \(reward\.num_workers\): "):
+        await score(workers, 1)
+
+
+async def test_reward_file_that_does_not_load_is_named_in_each_sample_that_it_fails():
+    trace = 'Traceback (most recent call last):\n  File "my_reward.py", line 3\nAttributeError: no compute_score'
+    dead = ActorDiedError(RayTaskError("RewardLoopWorker.__init__", trace, AttributeError(), "ray::x", 1, "::1"))
+    workers = RewardWorkers([worker(*[dead] * 9), worker(*[dead] * 9)])
+    for _ in range(3):
+        with pytest.raises(RewardWorkersLostError, match="AttributeError: no compute_score") as lost:
             await score(workers, 1)
+        assert 'my_reward.py", line 3' in "".join(traceback.format_exception(lost.value))
 
 
 async def test_reward_worker_that_ray_cannot_reach_is_asked_again_later():

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from verl.protocol import DataProto
 from verl.trainer.ppo import ray_trainer as verl_trainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -98,6 +99,9 @@ class Rollout:
     async def save(self, path):
         self._require_trained("a checkpoint")
         write_snapshot(Path(path), self.manager.state_dict())
+
+    async def first_errors(self):
+        return ['File "my_loop.py", line 7']
 
     async def load(self, path, step):
         self.manager.load_state_dict(read_snapshot(Path(path)))
@@ -269,3 +273,21 @@ def test_round_of_a_step_without_an_actor_update_is_finished_before_its_validati
         trainer = life(*validates, f"trainer.critic_warmup={STEPS + 1}", "trainer.test_freq=-1", *validates)
         assert trainer.async_rollout_manager.asked == ["the next batch", *step] * STEPS
         assert trainer.async_rollout_manager.manager.counters.trained_groups == 2 * STEPS
+
+
+def test_error_log_has_what_samples_raised_and_a_run_that_starts_well_leaves_none(life, tmp_path, monkeypatch, capsys):
+    def refuse(self, batch):
+        raise RuntimeError("no update")
+
+    def run(config):
+        life()
+
+    monkeypatch.setattr(main_ppo, "run", run)
+    with monkeypatch.context() as broken, pytest.raises(SystemExit) as ended:
+        broken.setattr(RayPPOTrainer, "_update_actor", refuse)
+        main_ppo._composed_main.__wrapped__(OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path)}}))
+    log = tmp_path / "error.log"
+    assert ended.value.code == 1 and "training failed: RuntimeError: no update\n" in capsys.readouterr().err
+    assert 'File "my_loop.py", line 7' in log.read_text() and "in refuse" in log.read_text()
+    life()
+    assert not log.exists()

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
@@ -312,6 +313,20 @@ async def test_slot_of_a_sample_in_a_tool_is_anothers_and_it_comes_back_before_n
         await finish_round(manager, worker)
         assert events == ["0/0#0 asks", "0/0#0 has its answer", "0/1#0 has ended"]
         assert manager.actor._manager.metrics()["agent/slots_freed_s_total"] > 0.1
+
+
+async def test_first_traceback_of_a_tool_that_raises_is_known_though_its_error_is_the_answer():
+    async def buy():
+        raise KeyError("no such shop")
+
+    class Buying(AfterTurn):
+        tool = SimpleNamespace(call=lambda parameters: asyncio.wait([asyncio.ensure_future(_buy.call(parameters))]))
+
+    _buy = tool_of(buy)
+    async with life([[7, 7, 7]], kind=Buying) as (manager, _):
+        while not (errors := await manager.actor.first_errors()):
+            await asyncio.sleep(0.01)
+        assert len(errors) == 1 and "KeyError: 'no such shop'" in errors[0] and "in buy" in errors[0]
 
 
 @pytest.mark.parametrize(("after_s", "beside"), [(float("inf"), False), (0.005, True)], ids=["inf", "used meanwhile"])

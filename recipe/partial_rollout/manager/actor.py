@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -37,6 +37,7 @@ from recipe.partial_rollout.manager.output_store import InProcess, OutputStore
 from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter, MissingMetricError
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Grant, Progress, Prompt
+from recipe.partial_rollout.waits import FirstErrors, ToldError
 
 T = TypeVar("T")
 
@@ -164,6 +165,7 @@ class ManagerActor:
         self._retries: set[asyncio.Task[None]] = set()
         self._unflushed: set[str] = set()
         """workers that may still have something to report before the flush ends"""
+        self._errors = FirstErrors()
         self._suspended = False
         self._flushed_at = time.time()
         """when the last flush ended, unix seconds"""
@@ -317,9 +319,18 @@ class ManagerActor:
         """``PromptsManager.standing``; it waits for nobody, and nobody for it."""
         return self._manager.standing()
 
-    async def abandon(self, reason: str) -> None:
+    async def abandon(self, reason: str, error: ToldError | None = None) -> None:
         """Fail everyone who waits, because something outside the manager has died."""
+        self._note_errors([error] if error else [])
         await self._changed.change(lambda: self._changed.fail(reason))
+
+    async def first_errors(self) -> list[str]:
+        """Tracebacks of the errors that workers have told, the first of each kind."""
+        return self._errors.tracebacks()
+
+    def _note_errors(self, errors: Iterable[ToldError]) -> None:
+        for error in filter(self._errors.note, errors):
+            logger.warning("the first such error was raised at %s: %s", error.place, error.line)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -435,6 +446,7 @@ class ManagerActor:
                 so the report came twice.
         """
         self._manager.incarnation(report.worker)
+        self._note_errors(report.errors)
         for progress in report.progress:
             self._book_progress(progress)
         for sample_id in report.interrupted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from recipe.partial_rollout.manager.types import FilteredGroup, FinishedOutput, Progress, SampleOutput, TakenGroup
+from recipe.partial_rollout.waits import ToldError
 
 
 @dataclass(slots=True)
@@ -23,10 +24,12 @@ class Report:
     finished: list[tuple[str, SampleOutput]] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     """sample id and the error that its agent loop raised, in one line"""
+    errors: list[ToldError] = field(default_factory=list)
+    """the first of each kind in this worker, of samples and tools"""
 
     def __bool__(self) -> bool:
         """Whether anything happened."""
-        return any((self.progress, self.interrupted, self.away, self.back, self.finished, self.failed))
+        return any((self.progress, self.interrupted, self.away, self.back, self.finished, self.failed, self.errors))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ checkpoint) fails before that; it never waits. The ``Guard`` watches every wait.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable
 from enum import StrEnum
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.guard import Guard
     from recipe.partial_rollout.rollout.replicas import ReplicaRoster
     from recipe.partial_rollout.rollout.workers import WorkerPool, WorkerShares
+
+_LAST_WORDS_S = 10.0
+"""for the manager's answer when the run has failed"""
 
 
 class RolloutState(StrEnum):
@@ -309,6 +313,12 @@ class Driver:
     def _require_trained(self, what: str) -> None:
         if self._batch is not None:
             raise RuntimeError(f"the batch of step {self._batch.step} is not trained: it is too early for {what}")
+
+    async def first_errors(self) -> list[str]:
+        """Tracebacks of what samples and tools have raised, the first of each kind; none if the manager does not tell."""
+        with contextlib.suppress(Exception):
+            return await asyncio.wait_for(result_of(self._manager.first_errors.remote()), _LAST_WORDS_S)
+        return []
 
     # -- validation, checkpoints, the end --------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
 from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
-from recipe.partial_rollout.waits import finished
+from recipe.partial_rollout.waits import ERROR_LOG, finished
 from verl_ext.standalone_engines import standalone_engines
 from verl_ext.tracking_observer import observed_tracking
 
@@ -145,6 +145,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         """
         session = self.session
         with session.stop.caught():
+            (session.run_dir / ERROR_LOG).unlink(missing_ok=True)
             if session.resumed_step >= self.total_training_steps:
                 print(f"nothing to do: {session.resume_from} is the checkpoint of the last step")
                 return
@@ -159,6 +160,9 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                     super().fit()
             except StopTraining:
                 self._save_before_stop()
+                raise
+            except Exception as error:
+                session.explain(error)
                 raise
             if session.exhausted:
                 self._save_where_data_ended()

@@ -248,6 +248,12 @@ class RunSession:
         if self._driver is not None:
             finished(self._driver.end())
 
+    def explain(self, error: Exception) -> None:
+        """Add to ``error``, which ends the run, the tracebacks of what samples raised: their errors travel as one line."""
+        if self._driver is not None:
+            for traceback in finished(self._driver.first_errors()):
+                error.add_note(f"\nThe first error of its kind in a sample:\n{traceback}")
+
     def complete(self) -> None:
         """Note that the training is over."""
         self.trace.complete()

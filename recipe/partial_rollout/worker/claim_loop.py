@@ -24,7 +24,7 @@ from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError
 from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.messages import Report
 from recipe.partial_rollout.manager.types import Grant, Progress, SampleOutput
-from recipe.partial_rollout.waits import ReplicaError, one_line, result_of
+from recipe.partial_rollout.waits import FirstErrors, ReplicaError, ToldError, result_of
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 
 
@@ -115,6 +115,7 @@ class Outbox:
         """resolved once the manager has what is unsent now"""
         self._sending: asyncio.Task[None] | None = None
         self._error: Exception | None = None
+        self._errors = FirstErrors()
         self.broken = asyncio.Event()
         """set by the first report that fails"""
 
@@ -142,10 +143,16 @@ class Outbox:
         """Report that ``sample`` has ended with ``output``."""
         self._unsent.finished.append((sample.id, output))
 
-    def fail(self, sample: LiveSample, error: str) -> None:
+    def fail(self, sample: LiveSample, error: ToldError) -> None:
         """Report that the agent loop of ``sample`` raised ``error``."""
         self.note(sample)
-        self._unsent.failed.append((sample.id, error))
+        self.note_error(error)
+        self._unsent.failed.append((sample.id, error.line))
+
+    def note_error(self, error: ToldError) -> None:
+        """Add ``error`` to the next report if it is the first of its kind."""
+        if self._errors.note(error):
+            self._unsent.errors.append(error)
 
     async def tell(self, sample: LiveSample) -> None:
         """Send what the manager does not know about ``sample``; returns once it knows.
@@ -315,10 +322,11 @@ class ClaimLoop:
             output = await sample.clock.run(self._run_agent_loop(grant))
         # A library may cancel what it awaits and let that out: the sample has failed like any other.
         except (Exception, asyncio.CancelledError) as error:
+            told = ToldError.of(error)
             if _ends_the_run(error, first=not self._any_finished):
-                await self._manager.abandon.remote(one_line(error))
+                await self._manager.abandon.remote(told.line, told)
             else:
-                self._outbox.fail(sample, one_line(error))
+                self._outbox.fail(sample, told)
         else:
             self._any_finished = True
             self._outbox.finish(sample, output)
@@ -366,6 +374,10 @@ class ClaimLoop:
         self._away.add(sample.id)
         self._outbox.leave(sample)
         self._outbox.send()
+
+    def note_error(self, error: Exception) -> None:
+        """Tell the manager of an error that fails no sample, with the next report."""
+        self._outbox.note_error(ToldError.of(error))
 
     async def tell(self, sample: LiveSample) -> None:
         """As ``report_now``; returns once the manager knows.

@@ -106,6 +106,10 @@ class SlotKeeper(Protocol):
         """Report what the manager does not know about the sample, which keeps its slot."""
         ...
 
+    def note_error(self, error: Exception) -> None:
+        """Report an error that fails no sample: a tool's, which is its answer."""
+        ...
+
     def leave(self, sample: LiveSample) -> None:
         """As ``release_slot``, for a sample that goes on without an engine; nothing if it has no slot, or uses it."""
         ...
@@ -277,6 +281,9 @@ class ProbeSlots:
 
     def report_now(self, sample: LiveSample) -> None:
         """Do nothing: nobody needs to know."""
+
+    def note_error(self, error: Exception) -> None:
+        """Do nothing, as ``report_now``."""
 
     def leave(self, sample: LiveSample) -> None:
         """Do nothing, as ``report_now``."""

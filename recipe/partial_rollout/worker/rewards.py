@@ -75,6 +75,8 @@ class RewardWorkers:
     def __init__(self, handles: Sequence[Any]) -> None:
         self.compute_score = self
         self._living = list(handles)
+        self._died_of: RayActorError | None = None
+        """the first death: a reward file that does not load ends all of them alike"""
 
     async def remote(self, data: DataProto) -> dict:
         """``RewardLoopWorker.compute_score`` on one of those that live.
@@ -97,7 +99,7 @@ class RewardWorkers:
             except RayActorError as error:
                 lost = error
                 if means_death(error) and handle in self._living:
+                    self._died_of = self._died_of or error
                     self._living.remove(handle)
-        raise RewardWorkersLostError(
-            f"no reward worker answers (reward.num_workers): {one_line(lost) if lost else 'all have died'}"
-        ) from lost
+        lost = self._died_of or lost
+        raise RewardWorkersLostError(f"no reward worker answers (reward.num_workers): {one_line(lost)}") from lost

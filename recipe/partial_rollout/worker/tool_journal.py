@@ -224,6 +224,7 @@ class _Calls:
             await self._journal(sample, number, error=cancelled)
             raise ToolError(cancelled) from error
         except Exception as error:
+            sample.keeper.note_error(error)
             await self._journal(sample, number, error=str(error))
             raise
         await self._record(sample, number, result)
