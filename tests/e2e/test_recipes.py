@@ -70,9 +70,7 @@ def pair(inputs, count_start, read_run):
     return runs
 
 
-@pytest.mark.parametrize(
-    "arm", ["nopr", "pr", "colocate_async", "pr_python", "nopr_workspace", "colocate_async_workspace"]
-)
+@pytest.mark.parametrize("arm", ["nopr", "pr", "colocate_async", "pr_calculator"])
 def test_dry_run_passes_where_everything_is_there(inputs, arm):
     done = run_script(arm, inputs, DRY_RUN="1")
     assert done.returncode == 0, done.stdout[-3000:]

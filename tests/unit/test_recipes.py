@@ -28,7 +28,6 @@ PLACEMENT = {
     # follows the name
     "trainer.default_local_dir",
     "actor_rollout_ref.rollout.trace.experiment_name",
-    "ray_kwargs.ray_init.runtime_env.env_vars.PARTIAL_ROLLOUT_WORKSPACES",
 }
 
 

@@ -1,11 +1,10 @@
-"""The GSM8K recipes with tools: verl loads the tool, its own loop calls it in Qwen's format, its limits hold."""
+"""The GSM8K recipe with a tool: verl loads it, its own loop calls it in Qwen's format, it computes arithmetic alone."""
 
 import asyncio
 import json
 
 import pandas as pd
 import pytest
-from omegaconf import OmegaConf
 from verl.tools.tool_registry import initialize_tools_from_config
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
@@ -13,7 +12,7 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import CONF_DIR
 from recipe.partial_rollout.preflight.inputs import find_tools, prompt_lengths
 from recipe.partial_rollout.preflight.settings_check import check_config
-from recipe.partial_rollout.tasks.python_tool import PythonTool
+from recipe.partial_rollout.tasks.arithmetic import Arithmetic
 from recipe.partial_rollout.tools import verl_trainer
 from recipe.partial_rollout.tools.dry_run import dry_run
 from recipe.partial_rollout.worker.tool_journal import repeatable
@@ -27,6 +26,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """messages as Qwen's template delimits them, with the tools' schemas before them"""
+WANT = "error: want numbers, + - * / // % and parentheses, at most 200 characters"
 
 
 @pytest.fixture
@@ -37,9 +37,8 @@ def tokenizer():
 
 
 @pytest.fixture
-def build(resolved_config, monkeypatch, tmp_path):
-    monkeypatch.setenv("PARTIAL_ROLLOUT_WORKSPACES", str(tmp_path / "workspaces"))
-    return lambda tool, *more: resolved_config("recipe", f"experiment=gsm8k_{tool}_1gpu_0.6b", "arm=pr", *more)
+def build(resolved_config):
+    return lambda *more: resolved_config("recipe", "experiment=gsm8k_calculator_1gpu_0.6b", "arm=pr", *more)
 
 
 def talk(config, tokenizer, *answers):
@@ -50,77 +49,62 @@ def talk(config, tokenizer, *answers):
     return output, tokenizer.decode([*output.prompt_ids, *output.response_ids])
 
 
-def call(name, **arguments):
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+def call(expression):
+    return f"<tool_call>{json.dumps({'name': 'calculator', 'arguments': {'expression': expression}})}</tool_call>"
 
 
-def test_model_calls_python_in_qwens_format_and_reads_what_it_printed(build, tokenizer):
-    output, text = talk(build("python"), tokenizer, call("python", code="print(3 + 4)"), "#### 7")
+def test_model_calls_the_calculator_in_qwens_format_and_reads_its_answer(build, tokenizer):
+    output, text = talk(build(), tokenizer, call("3 + 4"), "#### 7")
     prompt, _, response = text.partition("3 + 4?<|im_end|>\n<|im_start|>assistant\n")
-    assert '"name": "python"' in prompt and '"required": ["code"]' in prompt
+    assert '"name": "calculator"' in prompt and '"required": ["expression"]' in prompt
     assert response.endswith("<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n#### 7<|im_end|>")
     assert output.num_turns == 4
     trained = [token for token, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
-    assert tokenizer.decode(trained) == f"{call('python', code='print(3 + 4)')}<|im_end|>#### 7<|im_end|>"
-
-
-def test_model_finds_its_files_again_in_the_workspace(build, tokenizer):
-    turns = call("run", command="echo 7 > sum"), call("run", command="cat sum"), "#### 7"
-    output, text = talk(build("workspace"), tokenizer, *turns)
-    assert output.num_turns == 6 and "<|im_start|>tool\n7<|im_end|>" in text
+    assert tokenizer.decode(trained) == f"{call('3 + 4')}<|im_end|>#### 7<|im_end|>"
 
 
 @pytest.mark.parametrize(
-    ("code", "answer"),
+    ("expression", "answer"),
     [
-        ("from fractions import Fraction\nprint(Fraction(1, 3) * 3)", "1"),
-        ("1 + 1", "(nothing was printed)"),
-        ("import time; time.sleep(60)", "(over its limit: time)"),
-        ("1 / 0", "ZeroDivisionError: division by zero\n(exit status 1)"),
-        ("import numpy", "(exit status 1)"),
+        ("48/2 + 48", "72"),
+        ("0.1 + 0.2", "0.3"),
+        ("7//2 * -(10 % 4)", "-6"),
+        ("*".join(["9"] * 100), str(9**100)),
+        ("1 / 0", "error: division by zero"),
+        *((other, WANT) for other in ("9**9**9", "3,400 + 5", "(1", "", "...", "1(2)", "exit()", "1+" * 100 + "1")),
     ],
 )
-def test_python_runs_within_its_limits_and_says_how_it_ended(code, answer):
-    limits = {"type": "native", "timeout_s": 1 if "sleep" in code else 60}
-    response, _, _ = asyncio.run(PythonTool(limits, None).execute("i0", {"code": code}))
-    assert response.text.endswith(answer)
+def test_calculator_computes_arithmetic_and_says_what_it_wants_otherwise(expression, answer):
+    response, _, _ = asyncio.run(Arithmetic({}, None).execute("i0", {"expression": expression}))
+    assert response.text == answer
 
 
-def test_shipped_python_is_called_again_where_a_call_was_cut_off_and_the_workspace_is_asked():
-    (tool,) = initialize_tools_from_config(CONF_DIR / "python_tool.yaml")
-    assert isinstance(tool, PythonTool) and repeatable(tool)
-    (workspace,) = initialize_tools_from_config(CONF_DIR / "workspace_tool.yaml")
-    assert not repeatable(workspace) and callable(workspace.status) and callable(workspace.restore)
-
-
-def test_workspaces_of_arms_are_apart(composed_config):
-    at = "ray_kwargs.ray_init.runtime_env.env_vars.PARTIAL_ROLLOUT_WORKSPACES"
-    experiment = "experiment=gsm8k_workspace_1gpu_0.6b"
-    roots = {arm: OmegaConf.select(composed_config("recipe", experiment, f"arm={arm}"), at) for arm in ("nopr", "pr")}
-    assert roots == {arm: f"outputs/gsm8k_workspace_1gpu_0.6b/{arm}/workspaces" for arm in roots}
+def test_shipped_calculator_is_called_again_where_a_call_was_cut_off():
+    (tool,) = initialize_tools_from_config(CONF_DIR / "arithmetic_tool.yaml")
+    assert isinstance(tool, Arithmetic) and repeatable(tool)
 
 
 @pytest.mark.parametrize("check", [dry_run, check_config, verl_trainer.main.__wrapped__])
 def test_tools_that_are_missing_or_do_not_load_end_every_start_in_a_line(build, tmp_path, monkeypatch, capsys, check):
     monkeypatch.chdir(tmp_path)
-    broken = {"class_name": "recipe.partial_rollout.tasks.python_tool.NoTool", "config": {"type": "native"}}
+    broken = {"class_name": "recipe.partial_rollout.tasks.arithmetic.NoTool", "config": {"type": "native"}}
     (tmp_path / "broken.yaml").write_text(json.dumps({"tools": [broken]}))
     (tmp_path / "empty.yaml").write_text("tools:\n")
     unloadable = "a file whose tools verl can load"
     files = {"none.yaml": "an existing file", "broken.yaml": unloadable, "empty.yaml": unloadable}
     for given, message in files.items():
         with pytest.raises((ConfigError, SystemExit)) as caught:
-            check(build("python", f"{AT}.tool_config_path={given}"))
+            check(build(f"{AT}.tool_config_path={given}"))
         (line,) = (capsys.readouterr().err or f"config error: {caught.value}").splitlines()
         assert line.startswith(f"config error: {AT}.tool_config_path={given}: {message}")
 
 
 def test_tools_of_an_installed_package_are_found_from_any_folder(build, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    config = build("python")
+    config = build()
     find_tools(config)
     verls = config.actor_rollout_ref.rollout.multi_turn.tool_config_path
-    assert config.data.tool_config_path == verls == str(CONF_DIR / "python_tool.yaml")
+    assert config.data.tool_config_path == verls == str(CONF_DIR / "arithmetic_tool.yaml")
     assert capsys.readouterr().out == ""
 
 
@@ -128,7 +112,7 @@ def test_prompts_are_measured_with_the_tools_schemas(build, tokenizer, tmp_path,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     row = {"prompt": [{"role": "user", "content": "3 + 4?"}], "data_source": "openai/gsm8k"}
     pd.DataFrame([row]).to_parquet(tmp_path / "train.parquet")
-    config = build("python", f"data.train_files={tmp_path}/train.parquet", "data.filter_overlong_prompts=False")
+    config = build(f"data.train_files={tmp_path}/train.parquet", "data.filter_overlong_prompts=False")
     lengths = []
     for path in (None, config.data.tool_config_path):
         config.data.tool_config_path = path
