@@ -154,7 +154,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
             "--out outputs/chaos --faults 2 --kinds kill --seed 7 --between-s 5 60 quickstart_cpu",
             more="Kinds: kill -9 of everything, or of driver, worker, engine, node or trainer alone; an agent-loop worker "
             "that stops, a dropped Ray connection, a cancelled call in an agent loop. The conversations run commands in "
-            "tasks.workspace. Exit code: 0 if nothing was lost, no effect doubled and nothing hung, else 1.",
+            "tests.chaos.workspace. Exit code: 0 if nothing was lost, no effect doubled and nothing hung, else 1.",
             door="tests.chaos",
         )
     )

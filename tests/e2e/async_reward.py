@@ -1,4 +1,4 @@
-"""A reward function that awaits a process of its own for each score, as one does that runs a response in a sandbox."""
+"""A reward function that awaits a process of its own for each score."""
 
 import asyncio
 import sys
@@ -11,4 +11,4 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info=None
         *(sys.executable, "-I", "-S", "-c", _SCORE), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     answer, _ = await process.communicate(solution_str.encode())
-    return {"score": float(answer), "sandbox_exit_code": float(process.returncode or 0)}
+    return {"score": float(answer), "exit_code": float(process.returncode or 0)}

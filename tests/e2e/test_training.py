@@ -167,7 +167,7 @@ def test_tool_conversation_survives_interruptions(arms, tool_calls):
     assert max(step["num_turns/max"] for step in run.steps.values()) == 6
 
 
-def test_asynchronous_sandboxed_reward_trains_and_the_reference_policy_is_the_actor_at_rate_0(arms):
+def test_asynchronous_reward_trains_and_the_reference_policy_is_the_actor_at_rate_0(arms):
     for step in arms["PR"].steps.values():
         assert math.isfinite(step["actor/pg_loss"]) and step["actor/grad_norm"] > 0
         assert 0 < step["critic/score/mean"] < 1

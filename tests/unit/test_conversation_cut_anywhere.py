@@ -17,11 +17,11 @@ from recipe.partial_rollout.config.sections import Scheduling, ToolCalls
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.types import Prompt
-from recipe.partial_rollout.tasks.workspace import Workspace
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker, output_of
+from tests.chaos.workspace import Workspace
 from tests.unit.shared import Local, script_replicas
 from tests.unit.test_turn_alignment import ASSISTANT, OBSERVATION, USER, config_of, loop_of
 from tests.unit.test_worker import CURVE, RETRY, finish_round

@@ -10,9 +10,9 @@ import json
 import sys
 from pathlib import Path
 
-from recipe.partial_rollout.tasks.workspace import Workspace
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.tool_journal import journaled
+from tests.chaos.workspace import Workspace
 
 COMMAND = "echo {n} >> log; sleep 0.01; wc -l < log; cp log copy"
 
