@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Trains one experiment (conf/experiment) with one arm (conf/arm); the scripts run_*.sh name both. NOT RUN YET on a GPU.
+# Trains one experiment (conf/experiment) with one arm (conf/arm). NOT RUN YET on a GPU.
 #
+#   bash run_scripts/recipe.sh                                lists both
 #   bash run_scripts/recipe.sh gsm8k_8gpu_4b pr [hydra overrides]
 #   DRY_RUN=1 bash run_scripts/recipe.sh gsm8k_8gpu_4b pr     checks everything that needs no GPU, and prints the plan
 #
@@ -14,7 +15,21 @@ die() {
 
 names() { basename -s .yaml "$1"/*.yaml | tr '\n' ' '; }
 
+# Each file of a folder with its first comment.
+list() {
+  local file
+  for file in "$1"/*.yaml; do
+    printf '  %-28s %s\n' "$(basename -s .yaml "$file")" "$(sed -n '2s/^# //p' "$file")"
+  done
+}
+
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if (($# == 0)); then
+  printf '[DRY_RUN=1] [MODEL=... DATA=... OUT=...] bash run_scripts/recipe.sh EXPERIMENT ARM [hydra overrides]     docs/recipes.md\n'
+  printf '\nexperiments\n' && list conf/experiment
+  printf '\narms\n' && list conf/arm
+  exit 0
+fi
 experiment=${1:-} arm=${2:-}
 [[ -f conf/experiment/$experiment.yaml ]] || die "experiment '$experiment': one of $(names conf/experiment)"
 [[ -f conf/arm/$arm.yaml ]] || die "arm '$arm': one of $(names conf/arm)"

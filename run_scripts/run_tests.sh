@@ -25,7 +25,7 @@ python -m ruff check .
 python -m ruff format --check .
 python -m pyright
 lint-imports --no-cache
-shellcheck -x run_scripts/*.sh .ci/run
+shellcheck -x run_scripts/*.sh tests/scripts/*.sh .ci/run
 # A file stays in one process: its tests share what they compose and import.
 python -m pytest tests/unit -n 2 --dist loadfile
 python -m pytest tests/integration

@@ -4,7 +4,7 @@
 #
 #   bash run_scripts/setup.sh                                 a machine without a GPU (requirements-cpu.txt)
 #   PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh       a machine with one (requirements-gpu.txt: verl's own tested vLLM and torch)
-#   PARTIAL_ROLLOUT_EXTRA=gpu-pins bash run_scripts/setup.sh  those versions without a GPU, for run_scripts/test_gpu_pins.sh;
+#   PARTIAL_ROLLOUT_EXTRA=gpu-pins bash run_scripts/setup.sh  those versions without a GPU, for tests/scripts/test_gpu_pins.sh;
 #                                                             into .venv-gpu-pins, beside .venv
 #
 # PYTHON=/path/to/python chooses the interpreter (3.11 or 3.12), PARTIAL_ROLLOUT_VENV=dir another directory of this checkout,
@@ -157,8 +157,8 @@ doctor() {
 say_next() {
   [[ $quiet ]] || case $extra in
     cpu) say "next: bash run_scripts/quickstart_cpu.sh" ;;
-    gpu) say "next: $name/bin/python -m recipe.partial_rollout.tools data gsm8k --out data && bash run_scripts/run_gsm8k_pr_1gpu_0.6b.sh" ;;
-    gpu-pins) say "next: bash run_scripts/test_gpu_pins.sh" ;;
+    gpu) say "next: $name/bin/python -m recipe.partial_rollout.tools data gsm8k --out data && bash run_scripts/recipe.sh gsm8k_1gpu_0.6b pr" ;;
+    gpu-pins) say "next: bash tests/scripts/test_gpu_pins.sh" ;;
   esac
 }
 

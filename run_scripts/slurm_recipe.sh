@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a recipe as a SLURM job: Ray on every node, the trainer on the first. NOT RUN YET under SLURM: docs/clusters.md
 #
-#   sbatch --nodes=2 run_scripts/slurm_recipe.sh run_dapo_math17k_pr_4b_2node [hydra overrides]     from the repository's root
+#   sbatch --nodes=2 run_scripts/slurm_recipe.sh dapo_math17k_4b_2node pr [hydra overrides]         from the repository's root
 #   DRY_RUN=1 SLURM_JOB_NODELIST=... GPUS_PER_NODE=8 bash run_scripts/slurm_recipe.sh ...           prints what would run where
 #
 # The variables of run_scripts/recipe.sh, and HEAD_IP (the first node's address), RAY_PORT, START_S (time for all nodes to join).
@@ -25,12 +25,27 @@ die() {
   exit 2
 }
 
+# A step of the job: Ray on one node, with the arguments of `ray start` (--head or --address=IP:PORT, ...).
+run_node() {
+  # SLURM announces a preemption by SIGTERM to the steps alone. Ray would end at once, and with it the workers that hold what the
+  # trainer saves. So this shell takes the signal, Ray has a session of its own, and the first node tells the batch script.
+  trap : TERM
+  [[ $1 != --head ]] || trap 'scancel --batch --signal=USR1 "$SLURM_JOB_ID" || true' TERM
+  setsid "$PYTHON" -m ray.scripts.scripts start "$@" --block &
+  local ray=$! status=0
+  while kill -0 "$ray" 2>/dev/null; do
+    status=0
+    wait "$ray" || status=$?
+  done
+  exit "$status"
+}
+
 # sbatch runs a copy of this file, in a directory of its own.
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}"
 [[ -f run_scripts/recipe.sh ]] || die "$PWD: submit from the root of the repository"
-recipe=run_scripts/$(basename -s .sh "${1:-}").sh
-grep -qs '/recipe\.sh"' "$recipe" || die "'${1:-}': one of $(grep -l '/recipe\.sh"' run_scripts/run_*.sh | xargs -n 1 basename -s .sh | tr '\n' ' ')"
-shift
+[[ ${1:-} != --node ]] || run_node "${@:2}"
+[[ -f conf/experiment/${1:-}.yaml && -f conf/arm/${2:-}.yaml ]] ||
+  die "experiment '${1:-}', arm '${2:-}': bash run_scripts/recipe.sh lists what there is"
 
 python=${PYTHON:-${PARTIAL_ROLLOUT_VENV:-.venv}/bin/python}
 port=${RAY_PORT:-6379}
@@ -52,13 +67,13 @@ if [[ -n ${DRY_RUN:-} ]]; then
   for node in "${nodes[@]:1}"; do
     say "$node: ray start --address=$address ${size[*]}"
   done
-  say "${nodes[0]}: RAY_ADDRESS=$address NNODES=$NNODES GPUS_PER_NODE=$gpus bash $recipe $*"
+  say "${nodes[0]}: RAY_ADDRESS=$address NNODES=$NNODES GPUS_PER_NODE=$gpus bash run_scripts/recipe.sh $*"
   exit 0
 fi
 
 steps=() trainer='' ended_by='' told='' signalled=''
 start_node() { # node, arguments of ray start
-  "${step[@]}" --nodelist="$1" bash run_scripts/slurm_node.sh "${@:2}" "${size[@]}" &
+  "${step[@]}" --nodelist="$1" bash run_scripts/slurm_recipe.sh --node "${@:2}" "${size[@]}" &
   steps+=($!)
 }
 
@@ -126,8 +141,8 @@ await_gpus
 
 status=143
 if [[ -z $ended_by ]]; then
-  say "start ${SLURM_RESTART_COUNT:-0} of job ${SLURM_JOB_ID:-}: $recipe on $NNODES x $gpus GPUs"
-  bash "$recipe" "$@" &
+  say "start ${SLURM_RESTART_COUNT:-0} of job ${SLURM_JOB_ID:-}: $1 $2 on $NNODES x $gpus GPUs"
+  bash run_scripts/recipe.sh "$@" &
   trainer=$!
   tell_trainer
   # `wait` returns when a signal comes, too.

@@ -19,7 +19,7 @@ class Pair(NamedTuple):
 CPU_PAIR = Pair("0.27.1", "2.13.0")
 """a machine without a GPU, and CI: the extra ``cpu``"""
 GPU_PAIR = Pair("0.24.0", "2.11.0")
-"""verl's own set, the extra ``gpu``; its CPU build is tested by ``run_scripts/test_gpu_pins.sh``"""
+"""verl's own set, the extra ``gpu``; its CPU build is tested by ``tests/scripts/test_gpu_pins.sh``"""
 TESTED = (CPU_PAIR, GPU_PAIR)
 
 

@@ -1,4 +1,4 @@
-"""The GSM8K pair through its own scripts, scaled down by overrides alone: a tiny random model, hand-written problems."""
+"""The GSM8K pair through recipe.sh, scaled down by overrides alone: a tiny random model, hand-written problems."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ SCALED_DOWN = (
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """The variables of the scripts, with a model of 32 tokens, which ends a response after 32 of them on average."""
+    """The variables of the script, with a model of 32 tokens, which ends a response after 32 of them on average."""
     root = tmp_path_factory.mktemp("recipe")
     assert write_data(["gsm8k", "--out", str(root / "data"), "--from", str(SAMPLE)]) == 0
     write_model(root / "model", "tiny", vocabulary=32, seed=0)
@@ -47,10 +47,9 @@ def inputs(tmp_path_factory):
     }
 
 
-def run_script(arm, inputs, **variables):
-    script = ROOT / "run_scripts" / f"run_gsm8k_{arm}_1gpu_0.6b.sh"
+def run_script(experiment, arm, inputs, **variables):
     return subprocess.run(
-        ["bash", str(script), *SCALED_DOWN],
+        ["bash", str(ROOT / "run_scripts" / "recipe.sh"), experiment, arm, *SCALED_DOWN],
         env={**os.environ, **inputs, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -64,20 +63,21 @@ def pair(inputs, count_start, read_run):
     runs = {}
     for arm in ("nopr", "pr"):
         count_start()
-        done = run_script(arm, inputs)
+        done = run_script("gsm8k_1gpu_0.6b", arm, inputs)
         assert done.returncode == 0, done.stdout[-3000:]
         runs[arm] = read_run(Path(inputs["OUT"]) / arm)
     return runs
 
 
-@pytest.mark.parametrize("arm", ["nopr", "pr", "colocate_async", "pr_calculator"])
-def test_dry_run_passes_where_everything_is_there(inputs, arm):
-    done = run_script(arm, inputs, DRY_RUN="1")
+@pytest.mark.parametrize("arm", ["nopr", "pr", "colocate_async"])
+@pytest.mark.parametrize("experiment", ["gsm8k_1gpu_0.6b", "gsm8k_calculator_1gpu_0.6b"])
+def test_dry_run_passes_where_everything_is_there(inputs, experiment, arm):
+    done = run_script(experiment, arm, inputs, DRY_RUN="1")
     assert done.returncode == 0, done.stdout[-3000:]
     assert "4 prompts x 4 samples" in done.stdout and "check passed: nothing is missing" in done.stdout
 
 
-def test_both_arms_train_two_steps_through_their_scripts_with_verls_rewards_for_gsm8k(pair):
+def test_both_arms_train_two_steps_through_the_script_with_verls_rewards_for_gsm8k(pair):
     for arm, run in pair.items():
         assert sorted(run.steps) == [1, 2], arm
         assert all(len(event["trained"]) == 4 for event in run.rounds) and run.run["complete"], arm

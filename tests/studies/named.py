@@ -81,7 +81,7 @@ STUDIES = {
     "peers": NamedStudy(
         does=str(peers.__doc__),
         examples=("--arms noPR v1_colocate_async PR_bounded --repeats 1", "--report-only"),
-        script="run_scripts/bench_peers_cpu.sh",
+        script="tests/scripts/bench_peers_cpu.sh",
         config_name="quickstart_cpu",
         steps=36,
         out=Path("outputs/peers"),
@@ -95,7 +95,7 @@ STUDIES = {
     "learning": NamedStudy(
         does=str(learning.__doc__),
         examples=("--arms noPR PR_in_order_2_mask_update --rates 2e-4 3e-4 --starts 0 1 --seeds 1", "--report-only"),
-        script="run_scripts/learning_study.sh",
+        script="tests/scripts/learning_study.sh",
         config_name="quickstart_cpu",
         steps=48,
         out=Path("outputs/learning"),

@@ -13,7 +13,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = ROOT / "run_scripts" / "slurm_recipe.sh"
-RECIPE = "run_dapo_math17k_pr_4b_2node"
+RECIPE = ("dapo_math17k_4b_2node", "pr")
 
 # Each logs its arguments. `srun` ends its step when it gets SIGTERM, as SLURM's does.
 STAND_INS = {
@@ -54,10 +54,10 @@ def slurm(tmp_path):
     inherited = {key: value for key, value in os.environ.items() if key not in hidden}
     started = []
 
-    def start(*arguments, script=SLURM, **variables):
+    def start(*arguments, **variables):
         env = {**inherited, **job, **ours, "SLURM_SUBMIT_DIR": str(ROOT), **variables}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-        started.append(subprocess.Popen(["bash", str(script), *arguments], env=env, **pipes))
+        started.append(subprocess.Popen(["bash", str(SLURM), *arguments], env=env, **pipes))
         return started[-1]
 
     yield start
@@ -85,12 +85,12 @@ def until(condition, process=None, seconds=30):
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
-        ((), {}, "'': one of run_dapo_math17k_colocate_async_1gpu_0.6b"),
-        (("recipe.sh",), {}, "'recipe.sh': one of run_dapo_math17k_colocate_async_1gpu_0.6b"),
-        ((RECIPE,), {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not set: start this with sbatch"),
-        ((RECIPE,), {"SLURM_GPUS_ON_NODE": ""}, "no GPUs: sbatch --gpus-per-node=8 ..., or GPUS_PER_NODE"),
-        ((RECIPE,), {"PATH": "/usr/bin:/bin"}, "scontrol not found"),
-        ((RECIPE,), {"SLURM_SUBMIT_DIR": "/"}, "/: submit from the root of the repository"),
+        ((), {}, "experiment '', arm '': bash run_scripts/recipe.sh lists what there is"),
+        ((RECIPE[0], "PR"), {}, "experiment 'dapo_math17k_4b_2node', arm 'PR': bash run_scripts/recipe.sh lists"),
+        (RECIPE, {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not set: start this with sbatch"),
+        (RECIPE, {"SLURM_GPUS_ON_NODE": ""}, "no GPUs: sbatch --gpus-per-node=8 ..., or GPUS_PER_NODE"),
+        (RECIPE, {"PATH": "/usr/bin:/bin"}, "scontrol not found"),
+        (RECIPE, {"SLURM_SUBMIT_DIR": "/"}, "/: submit from the root of the repository"),
     ],
 )
 def test_slurm_script_says_in_a_line_what_is_missing(slurm, arguments, variables, message):
@@ -100,11 +100,11 @@ def test_slurm_script_says_in_a_line_what_is_missing(slurm, arguments, variables
 
 
 def test_job_starts_ray_on_every_node_and_ends_with_the_trainers_exit_code(slurm, log, tmp_path):
-    process = slurm(RECIPE, "trainer.save_freq=5")
+    process = slurm(*RECIPE, "trainer.save_freq=5")
     until((tmp_path / "trains").exists, process)
     calls = log()
     common = "srun --nodes=1 --ntasks=1 --cpus-per-task=64"
-    node, size = "bash run_scripts/slurm_node.sh", "--num-gpus=8 --num-cpus=64"
+    node, size = "bash run_scripts/slurm_recipe.sh --node", "--num-gpus=8 --num-cpus=64"
     assert sorted(call for call in calls if call.startswith("srun")) == [
         f"{common} --nodelist=n1 {node} --head --node-ip-address=10.0.0.1 --port=6379 {size}",
         f"{common} --nodelist=n2 {node} --address=10.0.0.1:6379 {size}",
@@ -119,7 +119,7 @@ def test_job_starts_ray_on_every_node_and_ends_with_the_trainers_exit_code(slurm
 
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
 def test_signal_reaches_the_trainer_once_and_the_end_of_the_time_requeues(slurm, log, tmp_path, number, requeued):
-    process = slurm(RECIPE)
+    process = slurm(*RECIPE)
     until((tmp_path / "trains").exists, process)
     process.send_signal(number)
     until(lambda: "trainer SIGTERM" in log(), process)
@@ -133,7 +133,7 @@ def test_signal_reaches_the_trainer_once_and_the_end_of_the_time_requeues(slurm,
 
 @pytest.mark.parametrize("role", ["--head", "--address=n1:6379"])
 def test_node_outlives_the_sigterm_of_a_preemption_and_the_first_one_announces_it(slurm, log, role):
-    process = slurm(role, script=ROOT / "run_scripts" / "slurm_node.sh")
+    process = slurm("--node", role)
     until(lambda: any(" start " in call for call in log()), process)
     os.killpg(process.pid, signal.SIGTERM)
     time.sleep(0.5)

@@ -12,11 +12,13 @@ from recipe.partial_rollout.tools.__main__ import TOOLS
 
 REPOSITORY = Path(package.__file__).parents[2]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("recipe/**/*.md")])
-COMMENTED = sorted([*REPOSITORY.glob("run_scripts/*.sh"), *REPOSITORY.glob("conf/**/*.yaml")])
+COMMENTED = sorted(
+    path for files in ("run_scripts/*.sh", "tests/scripts/*.sh", "conf/**/*.yaml") for path in REPOSITORY.glob(files)
+)
 
 LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#[^)\s]+)?\)")
 MODULE = re.compile(r"python -m (recipe\.[\w.]+)(?: ([a-z]\w*))?")
-SCRIPT = re.compile(r"run_scripts/\w+\.sh")
+SCRIPT = re.compile(r"(?:run_scripts|tests/scripts)/\w+\.sh")
 FILE = re.compile(r"`((?:tests|conf|docs|recipe|run_scripts|verl_ext)/[\w/.]+\.(?:py|md|yaml|sh|json|png))`")
 IN_PACKAGE = re.compile(r"`((?:training|rollout|worker|engine|manager|planner|records|checkpoint|config)/\w+\.py)`")
 

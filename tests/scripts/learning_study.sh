@@ -4,14 +4,14 @@
 # needs other engines than the run before: name arms of a kind (noPR, PR, each resume_kv) side by side. Separate engines start
 # anew in each run. A stopped study resumes when run again; finished runs are noted in runs.jsonl.
 #
-#   bash run_scripts/learning_study.sh                     # noPR, PR without and with a trust region, three warm starts x three seeds
-#   bash run_scripts/learning_study.sh --quick             # one warm start, one seed
-#   bash run_scripts/learning_study.sh --arms noPR PR_in_order_2_mask_update --rates 2e-4 3e-4 --starts 0 1 --seeds 1
+#   bash tests/scripts/learning_study.sh                     # noPR, PR without and with a trust region, three warm starts x three seeds
+#   bash tests/scripts/learning_study.sh --quick             # one warm start, one seed
+#   bash tests/scripts/learning_study.sh --arms noPR PR_in_order_2_mask_update --rates 2e-4 3e-4 --starts 0 1 --seeds 1
 #
 # Arguments are those of tests.studies learning. OUT=dir (default outputs/learning) chooses where the runs go.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 bash run_scripts/setup.sh
 source run_scripts/env_cpu.sh
 export PYTHONWARNINGS=ignore

@@ -2,11 +2,11 @@
 # Inflicts faults on a small real training of conversations that change files, at random moments; resumes and audits it, and
 # compares every workspace with that of a training that nothing disturbed. Writes outputs/chaos/faults/chaos.json.
 #
-#   bash run_scripts/chaos_cpu.sh                       # nine faults, one of each kind, seed 0
-#   bash run_scripts/chaos_cpu.sh --faults 5 --kinds kill --seed 7
+#   bash tests/scripts/chaos_cpu.sh                       # nine faults, one of each kind, seed 0
+#   bash tests/scripts/chaos_cpu.sh --faults 5 --kinds kill --seed 7
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 bash run_scripts/setup.sh --quiet
 source run_scripts/env_cpu.sh
 

@@ -2,11 +2,11 @@
 # Runs what the GPU's versions of vLLM, torch and transformers can break, on a CPU, and ends with a summary for docs/compat.md. CI
 # does not run it: it needs an environment of its own (.venv-gpu-pins, 4.6 GB to download, made by the first run) and a quarter of an hour.
 #
-#   bash run_scripts/test_gpu_pins.sh                          unit tests that import them, engines, a training in each placement
-#   bash run_scripts/test_gpu_pins.sh tests/unit -k contract   only pytest with those arguments
+#   bash tests/scripts/test_gpu_pins.sh                          unit tests that import them, engines, a training in each placement
+#   bash tests/scripts/test_gpu_pins.sh tests/unit -k contract   only pytest with those arguments
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PARTIAL_ROLLOUT_EXTRA=gpu-pins PARTIAL_ROLLOUT_VENV="${PARTIAL_ROLLOUT_VENV:-.venv-gpu-pins}"
 bash run_scripts/setup.sh --quiet
 source run_scripts/env_cpu.sh

@@ -3,14 +3,14 @@
 # noPR, PR, PR that keeps its slots through tool calls, and verl's colocate_async, interleaved; 32 seats for 128 samples in flight.
 # At learning rate 0: what is compared is time at equal work. A repeat of 10 steps takes a quarter of an hour (docs/performance/log.md).
 #
-#   bash run_scripts/bench_agents_cpu.sh
-#   bash run_scripts/bench_agents_cpu.sh --arms noPR PR_quickstart --repeats 1
-#   TOOL_MEDIAN_S=0.01 OUT=outputs/agents_quick bash run_scripts/bench_agents_cpu.sh actor_rollout_ref.rollout.max_num_seqs=128   # plenty of seats, quick tools
+#   bash tests/scripts/bench_agents_cpu.sh
+#   bash tests/scripts/bench_agents_cpu.sh --arms noPR PR_quickstart --repeats 1
+#   TOOL_MEDIAN_S=0.01 OUT=outputs/agents_quick bash tests/scripts/bench_agents_cpu.sh actor_rollout_ref.rollout.max_num_seqs=128   # plenty of seats, quick tools
 #
 # Arguments are those of tests.studies peers. OUT=dir (default outputs/agents) chooses where the runs go.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 bash run_scripts/setup.sh --quiet
 source run_scripts/env_cpu.sh
 export PYTHONWARNINGS=ignore

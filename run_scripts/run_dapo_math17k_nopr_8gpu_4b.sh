@@ -1,5 +1,0 @@
-#!/usr/bin/env bash
-# DAPO-Math-17k, Qwen3-4B, eight GPUs: noPR, verl's synchronous rollout. NOT RUN YET on a GPU.
-#
-#   [DRY_RUN=1] [MODEL=... DATA=... OUT=...] bash run_scripts/run_dapo_math17k_nopr_8gpu_4b.sh [hydra overrides]     docs/recipes.md
-exec bash "$(dirname "${BASH_SOURCE[0]}")/recipe.sh" dapo_math17k_8gpu_4b nopr "$@"

@@ -1,5 +1,0 @@
-#!/usr/bin/env bash
-# Tasks of reasoning-gym, Qwen3-0.6B, one GPU: PR, this recipe. NOT RUN YET on a GPU.
-#
-#   [DRY_RUN=1] [MODEL=... DATA=... OUT=...] bash run_scripts/run_reasoning_gym_pr_1gpu_0.6b.sh [hydra overrides]     docs/recipes.md
-exec bash "$(dirname "${BASH_SOURCE[0]}")/recipe.sh" reasoning_gym_1gpu_0.6b pr "$@"
