@@ -1,4 +1,4 @@
-"""The site's pages that stand outside docs/, and the links that leave it; MkDocs calls these functions (mkdocs.yml).
+"""The site's pages and pictures that stand outside docs/, and links that leave it; MkDocs calls these (mkdocs.yml).
 
 Every link in the repository is relative to its file, as a plain viewer of the repository wants it. A link to a page of the
 site is rewritten here; one to any other file, such as a test or a config, keeps its words only: the site has no such file,
@@ -19,15 +19,17 @@ ADOPTED = {
     "recipe/partial_rollout/README.md": "keys.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "tests/studies/results/peers.png": "peers.png",
+    "tests/studies/results/runs.png": "runs.png",
 }
-"""Page of the site by the file that it is made of, both as paths from their roots."""
+"""Page or picture of the site by the file that it is made of, both as paths from their roots."""
 
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?://|#)([^)#\s]+)(#[^)\s]+)?\)")
 """a link or an image (``!``) to a file: words, target, anchor"""
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the adopted pages."""
+    """Add the adopted pages and pictures."""
     root = Path(config.config_file_path).parent
     for source, page in ADOPTED.items():
         files.append(File.generated(config, page, abs_src_path=str(root / source)))

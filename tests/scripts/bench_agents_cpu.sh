@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Agents on two cores: conversations of three turns with verl's tool_agent, and a tool whose 99th percentile is ten times its mean.
 # noPR, PR, PR that keeps its slots through tool calls, and verl's colocate_async, interleaved; 32 seats for 128 samples in flight.
-# At learning rate 0: what is compared is time at equal work. A repeat of 10 steps takes a quarter of an hour (docs/performance/log.md).
+# At learning rate 0: what is compared is time at equal work. A repeat of 10 steps takes a quarter of an hour (tests/studies/results/log.md).
 #
 #   bash tests/scripts/bench_agents_cpu.sh
 #   bash tests/scripts/bench_agents_cpu.sh --arms noPR PR_quickstart --repeats 1

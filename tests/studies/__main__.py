@@ -66,8 +66,8 @@ def _parser() -> argparse.ArgumentParser:
             "peers --arms noPR v1_colocate_async PR_bounded --repeats 1",
             "learning --report-only",
             more="A study that was stopped trains only the runs that are missing. Runs of learning that fit the same "
-            "engines share a process. Exit code: 1 if a run failed, 2 if nothing can be read. The scripts in run_scripts/ "
-            "prepare the task first.",
+            "engines share a process. Exit code: 1 if a run failed, 2 if nothing can be read. The scripts in "
+            "tests/scripts/ prepare the task first.",
             door=HERE,
         )
     )

@@ -19,7 +19,7 @@ from tests.studies.runner import Study
 from tests.unit.runs import write_lines, write_training
 
 STEPS = 8
-PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance"
+RESULTS = Path(__file__).parents[1] / "studies" / "results"
 
 
 def arm_of(name):
@@ -144,7 +144,7 @@ def test_report_is_written_from_complete_runs(tmp_path, capsys):
     assert (tmp_path / "peers.png").stat().st_size > 5_000 and "Peers" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", sorted(PERFORMANCE.glob("peers*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("peers*.json")), ids=lambda path: path.stem)
 def test_figures_of_an_earlier_report_are_reported_again(tmp_path, path, capsys):
     assert run_study(["peers", "--report-only", "--figures", str(path), "--docs", str(tmp_path)]) == 0
     assert "PR, bounded" in capsys.readouterr().out and (tmp_path / "peers.png").exists()

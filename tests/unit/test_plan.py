@@ -38,8 +38,8 @@ def test_plan_recommends_from_a_distribution_and_a_preset_or_a_saved_curve(capsy
 
 
 def test_plan_from_the_lengths_of_a_real_model_forecasts_what_its_pr_run_measured(tmp_path):
-    """docs/performance/log.md, SmolLM2: PR took 70 of noPR's 134 s for the same groups, at a staleness of .92."""
-    run = str(Path(__file__).parents[2] / "docs" / "performance" / "smollm_noPR")
+    """tests/studies/results/log.md, SmolLM2: PR took 70 of noPR's 134 s for the same groups, at a staleness of .92."""
+    run = str(Path(__file__).parents[2] / "tests" / "studies" / "results" / "smollm_noPR")
     saved = tmp_path / "plan.json"
     assert plan.main(["--run", run, "--policies", "bounded", "--overlaps", "1", "--json", str(saved)]) == 0
     nopr, pr = (option["forecast"] for option in json.loads(saved.read_text())["plans"])

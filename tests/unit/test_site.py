@@ -48,6 +48,7 @@ def test_site_builds_without_a_warning(tmp_path):
     assert built.returncode == 0, built.stderr
     assert 'href="recipes.html"' in (tmp_path / "index.html").read_text()
     assert "deadlines.stall_s" in (tmp_path / "keys.html").read_text()
+    assert (tmp_path / "runs.png").exists() and 'src="runs.png"' in (tmp_path / "learning.html").read_text()
 
 
 @mkdocs
@@ -59,7 +60,7 @@ def test_links_out_of_the_site_keep_their_words_only(monkeypatch):
     assert site_links(readme, "index.md") == shown
     deeper = "[front](../../README.md) [`a [b]`](../tuning.md) [keys](../../recipe/partial_rollout/README.md#keys)"
     shown = "[front](../index.md) [`a [b]`](../tuning.md) [keys](../keys.md#keys)"
-    assert site_links(deeper, "performance/log.md") == shown
+    assert site_links(deeper, "quickstart/report.md") == shown
 
 
 def test_every_metric_is_documented():

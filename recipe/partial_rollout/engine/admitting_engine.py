@@ -7,8 +7,8 @@ a minute. But ``AsyncLLM.add_request`` returns once the request is in the engine
 in order. A pause that is sent afterwards finds the request, running or queued, and aborts it.
 
 verl's server reads only the last output of a request, yet asks for all of them, each with every token so far. Here it
-gets only the last one, so vLLM does not make outputs that nobody reads (docs/performance/log.md has their cost). vLLM's
-``stream_interval`` does not help: it holds back outputs of kind DELTA, and verl's are not.
+gets only the last one, so vLLM does not make outputs that nobody reads (tests/studies/results/log.md has their cost).
+vLLM's ``stream_interval`` does not help: it holds back outputs of kind DELTA, and verl's are not.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ parameter, the command trains.
 
 Only weights are stored; data, tokenizer and config come from the sources. Each matrix is stored in int8 with a float32
 scale per row, each vector in float32: 0.59 MB instead of 2.40 MB. So the unpacked weights are not the trained ones. No
-weight is off by more than 1/254 of the largest in its row, 0.0042 at most. `docs/performance/log.md` says what that does to
-the policy.
+weight is off by more than 1/254 of the largest in its row, 0.0042 at most. `tests/studies/results/log.md` says what that
+does to the policy.
 """
 
 from __future__ import annotations
