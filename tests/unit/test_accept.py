@@ -105,6 +105,8 @@ def test_failing_training_is_repeated_with_each_fallback_and_the_file_names_the_
     report = json.loads((tmp_path / "out" / "accept.json").read_text())
     assert not report["accepted"] and report["diagnosis"].startswith("model runner V2")
     assert [entry["passed"] for entry in report["parts"]] == [True, True, False, True]
+    assert not plan.run()
+    assert json.loads((tmp_path / "out.1" / "accept.json").read_text()) == report, "the first is kept"
 
 
 def test_part_that_hangs_is_killed_with_all_that_it_started(tmp_path):

@@ -1,11 +1,14 @@
 """A run joins the Ray that it is given, and says which node died."""
 
 import contextlib
+import socket
+import time
 
 import pytest
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout import task_runner
+from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes, NodeLostError
 from recipe.partial_rollout.waits import one_line
 
@@ -77,6 +80,40 @@ def test_run_joins_the_ray_that_it_is_given_or_starts_its_own(monkeypatch, capsy
     task_runner.start_ray(OmegaConf.create({"ray_kwargs": {"ray_init": options}}))
     del asked["runtime_env"]
     assert asked == given and ("10.0.0.1:6379" in capsys.readouterr().out) == (ray_address == "10.0.0.1:6379")
+
+
+@pytest.mark.parametrize(
+    ("ray_address", "address", "refused"),
+    [
+        ("127.0.0.1:1", None, "RAY_ADDRESS=127.0.0.1:1: "),
+        ("127.0.0.1:1", "auto", "RAY_ADDRESS=127.0.0.1:1: "),
+        (None, "127.0.0.1:1", "ray_kwargs.ray_init.address=127.0.0.1:1: "),
+        ("127.0.0.1:1", "local", None),
+        (None, "ray://127.0.0.1:1", "ray_kwargs.ray_init.address=ray://127.0.0.1:1: "),
+        (None, "auto", "ray_kwargs.ray_init.address=auto: "),
+        ("head", None, "RAY_ADDRESS=head: "),
+        ("head:port", None, "RAY_ADDRESS=head:port: "),
+        (None, None, None),
+        ("127.0.0.1:{open}", None, None),
+        (None, "ray://127.0.0.1:{open}", None),
+    ],
+)
+def test_ray_that_does_not_answer_is_refused_by_its_key_within_seconds(
+    monkeypatch, tmp_path, ray_address, address, refused
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(task_runner.services, "find_gcs_addresses", set)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if ray_address is not None:
+            monkeypatch.setenv("RAY_ADDRESS", ray_address.format(open=port))
+        options = {"address": address and address.format(open=port), "_temp_dir": str(tmp_path)}
+        config, began = OmegaConf.create({"ray_kwargs": {"ray_init": options}}), time.monotonic()
+        with pytest.raises(ConfigError) if refused else contextlib.nullcontext() as caught:
+            task_runner.check_ray_address(config)
+    if refused:
+        assert str(caught.value).startswith(f"{refused}HOST:PORT of a Ray") and "\n" not in str(caught.value)
+        assert time.monotonic() < began + 10
 
 
 def test_trainers_rendezvous_port_is_one_that_the_kernel_does_not_hand_out(tmp_path):

@@ -1,6 +1,7 @@
-"""Ctrl-C and SIGTERM are obeyed at a safe point."""
+"""Ctrl-C, SIGTERM and SIGHUP end a start in one line, and are obeyed by a training at a safe point."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.waits import beside
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signal_waits_for_the_check_and_a_sigterm_that_follows_at_once_belongs_to_it(number, code):
     """``scancel`` with ``proctrack/linuxproc`` signals the batch script and the trainer, and the script passes it on."""
     stop, before = StopSignals(), signal.getsignal(number)
@@ -28,7 +29,12 @@ def test_signal_waits_for_the_check_and_a_sigterm_that_follows_at_once_belongs_t
 
 @pytest.mark.parametrize(
     ("first", "second", "later_s"),
-    [(signal.SIGTERM, signal.SIGTERM, 6), (signal.SIGINT, signal.SIGINT, 0), (signal.SIGTERM, signal.SIGINT, 0)],
+    [
+        (signal.SIGTERM, signal.SIGTERM, 6),
+        (signal.SIGHUP, signal.SIGHUP, 6),
+        (signal.SIGINT, signal.SIGINT, 0),
+        (signal.SIGTERM, signal.SIGINT, 0),
+    ],
 )
 def test_second_order_ends_the_process_at_once(monkeypatch, first, second, later_s):
     now = time.monotonic()
@@ -85,3 +91,63 @@ def test_signal_to_the_whole_process_group_does_not_fail_the_save_when_the_loade
     finally:
         process.kill()
     assert process.returncode == 0 and output == "saved True\n", errors[-2000:]
+
+
+STARTING = """
+import signal, sys, time
+from recipe.partial_rollout import main_ppo
+
+def run(config):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))  # as ray.init does
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    print("starting", flush=True)
+    try:
+        time.sleep(60)
+    except Exception:
+        print("swallowed")
+
+main_ppo.run = run
+sys.argv[1:] = ["--config-name", "quickstart_cpu", *sys.argv[1:]]
+main_ppo.main()
+"""
+
+
+def start_and_signal(*numbers, before=None):
+    """Exit code and standard error of a start that gets the signals."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", STARTING],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=before,
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "starting\n"
+        for number in numbers:
+            process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signal_while_the_engines_start_ends_the_run_in_one_line_whatever_handlers_libraries_set(number, code):
+    assert start_and_signal(number) == (code, f"training stopped by {number.name}\n")
+
+
+def test_hangup_is_ignored_under_nohup():
+    def nohup():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    code, errors = start_and_signal(signal.SIGHUP, signal.SIGINT, before=nohup)
+    assert (code, errors) == (130, "training stopped by SIGINT\n")
+
+
+def test_signal_that_a_library_swallows_ends_the_run_where_the_training_begins():
+    stop = StopSignals()
+    with stop.in_force():
+        with contextlib.suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(StopTraining, match="SIGTERM"), stop.caught():
+            raise AssertionError("it began")

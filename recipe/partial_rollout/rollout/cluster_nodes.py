@@ -24,9 +24,10 @@ class NodeLostError(RuntimeError):
     """A node of Ray's cluster died, and the run ends with it."""
 
 
-def _accepts(address: str, port: int) -> bool:
+def accepts(address: str, port: int, within_s: float = _ANSWERS_WITHIN_S) -> bool:
+    """Whether something at ``address`` takes a TCP connection."""
     try:
-        with socket.create_connection((address, port), _ANSWERS_WITHIN_S):
+        with socket.create_connection((address, port), within_s):
             return True
     except OSError:
         return False
@@ -44,7 +45,7 @@ class ClusterNodes:
     """
 
     def __init__(
-        self, table: Callable[[], list[dict[str, Any]]] = ray.nodes, answers: Callable[[str, int], bool] = _accepts
+        self, table: Callable[[], list[dict[str, Any]]] = ray.nodes, answers: Callable[[str, int], bool] = accepts
     ) -> None:
         self._table = table
         self._answers = answers

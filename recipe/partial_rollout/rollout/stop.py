@@ -1,28 +1,32 @@
-"""Ctrl-C and SIGTERM: the training stops at a point where nothing is lost, not where the signal happens to arrive."""
+"""Ctrl-C, SIGTERM, SIGHUP: a start ends where it is; the training stops at a point where nothing is lost."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from recipe.partial_rollout.waits import NoAnswerError
 
 T = TypeVar("T")
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _LOOK_EVERY_S = 0.2
 _SAME_ORDER_S = 5.0
-"""seconds in which a further SIGTERM repeats the first signal: a scheduler may signal the trainer and its batch script,
-which passes the signal on. A key is pressed on purpose, so Ctrl-C always counts"""
+"""seconds in which a further SIGTERM or SIGHUP repeats the first signal: a scheduler may signal the trainer and its batch
+script, which passes the signal on. A key is pressed on purpose, so Ctrl-C always counts"""
 
 _GRACE_S = 10.0
 """seconds that an agent-loop worker has to answer once a signal has come; Kubernetes kills 30 s after its own"""
+_END_WITHIN_S = 20.0
+"""seconds that ending at once may take, Ray's shutdown included"""
 
 
 class StopTraining(Exception):
@@ -34,29 +38,109 @@ class StopTraining(Exception):
         """as a shell reports a process that the signal ended"""
 
 
+class EndNow(KeyboardInterrupt, SystemExit):
+    """Ends the process with its exit code; ``StopTraining`` is the way in which nothing is lost.
+
+    A ``KeyboardInterrupt``, which Ray lets through from within its waits: of a ``SystemExit`` it aborts, with a stack dump.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.code = 128 + number
+
+
 class StopSignals:
-    """Remembers the first signal; the second one ends the process at once, but for a SIGTERM within five seconds."""
+    """The signals that end a run. Outside ``caught`` one raises ``EndNow`` wherever the main thread is.
+
+    Within, the first is remembered. A second one raises ``EndNow``, but for a SIGTERM or SIGHUP within five seconds.
+    """
+
+    _of_process: ClassVar[StopSignals | None] = None
 
     def __init__(self) -> None:
         self._number: int | None = None
         self._since_s = 0.0
+        self._waits = False
+        """whether a signal is remembered instead of obeyed"""
+        self._saves = False
+        """whether it waits for a safe point of the training"""
+        self._ours: list[signal.Signals] = []
+        self._set_handler = signal.signal
+        self._too_late: threading.Timer | None = None
+
+    @classmethod
+    def of_process(cls) -> StopSignals:
+        """Those in force; new ones if none are."""
+        return cls._of_process or cls()
 
     @contextmanager
-    def caught(self) -> Iterator[None]:
-        """While entered, the first signal is remembered instead of obeyed. Main thread only."""
-        before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+    def in_force(self) -> Iterator[None]:
+        """While entered, the signals are ours, whatever handlers Ray and SwanLab set. Main thread only.
+
+        SIGHUP stays ignored where it is, as under nohup.
+        """
+        self._set_handler = set_handler = signal.signal
+        self._ours = [each for each in _SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+        before = {number: set_handler(number, self._note) for number in self._ours}
+
+        def keep_ours(number: int, handler: Any) -> Any:
+            return signal.getsignal(number) if number in self._ours else set_handler(number, handler)
+
+        signal.signal = keep_ours  # type: ignore[assignment]
+        StopSignals._of_process = self
         try:
             yield
         finally:
+            StopSignals._of_process, self._ours = None, []
+            signal.signal = set_handler
             for number, handler in before.items():
-                signal.signal(number, handler)
+                set_handler(number, handler)
+            if self._too_late is not None:
+                self._too_late.cancel()
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """While entered, a signal waits for the end, silently.
+
+        For ``ray.init``: it forks, where Python swallows an exception of a handler, and it installs a handler of SIGTERM
+        below Python's, which dumps the stack.
+        """
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+            for number in self._ours:
+                self._set_handler(number, self._note)
+            if self._number is not None:
+                raise EndNow(self._number)
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """While entered, the first signal is remembered instead of obeyed. Main thread only.
+
+        Raises:
+            StopTraining: one has come before, and a library has swallowed the ``EndNow``.
+        """
+        with nullcontext() if StopSignals._of_process is self else self.in_force():
+            self.check()
+            self._waits = self._saves = True
+            try:
+                yield
+            finally:
+                self._waits = self._saves = False
 
     def _note(self, number: int, frame: Any) -> None:
-        if self._number is not None:
-            if number == signal.SIGTERM and time.monotonic() < self._since_s + _SAME_ORDER_S:
-                return
-            sys.exit(128 + number)
+        again = self._number is not None
+        if again and number != signal.SIGINT and time.monotonic() < self._since_s + _SAME_ORDER_S:
+            return
         self._number, self._since_s = number, time.monotonic()
+        if again or not self._saves:
+            self._end_within()
+        if again or not self._waits:
+            raise EndNow(number)
+        if not self._saves:
+            return
         # Who signals each child too, as `ray job stop` does, ends the data loader's workers. torch reports that from its
         # handler of SIGCHLD, as an error wherever this process happens to be; no more data is needed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -64,6 +148,24 @@ class StopSignals:
             f"\n{signal.Signals(number).name}: stopping at the next safe point; once more ends the training at once",
             file=sys.stderr,
         )
+
+    def _end_within(self) -> None:
+        """End the process in any case: Ray's shutdown may take long, and a library may swallow what was raised."""
+        if self._too_late is None:
+            self._too_late = threading.Timer(_END_WITHIN_S, self.end)
+            self._too_late.daemon = True
+            self._too_late.start()
+
+    def end(self) -> NoReturn:
+        """End the process in one line, as the last signal asks. Threads, as those of a download, would outlive a return."""
+        print(f"training stopped by {signal.Signals(self.exit_code - 128).name}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(self.exit_code)
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell reports a process that the last signal ended."""
+        return 128 + (self._number or signal.SIGINT)
 
     @property
     def asked(self) -> bool:

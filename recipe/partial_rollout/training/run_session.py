@@ -102,7 +102,7 @@ class RunSession:
     ) -> None:
         self.settings = settings
         self.run_dir = run_dir
-        self.stop = StopSignals()
+        self.stop = StopSignals.of_process()
         self.checkpoints = RunCheckpoints(run_dir, keep)
         self.resume_from = self.checkpoints.to_resume(resume_mode, resume_path) if settings.enable else None
         """the checkpoint that PR resumes from; verl finds noPR's"""

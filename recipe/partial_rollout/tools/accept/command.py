@@ -17,13 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from recipe.partial_rollout.tools.command_line import HERE, described
 ENGINE = "PARTIAL_ROLLOUT_TEST_ENGINE"
 """vLLM arguments in JSON, for the engines of the tests in B (``tests/e2e/conftest.py``)"""
 _TESTS = ("tests/e2e/test_hold.py", "tests/e2e/test_log_probs.py")
+_REPORT = "accept.json"
 _ASYNC = "actor_rollout_ref.rollout.engine_kwargs.vllm.async_scheduling"
 _V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 _LIMIT_S = {"A": 300.0, "B": 900.0, "C": 1200.0}
@@ -94,7 +95,9 @@ class Plan:
         self._overrides = overrides
 
     def run(self) -> bool:
-        """A to D; whether the machine is accepted."""
+        """A to D; whether the machine is accepted. What an earlier acceptance left is kept beside it."""
+        if (self.out / _REPORT).exists():
+            set_aside(self.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self._part("A", AS_CHOSEN, self._doctor)
         failed = [
@@ -114,7 +117,7 @@ class Plan:
             "diagnosis": self.diagnosis,
             "parts": [{**asdict(result), "passed": result.passed} for result in self.results],
         }
-        (self.out / "accept.json").write_text(json.dumps(report, indent=1) + "\n")
+        (self.out / _REPORT).write_text(json.dumps(report, indent=1) + "\n")
         return accepted
 
     def _part(self, part: str, variant: Variant, play: Callable[[Path, Variant], list[Check]]) -> bool:
@@ -147,7 +150,7 @@ class Plan:
 
     def _training(self, log: Path, variant: Variant) -> list[Check]:
         task, run = self.out / "task", self.out / "PR"
-        shutil.rmtree(run, ignore_errors=True)
+        set_aside(run)
         small = ["--median", "24", "--cap", "96", "--vocabulary", "512"]
         sizes = ["--median", "250", "--cap", "1024"] if self.platform == "cuda" else small
         prepare(["--out", str(task), "--shape", self._shape, "--rows", "256", *sizes])
@@ -192,6 +195,13 @@ class Plan:
         return Check(name, code == "exit code 0", code, f"exit code 0 within {limit_s:.0f} s")
 
 
+def set_aside(path: Path) -> None:
+    """Move ``path``, if there is such, to the first free one of ``path.1``, ``path.2`` and so on."""
+    if path.exists():
+        names = (path.with_name(f"{path.name}.{i}") for i in count(1))
+        path.rename(next(name for name in names if not name.exists()))
+
+
 def kill_group(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL to the session of ``process``, if any of it is left."""
     try:
@@ -231,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"accept: run it in the root of a checkout, which has {_TESTS[0]}", file=sys.stderr)
         return 2
     accepted = Plan(options.out.resolve(), options.shape, platform, options.overrides).run()
-    print(f"{'accepted' if accepted else 'NOT accepted'}: {options.out / 'accept.json'}")
+    print(f"{'accepted' if accepted else 'NOT accepted'}: {options.out / _REPORT}")
     return 0 if accepted else 1
 
 
