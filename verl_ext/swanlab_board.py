@@ -1,14 +1,17 @@
-"""Patch: swanlab's local board groups charts into sections, and shows a resumed run as one run.
+"""Patch: swanlab's local board groups charts into sections, shows a resumed run as one run, and survives a nan.
 
 The cloud makes a section of what stands before a key's first slash, and continues the run that ``SWANLAB_RUN_ID`` names.
 The local board (``SWANLAB_MODE=local``) puts every chart into one section, in the order of their names' first appearance,
-and makes a resumed run a second one beside the first. Here it does as the cloud does.
+and makes a resumed run a second one beside the first. Here it does as the cloud does. Of a metric that is nan or inf once its
+page gets an error 500 for ever: such values are left out, and the first is named.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,7 @@ def _patch(module: Any) -> None:
     column, callback = module._ColumnInfo, module.LocalCallbacker
     if getattr(column, "_knows_sections", False):
         return
-    describe, begin = column.__init__, callback.on_run_initialized
+    describe, begin, handle = column.__init__, callback.on_run_initialized, callback._handle_metric
 
     def describe_in_section(self: Any, key: str, kid: str, chart_type: Any) -> None:
         describe(self, key, kid, chart_type)
@@ -55,7 +58,16 @@ def _patch(module: Any) -> None:
         self._next_kid = 0
         _continue_earlier(self, settings.run.id, module._MetricContext)
 
+    def handle_finite(self: Any, record: Any, scalar: bool) -> None:
+        if not scalar or math.isfinite(record.value.number):
+            handle(self, record, scalar)
+        elif not getattr(self, "_told", False):
+            self._told = True
+            value = f"{record.key} of step {record.step}, {record.value.number}"
+            print(f"SwanLab's local board leaves out what is not a finite number; the first: {value}", file=sys.stderr)
+
     column.__init__ = describe_in_section
+    callback._handle_metric = handle_finite
     column._knows_sections = True
     callback.on_run_initialized = begin_or_continue
 

@@ -7,6 +7,7 @@ import pytest
 from recipe.partial_rollout.records.jsonl import Resumed
 from recipe.partial_rollout.records.ledger import NAME, Ledger, RunSizes, iter_ledger, to_json
 from recipe.partial_rollout.tools.audit import audit, main
+from tests.unit.runs import build_run
 
 RUN = to_json(RunSizes("PR", 2, 2, 1, epoch_prompts=4, total=8, offered=8))
 
@@ -155,6 +156,28 @@ def test_data_may_end_a_filtering_training_with_less_than_a_batch_in_flight(writ
         ((FILTERING, *SAMPLED[1:4], ended), "5 prompts are admitted and not trained, admission allows 1"),
     ):
         assert violations(write(*lines))[0].startswith(said)
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+def test_prompts_that_the_data_does_not_have_are_not_lost(write, capsys, sampling):
+    """``trainer.total_training_steps`` is beyond the data."""
+    if sampling:
+        lines = ({**FILTERING, "total": 40, "offered": 4}, *SAMPLED[1:4], {"event": "complete", "exhausted": True})
+    else:
+        lines = ({**RUN, "total": 40}, *GOOD[1:])
+    assert main([str(write(*lines))]) == 0, capsys.readouterr().out
+
+
+def test_start_that_failed_before_it_trained_is_no_kill_and_one_that_trained_is(write):
+    failed = [RUN, RUN, *GOOD[1:3]]
+    assert audit(write(*failed, RUN, resumed(1), RUN, resumed(1), *GOOD[3:]))[0].kills == 1
+    assert audit(write(*failed, *GOOD[3:]))[0].kills == 0
+
+
+def test_audit_of_nopr_says_what_it_has(tmp_path, capsys):
+    build_run(tmp_path / "noPR")
+    assert main([str(tmp_path / "noPR")]) == 2
+    assert "a run of noPR has no ledger.jsonl" in capsys.readouterr().err
 
 
 def test_resume_undoes_later_steps_and_staleness_is_judged_by_the_bound_in_force(write):

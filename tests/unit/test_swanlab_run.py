@@ -1,6 +1,9 @@
 """A run in SwanLab: where it is logged, under which id, what its table shows."""
 
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 from omegaconf import OmegaConf
@@ -68,3 +71,31 @@ def test_the_table_has_what_the_command_line_sets_flat_and_short(monkeypatch):
     nested = {"a": {"b": 1}, "path": "/models/" + "x" * 3000}
     table = config_table(OmegaConf.create({"partial_rollout": {"enable": True}, "trainer": {"nested": nested}}))
     assert table["trainer.nested.a.b"] == 1 and len(table["trainer.nested.path"]) <= LONGEST
+
+
+LOGGED = """
+import os, sys
+os.environ |= {"SWANLAB_MODE": "local", "SWANLAB_LOG_DIR": sys.argv[1]}
+from verl_ext import swanlab_board
+swanlab_board.install()
+from verl.utils.tracking import Tracking
+log = Tracking("project", "run", ["swanlab"], {})
+for step in range(1, 5):
+    log.log({"actor/loss": {2: float("nan"), 3: float("-inf")}.get(step, 1.0), "actor/lr": 1.0, "never": float("inf")}, step)
+log.finish()
+"""
+
+
+def test_local_board_leaves_out_what_is_not_finite_and_says_so_once(tmp_path):
+    """Its page answers 500 for a metric that was nan or inf once."""
+    command = [sys.executable, "-W", "ignore", "-c", LOGGED, str(tmp_path / "board")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stderr.count("leaves out what is not a finite number; the first: ") == 1
+    lines = [
+        json.loads(line)
+        for file in (tmp_path / "board").rglob("*.log")
+        if file.parent.parent.name == "logs"
+        for line in file.read_text().splitlines()
+    ]
+    assert sorted(line["index"] for line in lines) == [1, 1, 2, 3, 4, 4] and all(line["data"] == 1 for line in lines)

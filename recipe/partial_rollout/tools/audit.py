@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from recipe.partial_rollout.records import ledger
 from recipe.partial_rollout.records.jsonl import Checkpoint, Resumed, RunRecordError
 from recipe.partial_rollout.records.ledger import NAME, iter_ledger
-from recipe.partial_rollout.records.trace import TRACE
+from recipe.partial_rollout.records.trace import RUN, TRACE, Arm, RunSettings
 from recipe.partial_rollout.tools import trace_audit
 from recipe.partial_rollout.tools.audit_entries import POSITIONS, Entries, Entry, uid_of
 from recipe.partial_rollout.tools.command_line import described
@@ -40,7 +40,8 @@ class Audit:
     """whether it is complete because the data could not fill another batch"""
     drains: bool = True
     """whether every process so far drains"""
-    ended_on_purpose: bool = True
+    worked: bool = False
+    """whether the present process has booked anything, and has not ended on purpose: the next one survives its death"""
     resumes: int = 0
     kills: int = 0
     violations: list[str] = field(default_factory=list)
@@ -65,15 +66,16 @@ class Audit:
                 for entries in self._kinds:
                     entries.lines.checkpoint(step)
             case ledger.Admitted(step, _, uids):
+                self.worked = True
                 self.admitted.lines.add(step, Entry.of(step, uids))
             case ledger.Trained():
                 self.trained.lines.add(event.step, Entry.of_trained(event, at, self._sizes))
             case ledger.Filtered(step, _, groups):
                 self.filtered.lines.add(step, Entry.of(step, (group.uid for group in groups)))
             case ledger.Stopped():
-                self.ended_on_purpose, self.complete, self.exhausted = True, False, False
+                self.worked, self.complete, self.exhausted = False, False, False
             case ledger.Complete(exhausted):
-                self.ended_on_purpose, self.complete, self.exhausted = True, True, exhausted
+                self.worked, self.complete, self.exhausted = False, True, exhausted
 
     @property
     def _kinds(self) -> tuple[Entries, Entries, Entries]:
@@ -82,14 +84,15 @@ class Audit:
     def _book_run(self, sizes: ledger.RunSizes) -> None:
         before = self.sizes
         if before is not None:
-            self.kills += not self.ended_on_purpose
+            self.kills += self.worked
             for key in ("arm", "samples_per_group", "batch_groups", "epoch_prompts"):
                 if getattr(sizes, key) != getattr(before, key):
                     change = f"{getattr(before, key)} to {getattr(sizes, key)}"
                     self.violations.append(f"a resumed run changed {key} from {change}")
-        self.sizes, self.ended_on_purpose = sizes, False
+        # ``trainer.total_training_steps`` may be more than the data suffices for.
+        self.sizes, self.worked = replace(sizes, total=min(sizes.total, sizes.offered)), False
         self.drains &= sizes.drains
-        self.offered = max(self.offered, sizes.offered, sizes.total)
+        self.offered = max(self.offered, sizes.offered)
 
     @property
     def _sizes(self) -> ledger.RunSizes:
@@ -263,6 +266,10 @@ def audit(run_dir: Path) -> tuple[Audit, int]:
         RunRecordError: one of them cannot be read; names the file and line.
     """
     path, trace = run_dir / NAME, run_dir / TRACE
+    if not path.exists() and (run_dir / RUN).exists() and RunSettings.read(run_dir).arm is Arm.NOPR:
+        raise RunRecordError(
+            f"{run_dir}: a run of noPR has no {NAME}, for nothing of it outlives a step; its {TRACE} is for tools report"
+        )
     result, cut_off = Audit(), []
     for at, event in iter_ledger(path, cut_off):
         result.book(event, at)

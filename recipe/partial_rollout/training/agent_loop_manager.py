@@ -36,6 +36,7 @@ from recipe.partial_rollout.worker.agent_loop_worker import ObservedAgentLoopWor
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient, PartialRolloutLLMClient
 
 _IDENTITY = ("raw_prompt", "index")
+"""columns by which the report knows a prompt again; a dataset of the user's own may have neither"""
 
 
 class ObservedAgentLoopManager(AgentLoopManager):
@@ -108,6 +109,8 @@ class ObservedAgentLoopManager(AgentLoopManager):
         tokens = output.batch["response_mask"].sum(dim=1).tolist()
         size, n = settings.batch_groups, settings.samples_per_group
         epoch_groups = self.context.steps_per_epoch * size
+        columns = prompts.non_tensor_batch
+        identity = {key: columns[key] for key in _IDENTITY if key in columns}
         trained = []
         for i in range(size):
             order = (step - 1) * size + i
@@ -118,7 +121,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
                     epoch=order // epoch_groups,
                     lengths=lengths[rows],
                     staleness=[0] * n,
-                    prompt=prompt_identity({key: prompts.non_tensor_batch[key][i * n] for key in _IDENTITY}),
+                    prompt=prompt_identity({key: column[i * n] for key, column in identity.items()}),
                     segments=[1] * n,
                     tokens=sum(tokens[rows]),
                 )
