@@ -2,8 +2,8 @@
 
 The cloud makes a section of what stands before a key's first slash, and continues the run that ``SWANLAB_RUN_ID`` names.
 The local board (``SWANLAB_MODE=local``) puts every chart into one section, in the order of their names' first appearance,
-and makes a resumed run a second one beside the first. Here it does as the cloud does. Of a metric that is nan or inf once its
-page gets an error 500 for ever: such values are left out, and the first is named.
+and makes a resumed run a second one beside the first. Here it does as the cloud does. Of a metric that is nan or inf once
+its page gets an error 500 for ever: such values are left out, and the first is named.
 """
 
 from __future__ import annotations

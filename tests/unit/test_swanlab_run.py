@@ -81,7 +81,8 @@ swanlab_board.install()
 from verl.utils.tracking import Tracking
 log = Tracking("project", "run", ["swanlab"], {})
 for step in range(1, 5):
-    log.log({"actor/loss": {2: float("nan"), 3: float("-inf")}.get(step, 1.0), "actor/lr": 1.0, "never": float("inf")}, step)
+    loss = {2: float("nan"), 3: float("-inf")}.get(step, 1.0)
+    log.log({"actor/loss": loss, "actor/lr": 1.0, "never": float("inf")}, step)
 log.finish()
 """
 
