@@ -20,7 +20,7 @@ REPOSITORY = PACKAGE.parents[1]
 DOCS = REPOSITORY / "docs"
 SECTION = (
     "(?:rollout|gpu|timing|staleness|segments_per_sample|behaviour_weight|trust_region|proximal|mismatch|length|trained"
-    "|inflight|buffer|admission|filter|failures|agent)"
+    "|inflight|buffer|filter|failures|agent)"
 )
 METRIC = re.compile(rf"`({SECTION}/\w+)`")
 INTERNAL = {"behaviour_weight/square"}

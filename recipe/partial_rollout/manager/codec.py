@@ -78,7 +78,6 @@ def capture(state: ManagerState, admission: Admission) -> Captured:
         "last_offered": state.reserve.last_offered,
         "admitted": list(groups.admitted),
         "filtered": [asdict(group) for group in groups.filtered],
-        "paced": state.paced,
         "counters": asdict(groups.counters),
         "lengths": {
             "opened": lengths.opened,
@@ -182,7 +181,7 @@ def decode(state: dict[str, Any], admission: Admission, into: ManagerState) -> N
         ValueError: the layout is another, the sizes do not let this run resume, or the columns do not fit together.
     """
     _check_sizes(state, admission)
-    into.version, into.paced = state["version"], state["paced"]
+    into.version = state["version"]
     into.reserve.prompts.extend(Prompt(**row) for row in state["reserve"])
     into.reserve.last_offered = state["last_offered"]
     groups = into.groups

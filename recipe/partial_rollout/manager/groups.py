@@ -438,5 +438,3 @@ class ManagerState:
     """policy version that decodes the claimed samples"""
     reserve: Reserve = field(default_factory=Reserve)
     groups: Groups = field(default_factory=Groups)
-    paced: int = 0
-    """prompts that admission held back when the last version began"""

@@ -405,9 +405,7 @@ class PromptsManager:
         self._state.version = version
         self._batch_taken = False
         self._filtered = self._to_replace = 0
-        most = min(self.admission.most_per_version(), len(self._reserve))
         admitted = self.admit(version_begins=True)
-        self._state.paced = max(0, most - admitted)
         self._version_state = VersionState.OPEN
         return admitted
 
@@ -516,14 +514,11 @@ class PromptsManager:
         gauges = {
             "inflight/groups": groups.in_flight,
             "inflight/samples": len(self.unfinished),
-            "agent/away_samples": self.away,
             "agent/slots_freed_s_total": counters.away_s,
             "buffer/carried_groups": groups.carried,
             "buffer/ready_groups": len(groups.ready_queue),
             "buffer/interrupted_total": counters.interrupted,
             "buffer/resumed_total": counters.resumed,
-            "admission/admitted_total": counters.admitted_groups,
-            "admission/paced": self._state.paced,
             "failures/failed_total": counters.failed,
             "failures/retried_total": counters.retried,
             "failures/masked_total": counters.masked,

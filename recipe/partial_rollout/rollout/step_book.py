@@ -119,13 +119,12 @@ class StepBook:
             **gauges,
             **{f"timing/{name}": seconds for name, seconds in batch.waits.items()},
             "overlap": batch.start.carried_groups / size,
-            "admission/admitted": batch.start.admitted,
             "failures/replicas_restarted_total": context.control.restarted,
             **self._filter_metrics(batch.step, len(account.filtered), gauges),
         }
 
     def _filter_metrics(self, step: int, filtered: int, gauges: dict[str, float]) -> dict[str, float]:
-        """What dynamic sampling did in ``step``: groups filtered, and all groups consumed."""
+        """How many groups dynamic sampling filtered in ``step``."""
         group_filter = self._context.settings.group_filter
         if group_filter is None:
             return {}
@@ -137,7 +136,7 @@ class StepBook:
                 f"step {step}: groups of equal {group_filter.metric} that are trained all the same: {spared} "
                 f"(past the round's limit, {limit}, or the data ends)"
             )
-        return {"filter/groups": filtered, "filter/consumed": filtered + self._context.settings.batch_groups}
+        return {"filter/groups": filtered}
 
 
 def phase_metrics(
@@ -154,7 +153,6 @@ def phase_metrics(
     metrics = {
         "rollout/decoded_tokens": phase.decoded_tokens,
         "rollout/reprefill_tokens": sum(call.resumed_tokens for call in phase.calls),
-        "rollout/engine_calls": len(phase.calls),
         "timing/rollout_s": phase.seconds,
         "rollout/tokens_per_s": rate,
         "rollout/bubble_fraction": bubble or 0.0,
@@ -168,28 +166,24 @@ def phase_metrics(
 
 
 def batch_metrics(groups: Sequence[TakenGroup], trained: Sequence[TrainedGroup], trained_at: int) -> dict[str, float]:
-    """Staleness (versions), off-policy tokens (share, 0 to 1), engine calls per sample, size of the trained batch.
+    """Staleness (versions), off-policy tokens (share, 0 to 1), most engine calls of a sample, tokens of the trained batch.
 
     Args:
         trained: the records of ``groups``.
         trained_at: policy version before the update.
     """
     staleness = spread([age for group in trained for age in group.staleness])
-    segments = spread([count for group in trained for count in group.segments])
-    assert staleness is not None and segments is not None
+    assert staleness is not None
     ages = trained_at - np.concatenate([output.generated for group in groups for output in group.outputs])
     tokens = sum(group.tokens for group in trained)
     return {
-        "trained/groups": len(trained),
-        "trained/samples": sum(len(group.lengths) for group in trained),
         "trained/tokens": tokens,
         "staleness/mean": staleness.mean,
         "staleness/p95": staleness.p95,
         "staleness/max": int(staleness.max),
         "staleness/token_mean": float(ages.mean()) if tokens else 0.0,
         "off_policy_token_fraction": sum(group.off_policy_tokens for group in trained) / tokens if tokens else 0.0,
-        "segments_per_sample/mean": segments.mean,
-        "segments_per_sample/max": int(segments.max),
+        "segments_per_sample/max": max(count for group in trained for count in group.segments),
         **tool_metrics([output for group in groups for output in group.outputs]),
     }
 

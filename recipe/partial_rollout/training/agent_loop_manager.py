@@ -129,8 +129,6 @@ class ObservedAgentLoopManager(AgentLoopManager):
         self.context.trace.round(RoundRecord(step, step - 1, phase, trained))
         return {
             **phase_metrics(phase, self.context.full_concurrency, self.probe.full_tokens_per_s),
-            "trained/groups": size,
-            "trained/samples": len(lengths),
             "trained/tokens": sum(tokens),
             "lost_samples": 0,
         }

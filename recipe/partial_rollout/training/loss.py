@@ -333,17 +333,15 @@ def clip_bounds(actor: DictConfig | ActorConfig) -> tuple[float, float]:
 
 
 def masked_parts(outside: torch.Tensor, advantages: torch.Tensor, age: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Metrics of the masked tokens, each [B, R] bool: all, by the sign of the advantage, by age; the parts add up to all.
+    """Metrics of the masked tokens, each [B, R] bool: all, those of a negative advantage, by age.
 
     Args:
         outside: [B, R] bool. advantages: [B, R].
         age: [B, R] int, versions between a token and the weights before the update.
     """
-    positive = advantages > 0
     return {
         "masked": outside,
-        "masked_positive": outside & positive,
-        "masked_negative": outside & ~positive,
+        "masked_negative": outside & (advantages <= 0),
         "masked_age_0": outside & (age <= 0),
         "masked_age_1": outside & (age == 1),
         "masked_age_2_plus": outside & (age >= 2),

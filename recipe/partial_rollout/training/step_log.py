@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from math import isfinite, nan
 from numbers import Real
@@ -29,7 +28,6 @@ _FACTOR, _FLOOR, _FIRST = 10.0, 0.002, 5
 """the warning needs this many times the median so far, at least this many nats, and this many earlier steps"""
 _WATCHED = ("actor/", "critic/", "rollout_corr/")
 """verl's names for losses, gradients, rewards, advantages and divergences"""
-_LOG_S = "partial_rollout/timing/log_s"
 
 
 class StepLog:
@@ -45,7 +43,6 @@ class StepLog:
         self._config, self._settings, self._directory, self._total = config, settings, directory, total_steps
         self._on_swanlab = swanlab_run.SWANLAB in config.trainer.logger
         self._drift = PolicyDrift()
-        self._began, self._last_s = 0.0, 0.0
 
     def open(self, *, resumes: bool) -> dict[str, Any] | None:
         """Prepare SwanLab for the run; returns its config table, None without SwanLab.
@@ -60,9 +57,8 @@ class StepLog:
         return swanlab_run.open_run(self._config, self._directory, resumes=resumes or verls)
 
     def extend(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """Metrics of ``step`` with the overview's figures and the seconds of the last log; prints the line, warns."""
-        self._began = time.perf_counter()
-        data = {**overview(data, partial=self._settings.enable), **data, _LOG_S: self._last_s}
+        """Metrics of ``step`` with the overview's figures; prints the line, warns."""
+        data = {**overview(data, partial=self._settings.enable), **data}
         tqdm.write(step_line(data, step, self._total, got="wait" if self._settings.separate else "rollout"))
         if warning := self._drift.observe(data, step) if self._settings.enable else not_finite(data, step):
             tqdm.write(warning)
@@ -79,7 +75,6 @@ class StepLog:
 
             pictures = {"timeline": timeline(round_), "lengths": length_histogram(round_)}
             swanlab.log({f"{PICTURES}/{name}": swanlab.Image(each) for name, each in pictures.items()}, step=step)
-        self._last_s = time.perf_counter() - self._began
 
 
 def step_line(data: Mapping[str, Any], step: int, total: int, *, got: str) -> str:
