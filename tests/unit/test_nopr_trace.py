@@ -11,7 +11,9 @@ from verl.protocol import DataProto
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
 
 
-@pytest.mark.parametrize("columns", [{"raw_prompt": ["a"], "index": 1}, {"raw_prompt": ["a"]}, {"index": 1}, {"mine": 1}])
+@pytest.mark.parametrize(
+    "columns", [{"raw_prompt": ["a"], "index": 1}, {"raw_prompt": ["a"]}, {"index": 1}, {"mine": 1}]
+)
 async def test_round_of_a_dataset_without_verls_columns_is_noted(monkeypatch, columns):
     named = {key: np.array([value, None], dtype=object)[[0, 0]] for key, value in columns.items()}
     tensors = {key: torch.ones(2, 4, dtype=torch.long) for key in ("attention_mask", "prompts", "response_mask")}
