@@ -13,10 +13,12 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
+from uuid import uuid4
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -151,6 +153,39 @@ class _AboveProgressBar(logging.Handler):
         tqdm.write(self.format(record))
 
 
+def spare_caches() -> None:
+    """Where home or cache cannot be written, have the libraries of this process and its children write to a temporary
+    directory: a cache ends no run. What the home holds is still read: models of the hub, SwanLab's key, Ray's token.
+    """
+    # Without a home it stays as it is.
+    home = Path(os.path.expanduser("~"))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    refused = [directory for directory in (home, cache) if not _takes_files(directory)]
+    if not refused:
+        return
+    spare = tempfile.mkdtemp(prefix="partial_rollout_caches_")
+    print(f"{refused[0]} cannot be written: what this run caches is in {spare}", file=sys.stderr)
+    if (cache / "huggingface").is_dir():
+        os.environ.setdefault("HF_HOME", str(cache / "huggingface"))
+    os.environ["XDG_CACHE_HOME"] = spare
+    if home in refused:
+        for variable in ("XDG_CONFIG_HOME", "TRITON_HOME", "FLASHINFER_WORKSPACE_BASE"):
+            os.environ.setdefault(variable, spare)
+        if not (home / ".swanlab").is_dir():
+            os.environ.setdefault("SWANLAB_SAVE_DIR", spare)
+        if not ((home / ".ray" / "auth_token").is_file() or os.environ.get("RAY_ADDRESS")):
+            os.environ.setdefault("RAY_AUTH_TOKEN", uuid4().hex)
+
+
+def _takes_files(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory.is_absolute()
+    except OSError:
+        return False
+
+
 def show_warnings() -> None:
     """Let the recipe's warnings reach the terminal; a library that vLLM imports mutes the root logger below ERROR."""
     ours = logging.getLogger(_HERE)
@@ -200,6 +235,7 @@ def _main() -> None:
         check_overrides(sys.argv[1:])
     except ConfigError as error:
         _refuse(error)
+    spare_caches()
     (_composed_check if checks_only else _composed_main)()
 
 

@@ -1,5 +1,9 @@
 """Prompt lengths: over-long prompts are counted before Ray starts, and a file is tokenized once."""
 
+import os
+import subprocess
+import sys
+
 import pandas as pd
 import pytest
 from omegaconf import OmegaConf
@@ -47,6 +51,46 @@ def measured(config, lengths, tokenizer=None):
     """Lengths, and how many rows were read for them."""
     rows = Rows(lengths)
     return prompt_lengths(config, tokenizer or tokenizer_of(), rows).tolist(), rows.reads
+
+
+def test_cache_that_cannot_be_written_or_read_ends_no_run_and_is_named(config, tmp_path, monkeypatch, capsys):
+    assert measured(config, [3, 5]) == ([3, 5], 2)
+    (cached,) = (tmp_path / "cache").rglob("*.npy")
+    for content in (b"", cached.read_bytes()[:90], b"what"):
+        cached.write_bytes(content)
+        assert measured(config, [3, 5]) == ([3, 5], 2), "half a file"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cached))
+    assert measured(config, [3, 5]) == ([3, 5], 2)
+    assert capsys.readouterr().out.count("cannot be written") == 1
+
+
+READ_ONLY = """
+import os, sys
+from pathlib import Path
+from recipe.partial_rollout.main_ppo import spare_caches
+spare_caches()
+from huggingface_hub import constants
+from ray._private.authentication import authentication_token_setup as token
+import matplotlib
+from vllm import envs
+for directory in (envs.VLLM_CACHE_ROOT, envs.VLLM_CONFIG_ROOT, matplotlib.get_cachedir()):
+    Path(directory).mkdir(parents=True, exist_ok=True)
+token.enable_token_auth_by_default()
+token.ensure_token_if_auth_enabled()
+Path(constants.HF_HOME).mkdir(parents=True, exist_ok=True)
+"""
+
+
+@pytest.mark.parametrize("known", ["HOME", "XDG_CACHE_HOME"])
+def test_home_or_cache_that_cannot_be_written_is_said_once_and_libraries_write_elsewhere(tmp_path, known):
+    (tmp_path / "file").touch()
+    unset = ("RAY_AUTH_MODE", "HF_HOME", "HOME", "XDG_CACHE_HOME")
+    env = {key: value for key, value in os.environ.items() if key not in unset}
+    env |= {"HOME": str(tmp_path), known: str(tmp_path / "file" / "home")}
+    command = [sys.executable, "-W", "ignore", "-c", READ_ONLY]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stderr.count("cannot be written: what this run caches is in ") == 1
 
 
 def test_file_is_tokenized_once_while_nothing_changes_that_its_lengths_depend_on(config):

@@ -320,13 +320,16 @@ def prompt_lengths(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -
         return _measure(config, tokenizer, dataset)
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = root / "verl_partial_rollout" / f"prompt_lengths_{key}.npy"
-    if path.is_file():
+    with contextlib.suppress(OSError, ValueError, EOFError):
         return np.load(path)
     lengths = _measure(config, tokenizer, dataset)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f"{path.stem}.{os.getpid()}.npy")
-    np.save(staged, lengths)
-    staged.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged = path.with_name(f"{path.stem}.{os.getpid()}.npy")
+        np.save(staged, lengths)
+        staged.replace(path)
+    except OSError as error:
+        print(f"{path.parent} cannot be written ({error.strerror}): prompt lengths are measured at each start")
     return lengths
 
 
