@@ -16,8 +16,9 @@ from recipe.partial_rollout.training.swanlab_run import ID_FILE, LONGEST, choose
 @pytest.fixture(autouse=True)
 def no_account(monkeypatch, tmp_path):
     """A user without a key, in a process whose environment says nothing of SwanLab."""
-    named = {name for name in os.environ if name.startswith("SWANLAB_")}
-    for name in named | {"SWANLAB_MODE", "SWANLAB_RUN_ID", "SWANLAB_RESUME", "SWANLAB_EXP_COLOR"}:
+    named = {name for name in os.environ if name.startswith(("SWANLAB_", "WANDB_"))}
+    ours = {f"{tracker}_{what}" for tracker in ("SWANLAB", "WANDB") for what in ("RUN_ID", "RESUME")}
+    for name in named | ours | {"SWANLAB_MODE", "SWANLAB_EXP_COLOR"}:
         # What the code sets is taken back at the test's end.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -61,8 +62,9 @@ def test_a_resumed_run_keeps_its_id_and_a_new_one_gets_another(tmp_path):
     for resumes in (True, False, True):
         name_run(tmp_path, resumes=resumes)
         ids.append(os.environ.pop("SWANLAB_RUN_ID"))
+        assert os.environ.pop("WANDB_RUN_ID") == ids[-1]
     assert ids[0] != ids[1] == ids[2] == (tmp_path / ID_FILE).read_text().strip()
-    assert os.environ["SWANLAB_RESUME"] == "allow"
+    assert os.environ["SWANLAB_RESUME"] == os.environ["WANDB_RESUME"] == "allow"
 
 
 def test_the_table_has_what_the_command_line_sets_flat_and_short(monkeypatch):

@@ -45,16 +45,16 @@ class StepLog:
         self._drift = PolicyDrift()
 
     def open(self, *, resumes: bool) -> dict[str, Any] | None:
-        """Prepare SwanLab for the run; returns its config table, None without SwanLab.
+        """Prepare SwanLab and wandb for the run; returns SwanLab's config table, None without SwanLab.
 
         Args:
             resumes: whether a checkpoint of this recipe is resumed; verl's own are found here.
         """
-        if not self._on_swanlab:
-            return None
         mode, found = self._config.trainer.resume_mode, self._directory / "latest_checkpointed_iteration.txt"
         verls = not self._settings.enable and (mode == "resume_path" or (mode == "auto" and found.exists()))
-        return swanlab_run.open_run(self._config, self._directory, resumes=resumes or verls)
+        if self._on_swanlab or "wandb" in self._config.trainer.logger:
+            swanlab_run.name_run(self._directory, resumes=resumes or verls)
+        return swanlab_run.open_run(self._config) if self._on_swanlab else None
 
     def extend(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Metrics of ``step`` with the overview's figures; prints the line, warns."""

@@ -27,7 +27,7 @@ SWANLAB = "swanlab"
 MODE = "SWANLAB_MODE"
 CLOUD, LOCAL = ("cloud", "online"), "local"
 ID_FILE = "swanlab_id"
-"""file of the run directory with the id of its run in SwanLab"""
+"""file of the run directory with the id of its run in SwanLab and wandb"""
 LONGEST = 100
 """characters of a value in SwanLab's table of configurations"""
 
@@ -82,27 +82,27 @@ def has_key() -> bool:
 
 
 def name_run(directory: Path, *, resumes: bool) -> None:
-    """Give SwanLab the id of this run: the one that ``directory`` notes if it resumes a checkpoint, else a new one.
+    """Give SwanLab and wandb the id of this run: the one in ``directory`` if it resumes a checkpoint, else a new one.
 
-    A user's own ``SWANLAB_RUN_ID`` stays.
+    verl passes none: a resumed run would be a second one. A user's own ``SWANLAB_RUN_ID`` or ``WANDB_RUN_ID`` stays.
     """
     from swanlab.utils.experiment import generate_id
 
+    directory.mkdir(parents=True, exist_ok=True)
     noted = directory / ID_FILE
     if not (resumes and noted.exists()):
         noted.write_text(generate_id() + "\n")
-    os.environ.setdefault("SWANLAB_RUN_ID", noted.read_text().strip())
-    os.environ.setdefault("SWANLAB_RESUME", "allow")
+    for tracker in ("SWANLAB", "WANDB"):
+        os.environ.setdefault(f"{tracker}_RUN_ID", noted.read_text().strip())
+        os.environ.setdefault(f"{tracker}_RESUME", "allow")
 
 
-def open_run(config: DictConfig, directory: Path, *, resumes: bool) -> dict[str, Any]:
-    """Prepare SwanLab for the run in ``directory``; returns its config table.
+def open_run(config: DictConfig) -> dict[str, Any]:
+    """Prepare SwanLab for a run; returns its config table.
 
     Its curves get a readable colour: noPR's, or one of PR's by the experiment's name. A user's own stays.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     swanlab_board.install()
-    name_run(directory, resumes=resumes)
     choice = _PR_COLOURS[crc32(str(config.trainer.experiment_name).encode()) % len(_PR_COLOURS)]
     os.environ.setdefault("SWANLAB_EXP_COLOR", choice if config[ROOT].enable else _NOPR_COLOUR)
     return config_table(config)
