@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +28,12 @@ class ScriptedReplica:
         self._model = ReplicaModel(curve)
         self._began = time.monotonic()
         self._waiting: dict[str, tuple[Decoding, int, asyncio.Future[int]]] = {}
-        """by sample: the call, the tokens it is to make, and who awaits them"""
+        """by call: the call, the tokens it is to make, and who awaits them"""
         self._arrived: list[Decoding] = []
         """calls that the model does not have yet"""
         self._timer: asyncio.TimerHandle | None = None
         self._arming = False
+        self._numbers = itertools.count()
         self.decoded = 0
         """tokens"""
 
@@ -44,9 +46,10 @@ class ScriptedReplica:
 
     async def decode(self, sample_id: str, context: int, left: int) -> int:
         """Tokens made of ``left``: all, or as many as there were when the replica was interrupted."""
-        decoding = Decoding(sample_id, context, left)
+        # A sample may have several calls, and some that an earlier life of it has left behind.
+        decoding = Decoding(f"{sample_id}@{next(self._numbers)}", context, left)
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting[sample_id] = decoding, left, future
+        self._waiting[decoding.id] = decoding, left, future
         self._arrived.append(decoding)
         if not self._arming:
             # Once for all that arrive together: what the model of an engine costs must not delay the next call.
@@ -148,7 +151,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
 
     def ready(self) -> int:
         """Samples that hold a slot and wait for the round to open."""
-        return sum(map(self._claims._gate.granted, self._at_gate))
+        return sum(self._claims._seats[sample].granted.is_set() for sample in self._at_gate)
 
     def waited(self) -> tuple[float, float, int]:
         """What the slots waited before they decoded in this round: seconds in all, those of the last one, and slots."""
@@ -177,7 +180,8 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
 
     async def _turn(self, sample: LiveSample, length: int, context: int = 0) -> None:
         """Decode ``length`` tokens after ``context``, in as many calls as it takes."""
-        done = sum(map(len, sample.start_turn(context)))
+        turn = sample.start_turn(context, asked=f"after {context}")
+        done = len(turn)
         while done < length:
             self._at_gate.add(sample.id)
             async with sample.keeper.engine_call(sample):
@@ -188,13 +192,15 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
                     self._waited.append(time.monotonic() - self._idle_since)
                 made = await replica.decode(sample.id, context + done, length - done)
                 self._choice.release(address)
-            done += made
-            ended = done == length
-            if made:
-                zeros = np.zeros(made, np.float32)
-                sample.add(Segment(zeros.astype(np.int32), zeros, self._version, "completed" if ended else None))
-            if not ended:
-                sample.keeper.release_slot(sample)
+                done += made
+                ended = done == length
+                if made:
+                    zeros = np.zeros(made, np.float32)
+                    sample.add(
+                        turn, Segment(zeros.astype(np.int32), zeros, self._version, "completed" if ended else None)
+                    )
+                if not ended:
+                    sample.keeper.release_slot(sample)
 
 
 def output_of(length: int, version: int) -> SampleOutput:

@@ -56,17 +56,34 @@ async def lets_a_cancellation_out():
 
 
 def script_replicas(patch, generate):
-    """``generate`` answers in place of verl's client and its replicas, of which there is one: ``replica-7``."""
+    """``generate`` answers in place of verl's client and its replicas, of which there is one: ``replica-7``.
+
+    A request that is withdrawn ends without a token.
+    """
     from verl.workers.rollout.llm_server import LLMServerClient
+    from verl.workers.rollout.replica import TokenOutput
+
+    running = {}
+
+    def withdraw(request_id):
+        if request_id in running:
+            running[request_id].cancel()
 
     async def acquire(self, request_id, **extra):
-        return "replica-7", None
+        return "replica-7", SimpleNamespace(withdraw=SimpleNamespace(remote=withdraw))
 
     async def asked(self, request_id, **request):
         server, _ = await self._acquire_server(request_id)
+        engines_id = self._vllm_request_id(request_id)
+        running[engines_id] = task = asyncio.ensure_future(generate(request_id, **request))
         try:
-            return await generate(request_id, **request)
+            await asyncio.wait({task})
+            if task.cancelled():
+                return TokenOutput(token_ids=[], log_probs=None, stop_reason="aborted", extra_fields={})
+            return task.result()
         finally:
+            task.cancel()
+            del running[engines_id]
             self._release_server(server, request_id)
 
     patch.setattr(LLMServerClient, "generate", asked)

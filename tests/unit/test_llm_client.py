@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections import deque
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from recipe.partial_rollout import waits
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.waits import ReplicaError
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, context_hash, digest_of
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.resumption import SamplingError
@@ -161,23 +160,31 @@ def test_turn_after_a_tool_reads_again_what_of_the_conversation_the_replica_has_
     assert noted == [(0, 0), (0, 0), (1, 5), (8, 0)]
 
 
-def journal(*segments):
-    return deque(
-        Segment(np.array(ids, np.int32), np.array(ids, np.float32) * -0.1, version, stop)
-        for ids, version, stop in segments
-    )
+def journal(*segments, prompt=(1, 2, 3), **params):
+    """Of a call with this prompt and these parameters; a segment's last field is its turn."""
+    asked = digest_of(context_hash(np.array(prompt, np.int32)).digest(), params)
+    return [
+        Segment(np.array(ids, np.int32), np.array(ids, np.float32) * -0.1, version, stop, turn, asked)
+        for ids, version, stop, turn in segments
+    ]
 
 
-def test_journal_answers_turns_that_it_holds_and_begins_the_others(engine):
-    engine.answers = [tokens(9, version=2)]
-    sample = live(restored=journal(([5], 0, None), ([6], 1, "stop"), ([8], 1, None)))
-    first, second = [generate(client_of(), sample) for _ in range(2)]
-    assert (first.token_ids, first.stop_reason, second.token_ids) == ([5, 6], "stop", [8, 9])
-    assert first.log_probs == pytest.approx([-0.5, -0.6])
-    ((_, context, params),) = engine.requests
-    assert context == [1, 2, 3, 8] and params["max_tokens"] == 9
-    assert (second.extra_fields["min_global_steps"], second.extra_fields["max_global_steps"]) == (1, 2)
-    assert [list(segment.token_ids) for segment in sample.take_unsent()[0]] == [[9]]
+def test_journal_answers_each_call_with_the_turn_that_answered_the_same(engine):
+    """Whatever their order: two equal calls that ran beside each other, and one of another prompt that was cut off."""
+    engine.answers = [tokens(9, version=2), tokens(4), tokens(5)]
+    known = [([5], 0, None, 0), ([7], 0, None, 2), ([6], 1, "stop", 0), ([8], 1, None, 2)]
+    sample = live(restored=[*journal(*known), *journal(([3], 1, None, 1), prompt=[1], max_tokens=5)])
+    requests = {}, {"prompt": [1], "max_tokens": 5}, {}, {"max_tokens": 5}
+    first, other, second, changed = [generate(client_of(), sample, **request) for request in requests]
+    assert (first.token_ids, first.stop_reason, first.log_probs) == ([5, 6], "stop", pytest.approx([-0.5, -0.6]))
+    assert [output.token_ids for output in (other, second, changed)] == [[3, 9], [7, 8, 4], [5]]
+    assert [(context, params["max_tokens"]) for _, context, params in engine.requests] == [
+        ([1, 3], 4),
+        ([1, 2, 3, 7, 8], 8),
+        ([1, 2, 3], 5),
+    ]
+    assert (other.extra_fields["min_global_steps"], other.extra_fields["max_global_steps"]) == (1, 2)
+    assert [(list(s.token_ids), s.turn) for s in sample.take_unsent()[0]] == [([9], 1), ([4], 2), ([5], 3)]
 
 
 def seeds(engine, **params):
@@ -244,7 +251,8 @@ def text(letters):
 def test_stop_string_is_found_across_every_cut(engine, answers, params, turn, journaled):
     """Each call but the last is interrupted."""
     *aborted, last = answers
-    sample = live(restored=journal((text(aborted.pop(0)), 0, None)) if journaled else ())
+    known = journal((text(aborted.pop(0)), 0, None, 0), max_tokens=99, **params) if journaled else ()
+    sample = live(restored=known)
     engine.answers = [tokens(*text(letters), stop="aborted") for letters in aborted]
     engine.answers += [] if last is None else [tokens(*text(last))]
     output = generate(client_of(tokenizer=TOKENIZER), sample, max_tokens=99, **params)
@@ -342,7 +350,7 @@ def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
 )
 async def test_request_names_its_group_and_the_weights_of_its_samples_first_token(versions, named):
     sample = live(group="0/0")
-    sample.segments = list(journal(*[([5], version, None) for version in versions]))
+    sample.segments = journal(*[([5], version, None, 0) for version in versions])
     LIVE_SAMPLE.set(sample)
     assert client_of()._vllm_request_id("r").rpartition("@")[0] == named
 

@@ -46,7 +46,7 @@ def test_workers_with_few_samples_each_reach_all_replicas_together():
 
 def test_requests_without_a_sample_spread_over_the_living_replicas_and_stay_for_their_next_turn():
     replicas = choice(a=3, b=1, c=2)
-    replicas.leave(sample("c"))
+    replicas.leave(sample("c"), "c")
     taken = {f"r{i}": replicas.of_request(f"r{i}") for i in range(100)}
     assert set(taken.values()) == {("a", "A"), ("b", "B")}
     assert all(replicas.of_request(request_id) == own for request_id, own in taken.items())
@@ -65,14 +65,14 @@ def test_choice_by_number_is_that_of_a_full_search():
             assert replicas._running[address] == fewest + 1
             running.append(address)
         if len(running) == 30 and len(replicas._running) == 5:
-            assert replicas.leave(sample("r2"))
+            assert replicas.leave(sample("r2"), "r2")
     assert "r2" not in replicas._running
 
 
 def test_calls_that_go_on_while_a_restarted_replica_is_announced_keep_their_place():
     """Separate placement: b has died, and c is announced while the calls at a are held."""
     replicas = choice(a=8, b=0)
-    replicas.leave(sample("b"))
+    replicas.leave(sample("b"), "b")
     replicas.use({"a": "A", "c": "C"})
     assert [replicas.take(sample())[0] for _ in range(8)] == ["c"] * 8, "c is the emptiest by far"
     for address in [*"aaaaaaaa", "b"]:

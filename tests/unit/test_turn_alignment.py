@@ -13,7 +13,7 @@ from verl.tools.schemas import ToolResponse
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.manager.types import Segment
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, context_hash
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.turn_alignment import sample_output
 from tests.unit.shared import Keeper, script_replicas, tool_schema
@@ -158,13 +158,13 @@ async def test_token_of_verls_tool_loop_has_the_version_and_log_prob_of_its_call
 
 
 def played(*turns):
-    """A sample with ``turns`` (start, version, tokens)."""
+    """A sample whose engine calls had ``turns`` (prompt, version, tokens)."""
     sample = LiveSample("0/0#0", Keeper(), priority=0)
-    for start, version, tokens in turns:
-        sample.start_turn(start)
+    for prompt, version, tokens in turns:
+        turn = sample.start_turn(len(prompt), context_hash(np.array(prompt, np.int32)).digest())
         if tokens:
             log_probs = np.float32(log_probs_of(tokens, version))
-            sample.add(Segment(np.array(tokens, np.int32), log_probs, version, "stop"))
+            sample.add(turn, Segment(np.array(tokens, np.int32), log_probs, version, "stop"))
     return sample
 
 
@@ -179,38 +179,59 @@ def returned(response, mask, log_probs):
     )
 
 
+P = [7, 8]
+"""the prompt that is trained"""
+
+
 @pytest.mark.parametrize(
-    ("turns", "response", "log_probs", "versions"),
+    ("turns", "response", "mask", "given", "versions", "untrained"),
     [
-        # Both turns are token 5 at one position: only where the prompts ended says which of them is in the response.
-        ([(2, 1, [5]), (2, 2, [5])], [5], [-2.5], [2]),
-        ([(2, 1, [5]), (3, 2, [6]), (3, 3, [])], [5, 6], [-1.5, -2.6], [1, 2]),
-        # The loop returns no log-probs.
-        ([(2, 1, [5, 6])], [5, 6], None, [1, 1]),
+        # Both made token 5 in the same place: the log-prob that the loop returns says which is meant, else the first is.
+        ([(P, 1, [5]), (P, 2, [5])], [5], [1], 2, [2], 1),
+        ([(P, 1, [5]), (P, 2, [5])], [5], [1], None, [1], 1),
+        ([(P, 2, [5, 6]), (P, 1, [5, 9])], [5, 9], [1, 1], None, [2, 1], 2),
+        ([(P, 1, [5]), ([*P, 5], 2, [6]), ([*P, 5, 6], 3, [])], [5, 6], [1, 1], None, [1, 2], 0),
+        ([(P, 1, [5, 6])], [5, 6], [1, 1], None, [1, 1], 0),
+        # A judge, whose prompt is longer than the response, and a summary before, under a prompt of its own.
+        ([([3], 1, [7]), (P, 2, [5, 6]), ([4, 4, 4, 5, 6, 7], 3, [9])], [5, 6], [1, 1], 2, [2, 2], 2),
+        # Of a turn the loop trains the end, the beginning, or the middle.
+        ([(P, 1, [5, 6, 5])], [5, 6, 5], [0, 0, 1], 1, [-1, -1, 1], 2),
+        ([(P, 1, [5, 6, 5])], [5, 6, 4], [1, 1, 0], None, [1, 1, -1], 1),
+        ([(P, 1, [5, 6, 5])], [5, 6, 5], [0, 1, 0], None, [-1, 1, -1], 2),
+        # The second call goes on from the front of the first, and from a conversation that the loop dropped.
+        ([(P, 1, [5, 6]), ([*P, 5], 2, [9]), ([*P, 4], 3, [9])], [5, 9], [1, 1], None, [1, 2], 2),
+        ([], [], [], None, [], 0),
     ],
-    ids=["dropped whole", "without tokens", "without log-probs"],
 )
-def test_turn_that_is_dropped_or_empty_takes_no_place(turns, response, log_probs, versions):
+def test_token_counts_for_the_call_that_made_it_in_its_place_whatever_else_was_asked(
+    turns, response, mask, given, versions, untrained
+):
     sample = played(*turns)
     sample.calls_replayed, sample.calls_asked = 2, 1
-    made = sample_output(sample, returned(response, [1] * len(response), log_probs))
-    assert made.versions.tolist() == versions and made.log_probs.tolist() == log_probs_of(response, versions)
-    assert (made.metrics["calls_replayed"], made.metrics["calls_asked"]) == (2, 1)
+    log_probs = None if given is None else (np.array(mask) * np.float32(log_probs_of(response, given))).tolist()
+    made = sample_output(sample, returned(response, mask, log_probs))
+    assert made.versions.tolist() == versions
+    assert made.log_probs.tolist() == (np.array(mask) * np.float32(log_probs_of(response, np.abs(versions)))).tolist()
+    counts = [made.metrics[name] for name in ("calls_replayed", "calls_asked", "untrained_tokens")]
+    assert counts == [2, 1, untrained]
 
 
 @pytest.mark.parametrize(
-    ("start", "response", "mask", "log_probs", "why"),
+    ("prompt", "response", "mask", "log_probs", "why"),
     [
-        (2, [5, 9], [1, 1], [-1.5, -1.9], "turn 0"),
-        (2, [5, 6, 6], [1, 1, 1], [-1.5, -1.6, -1.6], "turn 0"),
-        (2, [5, 9, 6], [1, 0, 1], [-1.5, 0.0, -1.6], "turn 0"),
-        (2, [9, 5, 6], [1, 1, 1], [-1.9, -1.5, -1.6], "turn 0"),
-        (2, [5, 6], [1, 1], [-1.5, -1.7], "log-probs"),
-        (2, [5, 6], [1, 1], [-1.5], "log-probs"),
-        (2, [5, 6], [1], [-1.5], "mask"),
-        (3, [4, 5], [1, 1], [0.0, -1.5], "1 tokens .* no engine call made"),
+        (P, [5, 9], [1, 1], None, "1 tokens as generated that no engine call made"),
+        (P, [5, 6, 6], [1, 1, 1], None, "1 tokens .* no engine call made"),
+        (P, [5, 9, 6], [1, 0, 1], None, "1 tokens .* no engine call made"),
+        (P, [9, 5, 6], [1, 1, 1], None, "3 tokens .* no engine call made"),
+        (P, [5, 6], [1, 1], [-1.5, -1.7], "log-probs that are not the engine's"),
+        (P, [5, 6], [1, 1], [-1.5], "2 tokens with 1 log-probs"),
+        (P, [5, 6], [1], [-1.5], "2 tokens with a mask of 1"),
+        # The loop has changed its prompt, cut it, or asked a longer one.
+        ([7, 9], [5, 6], [1, 1], None, r"2 tokens that engine call 0 made after another context \(of 2 tokens\)"),
+        ([8], [5, 6], [1, 1], None, r"another context \(of 1 tokens\)"),
+        ([1, *P], [5, 6], [1, 1], None, r"another context \(of 3 tokens\)"),
     ],
 )
-def test_tokens_or_log_probs_that_are_not_the_engines_are_refused(start, response, mask, log_probs, why):
-    with pytest.raises(RuntimeError, match=f"sample 0/0#0: .*{why}.*unchanged"):
-        sample_output(played((start, 1, [5, 6])), returned(response, mask, log_probs))
+def test_tokens_or_log_probs_that_are_not_the_engines_are_refused(prompt, response, mask, log_probs, why):
+    with pytest.raises(RuntimeError, match=f"sample 0/0#0: .*{why}.*"):
+        sample_output(played((prompt, 1, [5, 6])), returned(response, mask, log_probs))

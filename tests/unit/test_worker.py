@@ -274,8 +274,8 @@ async def test_tool_is_not_called_where_the_manager_refuses_to_know_of_it():
     assert calls == []
 
 
-def conversations(tool_s, *, events=None, beside=False):
-    """A worker whose samples of 10 tokens make them in two turns with a tool call between them; ``beside``: meanwhile."""
+def conversations(tool_s, *, events=None):
+    """A worker whose samples of 10 tokens make them in two turns with a tool call between them."""
     events = [] if events is None else events
 
     async def look(name):
@@ -292,10 +292,8 @@ def conversations(tool_s, *, events=None, beside=False):
             else:
                 tool = tool_of(look, "look", limits=self.config.partial_rollout.tools)
                 await self._turn(sample, 5)
-                call = asyncio.ensure_future(tool.call({"name": sample.id}))
-                await (asyncio.sleep(0) if beside else call)
+                await tool.call({"name": sample.id})
                 await self._turn(sample, 5, 5)
-                await call
                 output = output_of(10, self._version)
             events.append(f"{sample.id} has ended")
             return output
@@ -329,10 +327,8 @@ async def test_first_traceback_of_a_tool_that_raises_is_known_though_its_error_i
         assert len(errors) == 1 and "KeyError: 'no such shop'" in errors[0] and "in buy" in errors[0]
 
 
-@pytest.mark.parametrize(("after_s", "beside"), [(float("inf"), False), (0.005, True)], ids=["inf", "used meanwhile"])
-async def test_slot_is_kept_for_ever_if_asked_and_while_the_sample_decodes_beside_its_tool(after_s, beside):
-    kind = conversations(0.1, beside=beside)
-    async with life([[10], [5]], kind=kind, slots=1, release_after_s=after_s) as (manager, _):
+async def test_slot_is_kept_for_ever_if_asked():
+    async with life([[10], [5]], kind=conversations(0.1), slots=1, release_after_s=float("inf")) as (manager, _):
         while not manager.actor._manager.round_complete():
             assert "away" not in [sample.state for sample in manager.actor._manager.unfinished.values()]
             await asyncio.sleep(0.005)

@@ -36,6 +36,8 @@ class AdmittingEngine:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._queued_s: dict[str, float] = {}
+        self._coming: dict[str, bool] = {}
+        """requests that the engine does not have yet, and whether they are withdrawn"""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -45,7 +47,19 @@ class AdmittingEngine:
 
         0 if unknown: with vLLM's statistics off (``disable_log_stats``), for a request that made a token.
         """
+        self._coming.pop(request_id, None)
         return self._queued_s.pop(request_id, 0.0)
+
+    def expect(self, request_id: str) -> None:
+        """A request is on its way; it can be withdrawn from here on."""
+        self._coming.setdefault(request_id, False)
+
+    async def withdraw(self, request_id: str) -> None:
+        """Abort one request, which may be on its way; nothing if it has ended."""
+        if request_id in self._coming:
+            self._coming[request_id] = True
+        else:
+            await self._engine.abort(request_id)
 
     async def generate(
         self, *, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
@@ -64,8 +78,11 @@ class AdmittingEngine:
             EngineDeadError: the engine has died. Other errors of the engine pass through unchanged.
         """
         queue, ended, began = None, False, time.monotonic()
+        self.expect(request_id)
         try:
             queue = await self._engine.add_request(request_id, prompt, _last_only(sampling_params), **options)
+            if self._coming.pop(request_id):
+                await self._engine.abort(queue.request_id, internal=True)
             yield None
             while not ended:
                 output = queue.get_nowait() or await queue.get()
@@ -77,6 +94,7 @@ class AdmittingEngine:
             ended = True
             raise
         finally:
+            self._coming.pop(request_id, None)
             if not ended:
                 # By the caller's id while there is no queue: the engine may have the request nevertheless.
                 await self._engine.abort(request_id if queue is None else queue.request_id, internal=queue is not None)

@@ -92,6 +92,7 @@ class RecipeVLLMServer(vLLMHttpServer):
         ``queued_s``: seconds that the engine queued the request. ``version_marks``, if it was held: see ``spans``.
         """
         self._marks.begin(request_id)
+        self.engine.expect(request_id)
         try:
             output = await super().generate(prompt_ids, sampling_params, request_id, **options)
         finally:
@@ -102,6 +103,11 @@ class RecipeVLLMServer(vLLMHttpServer):
             output.extra_fields["version_marks"] = [tuple(mark) for mark in marks]
         self._decoded += len(output.token_ids)
         return output
+
+    async def withdraw(self, request_id: str) -> None:
+        """End a request whose answer nobody awaits any more; its caller gets the tokens so far."""
+        if self.node_rank == 0:
+            await self.engine.withdraw(request_id)
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
         """As verl's, but with ``resume_kv=keep`` the blocks stay."""

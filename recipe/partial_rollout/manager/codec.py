@@ -8,7 +8,7 @@ Layout of the dictionary (S samples, group by group; E engine calls of the unfin
 ``reserve``       prompts, ``{uid, epoch, row}`` each
 ``groups``        ``{prompt, order, birth}`` each: with the trainer, then ready, then unfinished
 ``samples``       columns of length S: ``finished``, ``failures``, ``error``, ``tool_results``, ``calls``
-``calls``         columns of length E: ``length``, ``version``, ``stop_reason``
+``calls``         columns of length E: ``length`` and the other fields of ``Segment``
 ``outputs``       columns of length O: ``prompt_length``, ``response_length`` and the fields of ``SampleOutput``
 ``tokens``        int32: of every call, then prompt and response of every output
 ``log_probs``     float32: of every call, then of every response
@@ -43,7 +43,7 @@ from recipe.partial_rollout.manager.types import (
     Segment,
 )
 
-LAYOUT = 2
+LAYOUT = 3
 
 Fetch = Callable[[Sequence[FinishedOutput]], Sequence[SampleOutput]]
 
@@ -142,6 +142,8 @@ def encode(captured: Captured, fetch: Fetch = outputs_here) -> dict[str, Any]:
             "length": np.array([len(call) for call in calls], np.int32),
             "version": np.array([call.version for call in calls], np.int32),
             "stop_reason": [call.stop_reason for call in calls],
+            "turn": np.array([call.turn for call in calls], np.int32),
+            "asked": [call.asked for call in calls],
         },
         "outputs": {
             "prompt_length": np.array([len(o.prompt_ids) for o in outputs], np.int32),
@@ -246,7 +248,8 @@ def _calls_and_outputs(state: dict[str, Any]) -> tuple[Iterator[Segment], Iterat
     masks = _pieces("mask", _spread("mask", state["mask"], np.int8, responses), responses)
     versions = _pieces("versions", _spread("versions", state["versions"], np.int32, responses), responses)
     count = len(calls["length"])
-    segments = map(Segment, tokens[:count], log_probs[:count], calls["version"].tolist(), calls["stop_reason"])
+    plain_calls = calls["version"].tolist(), calls["stop_reason"], calls["turn"].tolist(), calls["asked"]
+    segments = map(Segment, tokens[:count], log_probs[:count], *plain_calls)
     plain = zip(*(outputs[name] for name in _PLAIN_OUTPUT_FIELDS), strict=True)
     parts = zip(tokens[count::2], tokens[count + 1 :: 2], masks, log_probs[count:], versions, plain, strict=True)
     return segments, (

@@ -48,6 +48,7 @@ from recipe.partial_rollout.manager.messages import Standing
 from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter, masked_output
 from recipe.partial_rollout.manager.scheduling import Slots
 from recipe.partial_rollout.manager.types import (
+    GIVEN_UP,
     FilteredGroup,
     FinishedOutput,
     Grant,
@@ -202,14 +203,20 @@ class PromptsManager:
         return Grant(sample.id, group.uid, group.order, group.prompt.row, *journals, held=held)
 
     def add_segment(self, sample_id: str, segment: Segment) -> None:
-        """Cache tokens of a running sample, so that they survive its worker."""
-        sample = self._in_state(sample_id, "add_segment", SampleState.RUNNING)
-        if len(segment):
+        """Cache tokens of a running sample, so that they survive its worker; forget those of a turn that is given up."""
+        states = SampleState.RUNNING, SampleState.AWAY, SampleState.INTERRUPTED
+        given_up = segment.stop_reason == GIVEN_UP
+        sample = self._in_state(sample_id, "add_segment", *(states if given_up else states[:1]))
+        if given_up:
+            sample.segments = [kept for kept in sample.segments if kept.turn != segment.turn]
+        elif len(segment):
             sample.segments.append(segment)
 
     def add_tool_result(self, sample_id: str, result: dict[str, Any]) -> None:
         """Cache the JSON-able result of a finished tool call, so that the call is not made again."""
-        sample = self._in_state(sample_id, "add_tool_result", SampleState.RUNNING, SampleState.AWAY)
+        # A sample that waits for its slot again may have a tool beside its engine call.
+        states = SampleState.RUNNING, SampleState.AWAY, SampleState.INTERRUPTED
+        sample = self._in_state(sample_id, "add_tool_result", *states)
         sample.tool_results.append(result)
 
     def interrupt(self, sample_id: str) -> None:

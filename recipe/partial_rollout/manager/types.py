@@ -41,6 +41,10 @@ class GroupState(StrEnum):
     """All its samples have the same score: consumed without being trained (``GroupFilter``)."""
 
 
+GIVEN_UP = "given up"
+"""``stop_reason`` of a turn that its agent loop no longer awaits: it leaves the sample's journal"""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """The tokens that one engine call added to a sample; if it was held, those that one version made."""
@@ -53,6 +57,10 @@ class Segment:
     """policy version that made the tokens"""
     stop_reason: str | None = None
     """the engine's stop reason if the turn is complete; None if the engine call was interrupted, or held after it"""
+    turn: int = 0
+    """number of its turn in the sample; turns may run beside each other"""
+    asked: str = ""
+    """what its turn answers: a digest of the prompt's tokens and of the sampling parameters (``live_sample.digest_of``)"""
 
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.log_probs.shape:

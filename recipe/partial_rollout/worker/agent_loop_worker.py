@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from hydra.utils import get_class
+from hydra.utils import get_class, instantiate
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopOutput,
     AgentLoopWorker,
@@ -67,12 +68,13 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         trace: bool = True,
         **kwargs,
     ) -> Any:
-        """As verl's, but without composing the whole configuration again for every sample."""
+        """As verl's, with ``_loop_client``, and without composing the whole configuration again for every sample."""
         registered = _agent_loop_registry.get(agent_name)
-        if registered is None or set(registered) != {"_target_"}:
-            return await super()._run_agent_loop(
-                sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs
-            )
+        if registered is None:
+            raise ValueError(f"agent loop {agent_name!r} is not registered; known: {', '.join(_agent_loop_registry)}")
+        make = (
+            get_class(registered["_target_"]) if set(registered) == {"_target_"} else partial(instantiate, registered)
+        )
         with rollout_trace_attr(
             step=trajectory["step"],
             sample_index=trajectory["sample_index"],
@@ -81,9 +83,9 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             name="agent_loop",
             trace=trace,
         ):
-            agent_loop = get_class(registered["_target_"])(
+            agent_loop = make(
                 trainer_config=DictConfigWrap(config=self.config),
-                server_manager=self.llm_client,
+                server_manager=self._loop_client(),
                 tokenizer=self.tokenizer,
                 processor=self.processor,
                 hf_model_type=self.hf_model_type,
@@ -93,6 +95,10 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             )
             output = await agent_loop.run(sampling_params, **kwargs)
             return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
+
+    def _loop_client(self) -> Any:
+        """What the agent loop that is about to run generates with."""
+        return self.llm_client
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
         deadline_s = self.config.partial_rollout.deadlines.reward_s
@@ -189,6 +195,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             self._run_granted,
             grant_s=settings.deadlines.grant_s,
             sample_s=settings.failures.sample_timeout_s,
+            release_after_s=settings.tools.release_after_s,
             rounds_end=settings.placement == Placement.COLOCATED,
         )
 
@@ -232,15 +239,21 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         with contextlib.suppress(ProbeEndedError):
             await super()._probe_sample(row, **sampling_params)
 
+    def _loop_client(self) -> Any:
+        sample = LIVE_SAMPLE.get()
+        assert isinstance(self.llm_client, PartialRolloutLLMClient)
+        return self.llm_client if sample is None else self.llm_client.of(sample)
+
     async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
         sample = LIVE_SAMPLE.get()
         if sample is None:
             return await super()._agent_loop_postprocess(output, validate, **kwargs)
+        await sample.end()
         if output.multi_modal_data:
             raise ValueError(
                 f"sample {sample.id} has multi-modal data ({', '.join(output.multi_modal_data)}): "
                 f"partial rollout trains text only; set partial_rollout.enable=False"
             )
-        with sample.clock.stopped(), sample.away_after(self.config.partial_rollout.tools.release_after_s):
+        with sample.clock.stopped():
             await self._compute_score([output], kwargs)
         return sample_output(sample, output)

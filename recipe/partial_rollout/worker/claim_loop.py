@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError
@@ -32,63 +34,34 @@ class GrantTimeoutError(TimeoutError):
     """A sample waited too long for its slot."""
 
 
-class GrantGate:
-    """Lets samples that hold a slot pass once the round is open.
+class SlotState(StrEnum):
+    """Of a live sample, as its worker knows it."""
 
-    Slots are granted before the round opens, while the trainer updates, so the samples already wait when it opens.
-    """
+    HELD = "held"
+    """It may call the engine."""
+    GIVING_BACK = "giving back"
+    """A call was interrupted; the slot goes back once no other call of the sample runs."""
+    ASKED = "asked for"
+    """The manager will grant it."""
+    AWAY = "away"
+    """The sample has made no engine call for a while, and goes on without a slot until it makes one."""
 
-    def __init__(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
-        self._granted: dict[str, asyncio.Event] = {}
-        self._open = asyncio.Event()
 
-    def open(self) -> None:
-        """Open the round: samples that hold a slot may call the engine."""
-        self._open.set()
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A live sample's slot, and the engine calls that share it."""
 
-    def close(self) -> None:
-        """Close the round: no new engine calls."""
-        self._open.clear()
-
-    def grant(self, sample_id: str) -> None:
-        """Give ``sample_id`` a slot."""
-        self._granted.setdefault(sample_id, asyncio.Event()).set()
-
-    def revoke(self, sample_id: str) -> None:
-        """Take the slot of ``sample_id``."""
-        self._granted.setdefault(sample_id, asyncio.Event()).clear()
-
-    def forget(self, sample_id: str) -> None:
-        """Forget ``sample_id``, which has ended."""
-        self._granted.pop(sample_id, None)
-
-    def granted(self, sample_id: str) -> bool:
-        """Whether ``sample_id`` holds a slot."""
-        return sample_id in self._granted and self._granted[sample_id].is_set()
-
-    def holds(self, sample_id: str) -> bool:
-        """Whether ``sample_id`` is live here, with or without a slot."""
-        return sample_id in self._granted
-
-    async def wait(self, sample_id: str) -> None:
-        """Return once ``sample_id`` holds a slot in an open round.
-
-        Raises:
-            GrantTimeoutError: it got none within the deadline.
-        """
-        granted = self._granted[sample_id]
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                await granted.wait()
-                # The gate may close again before a sample that it woke runs.
-                while not self._open.is_set():
-                    await self._open.wait()
-        except TimeoutError as error:
-            raise GrantTimeoutError(
-                f"sample {sample_id} was not granted a slot in an open round within {self._deadline_s:g} s "
-                f"(partial_rollout.deadlines.grant_s); is the trainer still stepping?"
-            ) from error
+    sample: LiveSample
+    state: SlotState = SlotState.HELD
+    """written by ``ClaimLoop`` alone, as are the others"""
+    calls: int = 0
+    """engine calls that run or wait"""
+    running: int = 0
+    """of these, those that a replica has not answered"""
+    granted: asyncio.Event = field(default_factory=asyncio.Event)
+    """set while HELD"""
+    late: asyncio.TimerHandle | None = None
+    """makes it AWAY"""
 
 
 class Outbox:
@@ -140,7 +113,8 @@ class Outbox:
         self._unsent.back.append(sample.id)
 
     def finish(self, sample: LiveSample, output: SampleOutput) -> None:
-        """Report that ``sample`` has ended with ``output``."""
+        """Report that ``sample`` has ended with ``output``, which stands for all that is not reported yet."""
+        sample.take_unsent()
         self._unsent.finished.append((sample.id, output))
 
     def fail(self, sample: LiveSample, error: ToldError) -> None:
@@ -212,6 +186,7 @@ class ClaimLoop:
         run: runs the agent loop of a granted sample to its end, with ``LIVE_SAMPLE`` set.
         grant_s: seconds that a sample may wait for its slot in an open round.
         sample_s: seconds that an agent loop may spend between two engine calls; None: no limit.
+        release_after_s: seconds without an engine call after which a sample gives its slot to another.
         rounds_end: whether garbage collections can wait for the end of a round; that of separate placement never ends.
     """
 
@@ -220,10 +195,11 @@ class ClaimLoop:
         name: str,
         manager: Any,
         capacity: int,
-        run: Callable[[Grant], Awaitable[SampleOutput]],
+        run: Callable[[Grant], Coroutine[Any, Any, SampleOutput]],
         *,
         grant_s: float,
         sample_s: float | None,
+        release_after_s: float = math.inf,
         rounds_end: bool = True,
     ) -> None:
         self._name = name
@@ -232,12 +208,17 @@ class ClaimLoop:
         self._sample_s = sample_s
         self._rounds_end = rounds_end
         self.capacity = capacity
-        self._gate = GrantGate(grant_s)
+        self._grant_s = grant_s
+        self._release_after_s = release_after_s
         self._tasks: set[asyncio.Task[None]] = set()
-        self._live: set[LiveSample] = set()
-        self._calling: set[str] = set()
-        self._away: set[str] = set()
-        """samples that have left their slot"""
+        self._seats: dict[str, Seat] = {}
+        """by sample"""
+        self._running = 0
+        """requests that no replica has answered"""
+        self._open = asyncio.Event()
+        """set while the round is open: slots are granted before, while the trainer updates, and samples wait for it"""
+        self._freed = asyncio.Event()
+        """set whenever a request ends"""
         self._any_finished = False
         self._quiet = asyncio.Event()
         """set whenever an engine call or the sending of reports ends, so that ``flush`` checks again"""
@@ -261,11 +242,11 @@ class ClaimLoop:
         """Engine calls are allowed from here on."""
         if self._rounds_end:
             garbage.hold()
-        self._gate.open()
+        self._open.set()
 
     def close_round(self) -> None:
         """Allow no new engine call; running ones end when their replica aborts them."""
-        self._gate.close()
+        self._open.clear()
 
     async def flush(self) -> None:
         """Wait until no engine call runs and the manager knows everything; then tell it that nothing is left to report."""
@@ -279,11 +260,11 @@ class ClaimLoop:
 
     def _all_reported(self) -> bool:
         """Whether no engine call runs and the manager knows everything; sends what it does not know."""
-        if self._calling:
+        if self._running:
             return False
-        for sample in self._live:
+        for seat in self._seats.values():
             # A sample in a tool or reward call, which may outlast a checkpoint, has a finished turn to report.
-            self._outbox.note(sample)
+            self._outbox.note(seat.sample)
         return self._outbox.empty()
 
     # -- samples ---------------------------------------------------------------------------------------------------
@@ -295,84 +276,167 @@ class ClaimLoop:
             RuntimeError: the manager and this worker disagree on whether the sample is live here.
         """
         for grant in grants:
-            if grant.held != self._gate.holds(grant.sample_id):
+            seat = self._seats.get(grant.sample_id)
+            if grant.held != (seat is not None):
                 raise RuntimeError(
                     f"sample {grant.sample_id}: {self._name} {'has lost' if grant.held else 'still has'} the conversation "
                     f"that the manager thinks it {'holds' if grant.held else 'does not hold'}"
                 )
-            self._gate.grant(grant.sample_id)
-            if not grant.held:
-                task = asyncio.create_task(self._run_sample(grant), name=grant.sample_id)
+            if seat is None:
+                seat = self._seats[grant.sample_id] = Seat(self._live_sample(grant))
+                task = asyncio.create_task(self._run_sample(grant, seat), name=grant.sample_id)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+            seat.state = SlotState.HELD
+            seat.granted.set()
+            self._settle(seat)
 
-    async def _run_sample(self, grant: Grant) -> None:
-        sample = LiveSample(
+    def _live_sample(self, grant: Grant) -> LiveSample:
+        return LiveSample(
             grant.sample_id,
             keeper=self,
             priority=grant.order,
             group=grant.group_uid,
-            restored=deque(grant.segments),
+            restored=grant.segments,
             restored_tools={result["call"]: result for result in grant.tool_results},
             deadline_s=self._sample_s,
         )
+
+    async def _run_sample(self, grant: Grant, seat: Seat) -> None:
+        sample = seat.sample
         LIVE_SAMPLE.set(sample)
-        self._live.add(sample)
         try:
-            output = await sample.clock.run(self._run_agent_loop(grant))
+            # In a task of its own, which it may cancel.
+            output = await sample.clock.run(asyncio.create_task(self._in_life(grant)))
+            await self._end(seat)
         # A library may cancel what it awaits and let that out: the sample has failed like any other.
         except (Exception, asyncio.CancelledError) as error:
-            told = ToldError.of(error)
-            if _ends_the_run(error, first=not self._any_finished):
-                await self._manager.abandon.remote(told.line, told)
-            else:
-                self._outbox.fail(sample, told)
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            await self._fail(seat, error)
         else:
             self._any_finished = True
             self._outbox.finish(sample, output)
-        self._live.discard(sample)
-        self._away.discard(sample.id)
-        self._gate.forget(sample.id)
+        if seat.late is not None:
+            seat.late.cancel()
+        del self._seats[sample.id]
         self._outbox.send()
+
+    async def _in_life(self, grant: Grant) -> SampleOutput:
+        try:
+            return await self._run_agent_loop(grant)
+        except SystemExit as error:
+            raise RuntimeError(f"the agent loop or a tool of it exits (SystemExit: {error})") from error
+
+    async def _fail(self, seat: Seat, error: BaseException) -> None:
+        ends_the_run = _ends_the_run(error, first=not self._any_finished)
+        if not ends_the_run:
+            try:
+                await self._end(seat)
+            except GrantTimeoutError as late:
+                error, ends_the_run = late, True
+        told = ToldError.of(error)
+        if ends_the_run:
+            await self._manager.abandon.remote(told.line, told)
+        else:
+            self._outbox.fail(seat.sample, told)
+
+    async def _end(self, seat: Seat) -> None:
+        """Withdraw what the agent loop has left behind; returns once the manager can be told of the sample's end."""
+        await seat.sample.end()
+        if seat.state is SlotState.ASKED:
+            # The loop no longer awaits the call that asks, and the manager may be granting the slot at this moment.
+            async with self._grant_in_time(seat):
+                await seat.granted.wait()
 
     # -- slots (``SlotKeeper``) ------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
-        """Entered once the sample holds a slot in an open round."""
-        if sample.id in self._away:
-            self._away.discard(sample.id)
+        """Entered once the sample holds a slot in an open round; several calls of a sample share it.
+
+        All together they are no more requests than the worker has slots: a second call of a sample takes the place of a
+        sample that has a slot and does not decode, or waits.
+        """
+        sample.require_life()
+        seat = self._seats[sample.id]
+        seat.calls += 1
+        if seat.state is SlotState.AWAY:
+            seat.state = SlotState.ASKED
             self._outbox.come_back(sample)
             self._outbox.send()
-        sample.engine_calls += 1
         try:
             with sample.clock.stopped():
-                await self._gate.wait(sample.id)
-                self._calling.add(sample.id)
-                yield
+                async with self._grant_in_time(seat):
+                    while (obstacle := self._obstacle(seat)) is not None:
+                        await obstacle.wait()
+                seat.running += 1
+                self._running += 1
+                try:
+                    yield
+                finally:
+                    seat.running -= 1
+                    self._running -= 1
         finally:
-            sample.engine_calls -= 1
-            self._calling.discard(sample.id)
+            seat.calls -= 1
+            self._settle(seat)
+            self._freed.set()
             self._quiet.set()
 
+    def _obstacle(self, seat: Seat) -> asyncio.Event | None:
+        """What a call of ``seat`` has to wait for; None: it may run."""
+        if not seat.granted.is_set():
+            return seat.granted
+        if not self._open.is_set():
+            return self._open
+        if self._running < self.capacity or self._running < sum(each.granted.is_set() for each in self._seats.values()):
+            return None
+        self._freed.clear()
+        return self._freed
+
+    @contextlib.asynccontextmanager
+    async def _grant_in_time(self, seat: Seat) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._grant_s):
+                yield
+        except TimeoutError as error:
+            raise GrantTimeoutError(
+                f"sample {seat.sample.id} was not granted a slot in an open round within {self._grant_s:g} s "
+                f"(partial_rollout.deadlines.grant_s); is the trainer still stepping?"
+            ) from error
+
     def release_slot(self, sample: LiveSample) -> None:
-        """Give the slot back, and report what the manager does not know about the sample."""
-        self._gate.revoke(sample.id)
-        self._outbox.interrupt(sample)
+        """Inside ``engine_call``: give the slot back once no other call of the sample runs."""
+        if (seat := self._seats.get(sample.id)) is not None:
+            seat.state = SlotState.GIVING_BACK
+            seat.granted.clear()
+
+    def _settle(self, seat: Seat) -> None:
+        """Give the slot back if a call was interrupted; see to it that a sample without engine calls leaves it."""
+        if seat.late is not None:
+            seat.late.cancel()
+            seat.late = None
+        if seat.running or seat.sample.id not in self._seats:
+            return
+        if seat.state is SlotState.GIVING_BACK and not seat.sample.ended:
+            seat.state = SlotState.ASKED
+            self._outbox.interrupt(seat.sample)
+            self._outbox.send()
+        elif not seat.calls and self._release_after_s < math.inf:
+            seat.late = asyncio.get_running_loop().call_later(self._release_after_s, self._leave, seat)
+
+    def _leave(self, seat: Seat) -> None:
+        """The slot goes to another sample: this one has made no engine call for a while, whatever it awaits."""
+        if seat.calls or seat.state not in (SlotState.HELD, SlotState.GIVING_BACK):
+            return
+        seat.state = SlotState.AWAY
+        seat.granted.clear()
+        self._outbox.leave(seat.sample)
         self._outbox.send()
 
     def report_now(self, sample: LiveSample) -> None:
         """Report what the manager does not know about the sample."""
         self._outbox.note(sample)
-        self._outbox.send()
-
-    def leave(self, sample: LiveSample) -> None:
-        """As ``release_slot``, for a sample that goes on without an engine; nothing if it has no slot, or uses it."""
-        if sample.engine_calls or not self._gate.granted(sample.id):
-            return
-        self._gate.revoke(sample.id)
-        self._away.add(sample.id)
-        self._outbox.leave(sample)
         self._outbox.send()
 
     def note_error(self, error: Exception) -> None:

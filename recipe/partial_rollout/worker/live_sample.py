@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Iterator
+import hashlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from recipe.partial_rollout.manager.types import Segment
+from recipe.partial_rollout.manager.types import GIVEN_UP, Segment
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ class SlotKeeper(Protocol):
         ...
 
     def release_slot(self, sample: LiveSample) -> None:
-        """Give the slot back, and report what the manager does not know about the sample."""
+        """Inside ``engine_call``: the call was interrupted. The slot goes back once no other call of the sample runs."""
         ...
 
     def report_now(self, sample: LiveSample) -> None:
@@ -110,22 +110,41 @@ class SlotKeeper(Protocol):
         """Report an error that fails no sample: a tool's, which is its answer."""
         ...
 
-    def leave(self, sample: LiveSample) -> None:
-        """As ``release_slot``, for a sample that goes on without an engine; nothing if it has no slot, or uses it."""
-        ...
-
     async def tell(self, sample: LiveSample) -> None:
         """As ``report_now``; returns once the manager knows."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
+class SampleEndedError(RuntimeError):
+    """An agent loop that has ended still asks for something."""
+
+
+def context_hash(tokens: np.ndarray | None = None) -> hashlib.blake2b:
+    """The hash of a context, int32 tokens; ``update`` reads on."""
+    return hashlib.blake2b(b"" if tokens is None else tokens.tobytes(), digest_size=16)
+
+
+def digest_of(context: bytes, sampling_params: Mapping[str, Any]) -> str:
+    """What an engine call asks for: the tokens that it starts from, and how it samples."""
+    params = repr(sorted(sampling_params.items()))
+    return hashlib.blake2b(context + params.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(slots=True, eq=False)
 class Turn:
     """One answer of the engine to an agent loop: one call, or several if it was interrupted."""
 
+    number: int
+    """in its sample, by the order in which they began"""
     start: int
-    """tokens of the conversation before it"""
-    segments: tuple[Segment, ...]
+    """tokens of its prompt"""
+    context: bytes
+    """digest of its prompt (``context_hash``)"""
+    asked: str
+    """``digest_of`` prompt and sampling parameters, by which a replay finds it"""
+    segments: list[Segment]
+    given_up: bool = False
+    """whether the loop no longer awaits it; it is not trained"""
 
     def __len__(self) -> int:
         return sum(map(len, self.segments))
@@ -159,6 +178,18 @@ class ToolState:
     """held by the call that may change it"""
 
 
+class Withdrawable(Protocol):
+    """An engine call that runs, or waits for the slot."""
+
+    def give_up(self) -> None:
+        """Nobody awaits its answer any more."""
+        ...
+
+    async def over(self) -> None:
+        """Return once no engine has anything of it left."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class LiveSample:
     """A training sample in its worker."""
@@ -168,67 +199,116 @@ class LiveSample:
     priority: int
     group: str = ""
     """uid of its group; its own id if it has none (the probe)"""
-    restored: deque[Segment] = field(default_factory=deque)
-    """journal from before a crash, a worker's death or a retry; engine calls are answered from it first"""
+    restored: InitVar[Iterable[Segment]] = ()
+    """journal from before a crash, a worker's death or a retry; an engine call that asks the same is answered from it"""
     restored_tools: dict[int, dict[str, Any]] = field(default_factory=dict)
     """the same for tools: results of finished calls by their number, and the starts of unfinished ones"""
+    deadline_s: InitVar[float | None] = None
+    """deadline of ``clock``"""
     tool_states: defaultdict[str, ToolState] = field(default_factory=lambda: defaultdict(ToolState))
     """by tool"""
     segments: list[Segment] = field(default_factory=list)
-    """every engine call so far, in order, including those of the journal"""
-    turn_starts: list[tuple[int, int]] = field(default_factory=list)
-    """for each turn: number of conversation tokens and of segments before it"""
+    """what its turns are made of, in the order in which it came, including what is from the journal"""
+    turns: list[Turn] = field(default_factory=list)
+    """in the order in which they began; some may run beside each other"""
+    decoded: int = 0
+    """tokens that engines made for it, those of the journal included"""
     tool_calls: int = 0
     calls_replayed: int = 0
     """of ``tool_calls``, those that the journal answered"""
     calls_asked: int = 0
     """of ``tool_calls``, those whose outcome the tool's ``status`` was asked for"""
     calls: int = 0
+    """requests to replicas"""
+    pending: set[Withdrawable] = field(default_factory=set)
+    """engine calls that run or wait for the slot"""
+    ended: bool = False
+    """whether its agent loop has ended; what it has left behind is not heard any more"""
     replica: str | None = None
     """address of the replica of its last call, if its prefix is cached there"""
     resumes: bool = False
     """whether its last call was interrupted, so that the next one may run elsewhere"""
-    engine_calls: int = 0
-    """that run or wait for the slot"""
     clock: SampleClock = field(init=False)
     """seconds that its agent loop spends between engine calls"""
-    deadline_s: InitVar[float | None] = None
-    """deadline of ``clock``"""
+    _journal: defaultdict[str, dict[int, list[Segment]]] = field(init=False)
+    """segments that no call has asked for yet: by what was asked, then by turn"""
+    _next_turn: int = field(init=False)
     _unsent: list[Segment] = field(default_factory=list)
     _unsent_tools: list[dict[str, Any]] = field(default_factory=list)
 
-    def __post_init__(self, deadline_s: float | None) -> None:
+    def __post_init__(self, restored: Iterable[Segment], deadline_s: float | None) -> None:
         self.group = self.group or self.id
         self.clock = SampleClock(self.id, deadline_s)
+        self._journal, self._next_turn = defaultdict(dict), 0
+        for segment in restored:
+            self._journal[segment.asked].setdefault(segment.turn, []).append(segment)
+            self._next_turn = max(self._next_turn, segment.turn + 1)
+            self.decoded += len(segment)
 
     @property
     def first_version(self) -> int | None:
         """Policy version of its first token; None if there is none yet, or if the replica did not say."""
         return self.segments[0].version if self.segments and self.segments[0].version >= 0 else None
 
-    def add(self, segment: Segment) -> None:
-        """Add tokens that the engine has just made."""
-        self.segments.append(segment)
-        self._unsent.append(segment)
+    def start_turn(self, start: int, context: bytes = b"", asked: str = "") -> Turn:
+        """Begin a turn after ``start`` tokens; it has what the journal knows of the same question.
+
+        Its last segment has a stop reason if it was complete. Of equal questions the first asked is answered first.
+        """
+        known = self._journal.get(asked)
+        number = min(known, default=None) if known else None
+        segments = [] if number is None or known is None else known.pop(number)
+        if number is None:
+            number, self._next_turn = self._next_turn, self._next_turn + 1
+        turn = Turn(number, start, context, asked, segments)
+        self.turns.append(turn)
+        self.segments.extend(segments)
+        return turn
+
+    def add(self, turn: Turn, segment: Segment) -> None:
+        """Add tokens of ``turn`` that the engine has just made."""
+        segment = replace(segment, turn=turn.number, asked=turn.asked)
+        self.decoded += len(segment)
+        if not turn.given_up:
+            turn.segments.append(segment)
+            self.segments.append(segment)
+            self._unsent.append(segment)
+
+    def give_up(self, turn: Turn) -> None:
+        """Close ``turn``, which its loop no longer awaits: it leaves the journal, and what comes of it is only counted."""
+        if turn.given_up:
+            return
+        turn.given_up = True
+        nothing = np.empty(0, np.float32)
+        self._unsent.append(Segment(nothing.astype(np.int32), nothing, -1, GIVEN_UP, turn.number, turn.asked))
+
+    async def end(self) -> None:
+        """Its agent loop has ended: give up what it has left behind; returns once no engine has anything of it."""
+        self.ended = True
+        pending = list(self.pending)
+        for call in pending:
+            call.give_up()
+        for call in pending:
+            await call.over()
 
     def add_tool_result(self, result: dict[str, Any]) -> None:
         """Add a tool call that has just finished, and report it, so that it is not made twice."""
-        self._unsent_tools.append(result)
-        self.keeper.report_now(self)
+        if not self.ended:
+            self._unsent_tools.append(result)
+            self.keeper.report_now(self)
 
     async def start_tool_call(self, start: dict[str, Any]) -> None:
         """Add a tool call that must not be made twice, before it is made; returns once the manager knows it."""
+        self.require_life()
         self._unsent_tools.append(start)
         await self.keeper.tell(self)
 
-    @contextmanager
-    def away_after(self, seconds: float) -> Iterator[None]:
-        """Its slot goes to another once what it awaits inside, a tool or its reward, has taken ``seconds``."""
-        late = asyncio.get_running_loop().call_later(seconds, self.keeper.leave, self)
-        try:
-            yield
-        finally:
-            late.cancel()
+    def require_life(self) -> None:
+        """Raise ``SampleEndedError`` if its agent loop has ended."""
+        if self.ended:
+            raise SampleEndedError(
+                f"sample {self.id} has ended: its agent loop has returned, and may ask for nothing more"
+            )
 
     def take_unsent(self) -> tuple[tuple[Segment, ...], tuple[dict[str, Any], ...]]:
         """Segments and tool results added since the last call."""
@@ -236,33 +316,23 @@ class LiveSample:
         self._unsent, self._unsent_tools = [], []
         return unsent
 
-    @property
-    def turns(self) -> list[Turn]:
-        """The engine's answers, turn by turn."""
-        bounds = [*self.turn_starts, (0, len(self.segments))]
-        return [
-            Turn(start, tuple(self.segments[first:last])) for (start, first), (_, last) in itertools.pairwise(bounds)
-        ]
-
-    @property
-    def conversation_tokens(self) -> int:
-        """Of its turns so far and all before them; 0 before the first."""
-        return self.turns[-1].start + len(self.turns[-1]) if self.turn_starts else 0
-
-    def start_turn(self, context_length: int) -> list[Segment]:
-        """Begin a turn after ``context_length`` tokens of conversation; returns the journal's segments of it.
-
-        The last segment has a stop reason if the turn was complete.
-        """
-        self.turn_starts.append((context_length, len(self.segments)))
-        turn: list[Segment] = []
-        while self.restored and (not turn or turn[-1].stop_reason is None):
-            turn.append(self.restored.popleft())
-        self.segments.extend(turn)
-        return turn
-
 
 LIVE_SAMPLE: ContextVar[LiveSample | None] = ContextVar("live_sample", default=None)
+
+
+async def at_home(home: asyncio.AbstractEventLoop, sample: LiveSample, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """The result of ``work`` for ``sample`` in the event loop ``home``, from whichever thread and loop it is awaited.
+
+    Agent loops may run their parts in threads, which have event loops and contexts of their own.
+    """
+
+    async def named() -> T:
+        LIVE_SAMPLE.set(sample)
+        return await work()
+
+    if asyncio.get_running_loop() is home:
+        return await (work() if LIVE_SAMPLE.get() is sample else home.create_task(named()))
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(named(), home))
 
 
 class ProbeEndedError(Exception):
@@ -283,9 +353,6 @@ class ProbeSlots:
         """Do nothing: nobody needs to know."""
 
     def note_error(self, error: Exception) -> None:
-        """Do nothing, as ``report_now``."""
-
-    def leave(self, sample: LiveSample) -> None:
         """Do nothing, as ``report_now``."""
 
     async def tell(self, sample: LiveSample) -> None:

@@ -10,8 +10,11 @@ A context variable names the training sample; without one (validation, probe) a 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -25,7 +28,7 @@ from recipe.partial_rollout.engine.version_marks import spans
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.waits import ReplicaError, answer_of, means_death, one_line
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, Turn, at_home, context_hash, digest_of
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.resumption import StopStrings, check_sampling, sampling_of_call
 
@@ -34,8 +37,20 @@ _MARKS = "version_marks"
 _ID_DIGITS = 12
 """of the 32 in verl's request ids: enough to tell the samples of a run apart in its trace"""
 
-_REPLICA: ContextVar[list[str] | None] = ContextVar("replica", default=None)
-"""in which the running call notes the replica that the load balancer chose"""
+
+@dataclass(slots=True)
+class Request:
+    """What a call asks of a replica."""
+
+    address: str = ""
+    server: Any = None
+    """handle of the replica's server"""
+    id: str = ""
+    """vLLM's"""
+
+
+_REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
+"""in which the running call notes where it goes"""
 
 
 def _version(output: TokenOutput) -> int:
@@ -69,19 +84,27 @@ class ObservedLLMClient(LLMServerClient):
 
     async def _acquire_server(self, request_id: str, **extra: Any):
         server_id, handle = await self._choose_server(request_id, **extra)
-        if (replica := _REPLICA.get()) is not None:
-            replica.append(server_id)
+        if (request := _REQUEST.get()) is not None:
+            request.address, request.server = server_id, handle
         return server_id, handle
 
     async def _choose_server(self, request_id: str, **extra: Any):
         return await super()._acquire_server(request_id, **extra)
 
     async def generate(  # type: ignore[override]
-        self, request_id: str, *, resumed_tokens: int = 0, begins: bool = False, waited_s: float = 0.0, **kwargs: Any
+        self,
+        request_id: str,
+        *,
+        request: Request | None = None,
+        resumed_tokens: int = 0,
+        begins: bool = False,
+        waited_s: float = 0.0,
+        **kwargs: Any,
     ) -> TokenOutput:
         """``LLMServerClient.generate``, noted.
 
         Args:
+            request: where to note where it goes.
             resumed_tokens: of the prompt, those that an engine has read or made before.
             begins: whether it begins a turn.
             waited_s: see ``EngineCall``.
@@ -93,19 +116,19 @@ class ObservedLLMClient(LLMServerClient):
         if not params.get("stop"):
             # Tokens in, tokens out: no one reads the text that the server would otherwise decode token by token.
             kwargs["sampling_params"] = {"detokenize": False, **params}
-        replica, verls = list[str](), super().generate
-        token = _REPLICA.set(replica)
+        request, verls = request or Request(), super().generate
+        token = _REQUEST.set(request)
         start = time.time()
         try:
             # A call that is made again goes to vLLM under an id of its own.
             output = await answer_of(lambda: verls(request_id=request_id, **kwargs))
         except Exception as error:
-            name = replica[-1] if replica else "(none acquired)"
+            name = request.address or "(none acquired)"
             raise ReplicaError(
                 f"vLLM replica {name} failed on request {request_id}: {one_line(error)}", dead=means_death(error)
             ) from error
         finally:
-            _REPLICA.reset(token)
+            _REQUEST.reset(token)
         tokens, version = len(output.token_ids), _version(output)
         found = output.extra_fields.get("num_cached_tokens") or 0
         # A call that was aborted in the engine's queue prefilled nothing.
@@ -114,7 +137,7 @@ class ObservedLLMClient(LLMServerClient):
         queued_s = float(output.extra_fields.pop("queued_s", None) or 0.0)
         self._calls.append(
             EngineCall(
-                replica[-1],
+                request.address,
                 start,
                 time.time(),
                 tokens,
@@ -129,6 +152,60 @@ class ObservedLLMClient(LLMServerClient):
             )
         )
         return output
+
+
+class _Call:
+    """An engine call of an agent loop: one turn, in as many requests as it takes."""
+
+    task: asyncio.Task[TokenOutput]
+
+    def __init__(self, sample: LiveSample, turn: Turn) -> None:
+        self.sample, self.turn = sample, turn
+        self.request: Request | None = None
+        """that a replica has not answered"""
+        sample.pending.add(self)
+
+    def give_up(self) -> None:
+        """Nobody awaits the answer: leave the queue for the slot, or have the replica end the request."""
+        if self.task.done():
+            return
+        self.sample.give_up(self.turn)
+        if self.request is None:
+            self.task.cancel()
+        elif self.request.server is not None:
+            # Its answer, the tokens so far, comes as that of any request; so nobody waits for this one.
+            self.request.server.withdraw.remote(self.request.id)
+
+    async def over(self) -> None:
+        """Return once no replica has anything of it."""
+        await asyncio.wait({self.task})
+
+
+class SampleClient:
+    """verl's client for the agent loop of one sample, in whatever thread or task it generates.
+
+    A context variable tells the other calls of a worker apart, and an executor's threads do not have it.
+
+    Args:
+        client: the worker's; everything but ``generate`` is its own. sample: that the tokens belong to.
+    """
+
+    def __init__(self, client: PartialRolloutLLMClient, sample: LiveSample) -> None:
+        self._client = client
+        self._sample = sample
+        self._home = asyncio.get_running_loop()
+
+    @property
+    def sample_id(self) -> str:
+        """``epoch/position#index``; a loop in validation, or under noPR, has a client without this attribute."""
+        return self._sample.id
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def generate(self, request_id: str, **request: Any) -> TokenOutput:
+        """``PartialRolloutLLMClient.generate``, in the event loop of the worker."""
+        return await at_home(self._home, self._sample, partial(self._client.generate, request_id, **request))
 
 
 class PartialRolloutLLMClient(ObservedLLMClient):
@@ -156,11 +233,18 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         """Find stop strings with ``tokenizer``, the model's."""
         self._tokenizer = tokenizer
 
+    def of(self, sample: LiveSample) -> SampleClient:
+        """What the agent loop of ``sample`` generates with."""
+        return SampleClient(self, sample)
+
     def _vllm_request_id(self, request_id: str) -> str:
-        sample = LIVE_SAMPLE.get()
+        sample, request = LIVE_SAMPLE.get(), _REQUEST.get()
         if sample is None:
             return super()._vllm_request_id(request_id)
-        return request_id_of(sample.group, sample.first_version)
+        made = request_id_of(sample.group, sample.first_version)
+        if request is not None:
+            request.id = made
+        return made
 
     async def _choose_server(self, request_id: str, **extra: Any):
         sample = LIVE_SAMPLE.get()
@@ -200,45 +284,85 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             last = await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
             last.extra_fields.pop(_MARKS, None)
             return last
-        prompt_ids = [int(token) for token in prompt_ids]
+        sample.require_life()
+        check_sampling(sample.id, sampling_params, self._tokenizer)
+        known = sample.turns[-1].start + sum(map(len, sample.turns[-1].segments)) if sample.turns else 0
+        prompt = np.asarray(prompt_ids, np.int32)
+        context = context_hash(prompt).digest()
+        turn = sample.start_turn(len(prompt), context, digest_of(context, sampling_params))
+        call = _Call(sample, turn)
+        call.task = asyncio.create_task(
+            self._answer(call, prompt.tolist(), sampling_params, min(known, len(prompt)), kwargs)
+        )
+        try:
+            return await asyncio.shield(call.task)
+        except asyncio.CancelledError:
+            call.give_up()
+            raise
+
+    async def _answer(
+        self, call: _Call, prompt_ids: list[int], params: dict[str, Any], known: int, kwargs: dict[str, Any]
+    ) -> TokenOutput:
+        """The answer to ``call``, of whose prompt the engines have seen ``known`` tokens."""
+        sample, turn = call.sample, call.turn
+        try:
+            last = await self._complete(call, prompt_ids, params, known, kwargs)
+        except Exception:
+            if not turn.given_up:
+                raise
+            last = None
+        finally:
+            sample.pending.discard(call)
+        if turn.given_up:
+            # Nobody reads an answer, or an error.
+            raise asyncio.CancelledError
+        return self._merge(turn.segments, last)
+
+    async def _complete(
+        self, call: _Call, prompt_ids: list[int], params: dict[str, Any], known: int, kwargs: dict[str, Any]
+    ) -> TokenOutput | None:
+        """Ask until the turn of ``call`` is complete or given up; returns the last answer, None if none was needed."""
+        sample, turn, last, stops = call.sample, call.turn, None, None
         if self.config.actor_rollout_ref.rollout.scheduling_policy == "priority":
             kwargs["priority"] = sample.priority
-        budget = self._budget(prompt_ids, sampling_params)
-        sampling_params = {key: value for key, value in sampling_params.items() if key != "max_new_tokens"}
-        check_sampling(sample.id, sampling_params, self._tokenizer)
-        known = sample.conversation_tokens
-        turn, last, stops = sample.start_turn(len(prompt_ids)), None, None
-        if sampling_params.get("stop"):
-            stops = StopStrings(self._tokenizer, prompt_ids, sampling_params, turn)
-        while not turn or turn[-1].stop_reason is None:
-            done = [int(token) for segment in turn for token in segment.token_ids]
+        budget = self._budget(prompt_ids, params)
+        params = {key: value for key, value in params.items() if key != "max_new_tokens"}
+        if params.get("stop"):
+            stops = StopStrings(self._tokenizer, prompt_ids, params, turn.segments)
+        while not turn.given_up and (not turn.segments or turn.segments[-1].stop_reason is None):
+            done = [int(token) for segment in turn.segments for token in segment.token_ids]
             asked = time.time()
             async with sample.keeper.engine_call(sample):
                 sample.calls += 1
+                call.request = Request()
                 try:
                     last = await super().generate(
                         f"{sample.id}@{sample.calls}",
-                        resumed_tokens=len(prompt_ids) + len(done) if turn else known,
-                        begins=not turn,
+                        request=call.request,
+                        resumed_tokens=len(prompt_ids) + len(done) if turn.segments else known,
+                        begins=not turn.segments,
                         waited_s=time.time() - asked,
                         prompt_ids=prompt_ids + done,
-                        sampling_params=sampling_of_call(sampling_params, budget, len(done)),
+                        sampling_params=sampling_of_call(params, budget, len(done)),
                         **kwargs,
                     )
                 except ReplicaError as error:
-                    self._leave(sample, error)
+                    self._leave(sample, call.request.address, error)
                     continue
-            if not self._add(sample, turn, self._segments(sample.id, last, budget - len(done)), stops):
-                sample.resumes = True
-                if not self._keeps_kv:
-                    # The replica's cache is emptied with its weights, so the sample may resume anywhere.
-                    sample.replica = None
-                sample.keeper.release_slot(sample)
-        return self._merge(turn, last)
+                finally:
+                    call.request = None
+                complete = self._add(sample, turn, self._segments(sample.id, last, budget - len(done)), stops)
+                if not complete and not turn.given_up:
+                    sample.resumes = True
+                    if not self._keeps_kv:
+                        # The replica's cache is emptied with its weights, so the sample may resume anywhere.
+                        sample.replica = None
+                    sample.keeper.release_slot(sample)
+        return last
 
-    def _leave(self, sample: LiveSample, error: ReplicaError) -> None:
-        """Move to another replica if the sample's own is dead; raises if that does not help."""
-        if not error.dead or self._replicas is None or not self._replicas.leave(sample):
+    def _leave(self, sample: LiveSample, address: str, error: ReplicaError) -> None:
+        """Move to another replica if that at ``address`` is dead; raises if that does not help."""
+        if not error.dead or self._replicas is None or not self._replicas.leave(sample, address):
             raise error
 
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
@@ -250,13 +374,12 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         return min(rollout.response_length, rollout.prompt_length + rollout.response_length - len(prompt_ids))
 
     @staticmethod
-    def _add(sample: LiveSample, turn: list[Segment], segments: list[Segment], stops: StopStrings | None) -> bool:
+    def _add(sample: LiveSample, turn: Turn, segments: list[Segment], stops: StopStrings | None) -> bool:
         """Add a call's ``segments`` to the turn, up to a stop string; whether the turn is complete."""
         for segment in segments:
             segment = stops.end(segment) if stops else segment
             if len(segment) or segment.stop_reason is not None:
-                turn.append(segment)
-                sample.add(segment)
+                sample.add(turn, segment)
             if segment.stop_reason is not None:
                 return True
         return False

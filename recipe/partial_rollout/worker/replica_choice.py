@@ -64,14 +64,13 @@ class ReplicaChoice:
         if address in self._running:
             self._move(address, self._running[address] - 1)
 
-    def leave(self, sample: LiveSample) -> bool:
-        """Drop the dead replica of ``sample``; returns whether any other is left."""
-        if sample.replica is None:
-            return False
-        if sample.replica in self._running:
-            self._withdraw(sample.replica, self._running.pop(sample.replica))
+    def leave(self, sample: LiveSample, address: str) -> bool:
+        """Drop the dead replica at ``address``, where ``sample`` was; returns whether any other is left."""
+        if address in self._running:
+            self._withdraw(address, self._running.pop(address))
             self._fewest = min(self._with, default=0)
-        sample.replica = None
+        if sample.replica == address:
+            sample.replica = None
         return bool(self._running)
 
     def _move(self, address: str, running: int) -> None:

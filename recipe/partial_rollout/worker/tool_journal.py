@@ -122,7 +122,6 @@ class _Calls:
         self._name = name
         self._threads = threads
         self._timeout_s = timeout_s
-        self._release_after_s = limits.release_after_s
         self._places = Places(limits.concurrency)
         self._repeatable = repeatable(tool)
         self._status, self._snapshot, self._restore = (
@@ -170,13 +169,12 @@ class _Calls:
             state.handle = recorded.get("state", state.handle)
             sample.calls_replayed += 1
             return _replayed(recorded)
-        with sample.away_after(self._release_after_s):
-            if self._repeatable:
-                # The call may take long, so the turn that asks for it is reported now.
-                sample.keeper.report_now(sample)
-            # Parallel calls that share a state come after one another, so that each journals its own.
-            async with state.turn if self._restore is not None else contextlib.nullcontext(), self._places.one():
-                return await self.within(self._settled(sample, number, call, cut_off=recorded is not None))
+        if self._repeatable:
+            # The call may take long, so the turn that asks for it is reported now.
+            sample.keeper.report_now(sample)
+        # Parallel calls that share a state come after one another, so that each journals its own.
+        async with state.turn if self._restore is not None else contextlib.nullcontext(), self._places.one():
+            return await self.within(self._settled(sample, number, call, cut_off=recorded is not None))
 
     async def _settled(
         self, sample: LiveSample, number: int, call: Callable[[str | None], Awaitable[Result]], *, cut_off: bool

@@ -1,9 +1,10 @@
 """Matches a finished sample's tokens to the engine calls that made them, so every trained token has its call's version.
 
-An agent loop may drop the end of a turn: if one token both stops an answer and starts the next message, as GLM's
-``<|observation|>`` does, verl trims it. Turns are matched by position, never by a search for tokens. A turn starts in the
-response where the prompt of its engine call ended, and reaches to the start of the next turn. In between, the tokens that
-the mask marks as generated must be the first tokens of the turn, with the engine's log-probs; otherwise the sample fails.
+A trained token must be the engine's in its place: a call whose prompt is all that the sequence has before some position,
+token for token, made what follows there, up to and including this token. The order of calls does not matter. So an agent
+loop may sample candidates beside each other and keep one, ask a judge in between, or mask a part of a turn; it may drop
+the end of a turn, as verl does where one token both stops an answer and starts the next message (GLM's
+``<|observation|>``). What it may not do is show the engine another context than the one that is trained.
 Example, with ``O`` for the observation token::
 
     first call     prompt [u g A]                      made [x y O]
@@ -14,13 +15,14 @@ Example, with ``O`` for the observation token::
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from recipe.partial_rollout.manager.types import SampleOutput
-from recipe.partial_rollout.worker.live_sample import LiveSample
+from recipe.partial_rollout.worker.live_sample import LiveSample, Turn, context_hash
 
 
 def sample_output(sample: LiveSample, output: AgentLoopOutput) -> SampleOutput:
@@ -29,17 +31,25 @@ def sample_output(sample: LiveSample, output: AgentLoopOutput) -> SampleOutput:
     Raises:
         RuntimeError: the generated tokens of ``output``, or the log-probs that it gives them, are not the engine's.
     """
+    prompt_ids = np.asarray(output.prompt_ids, dtype=np.int32)
     response_ids = np.asarray(output.response_ids, dtype=np.int32)
     mask = np.asarray(output.response_mask, dtype=np.int8)
     if mask.shape != response_ids.shape:
         raise _refusal(sample, f"{len(response_ids)} tokens with a mask of {len(mask)}")
-    versions, log_probs = _align(sample, len(output.prompt_ids), response_ids, mask.astype(bool))
+    given = None
     if output.response_logprobs is not None:
-        _check_log_probs(sample, np.asarray(output.response_logprobs, dtype=np.float32), log_probs, mask.astype(bool))
+        given = np.asarray(output.response_logprobs, dtype=np.float32)
+        if given.shape != response_ids.shape:
+            raise _refusal(sample, f"{len(response_ids)} tokens with {len(given)} log-probs")
+    versions, log_probs = _align(sample, prompt_ids, response_ids, mask.astype(bool), given)
     extra = dict(output.extra_fields)
-    answered = {"calls_replayed": sample.calls_replayed, "calls_asked": sample.calls_asked}
+    counts = {
+        "calls_replayed": sample.calls_replayed,
+        "calls_asked": sample.calls_asked,
+        "untrained_tokens": sample.decoded - int(mask.sum()),
+    }
     return SampleOutput(
-        prompt_ids=np.asarray(output.prompt_ids, dtype=np.int32),
+        prompt_ids=prompt_ids,
         response_ids=response_ids,
         response_mask=mask,
         log_probs=log_probs,
@@ -48,7 +58,7 @@ def sample_output(sample: LiveSample, output: AgentLoopOutput) -> SampleOutput:
         reward_score=_plain(output.reward_score),
         reward_extra_info={key: _plain(value) for key, value in extra.pop("reward_extra_info", {}).items()},
         num_turns=output.num_turns,
-        metrics={**output.metrics.model_dump(), **answered},
+        metrics={**output.metrics.model_dump(), **counts},
         extra_fields=extra,
     )
 
@@ -59,37 +69,61 @@ def _plain(value: Any) -> Any:
 
 
 def _align(
-    sample: LiveSample, prompt_length: int, response_ids: np.ndarray, generated: np.ndarray
+    sample: LiveSample,
+    prompt_ids: np.ndarray,
+    response_ids: np.ndarray,
+    generated: np.ndarray,
+    given: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Versions (int32) and the engine's log-probs (float32) of the response, both [R]; -1 and 0 for tokens not generated.
 
-    It goes backwards, because the prompt of a later call shows which tokens of earlier turns the conversation kept.
+    Where several calls made a token in its place, the log-probs that the loop has ``given`` [R] decide, then the longer
+    prompt, then the order of calls.
     """
     versions = np.full(len(response_ids), -1, np.int32)
     log_probs = np.zeros(len(response_ids), np.float32)
-    end = len(response_ids)
-    for number, turn in reversed(list(enumerate(sample.turns))):
-        start = turn.start - prompt_length
-        if start < 0:
-            raise _refusal(sample, f"a prompt of {prompt_length} tokens, where turn {number} started at {turn.start}")
-        if start >= end or not len(turn):
-            continue
-        kept = int(generated[start:end].sum())
-        place = slice(start, start + kept)
-        if not (generated[place].all() and np.array_equal(response_ids[place], turn.token_ids[:kept])):
-            raise _refusal(
-                sample, f"{kept} generated tokens for turn {number} that are not the front of its {len(turn)}"
-            )
-        versions[place], log_probs[place] = turn.versions[:kept], turn.log_probs[:kept]
-        end = start
-    if generated[:end].any():
-        raise _refusal(sample, f"{int(generated[:end].sum())} tokens as generated that no engine call made")
+    made, known = np.zeros((2, len(response_ids)), bool)
+    for turn, start, length in _in_place(sample.turns, prompt_ids, response_ids):
+        place, engines = slice(start, start + length), turn.log_probs[:length]
+        fits = generated[place] if given is None else generated[place] & (given[place] == engines)
+        versions[place][fits], log_probs[place][fits] = turn.versions[:length][fits], engines[fits]
+        made[place] = True
+        known[place] |= fits
+    if (unmade := generated & ~made).any():
+        raise _refusal(sample, _whose(sample.turns, response_ids, unmade))
+    if not known[generated].all():
+        raise _refusal(sample, "log-probs that are not the engine's")
     return versions, log_probs
 
 
-def _check_log_probs(sample: LiveSample, given: np.ndarray, engines: np.ndarray, generated: np.ndarray) -> None:
-    if given.shape != engines.shape or not np.array_equal(given[generated], engines[generated]):
-        raise _refusal(sample, "log-probs that are not the engine's")
+def _in_place(turns: list[Turn], prompt_ids: np.ndarray, response_ids: np.ndarray) -> Iterator[tuple[Turn, int, int]]:
+    """Turns that answered what the sequence has before them: where in the response they start, and how many of their
+    first tokens stand there. Shorter prompts first; of equal ones the call that began last."""
+    whole, read, context = np.concatenate([prompt_ids, response_ids]), 0, context_hash()
+    for turn in sorted(turns, key=lambda turn: (turn.start, -turn.number)):
+        if turn.given_up or not len(prompt_ids) <= turn.start < len(whole):
+            continue
+        context.update(whole[read : turn.start].tobytes())
+        read = turn.start
+        if context.digest() != turn.context:
+            continue
+        here = whole[turn.start : turn.start + len(turn)]
+        same = turn.token_ids[: len(here)] == here
+        yield turn, turn.start - len(prompt_ids), len(here) if same.all() else int(same.argmin())
+
+
+def _whose(turns: list[Turn], response_ids: np.ndarray, unmade: np.ndarray) -> str:
+    """What is wrong with the first of the generated tokens that no call ``made`` in its place."""
+    first = int(unmade.argmax())
+    last = first + int(np.append(unmade[first:], False).argmin())
+    tokens = response_ids[first:last].tolist()
+    for turn in turns:
+        if len(turn) and tokens[: len(turn)] == turn.token_ids[: len(tokens)].tolist():
+            return (
+                f"{len(tokens)} tokens that engine call {turn.number} made after another context (of {turn.start} tokens) "
+                f"than they stand in: a loop may not rewrite, cut or summarise the context that is trained"
+            )
+    return f"{int(unmade.sum())} tokens as generated that no engine call made"
 
 
 def _refusal(sample: LiveSample, what: str) -> RuntimeError:

@@ -1,0 +1,238 @@
+"""Anyone's agent loop in a training's own parts, in one process: manager, claim loop, client, journal, alignment.
+
+The engine is scripted: what it makes depends on the whole context and on its version, and it remembers every token that it
+made, so ``check`` can tell whether a trained token was made under the context that it is trained in.
+"""
+
+import asyncio
+import hashlib
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.workers.rollout.replica import TokenOutput
+
+from recipe.partial_rollout.config.choices import Mode, OnSampleError
+from recipe.partial_rollout.config.sections import Scheduling, ToolCalls
+from recipe.partial_rollout.manager.actor import ManagerActor
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.manager.policies import FailurePolicy
+from recipe.partial_rollout.manager.types import Prompt
+from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
+from recipe.partial_rollout.training.batch import assemble_batch
+from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
+from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from tests.bench.scripted_engine import ScriptedWorker
+from tests.unit.shared import Local, script_replicas
+
+RETRY = FailurePolicy(OnSampleError.RETRY, sample_retries=2, retry_backoff_s=0.005)
+
+
+def config_of(response_length=64, prompt_length=16):
+    rollout = SimpleNamespace(
+        response_length=response_length, prompt_length=prompt_length, scheduling_policy="fcfs", name="vllm"
+    )
+    return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+
+
+def output_of(prompt, response, mask=None, **fields):
+    """What a loop returns."""
+    return AgentLoopOutput(
+        prompt_ids=list(prompt),
+        response_ids=list(response),
+        response_mask=[1] * len(response) if mask is None else mask,
+        num_turns=2,
+        metrics=AgentLoopMetrics(),
+        **fields,
+    )
+
+
+class Engine:
+    """Makes a token a tick, up to ``max_tokens``, until it is aborted. Equal questions get different answers."""
+
+    def __init__(self, tick=0.001):
+        self.tick, self.version, self.running, self.asked = tick, 0, 0, []
+        self.most = 0
+        self.aborting = asyncio.Event()
+        self.made = {}
+        """versions that made a token after a context"""
+
+    async def generate(self, request_id, *, prompt_ids, sampling_params, **_):
+        context, ids, log_probs = list(prompt_ids), [], []
+        self.asked.append((request_id, context, sampling_params))
+        nonce, version = len(self.asked), self.version
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            while len(ids) < sampling_params["max_tokens"] and not self.aborting.is_set():
+                await asyncio.sleep(self.tick)
+                if self.aborting.is_set():
+                    break
+                token = 100 + (sum(context) + nonce) % 50
+                self.made.setdefault((digest(context), token), set()).add(version)
+                ids.append(token)
+                log_probs.append(log_prob(context, version))
+                context.append(token)
+        finally:
+            self.running -= 1
+        whole = len(ids) >= sampling_params["max_tokens"]
+        stop = "completed" if whole else "aborted"
+        return TokenOutput(token_ids=ids, log_probs=log_probs, stop_reason=stop, extra_fields={"global_steps": version})
+
+
+def digest(context):
+    return hashlib.blake2b(repr([int(token) for token in context]).encode(), digest_size=8).digest()
+
+
+def log_prob(context, version):
+    return -(int.from_bytes(digest(context)[:2], "big") % 97) / 16 - 8.0 * version
+
+
+class LoopWorker(ScriptedWorker):
+    """The recipe's worker, in which ``loop(server_manager, row, params)`` stands for ``AgentLoopBase.run``."""
+
+    def __init__(self, life):
+        super().__init__(EngineCurve(step_s=0.001, sample_s=0.0), 1)
+        self.life = life
+        self.config.partial_rollout.tools = life.tools
+        self.config.partial_rollout.failures.sample_timeout_s = life.sample_timeout_s
+        self.llm_client = PartialRolloutLLMClient(life.config)
+
+    def _sampling_params(self):
+        return {"temperature": 1.0, "logprobs": True}
+
+    def _kwargs(self, row):
+        return {"agent_name": "mine", **row}
+
+    async def _run_agent_loop(self, sampling_params, trajectory, *, agent_name, trace=True, **kwargs):
+        output = await self.life.loop(self._loop_client(), kwargs, sampling_params)
+        return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
+
+    async def _compute_score(self, outputs, kwargs):
+        if self.life.score is None:
+            outputs[-1].reward_score = 1.0
+        else:
+            await self.life.score(outputs[-1], kwargs)
+
+
+class Life:
+    """A training of ``loop`` on ``rows``, a prompt each, of which a round trains ``batch``."""
+
+    def __init__(
+        self, loop, rows, *, batch=1, n=1, slots=16, score=None, release_after_s=0.01, sample_timeout_s=None,
+        scheduling=Scheduling(), stall_s=10.0, config=None, tick=0.001,  # noqa: B008 - frozen
+    ):  # fmt: skip
+        self.loop, self.rows, self.batch, self.n, self.slots, self.score = loop, rows, batch, n, slots, score
+        self.tools, self.sample_timeout_s, self.config = (
+            ToolCalls(release_after_s),
+            sample_timeout_s,
+            config or config_of(),
+        )
+        admission = Admission(Mode.WINDOW, batch, n, (len(rows) - batch) / batch, 1, n, max_staleness=99)
+        self.build = lambda: ManagerActor(admission, scheduling, stall_s, RETRY, away_s=stall_s)
+        self.actor, self.engine = self.build(), Engine(tick)
+        self.version, self.lives, self.open = 0, 0, False
+        self.worker = None
+        self.outputs = {}
+
+    async def serve(self):
+        """A worker takes the place of the last one."""
+        if self.worker is not None:
+            self.handle.broken = dict.fromkeys(("report", "claim", "abandon", "flushed"), RuntimeError("dead"))
+            for task in (self.serving, *self.worker._claims._tasks):
+                task.cancel()
+            await self.actor.release_worker(self.name)
+        self.lives += 1
+        self.name, self.handle, self.worker = f"w{self.lives}", Local(self.actor), LoopWorker(self)
+        self.worker.connect(self.name, self.handle, self.slots, ReplicaChoice({}))
+        self.serving = asyncio.create_task(self.worker.serve())
+        self.serving.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.sleep(0.002)
+        if self.open:
+            self.worker.open_round()
+
+    async def start(self):
+        await self.serve()
+        prompts = [Prompt(f"0/{i}", 0, row) for i, row in enumerate(self.rows)]
+        await self.actor.begin_version(0, prompts, False)
+        self.open_round()
+
+    def open_round(self):
+        self.open = True
+        self.worker.open_round()
+
+    async def stop_round(self, timeout_s=20):
+        """Train the next batch; everything else is interrupted."""
+        batch = await self.within(self.actor.wait_batch(True), timeout_s)
+        self.open = False
+        self.worker.close_round()
+        self.engine.aborting.set()
+        await self.within(self.worker.flush(), timeout_s)
+        assert not self.engine.running, "the engine is quiet"
+        await self.actor.finish_step([group.uid for group in batch.groups])
+        for group in batch.groups:
+            self.outputs[group.uid] = group.outputs
+            for output in group.outputs:
+                self.check(output)
+        rollout = self.config.actor_rollout_ref.rollout
+        assemble_batch(batch.groups, ["u"] * len(batch.groups), rollout.prompt_length, rollout.response_length, 0)
+        return [output for group in batch.groups for output in group.outputs]
+
+    async def within(self, awaitable, timeout_s):
+        done, _ = await asyncio.wait({work := asyncio.ensure_future(awaitable), self.serving}, timeout=timeout_s,
+                                     return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+        if self.serving in done:
+            raise AssertionError(f"the worker has ended: {self.serving.exception()!r}")
+        assert done, f"hang: {self.actor._manager.unfinished_report()}"
+        return work.result()
+
+    async def next_round(self):
+        self.version += 1
+        self.engine.version = self.version
+        self.engine.aborting.clear()
+        await self.actor.begin_version(self.version, [], False)
+        self.open_round()
+
+    async def train(self, timeout_s=20, *, update_s=0.0):
+        """All that is left, with updates of ``update_s``; the outputs of each prompt."""
+        while len(self.outputs) < len(self.rows):
+            await self.stop_round(timeout_s)
+            if len(self.outputs) < len(self.rows):
+                await asyncio.sleep(update_s)
+                await self.next_round()
+        return [output for i in range(len(self.rows)) for output in self.outputs[f"0/{i}"]]
+
+    def check(self, output):
+        """Every trained token was made by the engine, under the context and the version that are trained."""
+        whole = [*output.prompt_ids.tolist(), *output.response_ids.tolist()]
+        for i in np.flatnonzero(output.response_mask):
+            at, version = len(output.prompt_ids) + int(i), int(output.versions[i])
+            assert version in self.engine.made.get((digest(whole[:at]), whole[at]), ()), f"token {i} of {output}"
+            assert output.log_probs[i] == np.float32(log_prob(whole[:at], version))
+
+    def figures(self):
+        return self.actor._manager.metrics()
+
+
+def play(life_of, story):
+    """``story(life)`` in an event loop of its own."""
+
+    async def run():
+        life = life_of()
+        state.engine = life.engine
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        await life.start()
+        try:
+            return await story(life)
+        finally:
+            life.serving.cancel()
+
+    state = SimpleNamespace(engine=None)
+    with pytest.MonkeyPatch.context() as patch:
+        script_replicas(patch, lambda request_id, **request: state.engine.generate(request_id, **request))
+        started = time.monotonic()
+        result = asyncio.run(run())
+        assert time.monotonic() - started < 60
+        return result

@@ -1,0 +1,193 @@
+"""Agent loops of one's own: whatever a loop does costs at most its sample, and what is trained is what the engine made."""
+
+import asyncio
+import threading
+
+import pytest
+
+from tests.unit.loop_life import Life, output_of, play
+
+PROMPT = [7, 8, 9]
+
+
+async def plain(client, row, params, tokens=5):
+    answer = await client.generate("r", prompt_ids=PROMPT, sampling_params={**params, "max_tokens": tokens})
+    return output_of(PROMPT, answer.token_ids, response_logprobs=answer.log_probs)
+
+
+def beside_plain(loop, **settings):
+    """A life of two prompts; the first, which is short, ends a round in which ``loop`` is in the midst of the second."""
+
+    async def either(client, row, params):
+        return await (plain(client, row, params, 20) if row["plain"] else loop(client, row, params))
+
+    return lambda: Life(either, [{"plain": True}, {"plain": False}], **settings)
+
+
+def ask(client, params, tokens, prompt=PROMPT):
+    return client.generate("r", prompt_ids=prompt, sampling_params={**params, "max_tokens": tokens})
+
+
+def trained(loop, *, update_s=0.0, **settings):
+    """The output of ``loop``, and its training, whose updates take ``update_s``."""
+
+    async def story(life):
+        return (await life.train(update_s=update_s))[1], life
+
+    return play(beside_plain(loop, **settings), story)
+
+
+# -- several calls at once -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+@pytest.mark.parametrize("lengths", [(30, 40), (40, 30), (4, 60), (60, 4)])
+def test_of_two_candidates_one_is_trained_over_interruptions_whichever_ended_first(keep, lengths):
+    async def two(client, row, params):
+        answers = await asyncio.gather(*[ask(client, params, tokens) for tokens in lengths])
+        return output_of(PROMPT, answers[keep].token_ids, response_logprobs=answers[keep].log_probs)
+
+    output, life = trained(two)
+    assert (output.response_length, output.masked) == (lengths[keep], False)
+    assert output.metrics["untrained_tokens"] == sum(lengths) - lengths[keep]
+    assert life.figures()["failures/failed_total"] == 0 and set(output.generated) == (
+        {0, 1} if lengths[keep] > 20 else {0}
+    )
+
+
+def test_calls_of_a_sample_are_no_more_requests_than_there_are_slots():
+    async def eight(client, row, params):
+        answers = await asyncio.gather(*[ask(client, params, 5) for _ in range(8)])
+        return output_of(PROMPT, answers[5].token_ids)
+
+    output, life = trained(eight, slots=3)
+    assert output.response_length == 5 and life.engine.most == 3
+
+
+async def limited(client, row, params):
+    """Gives a call a time limit, and asks again."""
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(ask(client, params, 60), 0.01)
+    answer = await ask(client, params, 6)
+    return output_of(PROMPT, answer.token_ids)
+
+
+async def hedge(client, row, params):
+    """Ends while another call runs."""
+    call = asyncio.ensure_future(ask(client, params, 60))
+    answer = await ask(client, params, 4)
+    assert not call.done()
+    return output_of(PROMPT, answer.token_ids)
+
+
+async def answers_interrupted(client, row, params):
+    """Ends with what it has while its call waits for the trainer."""
+    answer = await ask(client, params, 4)
+    await asyncio.wait([asyncio.ensure_future(ask(client, params, 60))], timeout=0.1)
+    return output_of(PROMPT, answer.token_ids)
+
+
+async def catches(client, row, params):
+    """A tool raises beside a call, which the loop no longer awaits."""
+
+    async def tool():
+        await asyncio.sleep(0.002)
+        raise KeyError("city")
+
+    with pytest.raises(KeyError):
+        await asyncio.gather(ask(client, params, 60), tool())
+    answer = await ask(client, params, 4)
+    return output_of(PROMPT, answer.token_ids)
+
+
+@pytest.mark.parametrize("loop", [limited, hedge, answers_interrupted, catches])
+def test_call_that_its_loop_no_longer_awaits_is_withdrawn_from_the_engine_and_not_trained(loop):
+    output, life = trained(loop, update_s=0.12)
+    assert not output.masked and output.response_length in (4, 6) and life.figures()["failures/failed_total"] == 0
+    assert len(life.engine.asked) <= 5 and output.metrics["untrained_tokens"] < 60
+
+
+@pytest.mark.parametrize("error", [KeyError("city"), SystemExit(2), asyncio.CancelledError()])
+def test_loop_that_raises_beside_its_call_costs_its_sample_alone(error):
+    async def raises(client, row, params):
+        async def tool():
+            await asyncio.sleep(0.01)
+            raise error
+
+        call = asyncio.ensure_future(ask(client, params, 60))
+        await asyncio.sleep(0)
+        await tool()
+        await call
+
+    output, life = trained(raises)
+    assert output.masked and type(error).__name__ in output.extra_fields["sample_error"]
+    assert life.figures()["failures/masked_total"] == 1
+
+
+def test_what_a_loop_has_left_behind_may_ask_for_nothing_more():
+    said, ended = [], asyncio.Event()
+
+    async def leaves(client, row, params):
+        async def later():
+            await ended.wait()
+            try:
+                await ask(client, params, 4)
+            except Exception as error:
+                said.append(str(error))
+
+        leaves.task = asyncio.ensure_future(later())
+        return output_of(PROMPT, (await ask(client, params, 1)).token_ids)
+
+    async def reward(output, row):
+        ended.set()
+        await asyncio.sleep(0)
+        output.reward_score = 1.0
+
+    output, _ = trained(leaves, score=reward)
+    assert not output.masked and said == [
+        "sample 0/1#0 has ended: its agent loop has returned, and may ask for nothing more"
+    ]
+
+
+# -- threads -------------------------------------------------------------------------------------------------------------
+
+
+def run_loop_in_thread(client, params):
+    return asyncio.run(ask(client, params, 40))
+
+
+def ask_the_workers_loop(client, params, home):
+    return asyncio.run_coroutine_threadsafe(ask(client, params, 40), home).result()
+
+
+@pytest.mark.parametrize("own_loop", [True, False], ids=["asyncio.run", "run_coroutine_threadsafe"])
+@pytest.mark.parametrize("to_thread", [True, False], ids=["to_thread", "run_in_executor"])
+def test_synchronous_agent_in_a_thread_is_interrupted_and_resumed_as_any_other(own_loop, to_thread):
+    async def threaded(client, row, params):
+        home = asyncio.get_running_loop()
+        work = (run_loop_in_thread, client, params) if own_loop else (ask_the_workers_loop, client, params, home)
+        answer = await (asyncio.to_thread(*work) if to_thread else home.run_in_executor(None, *work))
+        return output_of(PROMPT, answer.token_ids, response_logprobs=answer.log_probs)
+
+    output, life = trained(threaded)
+    assert output.response_length == 40 and set(output.generated) == {0, 1}
+    assert life.figures()["failures/failed_total"] == 0
+
+
+def test_thread_whose_loop_has_given_up_is_told_so():
+    said, over = [], threading.Event()
+
+    async def gives_up(client, row, params):
+        def agent():
+            try:
+                asyncio.run(ask(client, params, 60))
+            except BaseException as error:
+                said.append(type(error).__name__)
+            over.set()
+
+        thread = asyncio.get_running_loop().run_in_executor(None, agent)
+        await asyncio.wait([asyncio.ensure_future(thread)], timeout=0.005)
+        raise ValueError("the agent takes too long")
+
+    output, _ = trained(gives_up)
+    assert output.masked and over.wait(5) and set(said) == {"CancelledError"}
