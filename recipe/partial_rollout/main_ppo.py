@@ -260,8 +260,12 @@ def _composed_main(config: DictConfig) -> None:
         print(f"training stopped by {stop}", file=sys.stderr)
         sys.exit(stop.exit_code)
     except Exception as error:
-        log = Path(config.trainer.default_local_dir) / ERROR_LOG
-        log.write_text(traceback.format_exc())
+        log, text = Path(config.trainer.default_local_dir) / ERROR_LOG, traceback.format_exc()
+        try:
+            log.write_text(text)
+        except OSError:
+            # A full disk may be what ended the training.
+            print(text, file=sys.stderr)
         print(f"training failed: {one_line(error)}\n(traceback: {log})", file=sys.stderr)
         sys.exit(1)
 

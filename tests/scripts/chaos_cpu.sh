@@ -11,7 +11,7 @@ bash run_scripts/setup.sh --quiet
 source run_scripts/env_cpu.sh
 
 out=outputs/chaos
-rm -rf "$out"
+[[ ! -e $out ]] || mv "$out" "$out.$(date +%s)"
 python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task
 training=(
   quickstart_cpu

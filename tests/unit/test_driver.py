@@ -273,3 +273,21 @@ async def test_separate_step_is_booked_from_the_batch_before_to_this_one():
         assert first.until == second.since and 0 <= second.waits["wait_s"] <= second.until - second.since
         assert [first.step, second.step] == [1, 2]
         assert first.admitted == ("0/0", "0/1") and second.admitted == ("0/2",)
+
+
+async def test_first_error_of_each_kind_in_samples_is_a_warning_with_its_line_in_the_step_that_had_it(caplog):
+    async with life(5, 5, 5, 5, placement=Placement.COLOCATED) as one:
+        runs, failed = one.worker._run_agent_loop, []
+
+        async def run(*args, **kwargs):
+            if len(failed) < 2:
+                failed.append(1)
+                raise KeyError(len(failed))
+            return await runs(*args, **kwargs)
+
+        one.worker._run_agent_loop = run
+        await one.step(1)
+        await one.step(2)
+        (warning,) = [record.getMessage() for record in caplog.records if "driver" in record.name]
+        assert warning.startswith("in a sample of step 1, ") and "test_driver.py:" in warning
+        assert warning.endswith("raised the first KeyError: 1") and len(await one.driver.first_errors()) == 1

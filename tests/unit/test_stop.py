@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -142,6 +143,19 @@ def test_hangup_is_ignored_under_nohup():
 
     code, errors = start_and_signal(signal.SIGHUP, signal.SIGINT, before=nohup)
     assert (code, errors) == (130, "training stopped by SIGINT\n")
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_pool_ends_its_processes_as_ever(starts, capfd):
+    stop = StopSignals()
+    with stop.in_force() if starts else stop.caught():
+        context = multiprocessing.get_context("fork")
+        child = context.Process(target=time.sleep, args=[60])
+        child.start()
+        os.kill(child.pid, signal.SIGINT)
+        child.terminate()
+        child.join(20)
+    assert child.exitcode == -signal.SIGTERM and capfd.readouterr() == ("", "")
 
 
 def test_signal_that_a_library_swallows_ends_the_run_where_the_training_begins():

@@ -166,6 +166,8 @@ class ManagerActor:
         self._unflushed: set[str] = set()
         """workers that may still have something to report before the flush ends"""
         self._errors = FirstErrors()
+        self._new_errors: list[ToldError] = []
+        """of the present step"""
         self._suspended = False
         self._flushed_at = time.time()
         """when the last flush ended, unix seconds"""
@@ -273,7 +275,8 @@ class ManagerActor:
             metrics = self._metrics_at_flush or self._manager.metrics()
             self._metrics_at_flush = None
             self._manager.acknowledge(uids)
-            return StepAccount(self._manager.take_filtered(), self._manager.wanted, metrics)
+            errors, self._new_errors = tuple(self._new_errors), []
+            return StepAccount(self._manager.take_filtered(), self._manager.wanted, metrics, errors)
 
     async def suspend(self) -> None:
         """End the round without a batch, to checkpoint and stop: no sample can be claimed from here on."""
@@ -329,8 +332,7 @@ class ManagerActor:
         return self._errors.tracebacks()
 
     def _note_errors(self, errors: Iterable[ToldError]) -> None:
-        for error in filter(self._errors.note, errors):
-            logger.warning("the first such error was raised at %s: %s", error.place, error.line)
+        self._new_errors += filter(self._errors.note, errors)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

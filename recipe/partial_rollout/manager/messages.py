@@ -85,6 +85,8 @@ class StepAccount:
     """prompts to offer with the next version (``PromptsManager.wanted``)"""
     metrics: dict[str, float]
     """``PromptsManager.metrics`` of the last flush if the round was stopped, else those before the batch was forgotten"""
+    errors: tuple[ToldError, ...] = ()
+    """those that workers have told since the step before, the first of each kind"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable
 from enum import StrEnum
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.guard import Guard
     from recipe.partial_rollout.rollout.replicas import ReplicaRoster
     from recipe.partial_rollout.rollout.workers import WorkerPool, WorkerShares
+
+logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 10.0
 """for the manager's answer when the run has failed"""
@@ -290,6 +293,8 @@ class Driver:
         account: StepAccount = await self._guard.wait(
             self._manager.finish_step.remote(batch.uids), "finishing the step"
         )
+        for error in account.errors:
+            logger.warning("in a sample of step %d, %s raised the first %s", batch.step, error.place, error.line)
         if not self._stops:
             self._wanted = account.wanted
         self._figures = {

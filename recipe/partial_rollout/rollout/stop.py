@@ -66,6 +66,7 @@ class StopSignals:
         """whether it waits for a safe point of the training"""
         self._ours: list[signal.Signals] = []
         self._set_handler = signal.signal
+        self._process = os.getpid()
         self._too_late: threading.Timer | None = None
 
     @classmethod
@@ -131,6 +132,12 @@ class StopSignals:
                 self._waits = self._saves = False
 
     def _note(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:
+            # A forked child, as of a pool, which ends its processes by SIGTERM; a key or a hangup is its parent's affair.
+            if number == signal.SIGTERM:
+                self._set_handler(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
         again = self._number is not None
         if again and number != signal.SIGINT and time.monotonic() < self._since_s + _SAME_ORDER_S:
             return
