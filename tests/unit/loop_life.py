@@ -24,6 +24,7 @@ from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.training.batch import assemble_batch
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker
 from tests.unit.shared import Local, script_replicas
 
@@ -61,7 +62,7 @@ class Engine:
 
     async def generate(self, request_id, *, prompt_ids, sampling_params, **_):
         context, ids, log_probs = list(prompt_ids), [], []
-        self.asked.append((request_id, context, sampling_params))
+        self.asked.append((request_id, list(prompt_ids), sampling_params))
         nonce, version = len(self.asked), self.version
         self.running += 1
         self.most = max(self.most, self.running)
@@ -96,6 +97,7 @@ class LoopWorker(ScriptedWorker):
     def __init__(self, life):
         super().__init__(EngineCurve(step_s=0.001, sample_s=0.0), 1)
         self.life = life
+        self.tools = journaled(life.functions, 10.0, life.tools)
         self.config.partial_rollout.tools = life.tools
         self.config.partial_rollout.failures.sample_timeout_s = life.sample_timeout_s
         self.llm_client = PartialRolloutLLMClient(life.config)
@@ -107,7 +109,8 @@ class LoopWorker(ScriptedWorker):
         return {"agent_name": "mine", **row}
 
     async def _run_agent_loop(self, sampling_params, trajectory, *, agent_name, trace=True, **kwargs):
-        output = await self.life.loop(self._loop_client(), kwargs, sampling_params)
+        row = {**kwargs, "tools": {tool.name: tool for tool in self._loop_tools()}, "life": self.life}
+        output = await self.life.loop(self._loop_client(), row, sampling_params)
         return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
 
     async def _compute_score(self, outputs, kwargs):
@@ -122,7 +125,7 @@ class Life:
 
     def __init__(
         self, loop, rows, *, batch=1, n=1, slots=16, score=None, release_after_s=0.01, sample_timeout_s=None,
-        scheduling=Scheduling(), stall_s=10.0, config=None, tick=0.001,  # noqa: B008 - frozen
+        scheduling=Scheduling(), stall_s=10.0, config=None, tick=0.001, functions=(),  # noqa: B008 - frozen
     ):  # fmt: skip
         self.loop, self.rows, self.batch, self.n, self.slots, self.score = loop, rows, batch, n, slots, score
         self.tools, self.sample_timeout_s, self.config = (
@@ -130,6 +133,7 @@ class Life:
             sample_timeout_s,
             config or config_of(),
         )
+        self.functions = functions
         admission = Admission(Mode.WINDOW, batch, n, (len(rows) - batch) / batch, 1, n, max_staleness=99)
         self.build = lambda: ManagerActor(admission, scheduling, stall_s, RETRY, away_s=stall_s)
         self.actor, self.engine = self.build(), Engine(tick)

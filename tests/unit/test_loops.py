@@ -2,10 +2,15 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
+from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import FunctionTool
+from verl.tools.schemas import ToolResponse
 
 from tests.unit.loop_life import Life, output_of, play
+from tests.unit.shared import tool_schema
 
 PROMPT = [7, 8, 9]
 
@@ -191,3 +196,141 @@ def test_thread_whose_loop_has_given_up_is_told_so():
 
     output, _ = trained(gives_up)
     assert output.masked and over.wait(5) and set(said) == {"CancelledError"}
+
+
+# -- replays -------------------------------------------------------------------------------------------------------------
+
+
+class Dies(Exception):
+    """Ends a life of the sample; it is run again from its journal."""
+
+
+def lives(*, at_most=1):
+    """Whether the sample's present life is to end at this moment; of its lives ``at_most`` do."""
+    ended = []
+
+    def end():
+        if len(ended) < at_most:
+            ended.append(1)
+            raise Dies
+
+    return end
+
+
+def test_replay_with_another_prompt_makes_its_own_tokens():
+    end, clock = lives(), iter(range(40, 99))
+
+    async def dated(client, row, params):
+        prompt = [*PROMPT, next(clock)]
+        answer = await ask(client, params, 5, prompt)
+        end()
+        return output_of(prompt, answer.token_ids, response_logprobs=answer.log_probs)
+
+    output, life = trained(dated)
+    asked = [context for name, context, _ in life.engine.asked if name.startswith("0/1#0@")]
+    assert asked == [[*PROMPT, 40], [*PROMPT, 41]] and output.prompt_ids.tolist() == [*PROMPT, 41]
+    assert output.metrics["untrained_tokens"] == 5
+
+
+@pytest.mark.parametrize("again", [60, 6], ids=["the same question", "a shorter one"])
+def test_call_that_was_given_up_is_no_part_of_a_replay(again):
+    """The time limit runs out while the sample waits for the trainer; then the loop fails."""
+    end, answers = lives(), []
+
+    async def limited(client, row, params):
+        try:
+            answer = await asyncio.wait_for(ask(client, params, 60), 0.04 if not answers else 10)
+        except TimeoutError:
+            answer = await ask(client, params, again)
+        answers.append(answer.token_ids)
+        end()
+        return output_of(PROMPT, answer.token_ids, response_logprobs=answer.log_probs)
+
+    output, _ = trained(limited, update_s=0.1)
+    assert output.response_ids.tolist() == answers[1] and not output.masked
+    assert len(answers[0]) == again and (answers[0] == answers[1]) == (again == 60)
+
+
+def function(name, call, *, repeatable=False):
+    call.repeatable = repeatable
+    return FunctionTool(name=name, fn=call, tool_schema=tool_schema(name), is_async=True)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_parallel_tools_keep_their_answers_though_a_replay_asks_in_another_order(threaded):
+    end, orders, made = lives(at_most=2), iter(["ab", "ba", "ba"]), []
+
+    async def look(city):
+        await asyncio.sleep(0.01 if city == "a" else 0)
+        made.append(city)
+        return f"it rains in {city}", 0.5, {"cost": 2}
+
+    async def travels(client, row, params):
+        await ask(client, params, 5)
+        order, home = next(orders), asyncio.get_running_loop()
+
+        def call(city):
+            look = row["tools"]["look"].call({"city": city})
+            return home.run_in_executor(None, asyncio.run, look) if threaded else look
+
+        said = dict(zip(order, await asyncio.gather(*map(call, order)), strict=True))
+        assert {city: (answer[0].text, *answer[1:]) for city, answer in said.items()} == {
+            city: (f"it rains in {city}", 0.5, {"cost": 2}) for city in "ab"
+        }
+        end()
+        answer = await ask(client, params, 5)
+        return output_of(PROMPT, answer.token_ids)
+
+    output, _ = trained(travels, functions=[function("look", look)])
+    assert not output.masked and sorted(made) == ["a", "b"] and output.metrics["calls_replayed"] == 2
+
+
+class Finds(BaseTool):
+    """Leaves what it has found in the loop's state, and says something when it is created."""
+
+    def __init__(self, what):
+        super().__init__({}, tool_schema("find"))
+        self.what = what
+
+    async def create(self, instance_id=None, **kwargs):
+        return instance_id, ToolResponse(text="you are in a hall")
+
+    async def execute(self, instance_id, parameters, agent_data=None, **kwargs):
+        agent_data.extra_fields.setdefault("found", []).append(self.what)
+        return ToolResponse(text="ok"), 0.5, {"cost": 2}
+
+
+@pytest.mark.parametrize(
+    ("what", "reads", "said"),
+    [
+        (3, False, None),
+        (object(), False, "what tool find leaves.found[1]: builtins.object cannot be saved"),
+        (3, True, "tool find: its instance is created by its first real call"),
+    ],
+    ids=["is journaled", "cannot be", "is not known"],
+)
+def test_what_a_tool_leaves_for_the_reward_is_there_in_a_replay_or_refused_by_name(what, reads, said):
+    end, scored = lives(), []
+
+    async def searches(client, row, params):
+        data = SimpleNamespace(extra_fields={"found": [0]})
+        for _ in range(2):
+            instance, first = await row["tools"]["find"].create()
+            if reads:
+                assert first.text
+            await row["tools"]["find"].execute(instance, {}, agent_data=data)
+            await row["tools"]["find"].release(instance)
+        answer = await ask(client, params, 5)
+        end()
+        return output_of(PROMPT, answer.token_ids, extra_fields=data.extra_fields)
+
+    async def reward(output, row):
+        scored.append(output.extra_fields.get("found"))
+        output.reward_score = 1.0
+
+    output, _ = trained(searches, functions=[Finds(what)], score=reward)
+    assert output.masked == (said is not None)
+    if said is None:
+        assert sorted(scored, key=bool) == [None, [0, 3, 3]] and output.metrics["calls_replayed"] == 2
+    else:
+        assert said in output.extra_fields["sample_error"]

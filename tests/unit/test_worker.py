@@ -255,7 +255,8 @@ async def test_turn_and_tool_call_are_known_before_the_tool_is_called_and_outliv
         (grant,) = await asyncio.wait_for(manager.actor.claim("w1"), 5)
         assert calls == [7], "the tool is called once, and the manager knew of the turn by then"
         assert [len(segment) for segment in grant.segments] == [7]
-        assert grant.tool_results == ({"call": 0, "started": "buy"},)
+        (started,) = grant.tool_results
+        assert (started["call"], started["tool"], started["started"]) == (0, "buy", True)
 
 
 async def test_tool_is_not_called_where_the_manager_refuses_to_know_of_it():

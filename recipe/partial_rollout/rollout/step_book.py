@@ -190,7 +190,7 @@ def batch_metrics(groups: Sequence[TakenGroup], trained: Sequence[TrainedGroup],
 
 def tool_metrics(outputs: Sequence[SampleOutput]) -> dict[str, float]:
     """Where some samples have called tools: mean turns, mean seconds in tools and these as a share of their lives, and the
-    calls that the journal answered or a ``status`` was asked for. And tokens decoded for them that are not trained, if any."""
+    calls that the journal answered or a ``status`` was asked for. And tokens decoded that are not trained, if any."""
     in_tools, in_turns, replayed, asked, untrained = (
         sum(output.metrics.get(name, 0.0) for output in outputs)
         for name in ("tool_calls", "generate_sequences", "calls_replayed", "calls_asked", "untrained_tokens")

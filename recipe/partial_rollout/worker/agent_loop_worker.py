@@ -31,7 +31,7 @@ from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, P
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient, PartialRolloutLLMClient
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.rewards import Places, RewardWorkers, reward_places
-from recipe.partial_rollout.worker.tool_journal import journaled
+from recipe.partial_rollout.worker.tool_journal import journaled, of_sample
 from recipe.partial_rollout.worker.turn_alignment import sample_output
 
 _WARM_UP_TOKENS = 8
@@ -91,7 +91,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                 hf_model_type=self.hf_model_type,
                 dataset_cls=self.dataset_cls,
                 data_config=DictConfigWrap(self.config.data),
-                tools=ToolListWrap(self.tools),
+                tools=ToolListWrap(self._loop_tools()),
             )
             output = await agent_loop.run(sampling_params, **kwargs)
             return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
@@ -99,6 +99,10 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     def _loop_client(self) -> Any:
         """What the agent loop that is about to run generates with."""
         return self.llm_client
+
+    def _loop_tools(self) -> list[Any]:
+        """The tools that it calls."""
+        return self.tools
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
         deadline_s = self.config.partial_rollout.deadlines.reward_s
@@ -243,6 +247,10 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         sample = LIVE_SAMPLE.get()
         assert isinstance(self.llm_client, PartialRolloutLLMClient)
         return self.llm_client if sample is None else self.llm_client.of(sample)
+
+    def _loop_tools(self) -> list[Any]:
+        sample = LIVE_SAMPLE.get()
+        return self.tools if sample is None else of_sample(self.tools, sample)
 
     async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
         sample = LIVE_SAMPLE.get()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -213,11 +214,14 @@ class LiveSample:
     """in the order in which they began; some may run beside each other"""
     decoded: int = 0
     """tokens that engines made for it, those of the journal included"""
-    tool_calls: int = 0
     calls_replayed: int = 0
-    """of ``tool_calls``, those that the journal answered"""
+    """tool calls that the journal answered"""
     calls_asked: int = 0
-    """of ``tool_calls``, those whose outcome the tool's ``status`` was asked for"""
+    """tool calls whose outcome the tool's ``status`` was asked for"""
+    tools_ended: int = 0
+    """tool calls that left something for the reward"""
+    fields_from: dict[str, int] = field(default_factory=dict)
+    """what the journal has put there: number of the tool call, by when it ended"""
     calls: int = 0
     """requests to replicas"""
     pending: set[Withdrawable] = field(default_factory=set)
@@ -233,6 +237,8 @@ class LiveSample:
     _journal: defaultdict[str, dict[int, list[Segment]]] = field(init=False)
     """segments that no call has asked for yet: by what was asked, then by turn"""
     _next_turn: int = field(init=False)
+    _tool_numbers: Iterator[int] = field(init=False)
+    """of tool calls that are not in the journal"""
     _unsent: list[Segment] = field(default_factory=list)
     _unsent_tools: list[dict[str, Any]] = field(default_factory=list)
 
@@ -244,6 +250,9 @@ class LiveSample:
             self._journal[segment.asked].setdefault(segment.turn, []).append(segment)
             self._next_turn = max(self._next_turn, segment.turn + 1)
             self.decoded += len(segment)
+        taken = frozenset(self.restored_tools)
+        self._tool_numbers = (number for number in itertools.count() if number not in taken)
+        self.tools_ended = max((entry.get("ended", 0) for entry in self.restored_tools.values()), default=0)
 
     @property
     def first_version(self) -> int | None:
@@ -290,6 +299,21 @@ class LiveSample:
             call.give_up()
         for call in pending:
             await call.over()
+
+    def next_tool_call(self, tool: str, asked: str, *, in_order: bool) -> tuple[int, dict[str, Any] | None]:
+        """The number of the next call of ``tool``, and what the journal has about it.
+
+        Args:
+            asked: digest of the arguments. in_order: the tool has a state, so an answer holds only after those before it.
+        """
+        known = sorted(number for number, entry in self.restored_tools.items() if entry["tool"] == tool)
+        equal = [n for n in (known[:1] if in_order else known) if self.restored_tools[n]["asked"] == asked]
+        if equal:
+            return equal[0], self.restored_tools.pop(equal[0])
+        if in_order:
+            for number in known:
+                del self.restored_tools[number]
+        return next(self._tool_numbers), None
 
     def add_tool_result(self, result: dict[str, Any]) -> None:
         """Add a tool call that has just finished, and report it, so that it is not made twice."""

@@ -3,9 +3,14 @@
 A sample whose worker died, or whose run crashed, replays its conversation from the start: engine calls are answered from
 the journal (``PartialRolloutLLMClient``), and so are tool calls. The first call that is not in the journal is real.
 
-Calls are numbered in the order in which the agent loop makes them, and a replay repeats that order: verl's
-``ToolAgentLoop`` starts the parallel calls of a turn in order. So sample and number are a key that stays: ``call_id``,
-``0/12#3/0``, for each ``execute`` and each function that has a parameter of this name; None in validation.
+An entry carries what it answers, the tool's name and arguments, and a replay finds it by these; of equal calls the first
+made is answered first. A replay that asks something else makes a real call, and from there on a tool with a state
+(``restore``) makes all its calls. Calls are numbered as the agent loop makes them, and sample and number are a key that
+stays: ``call_id``, ``0/12#3/0``, for each ``execute`` and each function that has a parameter of this name; None in
+validation.
+
+A call's entry has its answer, its reward and metrics, and what it changed in ``agent_data.extra_fields``, which verl hands
+to the reward. A value that no checkpoint can hold fails the sample.
 
 A call may have had its effect although it has no result: it ran out of time, its worker died, or the run resumes from a
 checkpoint that was taken during the call. What happens then is the tool's to say, by attributes of the ``BaseTool`` or of
@@ -33,10 +38,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import hashlib
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -46,8 +53,9 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
 from verl.tools.schemas import ToolResponse
 
+from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack, unpack
 from recipe.partial_rollout.config.sections import ToolCalls
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, at_home
 from recipe.partial_rollout.worker.rewards import Places
 
 T = TypeVar("T")
@@ -85,7 +93,7 @@ class ToolThreads:
 
 
 class ToolError(RuntimeError):
-    """A replayed tool call that failed the first time, or that was cut off."""
+    """A replayed tool call that failed the first time, or was cut off; or one that leaves what no journal can hold."""
 
 
 class ToolTimeoutError(TimeoutError):
@@ -100,6 +108,21 @@ def journaled(tools: list[Any], timeout_s: float | None = None, limits: ToolCall
         if isinstance(tool, FunctionTool)
         else JournaledTool(tool, _Calls(tool.name, tool, threads, timeout_s, limits))
         for tool in tools
+    ]
+
+
+def of_sample(tools: list[Any], sample: LiveSample) -> list[Any]:
+    """``tools``, journaled, for the agent loop of ``sample``, in whatever thread it calls them."""
+    home = asyncio.get_running_loop()
+
+    def bound(verb: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await at_home(home, sample, partial(verb, *args, **kwargs))
+
+        return call
+
+    return [
+        replace(tool, fn=bound(tool.fn)) if isinstance(tool, FunctionTool) else tool.through(bound) for tool in tools
     ]
 
 
@@ -157,97 +180,153 @@ class _Calls:
                 sample.clock.end(late)
             raise late from error
 
-    async def once(self, call: Callable[[str | None], Awaitable[Result]]) -> Result:
-        """Result of the running sample's next call: from its journal, else of ``call``, which gets its ``call_id``."""
+    async def once(
+        self, asked: Any, call: Callable[[str | None], Awaitable[Result]], fields: dict[str, Any] | None = None
+    ) -> Result:
+        """Result of the running sample's next call: from its journal, else of ``call``, which gets its ``call_id``.
+
+        Args:
+            asked: the call's arguments. fields: in which a call may leave something for the reward.
+        """
         sample = LIVE_SAMPLE.get()
         if sample is None:
             return await self.within(call(None))
-        number = sample.tool_calls
-        sample.tool_calls += 1
-        recorded, state = sample.restored_tools.pop(number, None), sample.tool_states[self._name]
+        sample.require_life()
+        digest = hashlib.blake2b(repr(asked).encode(), digest_size=16).hexdigest()
+        number, recorded = sample.next_tool_call(self._name, digest, in_order=self._restore is not None)
+        state = sample.tool_states[self._name]
         if recorded is not None and "started" not in recorded:
             state.handle = recorded.get("state", state.handle)
             sample.calls_replayed += 1
-            return _replayed(recorded)
+            return _replayed(sample, recorded, fields)
         if self._repeatable:
             # The call may take long, so the turn that asks for it is reported now.
             sample.keeper.report_now(sample)
+        entry = _Entry(sample, {"call": number, "tool": self._name, "asked": digest}, fields)
         # Parallel calls that share a state come after one another, so that each journals its own.
         async with state.turn if self._restore is not None else contextlib.nullcontext(), self._places.one():
-            return await self.within(self._settled(sample, number, call, cut_off=recorded is not None))
+            return await self.within(self._settled(entry, call, cut_off=recorded is not None))
 
     async def _settled(
-        self, sample: LiveSample, number: int, call: Callable[[str | None], Awaitable[Result]], *, cut_off: bool
+        self, entry: _Entry, call: Callable[[str | None], Awaitable[Result]], *, cut_off: bool
     ) -> Result:
-        if cut_off and (result := await self._outcome(sample, number)) is not None:
+        if cut_off and (result := await self._outcome(entry)) is not None:
             return result
-        return await self._make(sample, number, call, again=cut_off)
+        return await self._make(entry, call, again=cut_off)
 
-    async def _outcome(self, sample: LiveSample, number: int) -> Result | None:
+    async def _outcome(self, entry: _Entry) -> Result | None:
         """Result of a call that was cut off; None: it is to be made again."""
+        sample = entry.sample
         if self._status is not None:
             sample.calls_asked += 1
-            found = await self.run(self._status, f"{sample.id}/{number}")
+            found = await self.run(self._status, entry.call_id)
             if found is None:
                 return None
             sample.tool_states[self._name].in_place = True
             result = normalize_function_tool_return(found)
-            await self._record(sample, number, result)
+            await self._record(entry, result)
             return result
         if self._restore is not None or self._repeatable:
             return None
-        logger.warning(
-            "sample %s: its call %d, of %s, was cut off and is not made again", sample.id, number, self._name
-        )
+        logger.warning("call %s, of %s, was cut off and is not made again", entry.call_id, self._name)
         error = "the call was cut off before its result was known; it may have had its effect, and is not made again"
-        await self._journal(sample, number, error=error)
+        await self._journal(entry, error=error)
         raise ToolError(error)
 
-    async def _make(
-        self, sample: LiveSample, number: int, call: Callable[[str | None], Awaitable[Result]], *, again: bool
-    ) -> Result:
-        state = sample.tool_states[self._name]
+    async def _make(self, entry: _Entry, call: Callable[[str | None], Awaitable[Result]], *, again: bool) -> Result:
+        sample, state = entry.sample, entry.sample.tool_states[self._name]
         if self._restore is not None and not state.in_place:
             await self.run(self._restore, sample.id, state.handle)
             state.in_place = True
         if not (self._repeatable or again):
-            await sample.start_tool_call({"call": number, "started": self._name})
+            await sample.start_tool_call({**entry.head, "started": True})
         try:
-            result = await call(f"{sample.id}/{number}")
+            result = await call(entry.call_id)
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 # Its time is over, or the sample itself is being ended: there is no answer.
                 raise
             cancelled = "the call was cancelled from within; it may have had its effect, and is not made again"
-            await self._journal(sample, number, error=cancelled)
+            await self._journal(entry, error=cancelled)
             raise ToolError(cancelled) from error
         except Exception as error:
             sample.keeper.note_error(error)
-            await self._journal(sample, number, error=str(error))
+            await self._journal(entry, error=str(error))
             raise
-        await self._record(sample, number, result)
+        await self._record(entry, result)
         return result
 
-    async def _record(self, sample: LiveSample, number: int, result: Result) -> None:
-        response, reward, _ = result
+    async def _record(self, entry: _Entry, result: Result) -> None:
+        response, reward, metrics = result
         if response.image or response.video:
             raise ValueError(
-                f"sample {sample.id}: its tool returned images or video: partial rollout trains text only; "
+                f"sample {entry.sample.id}: its tool returned images or video: partial rollout trains text only; "
                 f"set partial_rollout.enable=False"
             )
         reward = None if reward is None else float(reward)
-        await self._journal(sample, number, text=response.text, reward=reward)
+        await self._journal(entry, text=response.text, reward=reward, **({"metrics": metrics} if metrics else {}))
 
-    async def _journal(self, sample: LiveSample, number: int, **entry: Any) -> None:
+    async def _journal(self, entry: _Entry, **answer: Any) -> None:
         if self._snapshot is not None:
-            entry["state"] = await self.run(self._snapshot, sample.id)
-        sample.add_tool_result({"call": number, **entry})
+            answer["state"] = await self.run(self._snapshot, entry.sample.id)
+        try:
+            entry.write(answer)
+        except UnsaveableError as error:
+            refused = str(error.within(f"sample {entry.sample.id}: what tool {self._name} leaves"))
+            entry.sample.add_tool_result({**entry.head, "refused": refused})
+            raise _refusal(entry.sample, refused) from None
 
 
-def _replayed(recorded: dict[str, Any]) -> Result:
+class _Entry:
+    """A call that is made, and what the journal will have of it.
+
+    Args:
+        head: number, tool, and a digest of the arguments. fields: see ``_Calls.once``.
+    """
+
+    def __init__(self, sample: LiveSample, head: dict[str, Any], fields: dict[str, Any] | None) -> None:
+        self.sample, self.head, self._fields = sample, head, {} if fields is None else fields
+        self.call_id = f"{sample.id}/{head['call']}"
+        self._before = {name: _frozen(value) for name, value in self._fields.items()}
+
+    def write(self, answer: dict[str, Any]) -> None:
+        """Journal ``answer``, and the fields that have changed since the call began.
+
+        Raises:
+            UnsaveableError: names a value that no checkpoint can hold.
+        """
+        changed = {name: value for name, value in self._fields.items() if _frozen(value) != self._before.get(name)}
+        if changed:
+            # The loop goes on changing them. Of parallel calls the one that ended last decides.
+            self.sample.tools_ended += 1
+            answer["fields"], answer["ended"] = unpack(b"".join(pack(changed))), self.sample.tools_ended
+        pack(answer)
+        self.sample.add_tool_result({**self.head, **answer})
+
+
+def _frozen(value: Any) -> Any:
+    """``value`` as it is now; itself if it cannot be packed."""
+    try:
+        return b"".join(pack(value))
+    except UnsaveableError:
+        return value
+
+
+def _refusal(sample: LiveSample, why: str) -> ToolError:
+    """Ends ``sample``: to raise would not do, as agent loops turn a tool's exception into its answer."""
+    sample.clock.end(refusal := ToolError(why))
+    return refusal
+
+
+def _replayed(sample: LiveSample, recorded: dict[str, Any], fields: dict[str, Any] | None) -> Result:
+    if "refused" in recorded:
+        raise _refusal(sample, recorded["refused"])
+    for name, value in recorded.get("fields", {}).items():
+        if fields is not None and recorded["ended"] > sample.fields_from.get(name, 0):
+            fields[name], sample.fields_from[name] = deepcopy(value), recorded["ended"]
     if "error" in recorded:
         raise ToolError(recorded["error"])
-    return ToolResponse(text=recorded["text"]), recorded["reward"], {}
+    return ToolResponse(text=recorded["text"]), recorded["reward"], recorded.get("metrics", {})
 
 
 def _takes_call_id(function: Callable[..., Any]) -> bool:
@@ -262,9 +341,22 @@ def _journaled_function(tool: FunctionTool, calls: _Calls) -> FunctionTool:
             own = {"call_id": call_id} if named else {}
             return normalize_function_tool_return(await calls.run(tool.fn, **{**parameters, **own}))
 
-        return await calls.once(run)
+        return await calls.once(parameters, run)
 
     return replace(tool, fn=call, is_async=True)
+
+
+class _NoResponse:
+    """Stands for what ``create`` of a tool says, which verl's agent loop does not read."""
+
+    def __init__(self, tool: str) -> None:
+        self._tool_name = tool
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"tool {self._tool_name}: its instance is created by its first real call, so what create() says is not known "
+            f"here ({name}): let execute() say it"
+        )
 
 
 class JournaledTool:
@@ -280,11 +372,23 @@ class JournaledTool:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tool, name)
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Return an instance id; the tool's own instance is created by the first call that is not in the journal."""
+    def through(self, bound: Callable[[Any], Any]) -> Any:
+        """The same tool, whose verbs are called through ``bound``."""
+        same = JournaledTool(self._tool, self._calls)
+        same.create, same.execute, same.release = map(bound, (self.create, self.execute, self.release))
+        return same
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:
+        """Return an instance id; in training the tool's own instance is created by the first call that is real.
+
+        So there is no response of it yet, and a loop that reads one is refused.
+        """
         instance_id = instance_id or uuid4().hex
+        if LIVE_SAMPLE.get() is None:
+            self._created[instance_id], response = await self._calls.within(self._tool.create(instance_id, **kwargs))
+            return instance_id, response
         self._to_create[instance_id] = kwargs
-        return instance_id, ToolResponse()
+        return instance_id, _NoResponse(self._tool.name)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Result:
         """The result of this call: from the journal, else from the tool."""
@@ -296,7 +400,7 @@ class JournaledTool:
             own = {"call_id": call_id} if self._named else {}
             return await self._tool.execute(self._created[instance_id], parameters, **{**kwargs, **own})
 
-        return await self._calls.once(call)
+        return await self._calls.once(parameters, call, getattr(kwargs.get("agent_data"), "extra_fields", None))
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Release the tool's instance, if one was created."""
