@@ -32,19 +32,21 @@ def install_everywhere() -> None:
         geometric_weights,
         like_length_batches,
         masked_weights,
-        pooled_reward_model,
         quick_weight_socket,
         reported_entropy,
+        reward_workers,
+        trained_rows,
         weight_socket,
     )
 
     like_length_batches.install()
-    pooled_reward_model.install()
+    reward_workers.install()
     weight_socket.install()
     quick_weight_socket.install()
     geometric_weights.install()
     masked_weights.install()
     reported_entropy.install()
+    trained_rows.install()
     chunked_log_probs.install()
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from recipe.partial_rollout.config.choices import Placement
-from recipe.partial_rollout.config.sections import ToolCalls
+from recipe.partial_rollout.config.sections import FailureLimits, ToolCalls
 from recipe.partial_rollout.manager.types import SampleOutput, Segment
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel
@@ -110,6 +111,8 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
     """
 
     tools = ()
+    reward_loop_worker_handles = None
+    rollout_config = SimpleNamespace(prompt_length=10_000, response_length=1_000_000)  # type: ignore[assignment]
 
     def __init__(self, curve: EngineCurve, replicas: int, placement: Placement = Placement.COLOCATED) -> None:
         # verl's own set-up is left out: no tokenizer, no rewards, no configuration.
@@ -118,7 +121,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
             partial_rollout=SimpleNamespace(
                 placement=placement,
                 deadlines=SimpleNamespace(grant_s=3600.0),
-                failures=SimpleNamespace(sample_timeout_s=None),
+                failures=SimpleNamespace(**{**asdict(FailureLimits()), "sample_timeout_s": None}),
                 tools=ToolCalls(),
             ),
         )

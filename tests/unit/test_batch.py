@@ -51,26 +51,63 @@ def test_what_does_not_fit_a_batch_is_refused(output):
     first, second = groups(output)
     with pytest.raises(RuntimeError, match=r"groups of a batch have \[1, 2\] outputs"):
         assemble([first, replace(second, outputs=second.outputs[:1])])
-    with pytest.raises(RuntimeError, match="row 0 of the batch has 9 tokens, the width is 8"):
-        assemble(groups(output, lengths=(9, 1)))
     with pytest.raises(RuntimeError, match="3 tokens, 3 mask entries, 2 log-probs and 3 versions"):
         replace(output(3), log_probs=np.zeros(2, np.float32))
 
 
-def with_masked(output, *rewards, masked):
+def with_masked(output, *rewards, masked, tokens=2):
     (group,) = groups(output, count=1)
-    gone = masked_output([Segment(np.array([5, 6], np.int32), np.zeros(2, np.float32), 0)], "its tool raised")
+    made = Segment(np.arange(tokens, dtype=np.int32) + 5, np.zeros(tokens, np.float32), 0)
+    gone = masked_output([made], "its tool raised")
     good = [output(3, reward=reward) for reward in rewards]
     return assemble([replace(group, outputs=(*good, *[gone] * masked))])
 
 
-def test_masked_sample_trains_no_token_and_leaves_the_baseline_of_its_group(output):
+def test_masked_sample_trains_no_token_and_has_no_reward(output):
     data = with_masked(output, 1.0, 0.0, masked=1)
     row = data.batch[2]
     assert row["responses"].tolist()[:2] == [5, 6]
     assert row["response_mask"].sum() == 0 and row["rollout_log_probs"].abs().sum() == 0
     assert row["prompts"].tolist() == data.batch[0]["prompts"].tolist()
-    assert row["rm_scores"].tolist() == [0, 0.5, 0, 0, 0, 0, 0, 0]
-    assert data.non_tensor_batch["acc"].tolist() == [1.0, 0.0, 0.5]
+    assert not row["rm_scores"].any()
+    assert data.non_tensor_batch["acc"].tolist() == [1.0, 0.0, None]
     none_left = with_masked(output, masked=2).batch
     assert none_left["rm_scores"].sum() == 0 and none_left["response_mask"].sum() == 0
+
+
+def test_what_is_longer_than_the_batch_is_cut_and_trains_nothing(output):
+    """Several turns of a failed sample; or a sample that an earlier release has put into a checkpoint."""
+    row = with_masked(output, 1.0, masked=1, tokens=12).batch[1]
+    assert row["responses"].tolist() == list(range(5, 13)) and row["attention_mask"].sum() == 4 + 8
+    long, short = assemble(groups(output, count=1, lengths=(9, 1))).batch
+    assert long["responses"].tolist() == list(range(10, 18)) and short["response_mask"].sum() == 1
+    assert not (long["response_mask"].any() or long["rm_scores"].any())
+    data = assemble(groups(output), prompt_length=3)
+    assert not data.batch["response_mask"].any()
+    assert (
+        data.non_tensor_batch["sample_error"][0] == "a prompt of 4 tokens (actor_rollout_ref.rollout.prompt_length=3)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("infos", "columns"),
+    [
+        ([{"pred": 12}, {"pred": None}], {"pred": [12, None]}),
+        ([{"pred": "12"}, {"pred": 12}], {"pred": ["12", 12]}),
+        ([{"acc": 1.0}, {"acc": 0.0, "limit": "cpu"}], {"acc": [1.0, 0.0], "limit": [None, "cpu"]}),
+        ([{}, {"x": [1, 2]}], {"x": [None, [1, 2]]}),
+        ([{"x": [1]}, {"x": {"a": 1}}], {"x": [[1], {"a": 1}]}),
+        ([{"acc": True}, {"acc": np.float32(0.5)}], {"acc": [1.0, 0.5]}),
+    ],
+)
+def test_rewards_may_say_different_things_of_different_samples(output, infos, columns):
+    (group,) = groups(output, count=1)
+    data = assemble([replace(group, outputs=tuple(output(4, info=info) for info in infos))])
+    assert data.meta_info["reward_extra_keys"] == list(columns)
+    assert {key: data.non_tensor_batch[key].tolist() for key in columns} == columns
+
+
+def test_samples_of_a_prompt_share_nothing_that_a_later_reward_could_write_into(output):
+    data = assemble(groups(output))
+    data.non_tensor_batch["reward_model"][0]["num_turns"] = 7
+    assert data.non_tensor_batch["reward_model"][1] == {"ground_truth": "g"}

@@ -3,7 +3,7 @@
 import pytest
 
 from recipe.partial_rollout.config.choices import OnSampleError
-from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter, MissingMetricError
+from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter
 from tests.unit.shared import begin
 
 ACC = GroupFilter("acc")
@@ -14,8 +14,13 @@ def test_metric_decides_which_value_counts(output):
     penalised = [output(reward=1.0, info={"acc": 1.0}), output(reward=0.5, info={"acc": 1.0})]
     assert ACC.common_value(penalised) == 1.0
     assert GroupFilter("reward").common_value(penalised) is None
-    with pytest.raises(MissingMetricError, match="metric=reward: a sample was not scored"):
-        GroupFilter("reward").common_value([output(reward=None), output(reward=None)])
+
+
+@pytest.mark.parametrize(("info", "said"), [({}, "nothing"), ({"acc": None}, "None"), ({"acc": "yes"}, "'yes'")])
+def test_reward_without_the_metric_is_named_and_its_group_is_not_judged(output, info, said):
+    with pytest.raises(ValueError, match=rf"filter_groups\.metric=acc: the reward function gives {said}; numbers are"):
+        ACC.check(1.0, info)
+    assert ACC.common_value([output(info=info), output(info=info)]) is None
 
 
 def test_masked_samples_have_no_say_and_failures_are_not_filtered_away(manager, output):

@@ -232,13 +232,6 @@ async def test_prompts_are_asked_for_when_dynamic_sampling_runs_low_and_no_versi
     assert start.exhausted and not opened
 
 
-async def test_metric_that_the_reward_lacks_ends_the_run_by_its_name(prompts, output):
-    actor, samples = await begun(prompts, n=2, group_filter=GroupFilter("f1"))
-    await end(actor, output, *samples)
-    with pytest.raises(RolloutFailedError, match=r"filter_groups\.metric=f1: the reward function .*; one of .*acc"):
-        await soon(actor.wait_batch(True))
-
-
 # -- claims ------------------------------------------------------------------------------------------------------------
 
 

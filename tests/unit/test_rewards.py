@@ -13,9 +13,15 @@ from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 
-from recipe.partial_rollout.worker.agent_loop_worker import ObservedAgentLoopWorker, RewardError
+from recipe.partial_rollout.worker.agent_loop_worker import ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.worker.rewards import Places, RewardWorkers, RewardWorkersLostError, reward_places
+from recipe.partial_rollout.worker.rewards import (
+    Places,
+    RewardError,
+    RewardWorkers,
+    RewardWorkersLostError,
+    reward_places,
+)
 from tests.unit.shared import hangs
 
 
@@ -141,13 +147,28 @@ async def test_reward_functions_own_error_about_an_actor_is_not_taken_for_its_wo
     assert sum(map(calls, failing)) == 1
 
 
-async def test_call_that_is_given_up_ends_in_its_reward_worker(monkeypatch):
-    """Ray lets it go on there, and another call has its place here."""
-    cancelled, call = [], asyncio.Future()
-    hung = SimpleNamespace(compute_score=SimpleNamespace(remote=lambda data: call))
+@pytest.mark.parametrize(
+    ("runs_in_threads", "ended"),
+    [(True, True), (False, False), (None, True), (ActorDiedError(), False)],
+    ids=["a thread that goes on", "a coroutine that has ended", "no answer", "dead"],
+)
+async def test_reward_worker_of_a_call_that_is_given_up_starts_anew_if_the_function_may_hold_it(
+    monkeypatch, runs_in_threads, ended
+):
+    """Without the cancellation Ray lets the call go on there, and another call has its place here."""
+    cancelled, killed, call = [], [], asyncio.Future()
+    answers = {"side_effect": hangs} if runs_in_threads is None else {"side_effect": [runs_in_threads]}
+    hung = SimpleNamespace(
+        compute_score=SimpleNamespace(remote=lambda data: call),
+        __ray_call__=SimpleNamespace(remote=AsyncMock(**answers)),
+    )
     monkeypatch.setattr(ray, "cancel", cancelled.append)
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append((actor, no_restart)))
+    monkeypatch.setattr("recipe.partial_rollout.worker.rewards._ANSWERS_WITHIN_S", 0.05)
     asking = asyncio.create_task(RewardWorkers([hung]).remote("data"))
     await asyncio.sleep(0)
     asking.cancel()
     await asyncio.wait([asking])
     assert asking.cancelled() and len(cancelled) == 1 and cancelled[0] is call
+    await asyncio.sleep(0.2)
+    assert killed == [(hung, False)] * ended

@@ -35,6 +35,7 @@ verl.trainer.ppo.ray_trainer:RayPPOTrainer <- ray_trainer main_ppo task_runner
     has: async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader train_dataset
         tokenizer config global_steps total_training_steps __init__ fit init_workers _create_dataloader
         _save_checkpoint _load_checkpoint _compute_old_log_prob _update_actor _update_critic _validate _balance_batch
+        _val_metrics_update _dump_generations
     reads: agent_loop_manager_class
 verl.trainer.main_ppo_v0:BaseTaskRunner <- task_runner
     has: role_worker_mapping __init__ add_actor_rollout_worker add_critic_worker add_reward_model_resource_pool
@@ -54,7 +55,7 @@ verl.experimental.agent_loop.agent_loop:AgentLoopManager <- agent_loop_manager
         __init__ generate_sequences
 verl.experimental.agent_loop.agent_loop:AgentLoopWorker <- agent_loop_worker agent_loop_manager
     has: config rollout_config llm_client tokenizer processor hf_model_type dataset_cls tools
-        reward_loop_worker_handles __init__ _run_agent_loop _agent_loop_postprocess _compute_score
+        reward_loop_worker_handles __init__ _run_agent_loop _agent_loop_postprocess _compute_score _postprocess
 verl.experimental.agent_loop.agent_loop:AgentLoopOutput <- turn_alignment agent_loop_worker
     has: prompt_ids response_ids response_mask response_logprobs reward_score num_turns metrics extra_fields
         multi_modal_data
@@ -62,14 +63,19 @@ verl.experimental.agent_loop.agent_loop:AgentLoopBase <- agent_loop_worker
     has: __init__ run
 verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop <- agent_loop
     has: run
-verl.experimental.reward_loop.reward_loop:RewardLoopWorker <- agent_loop_worker pooled_reward_model
-    has: compute_score compute_score_disrm
+verl.experimental.reward_loop.reward_loop:RewardLoopWorker <- agent_loop_worker rewards reward_workers
+    has: compute_score compute_score_disrm reward_manager
+verl.experimental.reward_loop.reward_loop:RewardLoopManager <- reward_workers
+    has: reward_loop_workers_class _init_reward_loop_workers
 verl.workers.rollout.llm_server:LLMServerClient <- llm_client
     has: config _load_balancer __init__ generate _acquire_server _release_server _vllm_request_id
 verl.workers.rollout.llm_server:LLMServerManager <- ray_trainer standalone_engines
     has: __init__ get_replicas
-verl.trainer.ppo.ray_trainer <- standalone_engines
-    has: LLMServerManager
+verl.trainer.ppo.ray_trainer <- standalone_engines trained_rows
+    has: LLMServerManager compute_advantage apply_kl_penalty compute_data_metrics compute_variance_proxy_metrics
+    calls: compute_spec_decode_metrics(spec_drafts, spec_accepts, spec_verifies, *, non_padding_mask)
+verl.trainer.ppo.core_algos <- trained_rows
+    calls: get_adv_estimator_fn(name_or_enum)
 verl.workers.rollout.replica <- standalone_engines settings_check
     has: RayWorkerGroup CONTROL_METHOD_CONCURRENCY
 verl.workers.rollout.router:GlobalRequestLoadBalancer <- replicas

@@ -34,7 +34,7 @@ from recipe.partial_rollout.manager.messages import (
     VersionStart,
 )
 from recipe.partial_rollout.manager.output_store import InProcess, OutputStore
-from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter, MissingMetricError
+from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Grant, Progress, Prompt
 from recipe.partial_rollout.waits import FirstErrors, ToldError
@@ -457,13 +457,10 @@ class ManagerActor:
             self._manager.leave(sample_id)
         for sample_id in report.back:
             self._manager.come_back(sample_id)
-        try:
-            for (sample_id, _), output in zip(report.finished, self._store.put(report.finished), strict=True):
-                self._manager.finish(sample_id, output)
-            for sample_id, error in report.failed:
-                self._book_failure(sample_id, report.worker, error)
-        except MissingMetricError as error:
-            self._changed.fail(str(error))
+        for (sample_id, _), output in zip(report.finished, self._store.put(report.finished), strict=True):
+            self._manager.finish(sample_id, output)
+        for failure in report.failed:
+            self._book_failure(report.worker, *failure)
 
     def _book_progress(self, progress: Progress) -> None:
         for segment in progress.segments:
@@ -471,8 +468,8 @@ class ManagerActor:
         for result in progress.tool_results:
             self._manager.add_tool_result(progress.sample_id, result)
 
-    def _book_failure(self, sample_id: str, worker: str, error: str) -> None:
-        verdict = self._manager.fail(sample_id, error)
+    def _book_failure(self, worker: str, sample_id: str, error: str, times: int = 1) -> None:
+        verdict = self._manager.fail(sample_id, error, times)
         logger.warning("sample %s on %s failed: %s (verdict: %s)", sample_id, worker, error, verdict)
         if verdict is FailureVerdict.RETRY:
             self._retry_later(sample_id, self._manager.retry_delay_s(sample_id))

@@ -22,8 +22,8 @@ class Report:
     back: list[str] = field(default_factory=list)
     """ids of samples that were away and need a slot again"""
     finished: list[tuple[str, SampleOutput]] = field(default_factory=list)
-    failed: list[tuple[str, str]] = field(default_factory=list)
-    """sample id and the error that its agent loop raised, in one line"""
+    failed: list[tuple[str, str, int]] = field(default_factory=list)
+    """sample id, the error that its agent loop or reward raised, in one line, and how many times in a row"""
     errors: list[ToldError] = field(default_factory=list)
     """the first of each kind in this worker, of samples and tools"""
 

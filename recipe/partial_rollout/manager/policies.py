@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -87,12 +87,41 @@ def masked_output(segments: Sequence[Segment], error: str | None) -> SampleOutpu
     )
 
 
+def excess_of(prompt: int, response: int, prompt_length: int, response_length: int) -> str | None:
+    """What of a sample does not fit its batch, all in tokens, with the key that says so; None if it fits.
+
+    >>> excess_of(prompt=9, response=3, prompt_length=8, response_length=4)
+    'a prompt of 9 tokens (actor_rollout_ref.rollout.prompt_length=8)'
+    """
+    if prompt > prompt_length:
+        return f"a prompt of {prompt} tokens (actor_rollout_ref.rollout.prompt_length={prompt_length})"
+    if response > response_length:
+        return f"a response of {response} tokens (actor_rollout_ref.rollout.response_length={response_length})"
+    return None
+
+
+def plain(value: Any) -> Any:
+    """A number as a plain Python one: verl's dapo reward manager returns tensors, which cannot be checkpointed."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def is_number(value: Any) -> bool:
+    """Whether a ``plain`` value can be averaged."""
+    return isinstance(value, bool | int | float)
+
+
+def finite(value: Any) -> float | None:
+    """``value`` as a float; None unless it is a number that a reward tensor (float32) holds.
+
+    >>> [finite(value) for value in (True, np.float32(0.5), float("nan"), 1e39, None, "1")]
+    [1.0, 0.5, None, None, None, None]
+    """
+    value = plain(value)
+    return float(value) if is_number(value) and abs(value) <= np.finfo(np.float32).max else None
+
+
 SCORES = ("reward", "seq_reward", "seq_final_reward")
 """names of ``metric`` for the score itself; any other is a key of the reward's extra information"""
-
-
-class MissingMetricError(ValueError):
-    """The reward function does not return what ``algorithm.filter_groups.metric`` names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,20 +162,23 @@ class GroupFilter:
 
         Masked samples have no value. A group with fewer than two unmasked samples is not judged: it trains, so that
         its failures count against ``partial_rollout.failures.max_masked_fraction``.
+        """
+        said = [self._said(output.reward_score, output.reward_extra_info) for output in outputs if not output.masked]
+        values = {finite(value) for value in said}
+        return values.pop() if len(said) > 1 and len(values) == 1 else None
+
+    def check(self, score: float | None, info: dict[str, Any]) -> None:
+        """Check what the reward of one sample says of the metric.
 
         Raises:
-            MissingMetricError: a sample lacks the metric.
+            ValueError: nothing, or no number.
         """
-        values = [self._value(output) for output in outputs if not output.masked]
-        return values[0] if len(values) > 1 and len(set(values)) == 1 else None
+        if finite(said := self._said(score, info)) is None:
+            found = f"{said!r:.40}" if self.metric in info or self.metric in SCORES else "nothing"
+            known = ", ".join([*SCORES, *(key for key, value in info.items() if finite(value) is not None)])
+            raise ValueError(
+                f"algorithm.filter_groups.metric={self.metric}: the reward function gives {found}; numbers are {known}"
+            )
 
-    def _value(self, output: FinishedOutput) -> float:
-        key = "algorithm.filter_groups.metric"
-        if self.metric in SCORES:
-            if output.reward_score is None:
-                raise MissingMetricError(f"{key}={self.metric}: a sample was not scored before its group finished")
-            return float(output.reward_score)
-        if self.metric not in output.reward_extra_info:
-            known = ", ".join([*SCORES, *output.reward_extra_info])
-            raise MissingMetricError(f"{key}={self.metric}: the reward function returns no such value; one of {known}")
-        return float(output.reward_extra_info[self.metric])
+    def _said(self, score: float | None, info: dict[str, Any]) -> Any:
+        return score if self.metric in SCORES else info.get(self.metric)

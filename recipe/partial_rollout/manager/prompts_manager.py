@@ -240,25 +240,21 @@ class PromptsManager:
         self._move(sample, SampleState.INTERRUPTED)
 
     def finish(self, sample_id: str, output: FinishedOutput) -> None:
-        """Free its slot; ``output`` replaces the journal. After the last sample its group is READY, or FILTERED.
-
-        Raises:
-            MissingMetricError: the group cannot be judged by ``algorithm.filter_groups``.
-        """
+        """Free its slot; ``output`` replaces the journal. After the last sample its group is READY, or FILTERED."""
         self._end(self._leave_worker(sample_id, "finish"), output)
 
-    def fail(self, sample_id: str, error: str) -> FailureVerdict:
-        """Free its slot: its agent loop raised ``error`` (one line). Returns the verdict.
+    def fail(self, sample_id: str, error: str, times: int = 1) -> FailureVerdict:
+        """Free its slot: its loop, or its reward ``times`` in a row, raised ``error`` (one line). Returns the verdict.
 
         RETRY: call ``retry`` after ``retry_delay_s``. MASK: the sample is FINISHED, masked. RAISE: the run must end.
         """
         sample = self._leave_worker(sample_id, "fail")
         sample.worker, sample.error = None, error
-        sample.failures += 1
+        sample.failures += times
         self._move(sample, SampleState.FAILED)
         verdict = self._failures.verdict(sample.failures)
-        self.counters.failed += 1
-        self.counters.retried += verdict is FailureVerdict.RETRY
+        self.counters.failed += times
+        self.counters.retried += times - 1 + (verdict is FailureVerdict.RETRY)
         if verdict is FailureVerdict.MASK:
             self.counters.masked += 1
             self._end(sample, masked_output(sample.segments, error))

@@ -58,13 +58,21 @@ class StepBatch:
         if len(self.groups) != size:
             raise RolloutFailedError(f"the data ran out with {len(self.groups)} groups ready; a batch needs {size}")
         outputs = [output for group in self.groups for output in group.outputs]
-        masked = sum(output.masked for output in outputs)
-        if masked > max_masked_fraction * len(outputs):
-            error = next(output.extra_fields["sample_error"] for output in outputs if output.masked)
-            raise RolloutFailedError(
-                f"{masked} of the {len(outputs)} samples of a batch failed for good, more than "
-                f"partial_rollout.failures.max_masked_fraction={max_masked_fraction:g}; one of them: {error}"
-            )
+        errors = [output.extra_fields["sample_error"] for output in outputs if output.masked]
+        check_masked(errors, len(outputs), max_masked_fraction)
+
+
+def check_masked(errors: Sequence[str], samples: int, max_masked_fraction: float, what: str = "batch") -> None:
+    """Refuse a batch of ``samples``, or a validation, in which too many failed for good, with ``errors``.
+
+    Raises:
+        RolloutFailedError: names the first.
+    """
+    if len(errors) > max_masked_fraction * samples:
+        raise RolloutFailedError(
+            f"{len(errors)} of the {samples} samples of a {what} failed for good, more than "
+            f"partial_rollout.failures.max_masked_fraction={max_masked_fraction:g}; one of them: {errors[0]}"
+        )
 
 
 class StepBook:

@@ -28,9 +28,10 @@ from recipe.partial_rollout.rollout.engine_probe import EndedCalls, EngineProbe,
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.progress import ProgressLine
 from recipe.partial_rollout.rollout.replicas import ReplicaRoster
-from recipe.partial_rollout.rollout.step_book import StepBook, phase_metrics
+from recipe.partial_rollout.rollout.step_book import StepBook, check_masked, phase_metrics
 from recipe.partial_rollout.rollout.workers import WorkerPool, WorkerShares
 from recipe.partial_rollout.training.batch import fill_slots
+from recipe.partial_rollout.training.reward_info import spread_infos
 from recipe.partial_rollout.waits import beside, result_of, within
 from recipe.partial_rollout.worker.agent_loop_worker import ObservedAgentLoopWorker, PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient, PartialRolloutLLMClient
@@ -83,6 +84,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         step, start = prompts.meta_info["global_steps"], time.time()
         showing = self._progress.show(step, time.monotonic())
         output = await beside(super().generate_sequences(prompts), showing)
+        self._settle(output, validate=False)
         phase = RolloutPhase(start, time.time(), await self._take_calls())
         self._figures = {**self._note(phase, prompts, output), **await self.context.engine_metrics()}
         self.context.slots.reckon(phase.calls)
@@ -91,10 +93,25 @@ class ObservedAgentLoopManager(AgentLoopManager):
     async def _validate(self, prompts: DataProto, generated: Awaitable[DataProto]) -> DataProto:
         start = time.time()
         output = await beside(generated, self.context.stop.watch())
+        self._settle(output, validate=True)
         end = time.time()
         await self._take_calls()
         self.context.trace.phase("validate", prompts.meta_info.get("global_steps", 0), start, end)
         return output
+
+    def _settle(self, output: DataProto, *, validate: bool) -> None:
+        """Name the samples that verl's workers gave up, and give ``output`` the columns of its rewards.
+
+        Raises:
+            RolloutFailedError: they are too many.
+        """
+        spread_infos(output, validate=validate)
+        errors = [error for error in output.non_tensor_batch.get("sample_error", ()) if error is not None]
+        what = "validation" if validate else "batch"
+        check_masked(errors, len(output), self.context.settings.failures.max_masked_fraction, what)
+        if errors:
+            fate = "count in no mean" if validate else "are masked"
+            print(f"warning: {len(errors)} of the {len(output)} samples of a {what} {fate}; one of them: {errors[0]}")
 
     def take_step_metrics(self) -> dict[str, float]:
         """Metrics of the last batch, without the ``partial_rollout/`` prefix."""

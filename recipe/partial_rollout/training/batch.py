@@ -24,8 +24,8 @@ Rows of a group are adjacent. verl's trainer reads everything but ``rollout_vers
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,9 @@ from tensordict import TensorDict
 from verl.protocol import DataProto
 from verl.utils.model import compute_position_id_with_mask
 
-from recipe.partial_rollout.manager.types import SampleOutput, TakenGroup
+from recipe.partial_rollout.manager.policies import excess_of, masked_output
+from recipe.partial_rollout.manager.types import SampleOutput, Segment, TakenGroup
+from recipe.partial_rollout.training.reward_info import info_columns, objects
 
 _LIST_FIELDS = ("turn_scores", "tool_rewards")
 
@@ -42,8 +44,6 @@ def _padded(rows: Sequence[np.ndarray], width: int, fill: float, dtype: torch.dt
     """[len(rows), width]: each row at the left end (padded on the left: at the right end), ``fill`` elsewhere."""
     result = torch.full((len(rows), width), fill, dtype=dtype)
     for i, row in enumerate(rows):
-        if len(row) > width:
-            raise RuntimeError(f"row {i} of the batch has {len(row)} tokens, the width is {width}")
         if len(row):
             start = width - len(row) if left else 0
             result[i, start : start + len(row)] = torch.from_numpy(np.ascontiguousarray(row)).to(dtype)
@@ -71,62 +71,49 @@ def _tensors(outputs: Sequence[SampleOutput], prompt_length: int, response_lengt
         "rollout_log_probs": _padded([o.log_probs for o in outputs], response_length, 0, torch.float32, left=False),
         "rollout_versions": _padded([o.versions for o in outputs], response_length, -1, torch.int32, left=False),
     }
-    scores = [o.reward_score for o in outputs]
-    if all(score is not None for score in scores):
+    if all(o.masked or o.reward_score is not None for o in outputs):
         rm_scores = torch.zeros(len(outputs), response_length)
         last = torch.tensor([max(o.response_length, 1) - 1 for o in outputs])
-        rm_scores[torch.arange(len(outputs)), last] = torch.tensor(scores, dtype=torch.float32)
+        scores = torch.tensor([o.reward_score or 0.0 for o in outputs], dtype=torch.float32)
+        rm_scores[torch.arange(len(outputs)), last] = scores
         fields["rm_scores"] = rm_scores
     return TensorDict(fields, batch_size=len(outputs))
-
-
-def _objects(values: Sequence[Any]) -> np.ndarray:
-    array = np.empty(len(values), dtype=object)
-    array[:] = list(values)
-    return array
 
 
 def _non_tensors(groups: Sequence[TakenGroup], slot_uids: Sequence[str]) -> tuple[dict[str, np.ndarray], list[str]]:
     rows = [group.row for group in groups for _ in group.outputs]
     outputs = [output for group in groups for output in group.outputs]
-    informed = [output for output in outputs if output.reward_extra_info]
-    extra_keys = list(informed[0].reward_extra_info) if informed else []
-    nothing = _mean_info(informed) if informed else {}
-    fields = {key: _objects([row[key] for row in rows]) for key in groups[0].row}
+    infos = info_columns([output.reward_extra_info for output in outputs])
+    # A reward model that scores the batch may write into a sample's row, which is its own.
+    fields = {key: objects([deepcopy(row[key]) for row in rows]) for key in groups[0].row}
     loop_keys = {key for output in outputs for key in output.extra_fields} | set(_LIST_FIELDS)
-    fields.update({key: _objects([o.extra_fields.get(key) for o in outputs]) for key in sorted(loop_keys)})
-    fields.update({key: np.array([(o.reward_extra_info or nothing)[key] for o in outputs]) for key in extra_keys})
-    fields["uid"] = _objects([uid for uid, group in zip(slot_uids, groups, strict=True) for _ in group.outputs])
+    fields.update({key: objects([o.extra_fields.get(key) for o in outputs]) for key in sorted(loop_keys)})
+    fields.update(infos)
+    fields["uid"] = objects([uid for uid, group in zip(slot_uids, groups, strict=True) for _ in group.outputs])
     fields["__num_turns__"] = np.array([o.num_turns for o in outputs], dtype=np.int32)
-    fields["multi_modal_inputs"] = _objects([{} for _ in outputs])
-    return fields, extra_keys
+    fields["multi_modal_inputs"] = objects([{} for _ in outputs])
+    return fields, list(infos)
 
 
-def filled_in(outputs: Sequence[SampleOutput]) -> tuple[SampleOutput, ...]:
-    """``outputs`` of a group, in which masked ones get their siblings' prompt and mean reward.
+def _fitted(outputs: Sequence[SampleOutput], prompt_length: int, response_length: int) -> tuple[SampleOutput, ...]:
+    """``outputs`` of a group as the batch holds them: masked ones with a sibling's prompt, cut to the width.
 
-    A masked sample has no token in the loss, and with the mean of the others as its reward it does not change the
-    group's baseline. A group with only masked samples gets reward 0 throughout, so no advantage.
+    The turns of a sample that failed may have made more tokens than a response holds. A sample that did not fail and is
+    too long can only come from a checkpoint: workers refuse it. It is masked here.
     """
-    good = [output for output in outputs if not output.masked]
-    if len(good) == len(outputs):
-        return tuple(outputs)
-    if not good:
-        prompt = next((o.prompt_ids for o in outputs if len(o.prompt_ids)), np.zeros(1, np.int32))
-        return tuple(replace(output, prompt_ids=prompt, reward_score=0.0) for output in outputs)
-    scores = [output.reward_score for output in good]
-    mean = None if None in scores else float(np.mean(scores))  # type: ignore[arg-type]
-    stand_in = {"prompt_ids": good[0].prompt_ids, "reward_score": mean, "reward_extra_info": _mean_info(good)}
-    return tuple(replace(output, **stand_in) if output.masked else output for output in outputs)
+    prompts = [output.prompt_ids for output in outputs if 0 < len(output.prompt_ids) <= prompt_length]
+    prompt = prompts[0] if prompts else np.zeros(1, np.int32)
 
+    def fitted(output: SampleOutput) -> SampleOutput:
+        excess = excess_of(len(output.prompt_ids), output.response_length, prompt_length, response_length)
+        if excess is None and not output.masked:
+            return output
+        kept = output.response_ids[:response_length]
+        error = output.extra_fields.get("sample_error", excess)
+        instead = masked_output([Segment(kept, np.zeros(len(kept), np.float32), -1)], error)
+        return replace(instead, prompt_ids=prompt, segments=output.segments)
 
-def _mean_info(outputs: Sequence[SampleOutput]) -> dict[str, Any]:
-    """The reward's extra information for a masked sample: the mean of its siblings' numbers, the first of anything else."""
-    infos = [output.reward_extra_info for output in outputs]
-    return {
-        key: float(np.mean([info[key] for info in infos])) if isinstance(value, bool | int | float) else value
-        for key, value in infos[0].items()
-    }
+    return tuple(map(fitted, outputs))
 
 
 def assemble_batch(
@@ -139,12 +126,12 @@ def assemble_batch(
         prompt_length: P, tokens. response_length: R, tokens. pad_id: token id of the padding.
 
     Raises:
-        RuntimeError: a sample is longer than its width, or a group lacks an output.
+        RuntimeError: a group lacks an output.
     """
     sizes = {len(group.outputs) for group in groups}
     if len(sizes) != 1:
         raise RuntimeError(f"groups of a batch have {sorted(sizes)} outputs; all must have rollout.n")
-    groups = [replace(group, outputs=filled_in(group.outputs)) for group in groups]
+    groups = [replace(g, outputs=_fitted(g.outputs, prompt_length, response_length)) for g in groups]
     outputs = [output for group in groups for output in group.outputs]
     non_tensors, extra_keys = _non_tensors(groups, slot_uids)
     tensors = _tensors(outputs, prompt_length, response_length, pad_id)

@@ -34,6 +34,7 @@ from recipe.partial_rollout.rollout.slots import ReplicaSlots, SampleSizes
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.proximal import ProximalPolicy
+from recipe.partial_rollout.training.reward_info import averaged, per_sample
 from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
 from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
@@ -284,6 +285,17 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             return super()._validate(*args, **kwargs)
         except StopTraining:
             return {"partial_rollout/validation_cut_short": 1.0}
+
+    def _val_metrics_update(
+        self, data_sources: Any, sample_uids: Any, reward_extra_infos_dict: dict[str, list[Any]], sample_turns: Any
+    ) -> dict[str, Any]:
+        infos = averaged(per_sample(reward_extra_infos_dict), data_sources)
+        return super()._val_metrics_update(data_sources, sample_uids, infos, sample_turns)
+
+    def _dump_generations(
+        self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, Any], dump_path: str
+    ) -> None:
+        super()._dump_generations(inputs, outputs, gts, scores, per_sample(reward_extra_infos_dict), dump_path)
 
     def _balance_batch(self, batch: DataProto, *args: Any, **kwargs: Any) -> None:
         self._phase_started = time.time()

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import logging
+import math
 from collections.abc import Awaitable
+from contextvars import ContextVar
+from copy import deepcopy
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 from hydra.utils import get_class, instantiate
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopOutput,
@@ -21,8 +27,10 @@ from verl.experimental.reward_loop import RewardLoopWorker
 from verl.protocol import DataProto
 from verl.utils.rollout_trace import rollout_trace_attr
 
-from recipe.partial_rollout.config.choices import Placement
+from recipe.partial_rollout.config.choices import OnSampleError, Placement
+from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.codec import check_saveable
+from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter, excess_of, finite
 from recipe.partial_rollout.manager.types import Grant, SampleOutput
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.waits import one_line
@@ -30,21 +38,29 @@ from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, ProbeEndedError, ProbeSlots
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient, PartialRolloutLLMClient
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
-from recipe.partial_rollout.worker.rewards import Places, RewardWorkers, reward_places
+from recipe.partial_rollout.worker.rewards import REWARD_INFO, Places, RewardError, RewardWorkers, reward_places
 from recipe.partial_rollout.worker.tool_journal import journaled, of_sample
 from recipe.partial_rollout.worker.turn_alignment import sample_output
 
 _WARM_UP_TOKENS = 8
 
 
-class RewardError(RuntimeError):
-    """The reward function failed or did not answer."""
+_AGENT_LOOP: ContextVar[str] = ContextVar("agent_loop", default="of a sample")
+"""name of the agent loop that runs"""
+
+logger = logging.getLogger(__name__)
+
+
+class OverlongError(ValueError):
+    """An agent loop returned more than a batch holds."""
 
 
 class ObservedAgentLoopWorker(AgentLoopWorker):
     """verl's worker, with a deadline on the reward function and an account of its engine calls."""
 
     llm_client: ObservedLLMClient
+    _filter: GroupFilter | None = None
+    """judges groups by what a reward says, if ``algorithm.filter_groups`` asks for it"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -69,6 +85,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         **kwargs,
     ) -> Any:
         """As verl's, with ``_loop_client``, and without composing the whole configuration again for every sample."""
+        _AGENT_LOOP.set(agent_name)
         registered = _agent_loop_registry.get(agent_name)
         if registered is None:
             raise ValueError(f"agent loop {agent_name!r} is not registered; known: {', '.join(_agent_loop_registry)}")
@@ -104,7 +121,74 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         """The tools that it calls."""
         return self.tools
 
+    async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
+        """As verl's, for noPR and validation: a sample that fits no batch, or has no score, ends alone.
+
+        noPR masks it; in a validation its score is nan, which no mean counts (``training/reward_info.py``).
+        """
+        try:
+            await self._score(output, kwargs)
+        except (OverlongError, RewardError) as error:
+            if self.config.partial_rollout.failures.on_sample_error == OnSampleError.RAISE:
+                raise
+            rollout = self.rollout_config
+            output.prompt_ids = output.prompt_ids[: rollout.prompt_length]
+            output.response_ids = output.response_ids[: rollout.response_length]
+            output.response_mask = [0] * len(output.response_ids)
+            if output.response_logprobs is not None:
+                output.response_logprobs = output.response_logprobs[: rollout.response_length]
+            output.reward_score = math.nan if validate else 0.0
+            output.extra_fields[REWARD_INFO] = {"sample_error": one_line(error)}
+        return await super()._agent_loop_postprocess(output, validate, **kwargs)
+
+    async def _score(self, output: AgentLoopOutput, kwargs: dict) -> None:
+        """Score ``output``. Where that fails it is scored again, as often as a sample is retried, without its agent loop.
+
+        Raises:
+            OverlongError: it does not fit a batch.
+            RewardError: there is no score that can be trained.
+        """
+        rollout = self.rollout_config
+        sizes = len(output.prompt_ids), len(output.response_ids), rollout.prompt_length, rollout.response_length
+        if excess := excess_of(*sizes):
+            raise OverlongError(f"agent loop {_AGENT_LOOP.get()} returned {excess}")
+        if "raw_prompt" in kwargs:
+            # As verl's does: reward functions may read it.
+            output.extra_fields["raw_prompt"] = kwargs["raw_prompt"]
+        policy, scored_by_loop = FailurePolicy.of(self.config.partial_rollout.failures), output.reward_score is not None
+        for times in itertools.count(1):
+            try:
+                await self._compute_score([output], kwargs)
+                self._check_score(output, kwargs)
+                return
+            except RewardError as error:
+                error.times = times
+                if scored_by_loop or policy.verdict(times) is not FailureVerdict.RETRY:
+                    raise
+                logger.warning("%s; scored again", error)
+                if (sample := LIVE_SAMPLE.get()) is not None:
+                    sample.keeper.note_error(error)
+            output.reward_score = None
+            await asyncio.sleep(policy.delay_s(times))
+
+    def _check_score(self, output: AgentLoopOutput, kwargs: dict) -> None:
+        """Refuse a score that cannot be trained, or that says too little for dynamic sampling; None: one comes later."""
+        score, info = output.reward_score, output.extra_fields.get(REWARD_INFO) or {}
+        if score is None and self.reward_loop_worker_handles is None:
+            return
+        if (number := finite(score)) is None:
+            raise RewardError(f"reward of prompt {kwargs.get('uid')} is {score!r:.60}, which is no finite number")
+        output.reward_score = number
+        # Groups of a validation are not filtered.
+        if self._filter is not None and LIVE_SAMPLE.get() is not None:
+            try:
+                self._filter.check(number, info)
+            except ValueError as error:
+                raise RewardError(f"reward of prompt {kwargs.get('uid')}: {error}") from error
+
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
+        if outputs and outputs[-1].reward_score is not None:
+            return
         deadline_s = self.config.partial_rollout.deadlines.reward_s
         async with self._rewards.one():
             try:
@@ -114,8 +198,19 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                     f"reward function gave no score for prompt {kwargs.get('uid')} within {deadline_s:g} s "
                     f"(partial_rollout.deadlines.reward_s)"
                 ) from error
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:
+                task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                    raise
                 raise RewardError(f"reward function failed on prompt {kwargs.get('uid')}: {one_line(error)}") from error
+
+    def _postprocess(self, inputs: list[Any], *args: Any, **kwargs: Any) -> DataProto:
+        """As verl's, with what rewards say in one column of dictionaries: samples may have different keys."""
+        infos = np.empty(len(inputs), dtype=object)
+        infos[:] = [each.extra_fields.pop(REWARD_INFO, None) or {} for each in inputs]
+        data = super()._postprocess(inputs, *args, **kwargs)
+        data.non_tensor_batch[REWARD_INFO] = infos
+        return data
 
     async def warm_up(self, rows: list[dict[str, Any]], concurrency: int) -> None:
         """Decode ``concurrency`` samples of a few tokens, because engines compile in their first steps."""
@@ -184,6 +279,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         super().__init__(*args, **kwargs)
         ours = self.config.partial_rollout
         self.tools = journaled(self.tools, ours.failures.tool_timeout_s, ours.tools)
+        self._filter = GroupFilter.of(FilterSettings.from_config(self.config))
         self._connected: ClaimLoop | None = None
         assert isinstance(self.llm_client, PartialRolloutLLMClient)
         self.llm_client.use_tokenizer(self.tokenizer)
@@ -232,7 +328,8 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         await self._claims.flush()
 
     async def _run_granted(self, grant: Grant) -> SampleOutput:
-        kwargs = self._kwargs({**grant.row, "uid": grant.group_uid})
+        # Samples of a group share their row, and a loop or its reward may write into it.
+        kwargs = self._kwargs({**deepcopy(grant.row), "uid": grant.group_uid})
         output = await self._run_agent_loop(self._sampling_params(), trajectory_of(grant.row), trace=False, **kwargs)
         if self.config.trainer.save_freq > 0:
             check_saveable(grant.sample_id, output)
@@ -263,5 +360,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
                 f"partial rollout trains text only; set partial_rollout.enable=False"
             )
         with sample.clock.stopped():
-            await self._compute_score([output], kwargs)
+            await self._score(output, kwargs)
+        # The row has it.
+        output.extra_fields.pop("raw_prompt", None)
         return sample_output(sample, output)

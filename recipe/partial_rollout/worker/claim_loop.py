@@ -117,11 +117,11 @@ class Outbox:
         sample.take_unsent()
         self._unsent.finished.append((sample.id, output))
 
-    def fail(self, sample: LiveSample, error: ToldError) -> None:
-        """Report that the agent loop of ``sample`` raised ``error``."""
+    def fail(self, sample: LiveSample, error: ToldError, times: int) -> None:
+        """Report that the agent loop of ``sample`` raised ``error``, or its reward ``times`` in a row."""
         self.note(sample)
         self.note_error(error)
-        self._unsent.failed.append((sample.id, error.line))
+        self._unsent.failed.append((sample.id, error.line, times))
 
     def note_error(self, error: ToldError) -> None:
         """Add ``error`` to the next report if it is the first of its kind."""
@@ -339,7 +339,7 @@ class ClaimLoop:
         if ends_the_run:
             await self._manager.abandon.remote(told.line, told)
         else:
-            self._outbox.fail(seat.sample, told)
+            self._outbox.fail(seat.sample, told, getattr(error, "times", 1))
 
     async def _end(self, seat: Seat) -> None:
         """Withdraw what the agent loop has left behind; returns once the manager can be told of the sample's end."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -16,8 +17,15 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from verl.protocol import DataProto
 
-from recipe.partial_rollout.waits import means_death, one_line
+from recipe.partial_rollout.waits import AGAIN_S, means_death, one_line, result_of
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
+
+logger = logging.getLogger(__name__)
+
+_ANSWERS_WITHIN_S = 5.0
+"""seconds that a reward worker has to show that its event loop runs"""
+REWARD_INFO = "reward_extra_info"
+"""verl's name for what a reward says beside the score"""
 
 
 class Places:
@@ -59,14 +67,22 @@ def reward_places(config: Any) -> int | None:
     return max(1, cores // config.actor_rollout_ref.rollout.agent.num_workers)
 
 
+class RewardError(RuntimeError):
+    """The reward function failed, gave no score in time, or none that can be trained."""
+
+    times = 1
+    """in a row, for the same output"""
+
+
 class RewardWorkersLostError(RuntimeError):
     """No reward worker answers any more."""
 
 
 class RewardWorkers:
-    """Stands for an actor handle in verl's ``reward_loop_worker_handles``: a dead worker's calls go to the others.
+    """Stands for an actor handle in verl's ``reward_loop_worker_handles``: calls of a worker that is away go to the others.
 
-    verl picks one at random for each sample; those on a dead node would fail it, and in the end mask it.
+    verl picks one at random for each sample; those on a dead node would fail it, and in the end mask it. A worker whose
+    function never returns is ended, and Ray starts it anew (``verl_ext.reward_workers``): other samples wait behind it.
 
     Args:
         handles: verl's reward workers.
@@ -77,29 +93,52 @@ class RewardWorkers:
         self._living = list(handles)
         self._died_of: RayActorError | None = None
         """the first death: a reward file that does not load ends all of them alike"""
+        self._looking: set[asyncio.Task[None]] = set()
 
     async def remote(self, data: DataProto) -> dict:
-        """``RewardLoopWorker.compute_score`` on one of those that live.
+        """``RewardLoopWorker.compute_score`` on one of those that live; the caller sets the deadline.
 
         Raises:
-            RewardWorkersLostError: none of them answers.
+            RewardWorkersLostError: all are dead.
         """
         lost: RayActorError | None = None
-        for handle in random.sample(self._living, len(self._living)):
-            call = handle.compute_score.remote(data)
-            try:
-                return await call
-            except asyncio.CancelledError:
-                # Its place goes to another call: it must not go on there.
-                ray.cancel(call)
-                raise
-            except RayTaskError:
-                # The reward function's own error, which may be about an actor of its own.
-                raise
-            except RayActorError as error:
-                lost = error
-                if means_death(error) and handle in self._living:
-                    self._died_of = self._died_of or error
-                    self._living.remove(handle)
+        while self._living:
+            for handle in random.sample(self._living, len(self._living)):
+                call = handle.compute_score.remote(data)
+                try:
+                    return await call
+                except asyncio.CancelledError:
+                    # Its place goes to another call: it must not go on there.
+                    ray.cancel(call)
+                    looking = asyncio.create_task(self._end_if_stuck(handle))
+                    self._looking.add(looking)
+                    looking.add_done_callback(self._looking.discard)
+                    raise
+                except RayTaskError:
+                    # The reward function's own error, which may be about an actor of its own.
+                    raise
+                except RayActorError as error:
+                    lost = error
+                    if means_death(error) and handle in self._living:
+                        self._died_of = self._died_of or error
+                        self._living.remove(handle)
+            await asyncio.sleep(AGAIN_S)
         lost = self._died_of or lost
         raise RewardWorkersLostError(f"no reward worker answers (reward.num_workers): {one_line(lost)}") from lost
+
+    async def _end_if_stuck(self, handle: Any) -> None:
+        """End the worker of a call that was given up, unless the call ended with that, as a coroutine does."""
+        try:
+            stuck = await asyncio.wait_for(result_of(handle.__ray_call__.remote(_runs_in_threads)), _ANSWERS_WITHIN_S)
+        except TimeoutError:
+            stuck = True
+        except RayActorError:
+            return
+        if stuck:
+            logger.warning("a reward function does not return: its reward worker is ended, and starts anew")
+            ray.kill(handle, no_restart=False)
+
+
+def _runs_in_threads(worker: Any) -> bool:
+    """Whether ``worker``'s reward function is synchronous: its thread goes on when the call is cancelled."""
+    return not getattr(worker.reward_manager, "is_async_reward_score", False)

@@ -16,11 +16,11 @@ Example, with ``O`` for the observation token::
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
+from recipe.partial_rollout.manager.policies import plain
 from recipe.partial_rollout.manager.types import SampleOutput
 from recipe.partial_rollout.worker.live_sample import LiveSample, Turn, context_hash
 
@@ -55,17 +55,12 @@ def sample_output(sample: LiveSample, output: AgentLoopOutput) -> SampleOutput:
         log_probs=log_probs,
         versions=versions,
         segments=len(sample.segments),
-        reward_score=_plain(output.reward_score),
-        reward_extra_info={key: _plain(value) for key, value in extra.pop("reward_extra_info", {}).items()},
+        reward_score=plain(output.reward_score),
+        reward_extra_info={key: plain(value) for key, value in (extra.pop("reward_extra_info", None) or {}).items()},
         num_turns=output.num_turns,
         metrics={**output.metrics.model_dump(), **counts},
         extra_fields=extra,
     )
-
-
-def _plain(value: Any) -> Any:
-    """A number as a plain Python one: verl's dapo reward manager returns tensors, which cannot be checkpointed."""
-    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _align(

@@ -1,0 +1,77 @@
+"""What rewards say beside the score: samples may have different keys, and values of any type.
+
+verl takes the keys of the first sample, and its means want numbers. Between worker and trainer each sample has its
+dictionary (``reward_extra_info``); columns are made where all samples of a batch, or of a whole validation, are known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from verl.protocol import DataProto
+
+from recipe.partial_rollout.manager.policies import is_number, plain
+from recipe.partial_rollout.worker.rewards import REWARD_INFO
+
+
+def objects(values: Sequence[Any]) -> np.ndarray:
+    """An array of objects, [len(values)], whatever they are."""
+    array = np.empty(len(values), dtype=object)
+    array[:] = list(values)
+    return array
+
+
+def info_columns(infos: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """A column for each key that any of ``infos`` has, a row for each of them.
+
+    It holds numbers, as verl's does, if every row has one; else objects, None where a sample lacks the key.
+
+    >>> columns = info_columns([{"acc": 1.0, "pred": 12}, {"acc": 0.5, "pred": None}, {"acc": 0, "limit": "cpu"}])
+    >>> {key: column.tolist() for key, column in columns.items()}
+    {'acc': [1.0, 0.5, 0.0], 'pred': [12, None, None], 'limit': [None, None, 'cpu']}
+    """
+    rows = {
+        key: [plain(info.get(key)) for info in infos] for key in dict.fromkeys(key for info in infos for key in info)
+    }
+    return {key: np.array(row) if all(map(is_number, row)) else objects(row) for key, row in rows.items()}
+
+
+def spread_infos(batch: DataProto, *, validate: bool) -> None:
+    """Give a batch of verl's manager its columns; a validation's are made later, of all its batches (``per_sample``)."""
+    columns = info_columns(list(batch.non_tensor_batch[REWARD_INFO]))
+    batch.non_tensor_batch.update(columns)
+    if "rm_scores" in batch.batch.keys():  # noqa: SIM118
+        batch.meta_info["reward_extra_keys"] = [REWARD_INFO] if validate else list(columns)
+
+
+def per_sample(infos: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """verl's lists of a validation, one entry a sample, with one for each key of the rewards."""
+    rest = {key: values for key, values in infos.items() if key != REWARD_INFO}
+    return {**{key: list(column) for key, column in info_columns(infos.get(REWARD_INFO, [])).items()}, **rest}
+
+
+def averaged(infos: dict[str, list[Any]], data_sources: Sequence[Any]) -> dict[str, list[Any]]:
+    """``infos`` as verl's validation can average them: what is no number in a data source is text, which it skips, and so
+    is a sample without a score.
+
+    >>> averaged({"reward": [1.0, math.nan], "pred": [7, "none"]}, ["gsm8k", "gsm8k"])
+    {'reward': [1.0, None], 'pred': ['7', 'none']}
+    """
+    rewards = [None if isinstance(score, float) and math.isnan(score) else score for score in infos["reward"]]
+    found = {**infos, "reward": rewards}
+    worded = {
+        (key, source)
+        for key, values in found.items()
+        for value, source in zip(values, data_sources, strict=True)
+        if not (value is None or is_number(value))
+    }
+    return {
+        key: [
+            str(value) if value is not None and (key, source) in worded else value
+            for value, source in zip(values, data_sources, strict=True)
+        ]
+        for key, values in found.items()
+    }

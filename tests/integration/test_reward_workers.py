@@ -1,0 +1,63 @@
+"""verl's reward workers with a function that never returns and holds its interpreter, as a regular expression may."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.experimental.reward_loop import RewardLoopManager
+from verl.protocol import DataProto
+
+from recipe.partial_rollout.worker.rewards import RewardWorkers
+from tests.unit.conftest import build_config
+from tests.unit.shared import byte_tokenizer
+
+REWARD = """
+import ctypes
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if ground_truth == "degenerate":
+        ctypes.PyDLL(None).sleep(3600)
+    return 1.0
+"""
+
+
+def call_for(truth):
+    ones = torch.ones(1, 4, dtype=torch.int64)
+    fields = {"data_source": "t", "reward_model": {"ground_truth": truth}, "raw_prompt": []}
+    columns = {key: np.empty(1, dtype=object) for key in fields}
+    for key, value in fields.items():
+        columns[key][0] = value
+    return DataProto(TensorDict({"responses": ones * 65, "attention_mask": ones, "prompts": ones[:, :0]}, 1), columns)
+
+
+@pytest.fixture
+def reward_workers(tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    byte_tokenizer("", pad_token="<pad>", eos_token="<eos>").save_pretrained(tmp_path)
+    config = build_config(
+        "quickstart_cpu",
+        f"actor_rollout_ref.model.path={tmp_path}",
+        f"actor_rollout_ref.model.tokenizer_path={tmp_path}",
+        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
+        "reward.custom_reward_function.name=compute_score",
+        "reward.num_workers=1",
+    )
+    return RewardLoopManager(config).reward_loop_worker_handles
+
+
+def test_reward_worker_whose_function_never_returns_starts_anew_and_costs_no_other_score(reward_workers):
+    async def score():
+        workers = RewardWorkers(reward_workers)
+        assert (await workers.remote(call_for("good")))["reward_score"] == 1.0
+        stuck = asyncio.create_task(workers.remote(call_for("degenerate")))
+        await asyncio.sleep(1.0)
+        behind = asyncio.create_task(workers.remote(call_for("good")))
+        await asyncio.sleep(1.0)
+        assert not behind.done()
+        stuck.cancel()
+        return await asyncio.wait_for(behind, 300)
+
+    assert asyncio.run(score())["reward_score"] == 1.0

@@ -1,0 +1,293 @@
+"""Samples that are too long, or whose reward fails: under verl's own path (noPR, validation), and under partial rollout."""
+
+import asyncio
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, _agent_loop_registry
+from verl.experimental.reward_loop import RewardLoopWorker
+from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
+from verl.protocol import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+from recipe.partial_rollout.config.choices import OnSampleError
+from recipe.partial_rollout.config.sections import FailureLimits
+from recipe.partial_rollout.manager.messages import RolloutFailedError
+from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter
+from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
+from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.worker.agent_loop_worker import (
+    ObservedAgentLoopWorker,
+    OverlongError,
+    PartialRolloutAgentLoopWorker,
+    RewardError,
+    _LocalRewardHandle,
+)
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
+from recipe.partial_rollout.worker.rewards import Places
+from tests.unit.shared import byte_tokenizer
+from tests.unit.test_turn_alignment import played
+
+P, R = 6, 8
+
+
+@pytest.fixture(autouse=True)
+def no_backoff(monkeypatch):
+    monkeypatch.setattr(FailurePolicy, "delay_s", lambda self, failures: 0.0)
+
+
+class Loop:
+    """Returns a response of as many tokens as its row says."""
+
+    runs = 0
+
+    def __init__(self, **_):
+        pass
+
+    async def run(self, sampling_params, **row):
+        type(self).runs += 1
+        length = row["length"]
+        return AgentLoopOutput(
+            prompt_ids=[1, 2, 3],
+            response_ids=[65] * length,
+            response_mask=[1] * length,
+            response_logprobs=[-0.5] * length,
+            num_turns=2,
+            metrics=AgentLoopMetrics(),
+        )
+
+
+def reward_worker(function):
+    """verl's, with ``function`` as the user's."""
+    made = object.__new__(RewardLoopWorker)
+    made.config = SimpleNamespace(reward=SimpleNamespace(custom_reward_function=SimpleNamespace(path="x")))
+    made.reward_manager = object.__new__(NaiveRewardManager)
+    words = SimpleNamespace(decode=lambda ids, skip_special_tokens: "!" * len(ids))
+    vars(made.reward_manager).update(
+        compute_score=function,
+        is_async_reward_score=False,
+        tokenizer=words,
+        reward_router_address=None,
+        loop=asyncio.get_running_loop(),
+    )
+    return made
+
+
+def worker(function, *, kind=ObservedAgentLoopWorker, on_sample_error=OnSampleError.RETRY, reward_s=5.0):
+    made = object.__new__(kind)
+    limits = FailureLimits(on_sample_error=on_sample_error)
+    deadlines = SimpleNamespace(reward_s=reward_s)
+    settings = SimpleNamespace(failures=limits, deadlines=deadlines, tools=SimpleNamespace(release_after_s=1.0))
+    rollout = dict.fromkeys(("temperature", "top_p", "top_k"), 1.0) | {"prompt_length": P, "response_length": R}
+    agent = SimpleNamespace(default_agent_loop="mine")
+    validation = SimpleNamespace(top_p=1.0, top_k=-1, temperature=0.0)
+    tokenizer = byte_tokenizer("", pad_token="<pad>")
+    vars(made).update(
+        config=SimpleNamespace(partial_rollout=settings, data={}, trainer=SimpleNamespace(save_freq=-1)),
+        rollout_config=SimpleNamespace(**rollout, agent=agent, val_kwargs=validation, calculate_log_probs=True),
+        tokenizer=tokenizer,
+        tools=[],
+        distillation_enabled=False,
+        reward_loop_worker_handles=[_LocalRewardHandle(reward_worker(function))],
+        _rewards=Places(None),
+    )
+    for name in ("processor", "llm_client", "hf_model_type", "dataset_cls", "mm_processor_kwargs"):
+        setattr(made, name, None)
+    return made
+
+
+def rows(*lengths, **columns):
+    fields = {
+        "raw_prompt": [[{"role": "user", "content": "?"}]] * len(lengths),
+        "length": list(lengths),
+        "uid": [f"uid{i}" for i in range(len(lengths))],
+        "data_source": ["t"] * len(lengths),
+        "reward_model": [{"ground_truth": i} for i in range(len(lengths))],
+        **columns,
+    }
+    arrays = {key: np.empty(len(lengths), dtype=object) for key in fields}
+    for key, values in fields.items():
+        arrays[key][:] = values
+    return DataProto(TensorDict({"dummy": torch.zeros(len(lengths), 1)}, len(lengths)), arrays)
+
+
+def generated(function, batch, *, validate=False, most=1.0, chunks=1, **options):
+    """What verl's trainer gets of ``batch``: from the worker, ``chunks`` of them, by way of verl's manager and ours."""
+    _agent_loop_registry["mine"] = {"_target_": f"{__name__}.Loop"}
+    Loop.runs = 0
+    batch.meta_info["validate"] = validate
+    failures = SimpleNamespace(max_masked_fraction=most)
+    manager = object.__new__(ObservedAgentLoopManager)
+    manager.context = SimpleNamespace(settings=SimpleNamespace(failures=failures))
+
+    async def generate():
+        made = worker(function, **options)
+        return DataProto.concat([await made.generate_sequences(chunk) for chunk in batch.chunk(chunks)])
+
+    output = asyncio.run(generate())
+    manager._settle(output, validate=validate)
+    return output
+
+
+def flaky(*failures):
+    """A reward function that first does what ``failures`` say: raise an error, or give a value; then 1 for each."""
+    left = list(failures)
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        if left and ground_truth == 0:
+            first = left.pop(0)
+            if isinstance(first, Exception):
+                raise first
+            return first
+        return {"score": 1.0, "acc": 1.0}
+
+    return compute_score
+
+
+BROKEN = [OSError("no disk"), math.nan, math.inf, None, "1", [1.0], {"acc": 1.0}, {"score": 1e39}]
+
+
+@pytest.mark.parametrize("first", BROKEN, ids=repr)
+@pytest.mark.parametrize("validate", [False, True])
+def test_reward_that_fails_is_scored_again_without_the_agent_loop(first, validate):
+    output = generated(flaky(first), rows(2, 3), validate=validate)
+    assert Loop.runs == 2, "one run a sample"
+    assert output.batch["rm_scores"].sum(-1).tolist() == [1.0, 1.0]
+    assert output.batch["response_mask"].sum(-1).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=repr)
+def test_sample_without_a_score_is_masked_and_named_under_nopr(broken, capsys):
+    output = generated(flaky(*[broken] * 3), rows(2, 3))
+    assert output.batch["rm_scores"].sum(-1).tolist() == [0.0, 1.0]
+    assert output.batch["response_mask"].sum(-1).tolist() == [0, 3]
+    assert "prompt uid0" in output.non_tensor_batch["sample_error"][0]
+    assert "warning: 1 of the 2 samples of a batch are masked; one of them: RewardError" in capsys.readouterr().out
+
+
+def test_too_many_samples_without_a_score_end_the_run_by_one_of_them():
+    with pytest.raises(RolloutFailedError, match=r"1 of the 2 samples of a validation failed .*0\.25.*prompt uid0"):
+        generated(flaky(*[math.nan] * 3), rows(2, 3), validate=True, most=0.25)
+    with pytest.raises(RewardError, match="prompt uid0 is nan"):
+        generated(flaky(math.nan), rows(2, 3), on_sample_error=OnSampleError.RAISE)
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_sample_that_is_longer_than_its_batch_ends_alone(validate, capsys):
+    output = generated(flaky(), rows(R + 1, 3), validate=validate)
+    assert output.batch["response_mask"].sum(-1).tolist() == [0, 3]
+    assert output.batch["responses"].shape == (2, R)
+    words = r"agent loop mine returned a response of 9 tokens (actor_rollout_ref.rollout.response_length=8)"
+    assert words in output.non_tensor_batch["sample_error"][0] and words in capsys.readouterr().out
+
+
+def sparse(data_source, solution_str, ground_truth, extra_info):
+    return [{"score": 1.0, "acc": 1.0}, {"score": 0.0, "acc": 0.0, "pred": None}, {"score": 1.0, "pred": 12}][
+        ground_truth
+    ]
+
+
+def test_workers_whose_samples_have_different_keys_make_one_batch():
+    output = generated(sparse, rows(2, 2, 2), chunks=3)
+    assert output.meta_info["reward_extra_keys"] == ["score", "acc", "pred"]
+    assert output.non_tensor_batch["acc"].tolist() == [1.0, 0.0, None]
+    assert output.non_tensor_batch["pred"].tolist() == [None, None, 12]
+
+
+def validated(monkeypatch, tmp_path, *batches):
+    """verl's validation over ``batches`` of generated samples; returns its metrics and what it wrote."""
+    trainer = object.__new__(PartialRolloutRayPPOTrainer)
+    outputs = iter(batches)
+    rollout = {"val_kwargs": SimpleNamespace(n=1, do_sample=False), "agent": SimpleNamespace(num_workers=1)}
+    written = []
+    vars(trainer).update(
+        config=SimpleNamespace(
+            actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(**rollout)),
+            trainer=SimpleNamespace(log_val_generations=0, get=lambda key, default=None: str(tmp_path)),
+        ),
+        val_dataloader=[{"dummy": torch.zeros(len(each), 1)} for each in batches],
+        tokenizer=byte_tokenizer("", pad_token="<pad>", eos_token="<eos>"),
+        async_rollout_manager=SimpleNamespace(generate_sequences=lambda prompts: next(outputs)),
+        use_rm=False,
+        global_steps=1,
+    )
+    monkeypatch.setattr(RayPPOTrainer, "_dump_generations", lambda self, *args: written.append(args[4]))
+    return RayPPOTrainer._validate(trainer), written[0]
+
+
+def test_validation_averages_numbers_over_batches_whose_samples_have_different_keys(monkeypatch, tmp_path):
+    def mixed(data_source, solution_str, ground_truth, extra_info):
+        return [
+            {"score": 1.0, "depth": 3, "pred": 12},
+            {"score": 0.0, "depth": None, "pred": "none"},
+            {"score": 1.0, "steps": [1, 2]},
+            math.nan,
+        ][ground_truth]
+
+    whole = rows(2, 2, 2, 2)
+    batches = [generated(mixed, whole[i : i + 2], validate=True) for i in (0, 2)]
+    metrics, written = validated(monkeypatch, tmp_path, *batches)
+    assert metrics["val-core/unknown/reward/mean@1"] == pytest.approx(2 / 3), "without the one that has no score"
+    assert metrics["val-aux/unknown/depth/mean@1"] == 3.0
+    assert not [name for name in metrics if "pred" in name or "steps" in name]
+    assert written["pred"] == [12, "none", None, None] and written["steps"] == [None, None, [1, 2], None]
+    assert "prompt uid3" in written["sample_error"][3]
+
+
+def test_reward_that_writes_into_its_extra_info_changes_no_other_samples_score():
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        extra_info["seen"] = seen = extra_info.get("seen", 0) + 1
+        extra_info["list"].append(1)
+        return float(seen == 1 and len(extra_info["list"]) == 1)
+
+    shared = {"list": []}
+    output = generated(compute_score, rows(2, 2, 2, extra_info=[shared] * 3))
+    assert output.batch["rm_scores"].sum(-1).tolist() == [1.0] * 3 and shared == {"list": []}
+
+
+# -- partial rollout -------------------------------------------------------------------------------------------------
+
+
+def trained(function, length=3, group_filter=None, **options):
+    """The output of a sample under partial rollout, whose loop returns ``length`` tokens; its row may be shared."""
+
+    async def run():
+        made = worker(function, kind=PartialRolloutAgentLoopWorker, **options)
+        made._filter = group_filter
+        tokens = list(range(1, length + 1))
+        sample = played(([1, 2, 3], 0, tokens))
+        LIVE_SAMPLE.set(sample)
+        said = await Loop().run({}, length=length)
+        said.response_ids, said.response_logprobs = tokens, None
+        return await made._agent_loop_postprocess(
+            said, False, uid="0/7", reward_model={"ground_truth": 0}, data_source="t"
+        )
+
+    return asyncio.run(run())
+
+
+def test_reward_of_a_training_sample_is_asked_for_as_often_as_a_sample_is_retried():
+    assert trained(flaky(OSError("no disk"), math.nan)).reward_score == 1.0
+    with pytest.raises(RewardError, match="reward function failed on prompt 0/7: OSError: no disk") as caught:
+        trained(flaky(*[OSError("no disk")] * 3))
+    assert caught.value.times == 3, "which leaves no retry of the whole sample"
+
+
+def test_training_sample_that_is_too_long_fails_with_words():
+    with pytest.raises(
+        OverlongError, match=r"a response of 9 tokens \(actor_rollout_ref\.rollout\.response_length=8\)"
+    ):
+        trained(flaky(), length=9)
+
+
+@pytest.mark.parametrize("acc", [None, "yes"])
+def test_reward_without_what_dynamic_sampling_asks_for_fails_its_sample(acc):
+    with pytest.raises(
+        RewardError, match=r"prompt 0/7: algorithm\.filter_groups\.metric=acc: the reward function gives"
+    ):
+        trained(flaky(*[{"score": 1.0, "acc": acc}] * 3), group_filter=GroupFilter("acc"))
+    assert trained(flaky(), group_filter=GroupFilter("acc")).reward_score == 1.0

@@ -1,0 +1,187 @@
+"""What does not train moves nothing: advantages (float64 references without the rows), the KL controller, the means."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from verl.trainer.ppo import ray_trainer
+
+from recipe.partial_rollout.manager.policies import masked_output
+from recipe.partial_rollout.manager.types import Segment, TakenGroup
+from recipe.partial_rollout.training.batch import assemble_batch
+from tests.unit.conftest import build_output
+
+R, GAMMA, LAM = 5, 0.9, 0.8
+EPSILON = 1e-6
+
+
+def sample(fate, reward, length):
+    """One that trains, one that ``rollout_rs`` will reject, or one that failed with ``length`` tokens."""
+    if fate == "failed":
+        ids = np.arange(length, dtype=np.int32)
+        return masked_output([Segment(ids, ids.astype(np.float32), 0)], "its tool raised")
+    return build_output(length, reward=reward)
+
+
+def batch_of(groups, *, colocated=False):
+    """The trainer's batch of ``groups``, lists of (fate, reward, length), before its advantages."""
+    taken = [
+        TakenGroup(f"0/{i}", i, 0, {"index": i}, tuple(sample(*each) for each in group), 0)
+        for i, group in enumerate(groups)
+    ]
+    data = assemble_batch(taken, [f"slot{i}" for i in range(len(taken))], 4, R, 0)
+    fates = [fate for group in groups for fate, _, _ in group]
+    scores = data.batch["rm_scores"]
+    if colocated:
+        # The model scores whatever it is given.
+        last = data.batch["attention_mask"][:, 4:].sum(-1) - 1
+        for i, (_, reward, _) in enumerate(each for group in groups for each in group):
+            scores[i, last[i]] = reward
+    data.batch["response_mask"][[fate == "rejected" for fate in fates]] = 0
+    data.batch["token_level_scores"] = data.batch["token_level_rewards"] = scores
+    generator = torch.Generator().manual_seed(0)
+    data.batch["values"] = torch.randint(-8, 8, scores.shape, generator=generator) / 4.0
+    return data
+
+
+def advantages(data, name, by_std=True):
+    algorithm = OmegaConf.create({"norm_adv_by_std_in_grpo": by_std, "gamma": GAMMA, "lam": LAM})
+    return ray_trainer.compute_advantage(
+        data, name, gamma=GAMMA, lam=LAM, norm_adv_by_std_in_grpo=by_std, config=algorithm
+    ).batch["advantages"]
+
+
+# -- references: float64, of the rows that train --------------------------------------------------------------------
+
+
+def whitened(rows):
+    every = np.concatenate(rows)
+    return [(row - every.mean()) / np.sqrt(every.var(ddof=1) + 1e-8) for row in rows]
+
+
+def grpo(groups, by_std=True):
+    return [((r - r.mean()) / (r.std(ddof=1) + EPSILON if by_std else 1.0), lengths) for r, lengths in groups]
+
+
+def passk(groups):
+    best = [np.where(np.arange(len(r)) == r.argmax(), np.sort(r)[-1] - np.sort(r)[-2], 0.0) for r, _ in groups]
+    return [(b / (r.std(ddof=1) + EPSILON), lengths) for b, (r, lengths) in zip(best, groups, strict=True)]
+
+
+def rloo(groups):
+    return [((r - (r.sum() - r) / (len(r) - 1)), lengths) for r, lengths in groups]
+
+
+def opo(groups):
+    return [(r - (lengths * r).sum() / lengths.sum(), lengths) for r, lengths in groups]
+
+
+def gpg(groups):
+    every = np.concatenate([r for r, _ in groups])
+    alpha = len(every) / max(1, np.count_nonzero(every))
+    return [(alpha * (r - r.mean()), lengths) for r, lengths in groups]
+
+
+def tokens(groups):
+    return [np.full(length, advantage) for r, lengths in groups for advantage, length in zip(r, lengths, strict=True)]
+
+
+def discounted(groups):
+    return [r * GAMMA ** np.arange(n - 1, -1, -1.0) for rs, lengths in groups for r, n in zip(rs, lengths, strict=True)]
+
+
+GROUPED = {
+    "grpo": lambda groups: tokens(grpo(groups)),
+    "grpo without std": lambda groups: tokens(grpo(groups, by_std=False)),
+    "grpo_vectorized": lambda groups: tokens(grpo(groups)),
+    "grpo_passk": lambda groups: tokens(passk(groups)),
+    "rloo": lambda groups: tokens(rloo(groups)),
+    "rloo_vectorized": lambda groups: tokens(rloo(groups)),
+    "opo": lambda groups: tokens(opo(groups)),
+    "gpg": lambda groups: tokens(gpg(groups)),
+    "reinforce_plus_plus_baseline": lambda groups: whitened(tokens(grpo(groups, by_std=False))),
+}
+ALONE = {"reinforce_plus_plus": lambda groups: whitened(discounted(groups)), "gae": None}
+
+
+def gae(data, rows):
+    """Advantages of ``rows``, all of whose tokens are generated."""
+    found = []
+    for i in rows:
+        length = int(data.batch["response_mask"][i].sum())
+        values = data.batch["values"][i].double().numpy()
+        rewards = data.batch["token_level_rewards"][i].double().numpy()
+        advantage, row = 0.0, np.zeros(length)
+        for t in reversed(range(length)):
+            after = values[t + 1] if t + 1 < length else 0.0
+            advantage = rewards[t] + GAMMA * after - values[t] + GAMMA * LAM * advantage
+            row[t] = advantage
+        found.append(row)
+    return whitened(found)
+
+
+FATES = st.sampled_from(["good"] * 4 + ["failed", "rejected"])
+SAMPLES = st.tuples(FATES, st.integers(-8, 8).map(lambda r: r / 4), st.integers(1, R))
+BATCHES = st.integers(2, 5).flatmap(
+    lambda n: st.lists(st.lists(SAMPLES, min_size=n, max_size=n), min_size=1, max_size=3)
+)
+GOOD = ("good", 1.0, 3)
+
+
+@pytest.mark.parametrize("name", [*GROUPED, *ALONE])
+@given(groups=BATCHES, colocated=st.booleans())
+@example(groups=[[GOOD, ("good", 0.0, 2), *[("failed", 0.5, 4)] * 6]], colocated=False)
+@example(groups=[[GOOD, ("failed", 1.0, 4)], [GOOD, ("good", 0.0, 4)]], colocated=True)
+def test_group_and_batch_have_the_statistics_of_the_samples_that_train(name, groups, colocated):
+    """A lone survivor trains only where its advantage is its own: other samples' rewards are no baseline."""
+    data = batch_of(groups, colocated=colocated)
+    size, trains = len(groups[0]), [fate == "good" for group in groups for fate, _, _ in group]
+    flat = [each for group in groups for each in group]
+    kept = [[g * size + i for i in range(size) if trains[g * size + i]] for g in range(len(groups))]
+    kept = [rows for rows in kept if len(rows) > (name in GROUPED)]
+    rows = [i for group in kept for i in group]
+    # A single token has no variance, and verl refuses to whiten it.
+    assume(name in GROUPED or sum(flat[i][2] for i in rows) != 1)
+    told = [(np.array([flat[i][1] for i in g]), np.array([flat[i][2] for i in g])) for g in kept]
+    expected = np.zeros((len(flat), R))
+    if rows:
+        estimate = {**GROUPED, **ALONE}[name]
+        for i, row in zip(rows, gae(data, rows) if estimate is None else estimate(told), strict=True):
+            expected[i, : len(row)] = row
+    got = advantages(data, name.removesuffix(" without std"), by_std="without" not in name)
+    trained = data.batch["response_mask"].bool()
+    np.testing.assert_allclose(got.double()[trained], expected[trained], rtol=1e-3, atol=2e-3)
+    assert not got[~torch.tensor(trains)].any(), "what does not train has no advantage"
+
+
+def test_batch_without_a_masked_sample_is_verls_own(monkeypatch):
+    data = batch_of([[GOOD, ("good", 0.0, 4)]])
+    want = ray_trainer.core_algos.compute_grpo_outcome_advantage(
+        data.batch["rm_scores"], data.batch["response_mask"], data.non_tensor_batch["uid"]
+    )
+    assert torch.equal(advantages(data, "grpo"), want[0])
+
+
+def test_penalty_for_the_kl_divergence_and_its_controller_see_the_samples_that_train():
+    data = batch_of([[GOOD, ("rejected", 1.0, 3), ("failed", 1.0, 3)]])
+    data.batch["old_log_probs"], data.batch["ref_log_prob"] = torch.full((3, R), -0.5), torch.full((3, R), -1.5)
+    seen = []
+    controller = SimpleNamespace(value=0.1, update=lambda **told: seen.append(told))
+    data, metrics = ray_trainer.apply_kl_penalty(data, controller)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(1.0)
+    assert seen == [{"current_kl": pytest.approx(1.0), "n_steps": 1}]
+    assert data.batch["token_level_rewards"][0].tolist() == pytest.approx([-0.1, -0.1, 0.9, 0, 0])
+    assert torch.equal(data.batch["token_level_rewards"][1:], data.batch["token_level_scores"][1:])
+
+
+def test_logged_means_are_those_of_the_samples_that_train():
+    data = batch_of([[GOOD, ("good", 0.0, 5), ("failed", 0.0, 1), ("rejected", -2.0, 1)]])
+    advantages(data, "grpo")
+    data.batch["returns"] = data.batch["advantages"]
+    metrics = ray_trainer.compute_data_metrics(batch=data, use_critic=False)
+    assert (metrics["critic/score/mean"], metrics["critic/rewards/min"]) == (0.5, 0.0)
+    assert (metrics["response_length/mean"], metrics["response_length/min"]) == (4.0, 3.0)

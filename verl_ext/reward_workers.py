@@ -1,0 +1,72 @@
+"""Patch: verl's reward workers answer alike, share nothing between samples, and come back if they are ended.
+
+- ``compute_score_disrm``, which asks a classifier in a pool of its own, leaves out ``reward_extra_info``, which verl's
+  agent-loop workers read from every answer. Here the answer has it, empty.
+- verl's reward managers write into ``extra_info``, and samples of a prompt have the same dictionary unless a call to
+  another process copied it: one is scored with what another's conversation left. Here each call has its own.
+- Ray restarts a worker that dies. One whose function never returns can be ended (``ray.kill(..., no_restart=False)``).
+"""
+
+import copy
+import pickle
+import zlib
+from typing import Any
+
+import ray
+import wrapt
+
+from verl_ext.guard import VERL, require
+
+_TARGET = "verl.experimental.reward_loop.reward_loop"
+
+
+class _Compressed:
+    """The config as an argument of an actor: Ray keeps small ones with the actor, and cannot start it again without them.
+
+    Whoever receives it has the config itself.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _decompressed, (zlib.compress(pickle.dumps(self._config)),)
+
+
+def _decompressed(packed: bytes) -> Any:
+    return pickle.loads(zlib.decompress(packed))
+
+
+def _patch(module: Any) -> None:
+    worker, manager = module.RewardLoopWorker, module.RewardLoopManager
+    if getattr(worker.compute_score, "_copies", False):
+        return
+    ask_classifier, compute_score = worker.compute_score_disrm, worker.compute_score
+    start_workers = manager._init_reward_loop_workers
+
+    async def compute_score_disrm(self: Any, data: Any) -> dict:
+        return {"reward_extra_info": {}, **await ask_classifier(self, data)}
+
+    async def with_own_fields(self: Any, data: Any) -> dict:
+        own = type(data)(data.batch, copy.deepcopy(data.non_tensor_batch), data.meta_info)
+        return await compute_score(self, own)
+
+    def start_restartable(self: Any) -> None:
+        self.reward_loop_workers_class = ray.remote(max_restarts=-1)(worker)
+        config, self.config = self.config, _Compressed(self.config)
+        try:
+            start_workers(self)
+        finally:
+            self.config = config
+
+    with_own_fields._copies = True  # type: ignore[attr-defined]
+    worker.compute_score_disrm, worker.compute_score = compute_score_disrm, with_own_fields
+    manager._init_reward_loop_workers = start_restartable
+
+
+def install() -> None:
+    require("verl", VERL, "reward_workers")
+    wrapt.register_post_import_hook(_patch, _TARGET)
