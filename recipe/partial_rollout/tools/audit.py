@@ -54,6 +54,7 @@ class Audit:
         """Take the next event of the ledger, whose line begins at byte ``at``."""
         if self.sizes is None and not isinstance(event, ledger.RunSizes):
             raise RunRecordError(f"the first event is {event.EVENT}: a ledger begins with {ledger.RunSizes.EVENT}")
+        self.worked |= isinstance(event, ledger.Admitted | ledger.Trained | Checkpoint)
         match event:
             case ledger.RunSizes():
                 self._book_run(event)
@@ -66,7 +67,6 @@ class Audit:
                 for entries in self._kinds:
                     entries.lines.checkpoint(step)
             case ledger.Admitted(step, _, uids):
-                self.worked = True
                 self.admitted.lines.add(step, Entry.of(step, uids))
             case ledger.Trained():
                 self.trained.lines.add(event.step, Entry.of_trained(event, at, self._sizes))
