@@ -23,13 +23,9 @@ case ${WARM_START:-ready} in
   train) train_task=(--train) ;;
   *) printf 'quickstart: WARM_START=%s: choose ready or train\n' "$WARM_START" >&2 && exit 2 ;;
 esac
-placement=(partial_rollout.placement="${PLACEMENT:-colocated}")
 case ${PLACEMENT:-colocated} in
   colocated) how='rounds are interrupted, unfinished samples resume in the next' ;;
-  separate)
-    how='the engine decodes while the trainer updates, on cores of its own'
-    if (($(nproc) > 1)); then placement+=(partial_rollout.trainer_cores="$(($(nproc) / 2))"); fi
-    ;;
+  separate) how='the engine decodes while the trainer updates' ;;
   *) printf 'quickstart: PLACEMENT=%s: choose colocated or separate\n' "$PLACEMENT" >&2 && exit 2 ;;
 esac
 bash run_scripts/setup.sh --quiet
@@ -66,7 +62,7 @@ train() {
 }
 
 nopr=(noPR partial_rollout.enable=False "$@")
-pr=(PR partial_rollout.enable=True "${placement[@]}" "$@")
+pr=(PR partial_rollout.enable=True partial_rollout.placement="${PLACEMENT:-colocated}" "$@")
 if [[ -e $out/noPR || -e $out/PR ]]; then
   say "checking the settings of both runs"
   check "${nopr[@]}"

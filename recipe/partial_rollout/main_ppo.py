@@ -30,7 +30,6 @@ from recipe.partial_rollout.config.settings import (
     OVERLONG,
     ROOT,
     PartialRolloutConfig,
-    pinned_cores,
     register_keys,
 )
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
@@ -142,7 +141,7 @@ def train(runner: TaskRunner, config: DictConfig) -> None:
 
     try:
         with StopSignals.of_process().behind():
-            start_ray(config, pinned_cores(config))
+            start_ray(config)
         runner.train()
     finally:
         ray.shutdown()

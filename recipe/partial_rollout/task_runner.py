@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +23,6 @@ from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes, accepts
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 from recipe.partial_rollout.waits import one_line
-from verl_ext import cores
 
 _SIZES = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
 """options of ``ray.init`` that give a Ray of the run's own its size, and which Ray refuses for a cluster that is joined"""
@@ -74,14 +72,11 @@ def check_ray_address(config: DictConfig) -> None:
         raise fail(key, address, f"{allowed}; nothing answers at {at} within {_PROBE_S:g} s")
 
 
-def start_ray(config: DictConfig, trainer_cores: int = 0) -> None:
+def start_ray(config: DictConfig) -> None:
     """``ray.init`` with verl's runtime environment and the config's ``ray_kwargs.ray_init``, unless it is up.
 
     A cluster that is named by ``RAY_ADDRESS`` or ``ray_init.address`` is joined, and keeps its own resources. Otherwise a
     config that sizes Ray gets a Ray of its own, and not another one that happens to run on this machine.
-
-    Args:
-        trainer_cores: that the trainer and this process have to themselves; all that such a Ray runs leaves them alone.
     """
     if ray.is_initialized():
         return
@@ -90,12 +85,8 @@ def start_ray(config: DictConfig, trainer_cores: int = 0) -> None:
     if sizes and address != "local":
         print(f"joining Ray at {address}: {', '.join(sizes)} of ray_kwargs.ray_init do not apply to it")
         options = {name: value for name, value in options.items() if name not in sizes}
-    variables = {"env_vars": cores.environment(trainer_cores) if trainer_cores else {}}
-    environment: Any = OmegaConf.merge(
-        get_ppo_ray_runtime_env(config), variables, options.pop("runtime_env", None) or {}
-    )
-    with cores.starting_others(trainer_cores) if trainer_cores else nullcontext():
-        ray.init(runtime_env=OmegaConf.to_container(environment), **options)
+    environment: Any = OmegaConf.merge(get_ppo_ray_runtime_env(config), options.pop("runtime_env", None) or {})
+    ray.init(runtime_env=OmegaConf.to_container(environment), **options)
 
 
 _WIDTH = 1000

@@ -8,7 +8,7 @@
 #
 # Separate placement against verl's separate_async, by wall time (two hours). One validation, at the end: during one the
 # engines beside a trainer go on decoding, and the steps around it find their batches ready.
-#   OUT=outputs/placement bash tests/scripts/bench_peers_cpu.sh --arms noPR PR_more PR_separate_1.5 PR_separate_2 PR_separate_2_unpinned \
+#   OUT=outputs/placement bash tests/scripts/bench_peers_cpu.sh --arms noPR PR_more PR_separate_1.5 PR_separate_2 \
 #     v1_separate_async v1_separate_async_quick --repeats 3 --steps 36 trainer.val_before_train=False trainer.test_freq=36
 #
 # Arguments are those of tests.studies peers. OUT=dir (default outputs/peers) chooses where the runs go.

@@ -1,7 +1,6 @@
 """The table of peers over runs whose figures can be worked out by hand."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.partial_rollout.config.settings import pinned_cores
 from tests.studies.__main__ import main as run_study
 from tests.studies.peers.arms import ARMS, SEPARATE
 from tests.studies.peers.document import table_of
@@ -100,30 +98,9 @@ def test_every_arm_composes_and_separate_ones_have_the_same_split_and_send_every
         if arm.name in SEPARATE:
             assert rollout.nnodes * rollout.n_gpus_per_node == trainer.nnodes * trainer.n_gpus_per_node == 1, arm.name
             assert config.ray_kwargs.ray_init.num_gpus >= 2 and rollout.checkpoint_engine.backend == "shm", arm.name
-            assert pinned_cores(config) == (0 if arm.name.endswith("_unpinned") else 1), arm.name
         if arm.name in SEPARATE and trainer.use_v1:
             assert trainer.v1.trainer_mode == "separate_async" and trainer.v1.separate_async.parameter_sync_step == 1
     assert table_of(compare([build_run(arm.name, 1) for arm in ARMS])).rows[0][0] == "noPR"
-
-
-@pytest.mark.parametrize(("arm", "moves", "trainer"), [("quick", [[1], [0]], "0"), ("quick_unpinned", [], "")])
-def test_verls_processes_start_beside_the_trainers_core(monkeypatch, composed_config, tmp_path, arm, moves, trainer):
-    from recipe.partial_rollout.tools import verl_trainer
-
-    command = Study(tmp_path, ARMS, (1,), STEPS, "quickstart_cpu").command(arm_of(f"v1_separate_async_{arm}"), 1)
-    config = composed_config("quickstart_cpu", *command[command.index("quickstart_cpu") + 1 :])
-    moved, started = [], []
-    monkeypatch.setenv(verl_trainer.cores.VARIABLE, "")
-    monkeypatch.setattr(verl_trainer.cores, "available", lambda: [0, 1])
-    monkeypatch.setattr(verl_trainer.cores, "move_to", lambda cores: moved.append(list(cores)))
-
-    def start(config):
-        started.append((list(moved), os.environ[verl_trainer.cores.VARIABLE]))
-
-    monkeypatch.setattr(verl_trainer.main_ppo.main, "__wrapped__", start)
-    monkeypatch.setattr(verl_trainer, "size_bucket", lambda config: None)
-    verl_trainer.main.__wrapped__(config)
-    assert started == [(moves[:1], trainer)] and moved == moves
 
 
 def test_report_is_written_from_complete_runs(tmp_path, capsys):

@@ -83,15 +83,3 @@ def test_more_devices_than_ray_has_and_a_vllm_that_cannot_hold_are_refused(place
     monkeypatch.setattr(placement_check, "has_pause_modes", lambda: False)
     with pytest.raises(ConfigError, match=r"placement=separate: colocated with vLLM [\d.]+, which has no pause modes"):
         check(config)
-
-
-def test_trainer_leaves_the_engines_a_core(placed, monkeypatch):
-    monkeypatch.setattr("verl_ext.cores.available", lambda: [0, 3])
-    check(placed("partial_rollout.trainer_cores=1"))
-    with pytest.raises(ConfigError, match=r"trainer_cores=2: less than the 2 cores of this machine, or null"):
-        check(placed("partial_rollout.trainer_cores=2"))
-    check(placed("partial_rollout.trainer_cores=2", "trainer.device=cuda"))
-    monkeypatch.setattr("verl_ext.cores.available", list)
-    check(placed())
-    with pytest.raises(ConfigError, match=r"trainer_cores=1: null: this system cannot pin"):
-        check(placed("partial_rollout.trainer_cores=1"))

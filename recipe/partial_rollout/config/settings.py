@@ -83,12 +83,6 @@ class PartialRolloutConfig:
 
     enable: bool = key(True, "`false` is noPR: verl's own synchronous rollout, batch for batch.")
     placement: Placement = key(Placement.COLOCATED, "Where the engines run.")
-    trainer_cores: int | None = key(
-        None,
-        "Cores that the trainer has to itself with `placement=separate` on a machine without a GPU; engines, agent loops "
-        "and all else run on the others. `null`: all share all.",
-        at_least=1,
-    )
     mode: Mode = key(Mode.WINDOW, "How many prompts a round takes on.")
     overlap: float = key(
         1.0,
@@ -325,10 +319,3 @@ def engine_devices(config: DictConfig) -> int:
         return 0
     rollout = config.actor_rollout_ref.rollout
     return rollout.nnodes * rollout.n_gpus_per_node
-
-
-def pinned_cores(config: DictConfig) -> int:
-    """Cores that are the trainer's alone; 0: all processes share all, or compute on GPUs."""
-    ours = config.partial_rollout
-    alone = ours.placement == Placement.SEPARATE and config.trainer.device == "cpu"
-    return ours.trainer_cores or 0 if alone else 0

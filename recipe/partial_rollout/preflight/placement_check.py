@@ -10,9 +10,8 @@ from verl.trainer.ppo.utils import need_critic
 
 from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.keys import fail
-from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices, pinned_cores, trainer_devices
+from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices, trainer_devices
 from recipe.partial_rollout.engine.hold import has_pause_modes
-from verl_ext import cores
 from verl_ext.guard import installed_pair
 
 CPUS_PER_TRAINER, CPUS_PER_ENGINE = 3, 2
@@ -46,13 +45,6 @@ def check_placement(config: DictConfig, settings: PartialRolloutConfig) -> None:
         raise fail("trainer.critic_warmup", warmup, f"0 {_WITH} and no critic")
     _check_devices(config)
     _check_transfer(config)
-    have = len(cores.available())
-    if pinned_cores(config) >= max(have, 1):
-        raise fail(
-            "partial_rollout.trainer_cores",
-            settings.trainer_cores,
-            f"less than the {have} cores of this machine, or null" if have else "null: this system cannot pin",
-        )
     if settings.overlap < 1:
         print(
             f"warning: partial_rollout.overlap={settings.overlap:g} {_WITH}: fewer than N groups are in flight while the "

@@ -61,7 +61,6 @@ def _eta(eta: int) -> Arm:
     """
     overrides = (
         "partial_rollout.placement=separate",
-        "partial_rollout.trainer_cores=1",
         f"{_OVERLAP}={eta}",
         f"partial_rollout.max_staleness={eta}",
         "partial_rollout.correction=decoupled",

@@ -15,12 +15,9 @@ _ASYNC = (
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
 )
 _SAMPLER = "trainer.v1.sampler.custom_sampler"
-_PLACED = (*_ASYNC, f"{_SAMPLER}.path={Path(__file__).with_name('sampler.py')}", f"{_SAMPLER}.name=PlacedReplayBuffer")
-_QUICK = (*_PLACED, f"{_SAMPLER}.name=QuickReplayBuffer")
-_SEPARATE = ("partial_rollout.placement=separate", "partial_rollout.trainer_cores=1")
-"""a device for the trainer, one for the engine (``conf/platform/cpu.yaml``, for verl too); the trainer has a core
-to itself, and all else runs on the other"""
-_UNPINNED = ("partial_rollout.trainer_cores=null",)
+_QUICK = (*_ASYNC, f"{_SAMPLER}.path={Path(__file__).with_name('sampler.py')}", f"{_SAMPLER}.name=QuickReplayBuffer")
+_SEPARATE = ("partial_rollout.placement=separate",)
+"""a device for the trainer, one for the engine (``conf/platform/cpu.yaml``, for verl too); processes share the cores"""
 _V1_SEPARATE = (
     *_SEPARATE,
     "trainer.v1.trainer_mode=separate_async",
@@ -70,18 +67,12 @@ ARMS = (
     Arm("v1_sync", "verl v1 sync", (*_ASYNC, "trainer.v1.trainer_mode=sync"), _V1),
     Arm("v1_colocate_async", "verl v1 colocate_async", _ASYNC, _V1),
     Arm("v1_colocate_async_quick", "verl v1 colocate_async, 0.1 s polls", _QUICK, _V1),
-    Arm("v1_separate_async", "verl v1 separate_async", (*_PLACED, *_V1_SEPARATE), _V1),
+    Arm("v1_separate_async", "verl v1 separate_async", (*_ASYNC, *_V1_SEPARATE), _V1),
     Arm("v1_separate_async_quick", "verl v1 separate_async, 0.1 s polls", (*_QUICK, *_V1_SEPARATE), _V1),
     Arm(
         "v1_separate_async_quick_2",
         "verl v1 separate_async, 0.1 s polls, 2 spare batches",
         (*_QUICK, *_V1_SEPARATE, "trainer.v1.separate_async.num_warmup_batches=2"),
-        _V1,
-    ),
-    Arm(
-        "v1_separate_async_quick_unpinned",
-        "verl v1 separate_async, 0.1 s polls, cores shared",
-        (*_QUICK, *_V1_SEPARATE, *_UNPINNED),
         _V1,
     ),
     Arm("PR_quickstart", "PR as in the quick start", (_NO_DRAIN,)),
@@ -97,11 +88,6 @@ ARMS = (
         (*_PR_SEPARATE, "partial_rollout.overlap=1.5", *_SPLIT),
     ),
     Arm("PR_separate_2", "PR, separate, overlap 2", (*_PR_SEPARATE, "partial_rollout.overlap=2")),
-    Arm(
-        "PR_separate_2_unpinned",
-        "PR, separate, overlap 2, cores shared",
-        (*_PR_SEPARATE, "partial_rollout.overlap=2", *_UNPINNED),
-    ),
     Arm("PR_recompute", "PR, bounded, KV recomputed", (*_BOUNDED, "partial_rollout.resume_kv=recompute")),
     Arm("PR_seed", "PR, seed", (*_OURS, "partial_rollout.scheduling.policy=seed")),
     Arm("PR_in_order", "PR, in_order", (*_OURS, "partial_rollout.scheduling.policy=in_order")),

@@ -10,28 +10,14 @@ from typing import Any
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from verl_ext import cores
-
 POLL_S = 0.1
 """short beside a round of seconds; much shorter, and the polling itself takes the cores from the engine"""
 SAMPLE_S = "peer/sample_s"
 """metric: seconds of a step's ``sample``; verl's ``timing_s/gen`` is this and the interruption that follows it"""
 
 
-class PlacedReplayBuffer(ReplayBufferAsync):
-    """``ReplayBufferAsync`` that moves its process to the trainer's cores, if that has some (``custom_sampler``).
-
-    The recipe's driver runs there, too: what it does, the trainer waits for.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if own := cores.of_the_trainer():
-            cores.move_to(own)
-
-
-class QuickReplayBuffer(PlacedReplayBuffer):
-    """``PlacedReplayBuffer`` that looks every ``POLL_S``."""
+class QuickReplayBuffer(ReplayBufferAsync):
+    """``ReplayBufferAsync`` that looks every ``POLL_S`` (``custom_sampler``)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "poll_interval": POLL_S})
