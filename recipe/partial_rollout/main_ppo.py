@@ -30,6 +30,7 @@ from recipe.partial_rollout.config.settings import (
     OVERLONG,
     ROOT,
     PartialRolloutConfig,
+    check_keys,
     register_keys,
 )
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
@@ -70,21 +71,25 @@ def wire(config: DictConfig) -> None:
         }
         # When KV blocks run out, the engine preempts the newest samples and spares those that are about to grow too stale.
         rollout.scheduling_policy = "priority"
-    if not OmegaConf.select(config, "trainer.default_local_dir"):
-        config.trainer.default_local_dir = "outputs"
 
 
 def prepare(config: DictConfig) -> None:
     """Choose the attention and resolve interpolations.
 
     Raises:
-        ConfigError: another recipe of this name would run, or the attention asked for is not installed.
+        ConfigError: another recipe of this name would run, a value is of another type than its key's, or the attention
+            asked for is not installed.
     """
     foreign = which_recipe.problem()
     if foreign is not None:
         raise ConfigError(foreign)
+    from recipe.partial_rollout.preflight.overrides import resolved
+    from recipe.partial_rollout.preflight.verl_keys import check_verl_keys
     from recipe.partial_rollout.training.trainer_config import choose_attention
 
+    values = resolved(config)
+    check_keys(values)
+    check_verl_keys(values)
     choose_attention(config)
     # verl instantiates parts of the config detached from its root, where interpolations would not resolve.
     OmegaConf.resolve(config)
@@ -109,12 +114,14 @@ def run(config: DictConfig) -> None:
         ConfigError: before Ray starts, in one line.
     """
     from recipe.partial_rollout.preflight.inputs import check_prompts, check_rows, fetch_model
+    from recipe.partial_rollout.preflight.rows import check_files, check_steps
     from recipe.partial_rollout.preflight.settings_check import check_config
     from recipe.partial_rollout.training.swanlab_run import choose_mode
 
     prepare(config)
     check_config(config)
     choose_mode(config.trainer.logger)
+    check_files(config)
     fetch_model(config)
     wire(config)
     directory = Path(config.trainer.default_local_dir)
@@ -128,6 +135,7 @@ def run(config: DictConfig) -> None:
     show_warnings()
     check_ray_address(config)
     runner = TaskRunner(config)
+    check_steps(config, len(runner.train_dataset), len(runner.val_dataset))
     check_prompts(config, runner.tokenizer, runner.train_dataset)
     check_rows(config, runner.train_dataset)
     train(runner, config)
@@ -216,8 +224,7 @@ def main() -> None:
     """Run, and end in one line on the terminal: exit code 2 for a user's mistake, 1 for a training that failed, 128 and
     the signal's number for one that was stopped.
 
-    Exceptions must not reach hydra, which would print them its own way. The traceback of a failed training is in
-    ``error.log`` of the run directory.
+    The traceback of a failed training is in ``error.log`` of the run directory.
     """
     stop = StopSignals()
     with stop.in_force():
@@ -230,12 +237,18 @@ def main() -> None:
 def _main() -> None:
     checks_only = CHECK in sys.argv
     sys.argv = [argument for argument in sys.argv if argument != CHECK]
+    # Otherwise hydra prints what it raises, in three lines, and exits with 1.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         check_overrides(sys.argv[1:])
+        spare_caches()
+        (_composed_check if checks_only else _composed_main)()
     except ConfigError as error:
         _refuse(error)
-    spare_caches()
-    (_composed_check if checks_only else _composed_main)()
+    except Exception as error:
+        from recipe.partial_rollout.preflight.overrides import of_hydra
+
+        _refuse(of_hydra(error, sys.argv[1:]))
 
 
 _composes = hydra.main(config_path=str(CONF_DIR), config_name="ppo_partial_rollout", version_base=None)
@@ -247,6 +260,10 @@ def _composed_check(config: DictConfig) -> None:
         check(config)
     except ConfigError as error:
         _refuse(error)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        print(f"check failed: {one_line(error)} ({where.filename}:{where.lineno})", file=sys.stderr)
+        sys.exit(1)
 
 
 @_composes

@@ -200,8 +200,110 @@ def test_mistake_is_refused_in_one_line(configure, monkeypatch, overrides):
     assert not ray.is_initialized()
 
 
+BUDGET, MICRO = "max_token_len_per_gpu", "micro_batch_size_per_gpu"
+FIXED = f"{ACTOR}.use_dynamic_bsz=False {ACTOR}.ppo_{MICRO}=4 {ROLLOUT}.log_prob_{MICRO}=4"
+GAE = "algorithm.adv_estimator=gae"
+VERLS_MISTAKES = {
+    # verl takes a word for true, and text for a number
+    f"{ACTOR}.use_kl_loss=off": "true or false",
+    "algorithm.use_kl_in_reward=no": "true or false",
+    "data.shuffle=yes": "true or false",
+    f"{ROLLOUT}.multi_turn.enable=on": "true or false",
+    "data.train_batch_size=abc": "an integer",
+    "data.train_batch_size='8'": "an integer (this is text; of a variable's text, ${oc.decode",
+    f"{ROLLOUT}.n=two": "an integer",
+    f"{ACTOR}.optim.lr=abc": "a number",
+    "trainer.total_training_steps=1.5": "an integer, or null",
+    "trainer.save_freq=null": "an integer",
+    f"{ACTOR}.optim=abc": f"a section of keys such as {ACTOR}.optim.lr",
+    # keys that nothing reads
+    "+trainer.save_frequency=3": "no such key, nothing reads it; did you mean trainer.save_freq?",
+    f"+{ROLLOUT}.swap_space=3": "no such key",
+    f"{ROLLOUT}.mode=sync": "async",
+    f"{ACTOR}.grad_clip=0.5": f"1.0: verl 0.9.1 does not read it, but {ACTOR}.optim.clip_grad",
+    "custom_reward_function.path=mine.py": "null: verl 0.9.1 reads reward.custom_reward_function.path instead",
+    "reward_model.reward_manager=dapo": "null: verl 0.9.1 reads reward.reward_manager.name instead",
+    "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True": "null: verl 0.9.1 reads reward.reward_kwargs.over",
+    f"+{ROLLOUT}.checkpoint_manager_class=my.Own": "null: the recipe has its own",
+    # what is trained, and how
+    "trainer.total_epochs=0": "at least 1",
+    "trainer.total_training_steps=0": "at least 1, or null",
+    "algorithm.adv_estimator=ppo": "one of gae, gdpo",
+    f"{LOSS}=geo_mean": "any other: verl averages it in each micro-batch",
+    f"{LOSS}=ppo": "one of bypass_mode, cispo",
+    f"{ACTOR}.loss_agg_mode=mean": "one of seq-mean-token-mean",
+    f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=kl2": "one of abs, abs+, k1",
+    f"{CORRECTION}.rollout_rs=token_k9": "null, or modes such as token_k1",
+    f"{ROLLOUT}.temperature=0": "above 0",
+    f"{ROLLOUT}.tensor_model_parallel_size=2": "whole replicas on 1 device(s); one has 2",
+    # a micro-batch must hold the longest sample, and must divide what a device gets
+    f"{ACTOR}.ppo_{BUDGET}=1599": "at least 1,600, the tokens of the longest sample",
+    f"{ROLLOUT}.log_prob_{BUDGET}=1599": "at least 1,600",
+    f"{ACTOR}.use_kl_loss=True {ACTOR}.strategy=fsdp2 actor_rollout_ref.ref.log_prob_{BUDGET}=9": "at least 1,600",
+    f"{GAE} critic.forward_{BUDGET}=8 critic.ppo_{BUDGET}=8": "at least 1,600",
+    f"{GAE} critic.ppo_{BUDGET}=2000 critic.forward_{BUDGET}=9": "that of critic.ppo_max_token_len_per_gpu",
+    f"{GAE} data.max_response_length=40000 {ACTOR}.ppo_{BUDGET}=50000 {ROLLOUT}.max_model_len=null "
+    f"critic.ppo_{BUDGET}=50000": "critic.ppo_infer_max_token_len_per_gpu=None: at least 40,064",
+    f"{ACTOR}.use_dynamic_bsz=False": f"{ACTOR}.ppo_{MICRO}=None: a divisor of 8",
+    f"{FIXED} {ACTOR}.ppo_{MICRO}=3": "a divisor of 8, a device's samples",
+    f"{FIXED} {ROLLOUT}.log_prob_{MICRO}=5": "a divisor of 8, a device's samples of data.train_batch_size",
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz=False": f"as {ACTOR}.use_dynamic_bsz=True",
+    # code and places that are named
+    f"{ROLLOUT}.agent.default_agent_loop=mine": "one of single_turn_agent, tool_agent",
+    f"{ROLLOUT}.agent.agent_loop_config_path=/nowhere.yaml": "a YAML list of agent loops (FileNotFoundError",
+    f"{ROLLOUT}.multi_turn.format=qwen": "one of deepseek_v4",
+    "reward.reward_manager.name=mine": "one of dapo, gdpo, naive",
+    "reward.custom_reward_function.path=/nowhere.py": "a file with the function compute_score",
+    "reward.custom_reward_function.path=pkg://math reward.custom_reward_function.name=cos": "a function of data_source",
+    "data.custom_cls.name=Own data.custom_cls.path=pkg://math": "a file with the dataset class Own",
+    "actor_rollout_ref.model.external_lib=no.such": "a module that can be imported",
+    f"{ACTOR}.optim.optimizer=Adamm": "a class of torch.optim",
+    "trainer.logger=[console,wandbb]": "a list of wandb, mlflow, swanlab",
+    "trainer.logger=[wandb]": "loggers that are installed; wandb needs `pip install wandb`",
+    "trainer.default_local_dir=/proc/run": "a directory that this user can write",
+    "trainer.rollout_data_dir=/proc/run": "a directory that this user can write",
+    f"{GAE} critic.model.path=/nowhere": "a local model directory",
+}
+"""found out by verl, if at all, a minute after the start; with and without partial rollout"""
+
+
+@pytest.mark.parametrize("overrides", VERLS_MISTAKES)
+def test_what_verl_finds_out_late_or_never_is_refused_in_one_line_for_both_arms(configure, overrides):
+    for arm in ("True", "False"):
+        with pytest.raises(ConfigError) as caught:
+            check_config(configure(f"{P}.enable={arm}", *overrides.split()))
+        assert VERLS_MISTAKES[overrides] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_sequence_parallel_devices_share_the_longest_sample(configure, monkeypatch):
+    monkeypatch.setattr("verl_ext.attention.flash_attn_problem", lambda: None)
+    shared = [
+        "actor_rollout_ref.model.use_remove_padding=True",
+        f"{ACTOR}.ulysses_sequence_parallel_size=2",
+        "trainer.n_gpus_per_node=2",
+        f"{ACTOR}.ppo_{BUDGET}=800",
+    ]
+    check_config(configure(*shared))
+    with pytest.raises(ConfigError, match=f"ppo_{BUDGET}=799: at least 800, .* on each of the 2 devices that share it"):
+        check_config(configure(*shared[:3], f"{ACTOR}.ppo_{BUDGET}=799"))
+
+
+def test_keys_that_verl_or_the_users_own_code_reads_are_allowed(configure, tmp_path):
+    (tmp_path / "own.py").write_text("from verl.utils.dataset.rl_dataset import RLHFDataset as Own\n")
+    own = [f"data.custom_cls.path={tmp_path}/own.py", "data.custom_cls.name=Own", "+data.difficulty=3"]
+    others = [
+        "+data.cache_dir=/tmp",
+        "+actor_rollout_ref.model.override_config.x=1",
+        f"+{ROLLOUT}.custom.x=1",
+        "+mine.x=1",
+    ]
+    check_config(configure(*own, *others, f"+{ROLLOUT}.engine_kwargs.vllm.seed=1"))
+    with pytest.raises(ConfigError, match=r"data\.difficulty=3: no such key, nothing reads it"):
+        check_config(configure("+data.difficulty=3"))
+
+
 USING = [
-    "vanilla", "decoupled_ppo", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo",
+    "vanilla", "decoupled_ppo", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "cispo",
 ]  # fmt: skip
 
 
@@ -213,7 +315,7 @@ def test_loss_that_uses_the_behaviour_weights_is_accepted_and_can_mask(configure
 def test_every_policy_loss_of_verl_is_either_accepted_or_refused_above():
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
-    assert set(POLICY_LOSS_REGISTRY) == {*USING, "dro", "bypass_mode"}
+    assert set(POLICY_LOSS_REGISTRY) == {*USING, "dro", "bypass_mode", "geo_mean"}
 
 
 def test_uncorrected_training_is_an_ablation_with_a_warning(configure, capsys):

@@ -8,9 +8,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight import inputs, settings_check
+from recipe.partial_rollout.preflight import inputs, rules
 from recipe.partial_rollout.preflight.inputs import PACKAGES, missing_packages
 from recipe.partial_rollout.preflight.placement_check import check_cpus
+from recipe.partial_rollout.preflight.rule import check_rules
+from recipe.partial_rollout.preflight.rules import RULES
 from recipe.partial_rollout.tools import host, verl_trainer
 from recipe.partial_rollout.tools.host import Finding, machine_problems
 from recipe.partial_rollout.tools.memory import DeviceMemory, check_memory, named
@@ -152,9 +154,9 @@ def test_engine_and_update_must_fit_a_device(build, overrides, message):
     [(GPU_PAIR, "eagle3", True), (GPU_PAIR, "mtp", True), (GPU_PAIR, "ngram", False), (CPU_PAIR, "eagle", False)],
 )
 def test_drafts_that_kill_the_engine_of_this_vllm_are_refused(build, monkeypatch, pair, method, stops):
-    monkeypatch.setattr(settings_check, "installed_pair", lambda: pair)
+    monkeypatch.setattr(rules, "installed_pair", lambda: pair)
     config = build(f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.method={method}")
     if not stops:
-        return settings_check._check_speculation(config)
+        return check_rules(RULES, config)
     with pytest.raises(ConfigError, match=f"speculative_config.method={method}: null or ngram with vLLM 0.24.0"):
-        settings_check._check_speculation(config)
+        check_rules(RULES, config)

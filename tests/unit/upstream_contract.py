@@ -100,7 +100,7 @@ verl.checkpoint_engine:CheckpointEngineWorker <- weight_transfer replica
     has: server_adapter update_weights
 verl.checkpoint_engine.base:CheckpointEngineWithCache <- shm_weights weight_transfer
     has: prepare build_topology init_process_group finalize send_weights receive_weights get_weights
-verl.workers.config:RolloutConfig <- main_ppo settings_check placement_check settings agent_loop_worker llm_client
+verl.workers.config:RolloutConfig <- main_ppo rules pr_rules placement_check settings agent_loop_worker llm_client
         replica ray_trainer
     has: name n nnodes n_gpus_per_node custom agent scheduling_policy free_cache_engine enable_prefix_caching
         calculate_log_probs checkpoint_engine prompt_length response_length max_model_len max_num_seqs temperature
@@ -109,6 +109,14 @@ verl.workers.config:AgentLoopConfig <- main_ppo agent_loop_worker
     has: agent_loop_manager_class default_agent_loop
 verl.workers.config:CheckpointEngineConfig <- placement_check
     has: backend
+verl.experimental.agent_loop.tool_parser:ToolParser <- rules
+    has: _registry
+verl.utils.tracking:Tracking <- rules
+    has: supported_backend
+verl.workers.config:CriticConfig <- rules
+    has: ppo_infer_max_token_len_per_gpu
+verl.experimental.agent_loop.agent_loop <- user_code
+    has: _agent_loop_registry
 verl.workers.config:HFModelConfig <- task_runner trainer_config
     has: tokenizer processor override_config use_remove_padding
 # data, tools, losses

@@ -204,7 +204,7 @@ def refuse_unknown(kind: type, node: Mapping[Any, Any], at: str) -> None:
     for name, value in _leaves(node):
         # A section that is no mapping is for ``read`` to refuse.
         if name not in names and name not in sections:
-            near = _nearest(name, names)
+            near = nearest(name, names)
             hint = f"did you mean {at}.{near}?" if near else "python -m recipe.partial_rollout.tools keys lists all"
             raise fail(f"{at}.{name}", value, f"no such key; {hint}")
 
@@ -217,7 +217,7 @@ def _leaves(node: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{at}{name}", value
 
 
-def _nearest(name: str, names: list[str]) -> str | None:
+def nearest(name: str, names: list[str]) -> str | None:
     """The name that the user probably meant: the same key of another section, or one spelt similarly."""
     last = name.rpartition(".")[2]
     found = [each for each in names if each.rpartition(".")[2] == last] or get_close_matches(name, names, 1, cutoff=0.5)

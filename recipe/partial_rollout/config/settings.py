@@ -256,7 +256,7 @@ class PartialRolloutConfig:
             words = f"at most {ROOT}.failures.sample_timeout_s={sample_s:g}, which would end its sample first"
             raise fail(f"{ROOT}.failures.tool_timeout_s", f"{tool_s:g}", words)
         held_s, stall_s = self.tools.release_after_s, self.deadlines.stall_s
-        if held_s >= stall_s and (self.away_s or math.inf) > stall_s:
+        if held_s >= stall_s and (self.away_s or math.inf) >= stall_s:
             words = f"below {ROOT}.deadlines.stall_s={stall_s:g}, which would end the run during a call in its deadline"
             raise fail(f"{ROOT}.tools.release_after_s", f"{held_s:g}", words)
 

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
 from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.config.settings import CONF_DIR
+from recipe.partial_rollout.preflight.rules import loggers
 from recipe.partial_rollout.waits import one_line
 
 BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
@@ -48,10 +49,11 @@ _ROWS = 256
 
 def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
     """An error for each input that is not there."""
-    try:
-        model_config(str(config.actor_rollout_ref.model.path))
-    except ConfigError as error:
-        yield error
+    for key in _models(config):
+        try:
+            model_config(str(OmegaConf.select(config, key)), key)
+        except ConfigError as error:
+            yield error
     for split in ("train", "val"):
         files = config.data[f"{split}_files"]
         for name in [files] if isinstance(files, str) else files:
@@ -67,6 +69,17 @@ def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
         )
 
 
+def _models(config: DictConfig) -> Iterator[str]:
+    """Keys of the models that a run loads."""
+    from verl.trainer.ppo.utils import need_critic
+
+    yield MODEL
+    if need_critic(config):
+        yield "critic.model.path"
+    if config.reward.reward_model.enable:
+        yield "reward.reward_model.model_path"
+
+
 def _how_to_write(config: DictConfig) -> str:
     names = OmegaConf.select(config, "recipe.data_sets")
     if not names:
@@ -74,18 +87,21 @@ def _how_to_write(config: DictConfig) -> str:
     return f"; `python -m recipe.partial_rollout.tools data {names} --out {config.recipe.data}` writes it (DATA=DIR)"
 
 
-def model_config(path: str) -> dict[str, Any]:
-    """``config.json`` of a local model directory, or of a model of the hub.
+def model_config(path: str, key: str = MODEL) -> dict[str, Any]:
+    """``config.json`` of a local model directory, or of a model of the hub; ``key`` names it in errors.
 
     Raises:
         ConfigError: it is neither; says how to get it.
     """
     local = Path(path).expanduser() / "config.json"
     if local.is_file():
-        return json.loads(local.read_text())
+        try:
+            return json.loads(local.read_text())
+        except ValueError as error:
+            raise fail(key, path, f"a model directory whose config.json is JSON ({one_line(error)})") from error
     if not _HUB_ID.fullmatch(path):
-        raise fail(MODEL, path, "a local model directory with config.json, or a model of the hub such as Qwen/Qwen3-4B")
-    return json.loads(_of_hub(path).read_text())
+        raise fail(key, path, "a local model directory with config.json, or a model of the hub such as Qwen/Qwen3-4B")
+    return json.loads(_of_hub(path, key).read_text())
 
 
 def reach_hub() -> None:
@@ -97,7 +113,7 @@ def reach_hub() -> None:
     get_session().head(constants.ENDPOINT, timeout=_PROBE_S)
 
 
-def _of_hub(path: str) -> Path:
+def _of_hub(path: str, key: str) -> Path:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     cached = try_to_load_from_cache(path, "config.json")
@@ -110,7 +126,7 @@ def _of_hub(path: str) -> Path:
         # The client raises what its transport raises; whatever it is, the model is not here.
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise fail(
-            MODEL,
+            key,
             path,
             "a local model directory with config.json, or a model of the hub, which does not give it "
             f"({type(error).__name__}: {why}): `hf download {path} --local-dir DIR` where the hub can be reached, "
@@ -145,9 +161,13 @@ def check_vocabulary(config: DictConfig) -> None:
     rows = (config_json.get("text_config") or config_json).get("vocab_size")
     name = str(model.get("tokenizer_path") or path)
     local = Path(name).expanduser()
-    tokenizer = AutoTokenizer.from_pretrained(
-        str(local) if local.is_dir() else name, trust_remote_code=model.get("trust_remote_code", False)
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(local) if local.is_dir() else name, trust_remote_code=model.get("trust_remote_code", False)
+        )
+    except Exception as error:
+        # transformers raises what the tokenizer's code raises.
+        raise fail(MODEL, path, f"a model whose tokenizer loads ({one_line(error)})") from error
     tokens = len(tokenizer)
     if rows is None or tokens == rows:
         return
@@ -270,6 +290,11 @@ PACKAGES = (
     Package("megatron", "actor_rollout_ref.actor.strategy", "megatron", "pip install -e '.[megatron]'"),
 )
 """the optional imports of the documented commands"""
+LOGGERS = {name: name for name in ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio", "rl_insight")} | {
+    "tracking": "wandb",
+    "vemlp_wandb": "volcengine_ml_platform",
+}
+"""modules that verl's trackers import"""
 
 
 def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
@@ -281,6 +306,11 @@ def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
             yield fail(
                 key, value, f"another, or the package {module}, which is not installed: `{brought_by}` brings it"
             )
+    given = config.trainer.logger
+    for name in loggers(given):
+        if name in LOGGERS and find_spec(LOGGERS[name]) is None:
+            words = f"loggers that are installed; {name} needs `pip install {LOGGERS[name]}`"
+            yield fail("trainer.logger", given, words)
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------------

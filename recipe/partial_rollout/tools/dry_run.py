@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -14,7 +12,6 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.choices import Mode, Placement
-from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices, trainer_devices
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.preflight.inputs import (
@@ -29,7 +26,9 @@ from recipe.partial_rollout.preflight.inputs import (
     size_bucket,
 )
 from recipe.partial_rollout.preflight.placement_check import cpus_for_ray
+from recipe.partial_rollout.preflight.rows import check_files, check_steps
 from recipe.partial_rollout.preflight.settings_check import check_settings
+from recipe.partial_rollout.preflight.user_code import check_code
 from recipe.partial_rollout.tools.host import checkpoint_gib, checkpoints_at_once, machine_problems
 from recipe.partial_rollout.tools.lengths import lognormal
 from recipe.partial_rollout.tools.memory import DeviceMemory, ModelShape, check_memory, shape_of
@@ -57,8 +56,8 @@ def dry_run(config: DictConfig) -> int:
         ConfigError: the settings do not hold, or an input that is there does not fit them.
     """
     settings = check_settings(_as_no_pr(config) if config.trainer.use_v1 else config)
-    _check_verl(config)
     find_tools(config)
+    check_code(config)
     missing = list(missing_inputs(config))
     prompts = None if missing else _check_contents(config)
     shape = shape_of(config)
@@ -79,22 +78,10 @@ def dry_run(config: DictConfig) -> int:
 def _as_no_pr(config: DictConfig) -> DictConfig:
     copy: Any = OmegaConf.create(OmegaConf.to_container(config))
     copy.trainer.use_v1 = copy.partial_rollout.enable = False
+    # The v1 trainer has no parts of the recipe's that these would replace.
+    copy.actor_rollout_ref.rollout.agent.agent_loop_manager_class = None
+    copy.actor_rollout_ref.rollout.checkpoint_manager_class = copy.trainer.checkpoint_callback_class = None
     return copy
-
-
-def _check_verl(config: DictConfig) -> None:
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import validate_config
-
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            validate_config(
-                config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
-            )
-    except (AssertionError, ValueError) as error:
-        raise ConfigError(
-            f"verl refuses the configuration: {(str(error).splitlines() or ['an assertion'])[0]}"
-        ) from error
 
 
 def _check_contents(config: DictConfig) -> str:
@@ -102,6 +89,7 @@ def _check_contents(config: DictConfig) -> str:
     from verl.trainer.ppo.utils import create_rl_dataset
     from verl.utils.tokenizer import hf_tokenizer
 
+    check_files(config)
     check_vocabulary(config)
     check_critic(config)
     size_bucket(config)
@@ -120,8 +108,10 @@ def _check_contents(config: DictConfig) -> str:
     check_rows(config, dataset)
     lengths, limit = prompt_lengths(unfiltered, tokenizer, dataset), config.data.max_prompt_length
     over = int((lengths > limit).sum())
+    held_out: Any = create_rl_dataset(config.data.val_files, config.data, tokenizer, None, is_train=False)
+    check_steps(config, len(lengths) - over, len(held_out))
     median, longest = np.quantile(lengths, (0.5, 1.0))
-    steps = (len(lengths) - over) // PartialRolloutConfig.from_config(config).batch_groups
+    steps = (len(lengths) - over) // config.data.train_batch_size
     return (
         f"{len(lengths):,}, median {median:.0f} tokens, longest {longest:.0f}; {over:,} longer than {limit:,} are left "
         f"out; {steps:,} steps an epoch"

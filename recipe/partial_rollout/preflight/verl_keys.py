@@ -1,0 +1,223 @@
+"""verl's keys: each value is of the type that verl declares, and each key is one that something reads.
+
+verl does not check this. A word such as ``off`` is a string for it, and so true; text for a number fails in a worker; a
+misspelt key of a config file, or one of an older verl, changes nothing. Types come from the dataclasses that verl makes
+of its config, and else from the defaults in its files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import verl
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.partial_rollout.config.keys import fail, nearest
+
+_VERSION = version("verl")
+_LEGACY = ("custom_reward_function", "reward_model", "sandbox_fusion")
+_VERL, _RECIPE = Path(verl.__file__).parent, Path(__file__).resolve().parents[1]
+_TARGET = "_target_"
+_OPEN = {
+    "ray_kwargs.ray_init",
+    "reward.custom_reward_function",
+    "reward.reward_kwargs",
+    "distillation.teacher_models",
+    "actor_rollout_ref.rollout.custom",
+}
+"""nodes that take any key: what they hold is handed to others"""
+_NULLABLE = {
+    "actor_rollout_ref.actor.clip_ratio_c": "no dual clip",
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": "sized by the recipe",
+}
+"""keys whose null has a meaning that their type does not say"""
+_COUNTS: dict[str, Any] = dict.fromkeys(
+    (
+        "data.gen_batch_size",
+        "data.seed",
+        "data.val_batch_size",
+        "trainer.max_actor_ckpt_to_keep",
+        "trainer.max_critic_ckpt_to_keep",
+        "trainer.total_training_steps",
+    ),
+    int | None,
+)
+"""types of keys that are null by default, and in no dataclass"""
+_MOVED = (
+    ("custom_reward_function", "reward.custom_reward_function"),
+    ("sandbox_fusion", "reward.sandbox_fusion"),
+    ("reward_model.num_workers", "reward.num_workers"),
+    ("reward_model.reward_manager", "reward.reward_manager.name"),
+    ("reward_model.reward_kwargs", "reward.reward_kwargs"),
+    ("reward_model.reward_loop_source", "reward.reward_manager.source"),
+    ("reward_model.reward_loop_module_path", "reward.reward_manager.module.path"),
+    ("reward_model.reward_loop_class_name", "reward.reward_manager.name"),
+    ("reward_model.model.path", "reward.reward_model.model_path"),
+    ("reward_model", "reward.reward_model"),
+)
+"""keys of older releases, which verl still declares as null, and where it reads them now; the first that fits counts"""
+_UNREAD = {
+    "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
+    "critic.grad_clip": "critic.optim.clip_grad",
+    "actor_rollout_ref.actor.freeze_vision_tower": "",
+    "actor_rollout_ref.nccl_timeout": "",
+    "actor_rollout_ref.rollout.over_sample_rate": "",
+    "actor_rollout_ref.rollout.multi_stage_wake_up": "",
+    "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts": "",
+    "data.reward_fn_key": "",
+    "data.return_raw_input_ids": "",
+}
+"""keys with a default that verl 0.9.1 does not read, and what it reads instead"""
+
+
+def check_verl_keys(config: DictConfig) -> None:
+    """Refuse values of another type than verl's, and keys that nothing reads.
+
+    Args:
+        config: resolved.
+
+    Raises:
+        ConfigError: for the first of them, in one line.
+    """
+    found = list(_all_mistakes(config))
+    # Many keys copy others. The one that the user has set is to be named.
+    copies = {path for path, value in leaves(_declared(resolve=False)) if "${" in str(value)}
+    for path, value, allowed in sorted(found, key=lambda each: each[0] in copies):
+        raise fail(path, value, allowed)
+
+
+def nearest_key(key: str) -> str | None:
+    """The key of verl's that the user probably meant: spelt similarly, or the same in another section."""
+    node: Any = _declared()
+    found = []
+    for part in key.split("."):
+        near = get_close_matches(part, map(str, node), 1, 0.5) if isinstance(node, Mapping) else []
+        if not near:
+            return next((path for path, _ in leaves(_declared()) if path.endswith(f".{key.rpartition('.')[2]}")), None)
+        found += near
+        node = node[near[0]]
+    return ".".join(found)
+
+
+@cache
+def _declared(*, resolve: bool = True) -> dict[str, Any]:
+    """verl's own defaults for FSDP, and Megatron's keys besides. Sections that others copy from come first."""
+    folder = _VERL / "trainer" / "config"
+    files = [OmegaConf.load(folder / f"_generated_ppo_{engine}trainer.yaml") for engine in ("megatron_", "")]
+    merged: Any = OmegaConf.to_container(OmegaConf.unsafe_merge(*files), resolve=resolve)
+    return {name: merged[name] for name in dict.fromkeys(("data", "trainer", *merged))}
+
+
+def _all_mistakes(config: DictConfig) -> Iterator[tuple[str, Any, str]]:
+    own_rows = bool(OmegaConf.select(config, "data.custom_cls.path"))
+    for name, default in _declared().items():
+        given = OmegaConf.select(config, name)
+        if not isinstance(given, DictConfig):
+            yield name, given, _section(name, default)
+            continue
+        section: Any = OmegaConf.to_container(given)
+        if name in _LEGACY:
+            yield from _moved(section, name)
+        else:
+            yield from _mistakes(section, default, name, any_key=own_rows and name == "data")
+
+
+def leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names in a nested mapping, with their values."""
+    for name, value in node.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{at}{name}.")
+        else:
+            yield f"{at}{name}", value
+
+
+def _moved(section: Mapping[Any, Any], name: str) -> Iterator[tuple[str, Any, str]]:
+    for path, value in leaves(section, f"{name}."):
+        if value is not None and value != {}:
+            old, new = next(pair for pair in _MOVED if f"{path}.".startswith(f"{pair[0]}."))
+            yield path, value, f"null: verl {_VERSION} reads {new}{path.removeprefix(old)} instead"
+
+
+def _mistakes(
+    node: Mapping[Any, Any], known: Any, path: str, *, any_key: bool = False, kind: Any = None
+) -> Iterator[tuple[str, Any, str]]:
+    """Key, value and what is allowed, for each mistake in ``node``.
+
+    Args:
+        known: verl's defaults of the node.
+        path: of the node.
+        any_key: whether it takes keys that verl does not know.
+        kind: its type, as annotated in the dataclass around it.
+    """
+    known = known if isinstance(known, Mapping) else {}
+    hints = _hints(node.get(_TARGET) or kind)
+    for name, value in node.items():
+        at = f"{path}.{name}"
+        if at in _OPEN or name == _TARGET:
+            continue
+        if not (any_key or name in known or name in hints or not known | hints or _is_read(path, str(name))):
+            near = nearest(str(name), [*known, *hints])
+            yield at, value, "no such key, nothing reads it" + (f"; did you mean {path}.{near}?" if near else "")
+        if at in _UNREAD and value != known.get(name):
+            instead = _UNREAD[at]
+            yield at, value, f"{known.get(name)}: verl {_VERSION} does not read it" + (instead and f", but {instead}")
+        default = known.get(name)
+        if default and isinstance(default, Mapping) and not isinstance(value, Mapping | None):
+            yield at, value, _section(at, default)
+        elif isinstance(value, Mapping):
+            yield from _mistakes(value, default, at, any_key=any_key, kind=hints.get(name))
+        elif allowed := _refusal(value, _COUNTS.get(at, hints.get(name)), default, nullable=at in _NULLABLE):
+            yield at, value, allowed
+
+
+def _section(path: str, default: Mapping[str, Any]) -> str:
+    return f"a section of keys such as {path}.{next(name for name in default if name != _TARGET)}"
+
+
+def _refusal(value: Any, hint: Any, default: Any, *, nullable: bool) -> str | None:
+    """What is allowed, if ``value`` is not; only flags and numbers are checked.
+
+    Args:
+        hint: the annotation of verl's dataclass; None: there is none.
+        default: in verl's files; it says the type where there is no hint.
+    """
+    kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint or type(default)}
+    nullable = nullable or NoneType in kinds or default is None
+    kinds -= {NoneType}
+    if not kinds or not kinds <= {bool, int, float} or (value is None and nullable):
+        return None
+    if kinds == {bool}:
+        good, words = isinstance(value, bool), "true or false"
+    else:
+        number, words = (int | float, "a number") if float in kinds else (int, "an integer")
+        good = isinstance(value, number) and not isinstance(value, bool)
+    if isinstance(value, str) and re.fullmatch(r"[-+\d.]+(e-?\d+)?", value):
+        words += " (this is text; of a variable's text, ${oc.decode:${oc.env:NAME}} makes a number)"
+    return None if good else words + (", or null" if nullable else "")
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Annotations of a dataclass of verl's, of its name, or of what may be one; none of anything else."""
+    if isinstance(kind, str):
+        module, _, name = kind.rpartition(".")
+        kind = getattr(importlib.import_module(module), name)
+    return next((get_type_hints(each) for each in (kind, *get_args(kind)) if is_dataclass(each)), {})
+
+
+@cache
+def _is_read(path: str, name: str) -> bool:
+    """Whether code of verl or of the recipe takes key ``name`` from a config, or from the node at ``path``."""
+    node = rf"(?:config|cfg|{re.escape(path.rpartition('.')[2])})\w*"
+    quoted = rf"[\"']{re.escape(name)}[\"']"
+    taken = re.compile(rf"{node}(?:\.get\(\s*|\[){quoted}|{node}\.{re.escape(name)}\b|getattr\({node}, {quoted}")
+    return any(taken.search(file.read_text()) for root in (_VERL, _RECIPE) for file in root.rglob("*.py"))
