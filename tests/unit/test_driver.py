@@ -15,6 +15,7 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.output_store import InProcess
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.records.calls import EngineCall
+from recipe.partial_rollout.rollout import driver
 from recipe.partial_rollout.rollout.driver import Driver, RolloutState
 from recipe.partial_rollout.rollout.engine_probe import EndedCalls
 from recipe.partial_rollout.rollout.guard import Guard
@@ -275,7 +276,8 @@ async def test_separate_step_is_booked_from_the_batch_before_to_this_one():
         assert first.admitted == ("0/0", "0/1") and second.admitted == ("0/2",)
 
 
-async def test_first_error_of_each_kind_in_samples_is_a_warning_with_its_line_in_the_step_that_had_it(caplog):
+async def test_first_error_of_each_kind_in_samples_is_a_warning_with_its_line_in_the_step_that_had_it(monkeypatch):
+    monkeypatch.setattr(driver, "logger", told := MagicMock())
     async with life(5, 5, 5, 5, placement=Placement.COLOCATED) as one:
         runs, failed = one.worker._run_agent_loop, []
 
@@ -288,6 +290,7 @@ async def test_first_error_of_each_kind_in_samples_is_a_warning_with_its_line_in
         one.worker._run_agent_loop = run
         await one.step(1)
         await one.step(2)
-        (warning,) = [record.getMessage() for record in caplog.records if "driver" in record.name]
+        ((text, *values),) = [given for given, _ in told.warning.call_args_list]
+        warning = text % tuple(values)
         assert warning.startswith("in a sample of step 1, ") and "test_driver.py:" in warning
         assert warning.endswith("raised the first KeyError: 1") and len(await one.driver.first_errors()) == 1
