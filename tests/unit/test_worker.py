@@ -25,6 +25,7 @@ from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.waits import ReplicaError
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from recipe.partial_rollout.worker.rewards import RewardError
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker, output_of
 from tests.unit.shared import Local, hangs, lets_a_cancellation_out
@@ -86,6 +87,41 @@ async def life(
         yield manager, worker
     finally:
         serving.cancel()
+
+
+def scored(*failures):
+    """A worker whose reward raises ``failures`` first, for all samples together."""
+
+    left = list(failures)
+
+    class Scored(ScriptedWorker):
+        async def _run_agent_loop(self, *args, **kwargs):
+            output = await super()._run_agent_loop(*args, **kwargs)
+            said = AgentLoopOutput(
+                prompt_ids=[1], response_ids=[0], response_mask=[0], num_turns=2, metrics=AgentLoopMetrics()
+            )
+            await self._score(said, kwargs)
+            return replace(output, reward_score=said.reward_score)
+
+        async def _compute_score(self, outputs, kwargs):
+            if left:
+                raise left.pop(0)
+            outputs[0].reward_score = 1.0
+
+    return Scored
+
+
+@pytest.mark.parametrize(("failures", "masked"), [(1, False), (3, True)])
+async def test_reward_that_fails_is_asked_for_again_without_the_loop_and_counts_as_retries(
+    monkeypatch, failures, masked
+):
+    monkeypatch.setattr(FailurePolicy, "delay_s", lambda self, failures: 0.0)
+    errors = [RewardError("no disk") for _ in range(failures)]
+    async with life([[5]], kind=scored(*errors), failures=FailurePolicy(sample_retries=2)) as (manager, worker):
+        ((output,),) = [group.outputs for group in await finish_round(manager, worker)]
+        assert (output.masked, worker.decoded()) == (masked, 5), "the loop ran once"
+        figures = manager.actor._manager.metrics()
+        assert (figures["failures/failed_total"], figures["failures/retried_total"]) == (failures, failures - masked)
 
 
 async def finish_round(manager, worker):

@@ -186,10 +186,9 @@ class PartialRolloutConfig:
 
     @property
     def away_s(self) -> float | None:
-        """Longest wait of a sample without a slot: a tool, or all tries of its reward; None: a tool may take any time."""
-        tool_s, retries = self.failures.tool_timeout_s or self.failures.sample_timeout_s, self.failures.sample_retries
-        # Before the tries after the first it pauses for 1, 2, 4, ... s.
-        return tool_s and max(tool_s, (1 + retries) * self.deadlines.reward_s + 2**retries)
+        """Longest deadline of what a sample without a slot awaits: a tool or its reward; None: a tool may take any time."""
+        tool_s = self.failures.tool_timeout_s or self.failures.sample_timeout_s
+        return tool_s and max(tool_s, self.deadlines.reward_s)
 
     @property
     def over_sampling_batch_size(self) -> int:

@@ -459,6 +459,8 @@ class ManagerActor:
             self._manager.come_back(sample_id)
         for (sample_id, _), output in zip(report.finished, self._store.put(report.finished), strict=True):
             self._manager.finish(sample_id, output)
+        self._manager.counters.failed += report.rescored
+        self._manager.counters.retried += report.rescored
         for failure in report.failed:
             self._book_failure(report.worker, *failure)
 

@@ -24,12 +24,15 @@ class Report:
     finished: list[tuple[str, SampleOutput]] = field(default_factory=list)
     failed: list[tuple[str, str, int]] = field(default_factory=list)
     """sample id, the error that its agent loop or reward raised, in one line, and how many times in a row"""
+    rescored: int = 0
+    """rewards that failed and are asked for again"""
     errors: list[ToldError] = field(default_factory=list)
     """the first of each kind in this worker, of samples and tools"""
 
     def __bool__(self) -> bool:
         """Whether anything happened."""
-        return any((self.progress, self.interrupted, self.away, self.back, self.finished, self.failed, self.errors))
+        happened = self.progress, self.interrupted, self.away, self.back, self.finished, self.failed
+        return any((*happened, self.rescored, self.errors))
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,11 +88,7 @@ def masked_output(segments: Sequence[Segment], error: str | None) -> SampleOutpu
 
 
 def excess_of(prompt: int, response: int, prompt_length: int, response_length: int) -> str | None:
-    """What of a sample does not fit its batch, all in tokens, with the key that says so; None if it fits.
-
-    >>> excess_of(prompt=9, response=3, prompt_length=8, response_length=4)
-    'a prompt of 9 tokens (actor_rollout_ref.rollout.prompt_length=8)'
-    """
+    """What of a sample does not fit its batch, all in tokens, with the key that says so; None if it fits."""
     if prompt > prompt_length:
         return f"a prompt of {prompt} tokens (actor_rollout_ref.rollout.prompt_length={prompt_length})"
     if response > response_length:
@@ -167,18 +163,13 @@ class GroupFilter:
         values = {finite(value) for value in said}
         return values.pop() if len(said) > 1 and len(values) == 1 else None
 
-    def check(self, score: float | None, info: dict[str, Any]) -> None:
-        """Check what the reward of one sample says of the metric.
-
-        Raises:
-            ValueError: nothing, or no number.
-        """
-        if finite(said := self._said(score, info)) is None:
-            found = f"{said!r:.40}" if self.metric in info or self.metric in SCORES else "nothing"
-            known = ", ".join([*SCORES, *(key for key, value in info.items() if finite(value) is not None)])
-            raise ValueError(
-                f"algorithm.filter_groups.metric={self.metric}: the reward function gives {found}; numbers are {known}"
-            )
+    def missing(self, score: float | None, info: dict[str, Any]) -> str | None:
+        """What the reward of a sample says instead of a number for the metric; None if it says one."""
+        if finite(said := self._said(score, info)) is not None:
+            return None
+        found = f"{said!r:.40}" if self.metric in info else "nothing"
+        known = ", ".join([*SCORES, *(key for key, value in info.items() if finite(value) is not None)])
+        return f"algorithm.filter_groups.metric={self.metric}: the reward function gives {found}; numbers are {known}"
 
     def _said(self, score: float | None, info: dict[str, Any]) -> Any:
         return score if self.metric in SCORES else info.get(self.metric)

@@ -253,8 +253,8 @@ class PromptsManager:
         sample.failures += times
         self._move(sample, SampleState.FAILED)
         verdict = self._failures.verdict(sample.failures)
-        self.counters.failed += times
-        self.counters.retried += times - 1 + (verdict is FailureVerdict.RETRY)
+        self.counters.failed += 1
+        self.counters.retried += verdict is FailureVerdict.RETRY
         if verdict is FailureVerdict.MASK:
             self.counters.masked += 1
             self._end(sample, masked_output(sample.segments, error))

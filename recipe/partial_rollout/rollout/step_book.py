@@ -63,11 +63,7 @@ class StepBatch:
 
 
 def check_masked(errors: Sequence[str], samples: int, max_masked_fraction: float, what: str = "batch") -> None:
-    """Refuse a batch of ``samples``, or a validation, in which too many failed for good, with ``errors``.
-
-    Raises:
-        RolloutFailedError: names the first.
-    """
+    """Raise ``RolloutFailedError``, naming one, if too many of a batch's ``samples`` failed for good, with ``errors``."""
     if len(errors) > max_masked_fraction * samples:
         raise RolloutFailedError(
             f"{len(errors)} of the {samples} samples of a {what} failed for good, more than "

@@ -155,7 +155,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         if "raw_prompt" in kwargs:
             # As verl's does: reward functions may read it.
             output.extra_fields["raw_prompt"] = kwargs["raw_prompt"]
-        policy, scored_by_loop = FailurePolicy.of(self.config.partial_rollout.failures), output.reward_score is not None
+        policy, by_loop = FailurePolicy.of(self.config.partial_rollout.failures), output.reward_score is not None
         for times in itertools.count(1):
             try:
                 await self._compute_score([output], kwargs)
@@ -163,7 +163,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                 return
             except RewardError as error:
                 error.times = times
-                if scored_by_loop or policy.verdict(times) is not FailureVerdict.RETRY:
+                if by_loop or policy.verdict(times) is not FailureVerdict.RETRY:
                     raise
                 logger.warning("%s; scored again", error)
                 if (sample := LIVE_SAMPLE.get()) is not None:
@@ -173,18 +173,16 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
 
     def _check_score(self, output: AgentLoopOutput, kwargs: dict) -> None:
         """Refuse a score that cannot be trained, or that says too little for dynamic sampling; None: one comes later."""
-        score, info = output.reward_score, output.extra_fields.get(REWARD_INFO) or {}
+        score, prompt = output.reward_score, kwargs.get("uid")
         if score is None and self.reward_loop_worker_handles is None:
             return
-        if (number := finite(score)) is None:
-            raise RewardError(f"reward of prompt {kwargs.get('uid')} is {score!r:.60}, which is no finite number")
-        output.reward_score = number
+        output.reward_score = finite(score)
+        if output.reward_score is None:
+            raise RewardError(f"reward of prompt {prompt} is {score!r:.60}, which is no finite number")
         # Groups of a validation are not filtered.
-        if self._filter is not None and LIVE_SAMPLE.get() is not None:
-            try:
-                self._filter.check(number, info)
-            except ValueError as error:
-                raise RewardError(f"reward of prompt {kwargs.get('uid')}: {error}") from error
+        judges, info = self._filter if LIVE_SAMPLE.get() else None, output.extra_fields.get(REWARD_INFO) or {}
+        if judges is not None and (missing := judges.missing(score, info)):
+            raise RewardError(f"reward of prompt {prompt}: {missing}")
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
         if outputs and outputs[-1].reward_score is not None:
@@ -199,8 +197,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                     f"(partial_rollout.deadlines.reward_s)"
                 ) from error
             except (Exception, asyncio.CancelledError) as error:
-                task = asyncio.current_task()
-                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():  # type: ignore[union-attr]
                     raise
                 raise RewardError(f"reward function failed on prompt {kwargs.get('uid')}: {one_line(error)}") from error
 

@@ -28,6 +28,7 @@ from recipe.partial_rollout.manager.messages import Report
 from recipe.partial_rollout.manager.types import Grant, Progress, SampleOutput
 from recipe.partial_rollout.waits import FirstErrors, ReplicaError, ToldError, result_of
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.rewards import RewardError
 
 
 class GrantTimeoutError(TimeoutError):
@@ -123,8 +124,9 @@ class Outbox:
         self.note_error(error)
         self._unsent.failed.append((sample.id, error.line, times))
 
-    def note_error(self, error: ToldError) -> None:
-        """Add ``error`` to the next report if it is the first of its kind."""
+    def note_error(self, error: ToldError, *, rescored: bool = False) -> None:
+        """Add ``error`` to the next report if it is the first of its kind; ``rescored``: a reward is asked for again."""
+        self._unsent.rescored += rescored
         if self._errors.note(error):
             self._unsent.errors.append(error)
 
@@ -339,7 +341,7 @@ class ClaimLoop:
         if ends_the_run:
             await self._manager.abandon.remote(told.line, told)
         else:
-            self._outbox.fail(seat.sample, told, getattr(error, "times", 1))
+            self._outbox.fail(seat.sample, told, error.times if isinstance(error, RewardError) else 1)
 
     async def _end(self, seat: Seat) -> None:
         """Withdraw what the agent loop has left behind; returns once the manager can be told of the sample's end."""
@@ -441,7 +443,7 @@ class ClaimLoop:
 
     def note_error(self, error: Exception) -> None:
         """Tell the manager of an error that fails no sample, with the next report."""
-        self._outbox.note_error(ToldError.of(error))
+        self._outbox.note_error(ToldError.of(error), rescored=isinstance(error, RewardError))
 
     async def tell(self, sample: LiveSample) -> None:
         """As ``report_now``; returns once the manager knows.

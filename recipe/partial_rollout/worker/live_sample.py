@@ -108,7 +108,7 @@ class SlotKeeper(Protocol):
         ...
 
     def note_error(self, error: Exception) -> None:
-        """Report an error that fails no sample: a tool's, which is its answer."""
+        """Report an error that fails no sample: a tool's, which is its answer, or of a reward that is asked for again."""
         ...
 
     async def tell(self, sample: LiveSample) -> None:
