@@ -1,11 +1,14 @@
-"""Trainings with a reward model; ``test_training.py`` has an asynchronous function in verl's reward workers."""
+"""Trainings with a reward model, or a reward that misbehaves; ``test_training.py`` has an asynchronous function."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.nightly
 
+HERE = Path(__file__).parent
 SHORT = (
     "data.train_batch_size=4",
     "data.max_response_length=200",
@@ -17,6 +20,31 @@ SHORT = (
     "partial_rollout.reward_in_worker=False",
     "trainer.total_training_steps=2",
 )
+
+
+@pytest.mark.parametrize("enable", [True, False], ids=["PR", "noPR"])
+def test_reward_that_is_nan_or_odd_costs_its_sample_alone(train, enable):
+    run = train(
+        *SHORT,
+        f"partial_rollout.enable={enable}",
+        f"reward.custom_reward_function.path={HERE / 'odd_reward.py'}",
+        "reward.custom_reward_function.name=compute_score",
+        "partial_rollout.failures.sample_retries=1",
+        "partial_rollout.failures.max_masked_fraction=1",
+        "trainer.test_freq=1",
+        "data.val_max_samples=16",
+        # verl asserts that each batch of a validation has every key.
+        "data.val_batch_size=4",
+    )
+    assert sorted(run.steps) == [1, 2] and run.run["complete"]
+    for step in run.steps.values():
+        assert math.isfinite(step["critic/score/mean"]) and math.isfinite(step["actor/pg_loss"])
+        (validated,) = [value for name, value in step.items() if re.fullmatch("val-core/[^/]*/reward/mean@1", name)]
+        assert 0.25 <= validated <= 1
+    assert "which is no finite number" in (run.directory / "terminal.log").read_text()
+    if enable:
+        assert sum(step["partial_rollout/lost_samples"] for step in run.steps.values()) == 0
+        assert run.steps[2]["partial_rollout/failures/masked_total"] > 0
 
 
 @pytest.fixture(scope="module")
