@@ -5,6 +5,7 @@ made, so ``check`` can tell whether a trained token was made under the context t
 """
 
 import asyncio
+import contextvars
 import hashlib
 import time
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from recipe.partial_rollout.manager.policies import FailurePolicy
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.training.batch import assemble_batch
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.tool_journal import journaled
@@ -110,7 +112,10 @@ class LoopWorker(ScriptedWorker):
 
     async def _run_agent_loop(self, sampling_params, trajectory, *, agent_name, trace=True, **kwargs):
         row = {**kwargs, "tools": {tool.name: tool for tool in self._loop_tools()}, "life": self.life}
-        output = await self.life.loop(self._loop_client(), row, sampling_params)
+        client = self._loop_client()
+        output = await self._output(self.life.loop(client, row, sampling_params), client, trajectory)
+        if trajectory["validate"]:
+            return output
         return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
 
     async def _compute_score(self, outputs, kwargs):
@@ -215,6 +220,16 @@ class Life:
             at, version = len(output.prompt_ids) + int(i), int(output.versions[i])
             assert version in self.engine.made.get((digest(whole[:at]), whole[at]), ()), f"token {i} of {output}"
             assert output.log_probs[i] == np.float32(log_prob(whole[:at], version))
+
+    async def validate(self, row):
+        """What the loop returns for ``row``, beside the samples that are carried."""
+        assert not self.open
+        self.engine.aborting.clear()
+        with_no_sample = contextvars.copy_context()
+        with_no_sample.run(LIVE_SAMPLE.set, None)
+        trajectory = {"step": -1, "sample_index": 3, "rollout_n": 0, "validate": True}
+        validation = self.worker._run_agent_loop({"temperature": 0.0}, trajectory, **self.worker._kwargs(row))
+        return await asyncio.get_running_loop().create_task(validation, context=with_no_sample)
 
     def figures(self):
         return self.actor._manager.metrics()

@@ -9,6 +9,8 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import ToolResponse
 
+from recipe.partial_rollout.config.choices import SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
 from tests.unit.loop_life import Life, output_of, play
 from tests.unit.shared import tool_schema
 
@@ -152,6 +154,91 @@ def test_what_a_loop_has_left_behind_may_ask_for_nothing_more():
     assert not output.masked and said == [
         "sample 0/1#0 has ended: its agent loop has returned, and may ask for nothing more"
     ]
+
+
+# -- places of the user's own --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", list(SchedulingPolicy))
+@pytest.mark.parametrize(("slots", "sandboxes"), [(2, 1), (4, 2), (4, 5), (16, 1)])
+def test_sandboxes_that_loops_hold_for_their_whole_conversation_deadlock_under_no_policy(slots, sandboxes, policy):
+    free = None
+
+    async def sandboxed(client, row, params):
+        nonlocal free
+        free = free or asyncio.Semaphore(sandboxes)
+        async with free:
+            answer = await ask(client, params, 4)
+            await asyncio.sleep(0.03)
+            prompt = [*PROMPT, *answer.token_ids, 1]
+            after = await ask(client, params, 4, prompt)
+        return output_of(PROMPT, [*answer.token_ids, 1, *after.token_ids], [1] * 4 + [0] + [1] * 4)
+
+    def life():
+        scheduling = Scheduling(policy)
+        return Life(sandboxed, [{}] * 12, batch=4, slots=slots, stall_s=2.0, scheduling=scheduling)
+
+    outputs = play(life, lambda life: life.train())
+    assert [(output.masked, output.response_length) for output in outputs] == [(False, 9)] * 12
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["places of its own", "the same places"])
+def test_validation_that_waits_for_what_carried_samples_hold_ends_in_words_and_may_have_places_of_its_own(own):
+    places = {}
+
+    async def sandboxed(client, row, params):
+        which = client.sample_id is None and own
+        async with places.setdefault(which, asyncio.Semaphore(1)):
+            answer = await ask(client, params, row["tokens"])
+        return output_of(PROMPT, answer.token_ids)
+
+    async def either(client, row, params):
+        return await (plain(client, row, params, 20) if row["plain"] else sandboxed(client, row, params))
+
+    async def story(life):
+        await life.stop_round()
+        return await life.validate({"plain": False, "tokens": 4})
+
+    def life():
+        return Life(either, [{"plain": True}, {"plain": False, "tokens": 60}], sample_timeout_s=0.2)
+
+    if own:
+        assert len(play(life, story).response_ids) == 4
+        return
+    said = (
+        r"validation row 3 made no engine call for 0\.2 s \(partial_rollout\.failures\.sample_timeout_s\); it awaits .*"
+        r"test_loops\.py:\d+; 1 training samples that began are carried meanwhile"
+    )
+    with pytest.raises(TimeoutError, match=said):
+        play(life, story)
+
+
+# -- outputs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (
+            lambda ids: [output_of(PROMPT, ids), output_of(PROMPT, ids)],
+            "returned a list of 2 outputs: return the Agent",
+        ),
+        (lambda ids: None, "returned NoneType: return the AgentLoopOutput that is trained"),
+        (lambda ids: output_of(PROMPT, [*ids, 2]), "1 tokens as generated that no engine call made"),
+        (lambda ids: output_of([*PROMPT, 1], ids), "made after another context (of 3 tokens)"),
+        (lambda ids: output_of(PROMPT, ids, [1]), "5 tokens with a mask of 1"),
+        (lambda ids: output_of(PROMPT, [*ids, 2], [1] * 5 + [0]), None),
+        (lambda ids: output_of(PROMPT, ids, [0, 0, 1, 1, 1]), None),
+        (lambda ids: output_of(PROMPT, ids[:2]), None),
+        (lambda ids: output_of(PROMPT, []), None),
+    ],
+)
+def test_output_of_any_shape_trains_or_fails_its_sample_in_words(returned, said):
+    async def shaped(client, row, params):
+        return returned((await ask(client, params, 5)).token_ids)
+
+    output, _ = trained(shaped)
+    assert output.masked == (said is not None) and (said or "") in str(output.extra_fields.get("sample_error"))
 
 
 # -- threads -------------------------------------------------------------------------------------------------------------

@@ -71,8 +71,8 @@ class ToolCalls:
 
     release_after_s: float = key(
         0.1,
-        "Seconds of a tool or reward call after which its sample gives its slot to another, until it needs the engine "
-        "again. `inf`: it keeps its slot.",
+        "Seconds without an engine call, whatever a sample awaits (a tool, its reward, a place in a sandbox), after which "
+        "it gives its slot to another, until it needs the engine again. `inf`: it keeps its slot.",
         at_least=0,
         unit="seconds",
         word=math.inf,
@@ -105,8 +105,8 @@ class FailureLimits:
     sample_timeout_s: float | None = key(
         1200,
         "Seconds that a sample may spend between two engine calls: in tools, environments and its agent loop. Waits for a "
-        "slot, the next round, the engine and the reward have deadlines of their own and do not count. At least "
-        "`tool_timeout_s`. `null`: no limit.",
+        "slot, the next round, the engine and the reward have deadlines of their own and do not count. In validation the "
+        "run ends. At least `tool_timeout_s`. `null`: no limit.",
         above=0,
         unit="seconds",
     )

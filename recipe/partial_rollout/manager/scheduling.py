@@ -1,7 +1,8 @@
 """Which sample runs next, and where: the claim queue, and the slots of the workers.
 
 A policy is a sort key of a group (smaller first), made of its birth, its age and its distance from completion. Overdue
-groups, those at ``max_staleness``, come first whatever their key: they must finish in this round.
+groups, those at ``max_staleness``, come first whatever their key: they must finish in this round. Next come, by their key,
+samples whose conversation the worker holds, then all others.
 
 ``ClaimQueue`` keeps the groups that have a claimable sample in heaps, one for each (owner, birth), cleaned lazily. A
 claim looks at the top of each heap. Bounded staleness bounds the number of heaps, so a claim costs O(log n).
@@ -116,7 +117,7 @@ class ClaimQueue:
             self._enter(owner, group)
 
     def pop(self, worker: str, overdue_birth: float, *, own_only: bool = False) -> Sample | None:
-        """The next sample for ``worker``; groups born at or before ``overdue_birth`` come first, oldest first.
+        """The next sample for ``worker``; groups born at or before ``overdue_birth`` come first, then what it holds.
 
         ``own_only``: leave samples that any worker could claim to others, unless they are overdue.
         """
@@ -131,7 +132,8 @@ class ClaimQueue:
                 overdue = birth is not None and birth <= overdue_birth
                 if own_only and owner is None and not overdue:
                     continue
-                key = (0.0, float(birth), *top[0]) if birth is not None and overdue else (1.0, 0.0, *top[0])
+                # What a worker holds may hold places of the user's own, such as sandboxes, that new samples wait for.
+                key = (0.0, float(birth), *top[0]) if birth is not None and overdue else (1.0, owner is None, *top[0])
                 if best is None or key < best[0]:
                     best = (key, owner, birth)
         if best is None:

@@ -33,10 +33,17 @@ from recipe.partial_rollout.manager.codec import check_saveable
 from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter, excess_of, finite
 from recipe.partial_rollout.manager.types import Grant, SampleOutput
 from recipe.partial_rollout.records.calls import EngineCall
-from recipe.partial_rollout.waits import one_line
+from recipe.partial_rollout.waits import ToldError, one_line
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, ProbeEndedError, ProbeSlots
-from recipe.partial_rollout.worker.llm_client import ObservedLLMClient, PartialRolloutLLMClient
+from recipe.partial_rollout.worker.live_sample import (
+    LIVE_SAMPLE,
+    LiveSample,
+    ProbeEndedError,
+    ProbeSlots,
+    SampleClock,
+    SampleTimeoutError,
+)
+from recipe.partial_rollout.worker.llm_client import ObservedLLMClient, PartialRolloutLLMClient, SampleClient
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.rewards import REWARD_INFO, Places, RewardError, RewardWorkers, reward_places
 from recipe.partial_rollout.worker.tool_journal import journaled, of_sample
@@ -100,9 +107,10 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             name="agent_loop",
             trace=trace,
         ):
+            client = self._loop_client()
             agent_loop = make(
                 trainer_config=DictConfigWrap(config=self.config),
-                server_manager=self._loop_client(),
+                server_manager=client,
                 tokenizer=self.tokenizer,
                 processor=self.processor,
                 hf_model_type=self.hf_model_type,
@@ -110,7 +118,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                 data_config=DictConfigWrap(self.config.data),
                 tools=ToolListWrap(self._loop_tools()),
             )
-            output = await agent_loop.run(sampling_params, **kwargs)
+            output = await self._output(agent_loop.run(sampling_params, **kwargs), client, trajectory)
             return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
 
     def _loop_client(self) -> Any:
@@ -120,6 +128,10 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     def _loop_tools(self) -> list[Any]:
         """The tools that it calls."""
         return self.tools
+
+    async def _output(self, run: Awaitable[Any], client: Any, trajectory: dict[str, Any]) -> Any:
+        """What it returns."""
+        return await run
 
     async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
         """As verl's, for noPR and validation: a sample that fits no batch, or has no score, ends alone.
@@ -338,9 +350,19 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             await super()._probe_sample(row, **sampling_params)
 
     def _loop_client(self) -> Any:
-        sample = LIVE_SAMPLE.get()
         assert isinstance(self.llm_client, PartialRolloutLLMClient)
-        return self.llm_client if sample is None else self.llm_client.of(sample)
+        return SampleClient(self.llm_client, LIVE_SAMPLE.get())
+
+    async def _output(self, run: Awaitable[Any], client: SampleClient, trajectory: dict[str, Any]) -> Any:
+        if LIVE_SAMPLE.get() is not None or not trajectory["validate"]:
+            return await run
+        timeout_s = self.config.partial_rollout.failures.sample_timeout_s
+        try:
+            client.clock = SampleClock(f"validation row {trajectory['sample_index']}", timeout_s)
+            return await client.clock.run(run)
+        except SampleTimeoutError as error:
+            held = f"{self._claims.live} training samples that began are carried meanwhile, with what their loops hold"
+            raise SampleTimeoutError(f"{error}; it awaits {ToldError.of(error).place}; {held}") from error
 
     def _loop_tools(self) -> list[Any]:
         sample = LIVE_SAMPLE.get()
@@ -351,6 +373,11 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         if sample is None:
             return await super()._agent_loop_postprocess(output, validate, **kwargs)
         await sample.end()
+        if not isinstance(output, AgentLoopOutput):
+            what = f"a list of {len(output)} outputs" if isinstance(output, list) else f"{type(output).__name__}"
+            raise TypeError(
+                f"the agent loop of sample {sample.id} returned {what}: return the AgentLoopOutput that is trained"
+            )
         if output.multi_modal_data:
             raise ValueError(
                 f"sample {sample.id} has multi-modal data ({', '.join(output.multi_modal_data)}): "

@@ -246,6 +246,11 @@ class ClaimLoop:
             garbage.hold()
         self._open.set()
 
+    @property
+    def live(self) -> int:
+        """Samples whose agent loops have begun here and not ended."""
+        return len(self._seats)
+
     def close_round(self) -> None:
         """Allow no new engine call; running ones end when their replica aborts them."""
         self._open.clear()

@@ -31,12 +31,12 @@ class SampleClock:
     sample waits for its slot, the engine or its reward. Each engine call starts it anew.
 
     Args:
-        sample_id: for the error.
+        name: of the sample, for the error.
         deadline_s: seconds between two engine calls (``partial_rollout.failures.sample_timeout_s``); None: no deadline.
     """
 
-    def __init__(self, sample_id: str, deadline_s: float | None = None) -> None:
-        self._sample_id = sample_id
+    def __init__(self, name: str, deadline_s: float | None = None) -> None:
+        self._name = name
         self._deadline_s = deadline_s
         self._timeout: asyncio.Timeout | None = None
         self._stops = 0
@@ -57,7 +57,7 @@ class SampleClock:
             if error is self._error or not limit.expired():
                 raise
             raise self._error or SampleTimeoutError(
-                f"the agent loop of sample {self._sample_id} made no engine call for {self._deadline_s:g} s "
+                f"the agent loop of {self._name} made no engine call for {self._deadline_s:g} s "
                 f"(partial_rollout.failures.sample_timeout_s)"
             ) from error
         finally:
@@ -244,7 +244,7 @@ class LiveSample:
 
     def __post_init__(self, restored: Iterable[Segment], deadline_s: float | None) -> None:
         self.group = self.group or self.id
-        self.clock = SampleClock(self.id, deadline_s)
+        self.clock = SampleClock(f"sample {self.id}", deadline_s)
         self._journal, self._next_turn = defaultdict(dict), 0
         for segment in restored:
             self._journal[segment.asked].setdefault(segment.turn, []).append(segment)
@@ -344,7 +344,9 @@ class LiveSample:
 LIVE_SAMPLE: ContextVar[LiveSample | None] = ContextVar("live_sample", default=None)
 
 
-async def at_home(home: asyncio.AbstractEventLoop, sample: LiveSample, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+async def at_home(
+    home: asyncio.AbstractEventLoop, sample: LiveSample | None, work: Callable[[], Coroutine[Any, Any, T]]
+) -> T:
     """The result of ``work`` for ``sample`` in the event loop ``home``, from whichever thread and loop it is awaited.
 
     Agent loops may run their parts in threads, which have event loops and contexts of their own.

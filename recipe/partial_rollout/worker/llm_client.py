@@ -14,7 +14,6 @@ import asyncio
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -28,7 +27,15 @@ from recipe.partial_rollout.engine.version_marks import spans
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.waits import ReplicaError, answer_of, means_death, one_line
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, Turn, at_home, context_hash, digest_of
+from recipe.partial_rollout.worker.live_sample import (
+    LIVE_SAMPLE,
+    LiveSample,
+    SampleClock,
+    Turn,
+    at_home,
+    context_hash,
+    digest_of,
+)
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.resumption import StopStrings, check_sampling, sampling_of_call
 
@@ -182,30 +189,38 @@ class _Call:
 
 
 class SampleClient:
-    """verl's client for the agent loop of one sample, in whatever thread or task it generates.
+    """verl's client for one agent loop, in whatever thread or task it generates.
 
     A context variable tells the other calls of a worker apart, and an executor's threads do not have it.
 
     Args:
-        client: the worker's; everything but ``generate`` is its own. sample: that the tokens belong to.
+        client: the worker's; everything but ``generate`` is its own.
+        sample: that the tokens belong to; None in validation.
     """
 
-    def __init__(self, client: PartialRolloutLLMClient, sample: LiveSample) -> None:
+    def __init__(self, client: PartialRolloutLLMClient, sample: LiveSample | None) -> None:
         self._client = client
         self._sample = sample
         self._home = asyncio.get_running_loop()
+        self.clock = SampleClock("a probe") if sample is None else sample.clock
+        """stands while the loop awaits an engine"""
 
     @property
-    def sample_id(self) -> str:
-        """``epoch/position#index``; a loop in validation, or under noPR, has a client without this attribute."""
-        return self._sample.id
+    def sample_id(self) -> str | None:
+        """``epoch/position#index``; None in validation. Under noPR a client has no such attribute."""
+        return None if self._sample is None else self._sample.id
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
     async def generate(self, request_id: str, **request: Any) -> TokenOutput:
         """``PartialRolloutLLMClient.generate``, in the event loop of the worker."""
-        return await at_home(self._home, self._sample, partial(self._client.generate, request_id, **request))
+
+        async def answer() -> TokenOutput:
+            with self.clock.stopped():
+                return await self._client.generate(request_id, **request)
+
+        return await at_home(self._home, self._sample, answer)
 
 
 class PartialRolloutLLMClient(ObservedLLMClient):
@@ -232,10 +247,6 @@ class PartialRolloutLLMClient(ObservedLLMClient):
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Find stop strings with ``tokenizer``, the model's."""
         self._tokenizer = tokenizer
-
-    def of(self, sample: LiveSample) -> SampleClient:
-        """What the agent loop of ``sample`` generates with."""
-        return SampleClient(self, sample)
 
     def _vllm_request_id(self, request_id: str) -> str:
         sample, request = LIVE_SAMPLE.get(), _REQUEST.get()
