@@ -62,6 +62,13 @@ class OverlongError(ValueError):
     """An agent loop returned more than a batch holds."""
 
 
+def _require_one(output: Any) -> None:
+    """Refuse what verl's trainer cannot train."""
+    if not isinstance(output, AgentLoopOutput):
+        what = f"a list of {len(output)} outputs" if isinstance(output, list) else type(output).__name__
+        raise TypeError(f"agent loop {_AGENT_LOOP.get()} returned {what}: return the AgentLoopOutput that is trained")
+
+
 class ObservedAgentLoopWorker(AgentLoopWorker):
     """verl's worker, with a deadline on the reward function and an account of its engine calls."""
 
@@ -138,6 +145,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
 
         noPR masks it; in a validation its score is nan, which no mean counts (``training/reward_info.py``).
         """
+        _require_one(output)
         try:
             await self._score(output, kwargs)
         except (OverlongError, RewardError) as error:
@@ -373,11 +381,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         if sample is None:
             return await super()._agent_loop_postprocess(output, validate, **kwargs)
         await sample.end()
-        if not isinstance(output, AgentLoopOutput):
-            what = f"a list of {len(output)} outputs" if isinstance(output, list) else f"{type(output).__name__}"
-            raise TypeError(
-                f"the agent loop of sample {sample.id} returned {what}: return the AgentLoopOutput that is trained"
-            )
+        _require_one(output)
         if output.multi_modal_data:
             raise ValueError(
                 f"sample {sample.id} has multi-modal data ({', '.join(output.multi_modal_data)}): "
