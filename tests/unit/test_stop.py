@@ -150,8 +150,11 @@ def test_pool_ends_its_processes_as_ever(starts, capfd):
     stop = StopSignals()
     with stop.in_force() if starts else stop.caught():
         context = multiprocessing.get_context("fork")
-        child = context.Process(target=time.sleep, args=[60])
+        ours, theirs = context.Pipe()
+        child = context.Process(target=lambda: (theirs.send("runs"), time.sleep(60)))
         child.start()
+        # Python forgets a signal that comes while it forks.
+        assert ours.recv() == "runs"
         os.kill(child.pid, signal.SIGINT)
         child.terminate()
         child.join(20)
