@@ -41,7 +41,7 @@ say() { printf '\n== %s (after %d s) ==\n' "$*" "$SECONDS"; }
 
 main() { # arm, arguments...
   python -m recipe.partial_rollout.main_ppo --config-name quickstart_cpu task="$task" \
-    quickstart.dir="$out" trainer.experiment_name="$1" "${decay[@]}" "${@:2}"
+    quickstart.dir="'${out//\'/\\\'}'" trainer.experiment_name="$1" "${decay[@]}" "${@:2}"
 }
 
 # Settings that do not hold end the script before anything is made or moved. 3: model and data are not there yet.

@@ -46,9 +46,12 @@ overrides=(experiment="$experiment" arm="$arm")
 set_from() { # variable, hydra key, text around the value
   [[ -z ${!1:-} ]] || overrides+=("$2=${3:-}${!1}${4:-}")
 }
-set_from MODEL actor_rollout_ref.model.path
-set_from DATA recipe.data
-set_from OUT recipe.out
+set_text_from() { # variable, hydra key; in quotes hydra takes any text
+  [[ -z ${!1:-} ]] || overrides+=("$2='${!1//\'/\\\'}'")
+}
+set_text_from MODEL actor_rollout_ref.model.path
+set_text_from DATA recipe.data
+set_text_from OUT recipe.out
 set_from NNODES trainer.nnodes
 set_from GPUS_PER_NODE trainer.n_gpus_per_node
 set_from LOGGER trainer.logger '[console,file,' ']'
