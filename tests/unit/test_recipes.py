@@ -163,7 +163,11 @@ def test_shape_of_a_model_is_known_by_its_name_or_config():
 
 @pytest.mark.parametrize("name", ["modèle", "a=b", "two (words)", "a,b", "it's"])
 def test_folder_may_have_any_name(tmp_path, name):
-    places = {"MODEL": str(tmp_path / name), "DATA": str(tmp_path / f"{name} data"), "OUT": str(tmp_path / f"{name} out")}
+    places = {
+        "MODEL": str(tmp_path / name),
+        "DATA": str(tmp_path / f"{name} data"),
+        "OUT": str(tmp_path / f"{name} out"),
+    }
     done = run_script("gsm8k_8gpu_4b", "nopr", PYTHON=sys.executable, DRY_RUN="1", **places)
     assert done.returncode == checks.INPUTS_MISSING, done.stderr
     assert f"missing: actor_rollout_ref.model.path={places['MODEL']}: " in done.stdout

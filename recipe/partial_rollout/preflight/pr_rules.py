@@ -60,6 +60,11 @@ PR_RULES = (
         _keeps_kv,
     ),
     Rule(
+        "distillation.enabled",
+        lambda on, _: not on,
+        "False with partial_rollout.enable=True: its loss has no correction",
+    ),
+    Rule(
         "algorithm.adv_estimator",
         lambda estimator, _: estimator != "remax",
         "any other: its greedy baseline needs the synchronous rollout",
