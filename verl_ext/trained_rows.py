@@ -23,7 +23,9 @@ from verl_ext.guard import VERL, require
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
-_TARGET = "verl.trainer.ppo.ray_trainer"
+_ESTIMATORS = "verl.trainer.ppo.core_algos"
+_TRAINER = "verl.trainer.ppo.ray_trainer"
+_CALLED_BY_NAME = ("compute_gae_advantage_return", "compute_grpo_outcome_advantage")
 _MEANS = ("compute_data_metrics", "compute_variance_proxy_metrics")
 
 
@@ -32,36 +34,60 @@ def trained_rows(data: DataProto) -> torch.Tensor:
     return data.batch["response_mask"].bool().any(dim=-1)
 
 
-def _rows_with_advantage(data: DataProto, estimator: Any) -> torch.Tensor:
-    """bool [B]: the trained rows but for lone survivors of a group, if ``estimator`` compares the samples of a group."""
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
-
-    rows = trained_rows(data)
-    if "index" not in inspect.signature(get_adv_estimator_fn(estimator)).parameters:
-        return rows
-    _, group, sizes = np.unique(data.non_tensor_batch["uid"].astype(str), return_inverse=True, return_counts=True)
+def _with_baseline(rows: torch.Tensor, index: Any) -> torch.Tensor:
+    """bool [B]: ``rows`` without the lone survivors of a group; ``index`` [B] names the groups."""
+    _, group, sizes = np.unique(np.asarray(index).astype(str), return_inverse=True, return_counts=True)
     left = np.bincount(group, weights=rows.numpy(), minlength=len(sizes))
     return rows & torch.from_numpy((left > 1) | (left == sizes))[group]
 
 
-def _patch(module: Any) -> None:
-    if hasattr(module.compute_advantage, "__wrapped__"):
-        return
-    verls_advantage, verls_penalty = module.compute_advantage, module.apply_kl_penalty
+def _of_rows(value: Any, rows: torch.Tensor) -> Any:
+    """``value`` of an estimator's argument, for ``rows`` alone."""
+    if isinstance(value, dict):
+        return {key: _of_rows(each, rows) for key, each in value.items()}
+    if isinstance(value, np.ndarray):
+        return value[rows.numpy()] if value.shape[:1] == rows.shape else value
+    return value[rows] if getattr(value, "shape", ())[:1] == rows.shape else value
 
-    @functools.wraps(verls_advantage)
-    def compute_advantage(data: DataProto, adv_estimator: Any, *args: Any, **kwargs: Any) -> DataProto:
-        rows = _rows_with_advantage(data, adv_estimator)
-        # PF-PPO draws the rows of the batch anew, by score.
-        if rows.all() or (kwargs.get("config") or {}).get("use_pf_ppo"):
-            return verls_advantage(data, adv_estimator, *args, **kwargs)
-        keys = "advantages", "returns"
-        data.batch.update({key: torch.zeros_like(data.batch["token_level_rewards"]) for key in keys})
+
+def _estimator(original: Any) -> Any:
+    """The advantage estimator ``original`` on the rows that train."""
+    names = list(inspect.signature(original).parameters)
+
+    @functools.wraps(original)
+    def estimate(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        told = {**dict(zip(names, args, strict=False)), **kwargs}
+        rows = told["response_mask"].bool().any(dim=-1)
+        if "index" in names:
+            rows = _with_baseline(rows, told["index"])
+        if rows.all():
+            return original(**told)
+        advantages, returns = torch.zeros((2, *told["response_mask"].shape))
         if rows.any():
-            of_rows = verls_advantage(data.select_idxs(rows), adv_estimator, *args, **kwargs)
-            for key in keys:
-                data.batch[key][rows] = of_rows.batch[key]
-        return data
+            advantages[rows], returns[rows] = original(**{key: _of_rows(value, rows) for key, value in told.items()})
+        return advantages, returns
+
+    return estimate
+
+
+def _patch_estimators(module: Any) -> None:
+    verls = module.get_adv_estimator_fn
+    if hasattr(verls, "__wrapped__"):
+        return
+
+    @functools.wraps(verls)
+    def get_adv_estimator_fn(name_or_enum: Any) -> Any:
+        return _estimator(verls(name_or_enum))
+
+    module.get_adv_estimator_fn = get_adv_estimator_fn
+    for name in _CALLED_BY_NAME:
+        setattr(module, name, _estimator(getattr(module, name)))
+
+
+def _patch_trainer(module: Any) -> None:
+    verls_penalty = module.apply_kl_penalty
+    if hasattr(verls_penalty, "__wrapped__"):
+        return
 
     @functools.wraps(verls_penalty)
     def apply_kl_penalty(data: DataProto, *args: Any, **kwargs: Any) -> tuple[DataProto, dict[str, Any]]:
@@ -89,7 +115,7 @@ def _patch(module: Any) -> None:
         told = None if drafts is None else [each is not None for each in drafts]
         return verls_speculation(drafts, *args, **{"non_padding_mask": told, **kwargs})
 
-    module.compute_advantage, module.apply_kl_penalty = compute_advantage, apply_kl_penalty
+    module.apply_kl_penalty = apply_kl_penalty
     module.compute_spec_decode_metrics = compute_spec_decode_metrics
     for name in _MEANS:
         setattr(module, name, of_trained(getattr(module, name)))
@@ -97,4 +123,5 @@ def _patch(module: Any) -> None:
 
 def install() -> None:
     require("verl", VERL, "trained_rows")
-    wrapt.register_post_import_hook(_patch, _TARGET)
+    wrapt.register_post_import_hook(_patch_estimators, _ESTIMATORS)
+    wrapt.register_post_import_hook(_patch_trainer, _TRAINER)

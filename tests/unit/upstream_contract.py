@@ -72,10 +72,10 @@ verl.workers.rollout.llm_server:LLMServerClient <- llm_client
 verl.workers.rollout.llm_server:LLMServerManager <- ray_trainer standalone_engines
     has: __init__ get_replicas
 verl.trainer.ppo.ray_trainer <- standalone_engines trained_rows
-    has: LLMServerManager compute_advantage apply_kl_penalty compute_data_metrics compute_variance_proxy_metrics
+    has: LLMServerManager apply_kl_penalty compute_data_metrics compute_variance_proxy_metrics
     calls: compute_spec_decode_metrics(spec_drafts, spec_accepts, spec_verifies, *, non_padding_mask)
 verl.trainer.ppo.core_algos <- trained_rows
-    calls: get_adv_estimator_fn(name_or_enum)
+    has: get_adv_estimator_fn compute_gae_advantage_return compute_grpo_outcome_advantage
 verl.workers.rollout.replica <- standalone_engines settings_check
     has: RayWorkerGroup CONTROL_METHOD_CONCURRENCY
 verl.workers.rollout.router:GlobalRequestLoadBalancer <- replicas
