@@ -154,7 +154,7 @@ def one_running(manager):
         ({"batch": 2}, r"data.train_batch_size=2: 1, which the checkpoint was made with"),
         ({"n": 3}, r"actor_rollout_ref.rollout.n=3: 1, which"),
         ({"max_staleness": 3}, r"partial_rollout.max_staleness=3: at least 4, which"),
-        ({"layout": 1}, "manager state has layout=1: this version of the recipe reads 3"),
+        ({"layout": 1}, "manager state has layout=1: this version of the recipe reads 4"),
         ({"tokens": np.zeros(4, np.int32)}, "tokens has 4 entries: 5 by its lengths"),
     ],
 )

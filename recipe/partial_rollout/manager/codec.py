@@ -4,7 +4,7 @@ Layout of the dictionary (S samples, group by group; E engine calls of the unfin
 
 ================= ==============================================================================================
 ``made_with``     sizes that a run must match to resume from it
-``version`` ...   scalars, ``counters``, ``lengths``, ``filtered``
+``version`` ...   scalars, ``counters``, ``trained``, ``filtered``
 ``reserve``       prompts, ``{uid, epoch, row}`` each
 ``groups``        ``{prompt, order, birth}`` each: with the trainer, then ready, then unfinished
 ``samples``       columns of length S: ``finished``, ``failures``, ``error``, ``tool_results``, ``calls``
@@ -30,7 +30,7 @@ import numpy as np
 from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
 from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.groups import Counters, LengthLedger, ManagerState
+from recipe.partial_rollout.manager.groups import Counters, ManagerState
 from recipe.partial_rollout.manager.types import (
     FilteredGroup,
     FinishedOutput,
@@ -43,7 +43,7 @@ from recipe.partial_rollout.manager.types import (
     Segment,
 )
 
-LAYOUT = 3
+LAYOUT = 4
 
 Fetch = Callable[[Sequence[FinishedOutput]], Sequence[SampleOutput]]
 
@@ -69,7 +69,7 @@ class Captured:
 
 def capture(state: ManagerState, admission: Admission) -> Captured:
     """Capture ``state`` as it is now; takes milliseconds, because no token is copied."""
-    groups, lengths = state.groups, state.groups.lengths
+    groups = state.groups
     head = {
         "layout": LAYOUT,
         "made_with": _sizes(admission).by_key(),
@@ -79,14 +79,7 @@ def capture(state: ManagerState, admission: Admission) -> Captured:
         "admitted": list(groups.admitted),
         "filtered": [asdict(group) for group in groups.filtered],
         "counters": asdict(groups.counters),
-        "lengths": {
-            "opened": lengths.opened,
-            "prefix": lengths.prefix,
-            "prefix_groups": lengths.prefix_groups,
-            "passed": lengths.passed,
-            "left_out": sorted(lengths.left_out),
-            "ended": np.array(list(lengths.ended.items()), np.int64).reshape(-1, 2),
-        },
+        "trained": np.array(list(groups.trained.items()), np.int64).reshape(-1, 2),
     }
     unfinished = groups.in_state(GroupState.WAITING, GroupState.ACTIVE)
     captured = tuple(_copy(group) for group in [*groups.taken.values(), *groups.ready_queue, *unfinished])
@@ -187,7 +180,7 @@ def decode(state: dict[str, Any], admission: Admission, into: ManagerState) -> N
     into.reserve.prompts.extend(Prompt(**row) for row in state["reserve"])
     into.reserve.last_offered = state["last_offered"]
     groups = into.groups
-    groups.counters, groups.lengths = Counters(**state["counters"]), _length_ledger(state["lengths"])
+    groups.counters, groups.trained = Counters(**state["counters"]), dict(state["trained"].tolist())
     groups.admitted = list(state["admitted"])
     groups.filtered = [FilteredGroup(**row) for row in state["filtered"]]
     groups.restore(_groups(state, admission.samples_per_group))
@@ -200,11 +193,6 @@ def _groups(state: dict[str, Any], size: int) -> Iterator[PromptGroup]:
         for index in range(size):
             group.samples.append(replace(next(records), id=f"{group.uid}#{index}", group=group))
         yield group
-
-
-def _length_ledger(fields: dict[str, Any]) -> LengthLedger:
-    ended = {int(order): int(tokens) for order, tokens in fields["ended"]}
-    return LengthLedger(**{**fields, "ended": ended, "left_out": set(fields["left_out"])})
 
 
 def _check_sizes(state: dict[str, Any], admission: Admission) -> None:

@@ -125,79 +125,16 @@ class ReadyGroups:
 
 
 @dataclass(slots=True)
-class LengthLedger:
-    """Response tokens of every group by dispatch order, for ``Groups.length_bias``: short groups finish first.
-
-    The first groups are kept only as a sum once as many are trained. Filtered groups count on neither side: what dynamic
-    sampling selects is no bias of the scheduling.
-
-    >>> ledger = LengthLedger(opened=3)
-    >>> ledger.leave_out(0)
-    >>> ledger.close(1, 10)
-    >>> ledger.total_of_first(2, so_far=lambda order: 7)
-    17
-    """
-
-    opened: int = 0
-    """groups dispatched"""
-    prefix: int = 0
-    """tokens of the first ``prefix_groups`` unfiltered groups in dispatch order"""
-    prefix_groups: int = 0
-    passed: int = 0
-    """number of groups dispatched up to the end of the prefix, filtered ones included"""
-    ended: dict[int, int] = field(default_factory=dict)
-    """tokens of the ended groups after the prefix, by dispatch order"""
-    left_out: set[int] = field(default_factory=set)
-    """dispatch orders of the filtered groups after the prefix"""
-
-    def open(self) -> None:
-        """Note that one more group was dispatched."""
-        self.opened += 1
-
-    def close(self, order: int, tokens: int) -> None:
-        """Note that the group dispatched as number ``order`` ended with ``tokens``."""
-        self.ended[order] = tokens
-
-    def leave_out(self, order: int) -> None:
-        """Note that the group dispatched as number ``order`` was filtered."""
-        self.left_out.add(order)
-
-    def fold(self, groups: int) -> None:
-        """Fold the first ``groups`` dispatched groups into the sum, up to the first that has not ended."""
-        while self.prefix_groups < groups:
-            if self.passed in self.left_out:
-                self.left_out.remove(self.passed)
-            elif self.passed in self.ended:
-                self.prefix += self.ended.pop(self.passed)
-                self.prefix_groups += 1
-            else:
-                return
-            self.passed += 1
-
-    def total_of_first(self, groups: int, so_far: Callable[[int], int]) -> int:
-        """Tokens of the first ``groups`` unfiltered groups dispatched; ``so_far(order)`` gives those of one in flight."""
-        self.fold(groups)
-        return self.prefix + self._total(0, groups - self.prefix_groups, so_far)
-
-    def total_of_next(self, groups: int, after: int, so_far: Callable[[int], int]) -> int:
-        """As ``total_of_first``, of the ``groups`` that follow the first ``after``."""
-        self.fold(after)
-        return self._total(after - self.prefix_groups, groups, so_far)
-
-    def _total(self, skipped: int, groups: int, so_far: Callable[[int], int]) -> int:
-        """Tokens of ``groups`` groups after the prefix and the ``skipped`` that follow it."""
-        behind = (order for order in range(self.passed, self.opened) if order not in self.left_out)
-        orders = itertools.islice(behind, skipped, skipped + groups)
-        return sum(so_far(i) if (tokens := self.ended.get(i)) is None else tokens for i in orders)
-
-
-@dataclass(slots=True)
 class Counters:
     """Totals since the start of the run; they only grow."""
 
     admitted_groups: int = 0
     trained_groups: int = 0
     trained_tokens: int = 0
+    passed_groups: int = 0
+    """trained groups that every group in flight was dispatched after"""
+    passed_tokens: int = 0
+    """response tokens of these"""
     interrupted: int = 0
     resumed: int = 0
     failed: int = 0
@@ -235,13 +172,14 @@ class Groups:
     """
 
     counters: Counters = field(default_factory=Counters)
-    lengths: LengthLedger = field(default_factory=LengthLedger)
     by_order: dict[int, PromptGroup] = field(default_factory=dict)
     """all groups, by dispatch order, ascending"""
     unfinished: Counter[int | None] = field(default_factory=Counter)
     """number of ACTIVE groups by birth version; under None, the number of WAITING ones"""
     ready_queue: ReadyGroups = field(default_factory=ReadyGroups)
     """READY groups, in training order"""
+    trained: dict[int, int] = field(default_factory=dict)
+    """response tokens of the trained groups that one in flight was dispatched before, by dispatch order"""
     taken: dict[str, PromptGroup] = field(default_factory=dict)
     """TAKEN groups, by uid"""
     admitted: list[str] = field(default_factory=list)
@@ -259,7 +197,6 @@ class Groups:
         group.samples = [Sample(f"{prompt.uid}#{i}", group) for i in range(samples)]
         self.by_order[group.order] = group
         self.unfinished[None] += 1
-        self.lengths.open()
         self.counters.admitted_groups += 1
         self.admitted.append(group.uid)
         return group
@@ -297,13 +234,11 @@ class Groups:
         """ACTIVE -> READY: every sample has ended."""
         self._end(group, GroupState.READY)
         self.ready_queue.add(group)
-        self.lengths.close(group.order, group.finished_length)
 
     def filter(self, group: PromptGroup, value: float) -> None:
         """ACTIVE -> FILTERED: every sample has ended, all with the score ``value``."""
         self._end(group, GroupState.FILTERED)
         del self.by_order[group.order]
-        self.lengths.leave_out(group.order)
         lengths = [sample.length for sample in group.samples]
         self.filtered.append(FilteredGroup(group.uid, group.order, group.birth, value, lengths))
         self.counters.filtered_groups += 1
@@ -329,8 +264,12 @@ class Groups:
             del self.taken[uid], self.by_order[group.order]
             self.counters.trained_groups += 1
             self.counters.trained_tokens += group.finished_length
+            self.trained[group.order] = group.finished_length
             group.drop_outputs()
-        self.lengths.fold(self.counters.trained_groups)
+        oldest = next(iter(self.by_order), self.counters.admitted_groups)
+        for order in [order for order in self.trained if order < oldest]:
+            self.counters.passed_groups += 1
+            self.counters.passed_tokens += self.trained.pop(order)
         del self.admitted[: self.told]
         self.told = 0
 
@@ -388,7 +327,7 @@ class Groups:
     @property
     def cached_tokens(self) -> int:
         """Response tokens of all samples."""
-        return sum(sample.length for group in self.by_order.values() for sample in group.samples)
+        return sum(group.length for group in self.by_order.values())
 
     def in_state(self, *states: GroupState) -> Iterator[PromptGroup]:
         """Groups in one of ``states``, by dispatch order."""
@@ -409,25 +348,26 @@ class Groups:
         return min(births, default=default)
 
     def length_bias(self) -> dict[str, float]:
-        """Mean response length of what was trained over that of as many groups in dispatch order.
+        """Mean response length of what was trained over that of as many groups in dispatch order: short ones finish first.
 
         ``length/bias`` is of the whole run, ``length/batch_bias`` of the batch that the trainer has, which counts as
         trained in both. Both are 1 if prompts train in the order of the data. A group that has not ended counts with its
-        length so far. A figure is missing before the first batch, and while none of the groups below its line has a token.
+        length so far, a filtered one on neither side: what dynamic sampling selects is no bias of the scheduling. A
+        figure is missing before the first batch, and while none of the groups below its line has a token.
         """
-        trained, taken = self.counters.trained_groups, self.taken.values()
-        batch = sum(group.finished_length for group in taken)
-        in_order = self.lengths.total_of_next(len(taken), trained, self._length_so_far)
-        first = self.lengths.total_of_first(trained, self._length_so_far) + in_order
+        totals = self.counters
+        lengths = self.trained | {order: group.length for order, group in self.by_order.items()}
+        dispatched = [lengths[order] for order in sorted(lengths)]
+        batch, trained = len(self.taken), totals.trained_groups - totals.passed_groups
+        batch_tokens = sum(group.length for group in self.taken.values())
+        in_order = sum(dispatched[trained : trained + batch])
+        first = totals.passed_tokens + sum(dispatched[:trained]) + in_order
         biases = {}
         if first:
-            biases["length/bias"] = (self.counters.trained_tokens + batch) / first
+            biases["length/bias"] = (totals.trained_tokens + batch_tokens) / first
         if in_order:
-            biases["length/batch_bias"] = batch / in_order
+            biases["length/batch_bias"] = batch_tokens / in_order
         return biases
-
-    def _length_so_far(self, order: int) -> int:
-        return sum(sample.length for sample in self.by_order[order].samples)
 
 
 @dataclass(slots=True)

@@ -217,6 +217,11 @@ class PromptGroup:
     """sum of the finished samples' response lengths, tokens"""
 
     @property
+    def length(self) -> int:
+        """Response tokens of all samples so far."""
+        return sum(sample.length for sample in self.samples)
+
+    @property
     def uid(self) -> str:
         return self.prompt.uid
 
