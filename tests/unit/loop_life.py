@@ -143,15 +143,34 @@ class Life:
         self.build = lambda: ManagerActor(admission, scheduling, stall_s, RETRY, away_s=stall_s)
         self.actor, self.engine = self.build(), Engine(tick)
         self.version, self.lives, self.open = 0, 0, False
-        self.worker = None
+        self.worker, self.dying, self.replacing = None, [], asyncio.Lock()
         self.outputs = {}
+
+    async def resume(self, path):
+        """The run is killed after a checkpoint, and resumed from it."""
+        await self.actor.save(str(path))
+        self.end_worker()
+        self.worker, self.actor = None, self.build()
+        await self.actor.load(str(path))
+        await self.serve()
+
+    def end_worker(self):
+        self.handle.broken = dict.fromkeys(("report", "claim", "abandon", "flushed"), RuntimeError("dead"))
+        for task in (self.serving, *self.worker._claims._tasks):
+            task.cancel()
+        # Its process would end with it, threads included.
+        self.dying += [asyncio.ensure_future(seat.sample.end()) for seat in self.worker._claims._seats.values()]
+
+    async def die(self):
+        """The worker dies in the round, if it is open, and is replaced."""
+        async with self.replacing:
+            if self.open:
+                await self.serve()
 
     async def serve(self):
         """A worker takes the place of the last one."""
         if self.worker is not None:
-            self.handle.broken = dict.fromkeys(("report", "claim", "abandon", "flushed"), RuntimeError("dead"))
-            for task in (self.serving, *self.worker._claims._tasks):
-                task.cancel()
+            self.end_worker()
             await self.actor.release_worker(self.name)
         self.lives += 1
         self.name, self.handle, self.worker = f"w{self.lives}", Local(self.actor), LoopWorker(self)
@@ -175,11 +194,14 @@ class Life:
     async def stop_round(self, timeout_s=20):
         """Train the next batch; everything else is interrupted."""
         batch = await self.within(self.actor.wait_batch(True), timeout_s)
-        self.open = False
-        self.worker.close_round()
-        self.engine.aborting.set()
-        await self.within(self.worker.flush(), timeout_s)
-        assert not self.engine.running, "the engine is quiet"
+        async with self.replacing:
+            self.open = False
+            self.worker.close_round()
+            self.engine.aborting.set()
+            await self.within(self.worker.flush(), timeout_s)
+        await asyncio.gather(*self.dying)
+        # What a dead worker has asked for, an engine ends by itself.
+        assert not self.engine.running or self.lives > 1, "the engine is quiet"
         await self.actor.finish_step([group.uid for group in batch.groups])
         for group in batch.groups:
             self.outputs[group.uid] = group.outputs
@@ -190,11 +212,17 @@ class Life:
         return [output for group in batch.groups for output in group.outputs]
 
     async def within(self, awaitable, timeout_s):
-        done, _ = await asyncio.wait({work := asyncio.ensure_future(awaitable), self.serving}, timeout=timeout_s,
-                                     return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
-        if self.serving in done:
-            raise AssertionError(f"the worker has ended: {self.serving.exception()!r}")
-        assert done, f"hang: {self.actor._manager.unfinished_report()}"
+        work = asyncio.ensure_future(awaitable)
+        end = time.monotonic() + timeout_s
+        while not work.done():
+            serving = self.serving
+            await asyncio.wait({work, serving}, timeout=end - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
+            if self.handle.broken:
+                # The next one is coming.
+                await asyncio.sleep(0.001)
+            elif serving.done() and serving is self.serving:
+                raise AssertionError(f"the worker has ended: {serving.exception()!r}")
+            assert time.monotonic() < end, f"hang: {self.actor._manager.unfinished_report()}"
         return work.result()
 
     async def next_round(self):

@@ -20,7 +20,11 @@ class Local:
         async def call(*arguments):
             if verb in self.broken:
                 raise self.broken[verb]
-            return await getattr(self.actor, verb)(*arguments)
+            answer = await getattr(self.actor, verb)(*arguments)
+            if verb in self.broken:
+                # It died while it asked.
+                raise self.broken[verb]
+            return answer
 
         return SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(call(*arguments)))
 

@@ -1,0 +1,236 @@
+"""Random agent loops in random lives: each sample is trained or masked, each trained token the engine's in its context.
+
+``PARTIAL_ROLLOUT_SEQUENCES=300 bash run_scripts/run_tests.sh tests/unit/test_loop_fuzz.py`` plays more.
+"""
+
+import asyncio
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from verl.tools.function_tool import FunctionTool
+
+from recipe.partial_rollout.config.choices import SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
+from recipe.partial_rollout.worker.tool_journal import ToolError
+from tests.unit.loop_life import Life, output_of, play
+from tests.unit.shared import tool_schema
+
+PROMPT = [7, 8, 9]
+SEPARATOR = 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of an agent loop. What it returns goes on with the conversation that it was given."""
+
+    kind: str
+    ms: int = 0
+    tokens: int = 0
+    keep: int = 0
+    parts: tuple["Step", ...] = ()
+
+    @property
+    def steps(self):
+        yield self
+        for part in self.parts:
+            yield from part.steps
+
+
+calls = st.builds(Step, st.just("generate"), tokens=st.integers(1, 12))
+waits = st.builds(Step, st.sampled_from(["sleep", "tool", "repeatable tool"]), ms=st.sampled_from([0, 1, 5, 20]))
+raises = st.builds(Step, st.sampled_from(["raise once", "raise", "exit", "cancel"]))
+leaves = st.one_of(calls, calls, calls, waits, waits, raises)
+
+
+def deeper(parts):
+    several = st.lists(parts, min_size=1, max_size=3).map(tuple)
+    one = parts.map(lambda part: (part,))
+    return st.one_of(
+        st.builds(Step, st.just("sequence"), parts=several),
+        st.builds(Step, st.just("gather"), parts=several, keep=st.integers(0, 2)),
+        st.builds(Step, st.just("wait for"), parts=one, ms=st.sampled_from([1, 8, 30])),
+        st.builds(Step, st.sampled_from(["semaphore", "leave", "suppress"]), parts=one),
+        st.builds(Step, st.just("thread"), parts=st.lists(calls, min_size=1, max_size=2).map(tuple)),
+    )
+
+
+loops = st.recursive(leaves, deeper, max_leaves=8).map(
+    lambda step: Step("sequence", parts=(step, Step("generate", tokens=5)))
+)
+lives = st.fixed_dictionaries(
+    {
+        "loops": st.lists(loops, min_size=3, max_size=6),
+        "policy": st.sampled_from(SchedulingPolicy),
+        "slots": st.integers(1, 5),
+        "places": st.integers(1, 3),
+        "between": st.lists(
+            st.sampled_from(["nothing", "nothing", "death", "resume", "update"]), min_size=6, max_size=6
+        ),
+        "deaths_ms": st.lists(st.integers(0, 60), max_size=3),
+    }
+)
+
+
+class Loops:
+    """Runs a row's loop, from its steps."""
+
+    def __init__(self, drawn):
+        self.drawn, self.raised, self.left = drawn, set(), []
+        self.places = None
+
+    async def __call__(self, client, row, params):
+        self.places = self.places or asyncio.Semaphore(self.drawn["places"])
+        run = SimpleNamespace(client=client, row=row, params=params, home=asyncio.get_running_loop(), holds=False)
+        made = await self.step(self.drawn["loops"][row["number"]], run, [])
+        return output_of(PROMPT, [token for token, _ in made], [mask for _, mask in made])
+
+    async def step(self, step, run, before):
+        """``[(token, mask)]`` that ``step`` adds to the conversation ``before``."""
+        if step.kind == "generate":
+            prompt = PROMPT + [token for token, _ in before]
+            answer = await run.client.generate(
+                "r", prompt_ids=prompt, sampling_params={**run.params, "max_tokens": step.tokens}
+            )
+            return [(token, 1) for token in answer.token_ids]
+        if step.kind == "sequence":
+            made = []
+            for part in step.parts:
+                made += await self.step(part, run, before + made)
+            return made
+        if step.kind == "gather":
+            answers = await asyncio.gather(*[self.step(part, run, before) for part in step.parts])
+            return answers[step.keep % len(answers)]
+        if step.kind == "thread":
+            work = asyncio.run, self.step(Step("sequence", parts=step.parts), run, before)
+            return await run.home.run_in_executor(None, *work)
+        return await getattr(self, step.kind.replace(" ", "_"))(step, run, before)
+
+    async def sleep(self, step, run, before):
+        await asyncio.sleep(step.ms / 1000)
+        return []
+
+    async def tool(self, step, run, before, name="pay"):
+        try:
+            response, *_ = await run.row["tools"][name].call({"ms": step.ms, "at": len(before)})
+        except ToolError:
+            # Cut off, and may have had its effect.
+            return [(SEPARATOR, 0)]
+        return [(SEPARATOR, 0), (len(response.text), 0)]
+
+    async def repeatable_tool(self, step, run, before):
+        return await self.tool(step, run, before, "look")
+
+    async def wait_for(self, step, run, before):
+        try:
+            return await asyncio.wait_for(self.step(step.parts[0], run, before), step.ms / 1000)
+        except TimeoutError:
+            return [(SEPARATOR, 0)]
+
+    async def semaphore(self, step, run, before):
+        if run.holds:
+            return await self.step(step.parts[0], run, before)
+        async with self.places:
+            run.holds = True
+            return await self.step(step.parts[0], run, before)
+
+    async def suppress(self, step, run, before):
+        try:
+            return await self.step(step.parts[0], run, before)
+        except (ValueError, RuntimeError):
+            return []
+
+    async def leave(self, step, run, before):
+        self.left.append(asyncio.ensure_future(self.step(step.parts[0], run, before)))
+        await asyncio.sleep(0)
+        return []
+
+    async def raise_once(self, step, run, before):
+        if (key := (run.row["number"], step)) not in self.raised:
+            self.raised.add(key)
+            raise ValueError("once")
+        return []
+
+    async def cancel(self, step, run, before):
+        raise asyncio.CancelledError
+
+    async def exit(self, step, run, before):
+        raise ValueError("as a tool that exits")
+
+
+async def always(self, step, run, before):
+    raise ValueError("always")
+
+
+setattr(Loops, "raise", always)
+
+
+def tools():
+    async def pay(ms, at):
+        await asyncio.sleep(ms / 1000)
+        return "paid"
+
+    async def look(ms, at):
+        await asyncio.sleep(ms / 1000)
+        return "seen it"
+
+    look.repeatable = True
+    return [
+        FunctionTool(name=fn.__name__, fn=fn, tool_schema=tool_schema(fn.__name__), is_async=True) for fn in (pay, look)
+    ]
+
+
+def may_fail(loop):
+    kinds = [step.kind for step in loop.steps]
+    return (
+        bool({"raise", "raise once", "exit", "cancel"} & set(kinds)) or sum(step.tokens + 2 for step in loop.steps) > 60
+    )
+
+
+async def story(life, drawn, folder):
+    async def deaths():
+        for ms in drawn["deaths_ms"]:
+            await asyncio.sleep(ms / 1000)
+            await life.die()
+
+    dying = asyncio.ensure_future(deaths())
+    for round_ in range(len(life.rows)):
+        await life.stop_round()
+        if len(life.outputs) == len(life.rows):
+            break
+        between = drawn["between"][round_]
+        if between == "death":
+            await life.serve()
+        elif between == "resume":
+            await life.resume(Path(folder) / str(round_))
+        elif between == "update":
+            await asyncio.sleep(0.03)
+        await life.next_round()
+    dying.cancel()
+    assert len(life.outputs) == len(life.rows)
+    for i, loop in enumerate(drawn["loops"]):
+        (output,) = life.outputs[f"0/{i}"]
+        assert not output.masked or may_fail(loop), output.extra_fields
+
+
+@given(lives)
+@settings(
+    max_examples=int(os.environ.get("PARTIAL_ROLLOUT_SEQUENCES", "25")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+def test_whatever_loops_do_each_sample_is_trained_on_what_the_engine_made_or_masked(drawn):
+    rows = [{"number": i} for i in range(len(drawn["loops"]))]
+
+    def life():
+        scheduling = Scheduling(drawn["policy"])
+        return Life(Loops(drawn), rows, slots=drawn["slots"], scheduling=scheduling, functions=tools(), tick=0.0005,
+                    release_after_s=0.004)  # fmt: skip
+
+    with tempfile.TemporaryDirectory() as folder:
+        play(life, lambda life: story(life, drawn, folder))
