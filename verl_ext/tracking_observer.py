@@ -1,13 +1,16 @@
 """Patch: let a recipe see, and add to, what verl's ``fit`` logs of each step.
 
 ``RayPPOTrainer.fit`` builds its ``Tracking`` from a name it imports when called, and offers no hook for metrics of a
-custom rollout. Within ``observed_tracking`` that name is a subclass that shows every log to an observer first.
+custom rollout. Within ``observed_tracking`` that name is a subclass that shows every log to an observer first. verl's file
+logger empties the file that it opens, so a resumed run would lose its history; there it appends.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import verl.utils.tracking as tracking
@@ -21,15 +24,19 @@ SWANLAB = "swanlab"
 
 @contextmanager
 def observed_tracking(
-    observer: Observer, after: After | None = None, table: dict[str, Any] | None = None
+    observer: Observer,
+    after: After | None = None,
+    table: dict[str, Any] | None = None,
+    file: Path | None = None,
 ) -> Iterator[None]:
     """While entered, ``observer(data, step)`` answers what each ``Tracking.log`` records.
 
     ``after(data, step)`` is called with the same once it is recorded; what it raises ends ``fit`` there. ``table`` is the
-    configuration that SwanLab shows, a column a key, in place of verl's nested one; the other backends get verl's.
+    configuration that SwanLab shows, a column a key, in place of verl's nested one; the other backends get verl's. The file
+    logger appends to ``file``; None: to what verl's variable names.
     """
     require("verl", VERL, "tracking_observer")
-    original = tracking.Tracking
+    original, original_file = tracking.Tracking, tracking.FileLogger
 
     class ObservedTracking(original):
         def __init__(
@@ -50,8 +57,14 @@ def observed_tracking(
             if after is not None:
                 after(data, step)
 
-    tracking.Tracking = ObservedTracking  # type: ignore[misc]
+    class AppendedFile(original_file):
+        def __init__(self, project_name: str, experiment_name: str) -> None:
+            path = file or Path(os.environ["VERL_FILE_LOGGER_PATH"])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.filepath, self.fp = str(path), path.open("ab", buffering=0)
+
+    tracking.Tracking, tracking.FileLogger = ObservedTracking, AppendedFile  # type: ignore[misc]
     try:
         yield
     finally:
-        tracking.Tracking = original  # type: ignore[misc]
+        tracking.Tracking, tracking.FileLogger = original, original_file  # type: ignore[misc]

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 from uuid import uuid4
@@ -24,6 +25,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from recipe.partial_rollout.checkpoint.lineage import locked
 from recipe.partial_rollout.config.keys import ConfigError, refuse_unknown
 from recipe.partial_rollout.config.settings import (
     CONF_DIR,
@@ -113,8 +115,8 @@ def run(config: DictConfig) -> None:
     Raises:
         ConfigError: before Ray starts, in one line.
     """
-    from recipe.partial_rollout.preflight.inputs import check_prompts, check_rows, fetch_model
-    from recipe.partial_rollout.preflight.rows import check_files, check_steps
+    from recipe.partial_rollout.preflight.inputs import fetch_model
+    from recipe.partial_rollout.preflight.rows import check_files
     from recipe.partial_rollout.preflight.settings_check import check_config
     from recipe.partial_rollout.training.swanlab_run import choose_mode
 
@@ -125,19 +127,31 @@ def run(config: DictConfig) -> None:
     fetch_model(config)
     wire(config)
     directory = Path(config.trainer.default_local_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("VERL_FILE_LOGGER_PATH", str(directory / "metrics.jsonl"))
     os.environ.setdefault("SWANLAB_LOG_DIR", str(directory.parent / "swanlog"))
-    OmegaConf.save(config, directory / "config.yaml", resolve=True)
-
-    from recipe.partial_rollout.task_runner import TaskRunner, check_ray_address
-
     show_warnings()
+    with nullcontext() if config.trainer.get("val_only") else locked(directory):
+        _run_in(directory, config)
+
+
+def _run_in(directory: Path, config: DictConfig) -> None:
+    """Check what depends on the run's directory and data; then leave it to Ray."""
+    from recipe.partial_rollout.preflight.inputs import check_prompts, check_rows
+    from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
+    from recipe.partial_rollout.preflight.rows import check_steps
+    from recipe.partial_rollout.task_runner import TaskRunner, check_ray_address
+    from recipe.partial_rollout.training.ray_trainer import session_of
+
     check_ray_address(config)
-    runner = TaskRunner(config)
+    made_of = check_checkpoints(config)
+    session = session_of(config, made_of)
+    runner = TaskRunner(config, session)
     check_steps(config, len(runner.train_dataset), len(runner.val_dataset))
     check_prompts(config, runner.tokenizer, runner.train_dataset)
     check_rows(config, runner.train_dataset)
+    made_of |= check_made_of_rows(config, runner.train_dataset)
+    session.begin()
+    if session.trains:
+        OmegaConf.save(config, directory / "config.yaml", resolve=True)
     train(runner, config)
 
 
@@ -278,6 +292,7 @@ def _composed_main(config: DictConfig) -> None:
     except Exception as error:
         log, text = Path(config.trainer.default_local_dir) / ERROR_LOG, traceback.format_exc()
         try:
+            log.parent.mkdir(parents=True, exist_ok=True)
             log.write_text(text)
         except OSError:
             # A full disk may be what ended the training.

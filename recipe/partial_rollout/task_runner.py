@@ -22,6 +22,7 @@ from recipe.partial_rollout.preflight.placement_check import check_cpus, check_d
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes, accepts
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.training.run_session import RunSession
 from recipe.partial_rollout.waits import one_line
 
 _SIZES = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
@@ -133,11 +134,15 @@ def _remedy(config: DictConfig) -> str:
 
 
 class TaskRunner(BaseTaskRunner):
-    """Loads datasets and tokenizer at construction, which needs no Ray, and builds the rest in ``train``."""
+    """Loads datasets and tokenizer at construction, which needs no Ray, and builds the rest in ``train``.
 
-    def __init__(self, config: DictConfig) -> None:
+    Args:
+        session: the run, of ``config``.
+    """
+
+    def __init__(self, config: DictConfig, session: RunSession) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.session = config, session
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
         self.tokenizer, self.processor = model.tokenizer, model.processor
         self.train_dataset = self._dataset("train")
@@ -193,6 +198,7 @@ class TaskRunner(BaseTaskRunner):
             collate_fn=collate_fn,
             train_sampler=create_rl_sampler(config.data, self.train_dataset),
             device_name=config.trainer.device,
+            session=self.session,
             nodes=nodes,
         )
         trainer.init_workers()

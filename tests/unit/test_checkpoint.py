@@ -5,12 +5,15 @@ verl's own trainer and checkpoint manager save and delete here; only the workers
 """
 
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torchdata.stateful_dataloader import StatefulDataLoader
+from verl.trainer.ppo.utils import create_rl_sampler
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from recipe.partial_rollout.checkpoint import run_checkpoints as checkpoint
@@ -20,9 +23,7 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight.inputs import check_rows
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
-from recipe.partial_rollout.training.run_session import RunSession
-
-SIZES = {"batch_groups": 2, "samples_per_group": 2, "max_staleness": 4}
+from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
 
 
 class Killed(BaseException):
@@ -45,6 +46,9 @@ class Weights(BaseCheckpointManager):
         (Path(path) / "weights").write_text(str(step))
         self.register_checkpoint(path, max_ckpt_to_keep)
 
+    def load_checkpoint(self, path, del_local_after_load):
+        assert (Path(path) / "weights").exists()
+
 
 class Saves:
     """A driver whose manager has ``state``."""
@@ -66,7 +70,7 @@ def trainer(run_dir, **keys):
     config = {"trainer": {"default_local_dir": str(run_dir), **unset, **keys}}
     ours.config = OmegaConf.create(config | {"actor_rollout_ref": {"actor": {"checkpoint": {"async_save": False}}}})
     keep = claim_retention(ours.config.trainer, critic=True)
-    ours.session = session = RunSession(SimpleNamespace(enable=True, sizes=SIZES), run_dir, "auto", keep=keep)
+    ours.session = session = RunSession(SimpleNamespace(enable=True), run_dir, "auto", keep=keep)
     ours.actor_rollout_wg, ours.critic_wg, ours.use_critic = Weights(), Weights(), True
     ours.train_dataloader = SlotLoader(10, 2)
     session.source = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
@@ -159,3 +163,38 @@ def test_weights_are_saved_where_what_is_in_flight_cannot_be(tmp_path, step):
     assert (step_dir / "actor" / "weights").read_text() == str(step)
     assert f"{step_dir}/actor" in message and "verl.model_merger" in message and "\n" not in message
     assert RunCheckpoints(tmp_path).to_resume("auto", None) == tmp_path / "global_step_1"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("step", [2, 4, 7, 8], ids=["mid", "end of an epoch", "mid of the second", "end of the second"])
+def test_resumed_baseline_sees_the_rows_in_the_order_of_one_that_never_stopped(tmp_path, workers, step):
+    def process():
+        ours = object.__new__(PartialRolloutRayPPOTrainer)
+        keys = {"default_hdfs_dir": None, "max_actor_ckpt_to_keep": None, "max_critic_ckpt_to_keep": None}
+        trainer = {"default_local_dir": str(tmp_path), "resume_mode": "auto", "resume_from_path": None, **keys}
+        trainer["del_local_ckpt_after_load"] = False
+        config = {"trainer": trainer, "actor_rollout_ref": {"actor": {"checkpoint": {"async_save": False}}}}
+        ours.config, ours.use_critic, ours.actor_rollout_wg = OmegaConf.create(config), False, Weights()
+        ours.session = RunSession(SimpleNamespace(enable=False), tmp_path, "auto")
+        ours.session.trace = SimpleNamespace(checkpoint=lambda step: None)
+        rows = list(range(8))
+        sampler = create_rl_sampler(OmegaConf.create({"shuffle": True, "seed": 1}), rows)
+        loader = StatefulDataLoader(rows, batch_size=2, num_workers=workers, drop_last=True, sampler=sampler)
+        ours.session.offer(loader, TrainingSteps(4, 3, 12, drains=True, filters=False))
+        ours.train_dataloader, ours.global_steps = loader, 0
+        ours._load_checkpoint()
+        return ours
+
+    def batches(ours):
+        """As in verl's ``fit``."""
+        for _ in range(ours.global_steps // 4, 3):
+            for batch in ours.train_dataloader:
+                ours.global_steps = ours.session.completed_step = ours.global_steps + 1
+                yield batch.tolist()
+
+    whole = list(batches(process()))
+    first = process()
+    begun = list(islice(batches(first), step))
+    first._save_checkpoint()
+    again = process()
+    assert again.global_steps == step and begun + list(batches(again)) == whole

@@ -9,7 +9,6 @@ import ray
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.checkpoint import manifest
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import FLAGS
 from recipe.partial_rollout.preflight.inputs import check_critic
@@ -344,43 +343,6 @@ def test_flag_is_what_yaml_says_for_whoever_reads_it(configure, word, value):
 def test_model_with_fewer_rows_than_its_tokenizer_has_tokens_is_refused_even_as_padded(with_model):
     with pytest.raises(ConfigError, match="its tokenizer has 10 tokens and the model 9"):
         check_config(with_model({"vocab_size": 9}))
-
-
-def seal(directory, step, *, trainers=4, **sizes):
-    """A whole checkpoint of a run with these sizes."""
-    step_dir = directory / f"global_step_{step}"
-    manifest.begin(step_dir)
-    (step_dir / "actor").mkdir()
-    (step_dir / "actor" / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": trainers}))
-    manifest.seal(step_dir, step, {"sizes": {"batch_groups": 4, "samples_per_group": 2, "max_staleness": 8, **sizes}})
-
-
-@pytest.mark.parametrize(
-    ("saved", "message"),
-    [
-        ({"max_staleness": 9}, "max_staleness=8: at least 9, as in"),
-        ({"batch_groups": 8}, "data.train_batch_size=4: 8, as in"),
-        ({"filter_groups": True}, "filter_groups.enable=False: True, as in"),
-        # FSDP's shards are of a world size, on whichever nodes.
-        ({"trainers": 2}, r"trainer.nnodes \* trainer.n_gpus_per_node=4: 2, as in .*step_3"),
-    ],
-)
-def test_checkpoint_that_the_settings_cannot_go_on_from_is_refused(configure, tmp_path, saved, message):
-    resumed = f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto", "trainer.n_gpus_per_node=4"
-    seal(tmp_path, 2)
-    check_config(configure(*resumed))
-    seal(tmp_path, 3, **saved)
-    with pytest.raises(ConfigError, match=message):
-        check_config(configure(*resumed))
-
-
-def test_run_whose_checkpoints_are_all_torn_does_not_start_over_in_silence(configure, tmp_path):
-    manifest.begin(tmp_path / "global_step_3")
-    ours = f"trainer.default_local_dir={tmp_path}"
-    with pytest.raises(ConfigError, match=r"resume_mode=auto: .*global_step_3 is torn.*resume_mode=disable") as caught:
-        check_config(configure(ours, "trainer.resume_mode=auto"))
-    assert "\n" not in str(caught.value)
-    check_config(configure(ours, "trainer.resume_mode=disable"))
 
 
 def test_second_node_needs_a_ray_cluster(configure, monkeypatch):

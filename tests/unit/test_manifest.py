@@ -6,6 +6,7 @@ import json
 import pytest
 
 from recipe.partial_rollout.checkpoint import manifest
+from recipe.partial_rollout.checkpoint.lineage import Lineage
 from recipe.partial_rollout.checkpoint.snapshot import ForeignCheckpointError, TornCheckpointError, write_snapshot
 from tests.unit.shared import damaged
 
@@ -17,14 +18,14 @@ def checkpoint(run_dir, step, *, seal=True):
     (step_dir / "actor" / "weights.pt").write_bytes(b"w" * 100)
     write_snapshot(ours / "manager.snapshot", {"step": step})
     if seal:
-        manifest.seal(step_dir, step, {"arm": "PR"})
+        manifest.seal(step_dir, step, "a", {"arm": "PR"})
     return step_dir
 
 
 def test_checkpoint_is_torn_from_its_beginning_until_it_is_sealed(tmp_path):
     step_dir = checkpoint(tmp_path, 4)
     whole = manifest.verify(step_dir)
-    assert (whole.step, whole.facts) == (4, {"arm": "PR"})
+    assert (whole.step, whole.life, whole.facts) == (4, "a", {"arm": "PR"})
     assert whole.files.keys() == {"actor/weights.pt", "partial_rollout/manager.snapshot"}
     manifest.begin(step_dir)
     for unsealed in (step_dir, checkpoint(tmp_path, 5, seal=False)):
@@ -78,12 +79,13 @@ def test_manifest_cannot_name_files_outside_its_directory(tmp_path):
 
 
 def test_newest_whole_checkpoint_is_used_and_torn_ones_above_it_are_told_while_foreign_ones_stop_the_run(tmp_path):
-    assert manifest.newest_whole(tmp_path / "missing") == manifest.newest_whole(tmp_path) == (None, [])
+    none = Lineage(tmp_path)
+    assert manifest.newest_whole(tmp_path / "missing", none) == manifest.newest_whole(tmp_path, none) == (None, [])
     checkpoint(tmp_path, 2)
     newest = checkpoint(tmp_path, 10)
     checkpoint(tmp_path, 11, seal=False)
-    found, (refused,) = manifest.newest_whole(tmp_path)
+    found, (refused,) = manifest.newest_whole(tmp_path, none)
     assert found == newest and "global_step_11 is torn" in refused
     (tmp_path / "global_step_12").mkdir()
     with pytest.raises(ForeignCheckpointError, match=r"trainer\.resume_mode=disable"):
-        manifest.newest_whole(tmp_path)
+        manifest.newest_whole(tmp_path, none)

@@ -18,14 +18,13 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.batch import assemble_batch
 from recipe.partial_rollout.training.proximal import ProximalPolicy
-from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
-from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
+from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer, session_of
+from recipe.partial_rollout.training.run_session import TrainingSteps
 from recipe.partial_rollout.training.step_log import StepLog
 
 STEPS = 4
@@ -116,14 +115,15 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     main_ppo.wire(config)
     trainer = object.__new__(PartialRolloutRayPPOTrainer)
     trainer.config = config
-    trainer.session = session = RunSession(PartialRolloutConfig.from_config(config), run_dir, "auto")
+    trainer.session = session = session_of(config)
+    session.begin()
     session.steps = TrainingSteps(per_epoch=STEPS, epochs=1, total=STEPS, drains=True, filters=False)
     trainer._phase_started, trainer._measured = None, {}
     trainer.proximal = ProximalPolicy.of(config, trainer.settings)
     trainer.nodes = ClusterNodes(table=list)
     session.trace, session.ledger = MagicMock(last_round=None), MagicMock()
     session.source = MagicMock(**{"state_dict.return_value": {}})
-    trainer.step_log = StepLog(config, trainer.settings, run_dir, STEPS)
+    trainer.step_log = StepLog(config, trainer.settings, STEPS)
     trainer.total_training_steps = STEPS
     trainer.train_dataloader, trainer.train_dataset = SlotLoader(STEPS, 2), object()
     trainer._dump_executor, trainer._shutdown_dump_executor = SimpleNamespace(_shutdown=False), lambda: None
@@ -237,7 +237,7 @@ def test_stop_anywhere_in_a_step_leaves_a_checkpoint_of_a_whole_step(life, tmp_p
     assert logged_steps(tmp_path) == list(range(1, held + 1)), "the metrics of a trained step are not lost"
     second = life(*VALIDATES, "trainer.save_freq=1")
     assert not second.stopped and ledger_of(second)[-1] == ("complete",)
-    assert logged_steps(tmp_path) == list(range(held + 1, STEPS + 1)), "it goes on"
+    assert logged_steps(tmp_path) == list(range(1, STEPS + 1)), "it goes on, and keeps its history"
     assert second.async_rollout_manager.manager.counters.trained_groups == 2 * STEPS
 
 
@@ -291,3 +291,20 @@ def test_error_log_has_what_samples_raised_and_a_run_that_starts_well_leaves_non
     assert 'File "my_loop.py", line 7' in log.read_text() and "in refuse" in log.read_text()
     life()
     assert not log.exists()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_validation_alone_trains_nothing_and_leaves_the_run_as_it_is(life, tmp_path, before):
+    life("trainer.save_freq=1", stop_at=("round", 3))
+    run = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    alone = "trainer.val_only=True", f"trainer.val_before_train={before}", "trainer.save_freq=1"
+    trainer = life(*alone)
+    assert trainer.async_rollout_manager.asked == ["validation", "its figures"] and not trainer.stopped
+    assert {path: path.read_bytes() for path in run} == run, "no record of a training"
+    (line,) = (tmp_path / "validation.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 2 and "val-core/reward" in line, "it is of the newest checkpoint"
+    life(*alone, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_1")
+    life(*alone, "trainer.resume_mode=disable")
+    steps = [json.loads(line)["step"] for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    assert steps == [2, 1, 0] and {path: path.read_bytes() for path in run} == run
+    assert not life("trainer.save_freq=1").stopped and logged_steps(tmp_path) == list(range(1, STEPS + 1))

@@ -21,7 +21,7 @@ class Life:
     """One process of a training, which trains two groups a step."""
 
     def __init__(self, run_dir, resumed=None):
-        self.trace = RunTrace(run_dir, ["r0"], RUN, resumed or 0, append=True)
+        self.trace = RunTrace(run_dir, ["r0"], RUN, resumed or 0)
         self.ledger = Ledger(run_dir)
         self.ledger.run(SIZES)
         if resumed is not None:

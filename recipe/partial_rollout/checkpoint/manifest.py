@@ -4,8 +4,7 @@
 
     begin(step_dir) -> verl's files, snapshots -> seal(step_dir)
 
-A directory that was begun and not sealed is torn; one that was never begun is foreign: a run without partial rollout,
-or verl's own.
+A directory that was begun and not sealed is torn; one that was never begun is foreign: verl's own.
 """
 
 from __future__ import annotations
@@ -13,12 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from recipe.partial_rollout.checkpoint.lineage import Lineage
 from recipe.partial_rollout.checkpoint.snapshot import (
     PART,
+    ForeignCheckpointError,
     TornCheckpointError,
     checksum,
     foreign,
@@ -30,7 +32,7 @@ from recipe.partial_rollout.checkpoint.snapshot import (
 DIRECTORY = "partial_rollout"
 """directory of the recipe's own files within a step directory"""
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 _STEP = re.compile(r"global_step_([0-9]+)")
 
@@ -50,6 +52,8 @@ class Manifest:
     """What a whole checkpoint consists of."""
 
     step: int
+    life: str
+    """id of the process that sealed it (``lineage``)"""
     facts: dict[str, Any]
     """what the trainer wants to record; JSON-able"""
     files: dict[str, ListedFile]
@@ -57,7 +61,7 @@ class Manifest:
 
 
 def begin(step_dir: Path) -> Path:
-    """Mark ``step_dir`` as a partial-rollout checkpoint in progress; returns the directory of the recipe's own files.
+    """Mark ``step_dir`` as a checkpoint of the recipe in progress; returns the directory of the recipe's own files.
 
     Call it before anything else is written there. An earlier checkpoint of the same step is then no longer whole.
     """
@@ -72,6 +76,7 @@ def begin(step_dir: Path) -> Path:
 def seal(
     step_dir: Path,
     step: int,
+    life: str,
     facts: dict[str, Any],
     *,
     leave_out: frozenset[str] = frozenset(),
@@ -93,7 +98,7 @@ def seal(
             files[name] = ListedFile(path.stat().st_size, checksum(path) if wanted else None)
     for directory in directories:
         sync(directory)
-    manifest = Manifest(step, facts, files)
+    manifest = Manifest(step, life, facts, files)
     fields = {"format": FORMAT, **asdict(manifest)}
     text = json.dumps({"blake2b": _digest(fields), **fields}, indent=1)
     write_atomically(step_dir / DIRECTORY / NAME, [text.encode()])
@@ -144,26 +149,42 @@ def _read(step_dir: Path) -> Manifest:
     if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in fields["files"]):
         raise foreign(step_dir, "its manifest names files outside of it")
     files = {name: ListedFile(**listed) for name, listed in fields["files"].items()}
-    return Manifest(fields["step"], fields["facts"], files)
+    return Manifest(fields["step"], fields["life"], fields["facts"], files)
 
 
-def newest_whole(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole ``global_step_N`` in ``run_dir``, and a line for each newer one that is torn.
+def newest_whole(run_dir: Path, lineage: Lineage) -> tuple[Path | None, list[str]]:
+    """The newest whole ``global_step_N`` of ``lineage`` in ``run_dir``, and a line for each newer one that is torn.
+
+    Steps grow along a lineage, so the newest is the highest.
 
     Raises:
         ForeignCheckpointError: a newer one was made by something else; the message says what to do.
     """
     refused: list[str] = []
-    for _, step_dir in sorted(_steps(run_dir), reverse=True):
+    for step, step_dir in sorted(steps_in(run_dir), reverse=True):
         try:
-            verify(step_dir)
+            if lineage.holds(_read(step_dir).life, step):
+                verify(step_dir)
+                return step_dir, refused
         except TornCheckpointError as error:
             refused.append(str(error))
-        else:
-            return step_dir, refused
     return None, refused
 
 
-def _steps(run_dir: Path) -> list[tuple[int, Path]]:
+def superseded(run_dir: Path, lineage: Lineage, *, unsealed: bool) -> Iterator[Path]:
+    """The checkpoints in ``run_dir`` that do not lead to the present; torn ones if ``unsealed``."""
+    for step, step_dir in steps_in(run_dir):
+        try:
+            stands = lineage.holds(_read(step_dir).life, step)
+        except TornCheckpointError:
+            stands = not unsealed
+        except ForeignCheckpointError:
+            stands = False
+        if not stands:
+            yield step_dir
+
+
+def steps_in(run_dir: Path) -> list[tuple[int, Path]]:
+    """Number and directory of each ``global_step_N`` in ``run_dir``."""
     found = ((_STEP.fullmatch(path.name), path) for path in run_dir.glob("global_step_*"))
     return [(int(match[1]), path) for match, path in found if match and path.is_dir()]

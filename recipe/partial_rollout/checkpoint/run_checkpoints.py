@@ -1,9 +1,9 @@
-"""Checkpoints of a partial-rollout run: verl's own checkpoint and, beside it, everything that is in flight.
+"""Checkpoints of a run, of either arm: verl's own and, beside it under PR, everything that is in flight.
 
-``global_step_K/`` holds verl's files, written first, and ``partial_rollout/``: the states of the manager and the prompt
-source and, written last, the manifest. A checkpoint counts once its manifest lists all its files. Saving never touches
-files that an older manifest lists, and old checkpoints are removed only after the next one is sealed. So a crash at any
-moment leaves the newest whole checkpoint intact, and a state that cannot be saved takes no weights with it.
+``global_step_K/`` holds verl's files, written first, and ``partial_rollout/``: under PR the states of the manager and the
+prompt source and, written last, the manifest. A checkpoint counts once its manifest lists all its files. Saving never
+touches files that an older manifest lists, and old checkpoints are removed only after the next one is sealed. So a crash
+at any moment leaves the newest whole checkpoint intact, and a state that cannot be saved takes no weights with it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,22 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from recipe.partial_rollout.checkpoint.manifest import DIRECTORY, begin, newest_whole, seal, verify
-from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError, read_snapshot, write_snapshot
+from recipe.partial_rollout.checkpoint.lineage import SUPERSEDED, Lineage, set_aside
+from recipe.partial_rollout.checkpoint.manifest import (
+    DIRECTORY,
+    Manifest,
+    begin,
+    newest_whole,
+    seal,
+    superseded,
+    verify,
+)
+from recipe.partial_rollout.checkpoint.snapshot import (
+    TornCheckpointError,
+    read_snapshot,
+    write_atomically,
+    write_snapshot,
+)
 from recipe.partial_rollout.waits import one_line
 
 logger = logging.getLogger(__name__)
@@ -51,6 +65,8 @@ def claim_retention(trainer: Any, *, critic: bool) -> int | None:
 class RunCheckpoints:
     """The checkpoints of one run directory.
 
+    ``to_resume`` chooses what to go on from, ``begin`` makes the choice the run's lineage, before the first ``save``.
+
     Args:
         run_dir: ``trainer.default_local_dir``.
         keep: whole checkpoints to keep, the newest included, of those saved under this limit; None: all.
@@ -59,6 +75,12 @@ class RunCheckpoints:
     def __init__(self, run_dir: Path, keep: int | None = None) -> None:
         self._run_dir = run_dir
         self._keep = keep
+        self.lineage = Lineage(run_dir)
+        self.resumed: Manifest | None = None
+        """of the checkpoint that ``to_resume`` chose"""
+        self._chosen: Path | None = None
+        self._life: str | None = None
+        """id of this process in the lineage, once it has begun"""
         self._on_disk: int | None = None
         self._kept: list[int] = []
         """steps whose checkpoints ``keep`` applies to, oldest first; saved in each manifest for a process that resumes"""
@@ -67,46 +89,137 @@ class RunCheckpoints:
         """verl's directory of the checkpoint of ``step``."""
         return self._run_dir / f"global_step_{step}"
 
+    # -- what to go on from ------------------------------------------------------------------------------------------
+
+    def to_resume(self, mode: str, path: str | None) -> Path | None:
+        """The checkpoint that ``trainer.resume_mode`` and ``resume_from_path`` ask for; None to start from scratch.
+
+        Raises:
+            TornCheckpointError: the checkpoint given by path is not whole, or checkpoints exist and none is whole.
+            ForeignCheckpointError: something else made it.
+        """
+        self._chosen = {"disable": lambda: None, "resume_path": lambda: Path(str(path))}.get(mode, self._newest)()
+        self.resumed = None if self._chosen is None else verify(self._chosen)
+        return self._chosen
+
+    def _newest(self) -> Path | None:
+        """The checkpoint of the present lineage that was sealed last: one of this directory, or the one it began from."""
+        found, torn = newest_whole(self._run_dir, self.lineage)
+        if found is None and self.lineage.lives and (origin := self.lineage.lives[-1].origin):
+            return Path(origin)
+        if torn and found is None:
+            raise TornCheckpointError(
+                f"no checkpoint is whole: {', '.join(line.partition(';')[0] for line in torn)}; "
+                f"trainer.resume_mode=disable starts the training over"
+            )
+        for line in torn:
+            logger.warning("%s", line)
+        return found
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the checkpoint to resume is of this directory's run, and not another run's."""
+        if self._chosen is None or self.resumed is None:
+            return False
+        return self._is_here or self.resumed.life in [life.id for life in self.lineage.lives]
+
+    @property
+    def _is_here(self) -> bool:
+        return self._chosen is not None and self._chosen.resolve().parent == self._run_dir.resolve()
+
+    def begin(self) -> Path:
+        """Make the choice the run's lineage, then set aside the checkpoints that it supersedes; returns where they go.
+
+        ``latest_checkpointed_iteration.txt``, which verl's own tools read, follows.
+        """
+        step = self.resumed.step if self.resumed else 0
+        newest = newest_whole(self._run_dir, self.lineage)[0] if self.goes_on else None
+        goes_back = newest is not None and newest.name != f"global_step_{step}"
+        life = self.lineage.begin(
+            self.resumed and self.resumed.life,
+            step,
+            origin=None if self._is_here else self._chosen,
+            goes_back=goes_back,
+        )
+        aside = self._run_dir / SUPERSEDED / life.id
+        unsealed = goes_back or not self.goes_on
+        set_aside(superseded(self._run_dir, self.lineage, unsealed=unsealed), aside)
+        self._life = life.id
+        if self.resumed is not None and self.step_dir(step).is_dir():
+            self._on_disk, self._kept = step, [*self.resumed.facts.get("kept", ())]
+        self._track(self._on_disk)
+        return aside
+
+    def _track(self, step: int | None) -> None:
+        tracker = self._run_dir / "latest_checkpointed_iteration.txt"
+        if step is None:
+            tracker.unlink(missing_ok=True)
+        else:
+            write_atomically(tracker, [str(step).encode()])
+
+    def take(self, step_dir: Path) -> SavedState:
+        """PR: what was in flight at ``step_dir``, which ``to_resume`` chose."""
+        assert step_dir == self._chosen and self.resumed is not None
+        name, ours = self.resumed.facts["state"], step_dir / DIRECTORY
+        return SavedState(ours / f"manager-{name}.state", read_snapshot(ours / f"source-{name}.state"))
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
     def save(
         self,
         step: int,
-        save_manager: Callable[[Path], object],
-        source: dict[str, Any],
+        save_manager: Callable[[Path], object] | None,
+        source: dict[str, Any] | None,
         save_verl: Callable[[], object],
-        sizes: dict[str, int],
+        made_of: dict[str, Any],
     ) -> None:
         """Write and seal the checkpoint of ``step``.
 
         Args:
-            save_manager: writes the manager's state to the path it is given.
-            source: ``PromptSource.state_dict``.
+            save_manager: PR: writes the manager's state to the path it is given.
+            source: PR: ``PromptSource.state_dict``.
             save_verl: writes verl's part; not called for the step that this process last saved or loaded: its weights
                 are already on disk, and only what is in flight has changed since.
-            sizes: what a run that resumes from it must match (``PartialRolloutConfig.sizes``).
+            made_of: what a run that resumes from it is compared with, by key of the config.
 
         Raises:
             RuntimeError: what is in flight cannot be saved; the weights are, and the message says what to do with them.
+                Or another process has begun in the directory.
         """
+        if self._life is None:
+            self.begin()
+        assert self._life is not None
+        if Lineage(self._run_dir).lives[-1:] != self.lineage.lives[-1:]:
+            raise RuntimeError(f"another process has begun to train in {self._run_dir}: step {step} is not saved")
         step_dir, ours = self.step_dir(step), self.step_dir(step) / DIRECTORY
         if step != self._on_disk:
             begin(step_dir)
             save_verl()
+            # verl's save has named the step there; it counts from its seal on.
+            self._track(self._on_disk)
         old = frozenset(f"{DIRECTORY}/{path.name}" for path in ours.glob("*.state"))
         name = uuid4().hex[:8]
+        if save_manager is not None and source is not None:
+            self._save_in_flight(step_dir, name, save_manager, source)
+        kept = [*(other for other in self._kept if other != step), step] if self._keep else []
+        seal(step_dir, step, self._life, {"state": name, "made_of": made_of, "kept": kept}, leave_out=old)
+        self._track(step)
+        self._on_disk, self._kept = step, kept
+        self._tidy(step_dir, name)
+
+    def _save_in_flight(
+        self, step_dir: Path, name: str, save_manager: Callable[[Path], object], source: dict[str, Any]
+    ) -> None:
+        ours = step_dir / DIRECTORY
         try:
             save_manager(ours / f"manager-{name}.state")
             write_snapshot(ours / f"source-{name}.state", source)
         except Exception as error:
             raise RuntimeError(
-                f"what is in flight at step {step} cannot be saved: {one_line(error)}; trainer.resume_mode=auto resumes "
-                f"from the newest whole checkpoint, and `python -m verl.model_merger merge` makes a model of the weights "
-                f"in {step_dir}/actor, to start another training from (actor_rollout_ref.model.path)"
+                f"what is in flight at {step_dir.name} cannot be saved: {one_line(error)}; trainer.resume_mode=auto "
+                f"resumes from the newest whole checkpoint, and `python -m verl.model_merger merge` makes a model of the "
+                f"weights in {step_dir}/actor, to start another training from (actor_rollout_ref.model.path)"
             ) from error
-        kept = [*(other for other in self._kept if other != step), step] if self._keep else []
-        facts = {"state": name, "sizes": sizes, "kept": kept}
-        seal(step_dir, step, facts, leave_out=old)
-        self._on_disk, self._kept = step, kept
-        self._tidy(step_dir, name)
 
     def _tidy(self, step_dir: Path, name: str) -> None:
         """Remove old checkpoints, replaced states, and unfinished checkpoints without a model."""
@@ -120,36 +233,3 @@ class RunCheckpoints:
         for other in self._run_dir.glob("global_step_*"):
             if (other / DIRECTORY).is_dir() and not (other / "actor").is_dir():
                 shutil.rmtree(other)
-
-    def to_resume(self, mode: str, path: str | None) -> Path | None:
-        """The checkpoint that ``trainer.resume_mode`` and ``resume_from_path`` ask for; None to start from scratch.
-
-        Raises:
-            TornCheckpointError: the checkpoint given by path is not whole, or checkpoints exist and none is whole.
-            ForeignCheckpointError: a run without partial rollout made it.
-        """
-        if mode == "disable":
-            return None
-        if mode == "resume_path":
-            chosen = Path(str(path))
-            verify(chosen)
-            return chosen
-        found, torn = newest_whole(self._run_dir)
-        if torn and found is None:
-            raise TornCheckpointError(
-                f"no checkpoint is whole: {', '.join(line.partition(';')[0] for line in torn)}; "
-                f"trainer.resume_mode=disable starts the training over"
-            )
-        for line in torn:
-            logger.warning("%s", line)
-        return found
-
-    def take(self, step_dir: Path) -> SavedState:
-        """The state in the checkpoint that this process resumes from."""
-        manifest = verify(step_dir)
-        if step_dir.resolve() == self.step_dir(manifest.step).resolve():
-            self._on_disk = manifest.step
-            self._kept = [*manifest.facts.get("kept", ())]
-        name = manifest.facts["state"]
-        ours = step_dir / DIRECTORY
-        return SavedState(ours / f"manager-{name}.state", read_snapshot(ours / f"source-{name}.state"))

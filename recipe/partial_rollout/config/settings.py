@@ -7,7 +7,7 @@ allowed.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from recipe.partial_rollout.config.keys import (
     refuse_unknown,
     section,
 )
-from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.config.sections import (
     Deadlines,
     FailureLimits,
@@ -200,18 +199,6 @@ class PartialRolloutConfig:
     def in_flight_samples(self) -> int:
         """Unfinished samples at any time (ssim)."""
         return self.batch_samples
-
-    @property
-    def resume_sizes(self) -> ResumeSizes:
-        return ResumeSizes(self.batch_groups, self.samples_per_group, self.max_staleness)
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """The sizes of this run for a checkpoint's manifest."""
-        return {
-            **asdict(self.resume_sizes),
-            "filter_groups": self.group_filter is not None,
-        }
 
     @classmethod
     def from_config(cls, config: DictConfig) -> PartialRolloutConfig:

@@ -3,7 +3,6 @@
 Layout of the dictionary (S samples, group by group; E engine calls of the unfinished ones; O outputs of the finished):
 
 ================= ==============================================================================================
-``made_with``     sizes that a run must match to resume from it
 ``version`` ...   scalars, ``counters``, ``trained``, ``filtered``
 ``reserve``       prompts, ``{uid, epoch, row}`` each
 ``groups``        ``{prompt, order, birth}`` each: with the trainer, then ready, then unfinished
@@ -28,7 +27,6 @@ from typing import Any
 import numpy as np
 
 from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
-from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.groups import Counters, ManagerState
 from recipe.partial_rollout.manager.types import (
@@ -67,12 +65,11 @@ class Captured:
     groups: tuple[PromptGroup, ...]
 
 
-def capture(state: ManagerState, admission: Admission) -> Captured:
+def capture(state: ManagerState) -> Captured:
     """Capture ``state`` as it is now; takes milliseconds, because no token is copied."""
     groups = state.groups
     head = {
         "layout": LAYOUT,
-        "made_with": _sizes(admission).by_key(),
         "version": state.version,
         "source_open": state.reserve.source_open,
         "last_offered": state.reserve.last_offered,
@@ -89,10 +86,6 @@ def capture(state: ManagerState, admission: Admission) -> Captured:
 def _copy(group: PromptGroup) -> PromptGroup:
     samples = [replace(s, segments=list(s.segments), tool_results=list(s.tool_results)) for s in group.samples]
     return replace(group, samples=samples)
-
-
-def _sizes(admission: Admission) -> ResumeSizes:
-    return ResumeSizes(admission.batch_groups, admission.samples_per_group, admission.max_staleness)
 
 
 # -- encoding ----------------------------------------------------------------------------------------------------------
@@ -173,9 +166,10 @@ def decode(state: dict[str, Any], admission: Admission, into: ManagerState) -> N
     The source is open again: a resumed training may have more steps than the one that drained.
 
     Raises:
-        ValueError: the layout is another, the sizes do not let this run resume, or the columns do not fit together.
+        ValueError: the layout is another, or the columns do not fit together.
     """
-    _check_sizes(state, admission)
+    if state.get("layout") != LAYOUT:
+        raise ValueError(f"manager state has layout={state.get('layout')}: this version of the recipe reads {LAYOUT}")
     into.version = state["version"]
     into.reserve.prompts.extend(Prompt(**row) for row in state["reserve"])
     into.reserve.last_offered = state["last_offered"]
@@ -193,14 +187,6 @@ def _groups(state: dict[str, Any], size: int) -> Iterator[PromptGroup]:
         for index in range(size):
             group.samples.append(replace(next(records), id=f"{group.uid}#{index}", group=group))
         yield group
-
-
-def _check_sizes(state: dict[str, Any], admission: Admission) -> None:
-    if state.get("layout") != LAYOUT:
-        raise ValueError(f"manager state has layout={state.get('layout')}: this version of the recipe reads {LAYOUT}")
-    if other := _sizes(admission).mismatch(ResumeSizes.of_keys(state["made_with"])):
-        allowed = other.allowed_by("which the checkpoint was made with")
-        raise ValueError(f"{other.key}={other.here}: {allowed}")
 
 
 def _samples(state: dict[str, Any]) -> Iterator[Sample]:

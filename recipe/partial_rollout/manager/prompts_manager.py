@@ -487,7 +487,7 @@ class PromptsManager:
             raise RuntimeError(
                 f"version {self.version} has begun, the batch before it is not trained: too early to save"
             )
-        return capture(self._state, self.admission)
+        return capture(self._state)
 
     def state_dict(self) -> dict[str, Any]:
         """All but the workers, in plain Python and numpy; layout in ``codec``."""

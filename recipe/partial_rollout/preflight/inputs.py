@@ -141,14 +141,21 @@ def fetch_model(config: DictConfig) -> None:
         ConfigError: the hub does not give them.
     """
     path = str(config.actor_rollout_ref.model.path)
-    if (Path(path).expanduser() / "config.json").is_file():
-        return
-    from huggingface_hub import snapshot_download
-
     try:
-        snapshot_download(path, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "original/*"])
+        local_model(path, offline=False)
     except Exception as error:
         raise fail(MODEL, path, f"a model whose files the hub gives ({type(error).__name__})") from error
+
+
+def local_model(path: str, *, offline: bool = True) -> Path:
+    """The directory of a model, which is local or was downloaded from the hub; unless ``offline`` it is downloaded now."""
+    local = Path(path).expanduser()
+    if (local / "config.json").is_file():
+        return local
+    from huggingface_hub import snapshot_download
+
+    left_out = ["*.bin", "*.pth", "*.gguf", "*.onnx", "original/*"]
+    return Path(snapshot_download(path, ignore_patterns=left_out, local_files_only=offline))
 
 
 def check_vocabulary(config: DictConfig) -> None:
@@ -388,9 +395,11 @@ def _measure(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -> np.n
 
 
 def _fingerprint(config: DictConfig, tokenizer: Any, tools: Any) -> str | None:
-    """What the lengths depend on; None if that cannot be told (a dataset class or a tokenizer of one's own)."""
+    """What the lengths depend on; None if that cannot be told: a dataset class or a tokenizer of one's own, or rows drawn
+    without a seed."""
     data, backend = config.data, getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or OmegaConf.select(data, "custom_cls.path"):
+    drawn = data.get("seed") is None and (data.get("train_max_samples") or -1) > 0
+    if backend is None or drawn or OmegaConf.select(data, "custom_cls.path"):
         return None
     digest = hashlib.sha256(backend.to_str().encode())
     files = data.train_files

@@ -1,8 +1,7 @@
-"""Checks of the whole configuration that read no file but checkpoints: verl's keys that partial rollout depends on."""
+"""Checks of the whole configuration that read no file: verl's keys that partial rollout depends on."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
 
-from recipe.partial_rollout.checkpoint.manifest import verify
-from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
-from recipe.partial_rollout.checkpoint.snapshot import ForeignCheckpointError, TornCheckpointError
 from recipe.partial_rollout.config.keys import fail
-from recipe.partial_rollout.config.resume_sizes import ResumeSizes
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, check_keys
 from recipe.partial_rollout.preflight.inputs import (
     check_critic,
@@ -57,9 +52,9 @@ def check_settings(config: DictConfig) -> PartialRolloutConfig:
     settings = PartialRolloutConfig.from_config(config)
     import_libraries(config)
     check_rules(RULES, config)
+    _check_checkpoints(config)
     if settings.enable:
         check_rules(PR_RULES, config)
-        check_checkpoints(config)
         _check_slots(config, settings)
         check_placement(config, settings)
         check_correction(config, settings)
@@ -94,8 +89,7 @@ def _check_slots(config: DictConfig, settings: PartialRolloutConfig) -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def check_checkpoints(config: DictConfig) -> None:
-    """Raise ``ConfigError`` where the checkpoint that ``trainer.resume_mode`` asks for cannot be resumed."""
+def _check_checkpoints(config: DictConfig) -> None:
     trainer, mode = config.trainer, config.trainer.resume_mode
     if mode not in ("auto", "resume_path", "disable"):
         raise fail("trainer.resume_mode", mode, "one of auto, resume_path, disable")
@@ -105,36 +99,7 @@ def check_checkpoints(config: DictConfig) -> None:
             "trainer.resume_from_path", path, "an existing .../global_step_K with trainer.resume_mode=resume_path"
         )
     if trainer.get("default_hdfs_dir"):
-        raise fail(
-            "trainer.default_hdfs_dir", trainer.default_hdfs_dir, "null: what is in flight is saved locally only"
-        )
+        raise fail("trainer.default_hdfs_dir", trainer.default_hdfs_dir, "null: checkpoints are saved locally only")
     for part in ("actor_rollout_ref.actor", "critic"):
         if OmegaConf.select(config, f"{part}.checkpoint.async_save"):
             raise fail(f"{part}.checkpoint.async_save", True, "False: a checkpoint is sealed when it is whole")
-    try:
-        found = RunCheckpoints(Path(trainer.default_local_dir)).to_resume(mode, path)
-    except (TornCheckpointError, ForeignCheckpointError) as error:
-        raise fail("trainer.resume_mode", mode, str(error)) from error
-    if found is not None:
-        _check_sizes(found, PartialRolloutConfig.from_config(config))
-        _check_trainers(found, trainer.nnodes * trainer.n_gpus_per_node)
-
-
-def _check_sizes(checkpoint: Path, settings: PartialRolloutConfig) -> None:
-    saved = verify(checkpoint).facts["sizes"]
-    theirs = ResumeSizes(saved["batch_groups"], saved["samples_per_group"], saved["max_staleness"])
-    if other := settings.resume_sizes.mismatch(theirs):
-        raise fail(other.key, other.here, other.allowed_by(f"as in {checkpoint}"))
-    if saved.get("filter_groups") and settings.group_filter is None:
-        raise fail(
-            "algorithm.filter_groups.enable", False, f"True, as in {checkpoint}: it consumed more than it trained"
-        )
-
-
-def _check_trainers(checkpoint: Path, trainers: int) -> None:
-    """FSDP's shards belong to a number of trainers, on whichever nodes; Megatron's checkpoints have no such file."""
-    path = checkpoint / "actor" / "fsdp_config.json"
-    saved = json.loads(path.read_text())["world_size"] if path.exists() else trainers
-    if saved != trainers:
-        key = "trainer.nnodes * trainer.n_gpus_per_node"
-        raise fail(key, trainers, f"{saved}, as in {checkpoint}: its shards belong to that many trainers")

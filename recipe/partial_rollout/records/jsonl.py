@@ -17,6 +17,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args, get_origin, get_type_hints
 
+from recipe.partial_rollout.checkpoint.snapshot import write_atomically
+
 T = TypeVar("T")
 Positive = Annotated[int, 1]
 """an integer of at least 1; a plain ``int`` field is at least 0"""
@@ -166,18 +168,14 @@ def read_object(path: Path) -> Fields:
 
 
 class JsonLines:
-    """Writes one JSON object a line; each is in the file as soon as it is added.
+    """Appends one JSON object a line; each is in the file as soon as it is added."""
 
-    Args:
-        append: to what an earlier process of the run wrote, instead of starting the file over.
-    """
-
-    def __init__(self, path: Path, *, append: bool = True) -> None:
+    def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.continues = append and path.exists()
-        """whether there was a file to append to"""
+        self.continues = path.exists()
+        """whether an earlier process of the run has written to it"""
         torn = self.continues and not _ends_a_line(path)
-        self._file = path.open("a" if append else "w", buffering=1)
+        self._file = path.open("a", buffering=1)
         if torn:
             # If a killed process left an unfinished line, the next one must start on a line of its own.
             self._file.write("\n")
@@ -198,6 +196,25 @@ def _ends_a_line(path: Path) -> bool:
             return True
         file.seek(-1, os.SEEK_END)
         return file.read() == b"\n"
+
+
+METRICS = "metrics.jsonl"
+"""verl's log of the steps, ``{"step": int, "data": {...}}`` a line"""
+
+
+def cut_steps(metrics: Path, step: int, aside: Path) -> None:
+    """Move the lines of ``metrics`` that are beyond ``step``, and torn ones, to a file in directory ``aside``."""
+    kept, cut = [], []
+    for raw in metrics.open("rb") if metrics.exists() else ():
+        try:
+            stays = raw.endswith(b"\n") and parse_object(raw)["step"] <= step
+        except (ValueError, KeyError, TypeError, RecursionError):
+            stays = False
+        (kept if stays else cut).append(raw)
+    if cut:
+        aside.mkdir(parents=True, exist_ok=True)
+        (aside / f"{metrics.stem}_beyond_{step}.jsonl").write_bytes(b"".join(cut))
+        write_atomically(metrics, kept)
 
 
 def read_lines(path: Path) -> tuple[list[Fields], list[str]]:

@@ -201,21 +201,12 @@ class RunTrace:
         directory: of the run; created if missing.
         replicas: server ids, in replica order; a call is noted under its replica's index.
         resumed_step: the step that the run continues from; events of later steps are undone (0: all of them).
-        append: to the trace of an earlier run in the directory, instead of starting it over.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        replicas: list[str],
-        run: RunSettings,
-        resumed_step: int = 0,
-        *,
-        append: bool = False,
-    ) -> None:
+    def __init__(self, directory: Path, replicas: list[str], run: RunSettings, resumed_step: int = 0) -> None:
         self._directory, self._run = directory, run
         self._index: dict[str | int, int] = {address: i for i, address in enumerate(replicas)}
-        self._lines = JsonLines(directory / TRACE, append=append)
+        self._lines = JsonLines(directory / TRACE)
         self.last_round: RoundRecord | None = None
         """the round noted last, its replicas by index"""
         self._run.write(directory)

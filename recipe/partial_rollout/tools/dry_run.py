@@ -26,6 +26,7 @@ from recipe.partial_rollout.preflight.inputs import (
     size_bucket,
 )
 from recipe.partial_rollout.preflight.placement_check import cpus_for_ray
+from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
 from recipe.partial_rollout.preflight.rows import check_files, check_steps
 from recipe.partial_rollout.preflight.settings_check import check_settings
 from recipe.partial_rollout.preflight.user_code import check_code
@@ -93,6 +94,8 @@ def _check_contents(config: DictConfig) -> str:
     check_vocabulary(config)
     check_critic(config)
     size_bucket(config)
+    if not config.trainer.use_v1:
+        check_checkpoints(config)
     model = config.actor_rollout_ref.model
     tokenizer = hf_tokenizer(model.get("tokenizer_path") or model.path, trust_remote_code=model.trust_remote_code)
     unfiltered: Any = OmegaConf.merge(config, {"data": {"filter_overlong_prompts": False}})
@@ -106,6 +109,8 @@ def _check_contents(config: DictConfig) -> str:
     )
     check_prompts(config, tokenizer, dataset)
     check_rows(config, dataset)
+    if not (config.trainer.use_v1 or config.data.filter_overlong_prompts):
+        check_made_of_rows(config, dataset)
     lengths, limit = prompt_lengths(unfiltered, tokenizer, dataset), config.data.max_prompt_length
     over = int((lengths > limit).sum())
     held_out: Any = create_rl_dataset(config.data.val_files, config.data, tokenizer, None, is_train=False)

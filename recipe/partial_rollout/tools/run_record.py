@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from recipe.partial_rollout.records.calls import CallColumns, EngineCall, RolloutPhase
-from recipe.partial_rollout.records.jsonl import RunRecordError, read_lines
+from recipe.partial_rollout.records.jsonl import METRICS, RunRecordError, read_lines
 from recipe.partial_rollout.records.trace import (
     TRACE,
     Phase,
@@ -26,8 +26,6 @@ from recipe.partial_rollout.records.trace import (
     lineage,
 )
 from recipe.partial_rollout.records.trained_group import GroupColumns, TrainedGroup
-
-METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +182,7 @@ def load_run(directory: Path) -> RunRecord:
     rounds, repeated = last_attempts(_split(iter_trace(trace, settings.replicas, warnings), others))
     if repeated:
         warnings.append(f"{trace}: steps {_ranges(repeated)} were begun again (a resumed run); the last attempt counts")
-    resumed = sorted(directory.glob("metrics_from_*.jsonl"), key=lambda path: path.stat().st_mtime)
-    metrics, metric_warnings = _read_metrics([directory / METRICS, *resumed])
+    metrics, metric_warnings = _read_metrics(directory / METRICS)
     steps, join_warnings = _join(directory, rounds, metrics)
     warnings += metric_warnings + join_warnings
     if not settings.separate:
@@ -224,15 +221,12 @@ def last_attempts(events: Iterable[TraceEvent]) -> tuple[list[RoundRecord], set[
     return kept, set(undone)
 
 
-def _read_metrics(paths: list[Path]) -> tuple[dict[int, dict[str, float]], list[str]]:
-    """Metrics by step; later files, of resumed runs, override earlier ones."""
+def _read_metrics(path: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
+    """Metrics by step; later lines override earlier ones, as a step may be validated again by a resumed run."""
     metrics: dict[int, dict[str, float]] = {}
-    warnings: list[str] = []
-    for path in paths:
-        lines, torn = read_metrics(path)
-        warnings += torn
-        for line in lines:
-            metrics.setdefault(line.step, {}).update(line.values)
+    lines, warnings = read_metrics(path)
+    for line in lines:
+        metrics.setdefault(line.step, {}).update(line.values)
     return metrics, warnings
 
 

@@ -12,11 +12,15 @@ and batches are verl's own.
 from __future__ import annotations
 
 import time
+from collections import deque
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from omegaconf import DictConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import need_critic
@@ -45,30 +49,49 @@ from verl_ext.tracking_observer import observed_tracking
 _PROBE_ROWS = 64
 
 
+def session_of(config: DictConfig, made_of: dict[str, Any] | None = None) -> RunSession:
+    """The run that ``config`` asks for.
+
+    Args:
+        made_of: ``RunSession``'s.
+    """
+    trainer = config.trainer
+    return RunSession(
+        PartialRolloutConfig.from_config(config),
+        Path(trainer.default_local_dir),
+        trainer.resume_mode,
+        trainer.get("resume_from_path"),
+        # verl's own keys stay in the config that is saved with the run.
+        claim_retention(deepcopy(trainer), critic=need_critic(config)),
+        trains=not trainer.get("val_only"),
+        made_of=made_of,
+    )
+
+
 class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     """``RayPPOTrainer`` whose batches come from the driver; reads ``config.partial_rollout``.
 
     Args:
+        session: the run; None: ``session_of(config)``.
         nodes: of Ray's cluster; told of each step that the run completes. None: those that live now.
         args, kwargs: verl's.
     """
 
-    def __init__(self, config: Any, *args: Any, nodes: ClusterNodes | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        session: RunSession | None = None,
+        nodes: ClusterNodes | None = None,
+        **kwargs: Any,
+    ) -> None:
         self.nodes = nodes or ClusterNodes()
-        settings = PartialRolloutConfig.from_config(config)
-        self.proximal = ProximalPolicy.of(config, settings)
+        self.session = session or session_of(config)
+        self.proximal = ProximalPolicy.of(config, self.settings)
         replica.register()
-        trainer = config.trainer
-        keep = claim_retention(trainer, critic=need_critic(config)) if settings.enable else None
-        self.session = RunSession(
-            settings,
-            Path(trainer.default_local_dir),
-            trainer.resume_mode,
-            trainer.get("resume_from_path"),
-            keep,
-        )
+        claim_retention(config.trainer, critic=need_critic(config))
         super().__init__(config, *args, **kwargs)
-        self.step_log = StepLog(config, settings, self.session.run_dir, self.total_training_steps)
+        self.step_log = StepLog(config, self.settings, self.total_training_steps)
         self._phase_started: float | None = None
         self._measured: dict[str, float] = {}
 
@@ -113,7 +136,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         self.checkpoint_manager: Any = RecipeCheckpointManager(
             verls,
             self.settings.deadlines.weight_sync_s,
-            driver=self.session.driver if self.settings.enable else None,
+            # A validation alone starts no version: the engines load the weights as under noPR.
+            driver=self.session.driver if self.settings.enable and self.session.trains else None,
             note=partial(self.session.trace.phase, "sync"),
         )
 
@@ -145,17 +169,21 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 flight.
         """
         session = self.session
+        if not session.trains:
+            self._only_validate()
+            return
         with session.stop.caught():
             (session.run_dir / ERROR_LOG).unlink(missing_ok=True)
             if session.resumed_step >= self.total_training_steps:
                 print(f"nothing to do: {session.resume_from} is the checkpoint of the last step")
+                session.complete()
                 return
             if self.settings.probe_s:
                 self.checkpoint_manager.update_weights(0)
                 self._probe("before training")
             try:
-                table = self.step_log.open(resumes=session.resume_from is not None)
-                with observed_tracking(self._observe_step, after=self._after_log, table=table):
+                table = self.step_log.open(session.branch)
+                with observed_tracking(self._observe_step, self._after_log, table, session.metrics):
                     if self.settings.enable:
                         session.driver.begin()
                     super().fit()
@@ -172,6 +200,13 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 self._probe("after training")
         session.complete()
 
+    def _only_validate(self) -> None:
+        """Validate the weights once: verl's ``fit`` returns after its first validation, if it makes one."""
+        self.config.trainer.val_before_train = True
+        table, file = self.step_log.open(None), self.session.metrics.with_name("validation.jsonl")
+        with self.session.stop.caught(), observed_tracking(self._observe_step, table=table, file=file):
+            super().fit()
+
     def _probe(self, when: str) -> None:
         dataset: Any = self.train_dataset
         rows = [dataset[i] for i in range(min(_PROBE_ROWS, len(dataset)))]
@@ -183,25 +218,26 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     def _save_checkpoint(self) -> None:
         """Save verl's checkpoint; under partial rollout also everything in flight, and seal it."""
-        if self.settings.enable:
-            self.session.save(super()._save_checkpoint)
-        else:
-            super()._save_checkpoint()
+        self.session.save(super()._save_checkpoint)
 
-    def _load_checkpoint(self) -> int | None:
-        session, trainer = self.session, self.config.trainer
-        if not self.settings.enable:
-            return super()._load_checkpoint()
+    def _load_checkpoint(self) -> None:
+        session, trainer, loader = self.session, self.config.trainer, self.train_dataloader
         if session.resume_from is None:
-            return None
+            return
         asked = trainer.resume_mode, trainer.get("resume_from_path")
         trainer.resume_mode, trainer.resume_from_path = "resume_path", str(session.resume_from)
         super()._load_checkpoint()
         trainer.resume_mode, trainer.resume_from_path = asked
-        session.load()
-        slots: Any = self.train_dataloader
-        slots.start_at(self.global_steps % session.steps.per_epoch)
-        return None
+        if not session.trains:
+            return
+        step_of_epoch = self.global_steps % session.steps.per_epoch
+        if self.settings.enable:
+            session.load()
+            loader.start_at(step_of_epoch)  # type: ignore[attr-defined]
+        elif step_of_epoch == 0:
+            # verl starts the sampler over at the end of an epoch, so the next one would repeat the order of the first.
+            loader.load_state_dict(torch.load(session.resume_from / "data.pt", weights_only=False))
+            deque(loader, maxlen=0)
 
     def _save_where_data_ended(self) -> None:
         """Save the last step if the data ended early (dynamic sampling); verl saves only the last step that it expects."""
@@ -278,7 +314,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def _validate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As verl's, but abandoned if the user asks to stop: the step that it belongs to is logged, and is the last."""
         self._end_phase()
-        if self.settings.enable:
+        if self.settings.enable and self.session.trains:
             self._complete_step()
         try:
             self.session.stop.check()

@@ -3,6 +3,7 @@
 It knows no verl. Whatever trains holds one, and calls it in this order::
 
     session = RunSession(...)                        finds the checkpoint to resume from
+    session.begin()                                  makes it the run's past; what else was in its directory is set aside
     session.offer(loader, steps)                     PR: the data as a stream of prompts
     session.open(control, slots, trainers, ...)      opens trace and ledger; then the driver is connected
     session.load()                                   if it resumes
@@ -14,23 +15,33 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from recipe.partial_rollout.checkpoint.lineage import set_aside
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.records.jsonl import METRICS, cut_steps
 from recipe.partial_rollout.records.ledger import NAME as LEDGER
 from recipe.partial_rollout.records.ledger import Ledger, RunSizes
-from recipe.partial_rollout.records.trace import Arm, RunSettings, RunTrace
+from recipe.partial_rollout.records.trace import RUN, TRACE, Arm, RunSettings, RunTrace
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.prompt_source import BatchLoader, PromptSource
 from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopSignals
-from recipe.partial_rollout.waits import finished
+from recipe.partial_rollout.waits import ERROR_LOG, finished
+
+CONFIG = "config.yaml"
+METRICS_PATH = "VERL_FILE_LOGGER_PATH"
+"""variable that names the file of verl's file logger"""
+_RECORDS = (RUN, TRACE, LEDGER, CONFIG, ERROR_LOG)
+"""what a run that starts anew sets aside, besides checkpoints and metrics"""
 
 
 def step_of(checkpoint: Path | None) -> int:
@@ -87,9 +98,12 @@ class RunSession:
     Args:
         resume_mode, resume_path: ``trainer.resume_mode`` and ``trainer.resume_from_path``.
         keep: whole checkpoints to keep; None: all.
+        trains: False: it validates only (``trainer.val_only``), and leaves no record in ``run_dir``.
+        made_of: what its checkpoints say of it, by key of the config.
 
     Raises:
         TornCheckpointError: see ``RunCheckpoints.to_resume``.
+        ForeignCheckpointError: see there.
     """
 
     def __init__(
@@ -99,14 +113,18 @@ class RunSession:
         resume_mode: str,
         resume_path: str | None = None,
         keep: int | None = None,
+        *,
+        trains: bool = True,
+        made_of: dict[str, Any] | None = None,
     ) -> None:
         self.settings = settings
         self.run_dir = run_dir
+        self.trains = trains
+        self.made_of = made_of or {}
         self.stop = StopSignals.of_process()
         self.checkpoints = RunCheckpoints(run_dir, keep)
-        self.resume_from = self.checkpoints.to_resume(resume_mode, resume_path) if settings.enable else None
-        """the checkpoint that PR resumes from; verl finds noPR's"""
-        self._starts_over = resume_mode == "disable"
+        self.resume_from = self.checkpoints.to_resume(resume_mode, resume_path)
+        """the checkpoint to resume"""
         self.completed_step = step_of(self.resume_from)
         """the last step whose batch is trained; a checkpoint is of this step"""
         self.source: PromptSource | None = None
@@ -115,6 +133,8 @@ class RunSession:
         self.trace: RunTrace
         self.steps: TrainingSteps
         self._driver: Driver | None = None
+        self._records = run_dir
+        self._begun = False
 
     @property
     def driver(self) -> Driver:
@@ -127,11 +147,44 @@ class RunSession:
         return step_of(self.resume_from)
 
     @property
+    def branch(self) -> str | None:
+        """Id of the run for a tracker: a run that goes back to an earlier step has another; None: it only validates."""
+        return self.checkpoints.lineage.lives[-1].branch if self._begun else None
+
+    @property
+    def metrics(self) -> Path:
+        """What verl's file logger writes."""
+        return Path(os.environ.get(METRICS_PATH) or self.run_dir / METRICS)
+
+    @property
     def exhausted(self) -> bool:
         """Whether dynamic sampling has consumed the data before the last step."""
         return self.settings.group_filter is not None and self.driver.exhausted
 
     # -- its parts -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Record what the run goes on from, and set aside what that supersedes; done once, before any other record.
+
+        A run that goes on keeps its records, without metrics beyond the resumed step: in ledger and trace the resume undoes
+        them. One that goes on from another run's checkpoint takes that run's records along.
+        """
+        if self._begun or not self.trains:
+            return
+        self._begun = True
+        metrics = self.metrics
+        goes_on = self.checkpoints.goes_on
+        aside = self.checkpoints.begin()
+        if not goes_on:
+            set_aside([self.run_dir / name for name in _RECORDS] + [metrics], aside)
+        if not goes_on and self.resume_from is not None:
+            copies = {TRACE: self.run_dir / TRACE, LEDGER: self.run_dir / LEDGER, METRICS: metrics}
+            for name, copy in copies.items():
+                if (other := self.resume_from.parent / name).exists():
+                    shutil.copy(other, copy)
+        cut_steps(metrics, self.resumed_step, aside)
+        if aside.exists():
+            print(f"{aside} has what this start supersedes; nothing reads it, delete it when you like")
 
     def offer(self, loader: BatchLoader, steps: TrainingSteps) -> None:
         """The data of the run; under PR its prompts come from ``source``."""
@@ -149,14 +202,12 @@ class RunSession:
             experiment: name of the run, for the report.
         """
         self.settings = settings = replace(self.settings, slots_per_replica=slots.per_replica)
-        self._name_metrics_file()
-        self.trace = RunTrace(
-            self.run_dir,
-            control.addresses,
-            run_settings(settings, experiment, len(control)),
-            self.resumed_step,
-            append=not self._starts_over,
-        )
+        self.begin()
+        if not self.trains:
+            self._scratch = TemporaryDirectory()
+            self._records = Path(self._scratch.name)
+        facts = run_settings(settings, experiment, len(control))
+        self.trace = RunTrace(self._records, control.addresses, facts, self.resumed_step)
         if settings.enable:
             self._open_ledger()
         return RolloutContext(
@@ -176,21 +227,10 @@ class RunSession:
         """PR: the driver, made from the context that ``open`` returned."""
         self._driver = driver
 
-    def _name_metrics_file(self) -> None:
-        """Give a resumed run a metrics file of its own: verl's file logger empties the file that it opens."""
-        given = os.environ.get("VERL_FILE_LOGGER_PATH")
-        if self.resumed_step and given == str(self.run_dir / "metrics.jsonl"):
-            own = self.run_dir / f"metrics_from_{self.resumed_step + 1}.jsonl"
-            os.environ["VERL_FILE_LOGGER_PATH"] = str(own)
-
     def _open_ledger(self) -> None:
-        """A new ledger for a training that starts over; one that may resume appends to the ledger it finds."""
-        path, settings, steps = self.run_dir / LEDGER, self.settings, self.steps
-        if self._starts_over:
-            path.unlink(missing_ok=True)
-        goes_on = path.exists()
-        self.ledger = Ledger(self.run_dir)
-        size = settings.batch_groups
+        settings, steps, size = self.settings, self.steps, self.settings.batch_groups
+        goes_on = (self._records / LEDGER).exists()
+        self.ledger = Ledger(self._records)
         self.ledger.run(
             RunSizes(
                 arm=Arm.PR,
@@ -219,22 +259,23 @@ class RunSession:
         return True
 
     def save(self, save_trainer: Callable[[], object]) -> None:
-        """PR: save the checkpoint of the last completed step, with everything in flight, and seal it.
+        """Save the checkpoint of the last completed step, under PR with everything in flight, and seal it.
 
         Args:
             save_trainer: writes the trainer's part into ``checkpoints.step_dir(completed_step)``.
         """
-        source, ledger, driver, step = self.source, self.ledger, self.driver, self.completed_step
-        assert source is not None and ledger is not None
+        source, step = self.source, self.completed_step
+        in_flight = self.settings.enable
         self.checkpoints.save(
             step,
-            save_manager=lambda path: finished(driver.save(path)),
-            source=source.state_dict(),
+            save_manager=(lambda path: finished(self.driver.save(path))) if in_flight else None,
+            source=source.state_dict() if source is not None else None,
             save_verl=save_trainer,
-            sizes=self.settings.sizes,
+            made_of=self.made_of,
         )
         self.trace.checkpoint(step)
-        ledger.checkpoint(step)
+        if self.ledger is not None:
+            self.ledger.checkpoint(step)
 
     def load(self) -> None:
         """PR: restore what was in flight at ``resume_from``; the trainer has loaded its part."""

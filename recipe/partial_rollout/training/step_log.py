@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite, nan
 from numbers import Real
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -35,25 +34,18 @@ class StepLog:
 
     Args:
         config: the whole configuration.
-        directory: of the run.
         total_steps: steps of the training.
     """
 
-    def __init__(self, config: DictConfig, settings: PartialRolloutConfig, directory: Path, total_steps: int) -> None:
-        self._config, self._settings, self._directory, self._total = config, settings, directory, total_steps
+    def __init__(self, config: DictConfig, settings: PartialRolloutConfig, total_steps: int) -> None:
+        self._config, self._settings, self._total = config, settings, total_steps
         self._on_swanlab = swanlab_run.SWANLAB in config.trainer.logger
         self._drift = PolicyDrift()
 
-    def open(self, *, resumes: bool) -> dict[str, Any] | None:
-        """Prepare SwanLab and wandb for the run; returns SwanLab's config table, None without SwanLab.
-
-        Args:
-            resumes: whether a checkpoint of this recipe is resumed; verl's own are found here.
-        """
-        mode, found = self._config.trainer.resume_mode, self._directory / "latest_checkpointed_iteration.txt"
-        verls = not self._settings.enable and (mode == "resume_path" or (mode == "auto" and found.exists()))
-        if self._on_swanlab or "wandb" in self._config.trainer.logger:
-            swanlab_run.name_run(self._directory, resumes=resumes or verls)
+    def open(self, branch: str | None) -> dict[str, Any] | None:
+        """Prepare SwanLab and wandb for the run of id ``branch`` (None: they draw one); returns SwanLab's config table."""
+        if branch is not None:
+            swanlab_run.name_run(branch)
         return swanlab_run.open_run(self._config) if self._on_swanlab else None
 
     def extend(self, data: dict[str, Any], step: int) -> dict[str, Any]:

@@ -26,8 +26,6 @@ from verl_ext.guard import installed_pair
 SWANLAB = "swanlab"
 MODE = "SWANLAB_MODE"
 CLOUD, LOCAL = ("cloud", "online"), "local"
-ID_FILE = "swanlab_id"
-"""file of the run directory with the id of its run in SwanLab and wandb"""
 LONGEST = 100
 """characters of a value in SwanLab's table of configurations"""
 
@@ -81,19 +79,15 @@ def has_key() -> bool:
     return bool(Settings().api_key)
 
 
-def name_run(directory: Path, *, resumes: bool) -> None:
-    """Give SwanLab and wandb the id of this run: the one in ``directory`` if it resumes a checkpoint, else a new one.
+def name_run(branch: str) -> None:
+    """Give SwanLab and wandb the id of this run, ``branch``: a resumed run continues its curves.
 
-    verl passes none: a resumed run would be a second one. A user's own ``SWANLAB_RUN_ID`` or ``WANDB_RUN_ID`` stays.
+    A run that went back to an earlier step has an id of its own, because trackers drop what is logged again for a step that
+    they have. verl passes none: a resumed run would be a second one. A user's own ``SWANLAB_RUN_ID`` or ``WANDB_RUN_ID``
+    stays.
     """
-    from swanlab.utils.experiment import generate_id
-
-    directory.mkdir(parents=True, exist_ok=True)
-    noted = directory / ID_FILE
-    if not (resumes and noted.exists()):
-        noted.write_text(generate_id() + "\n")
     for tracker in ("SWANLAB", "WANDB"):
-        os.environ.setdefault(f"{tracker}_RUN_ID", noted.read_text().strip())
+        os.environ.setdefault(f"{tracker}_RUN_ID", branch)
         os.environ.setdefault(f"{tracker}_RESUME", "allow")
 
 

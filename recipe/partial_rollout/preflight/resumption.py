@@ -1,0 +1,191 @@
+"""What a run is made of, and whether the checkpoint that it asks for was made of the same.
+
+A checkpoint's manifest holds these facts by key of the config. A fact that differs is refused in one line with both values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.partial_rollout.checkpoint.manifest import verify
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
+from recipe.partial_rollout.checkpoint.snapshot import ForeignCheckpointError, TornCheckpointError
+from recipe.partial_rollout.config.keys import fail
+from recipe.partial_rollout.config.settings import PartialRolloutConfig, trainer_devices
+from recipe.partial_rollout.preflight.inputs import MODEL, local_model
+
+_ENABLE, _FILTERS, _SEED, _ROWS = (
+    "partial_rollout.enable",
+    "algorithm.filter_groups.enable",
+    "data.seed",
+    "data.train_files",
+)
+_ALIKE = (
+    _ENABLE,
+    "data.train_batch_size",
+    "data.gen_batch_size",
+    "actor_rollout_ref.rollout.n",
+    "data.shuffle",
+    "data.train_max_samples",
+    "data.prompt_key",
+    "data.dataloader_num_workers",
+    "actor_rollout_ref.model.lora_rank",
+    "actor_rollout_ref.actor.strategy",
+)
+_BOUNDS = {
+    "partial_rollout.max_staleness": "groups in flight could not be trained in time",
+    "data.max_prompt_length": "a prompt in flight may be longer",
+    "data.max_response_length": "a sample in flight may be longer",
+    "actor_rollout_ref.rollout.prompt_length": "a prompt in flight may be longer",
+    "actor_rollout_ref.rollout.response_length": "a sample in flight may be longer",
+}
+"""PR: keys that may grow, and why they may not shrink"""
+_HASHED_BYTES = 1 << 20
+"""at the beginning and at the end of a file of weights"""
+_ROWS_AT_ONCE = 1000
+
+
+def check_checkpoints(config: DictConfig) -> dict[str, Any]:
+    """What this run is made of, by key, but for its rows; a seed that the config leaves open is filled in, in place.
+
+    Raises:
+        ConfigError: the checkpoint that ``trainer.resume_mode`` asks for cannot be resumed, or not with these settings.
+    """
+    found = _found(config)
+    saved = {} if found is None else verify(found).facts.get("made_of", {})
+    if found is not None:
+        _check_trainers(found, trainer_devices(config))
+    _settle_seed(config, saved)
+    made_of = _made_of(config)
+    for key, here in made_of.items():
+        _compare(key, here, saved, found)
+    return made_of
+
+
+def check_made_of_rows(config: DictConfig, dataset: Sequence[Any]) -> dict[str, Any]:
+    """The rows that this run is made of, by key.
+
+    Raises:
+        ConfigError: those of the checkpoint that it resumes are others.
+    """
+    found, here = _found(config), rows_identity(dataset)
+    _compare(_ROWS, here, {} if found is None else verify(found).facts.get("made_of", {}), found)
+    return {_ROWS: here}
+
+
+def _found(config: DictConfig) -> Path | None:
+    trainer = config.trainer
+    try:
+        checkpoints = RunCheckpoints(Path(trainer.default_local_dir))
+        return checkpoints.to_resume(trainer.resume_mode, trainer.get("resume_from_path"))
+    except (TornCheckpointError, ForeignCheckpointError) as error:
+        raise fail("trainer.resume_mode", trainer.resume_mode, str(error)) from error
+
+
+def _compare(key: str, here: Any, saved: Mapping[str, Any], found: Path | None) -> None:
+    if key not in saved or here == saved[key]:
+        return
+    allowed = f"{json.dumps(saved[key]) if saved[key] is None else saved[key]}, as in {found}"
+    if key in _BOUNDS:
+        if here >= saved[key]:
+            return
+        allowed = f"at least {allowed}: {_BOUNDS[key]}"
+    if key == _FILTERS:
+        if here:
+            return
+        allowed += ": it consumed more than it trained"
+    raise fail(key, here, f"{allowed}; trainer.resume_mode=disable starts the training over")
+
+
+def _made_of(config: DictConfig) -> dict[str, Any]:
+    settings = PartialRolloutConfig.from_config(config)
+    keys = (*_ALIKE, *(_BOUNDS if settings.enable else ()), _SEED)
+    facts = {key: OmegaConf.select(config, key) for key in keys}
+    if settings.enable:
+        facts[_FILTERS] = settings.group_filter is not None
+    return facts | {MODEL: model_identity(local_model(str(config.actor_rollout_ref.model.path)))}
+
+
+def _settle_seed(config: DictConfig, saved: Mapping[str, Any]) -> None:
+    """A seed that the config leaves open is the checkpoint's, or drawn where verl would draw other rows in each process."""
+    data = config.data
+    if data.get("seed") is not None:
+        return
+    draws = data.shuffle and any((data.get(f"{split}_max_samples") or -1) > 0 for split in ("train", "val"))
+    if saved.get(_SEED) is not None:
+        data.seed = saved[_SEED]
+    elif draws and _SEED not in saved:
+        data.seed = secrets.randbelow(1 << 31)
+        print(f"data.seed={data.seed} is drawn: another run takes the same rows with it")
+
+
+def _check_trainers(checkpoint: Path, trainers: int) -> None:
+    """FSDP's shards belong to a number of trainers, on whichever nodes; Megatron's checkpoints have no such file."""
+    path = checkpoint / "actor" / "fsdp_config.json"
+    saved = json.loads(path.read_text())["world_size"] if path.exists() else trainers
+    if saved != trainers:
+        key = "trainer.nnodes * trainer.n_gpus_per_node"
+        raise fail(key, trainers, f"{saved}, as in {checkpoint}: its shards belong to that many trainers")
+
+
+# -- identities --------------------------------------------------------------------------------------------------------
+
+
+def model_identity(directory: Path) -> str:
+    """A hash of a model's configuration, of its tokenizer and of the ends of its files of weights, wherever it lies."""
+    files = sorted(path for path in directory.iterdir() if path.is_file())
+    weights = [path for path in files if path.suffix in (".safetensors", ".bin", ".pt", ".pth")]
+    config = json.loads((directory / "config.json").read_bytes())
+    # Whoever saves a model writes these; they say where it was, not what it is.
+    for key in ("_name_or_path", "transformers_version"):
+        config.pop(key, None)
+    words = [path for path in files if "token" in path.name or path.name in ("vocab.json", "merges.txt")]
+    parts = {
+        "config": [json.dumps(config, sort_keys=True).encode()],
+        "tokenizer": (path.read_bytes() for path in words),
+        "weights": (part for path in weights for part in _ends(path)),
+    }
+    return ", ".join(f"{name} {_digest(chunks)}" for name, chunks in parts.items())
+
+
+def _ends(path: Path) -> Iterable[bytes]:
+    with path.open("rb") as file:
+        yield file.read(_HASHED_BYTES)
+        file.seek(max(0, path.stat().st_size - _HASHED_BYTES))
+        yield file.read(_HASHED_BYTES)
+
+
+def rows_identity(dataset: Sequence[Any]) -> str:
+    """Number and hash of the rows in their order; only the number for a dataset class that keeps no table.
+
+    A hundred thousand rows take a second.
+    """
+    frame = getattr(dataset, "dataframe", None)
+    if frame is None or not hasattr(frame, "with_format"):
+        return f"{len(dataset)} rows"
+    return f"{len(dataset)} rows, hash {_digest(_tables(frame))}"
+
+
+def _tables(frame: Any) -> Iterable[bytes]:
+    import pyarrow as pa
+
+    for table in frame.with_format("arrow").iter(_ROWS_AT_ONCE):
+        table = table.replace_schema_metadata(None).combine_chunks()
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        yield sink.getvalue().to_pybytes()
+
+
+def _digest(chunks: Iterable[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=6)
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()

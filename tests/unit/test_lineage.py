@@ -1,0 +1,229 @@
+"""A run that went back to an earlier step, or started over, goes on from where it is now: checkpoints, records, trackers.
+
+Processes of either arm play their steps without engines; session, records and verl's file logger are real.
+"""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+from recipe.partial_rollout.checkpoint import lineage
+from recipe.partial_rollout.checkpoint.snapshot import write_snapshot
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.records.calls import RolloutPhase
+from recipe.partial_rollout.records.trace import RoundRecord
+from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.rollout.slots import ReplicaSlots, SampleSizes
+from recipe.partial_rollout.tools.audit import audit
+from recipe.partial_rollout.tools.run_record import load_run
+from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
+from verl_ext.tracking_observer import observed_tracking
+
+ARMS = ("PR", "noPR")
+STEPS = 8
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Driver:
+    exhausted = False
+
+    async def finish_step(self):
+        pass
+
+    async def save(self, path):
+        write_snapshot(path, {})
+
+
+class Control(list):
+    addresses = ("r0",)
+
+
+def group_of(step, n):
+    return TrainedGroup(
+        order=step - 1, epoch=0, lengths=[5] * n, staleness=[0] * n, prompt=str(step), segments=[1] * n, tokens=5 * n,
+        off_policy_tokens=0, uid=f"0/{step - 1}", birth=step - 1, parts=[[5] * 4] * n, masked=[False] * n,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def live(tmp_path, resolved_config, monkeypatch):
+    """``live(who, until=, mode=)``: a process that trains to step ``until``, with a checkpoint at each even one."""
+
+    def run(who, *, until, arm, mode="auto", path=None, keep=None, directory=tmp_path / "run", killed=False):
+        monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
+        keys = "data.train_batch_size=1", f"trainer.default_local_dir={directory}", "actor_rollout_ref.rollout.n=2"
+        config = resolved_config("quickstart_cpu", *keys, f"partial_rollout.enable={arm == 'PR'}")
+        directory.mkdir(exist_ok=True)
+        session = RunSession(PartialRolloutConfig.from_config(config), directory, mode, path and str(path), keep)
+        session.offer([], TrainingSteps(STEPS, 1, STEPS, drains=True, filters=False))
+        session.begin()
+        slots = ReplicaSlots(4, given=True, kv_tokens=None, sizes=SampleSizes(4, 64))
+        session.source = session.source and SimpleNamespace(state_dict=dict)
+        session.open(Control([1]), slots, [], "scripted")
+        if arm == "PR":
+            session.connect(Driver())
+        weights = session.resume_from and (session.resume_from / "actor" / "weights").read_text()
+        with observed_tracking(lambda data, step: data, file=session.metrics):
+            import verl.utils.tracking as tracking
+
+            log = tracking.Tracking("project", "scripted", ["file"])
+        for step in range(session.resumed_step + 1, until + 1):
+            weights = f"{weights or ''}{who}"
+            group = group_of(step, 2)
+            if session.ledger is not None:
+                session.ledger.admitted(step, step - 1, [group.uid])
+                session.ledger.trained(step, step - 1, [group])
+            session.trace.round(RoundRecord(step, step - 1, RolloutPhase(10.0 * step, 10.0 * step + 5, ()), [group]))
+            session.complete_step(step)
+            if step % 2 == 0:
+                save(session, weights)
+            figures = {"timing_s/step": 9.0, "timing_s/gen": 5.0, "critic/score/mean": float(ord(who))}
+            log.log({"training/global_step": step, **figures}, step)
+        if until == STEPS:
+            session.complete()
+        return session
+
+    return run
+
+
+def save(session, weights):
+    def write():
+        actor = session.checkpoints.step_dir(session.completed_step) / "actor"
+        actor.mkdir(parents=True)
+        (actor / "weights").write_text(weights)
+
+    session.save(write)
+
+
+def trained_by(run_dir):
+    """What the report shows of each step: the process whose reward it is; whoever ended on, a letter a step."""
+    run = load_run(run_dir)
+    assert not [warning for warning in run.warnings if "left out" in warning]
+    return "".join(chr(int(step.metrics["critic/score/mean"])) for step in run.steps)
+
+
+def saved_steps(run_dir):
+    return sorted(int(path.name.rpartition("_")[2]) for path in run_dir.glob("global_step_*"))
+
+
+def agrees(run_dir, session, arm):
+    """Tracker and audit agree with ``session``, which has ended."""
+    assert find_latest_ckpt_path(str(run_dir)) == str(run_dir / f"global_step_{session.completed_step // 2 * 2}")
+    if arm == "PR":
+        assert audit(run_dir)[0].violations == []
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_run_that_went_back_resumes_its_newer_branch(live, tmp_path, arm):
+    run = tmp_path / "run"
+    first = live("a", until=STEPS, arm=arm)
+    second = live("b", until=7, arm=arm, mode="resume_path", path=run / "global_step_4")
+    assert saved_steps(run) == [2, 4, 6] and trained_by(run) == "aaaabbb"
+    agrees(run, second, arm)
+    third = live("c", until=STEPS, arm=arm)
+    assert third.resume_from == run / "global_step_6"
+    assert (run / "global_step_8" / "actor" / "weights").read_text() == "aaaabbcc" == trained_by(run)
+    agrees(run, third, arm)
+    assert third.branch == second.branch != first.branch, "one run for a tracker from where it went back"
+    aside = {path.name for path in (run / "superseded").rglob("*") if path.parent.parent.name == "superseded"}
+    assert aside == {"global_step_6", "global_step_8", "metrics_beyond_4.jsonl", "metrics_beyond_6.jsonl"}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("ended", [STEPS, 6])
+def test_run_that_started_over_resumes_itself_and_not_the_one_before(live, tmp_path, arm, ended):
+    run = tmp_path / "run"
+    first = live("a", until=ended, arm=arm)
+    second = live("b", until=3, arm=arm, mode="disable")
+    assert saved_steps(run) == [2] and trained_by(run) == "bbb"
+    agrees(run, second, arm)
+    third = live("c", until=STEPS, arm=arm)
+    assert third.resume_from == run / "global_step_2" and trained_by(run) == "bbcccccc"
+    agrees(run, third, arm)
+    assert third.branch == second.branch != first.branch
+    (aside,) = (path for path in (run / "superseded").iterdir() if (path / "run.json").exists())
+    assert trained_by(aside) == "a" * ended and saved_steps(aside) == list(range(2, ended + 1, 2)), "it is kept whole"
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_run_that_was_killed_keeps_its_history_and_its_place_in_a_tracker(live, tmp_path, arm):
+    run = tmp_path / "run"
+    processes = [live(who, until=until, arm=arm) for who, until in (("a", 3), ("b", 5), ("c", 5), ("d", STEPS))]
+    assert [each.resumed_step for each in processes] == [0, 2, 4, 4] and trained_by(run) == "aabbdddd"
+    assert len({each.branch for each in processes}) == 1
+    agrees(run, processes[-1], arm)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_retention_neither_counts_nor_removes_what_is_superseded(live, tmp_path, arm):
+    run = tmp_path / "run"
+    live("a", until=STEPS, arm=arm, keep=2)
+    live("b", until=3, arm=arm, mode="disable", keep=2)
+    live("c", until=7, arm=arm, keep=2)
+    assert saved_steps(run) == [4, 6]
+    assert {step for aside in (run / "superseded").iterdir() for step in saved_steps(aside)} == {6, 8}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_run_that_goes_on_from_another_runs_checkpoint_takes_its_history_along(live, tmp_path, arm):
+    other, run = tmp_path / "other", tmp_path / "run"
+    live("a", until=6, arm=arm, directory=other)
+    live("x", until=4, arm=arm)
+    live("b", until=5, arm=arm, mode="resume_path", path=other / "global_step_4")
+    assert saved_steps(run) == [] and trained_by(run) == "aaaab" and trained_by(other) == "aaaaaa"
+    last = live("c", until=STEPS, arm=arm)
+    assert last.resume_from == other / "global_step_4", "it has sealed none of its own"
+    assert trained_by(run) == "aaaacccc"
+    agrees(run, last, arm)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("route", ["back", "over"])
+def test_start_that_is_cut_off_while_it_sets_things_aside_is_finished_by_the_next(
+    live, tmp_path, arm, route, monkeypatch
+):
+    move, killed = lineage.shutil.move, True
+    for survives in range(9):
+        if not killed:
+            break
+        run, killed, left = tmp_path / f"run{survives}", False, [survives]
+        live("a", until=STEPS, arm=arm, directory=run)
+
+        def counted(*args, left=left):
+            if left[0] == 0:
+                raise Killed
+            left[0] -= 1
+            return move(*args)
+
+        how = {"mode": "resume_path", "path": run / "global_step_4"} if route == "back" else {"mode": "disable"}
+        with monkeypatch.context() as patch:
+            patch.setattr(lineage.shutil, "move", counted)
+            try:
+                live("b", until=3, arm=arm, directory=run, **how)
+            except Killed:
+                killed = True
+        third = live("c", until=STEPS, arm=arm, directory=run)
+        expected = "aaaacccc" if route == "back" else "cccccccc" if killed else "bbcccccc"
+        assert trained_by(run) == expected
+        agrees(run, third, arm)
+    assert survives > 1
+
+
+def test_checkpoint_of_a_life_that_another_process_has_overtaken_is_not_sealed(live, tmp_path):
+    first = live("a", until=3, arm="PR")
+    live("b", until=4, arm="PR", mode="disable")
+    with pytest.raises(RuntimeError, match=r"another process has begun to train in .*: step 3 is not saved"):
+        save(first, "aaa")
+    assert json.loads((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text()) == 4
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_finished_run_that_is_started_again_stays_complete(live, tmp_path, arm):
+    live("a", until=STEPS, arm=arm)
+    session = live("b", until=STEPS, arm=arm)
+    assert session.resumed_step == STEPS and load_run(tmp_path / "run").settings.complete

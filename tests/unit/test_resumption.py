@@ -1,0 +1,209 @@
+"""A start goes on from what its run was made of, or is refused before Ray in one line with both values.
+
+``main_ppo`` runs here up to where Ray would start; then a checkpoint is sealed, as a training would.
+"""
+
+import multiprocessing
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from recipe.partial_rollout import main_ppo, task_runner
+from recipe.partial_rollout.checkpoint.lineage import locked
+from recipe.partial_rollout.checkpoint.snapshot import write_snapshot
+from recipe.partial_rollout.config.keys import ConfigError
+from recipe.partial_rollout.tasks.clock10.model import build_model
+from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
+
+ARMS = {"PR": True, "noPR": False}
+
+
+def rows(*numbers):
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"{number % 9}+1"}],
+            "data_source": "clock10",
+            "reward_model": {"ground_truth": str(number)},
+            "extra_info": {"index": number},
+            "index": number,
+        }
+        for number in numbers
+    ]
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    """Directory ``model``; ``write(rows)`` writes the training file."""
+    import pandas as pd
+
+    model, files = tmp_path / "model", tmp_path / "train.parquet"
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(model)
+    build_model(seed=0).save_pretrained(model)
+
+    def write(made):
+        pd.DataFrame(made).to_parquet(files)
+
+    write(rows(*range(24)))
+    return SimpleNamespace(model=model, files=files, write=write)
+
+
+@pytest.fixture
+def start(tmp_path, inputs, resolved_config, monkeypatch):
+    """``start(*overrides, arm=, save=)``: a process; returns its runner. ``save``: step of the checkpoint that it seals."""
+    for name in ("VERL_FILE_LOGGER_PATH", "SWANLAB_LOG_DIR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+
+    def run(*overrides, arm="PR", save=None):
+        started = []
+
+        def train(runner):
+            started.append(runner)
+            session = runner.session
+            if save is not None:
+                step_dir = session.checkpoints.step_dir(save)
+                in_flight = (lambda path: write_snapshot(path, {}), {}) if arm == "PR" else (None, None)
+                session.checkpoints.save(save, *in_flight, (step_dir / "actor").mkdir, session.made_of)
+
+        monkeypatch.setattr(task_runner, "start_ray", lambda *_: None)
+        monkeypatch.setattr(task_runner.TaskRunner, "train", train)
+        keys = [
+            f"actor_rollout_ref.model.path={inputs.model}",
+            f"data.train_files={inputs.files}",
+            f"data.val_files={inputs.files}",
+            f"trainer.default_local_dir={tmp_path}/run",
+            "data.train_batch_size=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.rollout.n=2",
+            "trainer.logger=[file]",
+            "trainer.resume_mode=auto",
+            f"partial_rollout.enable={ARMS[arm]}",
+        ]
+        monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
+        main_ppo.run(resolved_config("quickstart_cpu", *keys, *overrides))
+        return started[0]
+
+    return run
+
+
+def listing(directory):
+    return {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+
+
+CHANGES = [
+    ("data.train_batch_size=8", "data.train_batch_size=8: 4, as in"),
+    ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.n=4: 2, as in"),
+    ("data.seed=7", r"data.seed=7: \d+, as in"),
+    ("data.shuffle=False", "data.shuffle=False: True, as in"),
+    ("data.train_max_samples=12", "data.train_max_samples=12: -1, as in"),
+    ("data.dataloader_num_workers=3", r"data.dataloader_num_workers=3: \d+, as in"),
+    ("partial_rollout.max_staleness=1", "partial_rollout.max_staleness=1: at least 2, as in"),
+    ("data.max_response_length=8", r"data.max_response_length=8: at least \d+, as in"),
+    ("data.max_prompt_length=16", r"data.max_prompt_length=16: at least \d+, as in"),
+]
+KEEPS = ("partial_rollout.overlap=1", "partial_rollout.max_staleness=2")
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES, ids=[change for change, _ in CHANGES])
+def test_key_that_the_checkpoint_was_made_with_is_kept_or_the_start_is_refused(start, tmp_path, change, message):
+    batch = ("actor_rollout_ref.actor.ppo_mini_batch_size=8",) if "batch" in change else ()
+    start(*KEEPS, save=2)
+    before = listing(tmp_path / "run")
+    with pytest.raises(ConfigError, match=rf"^{message}[^\n]*global_step_2[^\n]*resume_mode=disable[^\n]*$"):
+        start(*KEEPS, change, *batch)
+    assert {path: at for path, at in listing(tmp_path / "run").items() if path.name != "run.lock"} == {
+        path: at for path, at in before.items() if path.name != "run.lock"
+    }
+    start(*KEEPS, change, *batch, "trainer.resume_mode=disable")
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize(
+    "changed", [range(32), range(16), range(100, 124), [1, 0, *range(2, 24)]], ids=["grown", "shrunk", "other", "order"]
+)
+def test_rows_that_have_changed_are_refused_with_both_counts_and_moved_ones_are_not(start, inputs, arm, changed):
+    start(arm=arm, save=2)
+    moved = shutil.copy(inputs.files, inputs.files.with_name("moved.parquet"))
+    assert start(f"data.train_files={moved}", arm=arm).session.resumed_step == 2
+    inputs.write(rows(*changed))
+    words = rf"^data.train_files={len(changed)} rows, hash \w+: 24 rows, hash \w+, as in [^\n]*global_step_2"
+    with pytest.raises(ConfigError, match=words):
+        start(arm=arm)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(start, inputs, arm, tmp_path):
+    start(arm=arm, save=2)
+    moved = shutil.copytree(inputs.model, tmp_path / "moved")
+    here = f"actor_rollout_ref.model.path={moved}"
+    assert start(here, arm=arm).session.resumed_step == 2
+    with (moved / "model.safetensors").open("r+b") as weights:
+        weights.seek(-1, 2)
+        weights.write(b"!")
+    words = r"^actor_rollout_ref.model.path=config (\w+), (.*), weights \w+: config \1, \2, weights \w+, as in"
+    with pytest.raises(ConfigError, match=words):
+        start(here, arm=arm)
+
+
+@pytest.mark.parametrize(("arm", "other"), [("PR", "noPR"), ("noPR", "PR")])
+def test_other_arms_checkpoint_is_refused_by_the_key_that_goes_on_from_it(start, arm, other):
+    start(arm=other, save=2)
+    words = rf"^partial_rollout.enable={ARMS[arm]}: {ARMS[other]}, as in .*global_step_2; trainer.resume_mode=disable"
+    with pytest.raises(ConfigError, match=words):
+        start(arm=arm)
+    assert start(arm=other).session.resumed_step == 2
+
+
+def test_longer_samples_and_more_steps_go_on(start):
+    start(save=2)
+    longer = "data.max_response_length=2000", "actor_rollout_ref.rollout.max_model_len=3000"
+    assert start(*longer, "trainer.total_epochs=9").session.resumed_step == 2
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_rows_drawn_without_a_seed_are_the_same_in_every_process_of_the_run(start, arm):
+    drawn = "data.seed=null", "data.train_max_samples=8", "data.val_max_samples=8"
+
+    def taken(runner):
+        return [[each["index"] for each in data.dataframe] for data in (runner.train_dataset, runner.val_dataset)]
+
+    first = start(*drawn, arm=arm, save=2)
+    assert taken(start(*drawn, arm=arm, save=3)) == taken(first) == taken(start(*drawn, arm=arm))
+    assert taken(start(*drawn, "trainer.resume_mode=disable", arm=arm)) != taken(first)
+
+
+def hold(directory, told):
+    with locked(directory):
+        told.send(os.getpid())
+        told.recv()
+
+
+def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(start, tmp_path):
+    start(save=2)
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    other = multiprocessing.get_context("spawn").Process(target=hold, args=(tmp_path / "run", theirs))
+    other.start()
+    assert ours.poll(120)
+    pid, before = ours.recv(), listing(tmp_path / "run")
+    words = (
+        rf"^trainer.default_local_dir=.*/run: another directory, or wait: process {pid} on host {os.uname().nodename} "
+    )
+    with pytest.raises(ConfigError, match=words):
+        start()
+    assert listing(tmp_path / "run") == before
+    start("trainer.val_only=True")
+    assert listing(tmp_path / "run") == before, "a validation needs no lock and leaves nothing"
+    ours.send("end")
+    other.join(60)
+    assert start().session.resumed_step == 2
+
+
+def test_refused_start_leaves_no_directory(start, tmp_path, inputs):
+    with pytest.raises(ConfigError, match="resume_mode=never: one of"):
+        start("trainer.resume_mode=never")
+    assert not (tmp_path / "run").exists()
