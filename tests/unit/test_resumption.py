@@ -159,6 +159,13 @@ def test_other_arms_checkpoint_is_refused_by_the_key_that_goes_on_from_it(start,
     assert start(arm=other).session.resumed_step == 2
 
 
+def test_critic_that_the_checkpoint_does_not_hold_is_refused(start, inputs):
+    start(save=2)
+    critic = f"critic.model.path={inputs.model}", "critic.ppo_mini_batch_size=4"
+    with pytest.raises(ConfigError, match=r"^algorithm.adv_estimator=gae: one without a critic, as in .*global_step_2"):
+        start("algorithm.adv_estimator=gae", *critic)
+
+
 def test_longer_samples_and_more_steps_go_on(start):
     start(save=2)
     longer = "data.max_response_length=2000", "actor_rollout_ref.rollout.max_model_len=3000"

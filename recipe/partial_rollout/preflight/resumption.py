@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.utils import need_critic
 
 from recipe.partial_rollout.checkpoint.manifest import verify
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
@@ -35,6 +36,7 @@ _ALIKE = (
     "data.shuffle",
     "data.train_max_samples",
     "data.prompt_key",
+    "data.sampler.class_path",
     "data.dataloader_num_workers",
     "actor_rollout_ref.model.lora_rank",
     "actor_rollout_ref.actor.strategy",
@@ -62,6 +64,7 @@ def check_checkpoints(config: DictConfig) -> dict[str, Any]:
     saved = {} if found is None else verify(found).facts.get("made_of", {})
     if found is not None:
         _check_trainers(found, trainer_devices(config))
+        _check_critic(found, config)
     _settle_seed(config, saved)
     made_of = _made_of(config)
     for key, here in made_of.items():
@@ -133,6 +136,12 @@ def _check_trainers(checkpoint: Path, trainers: int) -> None:
     if saved != trainers:
         key = "trainer.nnodes * trainer.n_gpus_per_node"
         raise fail(key, trainers, f"{saved}, as in {checkpoint}: its shards belong to that many trainers")
+
+
+def _check_critic(checkpoint: Path, config: DictConfig) -> None:
+    if need_critic(config) and not (checkpoint / "critic").is_dir():
+        estimator = config.algorithm.adv_estimator
+        raise fail("algorithm.adv_estimator", estimator, f"one without a critic, as in {checkpoint}, which holds none")
 
 
 # -- identities --------------------------------------------------------------------------------------------------------
