@@ -1,4 +1,4 @@
-"""A training's logging without its training: ``python board_run.py ARM DIRECTORY FIRST LAST RESUMES`` logs made-up steps.
+"""A training's logging without its training: ``python board_run.py ARM DIRECTORY FIRST LAST BRANCH`` logs made-up steps.
 
 Tracking, dashboard and pictures are those of a real run; of a step only the figures are invented.
 """
@@ -58,7 +58,7 @@ def metrics_of(rng, round_, partial):
     return data
 
 
-def main(arm, directory, first, last, resumes):
+def main(arm, directory, first, last, branch):
     partial, directory = arm == "PR", Path(directory)
     os.environ["SWANLAB_MODE"] = "local"
     os.environ["SWANLAB_LOG_DIR"] = str(directory.parent / "swanlog")
@@ -70,8 +70,8 @@ def main(arm, directory, first, last, resumes):
             "actor_rollout_ref": {"rollout": {"n": 8}},
         }
     )
-    log, rng = StepLog(config, SimpleNamespace(enable=partial), directory, last), np.random.default_rng(first)
-    with observed_tracking(lambda data, step: overview(data, partial=partial) | data, table=log.open(resumes=resumes)):
+    log, rng = StepLog(config, SimpleNamespace(enable=partial), last), np.random.default_rng(first)
+    with observed_tracking(lambda data, step: overview(data, partial=partial) | data, table=log.open(branch)):
         from verl.utils.tracking import Tracking
 
         tracking = Tracking("made_up", arm, ["swanlab"], OmegaConf.to_container(config))
@@ -86,4 +86,4 @@ def main(arm, directory, first, last, resumes):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "resumes")
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

@@ -27,10 +27,11 @@ if "BOARD" in os.environ:
     OVERVIEW.remove(f"{SECTION}/held_out_reward")  # the quick start does not validate
 
 
-def log_run(arm, directory, first, last, resumes="starts"):
+def log_run(arm, directory, first, last):
     """Log the steps of a made-up run in a process of its own."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("board_run.py"))]
-    command += [arm, str(directory / arm), str(first), str(last), resumes]
+    branch = {"noPR": "0123456789abcdef", "PR": "fedcba9876543210"}[arm]
+    command += [arm, str(directory / arm), str(first), str(last), branch]
     env = {**os.environ, "PYTHONPATH": str(ROOT)} | {"SWANLAB_ROOT": str(directory / "account")}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -44,7 +45,7 @@ def board(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
     log_run("noPR", directory, 1, 24)
     log_run("PR", directory, 1, 14)
-    log_run("PR", directory, 13, 24, "resumes")
+    log_run("PR", directory, 13, 24)
     return directory / "swanlog"
 
 

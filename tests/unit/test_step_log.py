@@ -16,13 +16,11 @@ from tests.unit.runs import write_lines
 
 
 @pytest.mark.parametrize("enable", [True, False])
-def test_drift_is_told_under_partial_rollout_alone_and_a_loss_that_is_no_number_in_both_arms(
-    tmp_path, monkeypatch, enable
-):
+def test_drift_is_told_under_partial_rollout_alone_and_a_loss_that_is_no_number_in_both_arms(monkeypatch, enable):
     printed = []
     monkeypatch.setattr(step_log.tqdm, "write", printed.append)
     config = OmegaConf.create({"trainer": {"logger": ["file"]}, "actor_rollout_ref": {"rollout": {}}})
-    log = StepLog(config, SimpleNamespace(enable=enable, separate=False), tmp_path, total_steps=20)
+    log = StepLog(config, SimpleNamespace(enable=enable, separate=False), total_steps=20)
     for step in range(1, 12):
         log.extend({"training/global_step": step, KL: 1e-4}, step)
     log.extend({"training/global_step": 12, KL: 0.1, "actor/loss": nan}, 12)
