@@ -8,4 +8,4 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export TASK=calculator OUT="${OUT:-outputs/quickstart_tools}"
-exec bash run_scripts/quickstart_cpu.sh partial_rollout.overlap=1 partial_rollout.probe_s=5 trainer.total_training_steps=15 "$@"
+exec bash run_scripts/quickstart_cpu.sh partial_rollout.overlap=1 trainer.total_training_steps=15 "$@"

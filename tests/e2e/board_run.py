@@ -42,7 +42,6 @@ def metrics_of(rng, round_, partial):
         "training/global_step": round_.step,
         "timing_s/step": seconds + 30,
         "timing_s/gen": seconds,
-        "partial_rollout/rollout/efficiency": min(1.0, tokens / seconds / 2880),
         "partial_rollout/rollout/bubble_fraction": max(0.0, 1 - tokens / seconds / 2880),
         "partial_rollout/rollout/tokens_per_s": tokens / seconds,
     }

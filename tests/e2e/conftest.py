@@ -129,7 +129,6 @@ def launcher(task, count_start, directory_of):
             f"quickstart.dir={task}",
             f"trainer.default_local_dir={directory}",
             "trainer.logger=[file]",
-            "partial_rollout.probe_s=0",
         ]
         process = subprocess.Popen(
             [*command, *unique([*ours, *overrides])],

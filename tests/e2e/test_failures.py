@@ -193,7 +193,7 @@ def test_worker_that_dies_while_the_trainer_updates_is_replaced_and_its_samples_
 def test_training_that_is_killed_twice_while_it_decodes_and_trains_loses_nothing(task, count_start, tmp_path):
     arguments = ["--out", str(tmp_path), "--faults", "2", "--kinds", "kill", "--seed", "3"]
     arguments += ["--between-s", "2", "12", "--", "quickstart_cpu"]
-    overrides = [f"quickstart.dir={task}", "partial_rollout.probe_s=0", "trainer.logger=[file]"]
+    overrides = [f"quickstart.dir={task}", "trainer.logger=[file]"]
     for _life in range(3):
         count_start()
     assert chaos([*arguments, *SEPARATE, *overrides]) == 0

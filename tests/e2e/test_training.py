@@ -65,7 +65,6 @@ def arms(module_train, tool_calls):
                 *TOOLS,
                 "partial_rollout.max_staleness=3",
                 "partial_rollout.scheduling.policy=in_order",
-                "partial_rollout.probe_s=2",
                 "partial_rollout.proximal=recompute",
                 "partial_rollout.reward_in_worker=False",
                 f"reward.custom_reward_function.path={HERE / 'async_reward.py'}",
@@ -77,11 +76,10 @@ def arms(module_train, tool_calls):
 
 
 def test_both_arms_log_entropy_and_every_overview_figure_from_the_first_step_on(arms):
-    figures = {f"{SECTION}/{name}" for name in FIGURES} - {f"{SECTION}/held_out_reward", f"{SECTION}/efficiency"}
+    figures = {f"{SECTION}/{name}" for name in FIGURES} - {f"{SECTION}/held_out_reward"}
     for arm, run in arms.items():
         for number, step in run.steps.items():
             assert step.keys() >= figures | {"actor/entropy"}, (arm, number)
-    assert all(f"{SECTION}/efficiency" in step for step in arms["PR"].steps.values()), "the arm that probes"
 
 
 def trained(run):
@@ -127,14 +125,6 @@ def test_nothing_is_lost_and_the_last_round_drains(arms):
 def test_decoupled_loss_is_on_under_partial_rollout_only(arms):
     assert any(key.startswith("rollout_corr/") for key in arms["PR"].steps[3])
     assert not any("rollout_is_mean" in key for key in arms["noPR"].steps[3])
-
-
-def test_probe_measures_the_engine_kept_full(arms):
-    before, after = [event for event in arms["PR"].trace if event["event"] == "probe"]
-    assert min(before["tokens"], after["tokens"]) > 0
-    # The first one did not measure how long engines take to compile.
-    assert before["tokens_per_s"] > after["tokens_per_s"] / 5
-    assert arms["PR"].steps[2]["partial_rollout/rollout/efficiency"] > 0
 
 
 def test_report_compares_the_arms_at_equal_work(arms, tmp_path):

@@ -27,7 +27,6 @@ SMALL = (
     "trainer.val_before_train=True",
     "trainer.test_freq=3",
     "trainer.total_training_steps=3",
-    "partial_rollout.probe_s=0",
     "partial_rollout.drain=False",
     "partial_rollout.proximal=recompute",
 )

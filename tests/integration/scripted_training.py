@@ -17,7 +17,7 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.output_store import RayObjects
 from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter
 from recipe.partial_rollout.rollout.driver import Driver
-from recipe.partial_rollout.rollout.engine_probe import EndedCalls, EngineProbe
+from recipe.partial_rollout.rollout.ended_calls import EndedCalls
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.slots import ReplicaSlots, SampleSizes
 from recipe.partial_rollout.rollout.step_book import StepBook
@@ -149,7 +149,7 @@ class ScriptedTraining:
         self.pool = WorkerPool(self.workers, None, connect, 0, settings.deadlines, session.stop)
         guard = Guard(context, self.manager, self.pool)
         calls = EndedCalls(guard.ask)
-        book = StepBook(context, EngineProbe(context, self.workers, calls.take_others))
+        book = StepBook(context)
         self.driver = Driver(context, self.manager, store, self.pool, Nothing(), Nothing(), calls, book, guard=guard)
         session.connect(self.driver)
         finished(self.pool.start())

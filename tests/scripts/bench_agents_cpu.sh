@@ -32,5 +32,5 @@ exec python -m tests.studies peers "${options[@]}" --out "$out" \
   actor_rollout_ref.rollout.multi_turn.format=slow \
   actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3 \
   actor_rollout_ref.rollout.multi_turn.function_tool_path="$PWD/tests/studies/peers/slow_tool.py" \
-  partial_rollout.overlap=1 partial_rollout.probe_s=0 \
+  partial_rollout.overlap=1 \
   partial_rollout.deadlines.stall_s=900 "${overrides[@]}"

@@ -17,7 +17,7 @@ training=(
   quickstart_cpu
   data.train_batch_size=8 data.train_max_samples=192 data.max_response_length=1024 actor_rollout_ref.rollout.n=2
   trainer.total_training_steps=null partial_rollout.max_staleness=4 partial_rollout.overlap=1.0
-  partial_rollout.probe_s=0 'trainer.logger=[file]'
+  'trainer.logger=[file]'
 )
 python -m tests.chaos --out "$out/undisturbed" --faults 0 "${training[@]}"
 exec python -m tests.chaos --out "$out/faults" --undisturbed "$out/undisturbed" "$@" "${training[@]}"

@@ -74,7 +74,7 @@ def default_rounds(steps=2):
     ]
 
 
-def build_run(path, *, rounds=None, probes=(100,), metrics=None, step_s=20.0, phases=(), more=(), **settings):
+def build_run(path, *, rounds=None, metrics=None, step_s=20.0, phases=(), more=(), **settings):
     """``path``, now the directory of the run. ``metrics`` replaces what is logged for a step; None leaves it out."""
     rounds = default_rounds() if rounds is None else rounds
     lines = {
@@ -87,10 +87,6 @@ def build_run(path, *, rounds=None, probes=(100,), metrics=None, step_s=20.0, ph
         for r in rounds
     }
     lines = {step: data for step, data in {**lines, **(metrics or {})}.items() if data is not None}
-    probed = [
-        {"event": "probe", "start": 0.0, "end": 1.0, "tokens": speed, "tokens_per_s": speed, "concurrency": 4}
-        for speed in probes
-    ]
     ran = [
         {"event": "phase", "name": name, "step": step, "start": ZERO + start, "end": ZERO + end}
         for name, step, start, end in phases
@@ -98,7 +94,7 @@ def build_run(path, *, rounds=None, probes=(100,), metrics=None, step_s=20.0, ph
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps({**SETTINGS, **settings}))
     write_lines(path / "metrics.jsonl", [{"step": step, "data": data} for step, data in sorted(lines.items())])
-    write_lines(path / "trace.jsonl", [*probed, *more, *rounds, *ran])
+    write_lines(path / "trace.jsonl", [*more, *rounds, *ran])
     return path
 
 
@@ -140,7 +136,7 @@ def separate_run(path, *, rounds=None, phases=PHASES, **settings):
     logged = {step: {**timers, "critic/score/mean": 0.5} for step, timers in timed.items()}
     rounds = separate_rounds() if rounds is None else rounds
     placed = {"arm": "PR", "placement": "separate", **settings}
-    return build_run(path, rounds=rounds, probes=(20.0,), metrics=logged, phases=phases, more=begins, **placed)
+    return build_run(path, rounds=rounds, metrics=logged, phases=phases, more=begins, **placed)
 
 
 ROUND_S, STEP_S = 20.0, 30.0

@@ -1,12 +1,12 @@
 """What several test files say alike."""
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
 
 from recipe.partial_rollout.manager.types import SampleOutput
-from recipe.partial_rollout.worker.live_sample import ProbeSlots
 
 
 class Local:
@@ -29,11 +29,18 @@ class Local:
         return SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(call(*arguments)))
 
 
-class Keeper(ProbeSlots):
+class Keeper:
     """Grants slots at once; has what samples have reported."""
 
     def __init__(self):
         self.segments, self.results = [], []
+
+    @contextlib.asynccontextmanager
+    async def engine_call(self, sample):
+        yield
+
+    def note_error(self, error):
+        pass
 
     def report_now(self, sample):
         segments, results = sample.take_unsent()

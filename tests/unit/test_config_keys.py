@@ -75,7 +75,6 @@ def test_misspelt_key_is_refused_with_the_nearest(monkeypatch, capsys, name, mes
         ("deadlines.grant_s", "soon", "partial_rollout.deadlines.grant_s=soon: seconds above 0"),
         ("deadlines.reward_s", "true", "partial_rollout.deadlines.reward_s=True: seconds above 0"),
         ("slots_per_replica", "0", "partial_rollout.slots_per_replica=0: an integer of at least 1, or null"),
-        ("probe_s", "inf", "partial_rollout.probe_s=inf: seconds of at least 0"),
         ("overlap", "null", "partial_rollout.overlap=None: a number of at least 0"),
         ("failures.max_masked_fraction", "1.5", "failures.max_masked_fraction=1.5: at most 1: a share of the batch"),
         ("mode", "null", "partial_rollout.mode=None: one of window, ssim, april"),

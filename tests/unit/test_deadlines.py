@@ -17,7 +17,6 @@ WAITS = {"within", "watched", "wait", "wait_batch", "wait_for"}
 ENDED_BY = {
     "rollout/driver.py __init__": "Progress, for whose answer nobody waits",
     "rollout/driver.py _begin_version": "_begun, by the guard",
-    "rollout/engine_probe.py _keep_full": "the probe's seconds, and within reward_s after them",
     "rollout/guard.py wait_batch": "_watch_manager_and_workers",
     "rollout/guard.py _watch_engines": "_watch_manager_and_workers, beside it",
     "rollout/guard.py _look_after": "whoever waits meanwhile: a trainer that hangs is awaited by nobody in a round",

@@ -52,7 +52,7 @@ def test_dashboard_and_report_give_the_same_bubble_and_staleness(tmp_path, outpu
     ]
     phase = random_phase()
     summary = reported(tmp_path, [phase], groups)
-    bubble = phase_metrics(phase, FULL, None)["rollout/bubble_fraction"]
+    bubble = phase_metrics(phase, FULL)["rollout/bubble_fraction"]
     assert 0 < bubble < 1 and summary.bubble_fraction == pytest.approx(bubble, abs=1e-12)
     clock = np.arange(phase.start, phase.end, 1e-3) + 5e-4
     running = sum(((clock >= c.start + c.queued_s) & (clock < c.end)).astype(int) for c in phase.calls)
@@ -83,7 +83,7 @@ def test_request_that_the_engine_queues_takes_no_slot():
 
 def test_span_without_length_has_no_bubble():
     assert bubble_fraction([RolloutPhase(1.0, 1.0, ())], 1) is None
-    assert phase_metrics(RolloutPhase(1.0, 1.0, ()), 1, None)["rollout/bubble_fraction"] == 0.0
+    assert phase_metrics(RolloutPhase(1.0, 1.0, ()), 1)["rollout/bubble_fraction"] == 0.0
 
 
 def test_curve_has_a_row_for_each_replica():

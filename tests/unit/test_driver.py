@@ -17,7 +17,7 @@ from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.rollout import driver
 from recipe.partial_rollout.rollout.driver import Driver, RolloutState
-from recipe.partial_rollout.rollout.engine_probe import EndedCalls
+from recipe.partial_rollout.rollout.ended_calls import EndedCalls
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
@@ -258,11 +258,11 @@ async def test_nothing_runs_before_the_training_begins():
 
 
 async def test_calls_of_training_samples_wait_for_their_step_and_validation_gets_its_own():
-    samples = ("0/0#0", "a4f0", "probe-7")
+    samples = ("0/0#0", "a4f0", "a4f1")
     taken = [[[EngineCall("r0", 0.0, 1.0, 1, 0, sample=sample) for sample in samples]], [[]], [[]]]
     calls = EndedCalls(AsyncMock(side_effect=taken))
     others, training, left = await calls.take_others(), await calls.take_training(), await calls.take_others()
-    assert [c.sample for c in others] == ["a4f0", "probe-7"]
+    assert [c.sample for c in others] == ["a4f0", "a4f1"]
     assert [c.sample for c in training] == ["0/0#0"] and left == ()
 
 

@@ -40,24 +40,18 @@ def test_tools_are_shown_where_there_are_any(output):
 def test_share_found_in_the_cache_is_of_what_later_turns_read_again():
     def share(*figures):
         calls = (replace(call(0.0, 1.0), resumed_tokens=lost, earlier_tokens=earlier) for lost, earlier in figures)
-        return phase_metrics(RolloutPhase(0.0, 1.0, tuple(calls)), 2, None).get("agent/kv_hit_share")
+        return phase_metrics(RolloutPhase(0.0, 1.0, tuple(calls)), 2).get("agent/kv_hit_share")
 
     # The second resumes an interrupted turn.
     assert share((20, 60), (500, 0), (0, 40)) == pytest.approx(0.8)
     assert share((500, 0)) is None
 
 
-def test_efficiency_is_the_rate_over_that_of_the_engine_kept_full():
-    phase = RolloutPhase(0.0, 2.0, (call(0.0, 2.0, 30), call(0.0, 2.0, 50)))
-    assert phase_metrics(phase, full=2, full_tokens_per_s=80.0)["rollout/efficiency"] == pytest.approx(0.5)
-    assert "rollout/efficiency" not in phase_metrics(phase, full=2, full_tokens_per_s=None)
-
-
 def test_bubble_of_a_rollout_that_goes_on_counts_calls_where_they_end():
     # One of two slots is busy from 0 to 25, the other from 12 to 18; each call is noted in the phase that saw it end.
     ends = ((), (call(12.0, 18.0),), (call(0.0, 25.0),))
     phases = [RolloutPhase(10.0 * at, 10.0 * at + 10, calls) for at, calls in enumerate(ends)]
-    noted = [phase_metrics(phase, 2, None, goes_on=True)["rollout/bubble_fraction"] for phase in phases]
+    noted = [phase_metrics(phase, 2, goes_on=True)["rollout/bubble_fraction"] for phase in phases]
     assert noted == [1.0, pytest.approx(0.7), 0.0]
     # The last call hides what was empty in its own phase: the share is never below 0.
     assert bubble_fraction(dealt(phases), full=2) == pytest.approx(1 - 31 / 60)

@@ -39,7 +39,6 @@ async def test_round_of_a_dataset_without_verls_columns_is_noted(monkeypatch, co
         full_concurrency=2,
         engine_metrics=nothing,
     )
-    manager.probe = SimpleNamespace(full_tokens_per_s=None)
     manager._take_calls = lambda: nothing()
     manager._progress = SimpleNamespace(show=forever)
     await manager.generate_sequences(batch)

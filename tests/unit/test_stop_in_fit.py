@@ -40,7 +40,6 @@ OVERRIDES = (
     "trainer.logger=[file]",
     "trainer.balance_batch=False",
     "trainer.resume_mode=auto",
-    "partial_rollout.probe_s=0",
 )
 
 

@@ -133,19 +133,6 @@ async def finish_round(manager, worker):
     return batch.groups
 
 
-@pytest.mark.parametrize(("loaded", "agent"), [((), "scripted"), (("a tool",), "single_turn_agent")])
-async def test_probe_is_preceded_by_a_few_tokens_in_every_slot_and_calls_no_tools(loaded, agent):
-    class Recording(ScriptedWorker):
-        tools = loaded
-
-        async def _run_agent_loop(self, sampling_params, trajectory, *, agent_name, trace=True, **kwargs):
-            seen.append((sampling_params, kwargs["length"], agent_name))
-
-    seen = []
-    await Recording(CURVE, 1).warm_up([{"lengths": 50}, {"lengths": 60}], 3)
-    assert seen == [({"max_tokens": 8}, length, agent) for length in (50, 60, 50)]
-
-
 async def test_interrupted_sample_goes_on_though_it_waits_and_decodes_for_longer_than_its_timeout():
     async with life([[5], [120]], sample_s=0.1) as (manager, worker):
         await finish_round(manager, worker)

@@ -150,13 +150,6 @@ class PartialRolloutConfig:
     padded_vocabulary: bool = key(
         False, "Allow a model with more embedding rows than its tokenizer has tokens (Qwen's checkpoints)."
     )
-    probe_s: float = key(
-        0,
-        "Seconds over which the speed of full engines is measured, before and after training, after as many seconds to "
-        "fill them. Efficiency is measured against it. 0: not measured.",
-        at_least=0,
-        unit="seconds",
-    )
     tools: ToolCalls = section(ToolCalls)
     failures: FailureLimits = section(FailureLimits)
     deadlines: Deadlines = section(Deadlines)

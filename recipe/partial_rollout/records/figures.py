@@ -93,7 +93,6 @@ _HELD_OUT = re.compile(r"val-core/.*/mean@\d+")
 _COPIES = {
     "step_s": "timing_s/step",
     "rollout_s": "timing_s/gen",
-    "efficiency": "partial_rollout/rollout/efficiency",
     "bubble": "partial_rollout/rollout/bubble_fraction",
     "tokens_per_s": "partial_rollout/rollout/tokens_per_s",
     "staleness_mean": "partial_rollout/staleness/mean",

@@ -91,16 +91,6 @@ class RunSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """The engines' speed when kept full, measured in the run itself through the same path as its rounds."""
-
-    EVENT: ClassVar[str] = "probe"
-    tokens_per_s: float
-    concurrency: int
-    """running samples"""
-
-
-@dataclass(frozen=True, slots=True)
 class Begin:
     """The rollout of ``step`` begins."""
 
@@ -190,7 +180,7 @@ class RoundRecord:
 
 
 T = TypeVar("T")
-TraceEvent = Probe | Begin | RoundRecord | Phase | Checkpoint | Resumed
+TraceEvent = Begin | RoundRecord | Phase | Checkpoint | Resumed
 _KINDS = kinds_of(TraceEvent)
 
 
@@ -221,12 +211,6 @@ class RunTrace:
         """Note that the training reached its last step."""
         self._run = replace(self._run, complete=True)
         self._run.write(self._directory)
-
-    def probe(self, start: float, end: float, tokens: int, concurrency: int) -> None:
-        """Note a probe: the engines ran ``concurrency`` samples throughout."""
-        rate = tokens / (end - start)
-        span = {"start": start, "end": end, "tokens": tokens}
-        self._lines.add({"event": Probe.EVENT, **span, "tokens_per_s": rate, "concurrency": concurrency})
 
     def begin(self, step: int) -> None:
         """The rollout of ``step`` begins."""

@@ -37,7 +37,7 @@ class RolloutContext:
 
     @property
     def full_concurrency(self) -> int:
-        """Samples of one batch that can run at once; "the engine kept full" means this number in every figure."""
+        """Samples of one batch that can run at once."""
         return min(self.settings.batch_samples, self.slots.per_replica * len(self.control))
 
     async def engine_metrics(self) -> dict[str, float]:

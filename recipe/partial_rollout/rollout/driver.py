@@ -43,7 +43,7 @@ from recipe.partial_rollout.waits import result_of
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.context import RolloutContext
-    from recipe.partial_rollout.rollout.engine_probe import EndedCalls
+    from recipe.partial_rollout.rollout.ended_calls import EndedCalls
     from recipe.partial_rollout.rollout.guard import Guard
     from recipe.partial_rollout.rollout.replicas import ReplicaRoster
     from recipe.partial_rollout.rollout.workers import WorkerPool, WorkerShares

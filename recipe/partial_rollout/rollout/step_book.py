@@ -18,7 +18,6 @@ from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.context import RolloutContext
-    from recipe.partial_rollout.rollout.engine_probe import EngineProbe
 
 
 @dataclass(slots=True)
@@ -76,12 +75,10 @@ class StepBook:
 
     Args:
         context: of the run.
-        probe: measures how fast the engines decode when kept full.
     """
 
-    def __init__(self, context: RolloutContext, probe: EngineProbe) -> None:
+    def __init__(self, context: RolloutContext) -> None:
         self._context = context
-        self._probe = probe
         self._spared = 0
         """groups of equal reward that were trained despite dynamic sampling"""
 
@@ -116,9 +113,8 @@ class StepBook:
                 lost_samples=int(gauges["lost_samples"]),
             )
         )
-        full, rate = context.full_concurrency, self._probe.full_tokens_per_s
         return {
-            **phase_metrics(phase, full, rate, goes_on=context.settings.separate),
+            **phase_metrics(phase, context.full_concurrency, goes_on=context.settings.separate),
             **batch_metrics(batch.groups, trained, batch.version),
             **gauges,
             **{f"timing/{name}": seconds for name, seconds in batch.waits.items()},
@@ -143,11 +139,9 @@ class StepBook:
         return {"filter/groups": filtered}
 
 
-def phase_metrics(
-    phase: RolloutPhase, full: int, full_tokens_per_s: float | None, *, goes_on: bool = False
-) -> dict[str, float]:
-    """Decoded tokens, seconds, tokens/s, bubble, efficiency (if the engine was probed), and what later turns found in the
-    prefix cache (if there were any); the last three are shares, 0 to 1.
+def phase_metrics(phase: RolloutPhase, full: int, *, goes_on: bool = False) -> dict[str, float]:
+    """Decoded tokens, seconds, tokens/s, bubble, and what later turns found in the prefix cache (if there were any); the
+    last two are shares, 0 to 1.
 
     Args:
         goes_on: calls outlast the phase (separate placement). All figures are then those of the calls that ended.
@@ -161,8 +155,6 @@ def phase_metrics(
         "rollout/tokens_per_s": rate,
         "rollout/bubble_fraction": bubble or 0.0,
     }
-    if full_tokens_per_s:
-        metrics["rollout/efficiency"] = rate / full_tokens_per_s
     if earlier := sum(call.earlier_tokens for call in phase.calls):
         lost = sum(call.resumed_tokens for call in phase.calls if call.earlier_tokens)
         metrics["agent/kv_hit_share"] = 1 - lost / earlier

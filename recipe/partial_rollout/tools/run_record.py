@@ -18,7 +18,6 @@ from recipe.partial_rollout.records.jsonl import METRICS, RunRecordError, read_l
 from recipe.partial_rollout.records.trace import (
     TRACE,
     Phase,
-    Probe,
     RoundRecord,
     RunSettings,
     TraceEvent,
@@ -98,7 +97,6 @@ class RunRecord:
     directory: str
     settings: RunSettings
     steps: list[Step]
-    probes: list[Probe]
     phases: list[Phase]
     warnings: list[str]
 
@@ -178,8 +176,8 @@ def load_run(directory: Path) -> RunRecord:
     settings = RunSettings.read(directory)
     trace = directory / TRACE
     warnings: list[str] = []
-    others: list[TraceEvent] = []
-    rounds, repeated = last_attempts(_split(iter_trace(trace, settings.replicas, warnings), others))
+    phases: list[Phase] = []
+    rounds, repeated = last_attempts(_split(iter_trace(trace, settings.replicas, warnings), phases))
     if repeated:
         warnings.append(f"{trace}: steps {_ranges(repeated)} were begun again (a resumed run); the last attempt counts")
     metrics, metric_warnings = _read_metrics(directory / METRICS)
@@ -192,17 +190,16 @@ def load_run(directory: Path) -> RunRecord:
         str(directory),
         settings,
         steps,
-        [event for event in others if isinstance(event, Probe)],
-        [event for event in others if isinstance(event, Phase)],
+        phases,
         warnings,
     )
 
 
-def _split(events: Iterable[TraceEvent], others: list[TraceEvent]) -> Iterator[TraceEvent]:
-    """Passes the events on, and keeps those of a few kinds in ``others``."""
+def _split(events: Iterable[TraceEvent], phases: list[Phase]) -> Iterator[TraceEvent]:
+    """Passes the events on, and keeps the phases in ``phases``."""
     for event in events:
-        if isinstance(event, Probe | Phase):
-            others.append(event)
+        if isinstance(event, Phase):
+            phases.append(event)
         yield event
 
 

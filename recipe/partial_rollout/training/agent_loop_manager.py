@@ -24,7 +24,7 @@ from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup, prompt_identity
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.driver import Driver
-from recipe.partial_rollout.rollout.engine_probe import EndedCalls, EngineProbe, TakeCalls
+from recipe.partial_rollout.rollout.ended_calls import EndedCalls, TakeCalls
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.progress import ProgressLine
 from recipe.partial_rollout.rollout.replicas import ReplicaRoster
@@ -49,7 +49,6 @@ class ObservedAgentLoopManager(AgentLoopManager):
     worker_class: type[ObservedAgentLoopWorker] = ObservedAgentLoopWorker
     client_class: type[ObservedLLMClient] = ObservedLLMClient
     context: RolloutContext
-    probe: EngineProbe
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.agent_loop_workers_class = ray.remote(self.worker_class)
@@ -69,7 +68,6 @@ class ObservedAgentLoopManager(AgentLoopManager):
 
     def _observe(self, context: RolloutContext, take_calls: TakeCalls) -> None:
         self.context, self._take_calls = context, take_calls
-        self.probe = EngineProbe(context, self.agent_loop_workers, take_calls)
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -145,7 +143,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
             )
         self.context.trace.round(RoundRecord(step, step - 1, phase, trained))
         return {
-            **phase_metrics(phase, self.context.full_concurrency, self.probe.full_tokens_per_s),
+            **phase_metrics(phase, self.context.full_concurrency),
             "trained/tokens": sum(tokens),
             "lost_samples": 0,
         }
@@ -182,7 +180,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         guard = Guard(context, manager, pool)
         calls = EndedCalls(guard.ask)
         self._observe(context, calls.take_others)
-        book = StepBook(context, self.probe)
+        book = StepBook(context)
         self.driver = Driver(context, manager, store, pool, roster, shares, calls, book, guard)
         auto_await(pool.start)()
 

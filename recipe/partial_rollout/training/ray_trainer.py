@@ -31,8 +31,7 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_
 from recipe.partial_rollout.engine.kept_kv import kv_gap
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.context import RolloutContext
-from recipe.partial_rollout.rollout.engine_probe import EngineProbe
-from recipe.partial_rollout.rollout.prompt_source import SlotLoader, rows_of
+from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.rollout.slots import ReplicaSlots, SampleSizes
 from recipe.partial_rollout.rollout.stop import StopTraining
@@ -45,8 +44,6 @@ from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointMana
 from recipe.partial_rollout.waits import ERROR_LOG, finished
 from verl_ext.standalone_engines import standalone_engines
 from verl_ext.tracking_observer import observed_tracking
-
-_PROBE_ROWS = 64
 
 
 def session_of(config: DictConfig, made_of: dict[str, Any] | None = None) -> RunSession:
@@ -107,7 +104,6 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
         super()._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         loader: Any = self.train_dataloader
-        self._collate = loader.collate_fn
         steps = TrainingSteps(
             per_epoch=len(loader),
             epochs=self.config.trainer.total_epochs,
@@ -162,7 +158,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         self.actor_rollout_wg.set_loss_fn(loss.worker_loss(self.config.actor_rollout_ref.actor, self.settings))
 
     def fit(self) -> None:
-        """Probe the engines if asked to, then run verl's training loop, from the resumed checkpoint if any.
+        """Run verl's training loop, from the resumed checkpoint if any.
 
         Raises:
             StopTraining: after Ctrl-C or SIGTERM; if ``trainer.save_freq`` asks for checkpoints, one holds what was in
@@ -178,9 +174,6 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 print(f"nothing to do: {session.resume_from} is the checkpoint of the last step")
                 session.complete()
                 return
-            if self.settings.probe_s:
-                self.checkpoint_manager.update_weights(0)
-                self._probe("before training")
             try:
                 table = self.step_log.open(session.branch)
                 with observed_tracking(self._observe_step, self._after_log, table, session.metrics):
@@ -196,8 +189,6 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             if session.exhausted:
                 self._save_where_data_ended()
             session.end()
-            if self.settings.probe_s:
-                self._probe("after training")
         session.complete()
 
     def _only_validate(self) -> None:
@@ -206,13 +197,6 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         table, file = self.step_log.open(None), self.session.metrics.with_name("validation.jsonl")
         with self.session.stop.caught(), observed_tracking(self._observe_step, table=table, file=file):
             super().fit()
-
-    def _probe(self, when: str) -> None:
-        dataset: Any = self.train_dataset
-        rows = [dataset[i] for i in range(min(_PROBE_ROWS, len(dataset)))]
-        probe: EngineProbe = self._rollout.probe
-        rate = finished(probe.measure(rows_of(self._collate(rows)), self.settings.probe_s))
-        print(f"engine kept full at {probe.concurrency} samples {when}: {rate:,.0f} tokens/s")
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -92,8 +92,6 @@ def step_line(data: Mapping[str, Any], step: int, total: int, *, got: str) -> st
         f"{whole:.1f} s = {got} {rollout:.1f} + train {whole - rollout:.1f}",
         f"{get('partial_rollout/rollout/tokens_per_s'):,.0f} tok/s",
     ]
-    if "partial_rollout/rollout/efficiency" in data:
-        parts.append(f"efficiency {get('partial_rollout/rollout/efficiency'):.2f}")
     if "partial_rollout/staleness/mean" in data:
         stale, most = get("partial_rollout/staleness/mean"), get("partial_rollout/staleness/max")
         parts.append(f"stale {stale:.2f} (max {most:.0f})")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import math
@@ -12,7 +11,6 @@ from contextvars import ContextVar
 from copy import deepcopy
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 from hydra.utils import get_class, instantiate
@@ -37,9 +35,6 @@ from recipe.partial_rollout.waits import ToldError, one_line
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 from recipe.partial_rollout.worker.live_sample import (
     LIVE_SAMPLE,
-    LiveSample,
-    ProbeEndedError,
-    ProbeSlots,
     SampleClock,
     SampleTimeoutError,
 )
@@ -48,9 +43,6 @@ from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.rewards import REWARD_INFO, Places, RewardError, RewardWorkers, reward_places
 from recipe.partial_rollout.worker.tool_journal import journaled, of_sample
 from recipe.partial_rollout.worker.turn_alignment import sample_output
-
-_WARM_UP_TOKENS = 8
-
 
 _AGENT_LOOP: ContextVar[str] = ContextVar("agent_loop", default="of a sample")
 """name of the agent loop that runs"""
@@ -83,7 +75,6 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         elif self.reward_loop_worker_handles:
             self.reward_loop_worker_handles = [RewardWorkers(self.reward_loop_worker_handles)]  # type: ignore[assignment]
         self._rewards = Places(reward_places(self.config))
-        self._probe_over = asyncio.Event()
 
     def take_calls(self) -> list[EngineCall]:
         """Engine calls that ended since this was last called."""
@@ -229,33 +220,6 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         data.non_tensor_batch[REWARD_INFO] = infos
         return data
 
-    async def warm_up(self, rows: list[dict[str, Any]], concurrency: int) -> None:
-        """Decode ``concurrency`` samples of a few tokens, because engines compile in their first steps."""
-        rows = [rows[index % len(rows)] for index in range(concurrency)]
-        await asyncio.gather(*[self._probe_sample(row, max_tokens=_WARM_UP_TOKENS) for row in rows])
-
-    async def probe(self, rows: list[dict[str, Any]], concurrency: int) -> None:
-        """Keep ``concurrency`` samples running through the whole path until ``end_probe``."""
-        self._probe_over.clear()
-
-        async def keep_one(index: int) -> None:
-            while not self._probe_over.is_set():
-                await self._probe_sample(rows[index % len(rows)])
-                index += concurrency
-
-        await asyncio.gather(*[keep_one(index) for index in range(concurrency)])
-
-    async def _probe_sample(self, row: dict[str, Any], **sampling_params: Any) -> None:
-        sampling_params, kwargs = {**self._sampling_params(), **sampling_params}, self._kwargs(row)
-        if self.tools:
-            # A sample in a tool keeps no engine full, and the probe could not end before the tool does.
-            kwargs["agent_name"] = "single_turn_agent"
-        await self._run_agent_loop(sampling_params, trajectory_of(row), trace=False, **kwargs)
-
-    def end_probe(self) -> None:
-        """Start no more probe samples."""
-        self._probe_over.set()
-
     def _sampling_params(self) -> dict[str, Any]:
         config = self.rollout_config
         return {
@@ -351,11 +315,6 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         if self.config.trainer.save_freq > 0:
             check_saveable(grant.sample_id, output)
         return output
-
-    async def _probe_sample(self, row: dict[str, Any], **sampling_params: Any) -> None:
-        LIVE_SAMPLE.set(LiveSample(f"probe-{uuid4().hex}", keeper=ProbeSlots(), priority=0))
-        with contextlib.suppress(ProbeEndedError):
-            await super()._probe_sample(row, **sampling_params)
 
     def _loop_client(self) -> Any:
         assert isinstance(self.llm_client, PartialRolloutLLMClient)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import InitVar, dataclass, field, replace
@@ -199,7 +198,7 @@ class LiveSample:
     keeper: SlotKeeper
     priority: int
     group: str = ""
-    """uid of its group; its own id if it has none (the probe)"""
+    """uid of its group; its own id if it has none"""
     restored: InitVar[Iterable[Segment]] = ()
     """journal from before a crash, a worker's death or a retry; an engine call that asks the same is answered from it"""
     restored_tools: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -359,27 +358,3 @@ async def at_home(
     if asyncio.get_running_loop() is home:
         return await (work() if LIVE_SAMPLE.get() is sample else home.create_task(named()))
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(named(), home))
-
-
-class ProbeEndedError(Exception):
-    """The replicas were paused, so a sample of the probe ends."""
-
-
-class ProbeSlots:
-    """The ``SlotKeeper`` of probe samples: a slot is always granted and never given back."""
-
-    @contextlib.asynccontextmanager
-    async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
-        yield
-
-    def release_slot(self, sample: LiveSample) -> None:
-        raise ProbeEndedError(sample.id)
-
-    def report_now(self, sample: LiveSample) -> None:
-        """Do nothing: nobody needs to know."""
-
-    def note_error(self, error: Exception) -> None:
-        """Do nothing, as ``report_now``."""
-
-    async def tell(self, sample: LiveSample) -> None:
-        """Do nothing, as ``report_now``."""

@@ -5,7 +5,7 @@ aborted call into a cached segment and continues once the manager grants the sam
 does not notice, so tools are not called twice and conversation state stays in place. A call that was held while the
 weights changed becomes a segment for each version.
 
-A context variable names the training sample; without one (validation, probe) a call is verl's own.
+A context variable names the training sample; without one (validation) a call is verl's own.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class SampleClient:
         self._client = client
         self._sample = sample
         self._home = asyncio.get_running_loop()
-        self.clock = SampleClock("a probe") if sample is None else sample.clock
+        self.clock = SampleClock("validation") if sample is None else sample.clock
         """stands while the loop awaits an engine"""
 
     @property

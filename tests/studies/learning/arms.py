@@ -15,7 +15,6 @@ COMMON = (
     # 512 responses a validation: 64 held-out prompts, 8 samples each
     "actor_rollout_ref.rollout.val_kwargs.n=8",
     "trainer.test_freq=6",
-    "partial_rollout.probe_s=0",
     # The last rounds are like all others: at equal steps every arm leaves its spare groups in flight.
     "partial_rollout.drain=False",
     # What an arm's name does not say is off, whatever the defaults are.

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 
 from recipe.partial_rollout.records.trace import Arm
 from recipe.partial_rollout.tools.report.run_names import names_of
-from recipe.partial_rollout.tools.report.summary import Summary, full_tokens_per_s, ratio, summarize
+from recipe.partial_rollout.tools.report.summary import Summary, ratio, summarize
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.tools.run_record import RunRecord
 
-SPEED_TOLERANCE = 0.10
-"""Probes may differ by this share, from each other or from a run's decoding speed, before the report warns."""
 SHARED_SETTINGS = ("batch_groups", "samples_per_group", "replicas", "slots_per_replica", "verl", "vllm")
 
 
@@ -63,10 +61,8 @@ class Comparison:
 
     base: Side
     others: tuple[Contrast, ...]
-    full_speed: float | None
-    """Tokens per second of the engines kept full: median over all probes. Every run's efficiency is against it."""
     unlike: list[str]
-    """In words: settings and engines in which a run differs from the base."""
+    """In words: settings in which a run differs from the base."""
     warnings: list[str]
 
     @property
@@ -78,21 +74,16 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
     """The base is the first run of noPR, wherever it stands; without one it is the first run."""
     base_run = next((run for run in runs if run.settings.arm is Arm.NOPR), runs[0])
     runs = [base_run, *(run for run in runs if run is not base_run)]
-    full_speed = full_tokens_per_s(runs)
-    base, *others = (
-        Side(name, run, summarize(run, full_speed)) for name, run in zip(names_of(runs), runs, strict=True)
-    )
+    base, *others = (Side(name, run, summarize(run)) for name, run in zip(names_of(runs), runs, strict=True))
     contrasts = tuple(Contrast(side, _ratios(base.summary, side.summary), _equal_work(base, side)) for side in others)
     sides = (base, *others)
     return Comparison(
         base=base,
         others=contrasts,
-        full_speed=full_speed,
-        unlike=[line for side in others for line in (*_unlike_settings(base, side), *_unlike_engines(base, side))],
+        unlike=[line for side in others for line in _unlike_settings(base, side)],
         warnings=[
             *(warning for run in runs for warning in run.warnings),
             *_loss_warnings(sides),
-            *_probe_warnings(sides, full_speed),
         ],
     )
 
@@ -106,11 +97,11 @@ def _ratios(base: Summary, other: Summary) -> dict[str, float | None]:
         ratios[f"{name}_per_trained_token"] = ratio(
             ratio(mine, other.trained_tokens), ratio(theirs, base.trained_tokens)
         )
-    for name in ("decoded_tokens_per_s", "efficiency", "trained_tokens", "decoded_tokens", "mean_trained_length"):
+    for name in ("decoded_tokens_per_s", "trained_tokens", "decoded_tokens", "mean_trained_length"):
         ratios[name] = ratio(getattr(other, name), getattr(base, name))
     if (base.rollout_s is None) is not (other.rollout_s is None):
         # One is per second of rollout, the other per second of the run.
-        ratios |= {"decoded_tokens_per_s": None, "efficiency": None}
+        ratios["decoded_tokens_per_s"] = None
     return ratios
 
 
@@ -156,16 +147,6 @@ def _unlike_settings(base: Side, other: Side) -> list[str]:
     ]
 
 
-def _unlike_engines(base: Side, other: Side) -> list[str]:
-    match [full_tokens_per_s([side.run]) for side in (base, other)]:
-        case [float(mine), float(theirs)] if abs(mine - theirs) > SPEED_TOLERANCE * max(mine, theirs):
-            return [
-                f"the engines were not alike: kept full, {base.name} decoded {mine:,.0f} tokens/s, "
-                f"{other.name} {theirs:,.0f}"
-            ]
-    return []
-
-
 def _loss_warnings(sides: Sequence[Side]) -> list[str]:
     return [
         f"{side.name} lost {side.summary.lost_samples:,} samples; a sound run loses none"
@@ -174,26 +155,11 @@ def _loss_warnings(sides: Sequence[Side]) -> list[str]:
     ]
 
 
-def _probe_warnings(sides: Sequence[Side], full_speed: float | None) -> list[str]:
-    if full_speed is None:
-        return ["no run has a probe of the engines kept full (partial_rollout.probe_s), so there is no efficiency"]
-    return [
-        f"{side.name} decoded faster ({side.summary.decoded_tokens_per_s:,.0f} tokens/s) than the engines kept "
-        "full: the probe was too short or too early, so its efficiency means nothing"
-        for side in sides
-        if (side.summary.efficiency or 0) > 1 + SPEED_TOLERANCE
-    ]
-
-
 def as_json(comparison: Comparison) -> dict[str, object]:
     """The content of `report.json`, but for the findings."""
     return {
         "runs": {side.name: _side_json(side) for side in comparison.sides},
         "base": comparison.base.name,
-        "engine": {
-            "full_tokens_per_s": comparison.full_speed,
-            "by_run": {side.name: full_tokens_per_s([side.run]) for side in comparison.sides},
-        },
         "against_base": {
             contrast.side.name: {
                 "ratios": contrast.ratios,

@@ -75,15 +75,9 @@ def findings(comparison: Comparison) -> list[str]:
 
 def _why(base: Side, other: Side) -> str:
     during = [f"{side.name}'s {'whole run' if side.run.settings.separate else 'rollouts'}" for side in (base, other)]
-    empty = (
-        f"Of the slots that a full batch fills, {units.share(base.summary.bubble_fraction)} stood empty during "
-        f"{during[0]} and {units.share(other.summary.bubble_fraction)} during {during[1]}"
-    )
-    if base.summary.efficiency is None or other.summary.efficiency is None:
-        return f"{empty}."
     return (
-        f"{empty}; the engines decoded at {units.share(base.summary.efficiency)} and "
-        f"{units.share(other.summary.efficiency)} of the speed they have when kept full."
+        f"Of the slots that a full batch fills, {units.share(base.summary.bubble_fraction)} stood empty during "
+        f"{during[0]} and {units.share(other.summary.bubble_fraction)} during {during[1]}."
     )
 
 

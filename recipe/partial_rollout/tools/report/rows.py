@@ -111,12 +111,6 @@ FIGURES = (
         "decoded_tokens_per_s",
     ),
     Figure(
-        "rollout efficiency",
-        lambda s: units.share(s.efficiency),
-        "Decoded tokens/s in rollout over those of the engines kept full; one probe for all runs.",
-        "efficiency",
-    ),
-    Figure(
         "empty slots in rollout (bubble)",
         lambda s: units.share(s.bubble_fraction),
         "Share of the slots that a full batch fills which stood empty, averaged over rollout time.",

@@ -79,8 +79,6 @@ class Summary:
     """By verl's timer name; `other` is what no listed timer covers."""
     decoded_tokens_per_s: float | None
     """In rollout; under separate placement from the first moment to the last batch."""
-    efficiency: float | None
-    """Decoded tokens over those that full engines decode in the same time; None if no run has a probe."""
     bubble_fraction: float | None
     staleness: Spread | None
     """Per trained sample, in versions."""
@@ -124,12 +122,6 @@ def _hold(run: RunRecord) -> Hold | None:
     return Hold(statistics.fmean(holds), max(holds)) if holds else None
 
 
-def full_tokens_per_s(runs: Sequence[RunRecord]) -> float | None:
-    """Tokens/s of the engines when kept full: median of the runs' probes."""
-    speeds = [probe.tokens_per_s for run in runs for probe in run.probes]
-    return statistics.median(speeds) if speeds else None
-
-
 def _length_bias(run: RunRecord) -> dict[str, float | None]:
     logged = [step.metrics.get(LENGTH_BIAS) for step in run.steps]
     return {"step_1": logged[0], "steps_1_to_5": logged[4] if len(logged) > 4 else None, "run": logged[-1]}
@@ -146,8 +138,8 @@ def _phases(run: RunRecord, step_s: float) -> dict[str, float]:
     return {**inside, "other": step_s - sum(inside.values()), **outside}
 
 
-def summarize(run: RunRecord, full_speed: float | None) -> Summary:
-    """Sum up a run; `full_speed` is the tokens/s of the engines when kept full."""
+def summarize(run: RunRecord) -> Summary:
+    """Sum up a run."""
     groups = run.trained_groups
     lengths = [length for step in run.steps for length in step.lengths]
     decoded = sum(step.round.phase.decoded_tokens for step in run.steps)
@@ -170,7 +162,6 @@ def summarize(run: RunRecord, full_speed: float | None) -> Summary:
         step_s=step_s,
         phases_s=_phases(run, step_s),
         decoded_tokens_per_s=speed,
-        efficiency=ratio(speed, full_speed),
         bubble_fraction=bubble_fraction(run.decoding, run.settings.full_concurrency),
         staleness=spread([age for step in run.steps for age in step.staleness]),
         off_policy_token_fraction=ratio(sum(group.off_policy_tokens for group in groups), tokens),

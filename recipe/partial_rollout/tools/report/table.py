@@ -6,7 +6,7 @@ from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.findings import cautions, findings
 from recipe.partial_rollout.tools.report.rows import FIGURES, PHASES, SETTINGS, Figure
-from recipe.partial_rollout.tools.report.summary import full_tokens_per_s, ratio
+from recipe.partial_rollout.tools.report.summary import ratio
 from recipe.partial_rollout.tools.table import Table
 
 
@@ -55,12 +55,7 @@ def _figures(comparison: Comparison) -> Table:
             against = units.decimal(contrast.ratios[figure.ratio]) if figure.ratio else ""
             row += [figure.show(contrast.side.summary), against]
         rows.append(row)
-    speeds = [units.count(full_tokens_per_s([side.run])) for side in comparison.sides]
-    rows.append(["tokens/s when kept full", speeds[0], *(cell for speed in speeds[1:] for cell in (speed, ""))])
-    kept_full = "What the run's own probes measured. Efficiency is against the median over all runs' probes"
-    if comparison.full_speed:
-        kept_full += f", {units.count(comparison.full_speed)}"
-    return Table("Figures", _header(comparison), rows, [*(figure.means for figure in shown), f"{kept_full}."])
+    return Table("Figures", _header(comparison), rows, [figure.means for figure in shown])
 
 
 def _known(figure: Figure, comparison: Comparison) -> list[bool]:

@@ -80,17 +80,14 @@ def close_up(comparison: Comparison) -> Comparison | None:
         return None
     first = (rounds - CLOSE_UP_ROUNDS) // 2
     middle = slice(first, first + CLOSE_UP_ROUNDS)
-    speed = comparison.full_speed
-    others = tuple(
-        dataclasses.replace(contrast, side=_cut(contrast.side, middle, speed)) for contrast in comparison.others
-    )
-    return dataclasses.replace(comparison, base=_cut(comparison.base, middle, speed), others=others)
+    others = tuple(dataclasses.replace(contrast, side=_cut(contrast.side, middle)) for contrast in comparison.others)
+    return dataclasses.replace(comparison, base=_cut(comparison.base, middle), others=others)
 
 
-def _cut(side: Side, rounds: slice, full_speed: float | None) -> Side:
+def _cut(side: Side, rounds: slice) -> Side:
     run = _cut_separate(side.run, rounds) if side.run.settings.separate else side.run
     run = dataclasses.replace(run, steps=run.steps[rounds])
-    return Side(side.name, run, summarize(run, full_speed))
+    return Side(side.name, run, summarize(run))
 
 
 def _cut_separate(run: RunRecord, rounds: slice) -> RunRecord:
