@@ -33,7 +33,7 @@ def reported(directory, phases, groups=()):
             trace.round(RoundRecord(step, step - 1, phase, [TrainedGroup.of(group, 9) for group in groups]))
             data = {"timing_s/step": phase.seconds, "timing_s/gen": phase.seconds}
             metrics.write(json.dumps({"step": step, "data": data}) + "\n")
-    return summarize(load_run(directory), None)
+    return summarize(load_run(directory))
 
 
 def random_phase():

@@ -9,6 +9,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
 
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
+from recipe.partial_rollout.worker.rewards import REWARD_INFO
 
 
 @pytest.mark.parametrize(
@@ -16,6 +17,7 @@ from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoop
 )
 async def test_round_of_a_dataset_without_verls_columns_is_noted(monkeypatch, columns):
     named = {key: np.array([value, None], dtype=object)[[0, 0]] for key, value in columns.items()}
+    named[REWARD_INFO] = np.array([{}, {}])
     tensors = {key: torch.ones(2, 4, dtype=torch.long) for key in ("attention_mask", "prompts", "response_mask")}
     batch = DataProto.from_dict(tensors, non_tensors=named, meta_info={"global_steps": 1})
 
