@@ -8,6 +8,7 @@ import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
 
+from recipe.partial_rollout.config.sections import FailureLimits
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
 from recipe.partial_rollout.worker.rewards import REWARD_INFO
 
@@ -32,7 +33,7 @@ async def test_round_of_a_dataset_without_verls_columns_is_noted(monkeypatch, co
 
     monkeypatch.setattr(AgentLoopManager, "generate_sequences", generate)
     manager, rounds = object.__new__(ObservedAgentLoopManager), []
-    settings = SimpleNamespace(batch_groups=2, samples_per_group=1)
+    settings = SimpleNamespace(batch_groups=2, samples_per_group=1, failures=FailureLimits())
     manager.context = SimpleNamespace(
         settings=settings,
         steps_per_epoch=1,
