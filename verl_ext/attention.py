@@ -16,6 +16,22 @@ INSTALL = "pip install flash-attn --no-build-isolation"
 """it compiles for long; docs/compat.md has the wheel that verl takes for the ``gpu`` extra"""
 
 
+def failure(flash_runs: bool) -> str | None:
+    """Why no model can be built with the attention that the recipe gives models that name none, or None.
+
+    Args:
+        flash_runs: transformers refuses flash-attn where it sees no GPU, as in the build of a container image.
+    """
+    implementation = FLASH if flash_attn_problem() is None else FALLBACK
+    if implementation == FLASH and not flash_runs:
+        return None
+    try:
+        _build(implementation)
+    except Exception as error:
+        return f"no model can be built with attn_implementation={implementation}: {said(error)}"
+    return None
+
+
 def flash_attn_problem() -> str | None:
     """Why flash-attn cannot be used here, or None."""
     try:
@@ -27,12 +43,11 @@ def flash_attn_problem() -> str | None:
         importlib.import_module("flash_attn")
     except Exception as error:
         # A build for another torch fails with whatever its loader says.
-        said = (str(error).splitlines() or [""])[0]
-        return f"flash-attn does not import ({type(error).__name__}: {said})"
+        return f"flash-attn does not import ({said(error)})"
     return None
 
 
-def build(implementation: str) -> None:
+def _build(implementation: str) -> None:
     """Make a tiny causal model on the CPU, as verl makes its models, and run it if ``implementation`` runs there.
 
     Raises:
@@ -53,3 +68,8 @@ def build(implementation: str) -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.bfloat16)
     if implementation != FLASH:
         model(torch.zeros(1, 4, dtype=torch.long))
+
+
+def said(error: Exception) -> str:
+    """Kind and first line of an error."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

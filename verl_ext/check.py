@@ -6,7 +6,8 @@ directory is this distribution's. The doctor's first line.
 import importlib
 import os
 
-from verl_ext import attention, which_recipe
+from verl_ext import attention
+from verl_ext.command import foreign_recipe
 from verl_ext.guard import UnsupportedVersionError, require_tested_pair
 
 MODULES = (
@@ -24,14 +25,15 @@ MODULES = (
 
 def failure() -> str | None:
     """What keeps the recipe from running here, in one line, or None."""
-    foreign = which_recipe.problem()
+    foreign = foreign_recipe()
     if foreign is not None:
         return foreign
     for name in MODULES:
         try:
             importlib.import_module(name)
         except Exception as error:
-            return f"{name} does not import: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            return f"{name} does not import: {attention.said(error)}"
+    import torch
     from verl.plugin.platform import get_platform
 
     wanted = os.environ.get("VERL_PLATFORM", "").strip().lower()
@@ -47,35 +49,4 @@ def failure() -> str | None:
         require_tested_pair("check")
     except UnsupportedVersionError as error:
         return str(error)
-    return attention_failure(flash_runs=in_force != "cpu" and sees_gpu())
-
-
-def attention_failure(flash_runs: bool) -> str | None:
-    """Why no model can be built with the attention in force, or None.
-
-    Args:
-        flash_runs: transformers refuses flash-attn where it sees no GPU, as in the build of a container image.
-    """
-    implementation = chosen_attention()[0]
-    if implementation == attention.FLASH and not flash_runs:
-        return None
-    try:
-        attention.build(implementation)
-    except Exception as error:
-        said = (str(error).splitlines() or [""])[0]
-        return f"no model can be built with attn_implementation={implementation}: {type(error).__name__}: {said}"
-    return None
-
-
-def chosen_attention() -> tuple[str, str]:
-    """What the recipe gives models that name no attention, and what would give verl's default instead (or nothing)."""
-    problem = attention.flash_attn_problem()
-    if problem is None:
-        return attention.FLASH, ""
-    return attention.FALLBACK, f" ({problem}; for verl's default, {attention.FLASH}: {attention.INSTALL})"
-
-
-def sees_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+    return attention.failure(flash_runs=in_force != "cpu" and torch.cuda.is_available())

@@ -14,7 +14,8 @@ backward the same, and a gradient of the logits' type (bfloat16: 2 x R x V bytes
 ======== =================================================================================================================
 
 The caller's own copies come on top: verl's FSDP engine copies unpacked logits into packed rows (2 x R x V bytes in
-bfloat16, and as much for their gradient) and divides them by a temperature other than 1 (as much again).
+bfloat16, and as much for their gradient) and divides them by a temperature other than 1 (as much again). It may go when
+verl's own log-probs without flash-attn are as exact and as quick.
 """
 
 from __future__ import annotations
@@ -24,12 +25,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import wrapt
 from torch.autograd.function import once_differentiable
 
-from verl_ext.guard import VERL, require
-
-_TARGET = "verl.utils.torch_functional"
 BYTES = 16
 """most that is allocated for one element of a chunk"""
 DEVICE_CHUNK = 1 << 26
@@ -138,12 +135,8 @@ def in_force() -> str:
     return "float32, in chunks"
 
 
-def _patch(module: Any) -> None:
+def patch(module: Any) -> None:
+    """Take verl's places. With flash-attn its entropies, which go with its kernel, stay."""
     module.logprobs_from_logits_v2 = log_probs_of_labels
     if not module.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE:
         module.entropy_from_logits = module.entropy_from_logits_with_chunking = entropy_of_logits
-
-
-def install() -> None:
-    require("verl", VERL, "chunked_log_probs")
-    wrapt.register_post_import_hook(_patch, _TARGET)

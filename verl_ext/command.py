@@ -1,6 +1,9 @@
 """Console script ``partial-rollout``: trains, or runs a tool, with the recipe of this distribution and no other.
 
-It lies outside ``recipe``, where no package of another distribution can hide it.
+verl's collection of recipes has a module at the same path. Python takes the first on ``sys.path``, and a Ray worker puts
+the driver's working directory first, before ``PYTHONPATH``. Inside a verl checkout with its recipes, a driver can therefore
+run one recipe and its workers the other; ``foreign_recipe`` says so before anything starts. This file lies outside
+``recipe``, where no package of another distribution can hide it.
 
     partial-rollout train --config-name quickstart_cpu trainer.total_training_steps=4
     partial-rollout tools report outputs/quickstart/noPR outputs/quickstart/PR
@@ -8,16 +11,27 @@ It lies outside ``recipe``, where no package of another distribution can hide it
 
 import argparse
 import importlib
+import importlib.util
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from verl_ext import which_recipe
-
+NAME = "recipe.partial_rollout"
+OURS = Path(__file__).resolve().parents[1].joinpath(*NAME.split("."))
+"""the recipe that is installed with this file"""
 COMMANDS = {
     "train": "train, with verl's hydra overrides: python -m recipe.partial_rollout.main_ppo",
     "doctor": "say what this machine would do, and what it lacks: python -m recipe.partial_rollout.tools doctor",
     "tools": "plan, read and measure runs: python -m recipe.partial_rollout.tools",
 }
+_AS_A_WORKER = """\
+import os, runpy, sys
+sys.path.insert(0, os.getcwd())
+print(runpy.run_path(sys.argv[1])["imported_here"]() or "")
+"""
+"""puts the working directory where Ray puts it in its workers"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,17 +45,62 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="its own options: COMMAND --help")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="options of the command")
     chosen = parser.parse_args(arguments)
-    problem = which_recipe.problem()
+    problem = foreign_recipe()
     if problem is not None:
         print(f"partial-rollout: error: {problem}", file=sys.stderr)
         return 2
     if chosen.command != "train":
         rest = chosen.rest if chosen.command == "tools" else ["doctor", *chosen.rest]
-        return importlib.import_module(f"{which_recipe.NAME}.tools.__main__").main(rest)
+        return importlib.import_module(f"{NAME}.tools.__main__").main(rest)
     # Hydra reads its overrides from there.
     sys.argv[1:] = chosen.rest
-    importlib.import_module(f"{which_recipe.NAME}.main_ppo").main()
+    importlib.import_module(f"{NAME}.main_ppo").main()
     return 0
+
+
+def foreign_recipe() -> str | None:
+    """Why a training started here would not run this distribution's recipe, in one line, or None."""
+    for who, place in (("this process", imported_here()), ("a Ray worker", _imported_by_workers())):
+        if place not in (None, OURS):
+            name = NAME if place.name != "recipe" else "recipe"
+            return f"{who} would import {name} from {place}, not from {OURS}: {_remedy(place)}"
+    return None
+
+
+def imported_here() -> Path | None:
+    """What this process imports as ``recipe.partial_rollout``; ``recipe`` itself where another package of that name hides
+    it; None where there is neither.
+    """
+    try:
+        spec = importlib.util.find_spec(NAME)
+    except ModuleNotFoundError:
+        return None
+    if spec is None:
+        # A namespace package has no file, and hides nothing.
+        file = importlib.import_module("recipe").__file__
+        return Path(file).resolve().parent if file else None
+    places = spec.submodule_search_locations
+    return Path(places[0] if places else str(spec.origin)).resolve()
+
+
+def _imported_by_workers() -> Path | None:
+    """What a Ray worker on this machine imports, for a driver in this directory.
+
+    A fresh interpreter answers, because this one may have imported its own.
+    """
+    asked = [sys.executable, "-c", _AS_A_WORKER, __file__]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    last = (done.stdout.splitlines() or [""])[-1]
+    return Path(last) if done.returncode == 0 and last else None
+
+
+def _remedy(place: Path) -> str:
+    root = next((parent.parent for parent in (place, *place.parents) if parent.name == "recipe"), place.parent)
+    if root == Path.cwd():
+        return "start from another directory"
+    if root in (Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry):
+        return f"take {root} off PYTHONPATH"
+    return f"take {root} off Python's search path"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,12 @@
-"""Version guard of the patches: a patch written for one release never touches another."""
+"""Version guard of the patches: a patch written for one release never touches another, and is made once a process."""
 
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import wrapt
 
 VERL = "0.9.1"
 
@@ -65,3 +70,30 @@ def require_tested_pair(patch: str) -> Pair:
             f"install the pinned set (bash run_scripts/setup.sh) or adapt the patch and its test"
         )
     return found
+
+
+_require_verl = partial(require, "verl", VERL)
+_planned: set[tuple[str, Callable[[Any], None]]] = set()
+
+
+def when_imported(module: str, patch: Callable[[Any], None], tested: Callable[[str], object] = _require_verl) -> None:
+    """Have ``patch(module)`` called once ``module`` is imported: now, if it is. Asked again for the same, it does nothing.
+
+    Args:
+        tested: raises ``UnsupportedVersionError``, given the patch's name, where another release is installed.
+    """
+    if (module, patch) not in _planned:
+        tested(f"{patch.__module__.removeprefix('verl_ext.')}.{patch.__name__}")
+        wrapt.register_post_import_hook(patch, module)
+        _planned.add((module, patch))
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """In this context ``owner.name`` is ``value``."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

@@ -3,15 +3,13 @@
 Without packing (``use_remove_padding=False``, as on the CPU and wherever flash-attn is missing) a micro-batch is padded to
 its longest sequence. verl's dynamic micro-batches mix long and short on purpose (they balance packed work): on the CPU
 three quarters of the work are padding then, and on a GPU it may not fit the memory. Here a micro-batch takes neighbours in
-length and its budget, ``max_token_len_per_gpu``, counts padded tokens. Packed micro-batches stay verl's own.
+length and its budget, ``max_token_len_per_gpu``, counts padded tokens. Packed micro-batches stay verl's own. It may go when
+verl balances padded micro-batches by length.
 """
 
+from typing import Any
+
 import torch
-import wrapt
-
-from verl_ext.guard import VERL, require
-
-_TARGET = "verl.workers.engine.fsdp.transformer_impl"
 
 
 def partition_by_length(lengths: list[int], max_padded_tokens: int) -> list[list[int]]:
@@ -50,10 +48,9 @@ def _match_count(groups: list[list[int]], count: int) -> list[list[int]]:
     return groups
 
 
-def _patch(module) -> None:
+def patch(module: Any) -> None:
+    """Give ``module.prepare_micro_batches`` a way of its own for padded dynamic micro-batches."""
     original = module.prepare_micro_batches
-    if getattr(original, "_by_length", False):
-        return
     from verl.utils import tensordict_utils as tu
     from verl.utils.device import get_device_name
 
@@ -69,10 +66,4 @@ def _patch(module) -> None:
             groups = _match_count(groups, int(count))
         return [tu.index_select_tensor_dict(data, group) for group in groups], groups
 
-    prepare_micro_batches._by_length = True  # type: ignore[attr-defined]
     module.prepare_micro_batches = prepare_micro_batches
-
-
-def install() -> None:
-    require("verl", VERL, "like_length_batches")
-    wrapt.register_post_import_hook(_patch, _TARGET)

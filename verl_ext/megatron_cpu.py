@@ -10,12 +10,10 @@ import importlib
 from typing import Any
 
 import torch
-import wrapt
 from torch.overrides import TorchFunctionMode
 
-from verl_ext import cpu_platform
-from verl_ext.fsdp_engine import CPUThreads, register
-from verl_ext.guard import VERL, require
+from verl_ext import cpu
+from verl_ext.guard import require
 
 MEGATRON_CORE, MBRIDGE = "0.16.1", "0.15.1"
 """releases, as in the extra ``megatron``"""
@@ -31,7 +29,7 @@ class CUDAIsTheCPU(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = cpu_platform.NAME
+            kwargs["device"] = cpu.NAME
         result = func(*args, **kwargs)
         return result.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and len(args) == 1 else result
 
@@ -41,7 +39,7 @@ def _replace_cuda() -> None:
     require("megatron-core", MEGATRON_CORE, "megatron_cpu")
     require("mbridge", MBRIDGE, "megatron_cpu")
     for name in _CALLED:
-        setattr(torch.cuda, name, getattr(cpu_platform.device_module, name))
+        setattr(torch.cuda, name, getattr(cpu.device_module, name))
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
     # Megatron compiles small functions, for which this process may have no compiler.
@@ -56,7 +54,7 @@ def _replace_layers() -> None:
     bridge.get_gpt_decoder_block_spec = decoder_block_spec  # type: ignore[attr-defined]
 
 
-class OnTheCPU(CPUThreads):
+class OnTheCPU(cpu.CPUThreads):
     """A Megatron engine whose optimizers are torch's: Megatron cannot resume those without help."""
 
     optimizer: Any
@@ -89,25 +87,20 @@ class OnTheCPU(CPUThreads):
                 yield from ((adam, group, parameter) for parameter in group["params"])
 
 
-def _register(module) -> None:
-    register(OnTheCPU, ["megatron"], module.MegatronEngineWithLMHead, module.MegatronEngineWithValueHead)
+def register(module: Any) -> None:
+    """verl's own Megatron engines serve the device ``cpu``."""
+    cpu.register_engines(OnTheCPU, ["megatron"], module.MegatronEngineWithLMHead, module.MegatronEngineWithValueHead)
 
 
-def _accept_float32(module) -> None:
+def accept_float32(module: Any) -> None:
+    """verl's configuration takes float32, and not half precisions alone."""
     original = module.McoreEngineConfig.__post_init__
 
     @functools.wraps(original)
     def __post_init__(self):
         dtype = self.dtype
-        # verl checks that it is a half precision.
         object.__setattr__(self, "dtype", "bfloat16" if dtype == "float32" else dtype)
         original(self)
         object.__setattr__(self, "dtype", dtype)
 
     module.McoreEngineConfig.__post_init__ = __post_init__
-
-
-def install() -> None:
-    require("verl", VERL, "megatron_cpu")
-    wrapt.register_post_import_hook(_accept_float32, "verl.workers.config.engine")
-    wrapt.register_post_import_hook(_register, "verl.workers.engine.megatron.transformer_impl")

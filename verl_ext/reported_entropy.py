@@ -2,7 +2,8 @@
 
 verl's engine gives entropies with ``calculate_entropy`` only, and then for an entropy bonus: they have a gradient, whose
 backward pass keeps one more tensor of [tokens, vocabulary] and runs over it, even with a coefficient of 0. Where a batch
-says ``ASKED``, its micro-batches get the same numbers under ``torch.no_grad``, from the logits that are there anyway.
+says ``ASKED``, its micro-batches get the same numbers under ``torch.no_grad``, from the logits that are there anyway. It
+may go when verl's engine reports entropies that no loss asks for.
 """
 
 from __future__ import annotations
@@ -11,22 +12,17 @@ import functools
 from typing import Any
 
 import torch
-import wrapt
 
-from verl_ext.guard import VERL, require
-
-_TARGET = "verl.workers.engine.fsdp.transformer_impl"
 ASKED = "report_entropy"
 """non-tensor datum of a batch, bool"""
 REPORTED = "reported_entropy"
 """the engine's output, shaped as its log-probs; missing where verl computes ``entropy`` itself"""
 
 
-def _patch(module: Any) -> None:
+def patch(module: Any) -> None:
+    """Have ``FSDPEngineWithLMHead`` report entropies where a batch asks for them."""
     engine = module.FSDPEngineWithLMHead
     original = engine.prepare_model_outputs
-    if getattr(original, "_reports_entropy", False):
-        return
     from verl.utils import tensordict_utils as tu
 
     @functools.wraps(original)
@@ -42,10 +38,4 @@ def _patch(module: Any) -> None:
             made[REPORTED] = again["entropy"]
         return made
 
-    prepare_model_outputs._reports_entropy = True  # type: ignore[attr-defined]
     engine.prepare_model_outputs = prepare_model_outputs
-
-
-def install() -> None:
-    require("verl", VERL, "reported_entropy")
-    wrapt.register_post_import_hook(_patch, _TARGET)

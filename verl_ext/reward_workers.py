@@ -5,6 +5,8 @@
 - verl's reward managers write into ``extra_info``, and samples of a prompt have the same dictionary unless a call to
   another process copied it: one is scored with what another's conversation left. Here each call has its own.
 - Ray restarts a worker that dies. One whose function never returns can be ended (``ray.kill(..., no_restart=False)``).
+
+It may go when verl's answers are alike, its managers get a copy, and its workers restart.
 """
 
 import copy
@@ -13,11 +15,6 @@ import zlib
 from typing import Any
 
 import ray
-import wrapt
-
-from verl_ext.guard import VERL, require
-
-_TARGET = "verl.experimental.reward_loop.reward_loop"
 
 
 class _Compressed:
@@ -40,10 +37,9 @@ def _decompressed(packed: bytes) -> Any:
     return pickle.loads(zlib.decompress(packed))
 
 
-def _patch(module: Any) -> None:
+def patch(module: Any) -> None:
+    """Replace two methods of verl's ``RewardLoopWorker``, and how ``RewardLoopManager`` starts its workers."""
     worker, manager = module.RewardLoopWorker, module.RewardLoopManager
-    if getattr(worker.compute_score, "_copies", False):
-        return
     ask_classifier, compute_score = worker.compute_score_disrm, worker.compute_score
     start_workers = manager._init_reward_loop_workers
 
@@ -62,11 +58,5 @@ def _patch(module: Any) -> None:
         finally:
             self.config = config
 
-    with_own_fields._copies = True  # type: ignore[attr-defined]
     worker.compute_score_disrm, worker.compute_score = compute_score_disrm, with_own_fields
     manager._init_reward_loop_workers = start_restartable
-
-
-def install() -> None:
-    require("verl", VERL, "reward_workers")
-    wrapt.register_post_import_hook(_patch, _TARGET)

@@ -8,13 +8,23 @@ verl finds it by two keys, in its own trainers too::
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=shm
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_ext.shm_weights
+
+It may go when verl has an engine that needs neither a GPU nor its own process group.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import json
+import math
+import mmap
+import os
+import shutil
+import stat
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +33,16 @@ import torch
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.checkpoint_engine.base import CheckpointEngineWithCache
 
-from verl_ext import job_folder, weight_file
 from verl_ext.guard import VERL, require
 from verl_ext.weight_socket import job_key
 
 require("verl", VERL, "shm_weights")
 
 BACKEND = "shm"
+Named = tuple[str, torch.Tensor]
 _POLL_S = 0.005
+_PREFIX = "verl-weights-"
+_ALIGNMENT, _LENGTH_BYTES = 64, 8
 
 
 class ShmCheckpointEngine(CheckpointEngineWithCache):
@@ -49,10 +61,10 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
         self.is_master = is_master
         self._root = root
         self._deadline_s = deadline_s
-        self._folder = job_folder.folder_of(Path(root), job_key())
+        self._folder = folder_of(Path(root), job_key())
         self._newest: Path | None = None
         # Kept for as long as this process lives: the lock says that the folder is in use.
-        self._lock = job_folder.claim(Path(root), job_key()) if is_master else None
+        self._lock = claim(Path(root), job_key()) if is_master else None
 
     def prepare(self) -> dict[str, Any]:
         return {"node_id": ray.get_runtime_context().get_node_id()}
@@ -80,9 +92,9 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
     def finalize(self) -> None:
         """Remove what was sent; all engines have loaded it."""
         if self.is_master:
-            job_folder.clear(self._folder)
+            clear(self._folder)
 
-    async def send_weights(self, weights: Iterable[weight_file.Named], global_steps: int | None = None) -> None:
+    async def send_weights(self, weights: Iterable[Named], global_steps: int | None = None) -> None:
         """Write the file of version ``global_steps``; each rank must iterate, because gathering a tensor takes them all.
 
         Raises:
@@ -94,14 +106,14 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
                     pass
                 return
             try:
-                weight_file.write(self._folder / str(global_steps), weights)
+                write_file(self._folder / str(global_steps), weights)
             except OSError as error:
                 raise OSError(
                     error.errno,
                     f"{error.strerror}: {self._root} must hold the whole model (checkpoint_engine.engine_kwargs.shm.root)",
                 ) from error
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[weight_file.Named, None]:
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[Named, None]:
         """The tensors of version ``global_steps``, once the trainer has written them.
 
         Raises:
@@ -117,17 +129,147 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
                     "(rollout.checkpoint_engine.engine_kwargs.shm.deadline_s)"
                 )
             await asyncio.sleep(_POLL_S)
-        job_folder.check(self._folder)
+        os.close(_opened(self._folder))
         self._newest = path
         async for named in self.get_weights():
             yield named
 
-    async def get_weights(self) -> AsyncGenerator[weight_file.Named, None]:
+    async def get_weights(self) -> AsyncGenerator[Named, None]:
         """The tensors of the version received last, unless it has been removed since."""
         if self._newest is None:
             raise RuntimeError("no weights have been received yet")
-        for named in weight_file.read(self._newest):
+        for named in read_file(self._newest):
             yield named
 
 
 CheckpointEngineRegistry.register(BACKEND)(ShmCheckpointEngine)  # type: ignore[attr-defined]
+
+
+# -- a folder that belongs to one living process -----------------------------------------------------------------------
+#
+# Everybody may write to /dev/shm, and the folder's name can be guessed. So no link is followed, and a folder that another
+# user made, or may write to, is refused. The next job removes it once the process is dead.
+
+
+def folder_of(root: Path, job: str) -> Path:
+    """Where ``job`` keeps its files."""
+    return root / f"{_PREFIX}{job}"
+
+
+def claim(root: Path, job: str) -> int:
+    """Make the job's folder, empty, and remove those of dead jobs.
+
+    Returns:
+        A file descriptor that holds the folder's lock. The kernel frees the lock when the process ends, however it ends.
+
+    Raises:
+        PermissionError: what is there is no folder that only this user can write to.
+    """
+    sweep(root)
+    path = folder_of(root, job)
+    while True:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        with contextlib.suppress(FileNotFoundError):
+            held = _opened(path)
+            # Held by others only while they sweep.
+            fcntl.flock(held, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(held), path.lstat()):
+                os.fchmod(held, 0o700)
+                clear(path)
+                return held
+            os.close(held)
+
+
+def _opened(path: Path) -> int:
+    """A file descriptor of the folder ``path``, if it is ours alone."""
+    try:
+        held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (NotADirectoryError, PermissionError) as error:
+        raise _refused(path, "a link, a file, or a folder closed to this user") from error
+    status = os.fstat(held)
+    if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return held
+    os.close(held)
+    raise _refused(path, f"owned by user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):03o}")
+
+
+def _refused(path: Path, found: str) -> PermissionError:
+    return PermissionError(
+        f"{path}: {found}, so others could replace the weights: remove it, or set "
+        "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.shm.root to a folder of your own"
+    )
+
+
+def sweep(root: Path) -> list[Path]:
+    """Remove the folders of this user that no living process has claimed; returns them."""
+    removed = []
+    for path in root.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            held = _opened(path)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+                removed.append(path)
+            finally:
+                os.close(held)
+    return removed
+
+
+def clear(path: Path) -> None:
+    """Remove the files of a folder; who has mapped one keeps its memory until it lets go."""
+    for file in path.iterdir():
+        file.unlink(missing_ok=True)
+
+
+# -- a file of named tensors -------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, tensors: Iterable[Named]) -> int:
+    """Write ``tensors``, of any device, shape and dtype, and replace ``path`` by the result; returns its bytes.
+
+    Only the owner may read the file. Layout: the bytes of each tensor, at a multiple of 64; an index, as JSON; the length
+    of the index in 8 bytes. (safetensors puts its index first, so it needs all tensors at once. Here the trainer gathers
+    one after the other and never holds the whole model.)
+
+    Raises:
+        OSError: there is no room. Then nothing is left of the new file, and ``path`` is as it was.
+    """
+    part = path.with_name(f"{path.name}.part")
+    index = []
+    part.unlink(missing_ok=True)
+    try:
+        with open(part, "xb", opener=_private) as file:
+            for name, tensor in tensors:
+                at = file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
+                flat = tensor.detach().reshape(-1).to("cpu")
+                index.append((name, str(flat.dtype).removeprefix("torch."), list(tensor.shape), at))
+                file.write(flat.view(torch.uint8).numpy().data)
+            words = json.dumps(index).encode()
+            file.write(words + len(words).to_bytes(_LENGTH_BYTES, "little"))
+            size = file.tell()
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return size
+
+
+def read_file(path: Path) -> Iterator[Named]:
+    """The tensors of the file, in the order of their writing, on the CPU and without a copy.
+
+    They stay as they are when the file is removed or replaced, and writing to one changes neither the file nor what
+    other processes read.
+    """
+    with open(path, "rb", opener=_private) as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    end = len(mapped) - _LENGTH_BYTES
+    length = int.from_bytes(mapped[end:], "little")
+    for name, dtype, shape, at in json.loads(mapped[end - length : end]):
+        kind, count = getattr(torch, dtype), math.prod(shape)
+        flat = torch.frombuffer(mapped, dtype=kind, count=count, offset=at) if count else torch.empty(0, dtype=kind)
+        yield name, flat.view(shape)
+
+
+def _private(path: str, flags: int) -> int:
+    """Open for the owner alone, and follow no link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)

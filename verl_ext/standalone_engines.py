@@ -2,7 +2,7 @@
 
 verl's ``RayPPOTrainer.init_workers`` hands its trainers to ``LLMServerManager``, which then puts the engines on their
 devices. Without trainers the same manager makes standalone replicas, on ``rollout.nnodes * rollout.n_gpus_per_node``
-devices. The trainer has no option for it, so the name that it calls is replaced.
+devices. The trainer has no option for it, so the name that it calls is replaced. It may go when there is one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from verl.trainer.ppo import ray_trainer
 from verl.workers.rollout import replica
 from verl.workers.rollout.llm_server import LLMServerManager
 
-from verl_ext.guard import VERL, require
+from verl_ext.guard import VERL, replaced, require
 
 
 class StandaloneServerManager(LLMServerManager):
@@ -36,17 +36,7 @@ def standalone_engines(worker_group_class: type) -> Iterator[None]:
     """
     require("verl", VERL, "standalone_engines")
     with (
-        _replaced(ray_trainer, "LLMServerManager", StandaloneServerManager),
-        _replaced(replica, "RayWorkerGroup", worker_group_class),
+        replaced(ray_trainer, "LLMServerManager", StandaloneServerManager),
+        replaced(replica, "RayWorkerGroup", worker_group_class),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

@@ -3,11 +3,12 @@
 The cloud makes a section of what stands before a key's first slash, and continues the run that ``SWANLAB_RUN_ID`` names.
 The local board (``SWANLAB_MODE=local``) puts every chart into one section, in the order of their names' first appearance,
 and makes a resumed run a second one beside the first. Here it does as the cloud does. Of a metric that is nan or inf once
-its page gets an error 500 for ever: such values are left out, and the first is named.
+its page gets an error 500 for ever: such values are left out, and the first is named. It may go with the local board.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -15,12 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import wrapt
-
-from verl_ext.guard import require
+from verl_ext.guard import require, when_imported
 
 SWANLAB = "0.10.3"
-_TARGET = "swanlab.deprecated.local"
 _DEFAULT = "default"
 """section of keys without a slash, and swanlab's own for all of them"""
 
@@ -36,14 +34,11 @@ def section_of(key: str) -> str:
 
 def install() -> None:
     """Patch the local board in this process; before ``swanlab.init``. Safe to call twice."""
-    require("swanlab", SWANLAB, "swanlab_board")
-    wrapt.register_post_import_hook(_patch, _TARGET)
+    when_imported("swanlab.deprecated.local", _patch, functools.partial(require, "swanlab", SWANLAB))
 
 
 def _patch(module: Any) -> None:
     column, callback = module._ColumnInfo, module.LocalCallbacker
-    if getattr(column, "_knows_sections", False):
-        return
     describe, begin, handle = column.__init__, callback.on_run_initialized, callback._handle_metric
 
     def describe_in_section(self: Any, key: str, kid: str, chart_type: Any) -> None:
@@ -68,7 +63,6 @@ def _patch(module: Any) -> None:
 
     column.__init__ = describe_in_section
     callback._handle_metric = handle_finite
-    column._knows_sections = True
     callback.on_run_initialized = begin_or_continue
 
 

@@ -2,7 +2,8 @@
 
 ``RayPPOTrainer.fit`` builds its ``Tracking`` from a name it imports when called, and offers no hook for metrics of a
 custom rollout. Within ``observed_tracking`` that name is a subclass that shows every log to an observer first. verl's file
-logger empties the file that it opens, so a resumed run would lose its history; there it appends.
+logger empties the file that it opens, so a resumed run would lose its history; there it appends. It may go when ``fit``
+takes its ``Tracking`` or an observer, and the file logger appends.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import verl.utils.tracking as tracking
 
-from verl_ext.guard import VERL, require
+from verl_ext.guard import VERL, replaced, require
 
 Observer = Callable[[dict[str, Any], int], dict[str, Any]]
 After = Callable[[dict[str, Any], int], None]
@@ -63,8 +64,5 @@ def observed_tracking(
             path.parent.mkdir(parents=True, exist_ok=True)
             self.filepath, self.fp = str(path), path.open("ab", buffering=0)
 
-    tracking.Tracking, tracking.FileLogger = ObservedTracking, AppendedFile  # type: ignore[misc]
-    try:
+    with replaced(tracking, "Tracking", ObservedTracking), replaced(tracking, "FileLogger", AppendedFile):
         yield
-    finally:
-        tracking.Tracking, tracking.FileLogger = original, original_file  # type: ignore[misc]

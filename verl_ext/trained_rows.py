@@ -5,7 +5,7 @@ reward count all the same, in the baseline of its group, in whitening, in the KL
 verl's functions get the other rows alone, and such a row has advantage 0.
 
 Of a group that has lost all rows but one, that row has no baseline: verl would take its reward for its advantage. It has
-advantage 0 too, where the estimator compares the samples of a group.
+advantage 0 too, where the estimator compares the samples of a group. It may go when verl leaves such rows out.
 """
 
 from __future__ import annotations
@@ -16,15 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import wrapt
-
-from verl_ext.guard import VERL, require
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
-_ESTIMATORS = "verl.trainer.ppo.core_algos"
-_TRAINER = "verl.trainer.ppo.ray_trainer"
 _CALLED_BY_NAME = ("compute_gae_advantage_return", "compute_grpo_outcome_advantage")
 _MEANS = ("compute_data_metrics", "compute_variance_proxy_metrics")
 
@@ -70,10 +65,9 @@ def _estimator(original: Any) -> Any:
     return estimate
 
 
-def _patch_estimators(module: Any) -> None:
+def patch_estimators(module: Any) -> None:
+    """verl's estimators of the advantage see the rows that train, whoever calls them."""
     verls = module.get_adv_estimator_fn
-    if hasattr(verls, "__wrapped__"):
-        return
 
     @functools.wraps(verls)
     def get_adv_estimator_fn(name_or_enum: Any) -> Any:
@@ -84,10 +78,9 @@ def _patch_estimators(module: Any) -> None:
         setattr(module, name, _estimator(getattr(module, name)))
 
 
-def _patch_trainer(module: Any) -> None:
+def patch_trainer(module: Any) -> None:
+    """So do the other functions by which verl's trainer takes statistics of a batch."""
     verls_penalty = module.apply_kl_penalty
-    if hasattr(verls_penalty, "__wrapped__"):
-        return
 
     @functools.wraps(verls_penalty)
     def apply_kl_penalty(data: DataProto, *args: Any, **kwargs: Any) -> tuple[DataProto, dict[str, Any]]:
@@ -119,9 +112,3 @@ def _patch_trainer(module: Any) -> None:
     module.compute_spec_decode_metrics = compute_spec_decode_metrics
     for name in _MEANS:
         setattr(module, name, of_trained(getattr(module, name)))
-
-
-def install() -> None:
-    require("verl", VERL, "trained_rows")
-    wrapt.register_post_import_hook(_patch_estimators, _ESTIMATORS)
-    wrapt.register_post_import_hook(_patch_trainer, _TRAINER)

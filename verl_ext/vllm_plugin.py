@@ -1,14 +1,14 @@
 """Entry point ``vllm.general_plugins``: vLLM calls ``register`` in every one of its processes before a model loads."""
 
-from verl_ext import vllm_preempted_ids, vllm_preemptions
+from verl_ext import vllm_preemptions
+from verl_ext.guard import require_tested_pair, when_imported
 from verl_ext.plugin import cpu_requested
 
 
 def register() -> None:
-    """Install the count of preemptions, and their report to workers; on the CPU platform its patches too."""
+    """Patch vLLM's scheduler, and on the CPU platform its layers."""
     vllm_preemptions.install()
-    vllm_preempted_ids.install()
     if cpu_requested():
-        from verl_ext import vllm_keep_weights
+        from verl_ext import cpu
 
-        vllm_keep_weights.install()
+        when_imported("vllm.model_executor.layers.utils", cpu.keep_weights, require_tested_pair)

@@ -1,9 +1,9 @@
-"""Patch: vLLM's engine core counts the requests that it preempts for want of KV blocks, and says how many.
+"""Patches of vLLM's scheduler: it counts what it preempts for want of KV blocks, and 0.24.0 tells all that it preempts.
 
-vLLM counts them with its statistics only, which verl switches off (``rollout.disable_log_stats=True``) and which cost
-every step. This costs nothing while nothing is preempted. What is preempted while the scheduler is paused does not count:
-vLLM empties its cache that way. A pair of vLLM and torch that is not tested is left alone, with
-a warning; then there is no count.
+vLLM counts with its statistics only, which cost every step, which verl switches off (``rollout.disable_log_stats=True``),
+and which a stat-logger plugin would switch on in every engine. They also count what is preempted while the scheduler is
+paused, by which vLLM empties its cache: a hold, not a want of blocks. The count may go when vLLM's tells the two apart;
+the telling, with 0.24.0.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import functools
 import logging
 from typing import Any
 
-import wrapt
-
-from verl_ext.guard import TESTED, installed_pair
+from verl_ext.guard import GPU_PAIR, TESTED, installed_pair, require_tested_pair, when_imported
 
 _SCHEDULER, _CORE = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.core"
 _UTILITY = "partial_rollout_preemptions"
@@ -22,9 +20,8 @@ _UTILITY = "partial_rollout_preemptions"
 logger = logging.getLogger(__name__)
 
 
-def _count_in_scheduler(module: Any) -> None:
-    if hasattr(module.Scheduler, "preempted"):
-        return
+def count_preempted(module: Any) -> None:
+    """The scheduler counts in ``preempted``; this costs nothing while nothing is preempted."""
     from vllm.v1.core.sched.interface import PauseState
 
     original = module.Scheduler._preempt_request
@@ -38,18 +35,47 @@ def _count_in_scheduler(module: Any) -> None:
     module.Scheduler._preempt_request = _preempt_request
 
 
-def _answer_in_core(module: Any) -> None:
+def answer_in_core(module: Any) -> None:
+    """The engine core answers ``preemptions_of``."""
     setattr(module.EngineCore, _UTILITY, lambda core: getattr(core.scheduler, "preempted", None))
 
 
+def tell_preempted(module: Any) -> None:
+    """The scheduler tells its workers of the requests that an emptied KV cache preempts, as releases after 0.24.0 do.
+
+    A hold with ``resume_kv=recompute`` empties the cache, and so preempts every running request. 0.24.0 reports only those
+    that it preempts while it plans a step. So model runner V2, which has as many places as seats, keeps the places of the
+    others. A request of better priority that arrives during the hold then finds no place, and the engine dies ("No free
+    indices").
+    """
+    scheduler = module.Scheduler
+    reset, schedule = scheduler.reset_prefix_cache, scheduler.schedule
+
+    @functools.wraps(reset)
+    def reset_prefix_cache(self: Any, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
+        if reset_running_requests:
+            self._untold = getattr(self, "_untold", set()) | {request.request_id for request in self.running}
+        return reset(self, reset_running_requests, *args, **kwargs)
+
+    @functools.wraps(schedule)
+    def schedule_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(self, *args, **kwargs)
+        output.preempted_req_ids = (output.preempted_req_ids or set()) | self.__dict__.pop("_untold", set())
+        return output
+
+    scheduler.reset_prefix_cache, scheduler.schedule = reset_prefix_cache, schedule_and_tell
+
+
 def install() -> None:
-    """Count in a process that may hold an engine core, where vLLM and torch are a tested pair."""
+    """Patch a process that may hold an engine core; where vLLM and torch are no tested pair, only warn."""
     found = installed_pair()
     if found not in TESTED:
         logger.warning("preemptions are not counted: written for %s, found %s", ", or ".join(map(str, TESTED)), found)
         return
-    wrapt.register_post_import_hook(_count_in_scheduler, _SCHEDULER)
-    wrapt.register_post_import_hook(_answer_in_core, _CORE)
+    when_imported(_SCHEDULER, count_preempted, require_tested_pair)
+    when_imported(_CORE, answer_in_core, require_tested_pair)
+    if found == GPU_PAIR:
+        when_imported(_SCHEDULER, tell_preempted, require_tested_pair)
 
 
 async def preemptions_of(engine: Any) -> int | None:

@@ -37,7 +37,7 @@ from recipe.partial_rollout.config.settings import (
 )
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.waits import ERROR_LOG, one_line
-from verl_ext import which_recipe
+from verl_ext.command import foreign_recipe
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.task_runner import TaskRunner
@@ -82,7 +82,7 @@ def prepare(config: DictConfig) -> None:
         ConfigError: another recipe of this name would run, a value is of another type than its key's, or the attention
             asked for is not installed.
     """
-    foreign = which_recipe.problem()
+    foreign = foreign_recipe()
     if foreign is not None:
         raise ConfigError(foreign)
     from recipe.partial_rollout.preflight.overrides import resolved

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
-from verl_ext import fsdp_engine, megatron_cpu, megatron_layers
+from verl_ext import cpu, megatron_cpu, megatron_layers
 
 NAMES = {
     "nothing": (torch.cuda, "is_available"),
@@ -27,7 +27,7 @@ UPSTREAM = {name: (*place, getattr(*place)) for name, place in NAMES.items()} | 
     "PackedAttention": (megatron_layers, "PackedAttention", DotProductAttention),
     "NormedColumnParallelLinear": (megatron_layers, "NormedColumnParallelLinear", ColumnParallelLinear),
     "decoder_block_spec": (megatron_cpu, "_replace_layers", lambda: None),
-    "initialize": (megatron_cpu.OnTheCPU, "initialize", fsdp_engine.CPUThreads.initialize),
+    "initialize": (megatron_cpu.OnTheCPU, "initialize", cpu.CPUThreads.initialize),
     "load_checkpoint": (megatron_cpu.OnTheCPU, "load_checkpoint", MegatronEngine.load_checkpoint),
     "steps": (megatron_cpu.OnTheCPU, "load_checkpoint", torch.no_grad()(MegatronEngine.load_checkpoint)),
 }

@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.training.trainer_config import choose_attention
-from verl_ext import attention, check
+from verl_ext import attention
 
 KEY = "actor_rollout_ref.model.override_config.attn_implementation"
 LOG_PROBS = "log-probs of the trainer: float32, in chunks\n"
@@ -71,13 +71,11 @@ def test_set_up_check_builds_a_model_with_the_attention_that_it_would_choose(mon
     """The day that verl's default can be built without flash-attn, choosing is no longer needed."""
     if attention.flash_attn_problem() is None:
         pytest.skip("flash-attn is installed here")
-    assert check.attention_failure(flash_runs=True) is None
-    implementation, remedy = check.chosen_attention()
-    assert implementation == "sdpa" and attention.INSTALL in remedy
+    assert attention.failure(flash_runs=True) is None
     monkeypatch.setattr(attention, "flash_attn_problem", lambda: None)
-    failure = check.attention_failure(flash_runs=True)
+    failure = attention.failure(flash_runs=True)
     assert failure.startswith("no model can be built with attn_implementation=flash_attention_2: ImportError")
-    assert check.attention_failure(flash_runs=False) is None
+    assert attention.failure(flash_runs=False) is None
 
 
 def test_flash_attn_built_for_another_torch_counts_as_missing(monkeypatch):

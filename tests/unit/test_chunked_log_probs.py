@@ -143,7 +143,7 @@ def test_batches_keep_their_shape_and_compiling_and_checkpointing_change_nothing
 @pytest.mark.parametrize("disabled", [False, True])
 def test_where_flash_attn_serves_only_what_verl_calls_without_it_is_ours(disabled, monkeypatch):
     module = SimpleNamespace(FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE=True, entropy_from_logits="verl's")
-    chunked_log_probs._patch(module)
+    chunked_log_probs.patch(module)
     assert module.logprobs_from_logits_v2 is chunked_log_probs.log_probs_of_labels
     assert module.entropy_from_logits == "verl's"
     monkeypatch.setattr(in_force, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", True)

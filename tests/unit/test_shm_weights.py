@@ -7,7 +7,7 @@ import pytest
 import torch
 from verl.checkpoint_engine import CheckpointEngineRegistry
 
-from verl_ext import job_folder, shm_weights, weight_file
+from verl_ext import shm_weights
 
 TENSORS = {
     "odd": torch.arange(7, dtype=torch.bfloat16),
@@ -51,19 +51,19 @@ def test_file_is_replaced_only_when_it_is_whole_and_a_write_that_fails_leaves_no
 
     def tensors():
         yield "first", torch.zeros(1000)
-        same(dict(weight_file.read(folder / "1")), {"old": torch.ones(2)})
+        same(dict(shm_weights.read_file(folder / "1")), {"old": torch.ones(2)})
         raise OSError(28, "No space left on device")
 
     asyncio.run(master.send_weights([("old", torch.ones(2))], global_steps=1))
     with pytest.raises(OSError, match=rf"No space left on device: {tmp_path} must hold the whole model \(.*shm\.root"):
         asyncio.run(master.send_weights(tensors(), global_steps=1))
     assert [path.name for path in folder.iterdir()] == ["1"]
-    same(dict(weight_file.read(folder / "1")), {"old": torch.ones(2)})
+    same(dict(shm_weights.read_file(folder / "1")), {"old": torch.ones(2)})
 
 
 def test_mapped_tensor_outlives_its_file_and_is_the_readers_own(tmp_path):
-    weight_file.write(tmp_path / "1", [("a", torch.ones(3))])
-    ((_, mine),), ((_, other),) = weight_file.read(tmp_path / "1"), weight_file.read(tmp_path / "1")
+    shm_weights.write_file(tmp_path / "1", [("a", torch.ones(3))])
+    ((_, mine),), ((_, other),) = shm_weights.read_file(tmp_path / "1"), shm_weights.read_file(tmp_path / "1")
     (tmp_path / "1").unlink()
     mine += 1
     assert mine.tolist() == [2, 2, 2] and other.tolist() == [1, 1, 1]
@@ -96,14 +96,14 @@ def test_folder_of_a_dead_job_is_removed_by_the_next_and_that_of_a_living_one_st
     living, _ = ends("living")
     asyncio.run(living[0].send_weights([("a", torch.ones(1))], global_steps=2))
     dead, home = tmp_path / "verl-weights-dead", tmp_path / "home"
-    held = job_folder.claim(tmp_path, "dead")
+    held = shm_weights.claim(tmp_path, "dead")
     (dead / "4.part").write_bytes(b"half")
     home.mkdir()
     (tmp_path / "verl-weights-link").symlink_to(home)
-    assert job_folder.sweep(tmp_path) == [], "no link is followed"
+    assert shm_weights.sweep(tmp_path) == [], "no link is followed"
     # As the kernel does when the process ends.
     os.close(held)
-    held = job_folder.claim(tmp_path, "dead")
+    held = shm_weights.claim(tmp_path, "dead")
     assert not list(dead.iterdir())
     os.close(held)
     ends("next")
@@ -116,10 +116,10 @@ def test_what_is_no_private_folder_of_ours_is_refused_and_left_alone(ends, tmp_p
     """Its name is easy to guess, so another user may have put something in its place."""
     _, (receiver, _) = ends()
     folder, home = tmp_path / "verl-weights-job", tmp_path / "home"
-    monkeypatch.setattr(job_folder, "sweep", lambda root: [])
+    monkeypatch.setattr(shm_weights, "sweep", lambda root: [])
     folder.rmdir()
     home.mkdir()
-    weight_file.write(home / "3", [("a", torch.ones(1))])
+    shm_weights.write_file(home / "3", [("a", torch.ones(1))])
     if kind == "a link":
         folder.symlink_to(home)
         with pytest.raises(PermissionError, match="verl-weights-job: "):
@@ -132,7 +132,7 @@ def test_what_is_no_private_folder_of_ours_is_refused_and_left_alone(ends, tmp_p
         if kind == "another's":
             monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
     with pytest.raises(PermissionError, match=rf"{folder}: .*remove it, or set .*engine_kwargs\.shm\.root"):
-        job_folder.claim(tmp_path, "job")
+        shm_weights.claim(tmp_path, "job")
     assert [path.name for path in home.iterdir()] == ["3"]
 
 
@@ -147,4 +147,4 @@ def test_only_the_owner_may_read_the_weights_and_no_link_is_followed(ends, tmp_p
     assert (tmp_path / "victim").read_text() == "x" and not (folder / "4").is_symlink()
     (folder / "5").symlink_to(folder / "4")
     with pytest.raises(OSError, match="symbolic links"):
-        list(weight_file.read(folder / "5"))
+        list(shm_weights.read_file(folder / "5"))

