@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.partial_rollout.records.trace import TRACE, Begin, RoundRecord, TraceEvent, iter_trace
+from recipe.partial_rollout.records.trace import TRACE, Begin, RoundRecord, TraceEvent
+from recipe.partial_rollout.tools.reading.trace import iter_trace
 from recipe.partial_rollout.tools.run_record import last_attempts
 
 

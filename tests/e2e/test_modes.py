@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from recipe.partial_rollout.records.ledger import NAME, Filtered, Trained, iter_ledger
+from recipe.partial_rollout.records.ledger import NAME, Filtered, Trained
 from recipe.partial_rollout.tools.audit import audit
+from recipe.partial_rollout.tools.reading.ledger import iter_ledger
 
 pytestmark = pytest.mark.nightly
 

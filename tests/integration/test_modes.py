@@ -10,8 +10,9 @@ from dataclasses import replace
 import ray
 
 from recipe.partial_rollout.config.choices import Placement
-from recipe.partial_rollout.records.ledger import NAME, Admitted, Filtered, Trained, iter_ledger
+from recipe.partial_rollout.records.ledger import NAME, Admitted, Filtered, Trained
 from recipe.partial_rollout.tools.audit import audit
+from recipe.partial_rollout.tools.reading.ledger import iter_ledger
 from tests.integration.scripted_training import BATCH, N, ScriptedTraining, Worker
 
 # Ray's workers cannot import a test module.

@@ -6,8 +6,9 @@ from itertools import permutations
 import pytest
 
 from recipe.partial_rollout.config.choices import Placement
-from recipe.partial_rollout.records.ledger import NAME, Trained, iter_ledger
+from recipe.partial_rollout.records.ledger import NAME, Trained
 from recipe.partial_rollout.tools.audit import audit
+from recipe.partial_rollout.tools.reading.ledger import iter_ledger
 from recipe.partial_rollout.waits import finished
 from tests.integration.scripted_training import BATCH, BrokenLoop, ScriptedTraining, rows
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from recipe.partial_rollout.records.jsonl import RunRecordError, read_object
+from recipe.partial_rollout.tools.reading.lines import RunRecordError, read_object
 from recipe.partial_rollout.tools.run_record import read_metrics
 from tests.studies.arm import BASELINE, MAIN, Arm
 from tests.studies.machine import MACHINE, write_machine

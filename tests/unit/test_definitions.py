@@ -9,10 +9,11 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import TakenGroup
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.figures import bubble_fraction, p95, running_curve, spread
-from recipe.partial_rollout.records.jsonl import RunRecordError
 from recipe.partial_rollout.records.trace import Arm, RoundRecord, RunSettings, RunTrace
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout.step_book import batch_metrics, phase_metrics
+from recipe.partial_rollout.tools.reading.lines import RunRecordError
+from recipe.partial_rollout.tools.reading.trace import call_of, read_settings
 from recipe.partial_rollout.tools.report.summary import summarize
 from recipe.partial_rollout.tools.run_record import load_run
 from recipe.partial_rollout.training.run_session import run_settings
@@ -68,9 +69,9 @@ def test_dashboard_and_report_give_the_same_bubble_and_staleness(tmp_path, outpu
 
 def test_row_of_a_call_is_read_as_it_was_written():
     row = EngineCall(0, 0.0, 10.0, 7, 1, 2, 30, 2.5, "a", True, 20, 1.5).to_json()
-    assert EngineCall.from_json(row, "line 1", 1) == EngineCall(*row)
+    assert call_of(row, "line 1", 1) == EngineCall(*row)
     with pytest.raises(RunRecordError, match="line 1: a call should be"):
-        EngineCall.from_json(row[:11], "line 1", 1)
+        call_of(row[:11], "line 1", 1)
 
 
 def test_request_that_the_engine_queues_takes_no_slot():
@@ -104,4 +105,4 @@ def test_run_json_notes_how_far_a_group_may_overtake(tmp_path, composed_config, 
     overrides = (f"partial_rollout.enable={enable}", "partial_rollout.scheduling.overtake=1.5")
     settings = PartialRolloutConfig.from_config(composed_config("quickstart_cpu", *overrides))
     run_settings(settings, "tiny", 1).write(tmp_path)
-    assert RunSettings.read(tmp_path).overtake == noted
+    assert read_settings(tmp_path).overtake == noted

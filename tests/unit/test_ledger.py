@@ -5,8 +5,9 @@ import json
 import pytest
 
 from recipe.partial_rollout.records.jsonl import Resumed
-from recipe.partial_rollout.records.ledger import NAME, Ledger, RunSizes, iter_ledger, to_json
+from recipe.partial_rollout.records.ledger import NAME, Ledger, RunSizes, to_json
 from recipe.partial_rollout.tools.audit import audit, main
+from recipe.partial_rollout.tools.reading.ledger import iter_ledger
 from tests.unit.runs import build_run
 
 RUN = to_json(RunSizes("PR", 2, 2, 1, epoch_prompts=4, total=8, offered=8))

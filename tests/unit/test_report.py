@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase, union
-from recipe.partial_rollout.records.jsonl import RunRecordError
+from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
+from recipe.partial_rollout.tools.reading.columns import union
+from recipe.partial_rollout.tools.reading.lines import RunRecordError
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
 from recipe.partial_rollout.tools.report.findings import cautions, findings

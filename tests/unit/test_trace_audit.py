@@ -7,8 +7,9 @@ import pytest
 
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.ledger import Ledger, RunSizes
-from recipe.partial_rollout.records.trace import Arm, RoundRecord, RunSettings, RunTrace, iter_trace
+from recipe.partial_rollout.records.trace import Arm, RoundRecord, RunSettings, RunTrace
 from recipe.partial_rollout.tools.audit import audit, main
+from recipe.partial_rollout.tools.reading.trace import iter_trace
 from recipe.partial_rollout.tools.run_record import last_attempts
 from tests.unit.runs import large_group
 

@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, Self, overload
+from typing import Any
 
 import numpy as np
-
-from recipe.partial_rollout.records.jsonl import RunRecordError
-
-Span = tuple[float, float]
-"""start and end, in seconds"""
-
-
-def union(spans: Iterable[Span]) -> list[Span]:
-    """The same moments in as few spans as possible, by start; empty ones are left out.
-
-    >>> union([(4, 6), (0, 2), (1, 3)])
-    [(0, 3), (4, 6)]
-    """
-    merged: list[Span] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        elif end > start:
-            merged.append((start, end))
-    return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,140 +57,8 @@ class EngineCall:
         """A row of the trace: the fields in their order."""
         return list(_in_order(self))
 
-    @classmethod
-    def from_json(cls, values: object, place: str, replicas: int | None) -> Self:
-        """The inverse of ``to_json``.
-
-        Args:
-            place: of the row, for the error. replicas: number of the run's replicas; None if any index is valid.
-
-        Raises:
-            RunRecordError: ``values`` is not such a row, or names a replica that the run does not have.
-        """
-        match values:
-            case [
-                int(replica),
-                int() | float() as start,
-                int() | float() as end,
-                int(tokens),
-                int(version),
-                int(resumed),
-                int() | None as context,
-                int() | float() as queued_s,
-                str(sample),
-                bool(interrupted),
-                int(earlier),
-                int() | float() as waited_s,
-            ]:
-                if replica < 0 or (replicas is not None and replica >= replicas):
-                    raise RunRecordError(
-                        f"{place}: a call names replica {replica}, but run.json says {replicas} replicas"
-                    )
-                if end < start:
-                    raise RunRecordError(f"{place}: a call ends ({end}) before it starts ({start})")
-                spent = float(start), float(end), tokens, version, resumed, context, queued_s
-                return cls(replica, *spent, sample, interrupted, earlier, waited_s)
-        raise RunRecordError(
-            f"{place}: a call should be [replica, start, end, tokens, version, resumed tokens, context tokens, "
-            f"queued seconds, sample, interrupted, earlier tokens, waited seconds], got {values!r:.60}"
-        )
-
 
 _in_order = attrgetter(*(each.name for each in fields(EngineCall)))
-
-_KINDS = {
-    "replica": "i",
-    "start": "d",
-    "end": "d",
-    "tokens": "i",
-    "version": "i",
-    "resumed_tokens": "i",
-    "context_tokens": "i",
-    "queued_s": "d",
-    "interrupted": "b",
-    "earlier_tokens": "i",
-    "waited_s": "d",
-}
-"""type code of each number; -1 is an unknown context"""
-
-
-class CallColumns(Sequence[EngineCall]):
-    """Calls held as columns: about 70 bytes a call where objects take 500. Each call is made when it is asked for.
-
-    >>> calls = CallColumns([EngineCall(0, 1.0, 2.0, 7, 3, sample="0/4#1")])
-    >>> calls[0], calls.column("tokens")
-    (EngineCall(replica=0, start=1.0, end=2.0, tokens=7, version=3, resumed_tokens=0, context_tokens=None, queued_s=0.0, \
-sample='0/4#1', interrupted=False, earlier_tokens=0, waited_s=0.0), array([7], dtype=int32))
-    """
-
-    __slots__ = ("_columns", "samples")
-
-    def __init__(self, calls: Iterable[EngineCall] = ()) -> None:
-        self._columns = {name: array(kind) for name, kind in _KINDS.items()}
-        self.samples: list[str] = []
-        """[call] name of its sample, one object for all calls of a sample"""
-        for call in calls:
-            self.append(call)
-
-    def append(self, call: EngineCall) -> None:
-        """Add a call; its replica is an index."""
-        for name, column in self._columns.items():
-            value = getattr(call, name)
-            column.append(-1 if value is None else value)
-        self.samples.append(sys.intern(call.sample))
-
-    @classmethod
-    def joined(cls, parts: Iterable[Sequence[EngineCall]]) -> Self:
-        """The calls of ``parts``, one after another."""
-        made = cls()
-        for part in parts:
-            columns = part if isinstance(part, CallColumns) else cls(part)
-            for name, column in made._columns.items():
-                column.extend(columns._columns[name])
-            made.samples.extend(columns.samples)
-        return made
-
-    def column(self, name: str) -> np.ndarray:
-        """[call] one of the numbers, by ``EngineCall``'s name; -1: unknown context."""
-        return np.array(self._columns[name])
-
-    @property
-    def busy_from(self) -> np.ndarray:
-        """[call] ``EngineCall.busy_from``"""
-        return np.minimum(self.column("start") + self.column("queued_s"), self.column("end"))
-
-    def between_turns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[gap] the call that ended a turn; start and end (unix seconds) of what followed in tools and agent loop.
-
-        A gap ends where the sample's next call asks for a slot. None follows a call whose sample is not noted.
-
-        >>> turns = EngineCall(0, 1.0, 2.0, 7, 3, sample="a"), EngineCall(0, 9.0, 9.5, 7, 4, sample="a", waited_s=4.0)
-        >>> [each.tolist() for each in CallColumns(turns).between_turns()]
-        [[0], [2.0], [5.0]]
-        """
-        names: dict[str, int] = {"": -1}
-        sample = np.fromiter((names.setdefault(name, len(names)) for name in self.samples), np.int64, len(self))
-        asked, end = self.column("start") - self.column("waited_s"), self.column("end")
-        order = np.lexsort((asked, sample))
-        left, back = order[:-1], order[1:]
-        gap = (sample[left] == sample[back]) & (sample[left] >= 0) & (asked[back] > end[left])
-        left, back = (each[gap & (self.column("interrupted")[left] == 0)] for each in (left, back))
-        return left, end[left], asked[back]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    @overload
-    def __getitem__(self, at: int) -> EngineCall: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[EngineCall]: ...
-    def __getitem__(self, at: int | slice) -> EngineCall | list[EngineCall]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        values = {name: column[at] for name, column in self._columns.items()}
-        context, interrupted = values.pop("context_tokens"), bool(values.pop("interrupted"))
-        known = None if context < 0 else context
-        return EngineCall(**values, context_tokens=known, sample=self.samples[at], interrupted=interrupted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,22 +74,21 @@ class RolloutPhase:
     def seconds(self) -> float:
         return self.end - self.start
 
+    def column(self, name: str) -> np.ndarray:
+        """[call] attribute ``name`` of each"""
+        columns = getattr(self.calls, "column", None)
+        return columns(name) if columns else np.array([getattr(call, name) for call in self.calls])
+
     @property
     def decoded_tokens(self) -> int:
-        if isinstance(self.calls, CallColumns):
-            return int(self.calls.column("tokens").sum())
-        return sum(call.tokens for call in self.calls)
+        return int(self.column("tokens").sum())
 
     @property
     def busy(self) -> tuple[np.ndarray, np.ndarray]:
         """[call] when each began to run in its engine, and when it ended"""
-        if isinstance(self.calls, CallColumns):
-            return self.calls.busy_from, self.calls.column("end")
-        return np.array([call.busy_from for call in self.calls]), np.array([call.end for call in self.calls])
+        return self.column("busy_from"), self.column("end")
 
     @property
     def replicas(self) -> np.ndarray:
         """[call] index of its replica"""
-        if isinstance(self.calls, CallColumns):
-            return self.calls.column("replica")
-        return np.array([call.replica for call in self.calls], dtype=int)
+        return self.column("replica").astype(int)

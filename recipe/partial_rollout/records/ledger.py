@@ -5,7 +5,7 @@ A run that resumes appends to the file of the run before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,14 +13,10 @@ from typing import Any, ClassVar
 from recipe.partial_rollout.manager.types import FilteredGroup
 from recipe.partial_rollout.records.jsonl import (
     Checkpoint,
-    Fields,
     JsonLines,
     Positive,
     Resumed,
-    RunRecordError,
     event_line,
-    iter_lines,
-    kinds_of,
 )
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 
@@ -100,29 +96,11 @@ class Complete:
 LedgerEvent = RunSizes | Resumed | Admitted | Filtered | Trained | Checkpoint | Stopped | Complete
 
 
-_KINDS = kinds_of(LedgerEvent)
-
-
 def to_json(event: LedgerEvent) -> dict[str, Any]:
     """The event's line."""
     if isinstance(event, Trained):
         return {**event_line(replace(event, groups=[])), "groups": [group.to_ledger() for group in event.groups]}
     return event_line(event)
-
-
-def from_json(line: Fields) -> LedgerEvent:
-    """The inverse of ``to_json``.
-
-    Raises:
-        RunRecordError: the event is unknown, or a field is missing or of another type; names the line.
-    """
-    event = line.get("event", str)
-    if event not in _KINDS:
-        raise RunRecordError(f"{line.place}: '{event}' is no event of a ledger")
-    kind = _KINDS[event]
-    if kind is Trained:
-        return line.read(kind, groups=[TrainedGroup.from_ledger(group) for group in line.objects("groups")])
-    return line.read(kind)
 
 
 NAME = "ledger.jsonl"
@@ -175,16 +153,3 @@ class Ledger:
 
     def _add(self, event: LedgerEvent) -> None:
         self._lines.add(to_json(event))
-
-
-def iter_ledger(path: Path, warnings: list[str]) -> Iterator[tuple[int, LedgerEvent]]:
-    """The events, one at a time, each with the byte at which its line begins.
-
-    Args:
-        warnings: gets a line for each line that was cut off because its process died while writing.
-
-    Raises:
-        RunRecordError: the file is missing, or a line is not an event; names it.
-    """
-    for line in iter_lines(path, warnings, restarts=(RunSizes.EVENT, Resumed.EVENT)):
-        yield line.at, from_json(line)

@@ -7,27 +7,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar
 
 from recipe.partial_rollout.config.choices import Placement
-from recipe.partial_rollout.records.calls import CallColumns, EngineCall, RolloutPhase
+from recipe.partial_rollout.records.calls import RolloutPhase
 from recipe.partial_rollout.records.jsonl import (
     Checkpoint,
-    Fields,
     JsonLines,
-    Lineage,
     Positive,
     Resumed,
     event_line,
-    iter_lines,
-    kinds_of,
-    read_object,
 )
-from recipe.partial_rollout.records.trained_group import GroupColumns, TrainedGroup
+from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 RUN, TRACE = "run.json", "trace.jsonl"
 
@@ -79,15 +74,6 @@ class RunSettings:
     def write(self, directory: Path) -> None:
         """Write ``run.json`` in the run's directory."""
         (directory / RUN).write_text(json.dumps(asdict(self), indent=2) + "\n")
-
-    @classmethod
-    def read(cls, directory: Path) -> Self:
-        """The inverse of ``write``.
-
-        Raises:
-            RunRecordError: the file cannot be read, or a field is missing, mistyped or out of range; names it.
-        """
-        return read_object(directory / RUN).read(cls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,22 +152,8 @@ class RoundRecord:
             "lost_samples": self.lost_samples,
         }
 
-    @classmethod
-    def from_json(cls, line: Fields, replicas: int | None) -> Self:
-        """The inverse of ``to_json``; ``replicas`` is the number of the run's replicas (None: any).
 
-        Raises:
-            RunRecordError: a field is missing, mistyped or impossible; names the line.
-        """
-        span, rows = line.span(), line.get("calls", list)
-        phase = RolloutPhase(*span, CallColumns(EngineCall.from_json(values, line.place, replicas) for values in rows))
-        trained = GroupColumns(map(TrainedGroup.from_trace, line.objects("trained")))
-        return line.read(cls, phase=phase, trained=trained, at=line.at)
-
-
-T = TypeVar("T")
 TraceEvent = Begin | RoundRecord | Phase | Checkpoint | Resumed
-_KINDS = kinds_of(TraceEvent)
 
 
 class RunTrace:
@@ -232,60 +204,8 @@ class RunTrace:
         self._lines.sync()
 
 
-def iter_trace(path: Path, replicas: int | None = None, warnings: list[str] | None = None) -> Iterator[TraceEvent]:
-    """The events, one at a time.
-
-    Args:
-        replicas: number of the run's replicas, to check its calls; None: any.
-        warnings: gets a line for each line that a dying process left torn.
-
-    Raises:
-        RunRecordError: the file is missing, or a line is not an event; names it.
-    """
-    for line in iter_lines(path, [] if warnings is None else warnings, restarts=(Resumed.EVENT,)):
-        if (event := from_json(line, replicas)) is not None:
-            yield event
-
-
-def lineage(events: Iterable[TraceEvent], keep: Callable[[RoundRecord], T]) -> Lineage[T]:
-    """What to ``keep`` of each round. A resume undoes rounds only once its process has added something."""
-    found: Lineage[T] = Lineage()
-    resumed: int | None = None
-    for event in events:
-        if isinstance(event, Resumed):
-            resumed = event.step
-            continue
-        if resumed is not None:
-            found.resume(resumed)
-            resumed = None
-        if isinstance(event, RoundRecord):
-            found.add(event.step, keep(event))
-        elif isinstance(event, Checkpoint):
-            found.checkpoint(event.step)
-    return found
-
-
 def to_json(event: Begin | RoundRecord | Phase | Checkpoint | Resumed) -> dict[str, Any]:
     """The event's line."""
     if isinstance(event, RoundRecord):
         return {"event": event.EVENT, **event.to_json()}
     return event_line(event)
-
-
-def from_json(line: Fields, replicas: int | None) -> TraceEvent | None:
-    """The inverse of ``to_json``; None for an event of another version of the recipe.
-
-    Args:
-        replicas: number of the run's replicas, to check its calls; None: any.
-
-    Raises:
-        RunRecordError: a field is missing, mistyped or impossible; names the line.
-    """
-    kind = _KINDS.get(line.get("event", str))
-    if kind is None:
-        return None
-    if kind is RoundRecord:
-        return RoundRecord.from_json(line, replicas)
-    if kind is Phase:
-        line.span()
-    return line.read(kind)

@@ -7,15 +7,10 @@ audit. The two are written at different times, and the audit compares them.
 from __future__ import annotations
 
 import hashlib
-import re
-import sys
-from array import array
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, overload
+from typing import Any, Self
 
-from recipe.partial_rollout.manager.types import TakenGroup, position_of
-from recipe.partial_rollout.records.jsonl import Fields, RunRecordError
+from recipe.partial_rollout.manager.types import TakenGroup
 
 
 def prompt_identity(row: dict[str, Any]) -> str:
@@ -24,11 +19,11 @@ def prompt_identity(row: dict[str, Any]) -> str:
     return f"{row.get('index', 0)}-{digest}"
 
 
-_IN_TRACE = {
+IN_TRACE = {
     "order": "group",
     **{name: name for name in ("prompt", "epoch", "lengths", "staleness", "tokens", "off_policy_tokens", "segments")},
 }
-_IN_LEDGER = {
+IN_LEDGER = {
     **{name: name for name in ("uid", "order", "birth", "staleness", "masked")},
     "parts": "lengths",
 }
@@ -85,82 +80,8 @@ class TrainedGroup:
 
     def to_trace(self) -> dict[str, Any]:
         """Its entry in a ``round`` of the trace."""
-        return {key: getattr(self, name) for name, key in _IN_TRACE.items()}
-
-    @classmethod
-    def from_trace(cls, fields: Fields) -> Self:
-        """The inverse of ``to_trace``.
-
-        Raises:
-            RunRecordError: a field is missing or of another type, or lists differ in length.
-        """
-        group = fields.read(cls, _IN_TRACE)
-        if not len(group.lengths) == len(group.staleness) == len(group.segments):
-            raise RunRecordError(
-                f"{fields.place}: group {group.order} has lists of different lengths, one entry a sample each"
-            )
-        return group
+        return {key: getattr(self, name) for name, key in IN_TRACE.items()}
 
     def to_ledger(self) -> dict[str, Any]:
         """Its entry in a ``trained`` event of the ledger."""
-        return {key: getattr(self, name) for name, key in _IN_LEDGER.items()}
-
-    @classmethod
-    def from_ledger(cls, fields: Fields) -> Self:
-        """The inverse of ``to_ledger``.
-
-        Raises:
-            RunRecordError: a field is missing or of another type.
-        """
-        uid, parts = fields.get("uid", str), fields.get("lengths", list[list[int]])
-        if not re.fullmatch(r"\d+/\d+", uid):
-            raise RunRecordError(f"{fields.place}: 'uid' is {uid!r:.60}; it should be epoch/position")
-        if wrong := [row for row in parts if len(row) != 4]:
-            raise RunRecordError(f"{fields.place}: 'lengths' should hold lists of 4 integers, got {wrong[0]!r:.60}")
-        return fields.read(cls, _IN_LEDGER, epoch=position_of(uid)[0], lengths=[row[0] for row in parts])
-
-
-class GroupColumns(Sequence[TrainedGroup]):
-    """Groups of a trace, held as columns: 12 bytes a sample, 100 a group, where objects take 900.
-
-    >>> groups = GroupColumns([TrainedGroup(4, 0, [70, 80], [0, 1], segments=[1, 2], tokens=150)])
-    >>> groups[0].order, groups[0].lengths
-    (4, [70, 80])
-    """
-
-    __slots__ = ("_ends", "_of_group", "_of_sample", "_prompts")
-
-    def __init__(self, groups: Iterable[TrainedGroup] = ()) -> None:
-        self._of_group = {name: array("q") for name in ("order", "epoch", "tokens", "off_policy_tokens")}
-        self._of_sample = {name: array("i") for name in ("lengths", "staleness", "segments")}
-        self._ends = array("q", [0])
-        """of each group's samples; a 0 stands before them"""
-        self._prompts: list[str] = []
-        self.extend(groups)
-
-    def extend(self, groups: Iterable[TrainedGroup]) -> None:
-        """Add groups; of each, the fields that a trace has."""
-        for group in groups:
-            for name, column in self._of_group.items():
-                column.append(getattr(group, name))
-            for name, column in self._of_sample.items():
-                column.extend(getattr(group, name))
-            self._ends.append(len(self._of_sample["lengths"]))
-            self._prompts.append(sys.intern(group.prompt))
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    @overload
-    def __getitem__(self, at: int) -> TrainedGroup: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[TrainedGroup]: ...
-    def __getitem__(self, at: int | slice) -> TrainedGroup | list[TrainedGroup]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        if not -len(self) <= at < len(self):
-            raise IndexError(at)
-        first, last = self._ends[at % len(self)], self._ends[at % len(self) + 1]
-        order, epoch, tokens, off_policy_tokens = (column[at] for column in self._of_group.values())
-        lengths, staleness, segments = (column[first:last].tolist() for column in self._of_sample.values())
-        return TrainedGroup(order, epoch, lengths, staleness, self._prompts[at], segments, tokens, off_policy_tokens)
+        return {key: getattr(self, name) for name, key in IN_LEDGER.items()}

@@ -14,12 +14,15 @@ from pathlib import Path
 import numpy as np
 
 from recipe.partial_rollout.records import ledger
-from recipe.partial_rollout.records.jsonl import Checkpoint, Resumed, RunRecordError
-from recipe.partial_rollout.records.ledger import NAME, iter_ledger
-from recipe.partial_rollout.records.trace import RUN, TRACE, Arm, RunSettings
+from recipe.partial_rollout.records.jsonl import Checkpoint, Resumed
+from recipe.partial_rollout.records.ledger import NAME
+from recipe.partial_rollout.records.trace import RUN, TRACE, Arm
 from recipe.partial_rollout.tools import trace_audit
 from recipe.partial_rollout.tools.audit_entries import POSITIONS, Entries, Entry, uid_of
 from recipe.partial_rollout.tools.command_line import described
+from recipe.partial_rollout.tools.reading.ledger import iter_ledger
+from recipe.partial_rollout.tools.reading.lines import RunRecordError
+from recipe.partial_rollout.tools.reading.trace import read_settings
 
 _SHOWN = 20
 
@@ -266,7 +269,7 @@ def audit(run_dir: Path) -> tuple[Audit, int]:
         RunRecordError: one of them cannot be read; names the file and line.
     """
     path, trace = run_dir / NAME, run_dir / TRACE
-    if not path.exists() and (run_dir / RUN).exists() and RunSettings.read(run_dir).arm is Arm.NOPR:
+    if not path.exists() and (run_dir / RUN).exists() and read_settings(run_dir).arm is Arm.NOPR:
         raise RunRecordError(
             f"{run_dir}: a run of noPR has no {NAME}, for nothing of it outlives a step; its {TRACE} is for tools report"
         )

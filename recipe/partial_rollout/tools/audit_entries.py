@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from recipe.partial_rollout.records.jsonl import Lineage, RunRecordError
 from recipe.partial_rollout.records.ledger import RunSizes, Trained
 from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.tools.reading.lineage import Lineage
+from recipe.partial_rollout.tools.reading.lines import RunRecordError
 
 _PARTS = ("tokens", "log-probs", "versions", "mask entries")
 POSITIONS = 1 << 32

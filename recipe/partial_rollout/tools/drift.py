@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import mean
 
 from recipe.partial_rollout.records.figures import held_out_rewards
-from recipe.partial_rollout.records.jsonl import RunRecordError
 from recipe.partial_rollout.tools.command_line import described
+from recipe.partial_rollout.tools.reading.lines import RunRecordError
 from recipe.partial_rollout.tools.run_record import METRICS, read_metrics
 from recipe.partial_rollout.tools.table import Table
 from recipe.partial_rollout.training.step_log import KL, PolicyDrift

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from recipe.partial_rollout.records.calls import CallColumns
 from recipe.partial_rollout.tools.planner.samples import LengthTrace, Waits
+from recipe.partial_rollout.tools.reading.columns import CallColumns
 from recipe.partial_rollout.tools.run_record import RunRecord
 
 

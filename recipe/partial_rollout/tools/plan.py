@@ -21,13 +21,13 @@ from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.config.settings import default_of
 from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.records.jsonl import RunRecordError
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.lengths import lognormal, of_run
 from recipe.partial_rollout.tools.plan_table import Option, advice, of_default_policy, plan_table
 from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, Cluster, CurveError, EngineCurve, fit
 from recipe.partial_rollout.tools.planner.rounds import baseline, forecast
 from recipe.partial_rollout.tools.planner.samples import LengthTrace
+from recipe.partial_rollout.tools.reading.lines import RunRecordError
 from recipe.partial_rollout.tools.replay import replay, replay_table
 from recipe.partial_rollout.tools.run_record import RunRecord, load_run
 

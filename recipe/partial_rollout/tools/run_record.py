@@ -13,18 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from recipe.partial_rollout.records.calls import CallColumns, EngineCall, RolloutPhase
-from recipe.partial_rollout.records.jsonl import METRICS, RunRecordError, read_lines
-from recipe.partial_rollout.records.trace import (
-    TRACE,
-    Phase,
-    RoundRecord,
-    RunSettings,
-    TraceEvent,
-    iter_trace,
-    lineage,
-)
-from recipe.partial_rollout.records.trained_group import GroupColumns, TrainedGroup
+from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
+from recipe.partial_rollout.records.jsonl import METRICS
+from recipe.partial_rollout.records.trace import TRACE, Phase, RoundRecord, RunSettings, TraceEvent
+from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.tools.reading.columns import CallColumns, GroupColumns
+from recipe.partial_rollout.tools.reading.lines import RunRecordError, read_lines
+from recipe.partial_rollout.tools.reading.trace import iter_trace, lineage, read_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +168,7 @@ def load_run(directory: Path) -> RunRecord:
         raise RunRecordError(
             f"{directory}: no such directory; give the directory that a run wrote (trainer.default_local_dir)"
         )
-    settings = RunSettings.read(directory)
+    settings = read_settings(directory)
     trace = directory / TRACE
     warnings: list[str] = []
     phases: list[Phase] = []

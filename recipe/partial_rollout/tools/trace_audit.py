@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipe.partial_rollout.records import ledger
-from recipe.partial_rollout.records.jsonl import line_at
-from recipe.partial_rollout.records.trace import RoundRecord, iter_trace, lineage
+from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.tools.reading.ledger import event_of
+from recipe.partial_rollout.tools.reading.lines import line_at
+from recipe.partial_rollout.tools.reading.trace import iter_trace, lineage, trained_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def disagreements(
 
 def _trained(path: Path, places: list[int]) -> ledger.Trained:
     """A step of the ledger ``path``, from all its lines."""
-    events = [ledger.from_json(line_at(path, at)) for at in places]
+    events = [event_of(line_at(path, at)) for at in places]
     steps = [event for event in events if isinstance(event, ledger.Trained)]
     return ledger.Trained(steps[0].step, steps[0].version, [group for step in steps for group in step.groups])
 
@@ -105,7 +107,7 @@ def _of_step(step: ledger.Trained, round_: RoundNote, trace: Path) -> list[str]:
     at = f"in step {step.step}"
     if step.version != round_.version:
         return [f"{at} the ledger has version {step.version}, the trace {round_.version}"]
-    trained = [TrainedGroup.from_trace(group) for group in line_at(trace, round_.at).objects("trained")]
+    trained = [trained_of(group) for group in line_at(trace, round_.at).objects("trained")]
     ours = {group.order: group for group in step.groups}
     theirs = {group.order: group for group in trained}
     if len(theirs) < len(trained):

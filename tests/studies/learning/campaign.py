@@ -15,8 +15,9 @@ from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
-from recipe.partial_rollout.records.jsonl import JsonLines, read_lines
+from recipe.partial_rollout.records.jsonl import JsonLines
 from recipe.partial_rollout.tasks.clock10.prepare import source_fingerprint
+from recipe.partial_rollout.tools.reading.lines import read_lines
 from recipe.partial_rollout.training.swanlab_run import commit_of
 from tests.studies.arm import Arm
 from tests.studies.learning.run import LearningRun, read_run

@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from recipe.partial_rollout.records.figures import held_out_rewards
-from recipe.partial_rollout.records.jsonl import Fields, RunRecordError
+from recipe.partial_rollout.tools.reading.lines import Fields, RunRecordError
 from recipe.partial_rollout.tools.run_record import StepMetrics, read_metrics
 from recipe.partial_rollout.training.step_log import KL, PolicyDrift
 from tests.studies.held_out import WARM_UP, seconds_to

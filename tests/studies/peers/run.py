@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from recipe.partial_rollout.records.figures import held_out_rewards
-from recipe.partial_rollout.records.jsonl import iter_lines
+from recipe.partial_rollout.tools.reading.lines import iter_lines
 from recipe.partial_rollout.tools.run_record import read_metrics
 from tests.studies.held_out import QUALITY, seconds_to
 from tests.studies.machine import read_stolen_cpu

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipe.partial_rollout.records.jsonl import RunRecordError
 from recipe.partial_rollout.tools.command_line import described
+from recipe.partial_rollout.tools.reading.lines import RunRecordError
 from recipe.partial_rollout.tools.report.comparison import Comparison, as_json, compare
 from recipe.partial_rollout.tools.report.findings import cautions, findings, headline
 from recipe.partial_rollout.tools.report.page import page

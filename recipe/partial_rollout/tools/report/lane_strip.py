@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from matplotlib.axes import Axes
 
-from recipe.partial_rollout.records.calls import Span
+from recipe.partial_rollout.tools.reading.columns import Span
 from recipe.partial_rollout.tools.report.lanes import Lanes, Trainer, lanes_of
 from recipe.partial_rollout.tools.report.picture import HELD_COLOUR, IDLE_COLOUR, TRAINER_COLOURS
 from recipe.partial_rollout.tools.run_record import RunRecord

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recipe.partial_rollout.records.calls import Span, union
 from recipe.partial_rollout.records.figures import running_curve
 from recipe.partial_rollout.records.trace import PhaseName
+from recipe.partial_rollout.tools.reading.columns import Span, union
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.tools.run_record import RunRecord

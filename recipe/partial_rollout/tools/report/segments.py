@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipe.partial_rollout.records.calls import CallColumns
+from recipe.partial_rollout.tools.reading.columns import CallColumns
 from recipe.partial_rollout.tools.run_record import RunRecord
 
 
@@ -71,7 +71,7 @@ def segments_of(run: RunRecord) -> Segments:
     # A tool's bar has the place of the call before it.
     source = np.concatenate([np.arange(len(calls)), left])
     tools = np.arange(len(source)) >= len(calls)
-    start, end = np.concatenate([calls.busy_from, begin]), np.concatenate([calls.column("end"), back])
+    start, end = np.concatenate([calls.column("busy_from"), begin]), np.concatenate([calls.column("end"), back])
     place = 2 * calls.column("replica")[source].astype(np.int64) + tools
     slot = np.zeros(len(source), np.int64)
     for each in np.unique(place):

@@ -16,8 +16,8 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from recipe.partial_rollout.records.calls import CallColumns
 from recipe.partial_rollout.records.figures import RunningCurve, running_curve
+from recipe.partial_rollout.tools.reading.columns import CallColumns
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.lane_strip import Strip, strip_of

@@ -1,0 +1,1 @@
+"""Reads back what a run has written (``records/``): trainings only write."""
