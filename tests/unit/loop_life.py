@@ -53,7 +53,12 @@ def output_of(prompt, response, mask=None, **fields):
 
 
 class Engine:
-    """Makes a token a tick, up to ``max_tokens``, until it is aborted. Equal questions get different answers."""
+    """Makes a token a tick, up to ``max_tokens``, until it is aborted. Equal questions get different answers.
+
+    ``repeats``: they get the same answer. ``cut_after``: tokens after which each request is aborted by itself.
+    """
+
+    repeats, cut_after = False, None
 
     def __init__(self, tick=0.001):
         self.tick, self.version, self.running, self.asked = tick, 0, 0, []
@@ -65,11 +70,12 @@ class Engine:
     async def generate(self, request_id, *, prompt_ids, sampling_params, **_):
         context, ids, log_probs = list(prompt_ids), [], []
         self.asked.append((request_id, list(prompt_ids), sampling_params))
-        nonce, version = len(self.asked), self.version
+        nonce, version = 0 if self.repeats else len(self.asked), self.version
+        most = min(sampling_params["max_tokens"], self.cut_after or sampling_params["max_tokens"])
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            while len(ids) < sampling_params["max_tokens"] and not self.aborting.is_set():
+            while len(ids) < most and not self.aborting.is_set():
                 await asyncio.sleep(self.tick)
                 if self.aborting.is_set():
                     break
