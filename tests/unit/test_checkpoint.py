@@ -8,6 +8,7 @@ from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def trainer(run_dir, **keys):
     ours.actor_rollout_wg, ours.critic_wg, ours.use_critic = Weights(), Weights(), True
     ours.train_dataloader = SlotLoader(10, 2)
     session.source = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-    session.trace = session.ledger = SimpleNamespace(checkpoint=lambda step: None)
+    session.trace, session.ledger = SimpleNamespace(checkpoint=lambda step: None), Mock()
     session.connect(Saves({}))
     if session.resume_from is not None:
         session.load()

@@ -211,12 +211,12 @@ def test_anything_else_is_unreadable(write, lines, message, capsys):
 
 
 def test_ledger_goes_on_behind_a_line_that_was_cut_off_and_each_line_is_in_the_file_at_once(tmp_path):
-    Ledger(tmp_path).run(RunSizes("PR", 2, 1, 1, 2, 2, 2))
+    Ledger(tmp_path).add(RunSizes("PR", 2, 1, 1, 2, 2, 2))
     with (tmp_path / NAME).open("a") as file:
         file.write('{"event":"admi')
     ledger = Ledger(tmp_path)
-    ledger.run(RunSizes("PR", 2, 1, 1, 2, 2, 2))
-    ledger.resumed(0)
+    ledger.add(RunSizes("PR", 2, 1, 1, 2, 2, 2))
+    ledger.add(Resumed(0))
     cut_off = []
     events = [event for _, event in iter_ledger(tmp_path / NAME, cut_off)]
     assert [type(event) for event in events] == [RunSizes, RunSizes, Resumed] and len(cut_off) == 1

@@ -13,6 +13,7 @@ from recipe.partial_rollout.checkpoint import lineage
 from recipe.partial_rollout.checkpoint.snapshot import write_snapshot
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.calls import RolloutPhase
+from recipe.partial_rollout.records.ledger import Admitted, Trained
 from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout.slots import ReplicaSlots, SampleSizes
@@ -76,8 +77,8 @@ def live(tmp_path, resolved_config, monkeypatch):
             weights = f"{weights or ''}{who}"
             group = group_of(step, 2)
             if session.ledger is not None:
-                session.ledger.admitted(step, step - 1, [group.uid])
-                session.ledger.trained(step, step - 1, [group])
+                session.ledger.add(Admitted(step, step - 1, [group.uid]))
+                session.ledger.add(Trained(step, step - 1, [group]))
             session.trace.round(RoundRecord(step, step - 1, RolloutPhase(10.0 * step, 10.0 * step + 5, ()), [group]))
             session.complete_step(step)
             if step % 2 == 0:

@@ -29,7 +29,8 @@ from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter, masked_output
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import GroupState, Prompt, SampleState, Segment
-from recipe.partial_rollout.records.ledger import Ledger, RunSizes
+from recipe.partial_rollout.records.jsonl import Resumed
+from recipe.partial_rollout.records.ledger import Admitted, Complete, Filtered, Ledger, RunSizes, Trained
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.audit import audit
 from tests.unit.shared import output_of
@@ -170,9 +171,9 @@ class ManagerLife(RuleBasedStateMachine):
             self.ledger = Ledger(Path(self.directory.name))
         self.taken_groups, self.told, self.began = [], (), False
         sizes = self.n, self.batch, self.max_staleness, self.supply, self.total, self.supply
-        self.ledger.run(RunSizes("PR", *sizes, self.filter is not None, self.limited))
+        self.ledger.add(RunSizes("PR", *sizes, self.filter is not None, self.limited))
         if resumed:
-            self.ledger.resumed(self.step)
+            self.ledger.add(Resumed(self.step))
 
     @property
     def step(self):
@@ -470,9 +471,9 @@ class ManagerLife(RuleBasedStateMachine):
         model.trained += model.taken
         model.taken = []
         step, version = self.step, self.step - 1
-        self.ledger.admitted(step, version, self.told)
-        self.ledger.filtered(step, version, self.manager.take_filtered())
-        self.ledger.trained(step, version, [TrainedGroup.of(group, version) for group in self.taken_groups])
+        self.ledger.add(Admitted(step, version, self.told))
+        self.ledger.add(Filtered(step, version, self.manager.take_filtered()))
+        self.ledger.add(Trained(step, version, [TrainedGroup.of(group, version) for group in self.taken_groups]))
 
     @precondition(lambda self: started(self) and self.may_begin())
     @rule(every=st.integers(2, 4), during=st.integers(0, 6), stop=st.booleans(), crashes=st.booleans())
@@ -646,7 +647,7 @@ class ManagerLife(RuleBasedStateMachine):
         else:
             assert len(self.model.trained) == self.total
             assert not (self.limited and in_flight)
-        self.ledger.complete(exhausted=len(self.model.trained) < self.total)
+        self.ledger.add(Complete(len(self.model.trained) < self.total))
         result, _ = audit(Path(self.directory.name))
         assert result.violations == [], result.violations
         self.directory.cleanup()

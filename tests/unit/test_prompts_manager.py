@@ -1,6 +1,5 @@
 """What the state machine does, as facts; ``test_manager_life`` has what always holds. N groups of n samples, one worker."""
 
-import numpy as np
 import pytest
 
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
@@ -148,14 +147,17 @@ def one_running(manager):
     return m, grant.sample_id
 
 
+GROUP = {"prompt": {"uid": "0/0", "epoch": 0, "row": {}}, "order": 0, "birth": None}
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"layout": 1}, "manager state has layout=1: this version of the recipe reads 4"),
-        ({"tokens": np.zeros(4, np.int32)}, "tokens has 4 entries: 5 by its lengths"),
+        ({"layout": 1}, "manager state has layout=1: this version of the recipe reads 5"),
+        ({"groups": [GROUP | {"samples": []}]}, "group 0/0 has 0 samples: 1"),
     ],
 )
-def test_state_of_another_layout_or_whose_columns_do_not_fit_is_refused(manager, segment, changed, message):
+def test_state_of_another_layout_or_whose_groups_are_not_whole_is_refused(manager, segment, changed, message):
     m, sample_id = one_running(manager)
     m.add_segment(sample_id, segment(5))
     state = m.state_dict()

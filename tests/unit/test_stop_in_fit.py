@@ -207,7 +207,8 @@ VALIDATES = ("trainer.test_freq=1",)
 
 
 def ledger_of(trainer):
-    return [(what, *step) for what, step, _ in trainer.session.ledger.mock_calls]
+    events = [call.args[0] for call in trainer.session.ledger.add.mock_calls]
+    return [(event.EVENT, *([event.step] if hasattr(event, "step") else [])) for event in events]
 
 
 def logged_steps(run_dir):

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
-from recipe.partial_rollout.records.ledger import Ledger, RunSizes
+from recipe.partial_rollout.records.jsonl import Checkpoint, Resumed
+from recipe.partial_rollout.records.ledger import Admitted, Complete, Ledger, RunSizes, Trained
 from recipe.partial_rollout.records.trace import Arm, RoundRecord, RunSettings, RunTrace
 from recipe.partial_rollout.tools.audit import audit, main
 from recipe.partial_rollout.tools.reading.trace import iter_trace
@@ -24,9 +25,9 @@ class Life:
     def __init__(self, run_dir, resumed=None):
         self.trace = RunTrace(run_dir, ["r0"], RUN, resumed or 0)
         self.ledger = Ledger(run_dir)
-        self.ledger.run(SIZES)
+        self.ledger.add(SIZES)
         if resumed is not None:
-            self.ledger.resumed(resumed)
+            self.ledger.add(Resumed(resumed))
 
     def step(self, number, *, dies_after=None):
         """Rollout and update of step ``number``; ends early after ``dies_after``."""
@@ -34,20 +35,20 @@ class Life:
         self.trace.begin(number)
         if dies_after == "begin":
             return
-        self.ledger.admitted(number, version, [group.uid for group in groups])
+        self.ledger.add(Admitted(number, version, [group.uid for group in groups]))
         phase = RolloutPhase(0.0, 3.0, (EngineCall("r0", 1.0, 2.0, 20, version),))
         self.trace.round(RoundRecord(number, version, phase, groups))
         if dies_after == "round":
             return
-        self.ledger.trained(number, version, groups)
+        self.ledger.add(Trained(number, version, groups))
         self.trace.checkpoint(number)
-        self.ledger.checkpoint(number)
+        self.ledger.add(Checkpoint(number), sync=True)
 
     def finish(self, *numbers):
         """Train these steps, the last ones."""
         for number in numbers:
             self.step(number)
-        self.ledger.complete()
+        self.ledger.add(Complete())
 
 
 @pytest.fixture

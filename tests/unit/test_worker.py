@@ -250,9 +250,10 @@ async def test_turn_is_known_while_its_reward_call_goes_on_and_its_slot_may_be_a
         await asyncio.sleep(0.1)
         assert manager.actor._manager.groups.cached_tokens == (0 if after_s else 7)
         (group,) = await finish_round(manager, worker)
-        saved = manager.actor._manager.state_dict()["calls"]
+        rows = [each for row in manager.actor._manager.state_dict()["groups"] for each in row["samples"]]
+        saved = [(len(made["token_ids"]), made["stop_reason"]) for each in rows for made in each["segments"]]
         assert (group.uid, worker.decoded()) == ("0/1", 67)
-        assert saved["length"].tolist() == [7] and saved["stop_reason"] == ["completed"]
+        assert saved == [(7, "completed")]
 
 
 def tool_of(function, name="buy", **limits):

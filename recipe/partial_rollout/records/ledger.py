@@ -5,7 +5,6 @@ A run that resumes appends to the file of the run before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -112,44 +111,8 @@ class Ledger:
     def __init__(self, run_dir: Path) -> None:
         self._lines = JsonLines(run_dir / NAME)
 
-    def run(self, sizes: RunSizes) -> None:
-        """Note that a process starts the training, or continues it."""
-        self._add(sizes)
-
-    def resumed(self, step: int) -> None:
-        """Note that it continues from the checkpoint of ``step``; 0: from scratch."""
-        self._add(Resumed(step))
-
-    def admitted(self, step: int, version: int, uids: Iterable[str]) -> None:
-        """Note the groups admitted in the rollout of ``step``."""
-        self._add(Admitted(step, version, list(uids)))
-
-    def trained(self, step: int, version: int, groups: Sequence[TrainedGroup]) -> None:
-        """Note the groups that ``step`` trained, starting from the weights of ``version``."""
-        self._add(Trained(step, version, list(groups)))
-
-    def filtered(self, step: int, version: int, groups: Iterable[FilteredGroup]) -> None:
-        """Note the groups consumed in the rollout of ``step`` without being trained."""
-        self._add(Filtered(step, version, list(groups)))
-
-    def checkpoint(self, step: int) -> None:
-        """Note that the checkpoint of ``step`` is whole, and sync the ledger to disk."""
-        self._add(Checkpoint(step))
-        self.sync()
-
-    def stopped(self, step: int) -> None:
-        """Note that the process ends on purpose after ``step``."""
-        self._add(Stopped(step))
-        self.sync()
-
-    def complete(self, *, exhausted: bool = False) -> None:
-        """Note that the training has reached its last step, or the end of its data (``exhausted``)."""
-        self._add(Complete(exhausted))
-        self.sync()
-
-    def sync(self) -> None:
-        """Sync every line to disk."""
-        self._lines.sync()
-
-    def _add(self, event: LedgerEvent) -> None:
+    def add(self, event: LedgerEvent, *, sync: bool = False) -> None:
+        """Note ``event``; ``sync``: every line is on disk afterwards."""
         self._lines.add(to_json(event))
+        if sync:
+            self._lines.sync()

@@ -13,6 +13,7 @@ from recipe.partial_rollout.manager.messages import RolloutFailedError, StepAcco
 from recipe.partial_rollout.manager.types import SampleOutput, TakenGroup
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended, spread
+from recipe.partial_rollout.records.ledger import Admitted, Filtered, Trained
 from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 
@@ -97,10 +98,10 @@ class StepBook:
         assert ledger is not None
         phase = RolloutPhase(batch.since, batch.until, tuple(calls))
         trained = [TrainedGroup.of(group, batch.version) for group in batch.groups]
-        ledger.admitted(batch.step, batch.version, batch.admitted)
+        ledger.add(Admitted(batch.step, batch.version, list(batch.admitted)))
         if account.filtered:
-            ledger.filtered(batch.step, batch.version, account.filtered)
-        ledger.trained(batch.step, batch.version, trained)
+            ledger.add(Filtered(batch.step, batch.version, list(account.filtered)))
+        ledger.add(Trained(batch.step, batch.version, trained))
         context.trace.round(
             RoundRecord(
                 step=batch.step,

@@ -29,6 +29,7 @@ import recipe.partial_rollout.engine.replica as replica
 from recipe.partial_rollout.checkpoint.run_checkpoints import claim_retention
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices
 from recipe.partial_rollout.engine.kept_kv import kv_gap
+from recipe.partial_rollout.records.ledger import Stopped
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
@@ -243,7 +244,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             saved = session.checkpoints.step_dir(session.completed_step)
             print(f"saved {saved}; trainer.resume_mode=auto resumes from it")
         if session.ledger is not None:
-            session.ledger.stopped(session.completed_step)
+            session.ledger.add(Stopped(session.completed_step), sync=True)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

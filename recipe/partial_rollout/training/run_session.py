@@ -25,9 +25,9 @@ from typing import Any
 from recipe.partial_rollout.checkpoint.lineage import set_aside
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.jsonl import METRICS, cut_steps
+from recipe.partial_rollout.records.jsonl import METRICS, Checkpoint, Resumed, cut_steps
 from recipe.partial_rollout.records.ledger import NAME as LEDGER
-from recipe.partial_rollout.records.ledger import Ledger, RunSizes
+from recipe.partial_rollout.records.ledger import Complete, Ledger, RunSizes
 from recipe.partial_rollout.records.trace import RUN, TRACE, Arm, RunSettings, RunTrace
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.driver import Driver
@@ -231,7 +231,7 @@ class RunSession:
         settings, steps, size = self.settings, self.steps, self.settings.batch_groups
         goes_on = (self._records / LEDGER).exists()
         self.ledger = Ledger(self._records)
-        self.ledger.run(
+        self.ledger.add(
             RunSizes(
                 arm=Arm.PR,
                 samples_per_group=settings.samples_per_group,
@@ -245,7 +245,7 @@ class RunSession:
             )
         )
         if goes_on:
-            self.ledger.resumed(self.resumed_step)
+            self.ledger.add(Resumed(self.resumed_step))
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class RunSession:
         )
         self.trace.checkpoint(step)
         if self.ledger is not None:
-            self.ledger.checkpoint(step)
+            self.ledger.add(Checkpoint(step), sync=True)
 
     def load(self) -> None:
         """PR: restore what was in flight at ``resume_from``; the trainer has loaded its part."""
@@ -299,7 +299,7 @@ class RunSession:
         """Note that the training is over."""
         self.trace.complete()
         if self.ledger is not None:
-            self.ledger.complete(exhausted=self.exhausted)
+            self.ledger.add(Complete(self.exhausted), sync=True)
 
 
 def run_settings(settings: PartialRolloutConfig, experiment: str, replicas: int) -> RunSettings:
