@@ -274,6 +274,20 @@ def test_what_verl_finds_out_late_or_never_is_refused_in_one_line_for_both_arms(
         assert VERLS_MISTAKES[overrides] in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_tools_file_may_bring_a_format_of_its_own(configure, tmp_path):
+    own = tmp_path / "own_tool.py"
+    own.write_text(
+        "from verl.experimental.agent_loop.tool_parser import ToolParser\n"
+        "from verl.tools.function_tool import function_tool\n\n\n"
+        "@function_tool\ndef add(a: int) -> int:\n"
+        '    """Adds one.\n\n    Args:\n        a: a number.\n    """\n    return a + 1\n\n\n'
+        '@ToolParser.register("own")\nclass Own(ToolParser):\n'
+        "    async def extract_tool_calls(self, responses_ids, tools=None):\n        return '', []\n"
+    )
+    turns = f"{ROLLOUT}.multi_turn"
+    check_config(configure(f"{turns}.format=own", f"{turns}.function_tool_path={own}"))
+
+
 def test_sequence_parallel_devices_share_the_longest_sample(configure, monkeypatch):
     monkeypatch.setattr("verl_ext.attention.flash_attn_problem", lambda: None)
     shared = [

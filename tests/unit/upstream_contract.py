@@ -109,7 +109,7 @@ verl.workers.config:AgentLoopConfig <- main_ppo agent_loop_worker
     has: agent_loop_manager_class default_agent_loop
 verl.workers.config:CheckpointEngineConfig <- placement_check
     has: backend
-verl.experimental.agent_loop.tool_parser:ToolParser <- rules
+verl.experimental.agent_loop.tool_parser:ToolParser <- user_code
     has: _registry
 verl.utils.tracking:Tracking <- rules
     has: supported_backend

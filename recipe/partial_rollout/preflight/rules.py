@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -382,7 +381,6 @@ RULES = (
         lambda c: c.trainer.device == "cpu",
     ),
     one_of(f"{ROLLOUT}.dtype", ("auto", "half", "float16", "bfloat16", "float", "float32")),
-    one_of(f"{ROLLOUT}.multi_turn.format", ToolParser._registry),
     least(f"{ROLLOUT}.agent.num_workers", 1),
     least("reward.num_workers", 1),
     # rewards

@@ -15,6 +15,7 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, _agent_loop_registry
+from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -148,9 +149,10 @@ def agent_loops(config: DictConfig) -> set[str]:
 
 
 def _check_loops(config: DictConfig) -> None:
-    _known(
-        f"{_AGENT}.default_agent_loop", config.actor_rollout_ref.rollout.agent.default_agent_loop, agent_loops(config)
-    )
+    """Check the names of loop and tool format; a loop's file and a tool's, which are loaded by now, may register others."""
+    rollout = config.actor_rollout_ref.rollout
+    _known(f"{_AGENT}.default_agent_loop", rollout.agent.default_agent_loop, agent_loops(config))
+    _known("actor_rollout_ref.rollout.multi_turn.format", rollout.multi_turn.format, ToolParser._registry)
 
 
 def _known(key: str, name: Any, names: Collection[str]) -> None:
