@@ -1,0 +1,84 @@
+"""The tutorial of docs/extending.md as its text says it: files and command from the page, in an empty folder."""
+
+import asyncio
+import importlib
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.chaos.victim import kill_session
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = re.compile(r"`(\w+\.(?:py|yaml))`[^`]*?:\n\n```\w+\n(.*?)```", re.DOTALL)
+COMMAND = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+
+
+@pytest.fixture
+def command(tmp_path):
+    """The page's command; its files are in ``tmp_path``."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    section = page[page.index("## From nothing") : page.index("## A task")]
+    files, (command,) = dict(FILE.findall(section)), COMMAND.findall(section)
+    assert list(files) == ["make_data.py", "my_reward.py", "my_loop.py", "my_loops.yaml"]
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    return command
+
+
+def test_loop_of_the_tutorial_trains_what_the_model_said_and_only_that(command, tmp_path, monkeypatch):
+    from recipe.partial_rollout.tasks.calculator.conversation import call
+    from recipe.partial_rollout.tasks.calculator.tokenizer import build_tokenizer
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loop, reward = importlib.import_module("my_loop"), importlib.import_module("my_reward")
+    tokenizer, said = build_tokenizer(), [call("3*4-2-8"), call("3-4*2-8"), "!-*"]
+    asked = []
+
+    async def generate(request_id, *, prompt_ids, sampling_params):
+        asked.append(tokenizer.decode(prompt_ids))
+        tokens = tokenizer.encode(said[len(asked) - 1] + "<|im_end|>")
+        return SimpleNamespace(token_ids=tokens, log_probs=[-0.5] * len(tokens))
+
+    async def prompt(messages):
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+
+    mine = object.__new__(loop.CalculatorLoop)
+    mine.server_manager, mine.tokenizer = SimpleNamespace(generate=generate), tokenizer
+    mine.rollout_config, mine.ct_build_initial_tokens = SimpleNamespace(response_length=256), prompt
+    output = asyncio.run(mine.run({}, raw_prompt=[{"role": "user", "content": "3?4=_?2=_-8=0"}]))
+    own = [token for token, trained in zip(output.response_ids, output.response_mask, strict=True) if trained]
+    assert tokenizer.decode(own) == "".join(f"{turn}<|im_end|>" for turn in said)
+    assert [bool(value) for value in output.response_logprobs] == [bool(bit) for bit in output.response_mask]
+    assert "tool\n2<" in asked[1] and "tool\n0<" in asked[2] and output.num_turns == 6
+    text = tokenizer.decode(output.response_ids, skip_special_tokens=True)
+    assert [reward.compute_score("gaps", text, truth) for truth in ("3428", "3427")] == [1.0, 0.0]
+
+
+@pytest.mark.nightly
+def test_tutorial_trains_its_own_loop_on_its_own_rows_with_its_own_reward(command, count_start, read_run, tmp_path):
+    count_start()
+    log = tmp_path / "terminal.log"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    with log.open("w") as terminal:
+        process = subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env=environment,
+            stdout=terminal,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        assert process.wait(540) == 0, log.read_text()[-3000:]
+    finally:
+        kill_session(process)
+    run = read_run(tmp_path / "out" / "PR")
+    assert sorted(run.steps) == [1, 2] and run.run["complete"]
+    for step in run.steps.values():
+        assert 0 < step["critic/score/mean"] <= 1 and step["num_turns/mean"] > 2, json.dumps(step)
+        assert step["partial_rollout/failures/failed_total"] == 0
