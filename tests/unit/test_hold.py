@@ -78,7 +78,7 @@ async def test_hold_of_an_engine_that_dies_ends_and_a_server_without_one_has_not
 
 async def test_request_that_fails_leaves_nothing_at_its_server(server, monkeypatch):
     monkeypatch.setattr(vLLMHttpServer, "generate", AsyncMock(side_effect=OSError("the engine says so")))
-    ours = server(SimpleNamespace(take_queued_s=lambda request_id: 0.0))
+    ours = server(SimpleNamespace(take_queued_s=lambda request_id: 0.0, expect=lambda request_id: None))
     with pytest.raises(OSError):
         await ours.generate([1], {}, "r")
     assert ours._marks._of == {}
