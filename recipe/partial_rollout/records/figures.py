@@ -109,7 +109,7 @@ _LIFE = ("tool_calls", "generate_sequences")
 """verl's timers of a sample, in both arms"""
 
 FIGURES = ("held_out_reward", *_COPIES)
-"""names of the ten figures, in the order in which a dashboard shows them"""
+"""names of the nine figures, in the order in which a dashboard shows them"""
 
 
 def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
