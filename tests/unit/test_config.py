@@ -250,7 +250,7 @@ VERLS_MISTAKES = {
     # code and places that are named
     f"{ROLLOUT}.agent.default_agent_loop=mine": "one of single_turn_agent, tool_agent",
     f"{ROLLOUT}.agent.agent_loop_config_path=/nowhere.yaml": "a YAML list of agent loops (FileNotFoundError",
-    f"{ROLLOUT}.multi_turn.format=qwen": "one of deepseek_v4",
+    f"{ROLLOUT}.multi_turn.format=qwen": "format=qwen: one of ",
     "reward.reward_manager.name=mine": "one of dapo, gdpo, naive",
     "reward.custom_reward_function.path=/nowhere.py": "a file with the function compute_score",
     "reward.custom_reward_function.path=pkg://math reward.custom_reward_function.name=cos": "a function of data_source",

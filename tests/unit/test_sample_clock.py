@@ -12,7 +12,7 @@ def run(loop, *, deadline_s=0.1):
     """``loop(clock)`` under a clock."""
 
     async def body():
-        clock = SampleClock("0/0#0", deadline_s)
+        clock = SampleClock("sample 0/0#0", deadline_s)
         return await asyncio.wait_for(clock.run(loop(clock)), 5)
 
     return asyncio.run(body())
@@ -58,7 +58,7 @@ async def test_timeout_of_the_loops_own_stays_what_it_is_and_an_error_after_the_
     async def loop():
         raise TimeoutError("the sandbox is gone")
 
-    clock = SampleClock("0/0#0", 60.0)
+    clock = SampleClock("sample 0/0#0", 60.0)
     with pytest.raises(TimeoutError, match="the sandbox is gone") as caught:
         await clock.run(loop())
     assert type(caught.value) is TimeoutError
