@@ -16,9 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe.partial_rollout.config.choices import Mode
-from recipe.partial_rollout.config.sections import Scheduling
-from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Prompt, Segment
 from tests.bench.scripted_engine import output_of
@@ -37,9 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def manager_of(groups: int, group: int) -> PromptsManager:
     """One that admits ``groups`` groups, two batches of them."""
-    batch = max(1, groups // 2)
-    admission = Admission(Mode.WINDOW, batch, group, 1.0, groups, batch * group, max_staleness=4)
-    return PromptsManager(admission, Scheduling(), time.monotonic)
+    settings = PartialRolloutConfig(batch_groups=max(1, groups // 2), samples_per_group=group)
+    return PromptsManager(settings, time.monotonic)
 
 
 class Drive:

@@ -24,10 +24,9 @@ import psutil
 import ray
 from ray.exceptions import GetTimeoutError
 
-from recipe.partial_rollout.config.choices import Mode
-from recipe.partial_rollout.config.sections import Scheduling
+from recipe.partial_rollout.config.sections import Deadlines
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.output_store import RayObjects, fetch_groups
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.tools.lengths import lognormal
@@ -140,8 +139,9 @@ def measure(replicas: int, lengths: LengthTrace, options: argparse.Namespace) ->
     """Rounds with ``replicas`` replicas."""
     groups = max(2, replicas * options.samples_per_replica // _GROUP)
     batch = groups // 2
-    admission = Admission(Mode.WINDOW, batch, _GROUP, 1.0, groups, batch * _GROUP, max_staleness=4)
-    drive = _Drive(admission, lengths, replicas, slots=-(-groups * _GROUP // replicas))
+    deadlines = Deadlines(stall_s=_DEADLINE_S)
+    settings = PartialRolloutConfig(batch_groups=batch, samples_per_group=_GROUP, deadlines=deadlines)
+    drive = _Drive(settings, lengths, replicas, slots=-(-groups * _GROUP // replicas))
     played = [drive.round(version) for version in range(1 + options.rounds)]
     measured = played[1:]
     return ScaleRow(
@@ -156,12 +156,12 @@ def measure(replicas: int, lengths: LengthTrace, options: argparse.Namespace) ->
 class _Drive:
     """Plays the trainer: rounds as ``PartialRolloutAgentLoopManager`` runs them, without batches or weights."""
 
-    def __init__(self, admission: Admission, lengths: LengthTrace, replicas: int, slots: int) -> None:
+    def __init__(self, settings: PartialRolloutConfig, lengths: LengthTrace, replicas: int, slots: int) -> None:
         self._slots = slots * replicas
         self._prompts = self._prompts_of(lengths)
         self._store = RayObjects(_DEADLINE_S)
         actor_class: Any = ray.remote(ManagerActor).options(num_cpus=0)
-        self._manager: Any = actor_class.remote(admission, Scheduling(), _DEADLINE_S, store=self._store)
+        self._manager: Any = actor_class.remote(settings, self._store)
         self.manager_process = psutil.Process(_get(self._manager.__ray_call__.remote(_pid), "the manager to start"))
         worker_class: Any = ray.remote(ScriptedWorker).options(num_cpus=0)
         workers = min(_WORKERS, replicas)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from recipe.partial_rollout.config.choices import Placement
+from recipe.partial_rollout.config.keys import defaults_of
 from recipe.partial_rollout.config.sections import FailureLimits, ToolCalls
 from recipe.partial_rollout.manager.types import SampleOutput, Segment
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
@@ -121,7 +121,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
             partial_rollout=SimpleNamespace(
                 placement=placement,
                 deadlines=SimpleNamespace(grant_s=3600.0),
-                failures=SimpleNamespace(**{**asdict(FailureLimits()), "sample_timeout_s": None}),
+                failures=SimpleNamespace(**{**defaults_of(FailureLimits), "sample_timeout_s": None}),
                 tools=ToolCalls(),
             ),
         )

@@ -13,9 +13,7 @@ from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.output_store import RayObjects
-from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.ended_calls import EndedCalls
 from recipe.partial_rollout.rollout.guard import Guard
@@ -131,15 +129,7 @@ class ScriptedTraining:
         slots = ReplicaSlots(4, given=True, kv_tokens=None, sizes=SampleSizes(4, 64))
         context = session.open(control, slots, [], "scripted")
         store, manager = RayObjects(30.0), ray.remote(ManagerActor).options(num_cpus=0)
-        group_filter = GroupFilter.of(settings.group_filter) if filters else None
-        self.manager = manager.remote(
-            Admission.of(settings),
-            settings.scheduling,
-            60.0,
-            FailurePolicy.of(settings.failures),
-            group_filter=group_filter,
-            store=store,
-        )
+        self.manager = manager.remote(settings, store)
         placed = Placement(placement)
         self.workers = [ray.remote(worker).options(num_cpus=0).remote(CURVE, 1, placed) for _ in range(WORKERS)]
 

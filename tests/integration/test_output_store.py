@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 import ray
 
-from recipe.partial_rollout.config.choices import Mode
-from recipe.partial_rollout.config.sections import Scheduling
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
 from recipe.partial_rollout.manager.output_store import RayObjects, _Bundle, fetch_groups
-from recipe.partial_rollout.manager.policies import FailurePolicy
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, StoredOutput
 
 # Ray's workers cannot import a test module.
@@ -57,8 +54,8 @@ def start():
     actors = []
 
     def build(*, groups=1, offer=True):
-        admission = Admission(Mode.WINDOW, groups, 2, 0.0, groups, groups * 2, 4)
-        actor = ray.remote(ManagerActor).remote(admission, Scheduling(), 30.0, FailurePolicy(), store=STORE)
+        settings = PartialRolloutConfig(batch_groups=groups, samples_per_group=2, overlap=0.0)
+        actor = ray.remote(ManagerActor).remote(settings, STORE)
         actors.append(actor)
         ray.get(actor.register_worker.remote("w0", 64))
         if offer:

@@ -12,16 +12,21 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
-from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.policies import FailurePolicy
+from recipe.partial_rollout.manager import policies
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
+from tests.unit.shared import settings_of
 
 # How long an example takes says how busy the machine is, and is no fact of the code.
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch):
+    monkeypatch.setattr(policies, "RETRY_AFTER_S", 0.005)
 
 
 @pytest.fixture
@@ -63,31 +68,16 @@ def build_manager(
     *,
     batch=2,
     n=2,
-    overlap=1.0,
-    max_staleness=4,
-    mode=Mode.WINDOW,
     policy=SchedulingPolicy.BOUNDED,
     overtake=None,
-    over_sampling=None,
-    in_flight=None,
     prompts=100,
     workers=1,
     capacity=64,
-    failures=None,
-    group_filter=None,
+    **keys,
 ):
-    admission = Admission(
-        mode=mode,
-        batch_groups=batch,
-        samples_per_group=n,
-        overlap=overlap,
-        over_sampling_batch_size=over_sampling or 2 * batch,
-        in_flight_samples=in_flight or batch * n,
-        max_staleness=max_staleness,
-    )
     clock = itertools.count()
-    scheduling, failures = Scheduling(policy, overtake), failures or FailurePolicy()
-    manager = PromptsManager(admission, scheduling, lambda: float(next(clock)), failures, group_filter)
+    run = settings_of(batch, n, scheduling=Scheduling(policy, overtake), **keys)
+    manager = PromptsManager(run, lambda: float(next(clock)))
     manager.offer(build_prompts(prompts))
     for i in range(workers):
         manager.register_worker(f"w{i}", capacity)

@@ -15,11 +15,9 @@ import pytest
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.config.choices import Mode, OnSampleError
-from recipe.partial_rollout.config.sections import Scheduling, ToolCalls
+from recipe.partial_rollout.config.choices import OnSampleError
+from recipe.partial_rollout.config.sections import FailureLimits, Scheduling, ToolCalls
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.policies import FailurePolicy
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.training.batch import assemble_batch
@@ -28,9 +26,9 @@ from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker
-from tests.unit.shared import Local, script_replicas
+from tests.unit.shared import Local, script_replicas, settings_of
 
-RETRY = FailurePolicy(OnSampleError.RETRY, sample_retries=2, retry_backoff_s=0.005)
+RETRY = FailureLimits(OnSampleError.RETRY, sample_retries=2)
 
 
 def config_of(response_length=64, prompt_length=16):
@@ -145,8 +143,9 @@ class Life:
             config or config_of(),
         )
         self.functions = functions
-        admission = Admission(Mode.WINDOW, batch, n, (len(rows) - batch) / batch, 1, n, max_staleness=99)
-        self.build = lambda: ManagerActor(admission, scheduling, stall_s, RETRY, away_s=stall_s)
+        sizes = {"overlap": (len(rows) - batch) / batch, "max_staleness": 99, "scheduling": scheduling}
+        settings = settings_of(batch, n, failures=RETRY, stall_s=stall_s, away_s=stall_s, **sizes)
+        self.build = lambda: ManagerActor(settings)
         self.actor, self.engine = self.build(), Engine(tick)
         self.version, self.lives, self.open = 0, 0, False
         self.worker, self.dying, self.replacing = None, [], asyncio.Lock()

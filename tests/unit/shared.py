@@ -2,11 +2,21 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 
+from recipe.partial_rollout.config.sections import Deadlines, FailureLimits
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import SampleOutput
+
+
+def settings_of(batch=1, n=1, *, stall_s=30.0, away_s=None, failures=FailureLimits(), **keys):  # noqa: B008 - frozen
+    """The settings for ``batch`` groups of ``n`` samples a step; ``away_s``: deadline of a tool and of the reward."""
+    failures = replace(failures, tool_timeout_s=away_s, sample_timeout_s=None)
+    deadlines = Deadlines(stall_s=stall_s, reward_s=away_s or 300.0)
+    return PartialRolloutConfig(batch_groups=batch, samples_per_group=n, failures=failures, deadlines=deadlines, **keys)
 
 
 class Local:

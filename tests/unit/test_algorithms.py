@@ -14,8 +14,8 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint import plain_codec
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.manager.policies import GroupFilter
+from recipe.partial_rollout.config.settings import FilterSettings, PartialRolloutConfig
+from recipe.partial_rollout.manager.policies import common_value
 from recipe.partial_rollout.training.trainer_config import check_correction
 from recipe.partial_rollout.worker.turn_alignment import sample_output
 from tests.unit.test_turn_alignment import played, returned
@@ -66,8 +66,8 @@ def test_dapo_penalises_the_last_fifth_of_the_budget_filters_by_the_reward_befor
     main_ppo.wire(config)
     outputs = [scored(config, length) for length in (80, 90, 100)]
     assert [output.reward_score for output in outputs] == [0.0, -0.5, -1.0]
-    group_filter = GroupFilter.of(PartialRolloutConfig.from_config(config).group_filter)
-    assert group_filter == GroupFilter("acc", max_num_gen_batches=10) and group_filter.common_value(outputs) == 0.0
+    group_filter = PartialRolloutConfig.from_config(config).group_filter
+    assert group_filter == FilterSettings("acc", max_num_gen_batches=10) and common_value("acc", outputs) == 0.0
     info = outputs[1].reward_extra_info
     assert info == {"acc": 0.0, "overlong_reward": -0.5, "overlong": True}
     assert {type(value) for value in info.values()} == {float, bool}

@@ -12,17 +12,15 @@ import pytest
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.config.choices import Mode
-from recipe.partial_rollout.config.sections import Scheduling, ToolCalls
+from recipe.partial_rollout.config.sections import ToolCalls
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker, output_of
 from tests.chaos.workspace import Workspace
-from tests.unit.shared import Local, script_replicas
+from tests.unit.shared import Local, script_replicas, settings_of
 from tests.unit.test_turn_alignment import ASSISTANT, OBSERVATION, USER, config_of, loop_of
 from tests.unit.test_worker import CURVE, RETRY, finish_round
 
@@ -136,8 +134,8 @@ async def converse(engine, root, cuts, deadly):
     """The conversation's output, its effects and its calls, with so many cuts."""
     engine.moments, engine.aborting = moments, aborting = Moments(cuts), asyncio.Event()
     prompts = len(cuts) + 1
-    admission = Admission(Mode.WINDOW, 1, 1, float(len(cuts)), 1, 1, max_staleness=99)
-    actor = ManagerActor(admission, Scheduling(), 20.0, RETRY, away_s=20.0)
+    limits = {"failures": RETRY, "stall_s": 20.0, "away_s": 20.0}
+    actor = ManagerActor(settings_of(overlap=float(len(cuts)), max_staleness=99, **limits))
     groups, version = {}, 0
     # Nobody asks what a dead worker's calls have raised.
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)

@@ -8,10 +8,9 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from recipe.partial_rollout.config.choices import Mode, Placement
-from recipe.partial_rollout.config.sections import Deadlines, Scheduling
+from recipe.partial_rollout.config.choices import Placement
+from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.output_store import InProcess
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.records.calls import EngineCall
@@ -23,7 +22,7 @@ from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from tests.bench.scripted_engine import ScriptedWorker
-from tests.unit.shared import Local
+from tests.unit.shared import Local, settings_of
 
 STEPS = 4
 both = pytest.mark.parametrize("placement", list(Placement))
@@ -72,7 +71,7 @@ class Source:
 
 
 def new_manager():
-    return ManagerActor(Admission(Mode.WINDOW, 1, 1, 1.0, 2, 2, max_staleness=4), Scheduling(), stall_s=20.0)
+    return ManagerActor(settings_of(stall_s=20.0))
 
 
 class Life:

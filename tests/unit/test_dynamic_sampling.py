@@ -3,23 +3,25 @@
 import pytest
 
 from recipe.partial_rollout.config.choices import OnSampleError
-from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter
+from recipe.partial_rollout.config.sections import FailureLimits
+from recipe.partial_rollout.config.settings import FilterSettings
+from recipe.partial_rollout.manager.policies import common_value, missing
 from tests.unit.shared import begin
 
-ACC = GroupFilter("acc")
-MASK = FailurePolicy(OnSampleError.MASK)
+ACC = FilterSettings("acc")
+MASK = FailureLimits(OnSampleError.MASK)
 
 
 def test_metric_decides_which_value_counts(output):
     penalised = [output(reward=1.0, info={"acc": 1.0}), output(reward=0.5, info={"acc": 1.0})]
-    assert ACC.common_value(penalised) == 1.0
-    assert GroupFilter("reward").common_value(penalised) is None
+    assert common_value("acc", penalised) == 1.0
+    assert common_value("reward", penalised) is None
 
 
 @pytest.mark.parametrize(("info", "said"), [({}, "nothing"), ({"acc": None}, "None"), ({"acc": "yes"}, "'yes'")])
 def test_reward_without_the_metric_is_named_and_its_group_is_not_judged(output, info, said):
-    assert f"filter_groups.metric=acc: the reward function gives {said}; numbers are" in ACC.missing(1.0, info)
-    assert ACC.common_value([output(info=info), output(info=info)]) is None
+    assert f"filter_groups.metric=acc: the reward function gives {said}; numbers are" in missing("acc", 1.0, info)
+    assert common_value("acc", [output(info=info), output(info=info)]) is None
 
 
 def test_masked_samples_have_no_say_and_failures_are_not_filtered_away(manager, output):

@@ -16,8 +16,8 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from recipe.partial_rollout.config.choices import OnSampleError
 from recipe.partial_rollout.config.sections import FailureLimits
+from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.messages import RolloutFailedError
-from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 from recipe.partial_rollout.worker.agent_loop_worker import (
@@ -33,11 +33,6 @@ from tests.unit.shared import byte_tokenizer
 from tests.unit.test_turn_alignment import played
 
 P, R = 6, 8
-
-
-@pytest.fixture(autouse=True)
-def no_backoff(monkeypatch):
-    monkeypatch.setattr(FailurePolicy, "delay_s", lambda self, failures: 0.0)
 
 
 class Loop:
@@ -289,5 +284,5 @@ def test_reward_without_what_dynamic_sampling_asks_for_fails_its_sample(acc):
     with pytest.raises(
         RewardError, match=r"prompt 0/7: algorithm\.filter_groups\.metric=acc: the reward function gives"
     ):
-        trained(flaky(*[{"score": 1.0, "acc": acc}] * 3), group_filter=GroupFilter("acc"))
-    assert trained(flaky(), group_filter=GroupFilter("acc")).reward_score == 1.0
+        trained(flaky(*[{"score": 1.0, "acc": acc}] * 3), group_filter=FilterSettings("acc"))
+    assert trained(flaky(), group_filter=FilterSettings("acc")).reward_score == 1.0

@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
-from recipe.partial_rollout.config.choices import Mode, OnSampleError
-from recipe.partial_rollout.config.sections import Scheduling
-from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict
+from recipe.partial_rollout.config.choices import OnSampleError
+from recipe.partial_rollout.config.sections import FailureLimits
+from recipe.partial_rollout.manager.policies import FailureVerdict
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Prompt, Segment
-from tests.unit.shared import output_of
+from tests.unit.shared import output_of, settings_of
 
 CHUNK = 3
 """tokens of one engine call"""
@@ -62,10 +61,10 @@ class ScriptedRun:
         self.boot()
 
     def boot(self):
-        admission = Admission(Mode.WINDOW, self.batch, self.n, 1.0, 0, 0, self.max_staleness)
+        failures = FailureLimits(OnSampleError.RETRY, sample_retries=2)
+        settings = settings_of(self.batch, self.n, max_staleness=self.max_staleness, failures=failures)
         clock = itertools.count()
-        policy = FailurePolicy(OnSampleError.RETRY, sample_retries=2)
-        self.manager = PromptsManager(admission, Scheduling(), lambda: float(next(clock)), policy)
+        self.manager = PromptsManager(settings, lambda: float(next(clock)))
         self.held, self.running, self.failed, self.taken = {}, deque(), deque(), []
         self.join()
         self.join()

@@ -17,16 +17,14 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 
 from recipe.partial_rollout import waits
-from recipe.partial_rollout.config.choices import Mode
-from recipe.partial_rollout.config.sections import Deadlines, Scheduling
+from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import PromptsWanted, RolloutFailedError
 from recipe.partial_rollout.rollout import stop as stop_module
 from recipe.partial_rollout.rollout.guard import Guard, TrainerLostError
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.rollout.workers import WorkerLostError, WorkerPool
-from tests.unit.shared import Local, hangs
+from tests.unit.shared import Local, hangs, settings_of
 
 QUICK = Deadlines(stall_s=0.4, interrupt_s=0.2, start_s=0.2, weight_sync_s=0.2)
 
@@ -248,7 +246,7 @@ async def test_engines_that_make_tokens_are_noted_and_those_that_make_none_are_n
 
 
 async def test_round_of_one_long_response_lasts_while_it_is_decoded_and_ends_by_its_deadline_then(prompts):
-    actor = ManagerActor(Admission(Mode.WINDOW, 1, 1, 0.0, 2, 1, 4), Scheduling(), stall_s=QUICK.stall_s)
+    actor = ManagerActor(settings_of(overlap=0.0, stall_s=QUICK.stall_s))
     await actor.register_worker("w0", 4)
     await actor.begin_version(0, prompts(1), False)
     await actor.claim("w0")

@@ -9,19 +9,18 @@ import pytest
 
 from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError
 from recipe.partial_rollout.config.choices import Mode
-from recipe.partial_rollout.config.sections import Scheduling
+from recipe.partial_rollout.config.settings import FilterSettings
+from recipe.partial_rollout.manager import policies
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import PromptsWanted, Report, RolloutFailedError
-from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter
 from recipe.partial_rollout.manager.types import Progress
+from tests.unit.shared import settings_of
 
 BOTH = pytest.mark.parametrize("stop", [True, False], ids=["stops", "runs on"])
 
 
-def actor_of(*, batch=1, n=1, overlap=1.0, mode=Mode.WINDOW, budget=2, stall_s=30.0, failures=None, group_filter=None):
-    admission = Admission(mode, batch, n, overlap, 2 * batch, budget, 4)
-    actor = ManagerActor(admission, Scheduling(), stall_s, failures or FailurePolicy(), group_filter)
+def actor_of(**settings):
+    actor = ManagerActor(settings_of(**settings))
     actor.SHARE_WAIT_S = 0.05
     return actor
 
@@ -62,15 +61,16 @@ def uids(groups):
 
 @BOTH
 async def test_batch_is_taken_at_its_decision_and_a_stopped_round_is_not_refilled(stop, prompts, output):
-    actor, (first, second) = await begun(prompts, mode=Mode.SSIM)
+    actor, (first, second) = await begun(prompts, batch=2, mode=Mode.SSIM)
     actor.CLAIM_WAIT_S = 0.01
     waiting = await pending(actor.wait_batch(stop))
     await end(actor, output, first)
+    await end(actor, output, second)
     batch = await soon(waiting)
     refilled = [grant.group_uid for grant in await actor.claim("w0")]
-    await end(actor, output, second)
-    assert uids(batch.groups) == ["0/0"] and batch.admitted == ("0/0", "0/1") and batch.decided_at > 0
-    assert refilled == ([] if stop else ["0/2"])
+    await end(actor, output, "0/2#0")
+    assert uids(batch.groups) == ["0/0", "0/1"] and batch.admitted == ("0/0", "0/1", "0/2") and batch.decided_at > 0
+    assert refilled == ([] if stop else ["0/3"])
     ready = (await actor.metrics())["buffer/ready_groups"]
     assert ready == 1, "what ends after the decision is of a later batch"
     if not stop:
@@ -78,7 +78,8 @@ async def test_batch_is_taken_at_its_decision_and_a_stopped_round_is_not_refille
         assert account.metrics["buffer/ready_groups"] == 1 and account.wanted == 0
         assert "length/batch_bias" in account.metrics and "length/batch_bias" not in after
         await actor.begin_version(1, [], 0)
-        assert (await soon(actor.wait_batch(False))).admitted == ("0/2", "0/3")
+        await end(actor, output, "0/3#0")
+        assert (await soon(actor.wait_batch(False))).admitted == ("0/3", "0/4")
 
 
 async def test_next_version_of_a_stopped_round_waits_for_every_worker_but_not_for_the_update(prompts, output):
@@ -100,8 +101,8 @@ async def test_next_version_of_a_stopped_round_waits_for_every_worker_but_not_fo
 
 
 async def test_checkpoint_of_a_round_that_runs_on_waits_for_the_workers_and_claims_go_on(prompts, output):
-    actor, (first, _) = await begun(prompts, mode=Mode.SSIM)
-    await end(actor, output, first)
+    actor, samples = await begun(prompts, batch=2, mode=Mode.SSIM)
+    await end(actor, output, *samples)
     batch = await soon(actor.wait_batch(False))
     await actor.finish_step(uids(batch.groups))
     await actor.begin_flush()
@@ -109,7 +110,7 @@ async def test_checkpoint_of_a_round_that_runs_on_waits_for_the_workers_and_clai
     granted = await soon(actor.claim("w0"))
     await actor.flushed("w0")
     at = await soon(flushing)
-    assert at > 0 and len(granted) == 1
+    assert at > 0 and len(granted) == 2
 
 
 @BOTH
@@ -201,8 +202,8 @@ async def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, mo
 
 
 async def test_group_filtered_before_its_admission_is_told_is_accounted_for_with_the_next_batch(prompts, output):
-    """Prompt 2 is admitted in place of 0 after the first batch was decided, and filtered before that batch is trained."""
-    actor, _ = await begun(prompts, n=2, mode=Mode.SSIM, budget=4, group_filter=GroupFilter("reward"))
+    """Prompt 3 is admitted after the first batch was decided, and filtered before that batch is trained."""
+    actor, _ = await begun(prompts, batch=2, n=2, mode=Mode.SSIM, group_filter=FilterSettings("reward"))
     actor.CLAIM_WAIT_S = 0.01
 
     async def score(group, *rewards):
@@ -210,24 +211,26 @@ async def test_group_filtered_before_its_admission_is_told_is_accounted_for_with
         await actor.report(Report("w0", finished=finished))
 
     await score("0/0", 0, 1)
+    await score("0/1", 0, 1)
     batch = await soon(actor.wait_batch(False))
     await actor.claim("w0")
+    await score("0/3", 1, 1)
     await score("0/2", 1, 1)
-    await score("0/1", 1, 1)
     first = await actor.finish_step(uids(batch.groups))
     await actor.begin_version(1, [], 0)
     await actor.claim("w0")
-    await score("0/3", 0, 1)
+    await score("0/4", 0, 1)
+    await score("0/5", 0, 1)
     batch = await soon(actor.wait_batch(False))
     second = await actor.finish_step(uids(batch.groups))
-    assert uids(first.filtered) == ["0/1"] and "0/2" in batch.admitted and uids(second.filtered) == ["0/2"]
+    assert uids(first.filtered) == ["0/2"] and "0/3" in batch.admitted and uids(second.filtered) == ["0/3"]
 
 
 async def test_prompts_are_asked_for_when_dynamic_sampling_runs_low_and_no_version_begins_where_data_ends(prompts):
-    actor = actor_of(batch=2, group_filter=GroupFilter("reward"))
+    actor = actor_of(batch=2, group_filter=FilterSettings("reward"))
     await actor.begin_version(0, prompts(4), 6)
     assert (await soon(actor.wait_batch(True))) == PromptsWanted(6)
-    actor = actor_of(batch=2, group_filter=GroupFilter("reward"))
+    actor = actor_of(batch=2, group_filter=FilterSettings("reward"))
     start, opened = await actor.begin_version(0, prompts(1), 0), actor._manager.round_open
     assert start.exhausted and not opened
 
@@ -281,9 +284,10 @@ async def test_dead_worker_reports_nothing_and_its_claim_takes_nothing_from_its_
 
 
 async def test_progress_is_booked_before_the_failure_and_a_backoff_beyond_the_stall_deadline_is_no_stall(
-    prompts, segment, output
+    prompts, segment, output, monkeypatch
 ):
-    actor, (sample,) = await begun(prompts, overlap=0.0, failures=FailurePolicy(retry_backoff_s=0.6), stall_s=0.2)
+    monkeypatch.setattr(policies, "RETRY_AFTER_S", 0.6)
+    actor, (sample,) = await begun(prompts, overlap=0.0, stall_s=0.2)
     waiting = asyncio.ensure_future(actor.wait_batch(True))
     progress = Progress(sample, (segment(5),), ({"text": "42"},))
     assert await actor.report(Report("w0", progress=[progress], failed=[(sample, "boom")])) == []

@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections import Counter
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from zlib import crc32
@@ -24,16 +24,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from recipe.partial_rollout.checkpoint import plain_codec
 from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
-from recipe.partial_rollout.config.sections import Scheduling
-from recipe.partial_rollout.manager.admission import Admission
-from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter, masked_output
+from recipe.partial_rollout.config.sections import FailureLimits, Scheduling
+from recipe.partial_rollout.config.settings import FilterSettings
+from recipe.partial_rollout.manager.policies import FailureVerdict, masked_output
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import GroupState, Prompt, SampleState, Segment
 from recipe.partial_rollout.records.jsonl import Resumed
 from recipe.partial_rollout.records.ledger import Admitted, Complete, Filtered, Ledger, RunSizes, Trained
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.audit import audit
-from tests.unit.shared import output_of
+from tests.unit.shared import output_of, settings_of
 
 SEQUENCES = int(os.environ.get("PARTIAL_ROLLOUT_SEQUENCES", "2000"))
 
@@ -49,7 +49,6 @@ SIZES = st.fixed_dictionaries(
         "overlap": st.sampled_from([0.0, 0.5, 1.0, 2.0]),
         "slack": st.integers(0, 3),
         "steps": st.integers(1, 6),
-        "extra": st.integers(0, 3),
         "on_error": st.sampled_from([OnSampleError.RETRY, OnSampleError.MASK]),
         "retries": st.integers(0, 2),
         # Every so many prompts score alike in all samples; 0: no dynamic sampling.
@@ -140,22 +139,27 @@ class ManagerLife(RuleBasedStateMachine):
     def begin(self, policy, overtake, sizes):
         sizes = SimpleNamespace(**sizes)
         self.batch, self.n, self.scheduling = sizes.batch, sizes.n, Scheduling(policy, overtake)
-        self.max_staleness = int(np.ceil(sizes.overlap)) + sizes.slack
+        least = 0 if sizes.mode is Mode.WINDOW else 1
+        self.max_staleness = max(least, int(np.ceil(sizes.overlap)) + sizes.slack)
         self.total = self.supply = sizes.steps * self.batch
         self.every, self.limited, self.filter = sizes.every, sizes.limited, None
         self.most_filtered = self.filtered_this_round = 0
         if self.every:
             self.supply += sizes.more
-            self.filter = GroupFilter("reward", sizes.gen_batches)
+            self.filter = FilterSettings("reward", sizes.gen_batches)
             self.most_filtered = (sizes.gen_batches - 1) * self.batch if sizes.gen_batches else self.supply
         limit = self.total if self.every and self.limited else None
-        over_sampling = self.batch + sizes.extra
-        in_flight = over_sampling * self.n
-        admission = Admission(
-            sizes.mode, self.batch, self.n, sizes.overlap, over_sampling, in_flight, self.max_staleness, limit
+        self.failures = FailureLimits(sizes.on_error, sizes.retries)
+        run = settings_of(
+            self.batch,
+            self.n,
+            mode=sizes.mode,
+            overlap=sizes.overlap,
+            max_staleness=self.max_staleness,
+            failures=self.failures,
+            group_filter=self.filter,
         )
-        self.failures = FailurePolicy(sizes.on_error, sizes.retries)
-        self.build = lambda: PromptsManager(admission, self.scheduling, lambda: 0.0, self.failures, self.filter)
+        self.build = lambda: PromptsManager(replace(run, scheduling=self.scheduling), lambda: 0.0, limit)
         self.manager = self.build()
         self.model = Model()
         self.checkpoints = []

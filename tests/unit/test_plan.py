@@ -3,19 +3,17 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.partial_rollout.config.choices import Mode
-from recipe.partial_rollout.config.sections import Scheduling, ToolCalls
-from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.tools import plan
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.tools.replay import measured_steps, replay, trainer_of
 from recipe.partial_rollout.tools.run_record import load_run
 from tests.unit.runs import PHASES, interrupted_run, separate_run
+from tests.unit.shared import settings_of
 
 LOGNORMAL = ["--lognormal", "300", "360", "1838", "--batch", "8", "--group", "4", "--slots", "16", "--rounds", "4"]
 
@@ -63,9 +61,6 @@ def test_options_that_make_no_sense_are_refused_in_a_line(capsys, arguments, mes
     assert out.startswith(f"error: {message}") and out.count("\n") == 1
 
 
-ADMISSION = Admission(Mode.WINDOW, 2, 2, 1.0, 4, 8, 4)
-
-
 def build(path, *, more=()):
     return load_run(separate_run(path, phases=[*PHASES, *more]))
 
@@ -81,9 +76,8 @@ def test_trainer_works_from_batch_to_batch_but_for_waits_staging_and_holds(tmp_p
 
 
 def test_replay_is_as_long_as_the_training_where_engines_are_fast(tmp_path, monkeypatch):
-    settings = SimpleNamespace(enable=True, adapts_overlap=False, group_filter=None, drain=True, slots_per_replica=8)
-    settings.scheduling, settings.resume_kv, settings.tools = Scheduling(), "keep", ToolCalls()
-    made = {"PartialRolloutConfig.from_config": settings, "Admission.of": ADMISSION, "fit": EngineCurve(0.001, 0.0)}
+    settings = settings_of(2, 2, slots_per_replica=8, resume_kv=ResumeKV.KEEP)
+    made = {"PartialRolloutConfig.from_config": settings, "fit": EngineCurve(0.001, 0.0)}
     for name, value in made.items():
         monkeypatch.setattr(f"recipe.partial_rollout.tools.replay.{name}", lambda _, value=value: value)
     run = build(tmp_path / "a")

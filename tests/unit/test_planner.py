@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
-from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.tools.lengths import lognormal, of_run
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster, CurveError, EngineCurve, fit
@@ -22,6 +21,7 @@ from recipe.partial_rollout.tools.planner.rounds import (
 from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from recipe.partial_rollout.tools.run_record import load_run
 from tests.unit.runs import interrupted_run
+from tests.unit.shared import settings_of
 
 LENGTHS = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
 FREE = WeightUpdate(0.0, 0.0)
@@ -31,8 +31,8 @@ def call(replica, start, end, tokens, resumed_tokens=0, context_tokens=0):
     return EngineCall(str(replica), start, end, tokens, 0, resumed_tokens, context_tokens)
 
 
-def build_admission(*, batch=4, n=2, overlap=1.0, max_staleness=4):
-    return Admission(Mode.WINDOW, batch, n, overlap, 2 * batch, batch * n, max_staleness)
+def sized(batch=4, n=2, overlap=1.0, max_staleness=4, policy=SchedulingPolicy.BOUNDED):
+    return settings_of(batch, n, overlap=overlap, max_staleness=max_staleness, scheduling=Scheduling(policy))
 
 
 def run_all(replica):
@@ -141,8 +141,8 @@ def test_simulation_trains_every_group_once_within_the_bound(policy, train_s, re
     curve = EngineCurve(1e-2, 1e-4, kv_tokens=2_000)
     cluster = Cluster(curve, replicas=2, slots_per_replica=4, release_after_s=release_after_s)
     trainer = () if train_s is None else (SeparateTrainer(lambda _: train_s, WeightUpdate(0.1, 0.1)),)
-    admission = build_admission(max_staleness=2)
-    simulation = Simulation(admission, Scheduling(policy), cluster, lengths, *trainer, seed=None, groups=40)
+    settings = sized(max_staleness=2, policy=policy)
+    simulation = Simulation(settings, cluster, lengths, *trainer, seed=None, groups=40)
     rounds = list(simulation.rounds(100))
     assert list(simulation.rounds(100)) == []
     trained = np.concatenate([round_.batch.lengths for round_ in rounds])
@@ -155,8 +155,8 @@ def test_mean_staleness_is_the_overlap_while_every_sample_has_a_slot(policy):
     # Little's law. Under in_order rounds can be complete at once, and what they admit has not started yet.
     cluster = Cluster(EngineCurve(3e-3, 1e-4), replicas=2, slots_per_replica=96)
     for overlap in (0.5, 2.0):
-        admission = build_admission(batch=16, n=4, overlap=overlap, max_staleness=12)
-        made = forecast(admission, Scheduling(policy), cluster, LENGTHS, rounds=40)
+        settings = sized(16, 4, overlap, max_staleness=12, policy=policy)
+        made = forecast(settings, cluster, LENGTHS, rounds=40)
         assert made.staleness_mean == pytest.approx(overlap, rel=0.15)
 
 
@@ -172,10 +172,10 @@ def play(lengths, count, *, batch=1, n=1, overlap=1.0, max_staleness=4, replicas
     """Steps of 1 s a decoding step, with lengths in their order."""
     curve = EngineCurve(1.0, 0.0, prefill_s=engine.pop("prefill_s", 0.0))
     cluster = Cluster(curve, replicas, engine.pop("slots", 8), **engine)
-    admission = build_admission(batch=batch, n=n, overlap=overlap, max_staleness=max_staleness)
+    settings = sized(batch, n, overlap, max_staleness)
     trace = LengthTrace(np.array(lengths))
     trainer = SeparateTrainer(lambda tokens: train_s, update)
-    simulation = Simulation(admission, Scheduling(), cluster, trace, trainer, seed=None, groups=len(lengths))
+    simulation = Simulation(settings, cluster, trace, trainer, seed=None, groups=len(lengths))
     return list(simulation.rounds(count))
 
 
@@ -207,10 +207,10 @@ def test_without_staleness_the_sides_take_turns():
 def with_tools(lengths, tools, *, overlap=0.0, slots=1, release_after_s=0.0, **engine):
     """Colocated rounds of as many prompts as there are lengths, or of one with overlap; a step takes 1 s."""
     batch = 1 if overlap else len(lengths)
-    admission = build_admission(batch=batch, n=1, overlap=overlap, max_staleness=4 if overlap else 0)
+    settings = sized(batch, 1, overlap, max_staleness=4 if overlap else 0)
     cluster = Cluster(EngineCurve(1.0, 0.0, **engine), 1, slots, release_after_s=release_after_s)
     trace = LengthTrace(np.array([[length] for length in lengths]), 10, tools)
-    return Simulation(admission, Scheduling(), cluster, trace, seed=None, groups=len(lengths)).rounds(len(lengths))
+    return Simulation(settings, cluster, trace, seed=None, groups=len(lengths)).rounds(len(lengths))
 
 
 @pytest.mark.parametrize(("release_after_s", "seconds"), [(np.inf, 14), (3.0, 14), (1.0, 10), (0.0, 9)])

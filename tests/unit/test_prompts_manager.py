@@ -84,14 +84,14 @@ def test_batch_waits_for_a_group_that_could_not_be_trained_in_time_after_it(mana
 
 
 def test_ssim_refills_to_its_budget_in_a_round_and_april_tops_up_unfinished_groups_only_before_one(manager, output):
-    m = manager(batch=2, n=2, mode=Mode.SSIM, in_flight=4)
+    m = manager(batch=2, n=2, mode=Mode.SSIM)
     assert begin(m) == 2
     first, second, *_ = m.claim("w0")
     m.finish(first.sample_id, output())
     assert m.admit() == 0
     m.finish(second.sample_id, output())
     assert m.admit() == 1
-    m = manager(batch=2, n=1, mode=Mode.APRIL, over_sampling=5)
+    m = manager(batch=2, n=1, mode=Mode.APRIL, overlap=1.5)
     assert begin(m) == 5
     grants = m.claim("w0")
     for grant in grants[:2]:

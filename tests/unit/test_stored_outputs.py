@@ -3,9 +3,9 @@
 import weakref
 
 from recipe.partial_rollout.checkpoint.plain_codec import pack
+from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.codec import encode
 from recipe.partial_rollout.manager.output_store import InProcess
-from recipe.partial_rollout.manager.policies import GroupFilter
 from recipe.partial_rollout.manager.types import StoredOutput
 from tests.unit.shared import begin
 
@@ -55,6 +55,6 @@ def test_figures_and_checkpoint_do_not_tell_where_outputs_lay(manager, output):
 
 
 def test_filtered_groups_are_judged_by_what_the_manager_holds_and_their_outputs_let_go(manager, output):
-    m, shelf = manager(batch=1, prompts=4, group_filter=GroupFilter("acc")), Shelf()
+    m, shelf = manager(batch=1, prompts=4, group_filter=FilterSettings("acc")), Shelf()
     finish_some(m, output, shelf, 2)
     assert m.counters.filtered_groups == 1 and not shelf.outputs

@@ -14,12 +14,10 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import ToolResponse
 
-from recipe.partial_rollout.config.choices import Mode, OnSampleError
-from recipe.partial_rollout.config.sections import Scheduling, ToolCalls
+from recipe.partial_rollout.config.choices import OnSampleError
+from recipe.partial_rollout.config.sections import FailureLimits, ToolCalls
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.messages import RolloutFailedError
-from recipe.partial_rollout.manager.policies import FailurePolicy
 from recipe.partial_rollout.manager.types import Grant, Prompt
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.waits import ReplicaError
@@ -28,10 +26,10 @@ from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.rewards import RewardError
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker, output_of
-from tests.unit.shared import Local, hangs, lets_a_cancellation_out
+from tests.unit.shared import Local, hangs, lets_a_cancellation_out, settings_of
 
 CURVE = EngineCurve(step_s=0.002, sample_s=0.0)
-RETRY = FailurePolicy(OnSampleError.RETRY, sample_retries=1, retry_backoff_s=0.01)
+RETRY = FailureLimits(OnSampleError.RETRY, sample_retries=1)
 
 
 class AfterTurn(ScriptedWorker):
@@ -70,8 +68,10 @@ async def life(
 ):
     """A manager with a prompt for each list of ``lengths``, and the worker that serves it, in an open first round."""
     n = len(lengths[0])
-    admission = Admission(Mode.WINDOW, 1, n, len(lengths) - 1, 1, n, max_staleness=4)
-    manager = Local(ManagerActor(admission, Scheduling(), stall_s, failures, away_s=away_s))
+    overlap = len(lengths) - 1
+    limits = {"failures": failures, "stall_s": stall_s, "away_s": away_s}
+    settings = settings_of(1, n, overlap=overlap, max_staleness=max(4, overlap), **limits)
+    manager = Local(ManagerActor(settings))
     worker = kind(CURVE, 1)
     worker.config.partial_rollout.deadlines.grant_s = grant_s
     worker.config.partial_rollout.failures.sample_timeout_s = sample_s
@@ -95,7 +95,10 @@ def scored(*failures):
     left = list(failures)
 
     class Scored(ScriptedWorker):
+        loops = 0
+
         async def _run_agent_loop(self, *args, **kwargs):
+            self.loops += 1
             output = await super()._run_agent_loop(*args, **kwargs)
             said = AgentLoopOutput(
                 prompt_ids=[1], response_ids=[0], response_mask=[0], num_turns=2, metrics=AgentLoopMetrics()
@@ -112,14 +115,11 @@ def scored(*failures):
 
 
 @pytest.mark.parametrize(("failures", "masked"), [(1, False), (3, True)])
-async def test_reward_that_fails_is_asked_for_again_without_the_loop_and_counts_as_retries(
-    monkeypatch, failures, masked
-):
-    monkeypatch.setattr(FailurePolicy, "delay_s", lambda self, failures: 0.0)
+async def test_reward_that_fails_is_asked_for_again_without_the_loop_and_counts_as_retries(failures, masked):
     errors = [RewardError("no disk") for _ in range(failures)]
-    async with life([[5]], kind=scored(*errors), failures=FailurePolicy(sample_retries=2)) as (manager, worker):
+    async with life([[5]], kind=scored(*errors), failures=FailureLimits(sample_retries=2)) as (manager, worker):
         ((output,),) = [group.outputs for group in await finish_round(manager, worker)]
-        assert (output.masked, worker.decoded()) == (masked, 5), "the loop ran once"
+        assert (output.masked, worker.decoded(), worker.loops) == (masked, 5, 1)
         figures = manager.actor._manager.metrics()
         assert (figures["failures/failed_total"], figures["failures/retried_total"]) == (failures, failures - masked)
 
@@ -212,7 +212,7 @@ async def test_sample_that_fails_is_run_again_and_masked_where_it_always_fails(h
 @pytest.mark.parametrize(
     ("dead", "failures", "said"),
     [
-        (False, FailurePolicy(OnSampleError.RAISE), r"sample 0/0#0 on w0 failed: ReplicaError: .* no such token"),
+        (False, FailureLimits(OnSampleError.RAISE), r"sample 0/0#0 on w0 failed: ReplicaError: .* no such token"),
         # Whatever failures do.
         (True, RETRY, r"^ReplicaError: vLLM replica r0 failed"),
     ],

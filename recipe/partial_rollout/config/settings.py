@@ -54,11 +54,11 @@ _COUNT = Key(words="", at_least=1)
 
 @dataclass(frozen=True, slots=True)
 class FilterSettings:
-    """``algorithm.filter_groups``, if enabled."""
+    """``algorithm.filter_groups``, if enabled: groups whose samples all have the same ``metric`` are not trained."""
 
     metric: str
-    max_num_gen_batches: int
-    """prompts that a round may consume, trained or filtered, in batches; 0: no limit"""
+    max_num_gen_batches: int = 0
+    """prompts that a version may consume, trained or filtered, in batches; 0: no limit"""
 
     @classmethod
     def from_config(cls, config: DictConfig) -> FilterSettings | None:
@@ -158,9 +158,9 @@ class PartialRolloutConfig:
     """N: ``data.train_batch_size``"""
     samples_per_group: int
     """``actor_rollout_ref.rollout.n``"""
-    slots_given: bool
+    slots_given: bool = False
     """whether ``slots_per_replica`` was set; otherwise it is ``rollout.max_num_seqs`` until the KV caches are known"""
-    group_filter: FilterSettings | None
+    group_filter: FilterSettings | None = None
     """``algorithm.filter_groups``; None: every group is trained"""
 
     @property
@@ -181,17 +181,6 @@ class PartialRolloutConfig:
         """Longest deadline of what a sample without a slot awaits: a tool or its reward; None: a tool may take any time."""
         tool_s = self.failures.tool_timeout_s or self.failures.sample_timeout_s
         return tool_s and max(tool_s, self.deadlines.reward_s)
-
-    @property
-    def over_sampling_batch_size(self) -> int:
-        """Unfinished groups at the start of a round (april)."""
-        # A sum of decimals can fall short of a whole number by a rounding error.
-        return math.floor((1 + self.overlap) * self.batch_groups + 1e-6)
-
-    @property
-    def in_flight_samples(self) -> int:
-        """Unfinished samples at any time (ssim)."""
-        return self.batch_samples
 
     @classmethod
     def from_config(cls, config: DictConfig) -> PartialRolloutConfig:

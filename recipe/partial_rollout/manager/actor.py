@@ -16,12 +16,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from recipe.partial_rollout.checkpoint.snapshot import Written, read_snapshot, write_snapshot
-from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager import garbage
-from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.codec import encode
 from recipe.partial_rollout.manager.messages import (
     PromptsWanted,
@@ -34,10 +32,13 @@ from recipe.partial_rollout.manager.messages import (
     VersionStart,
 )
 from recipe.partial_rollout.manager.output_store import InProcess, OutputStore
-from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter
+from recipe.partial_rollout.manager.policies import FailureVerdict
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Grant, Progress, Prompt
 from recipe.partial_rollout.waits import FirstErrors, ToldError
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.config.settings import PartialRolloutConfig
 
 T = TypeVar("T")
 
@@ -134,11 +135,9 @@ class ManagerActor:
     """Ray actor (``ray.remote(ManagerActor)``) around one ``PromptsManager``.
 
     Args:
-        stall_s: the run ends once no sample has reported and no engine has made a token for so many seconds of a wait
-            for a batch; ``away_s`` while a sample is away (``StallClock``).
-        failures: what to do with a sample whose agent loop raised.
-        group_filter: which finished groups are replaced; None: none.
+        settings: the run's; a wait for a batch is watched by ``StallClock``.
         store: keeps the outputs of finished samples; ``InProcess`` needs no Ray.
+        train_groups: see ``Admission``.
     """
 
     CLAIM_WAIT_S = 20.0
@@ -150,18 +149,14 @@ class ManagerActor:
 
     def __init__(
         self,
-        admission: Admission,
-        scheduling: Scheduling,
-        stall_s: float,
-        failures: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
-        group_filter: GroupFilter | None = None,
+        settings: PartialRolloutConfig,
         store: OutputStore = InProcess(),  # noqa: B008 - stateless
-        away_s: float | None = None,
+        train_groups: int | None = None,
     ) -> None:
         self._changed = ManagerCondition()
-        self._progress = StallClock(stall_s, away_s)
+        self._progress = StallClock(settings.deadlines.stall_s, settings.away_s)
         self._store = store
-        self._manager = PromptsManager(admission, scheduling, time.monotonic, failures, group_filter)
+        self._manager = PromptsManager(settings, time.monotonic, train_groups)
         self._retries: set[asyncio.Task[None]] = set()
         self._unflushed: set[str] = set()
         """workers that may still have something to report before the flush ends"""

@@ -104,78 +104,50 @@ class Admission:
         later               none, except to replace filtered groups
         at any time         at most (1 + max_staleness) * 4 = 12
 
-    >>> window = Admission(Mode.WINDOW, 4, 8, 0.5, 8, 32, max_staleness=2)
+    >>> from recipe.partial_rollout.config.settings import PartialRolloutConfig
+    >>> sizes = {"batch_groups": 4, "samples_per_group": 8, "overlap": 0.5, "max_staleness": 2}
+    >>> window = Admission(PartialRolloutConfig(**sizes))
     >>> five, six = (Load(groups, unfinished_groups=3, unfinished_samples=20) for groups in (5, 6))
     >>> window.allows(five, version_begins=True), window.allows(six, version_begins=True)
     (True, False)
     >>> window.allows(five, version_begins=False)
     False
 
-    Mode ``ssim`` counts samples, and refills throughout: 20 + 8 fit into 32.
+    Mode ``ssim`` counts samples, and refills throughout: 20 + 8 fit into 4 * 8.
 
-    >>> ssim = Admission(Mode.SSIM, 4, 8, 0.5, 8, in_flight_samples=32, max_staleness=2)
-    >>> ssim.allows(five, version_begins=False)
+    >>> Admission(PartialRolloutConfig(mode=Mode.SSIM, **sizes)).allows(five, version_begins=False)
     True
     """
 
-    mode: Mode
-    batch_groups: int
-    """N: groups trained a step"""
-    samples_per_group: int
-    overlap: float
-    """spare groups in flight as a share of N (window)"""
-    over_sampling_batch_size: int
-    """unfinished groups when a version begins (april)"""
-    in_flight_samples: int
-    """budget of unfinished samples (ssim)"""
-    max_staleness: int
+    settings: PartialRolloutConfig
     train_groups: int | None = None
     """groups that the whole training trains; with dynamic sampling no more are kept. None: as many as are offered"""
 
-    @classmethod
-    def of(cls, settings: PartialRolloutConfig) -> Admission:
-        """The rule that ``settings`` describe."""
-        return cls(
-            mode=settings.mode,
-            batch_groups=settings.batch_groups,
-            samples_per_group=settings.samples_per_group,
-            overlap=settings.overlap,
-            over_sampling_batch_size=settings.over_sampling_batch_size,
-            in_flight_samples=settings.in_flight_samples,
-            max_staleness=settings.max_staleness,
-        )
-
     @property
     def window(self) -> int:
-        # A sum of notches can fall short of a whole number by a rounding error.
-        return math.floor((1 + self.overlap) * self.batch_groups + 1e-6)
+        """Groups in flight when a version begins: unfinished or ready (window), or unfinished (april)."""
+        # A sum of decimals can fall short of a whole number by a rounding error.
+        return math.floor((1 + self.settings.overlap) * self.settings.batch_groups + 1e-6)
 
     @property
     def ceiling(self) -> int:
         """Most groups, unfinished or ready, that can all be trained before they are older than ``max_staleness``."""
-        return (1 + self.max_staleness) * self.batch_groups
+        return (1 + self.settings.max_staleness) * self.settings.batch_groups
 
     def allows(self, load: Load, *, version_begins: bool) -> bool:
         """Whether one more group may start under ``load``, when a version begins or later."""
+        settings = self.settings
         if load.groups >= self.ceiling or (self.train_groups is not None and load.kept >= self.train_groups):
             return False
-        if self.mode is Mode.SSIM:
-            return load.unfinished_samples + self.samples_per_group <= self.in_flight_samples or (
-                load.groups < self.batch_groups
-            )
+        if settings.mode is Mode.SSIM:
+            fits = load.unfinished_samples + settings.samples_per_group <= settings.batch_samples
+            return fits or load.groups < settings.batch_groups
         # ssim's budget of samples already refills the place of a filtered group.
         if load.to_replace:
             return True
-        if not version_begins:
-            return False
-        if self.mode is Mode.APRIL:
-            return load.unfinished_groups < self.over_sampling_batch_size
-        return load.groups < self.window
+        counted = load.unfinished_groups if settings.mode is Mode.APRIL else load.groups
+        return version_begins and counted < self.window
 
     def most_per_version(self) -> int:
         """Upper bound of the prompts that one version can admit."""
-        return {
-            Mode.WINDOW: self.window,
-            Mode.APRIL: self.over_sampling_batch_size,
-            Mode.SSIM: self.ceiling,
-        }[self.mode]
+        return self.ceiling if self.settings.mode is Mode.SSIM else self.window

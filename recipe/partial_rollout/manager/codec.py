@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
-from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.groups import Counters, ManagerState
 from recipe.partial_rollout.manager.types import (
     FilteredGroup,
@@ -137,7 +136,7 @@ def _runs(values: np.ndarray) -> dict[str, np.ndarray]:
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
-def decode(state: dict[str, Any], admission: Admission, into: ManagerState) -> None:
+def decode(state: dict[str, Any], samples_per_group: int, into: ManagerState) -> None:
     """Fill ``into``, which is empty, with the encoded state; no sample has an owner afterwards.
 
     The source is open again: a resumed training may have more steps than the one that drained.
@@ -154,7 +153,7 @@ def decode(state: dict[str, Any], admission: Admission, into: ManagerState) -> N
     groups.counters, groups.trained = Counters(**state["counters"]), dict(state["trained"].tolist())
     groups.admitted = list(state["admitted"])
     groups.filtered = [FilteredGroup(**row) for row in state["filtered"]]
-    groups.restore(_groups(state, admission.samples_per_group))
+    groups.restore(_groups(state, samples_per_group))
 
 
 def _groups(state: dict[str, Any], size: int) -> Iterator[PromptGroup]:

@@ -7,20 +7,19 @@ all have the same score is consumed without being trained, and another prompt ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from recipe.partial_rollout.config.choices import OnSampleError
-from recipe.partial_rollout.config.sections import FailureLimits
 from recipe.partial_rollout.manager.types import FinishedOutput, SampleOutput, Segment
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.config.settings import FilterSettings
+    from recipe.partial_rollout.config.sections import FailureLimits
 
-_DEFAULTS = FailureLimits()
+RETRY_AFTER_S = 1.0
+"""seconds before a sample's first retry; doubles with each further one"""
 
 
 class FailureVerdict(StrEnum):
@@ -32,35 +31,18 @@ class FailureVerdict(StrEnum):
     """everyone who waits fails"""
 
 
-@dataclass(frozen=True, slots=True)
-class FailurePolicy:
-    """What ``partial_rollout.failures`` says of samples."""
+def verdict_on(failures: int, limits: FailureLimits) -> FailureVerdict:
+    """The verdict on a sample that has failed ``failures`` times, this time included."""
+    if limits.on_sample_error == OnSampleError.RAISE:
+        return FailureVerdict.RAISE
+    if limits.on_sample_error == OnSampleError.RETRY and failures <= limits.sample_retries:
+        return FailureVerdict.RETRY
+    return FailureVerdict.MASK
 
-    on_sample_error: OnSampleError = _DEFAULTS.on_sample_error
-    sample_retries: int = _DEFAULTS.sample_retries
-    retry_backoff_s: float = 1.0
-    """seconds before the first retry; doubles with each further one of the same sample"""
 
-    @classmethod
-    def of(cls, limits: FailureLimits) -> FailurePolicy:
-        """The policy that ``limits`` describe."""
-        return cls(limits.on_sample_error, limits.sample_retries)
-
-    def verdict(self, failures: int) -> FailureVerdict:
-        """The verdict on a sample that has failed ``failures`` times, this time included."""
-        if self.on_sample_error is OnSampleError.RAISE:
-            return FailureVerdict.RAISE
-        if self.on_sample_error is OnSampleError.RETRY and failures <= self.sample_retries:
-            return FailureVerdict.RETRY
-        return FailureVerdict.MASK
-
-    def delay_s(self, failures: int) -> float:
-        """Seconds from a sample's failure number ``failures`` to its retry.
-
-        >>> [FailurePolicy(retry_backoff_s=0.5).delay_s(failures) for failures in (1, 2, 3)]
-        [0.5, 1.0, 2.0]
-        """
-        return self.retry_backoff_s * 2 ** (failures - 1)
+def retry_delay_s(failures: int) -> float:
+    """Seconds from a sample's failure number ``failures`` to its retry."""
+    return RETRY_AFTER_S * 2 ** (failures - 1)
 
 
 def masked_output(segments: Sequence[Segment], error: str | None) -> SampleOutput:
@@ -117,59 +99,34 @@ def finite(value: Any) -> float | None:
 
 
 SCORES = ("reward", "seq_reward", "seq_final_reward")
-"""names of ``metric`` for the score itself; any other is a key of the reward's extra information"""
+"""names of ``algorithm.filter_groups.metric`` for the score itself; any other is a key of the reward's extra information"""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupFilter:
-    """``algorithm.filter_groups``, checked.
+def common_value(metric: str, outputs: Sequence[FinishedOutput]) -> float | None:
+    """The value of ``metric`` that all samples share; None if they differ, or if fewer than two are known.
 
-    ::
-
-        rewards 1, 1, 1, 1   filtered: its value is 1
-        rewards 1, 0, 1, 1   trained
-        rewards 1            not judged: the other samples failed
+    Masked samples have no value. A group with fewer than two unmasked samples is not judged: it trains, so that
+    its failures count against ``partial_rollout.failures.max_masked_fraction``.
 
     >>> from recipe.partial_rollout.manager.types import StoredOutput
     >>> def outputs(*rewards):
     ...     return [StoredOutput(f"0/0#{i}", None, 9, reward, {}, False) for i, reward in enumerate(rewards)]
-    >>> equal = GroupFilter("reward", max_num_gen_batches=3)
-    >>> equal.common_value(outputs(1, 1, 1, 1)), equal.common_value(outputs(1, 0, 1, 1)), equal.common_value(outputs(1))
-    (1.0, None, None)
-    >>> equal.most_a_version(batch_groups=8)
-    16
+    >>> [common_value("reward", outputs(*rewards)) for rewards in ((1, 1, 1, 1), (1, 0, 1, 1), (1,))]
+    [1.0, None, None]
     """
+    said = [_said(metric, output.reward_score, output.reward_extra_info) for output in outputs if not output.masked]
+    values = {finite(value) for value in said}
+    return values.pop() if len(said) > 1 and len(values) == 1 else None
 
-    metric: str
-    max_num_gen_batches: int = 0
-    """prompts that a version may consume, trained or filtered, in batches; 0: no limit"""
 
-    @classmethod
-    def of(cls, settings: FilterSettings | None) -> GroupFilter | None:
-        """The filter that ``settings`` describe; None: every group is trained."""
-        return None if settings is None else cls(settings.metric, settings.max_num_gen_batches)
+def missing(metric: str, score: float | None, info: dict[str, Any]) -> str | None:
+    """What the reward of a sample says instead of a number for ``metric``; None if it says one."""
+    if finite(said := _said(metric, score, info)) is not None:
+        return None
+    found = f"{said!r:.40}" if metric in info else "nothing"
+    known = ", ".join([*SCORES, *(key for key, value in info.items() if finite(value) is not None)])
+    return f"algorithm.filter_groups.metric={metric}: the reward function gives {found}; numbers are {known}"
 
-    def most_a_version(self, batch_groups: int) -> int | None:
-        """Groups that one version may filter; None: no limit."""
-        return (self.max_num_gen_batches - 1) * batch_groups if self.max_num_gen_batches else None
 
-    def common_value(self, outputs: Sequence[FinishedOutput]) -> float | None:
-        """The value that all samples share; None if they differ, or if fewer than two are known.
-
-        Masked samples have no value. A group with fewer than two unmasked samples is not judged: it trains, so that
-        its failures count against ``partial_rollout.failures.max_masked_fraction``.
-        """
-        said = [self._said(output.reward_score, output.reward_extra_info) for output in outputs if not output.masked]
-        values = {finite(value) for value in said}
-        return values.pop() if len(said) > 1 and len(values) == 1 else None
-
-    def missing(self, score: float | None, info: dict[str, Any]) -> str | None:
-        """What the reward of a sample says instead of a number for the metric; None if it says one."""
-        if finite(said := self._said(score, info)) is not None:
-            return None
-        found = f"{said!r:.40}" if self.metric in info else "nothing"
-        known = ", ".join([*SCORES, *(key for key, value in info.items() if finite(value) is not None)])
-        return f"algorithm.filter_groups.metric={self.metric}: the reward function gives {found}; numbers are {known}"
-
-    def _said(self, score: float | None, info: dict[str, Any]) -> Any:
-        return score if self.metric in SCORES else info.get(self.metric)
+def _said(metric: str, score: float | None, info: dict[str, Any]) -> Any:
+    return score if metric in SCORES else info.get(metric)

@@ -38,14 +38,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.admission import Admission, Load, in_time, pacing_load
 from recipe.partial_rollout.manager.codec import Captured, capture, decode, encode
 from recipe.partial_rollout.manager.groups import Counters, ManagerState
 from recipe.partial_rollout.manager.messages import Standing
-from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter, masked_output
+from recipe.partial_rollout.manager.policies import (
+    FailureVerdict,
+    common_value,
+    masked_output,
+    retry_delay_s,
+    verdict_on,
+)
 from recipe.partial_rollout.manager.scheduling import Slots
 from recipe.partial_rollout.manager.types import (
     GIVEN_UP,
@@ -60,6 +65,9 @@ from recipe.partial_rollout.manager.types import (
     Segment,
     TakenGroup,
 )
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.config.settings import PartialRolloutConfig
 
 
 class VersionState(StrEnum):
@@ -80,10 +88,10 @@ class PromptsManager:
         0/2     ---->  0/1#0 interrupted, 0/1#1 waiting  ---->  0/0
 
     >>> import numpy as np
-    >>> from recipe.partial_rollout.config.choices import Mode
+    >>> from recipe.partial_rollout.config.settings import PartialRolloutConfig
     >>> from recipe.partial_rollout.manager.types import SampleOutput
-    >>> admission = Admission(Mode.WINDOW, 1, 2, 1.0, 2, 2, max_staleness=4)
-    >>> manager = PromptsManager(admission, Scheduling(), clock=lambda: 0.0)
+    >>> settings = PartialRolloutConfig(batch_groups=1, samples_per_group=2)
+    >>> manager = PromptsManager(settings, clock=lambda: 0.0)
     >>> manager.offer(Prompt(f"0/{i}", 0, {}) for i in range(3))
     >>> manager.register_worker("w0", capacity=3)
     >>> manager.begin_version(0), [grant.sample_id for grant in manager.claim("w0")]
@@ -97,30 +105,22 @@ class PromptsManager:
     >>> manager.interrupt("0/1#0")
 
     Args:
-        admission: mode and sizes.
-        scheduling: order in which samples are claimed, and how far a group may overtake an older one.
+        settings: the run's; of them mode and sizes, scheduling, failures and dynamic sampling.
         clock: seconds; stamped on state changes for stall reports.
-        failures: what to do with a sample whose agent loop raised.
-        group_filter: which finished groups are replaced; None: none.
+        train_groups: see ``Admission``.
     """
 
     def __init__(
-        self,
-        admission: Admission,
-        scheduling: Scheduling,
-        clock: Callable[[], float],
-        failures: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
-        group_filter: GroupFilter | None = None,
+        self, settings: PartialRolloutConfig, clock: Callable[[], float], train_groups: int | None = None
     ) -> None:
-        self.admission = admission
-        self._scheduling = scheduling
+        self._settings = settings
         self._clock = clock
-        self._failures = failures
-        self._filter = group_filter
+        self._admission = Admission(settings, train_groups)
+        self._filter = settings.group_filter
         self._state = ManagerState()
         self.groups = self._state.groups
         self._reserve = self._state.reserve
-        self._slots = Slots(scheduling.policy)
+        self._slots = Slots(settings.scheduling.policy)
         self.unfinished: dict[str, Sample] = {}
         """unfinished samples by id"""
         self._version_state = VersionState.CLOSED
@@ -186,7 +186,7 @@ class PromptsManager:
     @property
     def _overdue(self) -> int:
         """Groups born at this version or before must be in the next batch."""
-        return self.version + (self._version_state is VersionState.AHEAD) - self.admission.max_staleness
+        return self.version + (self._version_state is VersionState.AHEAD) - self._settings.max_staleness
 
     def _grant(self, sample: Sample, worker: str) -> Grant:
         assert sample.state in (SampleState.WAITING, SampleState.INTERRUPTED)
@@ -252,7 +252,7 @@ class PromptsManager:
         sample.worker, sample.error = None, error
         sample.failures += times
         self._move(sample, SampleState.FAILED)
-        verdict = self._failures.verdict(sample.failures)
+        verdict = verdict_on(sample.failures, self._settings.failures)
         self.counters.failed += 1
         self.counters.retried += verdict is FailureVerdict.RETRY
         if verdict is FailureVerdict.MASK:
@@ -262,7 +262,7 @@ class PromptsManager:
 
     def retry_delay_s(self, sample_id: str) -> float:
         """Seconds that a failed sample waits for its ``retry``."""
-        return self._failures.delay_s(self._in_state(sample_id, "retry_delay_s", SampleState.FAILED).failures)
+        return retry_delay_s(self._in_state(sample_id, "retry_delay_s", SampleState.FAILED).failures)
 
     def retry(self, sample_id: str) -> None:
         """Make a failed sample claimable; any worker may continue from its journal."""
@@ -292,7 +292,7 @@ class PromptsManager:
             self._end_group(group)
 
     def _end_group(self, group: PromptGroup) -> None:
-        value = self._filter.common_value(group.outputs) if self._filter is not None else None
+        value = common_value(self._filter.metric, group.outputs) if self._filter is not None else None
         if value is not None and self._may_filter():
             self.groups.filter(group, value)
             self._filtered += 1
@@ -304,9 +304,9 @@ class PromptsManager:
     def _may_filter(self) -> bool:
         """Whether the version's limit allows one more, and the remaining data can still fill a batch without it."""
         assert self._filter is not None
-        size = self.admission.batch_groups
-        most = self._filter.most_a_version(size)
-        if most is not None and self._filtered >= most:
+        size = self._settings.batch_groups
+        most = self._filter.max_num_gen_batches
+        if most and self._filtered >= (most - 1) * size:
             return False
         return self.groups.in_flight - 1 + len(self._reserve) + self._reserve.source_left >= size
 
@@ -348,8 +348,8 @@ class PromptsManager:
     def admit(self, *, version_begins: bool = False) -> int:
         """Move prompts from the reserve into flight as far as the mode allows; returns how many."""
         admitted = 0
-        while self._reserve and self.admission.allows(self.load(), version_begins=version_begins):
-            self._enter(self.groups.enter(self._reserve.pop(), self.admission.samples_per_group))
+        while self._reserve and self._admission.allows(self.load(), version_begins=version_begins):
+            self._enter(self.groups.enter(self._reserve.pop(), self._settings.samples_per_group))
             self._to_replace = max(0, self._to_replace - 1)
             admitted += 1
         return admitted
@@ -358,21 +358,21 @@ class PromptsManager:
         """What admission is asked with."""
         groups, counters = self.groups, self.counters
         kept = counters.admitted_groups - counters.filtered_groups
-        counted = pacing_load(kept, groups.in_flight, self.admission.batch_groups, self.version)
+        counted = pacing_load(kept, groups.in_flight, self._settings.batch_groups, self.version)
         return Load(counted, groups.waiting_or_active, len(self.unfinished), kept, self._to_replace)
 
     @property
     def wanted(self) -> int:
         """Prompts to offer so that the next version never runs short; replacements for filtered groups are not counted."""
-        spare = self.admission.batch_groups if self._filter is not None else 0
-        missing = self.admission.most_per_version() + spare - len(self._reserve)
+        spare = self._settings.batch_groups if self._filter is not None else 0
+        missing = self._admission.most_per_version() + spare - len(self._reserve)
         return max(0, missing) if self._reserve.source_open else 0
 
     @property
     def short_of_prompts(self) -> bool:
         """Whether more groups may soon be filtered than the reserve can replace."""
         filters = self._filter is not None and self._reserve.source_open
-        return self.round_open and filters and len(self._reserve) < self.admission.batch_groups
+        return self.round_open and filters and len(self._reserve) < self._settings.batch_groups
 
     @property
     def exhausted(self) -> bool:
@@ -381,7 +381,7 @@ class PromptsManager:
         This only happens with dynamic sampling, which consumes more prompts than it trains.
         """
         ended = self._filter is not None and not self._reserve.source_open
-        return ended and self.groups.in_flight + len(self._reserve) < self.admission.batch_groups
+        return ended and self.groups.in_flight + len(self._reserve) < self._settings.batch_groups
 
     # -- versions and batches --------------------------------------------------------------------------------------
 
@@ -428,16 +428,16 @@ class PromptsManager:
         """
         if self._version_state is not VersionState.OPEN:
             return False
-        groups, size = self.groups, self.admission.batch_groups
+        groups, size = self.groups, self._settings.batch_groups
         if len(groups.ready_queue) < size:
             return not (self._reserve.source_open or self._reserve or groups.waiting_or_active)
         ready = groups.ready_queue.counts
-        return in_time(ready, groups.unfinished, size, self.version, self.admission.max_staleness) and self._in_turn()
+        return in_time(ready, groups.unfinished, size, self.version, self._settings.max_staleness) and self._in_turn()
 
     def _in_turn(self) -> bool:
         """Whether the batch overtakes no unfinished group by more positions than ``scheduling`` allows."""
-        size = self.admission.batch_groups
-        positions = self._scheduling.positions(size)
+        size = self._settings.batch_groups
+        positions = self._settings.scheduling.positions(size)
         if positions is None or (oldest := self.groups.oldest_unfinished) is None:
             return True
         return max(group.order for group in self.groups.oldest_ready(size)) <= oldest.order + positions
@@ -451,7 +451,7 @@ class PromptsManager:
             RuntimeError: the batch is not complete, or the one before is not trained.
         """
         self.require_open("take_batch")
-        groups, size = self.groups, self.admission.batch_groups
+        groups, size = self.groups, self._settings.batch_groups
         if groups.taken:
             raise RuntimeError(f"take_batch: the batch before that of version {self.version} is not trained")
         if not self.round_complete():
@@ -502,7 +502,7 @@ class PromptsManager:
         """
         if self._reserve or self.counters.admitted_groups:
             raise RuntimeError("load_state_dict: the manager has prompts already; load before the first offer")
-        decode(state, self.admission, self._state)
+        decode(state, self._settings.samples_per_group, self._state)
         for group in self.groups.by_order.values():
             self._enter(group)
 
@@ -525,7 +525,7 @@ class PromptsManager:
             "failures/failed_total": counters.failed,
             "failures/retried_total": counters.retried,
             "failures/masked_total": counters.masked,
-            "lost_samples": groups.lost * self.admission.samples_per_group,
+            "lost_samples": groups.lost * self._settings.samples_per_group,
             **groups.length_bias(),
         }
         if self._filter is not None:

@@ -38,7 +38,7 @@ class GroupState(StrEnum):
     """The trainer has it and has not acknowledged it."""
     TRAINED = "trained"
     FILTERED = "filtered"
-    """All its samples have the same score: consumed without being trained (``GroupFilter``)."""
+    """All its samples have the same score: consumed without being trained (``FilterSettings``)."""
 
 
 GIVEN_UP = "given up"

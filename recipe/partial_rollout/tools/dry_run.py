@@ -133,9 +133,8 @@ def _expected(config: DictConfig, settings: PartialRolloutConfig, sizes: Sizes, 
     lengths = lognormal(median=cap * _MEDIAN, mean=cap * _MEAN, cap=cap, samples_per_group=n)
     curve = replace(PRESETS[_CURVE], kv_tokens=memory.kv_tokens if memory else None)
     cluster = Cluster(curve, sizes.replicas, sizes.seats, keeps_kv=str(settings.resume_kv) == "keep")
-    admission = Admission.of(settings)
-    found = forecast(admission, settings.scheduling, cluster, lengths, rounds=_ROUNDS)
-    base = forecast(baseline(admission), settings.scheduling, cluster, lengths, rounds=_ROUNDS)
+    found = forecast(settings, cluster, lengths, rounds=_ROUNDS)
+    base = forecast(baseline(settings), cluster, lengths, rounds=_ROUNDS)
     return (
         f"staleness mean {found.staleness_mean:.2f}, p95 {found.staleness_p95:.0f}, max {found.staleness_max}; rollout "
         f"{base.trained_tokens_per_s / found.trained_tokens_per_s:.2f} of noPR's time (assumed, not measured: lognormal "
@@ -165,11 +164,10 @@ class Sizes:
             rollout.data_parallel_size,
             rollout.pipeline_model_parallel_size,
         )
-        admission = Admission.of(settings)
         groups = settings.batch_groups
         in_flight = groups * settings.samples_per_group
         if settings.enable:
-            in_flight = max(in_flight, _in_flight(settings, admission))
+            in_flight = max(in_flight, _in_flight(settings))
         elif config.trainer.use_v1 and config.trainer.v1.trainer_mode == "colocate_async":
             in_flight += int(in_flight * config.trainer.v1.colocate_async.num_warmup_batches)
         seats = settings.slots_per_replica if settings.enable else rollout.max_num_seqs
@@ -178,10 +176,10 @@ class Sizes:
         return cls(max(1, devices // prod(parallel)), in_flight, seats)
 
 
-def _in_flight(settings: PartialRolloutConfig, admission: Admission) -> int:
+def _in_flight(settings: PartialRolloutConfig) -> int:
     if settings.mode is Mode.SSIM:
-        return settings.in_flight_samples
-    return admission.most_per_version() * settings.samples_per_group
+        return settings.batch_samples
+    return Admission(settings).most_per_version() * settings.samples_per_group
 
 
 def lines(

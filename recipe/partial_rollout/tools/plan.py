@@ -17,10 +17,9 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
-from recipe.partial_rollout.config.settings import default_of
-from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.config.settings import PartialRolloutConfig, default_of
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.lengths import lognormal, of_run
 from recipe.partial_rollout.tools.plan_table import Option, advice, of_default_policy, plan_table
@@ -161,17 +160,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     run_record = load_run(options.run_directory) if options.run_directory else None
-    lengths, cluster, admission = _inputs(options, run_record)
+    lengths, cluster, settings = _inputs(options, run_record)
     if options.save_curve:
         options.save_curve.write_text(json.dumps(asdict(cluster.curve), indent=2) + "\n")
     seats = replace(cluster, release_after_s=0.0)
-    base = forecast(baseline(admission), Scheduling(), seats, lengths, rounds=options.rounds)
-    plans = [Option("noPR", 0.0, None, base), *_options(options, admission, cluster, lengths)]
+    base = forecast(baseline(settings), seats, lengths, rounds=options.rounds)
+    plans = [Option("noPR", 0.0, None, base), *_options(options, settings, cluster, lengths)]
     print(_describe(cluster, lengths))
     print(plan_table(plans).console())
-    print(f"\n{advice(plans, options.min_gain, admission.max_staleness)}")
+    print(f"\n{advice(plans, options.min_gain, settings.max_staleness)}")
     if lengths.tools:
-        print(_tools_line(options, of_default_policy(plans[1:]), admission, cluster, lengths))
+        print(_tools_line(options, of_default_policy(plans[1:]), settings, cluster, lengths))
     print(f"\n{_curve_source(options.curve)}")
     figures = {"curve": asdict(cluster.curve), "plans": [asdict(plan) for plan in plans]}
     if options.json:
@@ -179,15 +178,15 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _inputs(options: argparse.Namespace, record: RunRecord | None) -> tuple[LengthTrace, Cluster, Admission]:
+def _inputs(options: argparse.Namespace, record: RunRecord | None) -> tuple[LengthTrace, Cluster, PartialRolloutConfig]:
     def size(name: str, of_record: int | None) -> int:
         found = of_record if (given := getattr(options, name)) is None else int(given)
         if found is None:
             raise ValueError(f"--{name} is missing: give it, or --run")
         return found
 
-    settings = record.settings if record else None
-    n = size("group", settings and settings.samples_per_group)
+    run = record.settings if record else None
+    n = size("group", run and run.samples_per_group)
     if options.lognormal:
         median, mean, cap = options.lognormal
         lengths = lognormal(
@@ -204,16 +203,16 @@ def _inputs(options: argparse.Namespace, record: RunRecord | None) -> tuple[Leng
             lengths = replace(lengths, prompt_tokens=options.prompt_tokens)
     else:
         raise ValueError("no lengths: give --run or --lognormal")
-    batch = size("batch", settings and settings.batch_groups)
+    batch = size("batch", run and run.batch_groups)
     bound = options.max_staleness if options.max_staleness is not None else _bound_of(record)
-    admission = Admission(Mode.WINDOW, batch, n, 0.0, 2 * batch, batch * n, bound)
+    settings = PartialRolloutConfig(batch_groups=batch, samples_per_group=n, overlap=0.0, max_staleness=bound)
     curve = _curve(options.curve, record)
     replicas, slots = (
-        size("replicas", settings and settings.replicas),
-        size("slots", settings and settings.slots_per_replica),
+        size("replicas", run and run.replicas),
+        size("slots", run and run.slots_per_replica),
     )
     released = default_of("tools.release_after_s")
-    return lengths, Cluster(curve, replicas, slots, keeps_kv=options.keep_kv, release_after_s=released), admission
+    return lengths, Cluster(curve, replicas, slots, keeps_kv=options.keep_kv, release_after_s=released), settings
 
 
 def _bound_of(record: RunRecord | None) -> int:
@@ -241,26 +240,31 @@ def _curve_source(given: str | None) -> str:
 
 
 def _options(
-    options: argparse.Namespace, admission: Admission, cluster: Cluster, lengths: LengthTrace
+    options: argparse.Namespace, settings: PartialRolloutConfig, cluster: Cluster, lengths: LengthTrace
 ) -> Iterator[Option]:
-    overlaps = [overlap for overlap in sorted(options.overlaps) if 0 < overlap <= admission.max_staleness]
+    overlaps = [overlap for overlap in sorted(options.overlaps) if 0 < overlap <= settings.max_staleness]
     schedules = [Scheduling(policy, overtake) for policy in options.policies for overtake in options.overtake or [None]]
     for scheduling in tqdm(schedules, desc="forecasts", leave=False):
         for overlap in overlaps:
-            sized = replace(admission, overlap=overlap)
-            made = forecast(sized, scheduling, cluster, lengths, rounds=options.rounds)
+            sized = replace(settings, overlap=overlap, scheduling=scheduling)
+            made = forecast(sized, cluster, lengths, rounds=options.rounds)
             yield Option(str(scheduling.policy), overlap, scheduling.overtake, made)
 
 
 def _tools_line(
-    options: argparse.Namespace, plans: list[Option], admission: Admission, cluster: Cluster, lengths: LengthTrace
+    options: argparse.Namespace,
+    plans: list[Option],
+    settings: PartialRolloutConfig,
+    cluster: Cluster,
+    lengths: LengthTrace,
 ) -> str:
     """What it gains to give slots away in tool calls."""
     gains = []
     for plan in plans:
         scheduling = Scheduling(SchedulingPolicy(plan.policy), plan.overtake)
-        sized, held = replace(admission, overlap=plan.overlap), replace(cluster, release_after_s=math.inf)
-        slow = forecast(sized, scheduling, held, lengths, rounds=options.rounds)
+        sized = replace(settings, overlap=plan.overlap, scheduling=scheduling)
+        held = replace(cluster, release_after_s=math.inf)
+        slow = forecast(sized, held, lengths, rounds=options.rounds)
         gains.append(
             f"{plan.forecast.trained_tokens_per_s / slow.trained_tokens_per_s:.2f} at overlap {plan.overlap:g}"
         )

@@ -15,9 +15,7 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from scipy.optimize import nnls
 
-from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.records.trace import PhaseName
 from recipe.partial_rollout.tools.lengths import of_run
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster, fit
@@ -71,7 +69,7 @@ def trainer_of(steps: MeasuredSteps) -> Callable[[int], float]:
 
 
 def play_separate(
-    run: RunRecord, admission: Admission, scheduling: Scheduling, cluster: Cluster, groups: int | None
+    run: RunRecord, settings: PartialRolloutConfig, cluster: Cluster, groups: int | None
 ) -> tuple[float, float, list[TrainedBatch]]:
     """Seconds from the first batch to the last, measured and simulated, and the simulated batches after the first.
 
@@ -80,7 +78,7 @@ def play_separate(
     """
     measured = measured_steps(run)
     trainer = SeparateTrainer(trainer_of(measured), measured.update)
-    simulation = Simulation(admission, scheduling, cluster, of_run(run), trainer, seed=None, groups=groups)
+    simulation = Simulation(settings, cluster, of_run(run), trainer, seed=None, groups=groups)
     first, *later = simulation.rounds(len(run.steps))
     # A simulated step begins with the wait for its batch, a measured one ends with that for the next.
     simulated_s = sum(step.seconds for step in (first, *later[:-1])) - first.waiting_s + later[-1].waiting_s
@@ -121,9 +119,8 @@ def replay(run: RunRecord) -> Replay:
     # Keys that did not exist yet at the time of the run have their defaults.
     settings = PartialRolloutConfig.from_config(config)
     replicas = run.settings.replicas
-    admission, scheduling = Admission.of(settings), settings.scheduling
     if not settings.enable:
-        admission, scheduling = baseline(admission), Scheduling()
+        settings = baseline(settings)
     elif settings.group_filter is not None:
         raise ValueError(f"{path}: algorithm.filter_groups.enable=True: the trace lacks the groups it filtered")
     curve = fit(call for round_ in run.rounds for call in round_.phase.calls)
@@ -132,9 +129,9 @@ def replay(run: RunRecord) -> Replay:
     # If the run did not drain, its groups repeat past their end, so that the last rounds are as full as all others.
     groups = len(run.trained_groups) if settings.drain else None
     if run.settings.separate:
-        measured_s, forecast_s, batches = play_separate(run, admission, scheduling, cluster, groups)
+        measured_s, forecast_s, batches = play_separate(run, settings, cluster, groups)
     else:
-        simulation = Simulation(admission, scheduling, cluster, of_run(run), seed=None, groups=groups)
+        simulation = Simulation(settings, cluster, of_run(run), seed=None, groups=groups)
         played = list(simulation.rounds(len(run.steps)))[1:]
         measured_s = sum(step.round.phase.seconds for step in run.steps[1:])
         forecast_s, batches = sum(round_.seconds for round_ in played), [round_.batch for round_ in played]

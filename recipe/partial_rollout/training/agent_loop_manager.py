@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +15,7 @@ from verl.protocol import DataProto
 from verl.utils.ray_utils import auto_await
 
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.manager.output_store import RayObjects
-from recipe.partial_rollout.manager.policies import FailurePolicy, GroupFilter
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup, prompt_identity
@@ -219,15 +216,7 @@ def _start_manager(context: RolloutContext, store: RayObjects) -> Any:
     # With dynamic sampling it is unknown how many prompts the training will consume, only how many it will train.
     bounded = settings.group_filter is not None and settings.drain
     train_groups = context.last_step * settings.batch_groups if bounded else None
-    return on_this_node(ray.remote(ManagerActor)).remote(
-        replace(Admission.of(settings), train_groups=train_groups),
-        settings.scheduling,
-        settings.deadlines.stall_s,
-        FailurePolicy.of(settings.failures),
-        GroupFilter.of(settings.group_filter),
-        store,
-        settings.away_s,
-    )
+    return on_this_node(ray.remote(ManagerActor)).remote(settings, store, train_groups)
 
 
 def on_this_node(actor_class: Any) -> Any:

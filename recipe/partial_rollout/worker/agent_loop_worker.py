@@ -28,7 +28,14 @@ from verl.utils.rollout_trace import rollout_trace_attr
 from recipe.partial_rollout.config.choices import OnSampleError, Placement
 from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.codec import check_saveable
-from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict, GroupFilter, excess_of, finite
+from recipe.partial_rollout.manager.policies import (
+    FailureVerdict,
+    excess_of,
+    finite,
+    missing,
+    retry_delay_s,
+    verdict_on,
+)
 from recipe.partial_rollout.manager.types import Grant, SampleOutput
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.waits import ToldError, one_line
@@ -65,7 +72,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     """verl's worker, with a deadline on the reward function and an account of its engine calls."""
 
     llm_client: ObservedLLMClient
-    _filter: GroupFilter | None = None
+    _filter: FilterSettings | None = None
     """judges groups by what a reward says, if ``algorithm.filter_groups`` asks for it"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -166,7 +173,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         if "raw_prompt" in kwargs:
             # As verl's does: reward functions may read it.
             output.extra_fields["raw_prompt"] = kwargs["raw_prompt"]
-        policy, by_loop = FailurePolicy.of(self.config.partial_rollout.failures), output.reward_score is not None
+        limits, by_loop = self.config.partial_rollout.failures, output.reward_score is not None
         for times in itertools.count(1):
             try:
                 await self._compute_score([output], kwargs)
@@ -174,13 +181,13 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                 return
             except RewardError as error:
                 error.times = times
-                if by_loop or policy.verdict(times) is not FailureVerdict.RETRY:
+                if by_loop or verdict_on(times, limits) is not FailureVerdict.RETRY:
                     raise
                 logger.warning("%s; scored again", error)
                 if (sample := LIVE_SAMPLE.get()) is not None:
                     sample.keeper.note_error(error)
             output.reward_score = None
-            await asyncio.sleep(policy.delay_s(times))
+            await asyncio.sleep(retry_delay_s(times))
 
     def _check_score(self, output: AgentLoopOutput, kwargs: dict) -> None:
         """Refuse a score that cannot be trained, or that says too little for dynamic sampling; None: one comes later."""
@@ -192,8 +199,8 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             raise RewardError(f"reward of prompt {prompt} is {score!r:.60}, which is no finite number")
         # Groups of a validation are not filtered.
         judges, info = self._filter if LIVE_SAMPLE.get() else None, output.extra_fields.get(REWARD_INFO) or {}
-        if judges is not None and (missing := judges.missing(score, info)):
-            raise RewardError(f"reward of prompt {prompt}: {missing}")
+        if judges is not None and (lacks := missing(judges.metric, score, info)):
+            raise RewardError(f"reward of prompt {prompt}: {lacks}")
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
         if outputs and outputs[-1].reward_score is not None:
@@ -260,7 +267,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         super().__init__(*args, **kwargs)
         ours = self.config.partial_rollout
         self.tools = journaled(self.tools, ours.failures.tool_timeout_s, ours.tools)
-        self._filter = GroupFilter.of(FilterSettings.from_config(self.config))
+        self._filter = FilterSettings.from_config(self.config)
         self._connected: ClaimLoop | None = None
         assert isinstance(self.llm_client, PartialRolloutLLMClient)
         self.llm_client.use_tokenizer(self.tokenizer)

@@ -14,8 +14,9 @@ from enum import IntEnum
 
 import numpy as np
 
+from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Scheduling
-from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.records.figures import spread
@@ -81,18 +82,17 @@ class Simulation:
                        ^ take_batch                  ^ begin_version
 
     Args:
-        admission: mode and sizes, as the recipe's settings make them.
+        settings: mode, sizes and scheduling are played; dynamic sampling is not.
         trainer: None: it shares the replicas' devices, so that each round ends with its batch.
         lengths, seed, groups: see ``PlayedSamples``.
 
     Raises:
-        ValueError: ``lengths`` has groups of another size than ``admission``.
+        ValueError: ``lengths`` has groups of another size than ``settings``.
     """
 
     def __init__(
         self,
-        admission: Admission,
-        scheduling: Scheduling,
+        settings: PartialRolloutConfig,
         cluster: Cluster,
         lengths: LengthTrace,
         trainer: SeparateTrainer | None = None,
@@ -102,8 +102,8 @@ class Simulation:
     ) -> None:
         self._cluster = cluster
         self._trainer = trainer
-        self._samples = PlayedSamples(lengths, admission.samples_per_group, seed=seed, groups=groups)
-        self._manager = PromptsManager(admission, scheduling, clock=lambda: 0.0)
+        self._samples = PlayedSamples(lengths, settings.samples_per_group, seed=seed, groups=groups)
+        self._manager = PromptsManager(replace(settings, group_filter=None), clock=lambda: 0.0)
         self._manager.register_worker(_WORKER, cluster.slots_per_replica * cluster.replicas)
         self._version = 0
         self._now = 0.0
@@ -282,8 +282,7 @@ class Forecast:
 
 
 def forecast(
-    admission: Admission,
-    scheduling: Scheduling,
+    settings: PartialRolloutConfig,
     cluster: Cluster,
     lengths: LengthTrace,
     *,
@@ -291,12 +290,12 @@ def forecast(
     warmup: int | None = None,
 ) -> Forecast:
     """The forecast of ``rounds`` rounds after ``warmup`` ones, by default as many as the window takes to fill."""
-    warmup = warmup_rounds(admission.overlap) if warmup is None else warmup
-    simulation = Simulation(admission, scheduling, cluster, lengths)
+    warmup = warmup_rounds(settings.overlap) if warmup is None else warmup
+    simulation = Simulation(settings, cluster, lengths)
     played = list(simulation.rounds(warmup + max(rounds, _FIRST)))
     first = np.concatenate([round_.batch.lengths for round_ in played[:_FIRST]])
     dispatched = np.array(simulation.dispatched[: len(first)])
-    full = cluster.full_tokens_per_s(admission.batch_groups * admission.samples_per_group, lengths.mean_context)
+    full = cluster.full_tokens_per_s(settings.batch_samples, lengths.mean_context)
     return _summarize(played, warmup, float(first.mean() / dispatched.mean()), full)
 
 
@@ -329,9 +328,9 @@ def warmup_rounds(overlap: float) -> int:
     return 2 + math.ceil(2 * overlap)
 
 
-def baseline(admission: Admission) -> Admission:
-    """noPR with the sizes of ``admission``: every round waits for its slowest sample."""
-    return replace(admission, overlap=0.0, max_staleness=0)
+def baseline(settings: PartialRolloutConfig) -> PartialRolloutConfig:
+    """noPR with the sizes of ``settings``: every round waits for its slowest sample."""
+    return replace(settings, mode=Mode.WINDOW, overlap=0.0, max_staleness=0, scheduling=Scheduling())
 
 
 def smallest_worthwhile(speeds: Sequence[tuple[float, float]], min_gain: float) -> float:
