@@ -52,7 +52,7 @@ def test_algorithm_trains_two_steps(steps, name):
         assert step["critic/advantages/max"] > 0
         # The weights that reached the loss, and that samples of older versions were among those trained.
         assert 0 < step["rollout_corr/rollout_is_mean"] <= 2
-        assert 0 < step["partial_rollout/behaviour_weight/ess"] < 1 + 1e-6
+        assert 0 < step["rollout_corr/rollout_is_eff_sample_size"] < 1 + 1e-6
         assert step["partial_rollout/lost_samples"] == 0
 
 
@@ -74,8 +74,8 @@ def test_update_gives_the_proximal_policy_and_the_pass_agrees_where_it_runs(run)
         assert step["actor/entropy"] > 0
         # An estimate that is zero or more, but for float32's rounding where engine and trainer agree.
         assert step["rollout_corr/k3_kl"] > -1e-6 and math.isfinite(step["rollout_corr/kl"])
-        assert 0 < step["partial_rollout/behaviour_weight/mean"] <= 2
-        assert 0 < step["partial_rollout/behaviour_weight/ess"] <= 1
+        assert 0 < step["rollout_corr/rollout_is_mean"] <= 2
+        assert 0 < step["rollout_corr/rollout_is_eff_sample_size"] <= 1
         assert math.isfinite(step["actor/pg_loss"]) and step["actor/grad_norm"] > 0
         assert step.get("partial_rollout/proximal/error", 0.0) < 1e-5
     assert steps[checked[-1]]["partial_rollout/staleness/max"] >= 1

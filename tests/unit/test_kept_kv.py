@@ -1,12 +1,8 @@
-"""Kept KV blocks serve the sample they are of and nobody else, and what they change is measured."""
+"""Kept KV blocks serve the sample they are of and nobody else."""
 
 from types import SimpleNamespace
 
-import pytest
-import torch
-from tensordict import TensorDict
-
-from recipe.partial_rollout.engine.kept_kv import SaltedEngine, kv_gap, request_id_of, salt_of
+from recipe.partial_rollout.engine.kept_kv import SaltedEngine, request_id_of, salt_of
 
 
 def salts(*request_ids, version=3):
@@ -33,21 +29,3 @@ def test_siblings_that_start_under_the_same_weights_share_their_blocks_with_no_o
 def test_other_requests_find_blocks_of_the_same_weights_only():
     assert salts("a", "b", version=3) == salts("c", "d", version=3) != salts("a", "b", version=4)
     assert salt_of("a", None) != salt_of("a", 0)
-
-
-@pytest.mark.parametrize(
-    ("versions", "behaviour", "proximal", "figures"),
-    [
-        (
-            [[1, 2, 2, -1], [2, 2, 2, 2]],
-            [[-1.0, -2.0, -3.0, 0.0], [-9.0, -9.0, -9.0, -9.0]],
-            [[-7.0, -2.5, -3.1, -5.0], [-1.0, -1.0, -1.0, -1.0]],
-            {"mismatch/kv_gap_mean": 0.3},
-        ),
-        ([[2, 2]], [[-1.0, -1.0]], [[-2.0, -2.0]], {}),
-    ],
-)
-def test_gap_is_of_the_newest_tokens_of_older_samples(versions, behaviour, proximal, figures):
-    columns = {"rollout_versions": torch.tensor(versions), "rollout_log_probs": torch.tensor(behaviour)}
-    found = kv_gap(TensorDict(columns, len(versions)), torch.tensor(proximal), 2)
-    assert found == pytest.approx(figures)

@@ -19,7 +19,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.loss import BehaviourRegion, corrected_ppo_loss
+from recipe.partial_rollout.training.loss import BehaviourRegion, UpdateOrder, corrected_ppo_loss
 from verl_ext.reported_entropy import REPORTED
 
 AGG_MODES = ("token-mean", "seq-mean-token-mean")
@@ -30,7 +30,8 @@ LOW, HIGH = 0.3, 0.4
 REGION = BehaviourRegion(LOW, HIGH, per_sequence=False)
 TOKEN_LOSSES = ("decoupled_ppo", "sapo", "gpg", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
 CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
-OURS = "actor/partial_rollout/"
+OURS = "actor/logged/"
+MASKED = f"{OURS}partial_rollout/trust_region/masked"
 
 
 def build_batch(seed, *, updates=2):
@@ -79,15 +80,12 @@ def micro_batch(batch, *, from_update=False, level="token", check=False, cap=CAP
         "rollout_log_probs": batch["behaviour"],
         "rollout_versions": batch["versions"].int(),
     }
-    facts = {loss.TRAINED_VERSION: version}
-    if from_update:
-        facts |= {loss.PROXIMAL_FROM_UPDATE: True, loss.PROXIMAL_CHECK: check}
-        facts |= {loss.WEIGHT_LEVEL: level, loss.WEIGHT_THRESHOLD: cap}
-    else:
+    order = UpdateOrder(version, from_update, check, level, cap)
+    if not from_update:
         fields["rollout_is_weights"] = weights_of(batch, batch["proximal"], level)
     data = left_right_2_no_padding(TensorDict(fields, batch_size=ROWS))
     tokens = int(batch["mask"].sum()) if tokens is None else tokens
-    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=ROWS, **facts)
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=ROWS, **{loss.ORDER: order})
     return data
 
 
@@ -199,7 +197,7 @@ def test_loss_and_gradient_are_those_of_the_formula(region, from_update, agg):
         # verl's seq-mean-token-mean adds 1e-8 to each length.
         assert value == pytest.approx(expected, abs=1e-7)
         np.testing.assert_allclose(gradient.numpy(), slopes, atol=1e-7)
-        share = metrics.get(f"{OURS}trust_region/masked")
+        share = metrics.get(MASKED)
         assert share == (pytest.approx(len(outside) / int(batch["mask"].sum())) if region else None)
         masked, kept = masked + len(outside), kept + int((gradient != 0).sum())
     assert masked >= 4 and kept >= 4
@@ -209,8 +207,9 @@ def test_figures_are_those_of_verls_vanilla_ppo_where_behaviour_is_proximal():
     batch = build_batch(0)
     batch["behaviour"] = batch["proximal"]
     ours, theirs = run(batch), run(batch, function=ppo_loss, loss_mode="vanilla")
-    assert ours[0] == pytest.approx(theirs[0]) and ours[2] == pytest.approx(theirs[2])
-    assert ours[2]["actor/pg_clipfrac"] > 0
+    verls = {key: value for key, value in ours[2].items() if OURS not in key}
+    assert ours[0] == pytest.approx(theirs[0]) and verls == pytest.approx(theirs[2])
+    assert verls["actor/pg_clipfrac"] > 0
 
 
 def test_it_never_trains_without_weights():
@@ -234,7 +233,7 @@ def test_one_update_trains_as_after_a_pass_over_the_batch(loss_mode, level):
     expected, slopes, _ = run(after, function=ppo_loss, data=data, loss_mode=loss_mode)
     assert value == expected and torch.equal(gradient, slopes) and gradient.any()
     weights = level and agg_loss(weights_of(batch, batch["current"], level), batch["mask"], "token-mean").item()
-    assert metrics.get(f"{OURS}behaviour_weight/mean") == (level and pytest.approx(weights))
+    assert metrics.get(f"{OURS}rollout_corr/rollout_is_mean") == (level and pytest.approx(weights))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -261,23 +260,27 @@ def test_micro_batches_of_any_size_add_up_to_the_batch(loss_mode, level, agg, fr
 # -- what is reported --------------------------------------------------------------------------------------------------
 
 
-def test_loss_reports_verls_divergence_the_gap_of_kept_kv_and_on_request_the_difference_that_the_pass_makes():
+def test_loss_reports_verls_divergence_the_gap_of_kept_kv_and_after_a_pass_the_difference_that_it_makes():
     batch = build_batch(5)
     behaviour, current, mask = batch["behaviour"], batch["current"], batch["mask"]
     # Of responses that began under an older version, the newest tokens.
     batch["versions"] = torch.where(batch["response"] > 0, 2, -1)
     batch["versions"][:, 0] = 0
-    metrics = run(batch, from_update=True, version=2, check=True)[2]
+    metrics = run(batch, from_update=True, version=2)[2]
     theirs = compute_offpolicy_metrics(current, behaviour, mask)
-    assert {name: metrics[OURS + name] for name in ("kl", "k3_kl")} == pytest.approx(
+    assert {name: metrics[f"{OURS}rollout_corr/{name}"] for name in ("kl", "k3_kl")} == pytest.approx(
         {name: theirs[name] for name in ("kl", "k3_kl")}, rel=1e-4
     )
     newest = (batch["versions"] == 2) & (mask > 0)
-    gap = metrics[f"{OURS}kv_gap"] / metrics[f"{OURS}kv_gap_share"]
-    assert newest.sum() > 4 and gap == pytest.approx((current - behaviour).abs()[newest].mean().item())
+    for start, how in ((current, {"from_update": True}), (batch["proximal"], {})):
+        figures = run(batch, version=2, **how)[2]
+        gap = figures[f"{OURS}kv_gap"] / figures[f"{OURS}kv_gap_share"]
+        assert newest.sum() > 4 and gap == pytest.approx((start - behaviour).abs()[newest].mean().item())
     moved = (current - batch["proximal"]).abs()[mask > 0].mean().item()
-    assert metrics[f"{OURS}proximal/error"] == pytest.approx(moved)
-    assert f"{OURS}proximal/error" not in run(batch, from_update=True)[2]
+    error = f"{OURS}partial_rollout/proximal/error"
+    checked = run(batch, from_update=True, version=2, check=True)[2]
+    assert checked[error] == pytest.approx(moved) and error not in metrics
+    assert not any("rollout_corr" in key for key in checked), "verl logs its own"
 
 
 @pytest.mark.parametrize("name", [REPORTED, "entropy"])
@@ -285,21 +288,19 @@ def test_loss_reports_verls_divergence_the_gap_of_kept_kv_and_on_request_the_dif
 def test_loss_reports_the_entropy_that_verl_logs_after_a_pass(name, agg):
     batch = build_batch(5)
     verls = agg_loss(batch["current"].square(), batch["mask"], agg, global_batch_size=ROWS)
-    assert run(batch, from_update=True, agg=agg, entropy=name)[2][f"{OURS}entropy"] == pytest.approx(verls.item())
+    assert run(batch, from_update=True, agg=agg, entropy=name)[2][f"{OURS}actor/entropy"] == pytest.approx(verls.item())
 
 
 def test_masked_share_is_told_of_negative_advantages_and_by_age():
     batch = build_batch(7)
     rows, generated, outside = tokens_of(batch)
-    prefix = f"{OURS}trust_region/masked"
     metrics = run(batch, REGION)[2]
-    found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+    found = {key.removeprefix(MASKED): value for key, value in metrics.items() if key.startswith(MASKED)}
     ages = [VERSION - rows["versions"][at] for at in outside]
     counts = {
         "": len(outside),
         "_negative": sum(rows["advantages"][at] < 0 for at in outside),
         "_age_0": ages.count(0),
-        "_age_1": ages.count(1),
         "_age_2_plus": sum(age >= 2 for age in ages),
     }
     assert found == pytest.approx({key: count / len(generated) for key, count in counts.items()})
@@ -353,7 +354,7 @@ def test_batch_where_everything_is_masked_has_no_gradient_and_finite_metrics(mas
         tu.assign_non_tensor(data, batch_num_tokens=0)
     value, gradient, metrics = run(batch, region, data=data)
     assert value == 0 and not gradient.any() and np.isfinite(list(metrics.values())).all()
-    assert masked != "by the region" or metrics[f"{OURS}trust_region/masked"] == pytest.approx(1.0)
+    assert masked != "by the region" or metrics[MASKED] == pytest.approx(1.0)
 
 
 # -- which region, and where ---------------------------------------------------------------------------------------------

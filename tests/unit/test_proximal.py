@@ -6,8 +6,8 @@ from verl.protocol import DataProto
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.loss import WeightLevel, weight_level
-from recipe.partial_rollout.training.proximal import ProximalPolicy, effective_sample_size, needs_pass
+from recipe.partial_rollout.training.loss import UpdateOrder, WeightLevel, weight_level
+from recipe.partial_rollout.training.proximal import ProximalPolicy, needs_pass
 from verl_ext.reported_entropy import ASKED
 
 CORRECTION = type("Correction", (), {"rollout_is": "token", "rollout_is_threshold": 2.0})
@@ -47,13 +47,12 @@ def test_pass_is_left_out_but_in_every_tenth_step_unless_something_needs_it_or_i
 
 
 def test_loss_learns_how_to_weigh_and_gives_the_entropy_where_no_pass_does():
-    told = {loss.PROXIMAL_FROM_UPDATE: True, loss.WEIGHT_LEVEL: "token", loss.WEIGHT_THRESHOLD: 2.0}
     for step, checks in ((11, True), (12, False)):
         batch, recomputed = build_batch(), build_batch(9)
         build().instruct(batch, step)
-        assert batch.meta_info == told | {loss.PROXIMAL_CHECK: checks, ASKED: not checks}
+        assert batch.meta_info == {loss.ORDER: UpdateOrder(step - 1, True, checks, "token", 2.0), ASKED: not checks}
         build(from_update=False).instruct(recomputed, step)
-        assert not recomputed.meta_info
+        assert not recomputed.meta_info[loss.ORDER].from_update and not recomputed.meta_info[ASKED]
     with pytest.raises(RuntimeError, match=r"batch of 9 responses .* = 8\): set partial_rollout.proximal=recompute"):
         build().instruct(build_batch(9), 1)
 
@@ -67,29 +66,29 @@ def test_stand_in_has_the_behaviour_log_probs_and_is_no_view_of_them():
 
 
 def test_figures_of_the_stand_in_give_way_to_the_losses_own():
-    logged = dict.fromkeys(("actor/entropy", "perf/mfu/actor_infer", "rollout_corr/k3_kl"), 0.0)
-    logged |= {"training/rollout_probs_diff_max": 0.0, "training/global_step": 1}
-    made = {"proximal/error": 0.01, "entropy": 0.7, "k3_kl": 0.002, "kv_gap": 0.01, "kv_gap_share": 0.25}
-    made |= {"behaviour_weight/mean": 0.5, "behaviour_weight/square": 1.0}
-    data = logged | {f"actor/partial_rollout/{key}": value for key, value in made.items()}
-    ours = {"proximal/error": 0.01, "behaviour_weight/mean": 0.5, "behaviour_weight/ess": 0.25}
-    ours = {f"partial_rollout/{key}": value for key, value in (ours | {"mismatch/kv_gap_mean": 0.04}).items()}
-    own = {"training/global_step": 1, "actor/entropy": 0.7, "rollout_corr/k3_kl": 0.002}
-    assert build().metrics(data, 2) == own | ours
-    assert build().metrics(data, 11) == logged | ours, "a step with the pass"
-
-
-def test_figures_of_the_weights_are_verls_where_verl_makes_them():
-    logged = {"rollout_corr/rollout_is_mean": 0.9, "rollout_corr/rollout_is_eff_sample_size": 0.8}
-    made = build(from_update=False).metrics(logged, 1)
-    assert made == logged | {"partial_rollout/behaviour_weight/mean": 0.9, "partial_rollout/behaviour_weight/ess": 0.8}
-    assert build().metrics(logged, 1) == logged
+    verls = dict.fromkeys(("actor/entropy", "perf/mfu/actor_infer", "rollout_corr/k3_kl"), 0.0)
+    verls |= {"training/rollout_probs_diff_max": 0.0, "training/global_step": 1}
+    made = {"actor/entropy": 0.7, "rollout_corr/k3_kl": 0.002, "partial_rollout/trust_region/masked": 0.1}
+    weights, gap = (
+        {"rollout_corr/rollout_is_mean": 0.5, loss.WEIGHT_SQUARE: 1.0},
+        {"kv_gap": 0.01, "kv_gap_share": 0.25},
+    )
+    data = verls | {f"actor/logged/{key}": value for key, value in (made | weights | gap).items()}
+    ours = {"rollout_corr/rollout_is_mean": 0.5, "rollout_corr/rollout_is_eff_sample_size": 0.25}
+    gap_mean = {"partial_rollout/mismatch/kv_gap_mean": 0.04}
+    assert build().metrics(data, 2) == {"training/global_step": 1} | made | ours | gap_mean
+    passed = verls | {"actor/logged/kv_gap": 0.01, "actor/logged/kv_gap_share": 0.0}
+    assert build().metrics(passed, 11) == verls, "a step with the pass"
 
 
 def test_effective_sample_size_is_none_of_no_weights_and_never_exceeds_one():
-    assert effective_sample_size(0.0, 0.0) == 0.0
+    def share(mean, square):
+        figures = {f"actor/logged/{loss.WEIGHT_MEAN}": mean, f"actor/logged/{loss.WEIGHT_SQUARE}": square}
+        return build().metrics(figures, 2)["rollout_corr/rollout_is_eff_sample_size"]
+
+    assert share(0.0, 0.0) == 0.0
     # Equal weights, whose means were rounded apart: seen in a training.
-    assert effective_sample_size(1.000000000000128, 1.000000000000128) == 1.0
+    assert share(1.000000000000128, 1.000000000000128) == 1.0
 
 
 def test_losses_with_one_ratio_a_sequence_get_one_weight_a_sequence():

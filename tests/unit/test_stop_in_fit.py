@@ -117,7 +117,7 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     trainer.session = session = session_of(config)
     session.begin()
     session.steps = TrainingSteps(per_epoch=STEPS, epochs=1, total=STEPS, drains=True, filters=False)
-    trainer._phase_started, trainer._measured = None, {}
+    trainer._phase_started = None
     trainer.proximal = ProximalPolicy.of(config, trainer.settings)
     trainer.nodes = ClusterNodes(table=list)
     session.trace, session.ledger = MagicMock(last_round=None), MagicMock()

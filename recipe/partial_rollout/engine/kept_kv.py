@@ -13,7 +13,7 @@ Everything else (validation) has the policy version as its salt. Without ``keep`
 emptied at each interruption and each weight sync.
 
 The tokens after a resumption are sampled from mixed policies: new weights over keys and values of old ones. Their
-behaviour log-probs are the engine's own, so the decoupled loss stays correct; ``kv_gap`` measures the difference.
+behaviour log-probs are the engine's own, so the decoupled loss stays correct; ``kv_gap_mean`` measures the difference.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from uuid import uuid4
 
 if TYPE_CHECKING:
     import torch
-    from tensordict import TensorDict
 
 _MARK = "@"
 
@@ -74,17 +73,3 @@ def newest_of_older(versions: torch.Tensor, version: int) -> torch.Tensor:
     """
     older = ((versions >= 0) & (versions < version)).any(dim=1, keepdim=True)
     return (versions == version) & older
-
-
-def kv_gap(batch: TensorDict, proximal: torch.Tensor, version: int) -> dict[str, float]:
-    """How far kept KV moves the log-probs of the newest tokens, nats in the mean; nothing where there are none.
-
-    Compares engine and trainer on tokens that the weights ``version`` sampled in samples begun by older weights;
-    ``proximal`` [B, R] are the trainer's log-probs under the same weights. So the difference comes from the older KV,
-    and from float rounding.
-
-    Args:
-        batch: with ``rollout_versions`` and ``rollout_log_probs`` [B, R]; version -1 marks tokens not sampled.
-    """
-    gaps = (batch["rollout_log_probs"] - proximal)[newest_of_older(batch["rollout_versions"], version)].abs()
-    return {"mismatch/kv_gap_mean": float(gaps.mean())} if len(gaps) else {}

@@ -8,8 +8,8 @@
 ``w`` is the ``rollout_is_weights`` of verl's rollout correction, capped or masked there (``rollout_is_threshold``: one
 number caps, ``lower_upper`` zeroes what is outside). Without weights this loss raises: it never trains uncorrected.
 
-``corrected_ppo_loss`` is the worker's loss function: it takes the proximal policy from the update's own forward pass if the
-trainer left that to it (``training/proximal.py``), masks what is outside the trust region, then calls verl's ``ppo_loss``.
+``corrected_ppo_loss`` is the worker's loss function: it takes the proximal policy from the update's own forward pass if its
+``UpdateOrder`` says so (``training/proximal.py``), masks what is outside the trust region, then calls verl's ``ppo_loss``.
 Unpickling it in the worker imports this module, which registers ``decoupled_ppo`` there.
 
 **The region.** With one update a batch ``r`` is 1, the clip never acts, and nothing limits ``rho = pi_theta / pi_behav``. A
@@ -49,31 +49,33 @@ from verl_ext.reported_entropy import REPORTED
 
 DECOUPLED_PPO = "decoupled_ppo"
 
-# What the trainer tells the loss, as non-tensor data of the batch.
-TRAINED_VERSION = "trained_version"
-"""int, policy version of the weights before the update"""
-PROXIMAL_FROM_UPDATE = "proximal_from_update"
-"""bool, whether this forward pass gives the proximal log-probs, and the loss makes the weights"""
-PROXIMAL_CHECK = "proximal_check"
-"""bool, whether ``old_log_probs`` are recomputed all the same, to compare"""
-WEIGHT_LEVEL = "behaviour_weight_level"
-"""str, ``rollout_is``; None for no weights"""
-WEIGHT_THRESHOLD = "behaviour_weight_threshold"
+ORDER = "update_order"
+"""non-tensor datum of a batch: its ``UpdateOrder``"""
+REPORTED_AS = "actor/logged/"
+"""before the names under which the loss's metrics are logged; verl would otherwise put its own ``actor/`` there"""
 
-# What the loss tells the trainer where it makes the weights: means over the tokens.
-WEIGHT_MEAN = "behaviour_weight/mean"
-WEIGHT_SQUARE = "behaviour_weight/square"
-KL, K3 = "kl", "k3_kl"
-"""verl's ``rollout_corr/`` metrics of these names"""
+# Means over the tokens of which the trainer logs a ratio.
+WEIGHT_MEAN, WEIGHT_SQUARE = "rollout_corr/rollout_is_mean", "weight_square"
 KV_GAP, KV_GAP_SHARE = "kv_gap", "kv_gap_share"
-ENTROPY = "entropy"
-"""verl's ``actor/entropy``, aggregated as the loss is"""
 
 _READ = "response_mask old_log_probs rollout_log_probs rollout_versions advantages rollout_is_weights"
-"""tensors [B, R] that proximal policy and region read; without the weights if the loss makes them"""
+"""tensors [B, R] that the loss reads; without the weights where it makes them, or there are none"""
 
-METRICS_PREFIX = "actor/partial_rollout/"
-"""prefix of the loss's metrics; verl would otherwise put its own ``actor/`` before them"""
+
+@dataclass(frozen=True, slots=True)
+class UpdateOrder:
+    """What the trainer tells the loss of a batch."""
+
+    version: int
+    """policy version of the weights before the update"""
+    from_update: bool = False
+    """whether this forward pass gives the proximal log-probs, and the loss makes the weights"""
+    check: bool = False
+    """whether verl has recomputed ``old_log_probs`` all the same, and logs what it derives from them"""
+    level: str | None = None
+    """``rollout_correction.rollout_is``; None for no weights"""
+    threshold: str | float | None = None
+    """``rollout_correction.rollout_is_threshold``"""
 
 
 class WeightLevel(StrEnum):
@@ -180,45 +182,43 @@ def corrected_ppo_loss(
     dp_group: Any = None,
     region: BehaviourRegion | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """verl's ``ppo_loss``, on the proximal policy that the batch asks for, inside the region if there is one.
+    """verl's ``ppo_loss``, on the proximal policy that the batch's order names, inside the region if there is one.
 
     Args:
         config, model_output, dp_group: as for ``ppo_loss``.
-        data: a micro-batch. With ``PROXIMAL_FROM_UPDATE``, or for a region, it needs ``TRAINED_VERSION``,
-            ``rollout_log_probs`` and ``rollout_versions`` [B, R].
+        data: a micro-batch, with ``ORDER``, ``rollout_log_probs`` and ``rollout_versions`` [B, R].
         region: None for none.
     """
     data = _divisible(data)
-    from_update = tu.get_non_tensor_data(data, PROXIMAL_FROM_UPDATE, default=False)
-    if not from_update and region is None:
-        return ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
+    order: UpdateOrder = tu.get_non_tensor_data(data, ORDER, default=None)
     padded = data.select(*_READ.split(), strict=False).to_padded_tensor()
     behaviour, mask = padded["rollout_log_probs"], padded["response_mask"]
     current = no_padding_2_padding(model_output["log_probs"], data).detach().to(behaviour.dtype)
-    trained: Any = tu.get_non_tensor_data(data, TRAINED_VERSION, default=None)
+    proximal, weights = padded["old_log_probs"], padded.get("rollout_is_weights", None)
     reported: dict[str, torch.Tensor] = {}
-    if from_update:
-        proximal, weights, reported = current, *_weighted(data, padded, current, trained)
-    else:
-        proximal, weights = padded["old_log_probs"], padded["rollout_is_weights"]
+    if order.from_update:
+        weights, reported = _weighted(order, padded, current)
+        proximal = current
+    newest = newest_of_older(padded["rollout_versions"], order.version)
+    reported |= {KV_GAP: (proximal - behaviour).abs() * newest, KV_GAP_SHARE: newest}
     if region is not None:
         advantages = padded["advantages"]
         outside = region.outside(current, behaviour, advantages, mask)
         assert weights is not None, "a region without weights is refused before Ray starts"
         weights = weights.masked_fill(outside, 0)
-        parts = masked_parts(outside, advantages, age=trained - padded["rollout_versions"])
-        reported |= {f"trust_region/{key}": value for key, value in parts.items()}
+        parts = masked_parts(outside, advantages, age=order.version - padded["rollout_versions"])
+        reported |= {f"partial_rollout/trust_region/{key}": value for key, value in parts.items()}
     corrected = data.clone(recurse=False)
     corrected["old_log_probs"] = proximal
     if weights is not None:
         corrected["rollout_is_weights"] = weights
     loss, metrics = ppo_loss(config=config, model_output=model_output, data=corrected, dp_group=dp_group)
     for key, value in reported.items():
-        metrics[METRICS_PREFIX + key] = _mean_share(value.to(behaviour.dtype), mask, config, "token-mean")
+        metrics[REPORTED_AS + key] = _mean_share(value.to(behaviour.dtype), mask, config, "token-mean")
     entropy = model_output.get(REPORTED, model_output.get("entropy"))
-    if from_update and entropy is not None:
+    if order.from_update and not order.check and entropy is not None:
         entropy = no_padding_2_padding(entropy, data).detach()
-        metrics[METRICS_PREFIX + ENTROPY] = _mean_share(entropy, mask, config, config.loss_agg_mode)
+        metrics[f"{REPORTED_AS}actor/entropy"] = _mean_share(entropy, mask, config, config.loss_agg_mode)
     return loss, metrics
 
 
@@ -235,33 +235,26 @@ def _divisible(data: TensorDict) -> TensorDict:
 
 
 def _weighted(
-    data: TensorDict, padded: TensorDict, current: torch.Tensor, version: int
+    order: UpdateOrder, padded: TensorDict, current: torch.Tensor
 ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
     """Behaviour weights [B, R] of the policy that the update starts from, None for none, and what to report [B, R].
 
     Args:
-        current: [B, R], its log-probs. version: of its weights.
+        current: [B, R], its log-probs.
     """
-    behaviour, mask = padded["rollout_log_probs"], padded["response_mask"]
-    log_ratio = current - behaviour
-    newest = newest_of_older(padded["rollout_versions"], version)
-    reported = {
-        KL: -log_ratio,
-        K3: log_ratio.exp() - log_ratio - 1,
-        KV_GAP: log_ratio.abs() * newest,
-        KV_GAP_SHARE: newest,
-    }
-    if tu.get_non_tensor_data(data, PROXIMAL_CHECK, default=False):
-        reported["proximal/error"] = (current - padded["old_log_probs"]).abs()
-    level: Any = tu.get_non_tensor_data(data, WEIGHT_LEVEL, default=None)
-    if level is None:
-        return None, reported
-    threshold: Any = tu.get_non_tensor_data(data, WEIGHT_THRESHOLD, default=None)
-    weights = _behaviour_weights(log_ratio, mask, level, threshold)
-    return weights, reported | {WEIGHT_MEAN: weights, WEIGHT_SQUARE: weights.square()}
+    log_ratio = current - padded["rollout_log_probs"]
+    weights = None
+    if order.level is not None:
+        weights = _behaviour_weights(log_ratio, padded["response_mask"], order.level, order.threshold)
+    if order.check:
+        return weights, {"partial_rollout/proximal/error": (current - padded["old_log_probs"]).abs()}
+    reported = {"rollout_corr/kl": -log_ratio, "rollout_corr/k3_kl": log_ratio.exp() - log_ratio - 1}
+    if weights is not None:
+        reported |= {WEIGHT_MEAN: weights, WEIGHT_SQUARE: weights.square()}
+    return weights, reported
 
 
-def _behaviour_weights(log_ratio: torch.Tensor, mask: torch.Tensor, level: str, threshold: str | float) -> torch.Tensor:
+def _behaviour_weights(log_ratio: torch.Tensor, mask: torch.Tensor, level: str, threshold: Any) -> torch.Tensor:
     """[B, R], verl's weights for ``log pi_prox - log pi_behav`` of a micro-batch.
 
     verl's function also computes statistics, which fail where no token is generated or every weight is masked, as may be
@@ -333,7 +326,7 @@ def clip_bounds(actor: DictConfig | ActorConfig) -> tuple[float, float]:
 
 
 def masked_parts(outside: torch.Tensor, advantages: torch.Tensor, age: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Metrics of the masked tokens, each [B, R] bool: all, those of a negative advantage, by age.
+    """Metrics of the masked tokens, each [B, R] bool: all, those of a negative advantage, the youngest and the old.
 
     Args:
         outside: [B, R] bool. advantages: [B, R].
@@ -343,7 +336,6 @@ def masked_parts(outside: torch.Tensor, advantages: torch.Tensor, age: torch.Ten
         "masked": outside,
         "masked_negative": outside & (advantages <= 0),
         "masked_age_0": outside & (age <= 0),
-        "masked_age_1": outside & (age == 1),
         "masked_age_2_plus": outside & (age >= 2),
     }
 

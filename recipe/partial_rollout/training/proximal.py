@@ -6,7 +6,8 @@ log-probs, ``pi_theta`` before it moves, and verl's pass over the batch computes
 ``CHECK_EVERY``-th after it: these log what only the pass gives, and the difference that it makes, ``proximal/error``.
 
 In a step without the pass verl's ``fit`` gets the behaviour log-probs in place of the proximal ones. Metrics that it
-derives from them are left out; the loss gives the entropy and those that the recipe reads (``training/loss.py``).
+derives from them are left out; the loss gives the entropy and those that the recipe reads (``training/loss.py``), under
+verl's names.
 """
 
 from __future__ import annotations
@@ -25,11 +26,8 @@ from verl_ext import reported_entropy
 CHECK_EVERY = 10
 """steps between two that run the pass all the same"""
 _READS_OLD_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
-_ENTROPY = "actor/entropy"
-_DERIVED = (_ENTROPY, "perf/mfu/actor_infer")
+_DERIVED = ("actor/entropy", "perf/mfu/actor_infer")
 _DERIVED_PREFIXES = ("rollout_corr/", "training/rollout_")
-_VERLS_WEIGHTS = {"rollout_corr/rollout_is_mean": "mean", "rollout_corr/rollout_is_eff_sample_size": "ess"}
-"""verl's figures of the behaviour weights, where it makes them, and ours"""
 
 
 def needs_pass(config: DictConfig) -> bool:
@@ -50,16 +48,6 @@ def needs_pass(config: DictConfig) -> bool:
         or algorithm.adv_estimator in _READS_OLD_LOG_PROBS
         or OmegaConf.select(config, "actor_rollout_ref.model.lora.dropout")
     )
-
-
-def effective_sample_size(mean: float, square: float) -> float:
-    """Kish's ``(sum w)^2 / (n sum w^2)``, 0 to 1: the share of tokens that, equally weighted, would count as much.
-
-    Args:
-        mean, square: means of the weights and of their squares. If every weight is 0, the result is 0.
-    """
-    # verl averages micro-batches, so rounding can lift the result slightly above 1.
-    return min(1.0, mean * mean / square) if square > 0 else 0.0
 
 
 class ProximalPolicy:
@@ -101,40 +89,34 @@ class ProximalPolicy:
         Raises:
             RuntimeError: one update cannot train the batch, whose later updates would start from other weights.
         """
-        if not self.from_update:
-            return
-        if len(batch) > self._most_rows:
+        if self.from_update and len(batch) > self._most_rows:
             raise RuntimeError(
                 f"a batch of {len(batch)} responses is trained in more than one update "
                 f"(actor.ppo_mini_batch_size * rollout.n = {self._most_rows}): set partial_rollout.proximal=recompute"
             )
-        batch.meta_info[loss.PROXIMAL_FROM_UPDATE] = True
-        batch.meta_info[loss.PROXIMAL_CHECK] = self.recomputes(step)
-        batch.meta_info[reported_entropy.ASKED] = not self.recomputes(step)
-        batch.meta_info[loss.WEIGHT_LEVEL] = self._correction.rollout_is
-        batch.meta_info[loss.WEIGHT_THRESHOLD] = self._correction.rollout_is_threshold
+        check = self.recomputes(step)
+        batch.meta_info[reported_entropy.ASKED] = not check
+        batch.meta_info[loss.ORDER] = loss.UpdateOrder(
+            version=step - 1,
+            from_update=self.from_update,
+            check=check,
+            level=self._correction.rollout_is,
+            threshold=self._correction.rollout_is_threshold,
+        )
 
     def metrics(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """``data`` of step ``step`` without metrics of the stand-in, with the loss's metrics under ``partial_rollout/``."""
+        """``data`` of step ``step`` without metrics of the stand-in; the loss's have the names by which they are logged."""
         drop = not self.recomputes(step)
-        kept, made = {}, {}
-        for key, value in data.items():
-            if drop and (key in _DERIVED or key.startswith(_DERIVED_PREFIXES)):
-                continue
-            if key.startswith(loss.METRICS_PREFIX):
-                made[key.removeprefix(loss.METRICS_PREFIX)] = value
-            else:
-                kept[key] = value
-            if not self.from_update and key in _VERLS_WEIGHTS:
-                made[f"behaviour_weight/{_VERLS_WEIGHTS[key]}"] = value
-        for divergence in (loss.KL, loss.K3):
-            if (value := made.pop(divergence, None)) is not None:
-                kept.setdefault(f"rollout_corr/{divergence}", value)
-        if (entropy := made.pop(loss.ENTROPY, None)) is not None:
-            kept.setdefault(_ENTROPY, entropy)
-        if (square := made.pop(loss.WEIGHT_SQUARE, None)) is not None:
-            made["behaviour_weight/ess"] = effective_sample_size(made[loss.WEIGHT_MEAN], square)
-        share, gap = made.pop(loss.KV_GAP_SHARE, 0.0), made.pop(loss.KV_GAP, 0.0)
+        logged = {
+            key.removeprefix(loss.REPORTED_AS): value
+            for key, value in data.items()
+            if not (drop and (key in _DERIVED or key.startswith(_DERIVED_PREFIXES)))
+        }
+        if (square := logged.pop(loss.WEIGHT_SQUARE, None)) is not None:
+            # Kish's (sum w)^2 / (n sum w^2). verl averages micro-batches, so rounding can lift it slightly above 1.
+            share = min(1.0, logged[loss.WEIGHT_MEAN] ** 2 / square) if square > 0 else 0.0
+            logged["rollout_corr/rollout_is_eff_sample_size"] = share
+        gap, share = logged.pop(loss.KV_GAP, 0.0), logged.pop(loss.KV_GAP_SHARE, 0.0)
         if share:
-            made["mismatch/kv_gap_mean"] = gap / share
-        return kept | {f"partial_rollout/{key}": value for key, value in made.items()}
+            logged["partial_rollout/mismatch/kv_gap_mean"] = gap / share
+        return logged

@@ -28,7 +28,6 @@ from verl.trainer.ppo.utils import need_critic
 import recipe.partial_rollout.engine.replica as replica
 from recipe.partial_rollout.checkpoint.run_checkpoints import claim_retention
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices
-from recipe.partial_rollout.engine.kept_kv import kv_gap
 from recipe.partial_rollout.records.ledger import Stopped
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.context import RolloutContext
@@ -91,7 +90,6 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         super().__init__(config, *args, **kwargs)
         self.step_log = StepLog(config, self.settings, self.total_training_steps)
         self._phase_started: float | None = None
-        self._measured: dict[str, float] = {}
 
     @property
     def settings(self) -> PartialRolloutConfig:
@@ -252,9 +250,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         """Add the recipe's metrics to what verl logs for a step."""
         if "training/global_step" in data:
             self._complete_step()
-        figures = {**self._rollout.take_step_metrics(), **self._measured}
-        ours = {f"partial_rollout/{key}": value for key, value in figures.items()}
-        self._measured = {}
+        ours = {f"partial_rollout/{key}": value for key, value in self._rollout.take_step_metrics().items()}
         return self.step_log.extend({**self.proximal.metrics(data, step), **ours}, step)
 
     def _after_log(self, data: dict[str, Any], step: int) -> None:
@@ -276,10 +272,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float | None]:
         if self.settings.enable and not self.proximal.recomputes(self.global_steps):
             return self.proximal.stand_in(batch), 0.0
-        proximal, flops = super()._compute_old_log_prob(batch)
-        if self.settings.enable:
-            self._measured = kv_gap(batch.batch, proximal.batch["old_log_probs"], self.global_steps - 1)
-        return proximal, flops
+        return super()._compute_old_log_prob(batch)
 
     def _update_critic(self, batch: DataProto) -> DataProto:
         output = super()._update_critic(batch)
@@ -290,7 +283,6 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         if self.settings.enable:
-            batch.meta_info[loss.TRAINED_VERSION] = self.global_steps - 1
             self.proximal.instruct(batch, self.global_steps)
         output = super()._update_actor(batch)
         self._complete_step()

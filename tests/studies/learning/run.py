@@ -31,7 +31,7 @@ SERIES = {
     "kl": ("rollout_corr/kl",),
     "k3_kl": ("rollout_corr/k3_kl",),
     "grad_norm": ("actor/grad_norm",),
-    "ess": ("partial_rollout/behaviour_weight/ess",),
+    "ess": ("rollout_corr/rollout_is_eff_sample_size", "partial_rollout/behaviour_weight/ess"),
     "masked": ("partial_rollout/trust_region/masked",),
 }
 """by name: verl's or the recipe's metric of a step, whichever the trainer logs"""
