@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.partial_rollout.rollout.slots import ReplicaSlots, SampleSizes
+from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from verl_ext.vllm_preemptions import preemptions_of
 
 PROMPT, BLOCK = [4, 7, 8, 9, 10, 11], 32
@@ -27,7 +27,7 @@ def scarce(on_engine):
         await engine.get_supported_tasks()
         found = SimpleNamespace(tokens=kv_tokens_of(engine.vllm_config))
         found.ended = {by: await order_of_ends(engine, by) for by in ("dispatch", "arrival")}
-        found.slots = ReplicaSlots(SEATS, given=False, kv_tokens=found.tokens, sizes=SampleSizes(len(PROMPT), LONGEST))
+        found.slots = ReplicaSlots(SEATS, given=False, kv_tokens=found.tokens, prompt=len(PROMPT), response=LONGEST)
         found.of_all_seats = await preempted(engine, "all", SEATS)
         found.of_the_rule = await preempted(engine, "rule", found.slots.per_replica)
         return found

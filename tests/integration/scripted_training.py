@@ -15,9 +15,8 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.output_store import RayObjects
 from recipe.partial_rollout.rollout.driver import Driver
-from recipe.partial_rollout.rollout.ended_calls import EndedCalls
 from recipe.partial_rollout.rollout.guard import Guard
-from recipe.partial_rollout.rollout.slots import ReplicaSlots, SampleSizes
+from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.step_book import StepBook
 from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
@@ -92,7 +91,7 @@ async def nothing(*_):
 
 
 class Nothing:
-    announce_restarted = reckon = nothing
+    announce_restarted = nothing
 
 
 def rows(count, mean_length):
@@ -126,7 +125,7 @@ class ScriptedTraining:
         filters = settings.group_filter is not None
         session.offer(loader, TrainingSteps(steps, 1, steps, drains=True, filters=filters))
         control = Control(lambda: self.pool)
-        slots = ReplicaSlots(4, given=True, kv_tokens=None, sizes=SampleSizes(4, 64))
+        slots = ReplicaSlots(4, given=True, kv_tokens=None, prompt=4, response=64)
         context = session.open(control, slots, [], "scripted")
         store, manager = RayObjects(30.0), ray.remote(ManagerActor).options(num_cpus=0)
         self.manager = manager.remote(settings, store)
@@ -138,9 +137,7 @@ class ScriptedTraining:
 
         self.pool = WorkerPool(self.workers, None, connect, 0, settings.deadlines, session.stop)
         guard = Guard(context, self.manager, self.pool)
-        calls = EndedCalls(guard.ask)
-        book = StepBook(context)
-        self.driver = Driver(context, self.manager, store, self.pool, Nothing(), Nothing(), calls, book, guard=guard)
+        self.driver = Driver(context, self.manager, store, self.pool, Nothing(), StepBook(context), guard)
         session.connect(self.driver)
         finished(self.pool.start())
         if session.resume_from is not None:

@@ -15,8 +15,9 @@ WAITS = {"within", "watched", "wait", "wait_batch", "wait_for"}
 """``waits.within``, ``weight_transfer.watched``, the guard's two; asyncio's own, which takes seconds"""
 
 ENDED_BY = {
-    "rollout/driver.py __init__": "Progress, for whose answer nobody waits",
     "rollout/driver.py _begin_version": "_begun, by the guard",
+    "rollout/driver.py _stands": "the progress line, for whose answer nobody waits",
+    "rollout/driver.py finish_step": "the guard, in the next line",
     "rollout/guard.py wait_batch": "_watch_manager_and_workers",
     "rollout/guard.py _watch_engines": "_watch_manager_and_workers, beside it",
     "rollout/guard.py _look_after": "whoever waits meanwhile: a trainer that hangs is awaited by nobody in a round",
@@ -26,11 +27,10 @@ ENDED_BY = {
     "rollout/workers.py ask": "WorkerPool._answer",
     "rollout/workers.py ask_each": "WorkerPool._answer",
     "rollout/workers.py begin": "WorkerPool._answer",
-    "rollout/workers.py reckon": "within interrupt_s, two lines on",
     "rollout/workers.py replace": "WorkerPool._answer",
     "training/agent_loop_manager.py _spawn": "nobody waits: makes an actor",
     "training/agent_loop_manager.py _start_manager": "nobody waits: makes an actor",
-    "training/agent_loop_manager.py _taken_calls": "within interrupt_s, two lines on",
+    "training/agent_loop_manager.py _take_calls": "within interrupt_s, two lines on",
     "training/agent_loop_manager.py introduce": "WorkerPool._start, within start_s",
     "training/weight_transfer.py _meet": "watched, by stage",
     "training/weight_transfer.py load": "watched, four lines on",

@@ -16,7 +16,6 @@ from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.rollout import driver
 from recipe.partial_rollout.rollout.driver import Driver, RolloutState
-from recipe.partial_rollout.rollout.ended_calls import EndedCalls
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
@@ -34,7 +33,7 @@ class Pool:
     restarted = 0
 
     def __init__(self, worker):
-        self.worker = worker
+        self.worker, self.calls = worker, []
 
     async def open_round(self):
         self.worker.open_round()
@@ -49,7 +48,7 @@ class Pool:
         return await asyncio.gather(*asked)
 
     async def ask(self, verb):
-        return []
+        return [self.calls] if verb == "take_calls" else []
 
     async def ended(self):
         await asyncio.sleep(1e6)
@@ -99,11 +98,11 @@ class Life:
             trainers=[],
             last_step=last_step,
             engine_metrics=AsyncMock(return_value={}),
+            slots=MagicMock(**{"reckon.return_value": False}),
         )
-        manager, pool, others = Local(self.manager), Pool(self.worker), AsyncMock()
-        guard = Guard(context, manager, pool)
-        calls = EndedCalls(guard.ask)
-        self.driver = Driver(context, manager, InProcess(), pool, others, others, calls, self.book, guard=guard)
+        manager, self.pool, others = Local(self.manager), Pool(self.worker), AsyncMock()
+        guard = Guard(context, manager, self.pool)
+        self.driver = Driver(context, manager, InProcess(), self.pool, others, self.book, guard)
 
     async def start(self):
         self.worker.connect("w0", Local(self.manager), 4, ReplicaChoice({}))
@@ -256,13 +255,13 @@ async def test_nothing_runs_before_the_training_begins():
         assert one.source.left == 2
 
 
-async def test_calls_of_training_samples_wait_for_their_step_and_validation_gets_its_own():
-    samples = ("0/0#0", "a4f0", "a4f1")
-    taken = [[[EngineCall("r0", 0.0, 1.0, 1, 0, sample=sample) for sample in samples]], [[]], [[]]]
-    calls = EndedCalls(AsyncMock(side_effect=taken))
-    others, training, left = await calls.take_others(), await calls.take_training(), await calls.take_others()
-    assert [c.sample for c in others] == ["a4f0", "a4f1"]
-    assert [c.sample for c in training] == ["0/0#0"] and left == ()
+@both
+async def test_step_is_booked_with_the_calls_of_training_samples_alone(placement):
+    async with life(5, 5, 5, 5, placement=placement) as one:
+        samples = ("0/0#0", "a4f0", "a4f1")
+        one.pool.calls = [EngineCall("r0", 0.0, 1.0, 1, 0, sample=sample) for sample in samples]
+        await one.step(1)
+        assert [call.sample for call in one.book.note.call_args.args[2]] == ["0/0#0"]
 
 
 async def test_separate_step_is_booked_from_the_batch_before_to_this_one():

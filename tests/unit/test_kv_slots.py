@@ -4,19 +4,18 @@ import asyncio
 import math
 import re
 from types import SimpleNamespace
-from unittest.mock import AsyncMock, MagicMock, Mock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
 from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.rollout.context import RolloutContext
-from recipe.partial_rollout.rollout.slots import KV_SHARE, ReplicaSlots, SampleSizes
-from recipe.partial_rollout.rollout.workers import WorkerShares
+from recipe.partial_rollout.rollout.slots import KV_SHARE, ReplicaSlots
 
 
 def slots(most=128, *, given=False, kv=21_504, prompt=64, response=1024):
-    return ReplicaSlots(most, given=given, kv_tokens=kv, sizes=SampleSizes(prompt, response))
+    return ReplicaSlots(most, given=given, kv_tokens=kv, prompt=prompt, response=response)
 
 
 def call(tokens, context):
@@ -59,18 +58,15 @@ def test_slots_follow_the_context_that_is_measured_unless_the_change_is_small(ca
 
 
 def test_workers_get_their_part_of_the_slots_that_were_reckoned_anew():
-    chosen, control, manager = slots(), MagicMock(), Mock()
+    chosen, control = slots(), MagicMock()
     control.__len__.return_value = 2
     control.new_preemptions = AsyncMock(side_effect=[4, None])
-    manager.resize_workers.remote = AsyncMock()
     settings = SimpleNamespace(batch_samples=96, deadlines=Deadlines())
     context = RolloutContext(settings, control, chosen, *[None] * 5, steps_per_epoch=1, last_step=1)
-    workers = WorkerShares(chosen, 2, 3, manager, 5.0)
-    assert context.full_concurrency == 74 and workers.per_worker == math.ceil(74 / 3)
+    assert context.full_concurrency == 74 and context.slots_of_a_worker(3) == math.ceil(74 / 3)
     assert asyncio.run(context.engine_metrics()) == {"rollout/slots_per_replica": 37, "rollout/preemptions": 4}
-    for _ in range(2):
-        asyncio.run(workers.reckon((call(100, 64), call(300, 114))))
-    assert workers.per_worker == 50, "two replicas with 75 slots, three workers"
-    manager.resize_workers.remote.assert_called_once_with(50)
+    changed = [chosen.reckon((call(100, 64), call(300, 114))) for _ in range(2)]
+    assert changed == [True, False], "the manager is told once"
+    assert context.slots_of_a_worker(3) == 50, "two replicas with 75 slots, three workers"
     assert context.full_concurrency == 96, "a batch has no more"
     assert asyncio.run(context.engine_metrics()) == {"rollout/slots_per_replica": 75}

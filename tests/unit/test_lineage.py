@@ -16,7 +16,7 @@ from recipe.partial_rollout.records.calls import RolloutPhase
 from recipe.partial_rollout.records.ledger import Admitted, Trained
 from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup
-from recipe.partial_rollout.rollout.slots import ReplicaSlots, SampleSizes
+from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.run_record import load_run
 from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
@@ -63,7 +63,7 @@ def live(tmp_path, resolved_config, monkeypatch):
         session = RunSession(PartialRolloutConfig.from_config(config), directory, mode, path and str(path), keep)
         session.offer([], TrainingSteps(STEPS, 1, STEPS, drains=True, filters=False))
         session.begin()
-        slots = ReplicaSlots(4, given=True, kv_tokens=None, sizes=SampleSizes(4, 64))
+        slots = ReplicaSlots(4, given=True, kv_tokens=None, prompt=4, response=64)
         session.source = session.source and SimpleNamespace(state_dict=dict)
         session.open(Control([1]), slots, [], "scripted")
         if arm == "PR":

@@ -28,9 +28,6 @@ async def test_round_of_a_dataset_without_verls_columns_is_noted(monkeypatch, co
     async def generate(self, prompts):
         return batch
 
-    async def forever(*_):
-        await nothing()
-
     monkeypatch.setattr(AgentLoopManager, "generate_sequences", generate)
     manager, rounds = object.__new__(ObservedAgentLoopManager), []
     settings = SimpleNamespace(batch_groups=2, samples_per_group=1, failures=FailureLimits())
@@ -38,11 +35,11 @@ async def test_round_of_a_dataset_without_verls_columns_is_noted(monkeypatch, co
         settings=settings,
         steps_per_epoch=1,
         trace=SimpleNamespace(round=rounds.append),
+        control=SimpleNamespace(load=nothing),
         slots=SimpleNamespace(reckon=lambda calls: None),
         full_concurrency=2,
         engine_metrics=nothing,
     )
     manager._take_calls = lambda: nothing()
-    manager._progress = SimpleNamespace(show=forever)
     await manager.generate_sequences(batch)
     assert len(rounds) == 1 and len({group.prompt for group in rounds[0].trained}) == 1

@@ -2,18 +2,16 @@
 
 import asyncio
 import logging
+import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.manager.messages import Standing
 from recipe.partial_rollout.rollout import progress
-from recipe.partial_rollout.rollout.progress import ProgressLine
+from recipe.partial_rollout.rollout.progress import show_round
 from recipe.partial_rollout.waits import beside
-
-SETTINGS = SimpleNamespace(batch_groups=4)
 
 
 class Engines:
@@ -45,14 +43,14 @@ async def standing():
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ((Engines(), standing), ("step 5 | 2 of 4 groups ready | running 3 | ", " tok/s | oldest 1 version | ")),
-        ((Engines(),), ("step 5 | running 3 | ",)),
-        ((Engines(fails=True),), ("step 5 | 0 s",)),
+        ((Engines().load, standing), ("step 5 | 2 of 4 groups ready | running 3 | ", " tok/s | oldest 1 version | ")),
+        ((Engines().load,), ("step 5 | running 3 | ",)),
+        ((Engines(fails=True).load,), ("step 5 | 0 s",)),
     ],
     ids=["PR", "noPR has no manager", "nobody answers"],
 )
 async def test_a_log_gets_a_line_every_so_often_while_the_round_goes_on(lines, asked, says):
-    round_ = beside(asyncio.sleep(0.15, "batch"), ProgressLine(SETTINGS, *asked).show(5, time.monotonic()))
+    round_ = beside(asyncio.sleep(0.15, "batch"), show_round(5, time.monotonic(), 4, *asked))
     assert await round_ == "batch" and 2 <= len(lines) <= 7
     assert all(line.startswith(says[0]) and says[-1] in line for line in lines)
 
@@ -65,22 +63,21 @@ async def test_a_failed_round_ends_the_watch(lines):
         raise RuntimeError("stalled")
 
     with pytest.raises(RuntimeError, match="stalled"):
-        await beside(round_(), ProgressLine(SETTINGS, engines).show(1, time.monotonic()))
+        await beside(round_(), show_round(1, time.monotonic(), 4, engines.load))
     asked = engines.asked
     await asyncio.sleep(0.05)
     assert engines.asked == asked > 0
 
 
 async def test_a_terminal_has_one_line_that_is_taken_away(monkeypatch, capsys):
-    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(progress, "_TERMINAL_S", 0.02)
-    watch = ProgressLine(SETTINGS, Engines())
-    await beside(asyncio.sleep(0.1), watch.show(5, time.monotonic()))
+    await beside(asyncio.sleep(0.1), show_round(5, time.monotonic(), 4, Engines().load))
     await asyncio.sleep(0)
     printed = capsys.readouterr()
     assert printed.out == "" and "step 5 | running 3 | " in printed.err
     assert printed.err.count("\n") == printed.err.count("\x1b[A"), "each step down is taken back: one line in place"
-    assert watch._line._bar is None
+    assert not progress.tqdm._instances
 
 
 def test_recipes_warnings_reach_the_terminal_although_a_library_has_muted_the_root_logger(monkeypatch, capsys):

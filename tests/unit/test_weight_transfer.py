@@ -125,7 +125,7 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
     context = SimpleNamespace(settings=settings, control=control, trace=versions, source=versions.source, last_step=99)
     pool = SimpleNamespace(ended=lambda: asyncio.sleep(1e6), open_round=nothing)
     roster, guard = SimpleNamespace(announce_restarted=nothing), Guard(context, versions, pool)
-    driver = Driver(context, versions, None, pool, roster, None, None, None, guard)
+    driver = Driver(context, versions, None, pool, roster, None, guard)
     driver.begin()
     trainers = Trainers(replicas, log, **(trainer or {}))
     verls = verls_manager(backend, ShmCheckpointEngine, trainers, replicas)

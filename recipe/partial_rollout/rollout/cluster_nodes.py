@@ -65,15 +65,17 @@ class ClusterNodes:
 
     def lost(self) -> list[str]:
         """Name, address and reason of each node that has died since; none if Ray itself no longer answers."""
-        reasons = [(node, self._reason(node)) for node in self._nodes()]
-        return [f"{_name(node)}: {reason}" for node, reason in reasons if reason is not None]
-
-    def _reason(self, node: dict[str, Any]) -> str | None:
-        if not node["Alive"]:
-            return " ".join(node.get("DeathReasonMessage", "").split()) or "Ray gives no reason"
-        if not self._answers(node["NodeManagerAddress"], node["NodeManagerPort"]):
-            return "its raylet does not answer"
-        return None
+        found = []
+        for node in self._nodes():
+            name, address = node["NodeName"], node["NodeManagerAddress"]
+            # Without ``ray start --node-name`` a node's name is its address.
+            place = address if name in ("", address) else f"{name} ({address})"
+            if not node["Alive"]:
+                reason = " ".join(node.get("DeathReasonMessage", "").split())
+                found.append(f"{place}: {reason or 'Ray gives no reason'}")
+            elif not self._answers(address, node["NodeManagerPort"]):
+                found.append(f"{place}: its raylet does not answer")
+        return found
 
     def blame(self, error: Exception, remedy: str) -> None:
         """Return if all nodes live.
@@ -90,9 +92,3 @@ class ClusterNodes:
             raise NodeLostError(
                 f"Ray lost node{plural} {'; '.join(lost)}. The run ends with {one_line(error).rstrip('.')}; {remedy}"
             ) from error
-
-
-def _name(node: dict[str, Any]) -> str:
-    """As ``ray start --node-name`` has it; without the option, a node's name is its address."""
-    name, address = node["NodeName"], node["NodeManagerAddress"]
-    return address if name in ("", address) else f"{name} ({address})"

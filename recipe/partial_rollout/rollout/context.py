@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,10 @@ class RolloutContext:
     steps_per_epoch: int
     last_step: int
     """last step of the training; no version is rolled out after it"""
+
+    def slots_of_a_worker(self, workers: int) -> int:
+        """The share of the replicas' slots that each of ``workers`` has."""
+        return math.ceil(self.slots.per_replica * len(self.control) / workers)
 
     @property
     def full_concurrency(self) -> int:

@@ -33,20 +33,19 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe.partial_rollout.manager.messages import StepAccount, VersionStart
+from recipe.partial_rollout.manager.messages import Standing, StepAccount, VersionStart
 from recipe.partial_rollout.manager.output_store import OutputStore, fetch_groups
 from recipe.partial_rollout.manager.types import Prompt, TakenGroup
-from recipe.partial_rollout.rollout.progress import ProgressLine
+from recipe.partial_rollout.rollout.progress import show_round
 from recipe.partial_rollout.rollout.step_book import StepBatch, StepBook
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.waits import result_of
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.context import RolloutContext
-    from recipe.partial_rollout.rollout.ended_calls import EndedCalls
     from recipe.partial_rollout.rollout.guard import Guard
     from recipe.partial_rollout.rollout.replicas import ReplicaRoster
-    from recipe.partial_rollout.rollout.workers import WorkerPool, WorkerShares
+    from recipe.partial_rollout.rollout.workers import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +73,6 @@ class Driver:
         store: holds the outputs of finished samples.
         pool: the agent-loop workers, connected to ``manager``.
         roster: announces restarted replicas.
-        shares: slots of each worker.
-        calls: the engine calls that ended.
         book: books what is trained.
         guard: of all waits.
     """
@@ -87,8 +84,6 @@ class Driver:
         store: OutputStore,
         pool: WorkerPool,
         roster: ReplicaRoster,
-        shares: WorkerShares,
-        calls: EndedCalls,
         book: StepBook,
         guard: Guard,
     ) -> None:
@@ -96,11 +91,7 @@ class Driver:
         self._stops = not context.settings.separate
         """whether the engines stop after each batch"""
         self._manager, self._store = manager, store
-        self._pool, self._roster, self._shares = pool, roster, shares
-        self._calls, self._book, self._guard = calls, book, guard
-        self._progress = ProgressLine(
-            context.settings, context.control, standing=lambda: result_of(manager.standing.remote())
-        )
+        self._pool, self._roster, self._book, self._guard = pool, roster, book, guard
         self._state = RolloutState.QUIET
         self._trains = False
         """whether ``begin`` was called"""
@@ -239,7 +230,7 @@ class Driver:
         try:
             ready = await self._guard.wait_batch(
                 lambda: self._manager.wait_batch.remote(self._stops),
-                lambda: self._progress.show(step, began),
+                lambda: show_round(step, began, context.settings.batch_groups, self._control.load, self._stands),
             )
         except StopTraining:
             await self._suspend()
@@ -262,6 +253,9 @@ class Driver:
             self._begin_version(step)
         return groups
 
+    async def _stands(self) -> Standing:
+        return await self._manager.standing.remote()
+
     async def _start_round(self, step: int) -> None:
         """Colocated: begin the version unless that is done, and open the engines to its samples."""
         await self._announce_restarted()
@@ -277,7 +271,7 @@ class Driver:
         Raises:
             RuntimeError: the trainer has no batch.
         """
-        batch = self._batch
+        batch, context = self._batch, self._context
         if batch is None:
             raise RuntimeError("the trainer has no batch: there is nothing to finish")
         if self._state is RolloutState.REPORTING:
@@ -285,7 +279,9 @@ class Driver:
             reported_at = await self._collect()
             batch.waits["collect_s"] = max(0.0, reported_at - batch.until)
             batch.waits["flush_s"] = time.time() - waiting_since
-        calls = await self._calls.take_training()
+        # Validation's have other names, and may have been made beside.
+        ended = await self._guard.ask("take_calls")
+        calls = [call for calls in ended for call in calls if "#" in call.sample]
         if self._stops:
             first_call = min((call.start for call in calls), default=batch.opened_at)
             batch.waits["resume_s"] = max(0.0, first_call - batch.opened_at)
@@ -300,9 +296,12 @@ class Driver:
         self._figures = {
             **self._book.note(batch, account, calls),
             "failures/workers_restarted_total": self._pool.restarted,
-            **await self._context.engine_metrics(),
+            **await context.engine_metrics(),
         }
-        await self._shares.reckon(calls)
+        if context.slots.reckon(calls):
+            # Samples that are granted keep their slots.
+            resizing = self._manager.resize_workers.remote(context.slots_of_a_worker(len(self._pool)))
+            await self._guard.wait(resizing, "telling the manager of the workers' slots")
         self._batch = None
 
     def take_step_metrics(self) -> dict[str, float]:

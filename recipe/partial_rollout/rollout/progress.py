@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.messages import Standing
 from recipe.partial_rollout.waits import one_line
 
@@ -30,104 +27,57 @@ _EACH_UP_TO = 8
 _TERMINAL_S, _LOG_S = 1.0, 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Glimpse:
-    """An open round at one moment.
+def round_line(
+    step: int, seconds: float, batch_groups: int, standing: Standing | None, load: Load, tokens_per_s: float | None
+) -> str:
+    """An open round at one moment; what is None or empty did not answer (noPR has no manager).
 
-    >>> Glimpse(7, 64, 143.2, Standing(37, 240, 2), {"a": (118, 0), "b": (122, 0)}, 5310.4).line
+    >>> round_line(7, 143.2, 64, Standing(37, 240, 2), {"a": (118, 0), "b": (122, 0)}, 5310.4)
     'step 7 | 37 of 64 groups ready | running 118 + 122 | 5,310 tok/s | oldest 2 versions | 143 s'
     """
-
-    step: int
-    batch_groups: int
-    seconds: float
-    """since the round opened"""
-    standing: Standing | None
-    """None under noPR, and if the manager did not answer"""
-    load: Load
-    tokens_per_s: float | None
-    """since the last glimpse; None if the replicas did not answer"""
-
-    @property
-    def line(self) -> str:
-        parts = [f"step {self.step}"]
-        if self.standing is not None:
-            parts.append(f"{self.standing.ready_groups} of {self.batch_groups} groups ready")
-        if self.load:
-            parts.append(f"running {self._running}")
-        if self.tokens_per_s is not None:
-            parts.append(f"{self.tokens_per_s:,.0f} tok/s")
-        if self.standing is not None:
-            parts.append(f"oldest {self.standing.oldest} version{'' if self.standing.oldest == 1 else 's'}")
-        return " | ".join([*parts, f"{self.seconds:.0f} s"])
-
-    @property
-    def _running(self) -> str:
-        counts = [running for running, _ in self.load.values()]
-        if len(counts) <= _EACH_UP_TO:
-            return " + ".join(map(str, counts))
-        return f"{sum(counts)} on {len(counts)} replicas ({min(counts)} to {max(counts)})"
+    running = [count for count, _ in load.values()]
+    parts = [f"step {step}"]
+    if standing is not None:
+        parts.append(f"{standing.ready_groups} of {batch_groups} groups ready")
+    if len(running) > _EACH_UP_TO:
+        parts.append(f"running {sum(running)} on {len(running)} replicas ({min(running)} to {max(running)})")
+    elif running:
+        parts.append(f"running {' + '.join(map(str, running))}")
+    if tokens_per_s is not None:
+        parts.append(f"{tokens_per_s:,.0f} tok/s")
+    if standing is not None:
+        parts.append(f"oldest {standing.oldest} version{'' if standing.oldest == 1 else 's'}")
+    return " | ".join([*parts, f"{seconds:.0f} s"])
 
 
-class LiveLine:
-    """Where the line goes."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self.every_s = _TERMINAL_S if self._terminal else _LOG_S
-        self._bar: Any = None
-
-    def show(self, line: str) -> None:
-        """Show ``line``: below verl's progress bar on a terminal, else printed."""
-        if not self._terminal:
-            tqdm.write(line)
-            return
-        if self._bar is None:
-            self._bar = tqdm(total=0, position=1, leave=False, bar_format="{desc}", dynamic_ncols=True)
-        self._bar.set_description_str(line)
-
-    def clear(self) -> None:
-        """Take the line off the terminal."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-
-class ProgressLine:
-    """Shows rounds while they go on.
+async def show_round(
+    step: int,
+    began: float,
+    batch_groups: int,
+    load: Callable[[], Awaitable[Load]],
+    standing: Callable[[], Awaitable[Standing]] | None = None,
+) -> None:
+    """Show the round of ``step``, for ever: below verl's progress bar on a terminal, else printed.
 
     Args:
-        control: of the replicas (``ServerControl``).
+        began: when, ``time.monotonic``.
+        load: asks the replicas (``ServerControl.load``).
         standing: asks the manager; None under noPR.
     """
-
-    def __init__(
-        self,
-        settings: PartialRolloutConfig,
-        control: Any,
-        standing: Callable[[], Awaitable[Standing]] | None = None,
-    ) -> None:
-        self._batch_groups = settings.batch_groups
-        self._control = control
-        self._standing = standing
-        self._line = LiveLine()
-
-    async def show(self, step: int, began: float) -> None:
-        """Show the round of ``step``, for ever; ``began``: when, ``time.monotonic``."""
-        before, last = time.monotonic(), await self._load()
-        try:
-            while True:
-                await asyncio.sleep(self._line.every_s)
-                standing = await _answer(self._standing) if self._standing is not None else None
-                load, now = await self._load(), time.monotonic()
-                rate = decoded_between(last, load) / (now - before) if last and load else None
-                self._line.show(Glimpse(step, self._batch_groups, now - began, standing, load, rate).line)
-                before, last = now, load
-        finally:
-            self._line.clear()
-
-    async def _load(self) -> Load:
-        return await _answer(lambda: self._control.load()) or {}
+    before, last = time.monotonic(), await _answer(load) or {}
+    # tqdm switches it off where there is no terminal.
+    with tqdm(total=0, position=1, leave=False, bar_format="{desc}", dynamic_ncols=True, disable=None) as bar:
+        while True:
+            await asyncio.sleep(_LOG_S if bar.disable else _TERMINAL_S)
+            stands = await _answer(standing) if standing is not None else None
+            loads, now = await _answer(load) or {}, time.monotonic()
+            rate = decoded_between(last, loads) / (now - before) if last and loads else None
+            line = round_line(step, now - began, batch_groups, stands, loads, rate)
+            if bar.disable:
+                tqdm.write(line)
+            else:
+                bar.set_description_str(line)
+            before, last = now, loads
 
 
 def decoded_between(before: Load, after: Load) -> int:

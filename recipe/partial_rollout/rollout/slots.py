@@ -15,12 +15,9 @@ if all samples reach their cap. Kept for the whole run, that would cost a quarte
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Self
 
 from tqdm import tqdm
 
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.calls import EngineCall
 
 KV_SHARE = 0.8
@@ -29,35 +26,21 @@ _NOTABLE = 0.05
 """smallest change of the slots that is made, as a share"""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleSizes:
-    """Longest prompt and response that the configuration allows, tokens."""
-
-    prompt: int
-    response: int
-
-    @property
-    def first_guess(self) -> int:
-        """Context that a sample holds on average if it reaches its cap."""
-        return self.prompt + -(-self.response // 2)
-
-
 class ReplicaSlots:
     """The slots of each replica; unless the user gave a number, they follow the lengths from round to round.
 
     Args:
         most: ``partial_rollout.slots_per_replica`` where ``given``, else ``rollout.max_num_seqs``.
         kv_tokens: tokens that the smallest KV cache of all replicas holds; None: unknown.
+        prompt, response: tokens of the longest that the configuration allows.
     """
 
-    def __init__(self, most: int, *, given: bool, kv_tokens: int | None, sizes: SampleSizes) -> None:
-        self._most, self._given, self._kv_tokens, self._sizes = most, given, kv_tokens, sizes
-        self.per_replica = most if given or kv_tokens is None else self._that_fit(sizes.first_guess)
-
-    @classmethod
-    def of(cls, settings: PartialRolloutConfig, kv_tokens: int | None, sizes: SampleSizes) -> Self:
-        """The slots that ``settings`` ask for, or that the KV cache allows if the user gives no number."""
-        return cls(settings.slots_per_replica, given=settings.slots_given, kv_tokens=kv_tokens, sizes=sizes)
+    def __init__(self, most: int, *, given: bool, kv_tokens: int | None, prompt: int, response: int) -> None:
+        self._most, self._given, self._kv_tokens = most, given, kv_tokens
+        self._prompt, self._response = prompt, response
+        self._guess = prompt + -(-response // 2)
+        """tokens that a sample holds on average if it reaches its cap"""
+        self.per_replica = most if given or kv_tokens is None else self._that_fit(self._guess)
 
     def _that_fit(self, tokens: float) -> int:
         assert self._kv_tokens is not None
@@ -68,34 +51,34 @@ class ReplicaSlots:
         said = f"slots per replica: {self.per_replica}"
         if self._kv_tokens is None:
             return f"{said} (the engine does not say how many tokens its KV cache holds)"
-        guess = self._sizes.first_guess
         why = (
-            f"KV cache holds {self._kv_tokens:,} tokens, a sample is estimated at {guess:,} = "
-            f"prompt_length {self._sizes.prompt:,} + response_length {self._sizes.response:,} / 2"
+            f"KV cache holds {self._kv_tokens:,} tokens, a sample is estimated at {self._guess:,} = "
+            f"prompt_length {self._prompt:,} + response_length {self._response:,} / 2"
         )
         if not self._given:
             return f"{said} ({why} until rounds are measured; rollout.max_num_seqs={self._most})"
-        if self._kv_tokens >= self.per_replica * guess:
+        if self._kv_tokens >= self.per_replica * self._guess:
             return f"{said} (partial_rollout.slots_per_replica; {why})"
         return (
-            f"{said} (partial_rollout.slots_per_replica; WARNING: {why}: it holds {self._kv_tokens // guess} such "
+            f"{said} (partial_rollout.slots_per_replica; WARNING: {why}: it holds {self._kv_tokens // self._guess} such "
             f"samples, and further ones are preempted; partial_rollout.slots_per_replica=null follows the KV cache)"
         )
 
-    def reckon(self, calls: Iterable[EngineCall]) -> None:
-        """Adjust the slots to the calls of a step; a line says so if they changed."""
+    def reckon(self, calls: Iterable[EngineCall]) -> bool:
+        """Adjust the slots to the calls of a step; returns whether they changed, which a line says."""
         if self._given or self._kv_tokens is None:
-            return
+            return False
         decoded = [(call.tokens, call.context_tokens + call.tokens / 2) for call in calls if call.context_tokens]
         tokens = sum(count for count, _ in decoded)
         if not tokens:
-            return
+            return False
         mean = sum(count * context for count, context in decoded) / tokens
         fit = self._that_fit(mean / KV_SHARE)
         if abs(fit - self.per_replica) < max(1, _NOTABLE * self.per_replica):
-            return
+            return False
         self.per_replica = fit
         tqdm.write(
             f"slots per replica: {fit} from here on (samples held {mean:,.0f} tokens on average while decoding, the KV "
             f"cache holds {self._kv_tokens:,}; rollout.max_num_seqs={self._most})"
         )
+        return True

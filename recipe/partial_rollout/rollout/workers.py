@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,8 +17,6 @@ import ray
 from ray.exceptions import RayActorError
 
 from recipe.partial_rollout.config.sections import Deadlines
-from recipe.partial_rollout.records.calls import EngineCall
-from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.waits import NoAnswerError, answer_of, is_out_of_reach, one_line, result_of, within
 
@@ -67,6 +64,9 @@ class WorkerPool:
         """why a worker was ended"""
         self._wakes: set[Callable[[], object]] = set()
         self._open = False
+
+    def __len__(self) -> int:
+        return len(self._workers)
 
     @property
     def restarted(self) -> int:
@@ -209,30 +209,3 @@ class WorkerPool:
                 self._silent[i] = f"did not answer {verb.strip('_')} within {late.seconds:g} s ({limit}) and was ended"
                 self._kill(worker)
             return []
-
-
-class WorkerShares:
-    """Shares the replicas' slots among the workers, and follows them from step to step.
-
-    Args:
-        slots: of each replica. replicas: their number.
-        manager: handle of the manager actor.
-        deadline_s: seconds for its answer.
-    """
-
-    def __init__(self, slots: ReplicaSlots, replicas: int, workers: int, manager: Any, deadline_s: float) -> None:
-        self._slots, self._replicas, self._workers = slots, replicas, workers
-        self._manager = manager
-        self._deadline_s = deadline_s
-        self.per_worker = self._share()
-
-    def _share(self) -> int:
-        return math.ceil(self._slots.per_replica * self._replicas / self._workers)
-
-    async def reckon(self, calls: Iterable[EngineCall]) -> None:
-        """Adjust the slots to the contexts of ``calls``, those of a step; samples already granted keep their slots."""
-        self._slots.reckon(calls)
-        if self.per_worker != self._share():
-            self.per_worker = self._share()
-            resizing = self._manager.resize_workers.remote(self.per_worker)
-            await within(resizing, self._deadline_s, "telling the manager of the workers' slots", "interrupt_s")

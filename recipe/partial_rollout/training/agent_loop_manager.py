@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
-from functools import partial
+from collections.abc import Awaitable
 from typing import Any
 
 import ray
@@ -21,12 +20,11 @@ from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup, prompt_identity
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.driver import Driver
-from recipe.partial_rollout.rollout.ended_calls import EndedCalls, TakeCalls
 from recipe.partial_rollout.rollout.guard import Guard
-from recipe.partial_rollout.rollout.progress import ProgressLine
+from recipe.partial_rollout.rollout.progress import show_round
 from recipe.partial_rollout.rollout.replicas import ReplicaRoster
 from recipe.partial_rollout.rollout.step_book import StepBook, check_masked, phase_metrics
-from recipe.partial_rollout.rollout.workers import WorkerPool, WorkerShares
+from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.training.batch import fill_slots
 from recipe.partial_rollout.training.reward_info import spread_infos
 from recipe.partial_rollout.waits import beside, result_of, within
@@ -59,12 +57,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         Args:
             pad_id: token id of the padding.
         """
-        taken = partial(_taken_calls, self.agent_loop_workers, context.settings.deadlines.interrupt_s)
-        self._observe(context, taken)
-        self._progress = ProgressLine(context.settings, context.control)
-
-    def _observe(self, context: RolloutContext, take_calls: TakeCalls) -> None:
-        self.context, self._take_calls = context, take_calls
+        self.context = context
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -77,7 +70,8 @@ class ObservedAgentLoopManager(AgentLoopManager):
             output = await self._validate(prompts, super().generate_sequences(prompts))
             return output
         step, start = prompts.meta_info["global_steps"], time.time()
-        showing = self._progress.show(step, time.monotonic())
+        size, load = self.context.settings.batch_groups, self.context.control.load
+        showing = show_round(step, time.monotonic(), size, load)
         output = await beside(super().generate_sequences(prompts), showing)
         self._settle(output, validate=False)
         phase = RolloutPhase(start, time.time(), await self._take_calls())
@@ -90,9 +84,18 @@ class ObservedAgentLoopManager(AgentLoopManager):
         output = await beside(generated, self.context.stop.watch())
         self._settle(output, validate=True)
         end = time.time()
-        await self._take_calls()
+        if not self.context.settings.enable:
+            # The next batch's are counted from here; PR's driver knows its own by their names.
+            await self._take_calls()
         self.context.trace.phase("validate", prompts.meta_info.get("global_steps", 0), start, end)
         return output
+
+    async def _take_calls(self) -> tuple[EngineCall, ...]:
+        """The engine calls of all workers that ended since they were last taken."""
+        asked = asyncio.gather(*[result_of(worker.take_calls.remote()) for worker in self.agent_loop_workers])
+        deadline_s = self.context.settings.deadlines.interrupt_s
+        lists = await within(asked, deadline_s, "asking the agent-loop workers to take_calls", "interrupt_s")
+        return tuple(call for calls in lists for call in calls)
 
     def _settle(self, output: DataProto, *, validate: bool) -> None:
         """Name the samples that verl's workers gave up, and give ``output`` the columns of its rewards.
@@ -157,14 +160,13 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         """Start the manager actor, the workers' claim loops and the driver; called once, after the workers are up."""
         settings, control, workers = context.settings, context.control, self.agent_loop_workers
         deadline_s = settings.deadlines.interrupt_s
-        self._pad_id = pad_id
+        self.context, self._pad_id = context, pad_id
         store = RayObjects(deadline_s)
         manager = _start_manager(context, store)
-        shares = WorkerShares(context.slots, len(control), len(workers), manager, deadline_s)
         roster = ReplicaRoster(control, self.llm_client._load_balancer, context.trace, len(workers), deadline_s)
 
         async def introduce(i: int, name: str, worker: Any) -> None:
-            await worker.connect.remote(name, manager, shares.per_worker, roster.choice_of(i))
+            await worker.connect.remote(name, manager, context.slots_of_a_worker(len(workers)), roster.choice_of(i))
 
         pool = WorkerPool(
             workers,
@@ -175,10 +177,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             stop=context.stop,
         )
         guard = Guard(context, manager, pool)
-        calls = EndedCalls(guard.ask)
-        self._observe(context, calls.take_others)
-        book = StepBook(context)
-        self.driver = Driver(context, manager, store, pool, roster, shares, calls, book, guard)
+        self.driver = Driver(context, manager, store, pool, roster, StepBook(context), guard)
         auto_await(pool.start)()
 
     def _spawn(self, i: int) -> Any:
@@ -201,13 +200,6 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
     def take_step_metrics(self) -> dict[str, float]:
         """``Driver.take_step_metrics``."""
         return self.driver.take_step_metrics()
-
-
-async def _taken_calls(workers: Sequence[Any], deadline_s: float) -> tuple[EngineCall, ...]:
-    """The joined engine calls of all workers."""
-    asked = asyncio.gather(*[result_of(worker.take_calls.remote()) for worker in workers])
-    lists = await within(asked, deadline_s, "asking the agent-loop workers to take_calls", "interrupt_s")
-    return tuple(call for calls in lists for call in calls)
 
 
 def _start_manager(context: RolloutContext, store: RayObjects) -> Any:

@@ -33,7 +33,7 @@ from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.replicas import ServerControl
-from recipe.partial_rollout.rollout.slots import ReplicaSlots, SampleSizes
+from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.proximal import ProximalPolicy
@@ -147,8 +147,13 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             start_deadline_s=settings.deadlines.start_s,
         )
         rollout = self.config.actor_rollout_ref.rollout
-        sizes = SampleSizes(rollout.prompt_length, rollout.response_length)
-        slots = ReplicaSlots.of(settings, finished(control.kv_tokens()), sizes)
+        slots = ReplicaSlots(
+            settings.slots_per_replica,
+            given=settings.slots_given,
+            kv_tokens=finished(control.kv_tokens()),
+            prompt=rollout.prompt_length,
+            response=rollout.response_length,
+        )
         print(slots.describe())
         return self.session.open(control, slots, self.actor_rollout_wg.workers, self.config.trainer.experiment_name)
 
