@@ -190,7 +190,7 @@ def corrected_ppo_loss(
         region: None for none.
     """
     data = _divisible(data)
-    order: UpdateOrder = tu.get_non_tensor_data(data, ORDER, default=None)
+    order: Any = tu.get_non_tensor_data(data, ORDER, default=None)
     padded = data.select(*_READ.split(), strict=False).to_padded_tensor()
     behaviour, mask = padded["rollout_log_probs"], padded["response_mask"]
     current = no_padding_2_padding(model_output["log_probs"], data).detach().to(behaviour.dtype)
