@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GPU acceptance on one device in 20 minutes, without a download: the doctor, the tests of holds and log-probs, and four steps of PR
-# at learning rate 0 on random weights, judged; if one fails, which part of vLLM is to blame. docs/gpu.md has what an H200 gave.
+# at learning rate 0 on random weights, judged; if one fails, which part of vLLM is to blame. tests/studies/results/h200.md has what an H200 gave.
 #
 #   bash run_scripts/accept_cuda.sh                         Qwen3-0.6B shape, outputs/accept_cuda/accept.json
 #   SHAPE=4b OUT=outputs/accept_4b bash run_scripts/accept_cuda.sh [hydra overrides]

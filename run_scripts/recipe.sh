@@ -5,7 +5,7 @@
 #   bash run_scripts/recipe.sh gsm8k_8gpu_4b pr [hydra overrides]
 #   DRY_RUN=1 bash run_scripts/recipe.sh gsm8k_8gpu_4b pr     checks everything that needs no GPU, and prints the plan
 #
-# MODEL=DIR or hub id, DATA=DIR, OUT=DIR, NNODES, GPUS_PER_NODE, LOGGER=swanlab, RAY_ADDRESS, PYTHON: docs/recipes.md
+# MODEL=DIR or hub id, DATA=DIR, OUT=DIR, NNODES, GPUS_PER_NODE, LOGGER=swanlab, RAY_ADDRESS, PYTHON: docs/gpu.md
 set -euo pipefail
 
 die() {
@@ -25,7 +25,7 @@ list() {
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if (($# == 0)); then
-  printf '[DRY_RUN=1] [MODEL=... DATA=... OUT=...] bash run_scripts/recipe.sh EXPERIMENT ARM [hydra overrides]     docs/recipes.md\n'
+  printf '[DRY_RUN=1] [MODEL=... DATA=... OUT=...] bash run_scripts/recipe.sh EXPERIMENT ARM [hydra overrides]     docs/gpu.md\n'
   printf '\nexperiments\n' && list conf/experiment
   printf '\narms\n' && list conf/arm
   exit 0

@@ -170,8 +170,11 @@ finish_if_up_to_date() {
 }
 
 quiet=
-[[ ${1:-} != --quiet ]] || { quiet=yes; shift; }
-(($# == 0)) || die "$1: the only argument is --quiet; what to install is chosen by variables (head -n 16 run_scripts/setup.sh)"
+case ${1:-} in
+  -h | --help) sed -n '2,/^set /{/^# \{0,1\}/s///p}' "${BASH_SOURCE[0]}" && exit ;;
+  --quiet) quiet=yes && shift ;;
+esac
+(($# == 0)) || die "$1: the only arguments are --quiet and --help; what to install is chosen by variables (--help)"
 [[ $extra == cpu || $extra == gpu || $extra == gpu-pins ]] || die "PARTIAL_ROLLOUT_EXTRA=$extra: choose cpu, gpu or gpu-pins"
 [[ $name == .venv* ]] || die "PARTIAL_ROLLOUT_VENV=$name: choose a name that starts with .venv, in this checkout"
 [[ $installer == pip || $installer == uv ]] || die "PARTIAL_ROLLOUT_INSTALLER=$installer: choose pip or uv"

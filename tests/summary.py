@@ -1,4 +1,4 @@
-"""What passed where, as a row of docs/compat.md: ``python tests/summary.py LAYER.xml ...`` reads pytest's junit files."""
+"""What passed where, as a row of CONTRIBUTING.md: ``python tests/summary.py LAYER.xml ...`` reads pytest's junit files."""
 
 import subprocess
 import sys

@@ -13,7 +13,7 @@ FLASH = "flash_attention_2"
 """verl's default"""
 FALLBACK = "sdpa"
 INSTALL = "pip install flash-attn --no-build-isolation"
-"""it compiles for long; docs/compat.md has the wheel that verl takes for the ``gpu`` extra"""
+"""it compiles for long; docs/gpu.md has the wheel that verl takes for the ``gpu`` extra"""
 
 
 def failure(flash_runs: bool) -> str | None:

@@ -5,7 +5,7 @@ the driver's working directory first, before ``PYTHONPATH``. Inside a verl check
 run one recipe and its workers the other; ``foreign_recipe`` says so before anything starts. This file lies outside
 ``recipe``, where no package of another distribution can hide it.
 
-    partial-rollout train --config-name quickstart_cpu trainer.total_training_steps=4
+    partial-rollout train --config-name own_job actor_rollout_ref.model.path=... data.train_files=... --check
     partial-rollout tools report outputs/quickstart/noPR outputs/quickstart/PR
 """
 
@@ -22,10 +22,16 @@ NAME = "recipe.partial_rollout"
 OURS = Path(__file__).resolve().parents[1].joinpath(*NAME.split("."))
 """the recipe that is installed with this file"""
 COMMANDS = {
-    "train": "train, with verl's hydra overrides: python -m recipe.partial_rollout.main_ppo",
+    "train": "train your model on your data, with verl's hydra overrides; --check only checks",
     "doctor": "say what this machine would do, and what it lacks: python -m recipe.partial_rollout.tools doctor",
-    "tools": "plan, read and measure runs: python -m recipe.partial_rollout.tools",
+    "tools": "report, audit and plan runs, write data, list keys",
 }
+_EXAMPLES = """
+
+examples:
+  partial-rollout train --config-name own_job actor_rollout_ref.model.path=... data.train_files=... --check
+  partial-rollout tools report outputs/own_job/nopr outputs/own_job/pr
+  partial-rollout tools keys"""
 _AS_A_WORKER = """\
 import os, runpy, sys
 sys.path.insert(0, os.getcwd())
@@ -40,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="partial-rollout",
         description="Partial rollout for verl, from any directory.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="commands:\n" + "\n".join(f"  {name:<6}  {what}" for name, what in COMMANDS.items()),
+        epilog="commands:\n" + "\n".join(f"  {name:<6}  {what}" for name, what in COMMANDS.items()) + _EXAMPLES,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="its own options: COMMAND --help")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="options of the command")

@@ -31,7 +31,7 @@ SCHEDULERS = [pytest.param("synchronous", marks=pytest.mark.nightly), "asynchron
 """vLLM's schedulers that tests run with on a CPU: its own, which every training has too, and a GPU's"""
 if os.environ.get("VERL_PLATFORM") != "cpu":
     SCHEDULERS = ["device's"]
-MOST_STARTS = 5
+MOST_STARTS = 6
 """trainings of a session without the nightly tests; each keeps a core busy for most of 90 s before its first step"""
 
 

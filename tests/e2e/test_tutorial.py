@@ -1,4 +1,4 @@
-"""The tutorial of docs/extending.md as its text says it: files and command from the page, in an empty folder."""
+"""docs/own_job.md as its text says it: files and commands from the page, in an empty folder."""
 
 import asyncio
 import importlib
@@ -6,10 +6,13 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.chaos.victim import kill_session
 
@@ -19,18 +22,18 @@ COMMAND = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 
 
 @pytest.fixture
-def command(tmp_path):
-    """The page's command; its files are in ``tmp_path``."""
-    page = (ROOT / "docs" / "extending.md").read_text()
-    section = page[page.index("## From nothing") : page.index("## A task")]
-    files, (command,) = dict(FILE.findall(section)), COMMAND.findall(section)
-    assert list(files) == ["make_data.py", "my_reward.py", "my_loop.py", "my_loops.yaml"]
+def commands(tmp_path):
+    """The page's commands to train and to export; its files are in ``tmp_path``."""
+    page = (ROOT / "docs" / "own_job.md").read_text()
+    section = page[page.index("## From nothing") : page.index("## The keys")]
+    files, commands = dict(FILE.findall(section)), COMMAND.findall(section)
+    assert list(files) == ["make_data.py", "my_reward.py", "my_loop.py", "my_loops.yaml"] and len(commands) == 2
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    return command
+    return commands
 
 
-def test_loop_of_the_tutorial_trains_what_the_model_said_and_only_that(command, tmp_path, monkeypatch):
+def test_loop_of_the_page_trains_what_the_model_said_and_only_that(commands, tmp_path, monkeypatch):
     from recipe.partial_rollout.tasks.calculator.conversation import call
     from recipe.partial_rollout.tasks.calculator.tokenizer import build_tokenizer
 
@@ -59,26 +62,48 @@ def test_loop_of_the_tutorial_trains_what_the_model_said_and_only_that(command, 
     assert [reward.compute_score("gaps", text, truth) for truth in ("3428", "3427")] == [1.0, 0.0]
 
 
-@pytest.mark.nightly
-def test_tutorial_trains_its_own_loop_on_its_own_rows_with_its_own_reward(command, count_start, read_run, tmp_path):
-    count_start()
+@pytest.fixture
+def run_text(tmp_path):
+    """``run_text(command)``: what the page says, in the folder with its files and the environment that it asks for."""
     log = tmp_path / "terminal.log"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    with log.open("w") as terminal:
-        process = subprocess.Popen(
-            ["bash", "-c", command],
-            cwd=tmp_path,
-            env=environment,
-            stdout=terminal,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        assert process.wait(540) == 0, log.read_text()[-3000:]
-    finally:
-        kill_session(process)
-    run = read_run(tmp_path / "out" / "PR")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+    def run(command):
+        with log.open("a") as terminal:
+            streams = {"stdout": terminal, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(
+                ["bash", "-c", command], cwd=tmp_path, env=environment, start_new_session=True, **streams
+            )
+        try:
+            assert process.wait(540) == 0, log.read_text()[-3000:]
+        finally:
+            kill_session(process)
+
+    return run
+
+
+def test_own_job_trains_its_own_loop_rows_and_reward_and_its_weights_load_elsewhere(
+    commands, run_text, count_start, read_run, tmp_path
+):
+    train, export = commands
+    count_start()
+    run_text(train)
+    run = read_run(tmp_path / "out")
     assert sorted(run.steps) == [1, 2] and run.run["complete"]
     for step in run.steps.values():
         assert 0 < step["critic/score/mean"] <= 1 and step["num_turns/mean"] > 2, json.dumps(step)
         assert step["partial_rollout/failures/failed_total"] == 0
+    run_text(export)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    (shard,) = (tmp_path / "out" / "global_step_2" / "actor").glob("model_world_size_1_rank_0.pt")
+    trained = torch.load(shard, weights_only=False)
+    assert merged.keys() >= trained.keys()
+    for name, weight in trained.items():
+        # The merger writes bfloat16.
+        torch.testing.assert_close(merged[name], weight.to_local().float(), rtol=2**-8, atol=1e-6)
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").decode([1, 2, 3])

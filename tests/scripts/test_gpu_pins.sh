@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs what the GPU's versions of vLLM, torch and transformers can break, on a CPU, and ends with a summary for docs/compat.md. CI
+# Runs what the GPU's versions of vLLM, torch and transformers can break, on a CPU, and ends with a summary for CONTRIBUTING.md. CI
 # does not run it: it needs an environment of its own (.venv-gpu-pins, 4.6 GB to download, made by the first run) and a quarter of an hour.
 #
 #   bash tests/scripts/test_gpu_pins.sh                          unit tests that import them, engines, a training in each placement

@@ -1,6 +1,6 @@
 """Log-probs and entropy without flash-attn: exact, operators a chunk and not a token, no copies as large as the logits.
 
-``python -m pytest tests/unit/test_chunked_log_probs.py -m benchmarks -s`` prints the table in docs/gpu.md.
+``python -m pytest tests/unit/test_chunked_log_probs.py -m benchmarks -s`` prints the table in results/h200.md.
 """
 
 import importlib.util

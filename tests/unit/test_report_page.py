@@ -1,14 +1,12 @@
-"""The report's page and its Chrome trace; where there is a Chromium, in Chromium."""
+"""The report's page; where there is a Chromium, in Chromium."""
 
 import base64
-import gzip
 import html
 import itertools
 import json
 import re
 import shutil
 import subprocess
-from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -17,18 +15,16 @@ from hypothesis import strategies as st
 
 from recipe.partial_rollout.tools.report import command
 from recipe.partial_rollout.tools.report.command import main
-from recipe.partial_rollout.tools.report.comparison import compare
-from recipe.partial_rollout.tools.report.perfetto import chrome_trace
 from recipe.partial_rollout.tools.report.segments import in_slots
 from recipe.partial_rollout.tools.run_record import load_run
-from tests.unit.runs import ZERO, interrupted_run, separate_run
+from tests.unit.runs import ZERO, build_run, default_rounds, interrupted_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-def report(tmp_path, *runs, options=()):
+def report(tmp_path, *runs):
     """The page of a report on ``runs``."""
-    assert main([*map(str, runs), "--out", str(tmp_path / "out"), *options]) == 0
+    assert main([*map(str, runs), "--out", str(tmp_path / "out")]) == 0
     return (tmp_path / "out" / "report.html").read_text()
 
 
@@ -45,6 +41,18 @@ def test_page_loads_nothing(tmp_path):
     for link in ("http:", "https:", "<link", "@import", "url(", "import("):
         assert link not in page, link
     assert re.findall(r'src="(.{5})', page) == ["data:"]
+
+
+def test_page_opens_with_the_result_and_how_far_its_quarters_differ(tmp_path):
+    rounds = default_rounds(steps=8)
+    slow = {step: {"timing_s/step": 20.0, "timing_s/gen": 5.0 if step < 7 else 7.0} for step in range(1, 9)}
+    base = build_run(tmp_path / "a", rounds=rounds)
+    runs = base, build_run(tmp_path / "b", arm="PR", rounds=rounds, metrics=slow)
+    page = report(tmp_path, *runs)
+    first = re.sub("<.*?>", "", page[page.index("</h1>") :]).strip().splitlines()[0]
+    assert "PR took 0.55 of noPR&#x27;s rollout time (0.50 to 0.70 by quarters of the run)" in first
+    short = report(tmp_path, *(build_run(tmp_path / arm, arm=arm) for arm in ("noPR", "PR")))
+    assert "PR took" in short and "by quarters" not in short
 
 
 def test_timeline_has_every_call_of_the_trace(tmp_path):
@@ -99,67 +107,6 @@ def test_slots_are_as_few_as_keep_calls_apart(spans):
         assert all(before <= after for (_, before), (after, _) in itertools.pairwise(mine))
     most = max(int(np.sum((start <= t) & (t < end))) for t in range(31))
     assert len(set(slots.tolist())) == most == slots.max(initial=-1) + 1
-
-
-# -- Chrome trace ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def events(tmp_path):
-    runs = [interrupted_run(tmp_path / "a", steps=4), interrupted_run(tmp_path / "b", arm="noPR")]
-    return chrome_trace(compare([load_run(path) for path in runs]))["traceEvents"]
-
-
-def of_phase(events, phase):
-    return [event for event in events if event["ph"] == phase]
-
-
-ASKED = {"X": {"dur", "cat"}, "i": {"s"}, "C": {"args"}, "M": {"args"}, "s": {"id", "cat"}, "f": {"id", "cat", "bp"}}
-"""what the trace event format asks of an event, besides what each must have, by its phase"""
-
-
-def test_chrome_trace_has_what_the_format_asks_of_each_phase(events):
-    assert {event["ph"] for event in events} == ASKED.keys()
-    for event in events:
-        assert {"ph", "pid", "tid", "ts", "name"} | ASKED[event["ph"]] <= event.keys() and event["name"], event
-        numbers = [event[name] for name in ("pid", "tid", "ts", "dur") if name in event]
-        assert all(type(number) is int and number >= 0 for number in numbers), event
-        assert event.get("s", "t") in "gpt" and event.get("bp", "e") == "e", event
-        assert ("dur" in event) == (event["ph"] == "X"), event
-    assert all(isinstance(value, int | float) for e in of_phase(events, "C") for value in e["args"].values())
-    assert {e["name"] for e in of_phase(events, "M")} <= {
-        f"{owner}_{what}" for owner in ("process", "thread") for what in ("name", "sort_index")
-    }
-    tools = [(event["ts"] / 1e6, event["args"]["sample"]) for event in events if event.get("cat") == "tools"]
-    assert tools == [(32, "1#8"), (32, "1#9"), (62, "2#8"), (62, "2#9"), (92, "3#8"), (92, "3#9")]
-
-
-def test_time_never_runs_back_on_a_track_and_slices_of_a_slot_do_not_overlap(tmp_path, events):
-    separate = chrome_trace(compare([load_run(separate_run(tmp_path / "separate"))]))["traceEvents"]
-    for found in (events, separate):
-        tracks = defaultdict(list)
-        for event in found:
-            if event["ph"] != "M":
-                tracks[event["pid"], event["tid"]].append(event)
-        for track in tracks.values():
-            times = [event["ts"] for event in track]
-            assert times == sorted(times)
-            slices = of_phase(track, "X")
-            assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(slices))
-
-
-def test_perfetto_option_writes_a_packed_trace_whose_threads_say_when_an_engine_is_held(tmp_path):
-    report(tmp_path, separate_run(tmp_path / "separate"), options=["--perfetto", str(tmp_path / "t.json.gz")])
-    events = json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes()))["traceEvents"]
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    tracks = defaultdict(list)
-    for event in of_phase(events, "X"):
-        span = (event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
-        tracks[event["pid"], names[event["pid"], event["tid"]]].append(span)
-    assert tracks[1, "engines held"] == [("hold 1", 18, 19), ("hold 2", 30, 31)]
-    turns = [f"{name} {step}" for step in (1, 2, 3) for name in ("wait", "train")]
-    assert [name for name, *_ in tracks[1, "trainer"]] == turns
-    assert tracks[3, "engine"][1:4] == [("decoding", 12, 18), ("held", 18, 19), ("decoding", 19, 21)]
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------------

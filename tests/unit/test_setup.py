@@ -116,6 +116,15 @@ def test_uv_takes_torchs_cpu_build_unless_pip_is_pointed_elsewhere(set_up):
     assert "--torch-backend" not in "".join(by_file + by_variable + gpu)
 
 
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_says_what_it_does_and_installs_nothing(set_up, word):
+    done = set_up(word)
+    assert done.code == 0 and done.installs == []
+    said = "\n".join(done.said)
+    assert said.startswith("Installs the pinned environment") and "PARTIAL_ROLLOUT_EXTRA=gpu bash" in said
+    assert "set -euo" not in said and "#" not in said
+
+
 @pytest.mark.parametrize(
     "arguments, variables, named",
     [

@@ -43,7 +43,7 @@ def test_site_builds_without_a_warning(tmp_path):
         timeout=300,
     )
     assert built.returncode == 0, built.stderr
-    assert 'href="recipes.html"' in (tmp_path / "index.html").read_text()
+    assert 'href="gpu.html"' in (tmp_path / "index.html").read_text()
     assert "deadlines.stall_s" in (tmp_path / "keys.html").read_text()
     assert (tmp_path / "runs.png").exists() and 'src="runs.png"' in (tmp_path / "learning.html").read_text()
 
@@ -57,16 +57,16 @@ def test_links_out_of_the_site_keep_their_words_only(monkeypatch):
     assert site_links(readme, "index.md") == shown
     deeper = "[front](../../README.md) [`a [b]`](../tuning.md) [keys](../../recipe/partial_rollout/README.md#keys)"
     shown = "[front](../index.md) [`a [b]`](../tuning.md) [keys](../keys.md#keys)"
-    assert site_links(deeper, "quickstart/report.md") == shown
+    assert site_links(deeper, "deeper/page.md") == shown
 
 
 def test_every_metric_is_documented():
     logged = set(re.findall(rf'"(?:partial_rollout/)?({SECTION}/\w+)"', code()))
     assert len(logged) > 30
-    assert logged - set(METRIC.findall((DOCS / "dashboards.md").read_text())) == set()
+    assert logged - set(METRIC.findall((DOCS / "working.md").read_text())) == set()
 
 
-@pytest.mark.parametrize("page", ["dashboards.md", "tuning.md"])
+@pytest.mark.parametrize("page", ["working.md", "tuning.md"])
 def test_documented_metrics_are_logged(page):
     source = code()
     for metric in METRIC.findall((DOCS / page).read_text()):

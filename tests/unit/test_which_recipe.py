@@ -10,6 +10,8 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.keys import ConfigError
+from recipe.partial_rollout.tools.__main__ import TOOLS
+from recipe.partial_rollout.tools.__main__ import main as tools
 from verl_ext import check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +73,27 @@ def test_script_runs_ours_beside_other_recipes(script, tmp_path):
     (tmp_path / "recipe" / "dapo").mkdir(parents=True)
     done = python(script, "tools", "--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: python -m recipe.partial_rollout.tools")
+    assert done.stdout.startswith("usage: partial-rollout tools")
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_help_of_a_tool_names_it_as_it_was_typed(monkeypatch, capsys, tool):
+    for typed, name in (
+        ("/a/bin/partial-rollout", f"partial-rollout tools {tool}"),
+        ("/a/tools/__main__.py", f"python -m recipe.partial_rollout.tools {tool}"),
+    ):
+        monkeypatch.setattr(sys, "argv", [typed])
+        with pytest.raises(SystemExit) as caught:
+            tools([tool, "--help"])
+        said = capsys.readouterr().out
+        assert caught.value.code == 0 and said.startswith(f"usage: {name}") and f"  {name}" in said
+
+
+def test_help_of_train_says_what_is_ours_before_what_is_hydras(script, tmp_path):
+    said = python(script, "train", "--help", cwd=tmp_path).stdout
+    assert said.startswith("usage: partial-rollout train") and said.count("  partial-rollout train --config-name") == 3
+    assert said.index("--check ") < said.index("groups (GROUP=NAME)") < said.index("--hydra-help")
+    assert len(said.splitlines()) < 100
 
 
 def test_trainer_and_setup_check_fail_before_ray_starts_where_its_workers_would_import_theirs(foreign, monkeypatch):

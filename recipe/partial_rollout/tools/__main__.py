@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from recipe.partial_rollout.tools.command_line import HERE
+from recipe.partial_rollout.tools.command_line import HERE, typed
 
 
 class Tool(NamedTuple):
@@ -36,7 +36,7 @@ TOOLS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one tool; its exit code."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {HERE}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=typed(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     width = max(map(len, TOOLS))
     parser.epilog = "tools:\n" + "\n".join(f"  {name:<{width}}  {tool.help}" for name, tool in TOOLS.items())

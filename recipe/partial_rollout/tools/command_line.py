@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 HERE = "recipe.partial_rollout.tools"
+_COMMAND = "partial-rollout"
+"""the console script of verl_ext/command.py"""
+
+
+def typed(name: str = "", door: str = HERE) -> str:
+    """What a user types to run tool ``name``: the console script's way if that is how this process was started."""
+    by_script = door == HERE and Path(sys.argv[0]).name == _COMMAND
+    return f"{_COMMAND} tools {name}".rstrip() if by_script else f"python -m {door} {name}".rstrip()
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -36,7 +46,7 @@ def described(name: str, does: str, *examples: str, more: str = "", door: str = 
         more: a paragraph below the sentence.
         door: the package that is run.
     """
-    prog = f"python -m {door} {name}".rstrip()
+    prog = typed(name, door)
     return {
         "prog": prog,
         "description": f"{does}\n\n{more}".strip(),

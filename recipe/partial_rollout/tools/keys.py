@@ -113,7 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         options.write.write_text(with_tables(options.write.read_text()))
-    except (TableError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except TableError as error:
+        print(f"error: {options.write}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {options.write}: {error.strerror}", file=sys.stderr)
         return 2
     return 0

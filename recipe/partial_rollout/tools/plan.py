@@ -34,6 +34,17 @@ TOLERANCE = 0.15
 """largest relative error of a validated forecast"""
 
 
+def _overlap(text: str) -> float:
+    """A value of ``--overlaps``."""
+    try:
+        overlap = float(text)
+    except ValueError:
+        overlap = math.nan
+    if not 0 < overlap < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: above 0")
+    return overlap
+
+
 def _share(text: str) -> float | None:
     """A value of ``--overtake``."""
     share = None if text == "null" else float(text)
@@ -107,9 +118,9 @@ def _add_schedules(parser: argparse.ArgumentParser) -> None:
     """Options that say which schedules are forecast, for how long, and which is recommended."""
     parser.add_argument(
         "--overlaps",
-        type=float,
+        type=_overlap,
         nargs="+",
-        default=[0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0],
+        default=[0.25, 0.5, 0.75, 1.0, 1.5, 2.0],
         metavar="X",
         help="values of partial_rollout.overlap to forecast",
     )
@@ -242,7 +253,7 @@ def _curve_source(given: str | None) -> str:
 def _options(
     options: argparse.Namespace, settings: PartialRolloutConfig, cluster: Cluster, lengths: LengthTrace
 ) -> Iterator[Option]:
-    overlaps = [overlap for overlap in sorted(options.overlaps) if 0 < overlap <= settings.max_staleness]
+    overlaps = [overlap for overlap in sorted(options.overlaps) if overlap <= settings.max_staleness]
     schedules = [Scheduling(policy, overtake) for policy in options.policies for overtake in options.overtake or [None]]
     for scheduling in tqdm(schedules, desc="forecasts", leave=False):
         for overlap in overlaps:

@@ -8,6 +8,11 @@ from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.tools.planner.rounds import Forecast, smallest_worthwhile
 from recipe.partial_rollout.tools.table import Table
 
+TESTED: dict[str, float] = {SchedulingPolicy.BOUNDED: 1.5, SchedulingPolicy.IN_ORDER: 2.0}
+"""largest overlap by policy that several pairs of runs have (docs/learning.md); what is beyond it is never recommended"""
+TESTED_BOUND = 8
+"""largest ``max_staleness`` of them"""
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -77,9 +82,13 @@ def advice(plans: list[Option], min_gain: float, bound: int) -> str:
         min_gain: share of speed that the next larger overlap must gain.
         bound: ``max_staleness``.
     """
-    base, options = plans[0].forecast.trained_tokens_per_s, plans[1:]
+    base = plans[0].forecast.trained_tokens_per_s
+    if bound > TESTED_BOUND:
+        return f"nothing to recommend: learning was tested up to max_staleness={TESTED_BOUND} (docs/learning.md)"
+    options = [plan for plan in plans[1:] if plan.overlap <= TESTED.get(plan.policy, 0)]
     if not options:
-        return f"nothing to recommend: no --overlaps between 0 and max_staleness={bound}"
+        tested = ", ".join(f"{policy} up to {overlap:g}" for policy, overlap in TESTED.items())
+        return f"nothing to recommend: no --overlaps up to max_staleness={bound} whose learning was tested ({tested})"
     rows = {plan.overlap: plan for plan in of_default_policy(options)}
     policy, overtake = next((plan.policy, plan.overtake) for plan in rows.values())
     speeds = [(0.0, base), *((overlap, plan.forecast.trained_tokens_per_s) for overlap, plan in rows.items())]
@@ -88,12 +97,11 @@ def advice(plans: list[Option], min_gain: float, bound: int) -> str:
         return f"recommended: partial_rollout.enable=False; the smallest overlap planned gains less than {min_gain:.0%}"
     found = rows[overlap].forecast
     limit = "" if overtake is None else f", scheduling.overtake={overtake:g}"
-    why = (
-        "the largest planned, and its last step still pays: plan larger ones"
-        if overlap == max(rows)
-        else f"the next one gains less than {min_gain:.0%}"
-    )
+    largest = "the largest planned whose learning was tested" if overlap == max(rows) else None
+    why = largest or f"the next one gains less than {min_gain:.0%}"
     return (
         f"recommended: partial_rollout.overlap={overlap:g} with scheduling.policy={policy}{limit}, max_staleness={bound}: "
-        f"rollout {found.trained_tokens_per_s / base:.2f} x noPR at mean staleness {found.staleness_mean:.2f}; {why}"
+        f"rollout {found.trained_tokens_per_s / base:.2f} x noPR; {why}. It costs mean staleness "
+        f"{found.staleness_mean:.2f}: the reward comes about as many steps later, once; let the learning rate decay "
+        "if it is near the highest that noPR holds (docs/learning.md)"
     )

@@ -3,7 +3,6 @@
     run directory -> run_record -> summary -> comparison -> findings, rows, table -> report.md, report.json, console
                                                          -> timeline, panels      -> timeline.png, report.png
                                                          -> segments, page        -> report.html
-                                                         -> segments, perfetto    -> a Chrome trace
 
 Everything is computed from the three files that a run writes (`run.json`, `metrics.jsonl`, `trace.jsonl`); nothing here
 imports verl, torch or Ray, so a report can be made on any machine, also while the runs go on.

@@ -13,7 +13,6 @@ from recipe.partial_rollout.tools.report.comparison import Comparison, as_json, 
 from recipe.partial_rollout.tools.report.findings import cautions, findings, headline
 from recipe.partial_rollout.tools.report.page import page
 from recipe.partial_rollout.tools.report.panels import draw_panels
-from recipe.partial_rollout.tools.report.perfetto import write_chrome_trace
 from recipe.partial_rollout.tools.report.table import report_console, report_markdown
 from recipe.partial_rollout.tools.report.timeline import close_up, draw_timeline
 from recipe.partial_rollout.tools.run_record import load_run
@@ -44,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
             "Compare runs, also while they go on: a page with an interactive timeline, tables, training curves.",
             "outputs/quickstart/noPR outputs/quickstart/PR",
             "outputs/peers/noPR/seed_1 outputs/peers/PR_bounded/seed_1 --out outputs/peers/report",
-            "outputs/quickstart/PR --watch 30 --perfetto trace.json.gz",
+            "outputs/quickstart/PR --watch 30",
             more="The base is the first run of noPR; without one, the first run.",
         )
     )
@@ -65,12 +64,6 @@ def _parser() -> argparse.ArgumentParser:
         const=60.0,
         metavar="SECONDS",
         help="make the report again every so often (60 s if not said) until all runs are complete; an open page follows",
-    )
-    parser.add_argument(
-        "--perfetto",
-        type=Path,
-        metavar="FILE",
-        help="also write a Chrome trace, for ui.perfetto.dev (.json or .json.gz)",
     )
     return parser
 
@@ -107,11 +100,11 @@ def _report(options: argparse.Namespace) -> tuple[Comparison, str]:
     comparison = compare([load_run(directory) for directory in options.runs])
     out = options.out or Path(comparison.sides[-1].run.directory) / "report"
     unfinished = not all(side.run.settings.complete for side in comparison.sides)
-    saved = _save(comparison, out, options.perfetto, options.watch if unfinished else None)
+    saved = _save(comparison, out, options.watch if unfinished else None)
     return comparison, f"saved in {out}: {', '.join(saved)}"
 
 
-def _save(comparison: Comparison, out: Path, perfetto: Path | None, reload_s: float | None) -> list[str]:
+def _save(comparison: Comparison, out: Path, reload_s: float | None) -> list[str]:
     """The names of the files it wrote."""
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -124,16 +117,15 @@ def _save(comparison: Comparison, out: Path, perfetto: Path | None, reload_s: fl
         # A page that reloads never finds half a file.
         (out / ".report.html").write_text(whole, encoding="utf-8")
         (out / ".report.html").replace(out / "report.html")
-        if perfetto is not None:
-            write_chrome_trace(comparison, perfetto)
     except OSError as error:
         raise RunRecordError(f"{out}: the report cannot be written ({error.strerror}); give another --out") from error
-    return ["report.html", "report.md", "report.json", *pictures, *([str(perfetto)] if perfetto else [])]
+    return ["report.html", "report.md", "report.json", *pictures]
 
 
 def _draw(comparison: Comparison, out: Path) -> list[str]:
-    draw_timeline(comparison, headline(comparison), out / "timeline.png")
-    draw_panels(comparison, headline(comparison), out / "report.png")
+    title = "\n".join(headline(comparison))
+    draw_timeline(comparison, title, out / "timeline.png")
+    draw_panels(comparison, title, out / "report.png")
     if (close := close_up(comparison)) is None:
         return ["timeline.png", "report.png"]
     rounds = close.base.run.rounds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from recipe.partial_rollout.tools.report.summary import Summary, ratio, summariz
 if TYPE_CHECKING:
     from recipe.partial_rollout.tools.run_record import RunRecord
 
+PARTS = 4
+"""of a run, over which the range of a ratio is taken"""
 SHARED_SETTINGS = ("batch_groups", "samples_per_group", "replicas", "slots_per_replica", "verl", "vllm")
 
 
@@ -52,6 +55,8 @@ class Contrast:
     side: Side
     ratios: dict[str, float | None]
     """The run's figure over the base's."""
+    ranges: dict[str, tuple[float, float]]
+    """Smallest and largest of a ratio among quarters, each over the base's same quarter; of runs of eight steps or more."""
     equal_work: EqualWork
 
 
@@ -75,7 +80,10 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
     base_run = next((run for run in runs if run.settings.arm is Arm.NOPR), runs[0])
     runs = [base_run, *(run for run in runs if run is not base_run)]
     base, *others = (Side(name, run, summarize(run)) for name, run in zip(names_of(runs), runs, strict=True))
-    contrasts = tuple(Contrast(side, _ratios(base.summary, side.summary), _equal_work(base, side)) for side in others)
+    contrasts = tuple(
+        Contrast(side, _ratios(base.summary, side.summary), _ranges(base, side), _equal_work(base, side))
+        for side in others
+    )
     sides = (base, *others)
     return Comparison(
         base=base,
@@ -103,6 +111,25 @@ def _ratios(base: Summary, other: Summary) -> dict[str, float | None]:
         # One is per second of rollout, the other per second of the run.
         ratios["decoded_tokens_per_s"] = None
     return ratios
+
+
+def _ranges(base: Side, other: Side) -> dict[str, tuple[float, float]]:
+    if any(side.run.settings.separate or len(side.run.steps) < 2 * PARTS for side in (base, other)):
+        return {}
+    found = {}
+    for name, timer in (("rollout_s", "gen"), ("step_s", "step")):
+        theirs, mine = (_by_parts(side.run, timer) for side in (base, other))
+        ratios = [ours / before for ours, before in zip(mine, theirs, strict=True) if before]
+        found[f"{name}_per_trained_token"] = min(ratios), max(ratios)
+    return found
+
+
+def _by_parts(run: RunRecord, timer: str) -> list[float]:
+    """Seconds of ``timer`` a trained token, of each part of the run's steps."""
+    bounds = [len(run.steps) * part // PARTS for part in range(PARTS + 1)]
+    parts = [run.steps[first:last] for first, last in itertools.pairwise(bounds)]
+    tokens = [sum(group.tokens for step in part for group in step.round.trained) for part in parts]
+    return [sum(step.seconds(timer) for step in part) / max(1, n) for part, n in zip(parts, tokens, strict=True)]
 
 
 def _equal_work(base: Side, other: Side) -> EqualWork:
@@ -163,6 +190,7 @@ def as_json(comparison: Comparison) -> dict[str, object]:
         "against_base": {
             contrast.side.name: {
                 "ratios": contrast.ratios,
+                "ranges": contrast.ranges,
                 "equal_work": {"equal": contrast.equal_work.equal, **dataclasses.asdict(contrast.equal_work)},
             }
             for contrast in comparison.others

@@ -5,12 +5,16 @@ from recipe.partial_rollout.tools.report.comparison import Comparison, Contrast,
 from recipe.partial_rollout.tools.report.summary import ratio
 
 
-def headline(comparison: Comparison) -> str:
-    """A line for each run but the base, without full stops: the time that it needed for the base's work."""
+def headline(comparison: Comparison, *, ranges: bool = False) -> list[str]:
+    """A line for each run but the base, without full stop: the time that it needed for the base's work.
+
+    Args:
+        ranges: with how far its quarters differ.
+    """
     if not comparison.others:
-        return _alone(comparison.base)
+        return [_alone(comparison.base)]
     by_wall = any(side.run.settings.separate for side in comparison.sides)
-    return "\n".join(_against(comparison.base, contrast, by_wall=by_wall) for contrast in comparison.others)
+    return [_against(comparison.base, contrast, by_wall=by_wall, ranges=ranges) for contrast in comparison.others]
 
 
 def _alone(side: Side) -> str:
@@ -23,8 +27,15 @@ def _alone(side: Side) -> str:
     )
 
 
-def _against(base: Side, contrast: Contrast, *, by_wall: bool) -> str:
+def _against(base: Side, contrast: Contrast, *, by_wall: bool, ranges: bool) -> str:
     other, ratios = contrast.side, contrast.ratios
+
+    def spread(name: str) -> str:
+        if not ranges or name not in contrast.ranges:
+            return ""
+        low, high = contrast.ranges[name]
+        return f" ({low:.2f} to {high:.2f} by quarters of the run)"
+
     work = f"The same {other.summary.trained_groups:,} groups" if contrast.equal_work.equal else "Not equal work"
     if by_wall:
         return (
@@ -33,7 +44,8 @@ def _against(base: Side, contrast: Contrast, *, by_wall: bool) -> str:
         )
     return (
         f"{work}: per trained token, {other.name} took {_part(ratios['rollout_s_per_trained_token'])} "
-        f"{base.name}'s rollout time and {_part(ratios['step_s_per_trained_token'])} its step time"
+        f"{base.name}'s rollout time{spread('rollout_s_per_trained_token')} and "
+        f"{_part(ratios['step_s_per_trained_token'])} its step time{spread('step_s_per_trained_token')}"
     )
 
 
@@ -62,8 +74,8 @@ def _part(value: float | None) -> str:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Two or three sentences for each run but the base."""
-    lines = [f"{line}." for line in headline(comparison).splitlines()]
+    """The headline, then one or two sentences for each run but the base."""
+    lines = [f"{line}." for line in headline(comparison, ranges=True)]
     for contrast in comparison.others:
         base, other = comparison.base, contrast.side
         placements = {side.run.settings.separate for side in (base, other)}

@@ -15,7 +15,7 @@ import numpy as np
 
 from recipe.partial_rollout.records.trace import Phase, PhaseName
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
-from recipe.partial_rollout.tools.report.findings import cautions, findings
+from recipe.partial_rollout.tools.report.findings import cautions, findings, headline
 from recipe.partial_rollout.tools.report.picture import TOOLS_COLOUR, hue
 from recipe.partial_rollout.tools.report.segments import segments_of
 from recipe.partial_rollout.tools.report.table import tables
@@ -52,13 +52,15 @@ def page(comparison: Comparison, panels: bytes, *, made: str, reload_s: float | 
     """
     names = [side.name for side in comparison.sides]
     runs = [_run_data(side, hue(index)) for index, side in enumerate(comparison.sides)]
+    said, lead = findings(comparison), len(headline(comparison))
     content = {
         "title": html.escape(f"Partial rollout: {', '.join(names)}"),
         "refresh": f'<meta http-equiv="refresh" content="{reload_s:g}">' if reload_s else "",
         "cautions": "\n".join(f'<p class="caution"><b>{html.escape(line)}.</b></p>' for line in cautions(comparison)),
         "tools": TOOLS_LEGEND if any(of_tools for run in runs for *_, of_tools in run["lanes"]) else "",
         "separate": SEPARATE_LEGEND if any(side.run.settings.separate for side in comparison.sides) else "",
-        "findings": "\n".join(f"<p>{html.escape(line)}</p>" for line in findings(comparison)),
+        "lead": "\n".join(f'<p class="lead">{html.escape(line)}</p>' for line in said[:lead]),
+        "findings": "\n".join(f"<p>{html.escape(line)}</p>" for line in said[lead:]),
         "tables": "\n".join(table_html(table) for table in tables(comparison)),
         "warnings": _warnings(comparison.warnings),
         "panels": base64.b64encode(panels).decode(),

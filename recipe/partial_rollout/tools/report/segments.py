@@ -1,4 +1,4 @@
-"""The engine calls of a run as columns, each in a slot of its replica: what timeline page and Chrome trace draw."""
+"""The engine calls of a run as columns, each in a slot of its replica: what the timeline page draws."""
 
 import heapq
 from dataclasses import dataclass
