@@ -50,7 +50,7 @@ class Drive:
         self.workers = [f"w{i}" for i in range(workers)]
         self.capacity = -(-samples // workers)
         for worker in self.workers:
-            self.manager.register_worker(worker, self.capacity)
+            self.manager.slots.register(worker, self.capacity)
         self.running: dict[str, list[str]] = {worker: [] for worker in self.workers}
         self.offered = self.version = 0
         self.most_in_flight = 0
@@ -64,7 +64,7 @@ class Drive:
     def round(self) -> None:
         """One whole round: fill, finish until the batch is complete, interrupt, train."""
         m, wanted = self.manager, self.manager.wanted
-        m.offer(Prompt(f"0/{self.offered + i}", 0, {}) for i in range(wanted))
+        m.reserve.offer(Prompt(f"0/{self.offered + i}", 0, {}) for i in range(wanted))
         self.offered += wanted
         self.timed("begin_version", lambda: m.begin_version(self.version), items=int)
         self._claim_all()
@@ -72,7 +72,7 @@ class Drive:
         self._finish_until_complete()
         taken = self.timed("take_batch", lambda: m.take_batch(stop=True), items=len)
         self._interrupt_all()
-        self.timed("acknowledge", lambda: m.acknowledge(g.uid for g in taken), items=lambda _: len(taken))
+        self.timed("acknowledge", lambda: m.groups.train(g.uid for g in taken), items=lambda _: len(taken))
         self.version += 1
 
     def _claim_all(self) -> None:
@@ -109,7 +109,7 @@ class Drive:
         """The last worker dies with what it holds, and another joins."""
         worker = self.workers[-1]
         self.timed("release_worker", lambda: self.manager.release_worker(worker), items=int)
-        self.manager.register_worker(worker, self.capacity)
+        self.manager.slots.register(worker, self.capacity)
         self.running[worker] = []
 
 

@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _fill(groups: int, tokens: int) -> PromptsManager:
     manager = manager_of(groups, _GROUP)
     row = {"raw_prompt": [{"role": "user", "content": "x" * 400}], "index": 0, "extra_info": {"split": "train"}}
-    manager.offer(Prompt(f"0/{i}", 0, row) for i in range(manager.wanted))
-    manager.register_worker("w0", groups * _GROUP)
+    manager.reserve.offer(Prompt(f"0/{i}", 0, row) for i in range(manager.wanted))
+    manager.slots.register("w0", groups * _GROUP)
     manager.begin_version(0)
     random = np.random.default_rng(0)
     ones, versions = np.ones(tokens, np.int8), np.zeros(tokens, np.int32)

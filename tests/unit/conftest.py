@@ -78,9 +78,9 @@ def build_manager(
     clock = itertools.count()
     run = settings_of(batch, n, scheduling=Scheduling(policy, overtake), **keys)
     manager = PromptsManager(run, lambda: float(next(clock)))
-    manager.offer(build_prompts(prompts))
+    manager.reserve.offer(build_prompts(prompts))
     for i in range(workers):
-        manager.register_worker(f"w{i}", capacity)
+        manager.slots.register(f"w{i}", capacity)
     return manager
 
 

@@ -227,7 +227,7 @@ class Life:
                 await asyncio.sleep(0.001)
             elif serving.done() and serving is self.serving:
                 raise AssertionError(f"the worker has ended: {serving.exception()!r}")
-            assert time.monotonic() < end, f"hang: {self.actor._manager.unfinished_report()}"
+            assert time.monotonic() < end, f"hang: {self.actor._manager.samples.report()}"
         return work.result()
 
     async def next_round(self):

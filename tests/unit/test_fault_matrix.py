@@ -71,7 +71,7 @@ class ScriptedRun:
 
     def join(self):
         worker = next(self.names)
-        self.manager.register_worker(worker, 3)
+        self.manager.slots.register(worker, 3)
         self.held[worker] = {}
 
     # -- faults ----------------------------------------------------------------------------------------------------
@@ -120,10 +120,10 @@ class ScriptedRun:
 
     def open_round(self):
         count = min(self.manager.wanted, self.total - self.offered)
-        self.manager.offer(Prompt(f"0/{i}", 0, {"index": i}) for i in range(self.offered, self.offered + count))
+        self.manager.reserve.offer(Prompt(f"0/{i}", 0, {"index": i}) for i in range(self.offered, self.offered + count))
         self.offered += count
         if self.offered == self.total:
-            self.manager.note_source(0)
+            self.manager.reserve.note_source(0)
         self.manager.begin_version(len(self.trained) // self.batch)
 
     def play_samples(self):
@@ -149,7 +149,7 @@ class ScriptedRun:
         script = SampleScript(sample_id)
         segments, results = self.held[dict(self.running)[sample_id]][sample_id]
         done = sum(map(len, segments))
-        failures = self.manager.unfinished[sample_id].failures
+        failures = self.manager.samples.unfinished[sample_id].failures
         if done >= min(CHUNK, script.length) and failures < script.raises:
             self.step("fail", lambda: self.fail(sample_id), sample_id)
         elif script.tool_after is not None and done >= script.tool_after and not results:
@@ -208,7 +208,7 @@ class ScriptedRun:
         self.taken = self.manager.take_batch(stop=True)
 
     def acknowledge(self):
-        self.manager.acknowledge(group.uid for group in self.taken)
+        self.manager.groups.train(group.uid for group in self.taken)
         for group in self.taken:
             assert group.uid not in self.trained
             self.trained[group.uid] = (self.manager.version, group.outputs)
@@ -296,7 +296,8 @@ def test_three_hundred_rounds_do_not_grow_the_manager(tmp_path):
     def fault(run, transition, side, sample_id):
         done = len(run.trained) // run.batch
         if transition == "take" and side == "before" and done in (100, 300):
-            sizes[done] = footprint([run.manager._state, run.manager.unfinished, run.manager._slots])
+            kept = run.manager
+            sizes[done] = footprint([kept.reserve, kept.groups, kept.samples.unfinished, kept.slots])
         if transition == "interrupt" and side == "after":
             count = next(occasions)
             if count % 40 == 0:

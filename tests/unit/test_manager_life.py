@@ -195,14 +195,14 @@ class ManagerLife(RuleBasedStateMachine):
     def join(self, capacity):
         name = next(self.names)
         self.capacity[name] = capacity
-        self.manager.register_worker(name, capacity)
+        self.manager.slots.register(name, capacity)
 
     @precondition(lambda self: started(self) and self.capacity and not self.model.running)
     @rule(pick=PICK, capacity=st.integers(1, 8))
     def resize(self, pick, capacity):
         """What scarce KV does between rounds."""
         worker = list(self.capacity)[pick % len(self.capacity)]
-        self.manager.resize_worker(worker, capacity)
+        self.manager.slots.resize(worker, capacity)
         self.capacity[worker] = capacity
 
     @precondition(lambda self: started(self) and len(self.capacity) > 1)
@@ -387,9 +387,9 @@ class ManagerLife(RuleBasedStateMachine):
     def offer(self):
         count = min(self.manager.wanted, self.supply - self.model.offered)
         first = self.model.offered
-        self.manager.offer(self.prompts(first, first + count))
+        self.manager.reserve.offer(self.prompts(first, first + count))
         self.model.offered += count
-        self.manager.note_source(self.supply - self.model.offered)
+        self.manager.reserve.note_source(self.supply - self.model.offered)
 
     def prompts(self, first, end):
         return [Prompt(f"0/{i}", 0, {"index": i}) for i in range(first, end)]
@@ -471,12 +471,12 @@ class ManagerLife(RuleBasedStateMachine):
     @rule()
     def acknowledge(self):
         model = self.model
-        self.manager.acknowledge(model.taken)
+        self.manager.groups.train(model.taken)
         model.trained += model.taken
         model.taken = []
         step, version = self.step, self.step - 1
         self.ledger.add(Admitted(step, version, self.told))
-        self.ledger.add(Filtered(step, version, self.manager.take_filtered()))
+        self.ledger.add(Filtered(step, version, self.manager.groups.take_filtered()))
         self.ledger.add(Trained(step, version, [TrainedGroup.of(group, version) for group in self.taken_groups]))
 
     @precondition(lambda self: started(self) and self.may_begin())
@@ -590,9 +590,9 @@ class ManagerLife(RuleBasedStateMachine):
         assert not any(group.unfinished for group in ready + taken)
         assert groups.in_flight == len(waiting + active + ready) and groups.carried == len(active + ready)
         unfinished = [s for g in waiting + active for s in g.samples if s.state is not SampleState.FINISHED]
-        assert len(unfinished) == len(self.manager.unfinished) == sum(g.unfinished for g in waiting + active)
+        assert len(unfinished) == len(self.manager.samples.unfinished) == sum(g.unfinished for g in waiting + active)
         for sample in unfinished:
-            assert self.manager.unfinished[sample.id] is sample
+            assert self.manager.samples.unfinished[sample.id] is sample
             assert sample.failures == self.model.failures.get(sample.id, 0)
             assert (sample.state is SampleState.RUNNING) == (sample.id in self.model.running)
             assert (sample.state is SampleState.AWAY) == (sample.id in self.model.away)

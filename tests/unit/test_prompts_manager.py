@@ -21,7 +21,7 @@ def end_round(manager, running):
     taken = manager.take_batch(stop=True)
     for sample_id in running:
         manager.interrupt(sample_id)
-    manager.acknowledge(group.uid for group in taken)
+    manager.groups.train(group.uid for group in taken)
 
 
 def test_overdue_sample_goes_to_whoever_asks(manager, output):
@@ -113,7 +113,7 @@ def test_what_has_ended_cannot_end_again(manager, output):
             again()
     end_round(m, [])
     with pytest.raises(RuntimeError, match="0/0 was not taken"):
-        m.acknowledge(["0/0"])
+        m.groups.train(["0/0"])
 
 
 def test_length_bias_shows_that_short_groups_train_first(manager, output, segment):
@@ -129,7 +129,7 @@ def test_length_bias_shows_that_short_groups_train_first(manager, output, segmen
     assert biases() == [None, None], "0/0 has no token yet: what is not defined is not logged"
     m.add_segment(long.sample_id, segment(40))
     assert biases() == [10 / 40, 10 / 40], "the batch that the trainer has counts, and 0/0 with its length so far"
-    m.acknowledge([batch.uid])
+    m.groups.train([batch.uid])
     assert biases() == [10 / 40, None], "the trainer has no batch"
     begin(m)
     m.finish(long.sample_id, output(90))
@@ -173,13 +173,13 @@ def test_state_is_loaded_before_the_first_prompt_under_the_same_or_a_larger_boun
     fresh.load_state_dict(m.state_dict())
     assert fresh.metrics()["inflight/groups"] == 1
     with pytest.raises(RuntimeError, match=r"prompt 0/0 was offered twice, or out of order: the last one was 0/99"):
-        fresh.offer(prompts(1))
-    fresh.offer(prompts(1, start=100))
+        fresh.reserve.offer(prompts(1))
+    fresh.reserve.offer(prompts(1, start=100))
 
 
 def test_training_that_drained_goes_on_where_it_is_resumed_with_more_steps(manager, prompts, output):
     m = manager(batch=2, n=1, prompts=2)
-    m.note_source(0)
+    m.reserve.note_source(0)
     begin(m)
     for grant in m.claim("w0"):
         m.finish(grant.sample_id, output())
@@ -187,7 +187,7 @@ def test_training_that_drained_goes_on_where_it_is_resumed_with_more_steps(manag
     resumed = manager(batch=2, n=1, prompts=0)
     resumed.load_state_dict(m.state_dict())
     assert resumed.wanted == 4
-    resumed.offer(prompts(4)[2:])
+    resumed.reserve.offer(prompts(4)[2:])
     assert begin(resumed) == 2 and not resumed.round_complete()
 
 
@@ -207,4 +207,4 @@ def test_state_is_a_moment_that_later_verbs_do_not_change(manager, segment):
     captured = m.capture()
     m.add_segment(sample_id, segment(5))
     m.add_tool_result(sample_id, {})
-    assert [(s.segments, s.tool_results) for g in captured.groups for s in g.samples] == [([], [])]
+    assert [(s["segments"], s["tool_results"]) for g in captured["groups"] for s in g["samples"]] == [([], [])]

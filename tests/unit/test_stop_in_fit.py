@@ -92,7 +92,7 @@ class Rollout:
     async def finish_step(self):
         self.asked.append("finish")
         uids, self.untrained = self.untrained, []
-        self.manager.acknowledge(uids)
+        self.manager.groups.train(uids)
 
     async def save(self, path):
         self._require_trained("a checkpoint")
@@ -192,7 +192,7 @@ def life(tmp_path, monkeypatch, resolved_config, manager, output, prompts):
         config = resolved_config("quickstart_cpu", *keys)
         trainer = build_trainer(config, tmp_path, manager(batch=2, n=2, prompts=0), output, moment=moment)
         if trainer.session.resume_from is None:
-            trainer.async_rollout_manager.manager.offer(prompts(2 * STEPS))
+            trainer.async_rollout_manager.manager.reserve.offer(prompts(2 * STEPS))
         trainer.stopped = False
         try:
             trainer.fit()

@@ -7,7 +7,7 @@ from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.codec import encode
 from recipe.partial_rollout.manager.output_store import InProcess
 from recipe.partial_rollout.manager.types import StoredOutput
-from tests.unit.shared import begin
+from tests.unit.shared import begin, tokens_in
 
 
 class Handle:
@@ -47,8 +47,8 @@ def test_figures_and_checkpoint_do_not_tell_where_outputs_lay(manager, output):
         m = manager(prompts=4)
         finish_some(m, output, store, 5)
         packed.append(b"".join(bytes(chunk) for chunk in pack(encode(m.capture(), store.fetch))))
-        m.acknowledge([group.uid for group in m.take_batch(stop=True)])
-        figures.append((m.groups.cached_tokens, m.counters, m.metrics()))
+        m.groups.train([group.uid for group in m.take_batch(stop=True)])
+        figures.append((tokens_in(m), m.counters, m.metrics()))
     assert packed[0] == packed[1] and figures[0] == figures[1]
     # A trained group's outputs are let go at once: until its round ends, the manager's process collects no garbage.
     assert sorted(store.outputs) == ["0/2#0"]

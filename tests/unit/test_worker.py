@@ -26,7 +26,7 @@ from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.rewards import RewardError
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker, output_of
-from tests.unit.shared import Local, hangs, lets_a_cancellation_out, settings_of
+from tests.unit.shared import Local, hangs, lets_a_cancellation_out, settings_of, tokens_in
 
 CURVE = EngineCurve(step_s=0.002, sample_s=0.0)
 RETRY = FailureLimits(OnSampleError.RETRY, sample_retries=1)
@@ -248,7 +248,7 @@ async def test_turn_is_known_while_its_reward_call_goes_on_and_its_slot_may_be_a
     slots = 2 if after_s else 1
     async with life([[7], [60]], kind=AfterTurn, release_after_s=after_s, slots=slots) as (manager, worker):
         await asyncio.sleep(0.1)
-        assert manager.actor._manager.groups.cached_tokens == (0 if after_s else 7)
+        assert tokens_in(manager.actor._manager) == (0 if after_s else 7)
         (group,) = await finish_round(manager, worker)
         rows = [each for row in manager.actor._manager.state_dict()["groups"] for each in row["samples"]]
         saved = [(len(made["token_ids"]), made["stop_reason"]) for each in rows for made in each["segments"]]
@@ -265,7 +265,7 @@ async def test_turn_and_tool_call_are_known_before_the_tool_is_called_and_outliv
     calls = []
 
     async def buy():
-        calls.append(manager.actor._manager.groups.cached_tokens)
+        calls.append(tokens_in(manager.actor._manager))
         await asyncio.sleep(60)
         return ToolResponse(text="bought"), 0.0, {}
 
@@ -331,7 +331,7 @@ async def test_slot_of_a_sample_in_a_tool_is_anothers_and_it_comes_back_before_n
     kind = conversations(0.15, events=events)
     async with life([[10], [120], [5]], kind=kind, slots=1, release_after_s=0.02) as (manager, worker):
         await asyncio.sleep(0.1)
-        states = [sample.state for sample in manager.actor._manager.unfinished.values()]
+        states = [sample.state for sample in manager.actor._manager.samples.unfinished.values()]
         assert states == ["away", "running", "waiting"]
         await finish_round(manager, worker)
         assert events == ["0/0#0 asks", "0/0#0 has its answer", "0/1#0 has ended"]
@@ -355,7 +355,7 @@ async def test_first_traceback_of_a_tool_that_raises_is_known_though_its_error_i
 async def test_slot_is_kept_for_ever_if_asked():
     async with life([[10], [5]], kind=conversations(0.1), slots=1, release_after_s=float("inf")) as (manager, _):
         while not manager.actor._manager.round_complete():
-            assert "away" not in [sample.state for sample in manager.actor._manager.unfinished.values()]
+            assert "away" not in [sample.state for sample in manager.actor._manager.samples.unfinished.values()]
             await asyncio.sleep(0.005)
 
 

@@ -11,6 +11,7 @@ waits. The verbs of a step::
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -25,14 +26,13 @@ from recipe.partial_rollout.manager.messages import (
     PromptsWanted,
     ReadyBatch,
     Report,
-    Restored,
     RolloutFailedError,
     Standing,
     StepAccount,
     VersionStart,
 )
 from recipe.partial_rollout.manager.output_store import InProcess, OutputStore
-from recipe.partial_rollout.manager.policies import FailureVerdict
+from recipe.partial_rollout.manager.policies import FailureVerdict, retry_delay_s
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Grant, Progress, Prompt
 from recipe.partial_rollout.waits import FirstErrors, ToldError
@@ -45,45 +45,32 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class ManagerCondition:
-    """Guards the manager's state (``async with``); whoever waits is woken by every change, and by a failure."""
+class ManagerCondition(asyncio.Condition):
+    """Guards the manager's state; whoever waits is woken by every change, and by a failure."""
 
-    def __init__(self) -> None:
-        self._changed = asyncio.Condition()
-        self._failure: str | None = None
-
-    async def __aenter__(self) -> None:
-        await self._changed.acquire()
-
-    async def __aexit__(self, *error: object) -> None:
-        self._changed.release()
+    failure: str | None = None
+    """the first reason for which everyone who waits, now or later, fails"""
 
     async def change(self, verb: Callable[[], T]) -> T:
         """Run ``verb`` under the condition, then wake everyone who waits."""
         async with self:
             result = verb()
-            self.notify()
+            self.notify_all()
         return result
 
-    def notify(self) -> None:
-        """Wake everyone who waits; the caller holds the condition."""
-        self._changed.notify_all()
-
-    async def wait(self, timeout_s: float) -> None:
+    async def wait_at_most(self, timeout_s: float) -> None:
         """Wait until something changes or ``timeout_s`` pass; the caller holds the condition."""
-        try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
-        except TimeoutError:
-            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.wait(), timeout_s)
 
     def fail(self, reason: str) -> None:
         """Make everyone who waits, now or later, fail with ``reason``; only the first reason counts."""
-        self._failure = self._failure or reason
+        self.failure = self.failure or reason
 
     def raise_failure(self) -> None:
         """Raise ``RolloutFailedError`` with the first reason, if there is one."""
-        if self._failure is not None:
-            raise RolloutFailedError(self._failure)
+        if self.failure is not None:
+            raise RolloutFailedError(self.failure)
 
 
 class StallClock:
@@ -96,8 +83,8 @@ class StallClock:
         away_s: longest deadline of a tool and of the reward; None: a tool may take any time, which is no excuse.
 
     >>> clock = StallClock(stall_s=60.0, away_s=600.0)
-    >>> clock.stalled(away=0), 59 < clock.left_s(away=0) <= 60, 599 < clock.left_s(away=1) <= 600
-    (False, True, True)
+    >>> 59 < clock.left_s(away=0) <= 60, 599 < clock.left_s(away=1) <= 600
+    (True, True)
     >>> clock.words(away=0)
     'no sample reported and no engine made a token for 0 s (partial_rollout.deadlines.stall_s=60)'
     """
@@ -105,26 +92,19 @@ class StallClock:
     def __init__(self, stall_s: float, away_s: float | None = None) -> None:
         self._stall_s = stall_s
         self._away_s = max(stall_s, away_s or 0.0)
-        self._moved_at = time.monotonic()
+        self.touch()
 
     def touch(self) -> None:
         """Note that there was progress."""
         self._moved_at = time.monotonic()
 
-    @property
-    def _idle_s(self) -> float:
-        return time.monotonic() - self._moved_at
-
     def left_s(self, away: int) -> float:
-        """Seconds until the rollout, ``away`` of whose samples are, counts as stalled; at least 0.1 s."""
-        return max(0.1, (self._away_s if away else self._stall_s) - self._idle_s)
-
-    def stalled(self, away: int) -> bool:
-        return self._idle_s >= (self._away_s if away else self._stall_s)
+        """Seconds until the rollout, ``away`` of whose samples are, counts as stalled; 0 or less: it is."""
+        return self._moved_at + (self._away_s if away else self._stall_s) - time.monotonic()
 
     def words(self, away: int) -> str:
         """How long nothing happened, for the error that ends the run."""
-        idle = f"no sample reported and no engine made a token for {self._idle_s:.0f} s"
+        idle = f"no sample reported and no engine made a token for {time.monotonic() - self._moved_at:.0f} s"
         limit = f"partial_rollout.deadlines.stall_s={self._stall_s:g}"
         if away and self._away_s > self._stall_s:
             limit += f"; {self._away_s:g} s with {away} in a tool or reward, the longest deadline of either"
@@ -179,8 +159,8 @@ class ManagerActor:
         """Answer to ``PromptsWanted``: these prompts replace filtered groups."""
 
         def book() -> None:
-            self._manager.offer(prompts)
-            self._manager.note_source(source_left)
+            self._manager.reserve.offer(prompts)
+            self._manager.reserve.note_source(source_left)
             if self._manager.round_open and not self._manager.round_complete():
                 self._manager.admit()
 
@@ -199,14 +179,14 @@ class ManagerActor:
         async with self._changed:
             await self._until_flushed()
             manager = self._manager
-            manager.offer(prompts)
-            manager.note_source(source_left)
+            manager.reserve.offer(prompts)
+            manager.reserve.note_source(source_left)
             carried = manager.groups.carried
             if manager.exhausted:
                 return VersionStart(0, carried, exhausted=True)
             admitted = manager.begin_version(version)
             self._suspended = False
-            self._changed.notify()
+            self._changed.notify_all()
             return VersionStart(admitted, carried)
 
     async def wait_batch(self, stop: bool) -> ReadyBatch | PromptsWanted:
@@ -239,7 +219,7 @@ class ManagerActor:
             else:
                 garbage.release()
                 self._manager.admit()
-            self._changed.notify()
+            self._changed.notify_all()
             return ReadyBatch(decided_at, groups, admitted, self._manager.wanted)
 
     async def _until_complete(self) -> PromptsWanted | None:
@@ -250,11 +230,10 @@ class ManagerActor:
             self._changed.raise_failure()
             if self._manager.short_of_prompts:
                 return PromptsWanted(self._manager.wanted)
-            await self._changed.wait(self._progress.left_s(self._manager.away))
-            stalled = self._progress.stalled(self._manager.away) and not self._retries
-            if stalled and not self._manager.round_complete():
-                words = self._progress.words(self._manager.away)
-                raise RolloutFailedError(f"{words}; {self._manager.unfinished_report()}")
+            away = self._manager.slots.away
+            if self._progress.left_s(away) <= 0 and not self._retries:
+                raise RolloutFailedError(f"{self._progress.words(away)}; {self._manager.samples.report()}")
+            await self._changed.wait_at_most(max(0.1, self._progress.left_s(away)))
         return None
 
     async def note_decoding(self) -> None:
@@ -269,9 +248,9 @@ class ManagerActor:
             # The batch's own figures are known only while the trainer has it.
             metrics = self._metrics_at_flush or self._manager.metrics()
             self._metrics_at_flush = None
-            self._manager.acknowledge(uids)
+            self._manager.groups.train(uids)
             errors, self._new_errors = tuple(self._new_errors), []
-            return StepAccount(self._manager.take_filtered(), self._manager.wanted, metrics, errors)
+            return StepAccount(self._manager.groups.take_filtered(), self._manager.wanted, metrics, errors)
 
     async def suspend(self) -> None:
         """End the round without a batch, to checkpoint and stop: no sample can be claimed from here on."""
@@ -296,10 +275,10 @@ class ManagerActor:
     async def _until_flushed(self) -> None:
         while self._unflushed:
             self._changed.raise_failure()
-            await self._changed.wait(self.CLAIM_WAIT_S)
+            await self._changed.wait_at_most(self.CLAIM_WAIT_S)
 
     def _expect_flush(self) -> None:
-        self._unflushed = set(self._manager.workers)
+        self._unflushed = set(self._manager.slots.workers)
         if not self._unflushed:
             self._note_flushed()
 
@@ -346,7 +325,7 @@ class ManagerActor:
         written = await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured, self._store.fetch)))
         return replace(written, seconds=time.perf_counter() - start, blocked_s=blocked_s)
 
-    async def load(self, path: str) -> Restored:
+    async def load(self, path: str) -> None:
         """Restore the snapshot at ``path``; before the first version.
 
         Raises:
@@ -354,29 +333,25 @@ class ManagerActor:
             ValueError: it was made with sizes that this run cannot resume from.
         """
         state = await asyncio.to_thread(read_snapshot, Path(path))
-        manager = self._manager
 
-        def restore() -> Restored:
-            manager.load_state_dict(state)
-            groups = manager.groups
-            groups.store_outputs(self._store.put)
-            counts = groups.in_flight, len(groups.ready_queue), len(manager.unfinished)
-            return Restored(manager.version, *counts, groups.cached_tokens)
+        def restore() -> None:
+            self._manager.load_state_dict(state)
+            self._manager.groups.store_outputs(self._store.put)
 
-        return await self._changed.change(restore)
+        await self._changed.change(restore)
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
     async def register_worker(self, worker: str, capacity: int) -> None:
         """A worker with ``capacity`` slots joins."""
-        self._manager.register_worker(worker, capacity)
+        self._manager.slots.register(worker, capacity)
 
     async def resize_workers(self, capacity: int) -> None:
         """Every worker has ``capacity`` slots from here on."""
 
         def resize() -> None:
-            for worker in self._manager.workers:
-                self._manager.resize_worker(worker, capacity)
+            for worker in self._manager.slots.workers:
+                self._manager.slots.resize(worker, capacity)
 
         await self._changed.change(resize)
 
@@ -400,13 +375,13 @@ class ManagerActor:
     async def claim(self, worker: str) -> list[Grant]:
         """Wait for samples to run; empty after ``CLAIM_WAIT_S`` without any."""
         began = time.monotonic()
-        claimant = self._manager.incarnation(worker)
+        claimant = self._manager.slots.incarnation(worker)
         left_since: float | None = None
         async with self._changed:
             while True:
                 self._changed.raise_failure()
                 # The caller may have died while its claim waited, and a new worker may have taken its name.
-                if self._manager.incarnation(worker) is not claimant:
+                if self._manager.slots.incarnation(worker) is not claimant:
                     return []
                 now = time.monotonic()
                 patient = left_since is None or now < left_since + self.SHARE_WAIT_S
@@ -420,7 +395,7 @@ class ManagerActor:
                     until = min(until, left_since + self.SHARE_WAIT_S)
                 else:
                     left_since = None
-                await self._changed.wait(until - now)
+                await self._changed.wait_at_most(until - now)
 
     async def report(self, report: Report) -> list[Grant]:
         """Book what happened to a worker's samples; answers with new ones for the slots that came free."""
@@ -442,7 +417,7 @@ class ManagerActor:
             RuntimeError: the worker was released, so other workers have its samples; or a sample does not run there,
                 so the report came twice.
         """
-        self._manager.incarnation(report.worker)
+        self._manager.slots.incarnation(report.worker)
         self._note_errors(report.errors)
         for progress in report.progress:
             self._book_progress(progress)
@@ -469,7 +444,7 @@ class ManagerActor:
         verdict = self._manager.fail(sample_id, error, times)
         logger.warning("sample %s on %s failed: %s (verdict: %s)", sample_id, worker, error, verdict)
         if verdict is FailureVerdict.RETRY:
-            self._retry_later(sample_id, self._manager.retry_delay_s(sample_id))
+            self._retry_later(sample_id, retry_delay_s(self._manager.samples.unfinished[sample_id].failures))
         elif verdict is FailureVerdict.RAISE:
             self._changed.fail(f"sample {sample_id} on {worker} failed: {error}")
 

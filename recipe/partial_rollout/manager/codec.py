@@ -1,4 +1,4 @@
-"""``ManagerState`` as plain Python and numpy, and back.
+"""The manager's state as plain Python and numpy, and back.
 
 Layout of the dictionary: scalars and ``counters``, ``trained``, ``filtered``; ``reserve``, prompts of ``{uid, epoch, row}``
 each; ``groups``, of ``{prompt, order, birth, samples}`` each: with the trainer, then ready, then unfinished. A sample has
@@ -12,13 +12,13 @@ acknowledged is restored as ready.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
 
 from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
-from recipe.partial_rollout.manager.groups import Counters, ManagerState
+from recipe.partial_rollout.manager.groups import Groups, Reserve
 from recipe.partial_rollout.manager.types import (
     FilteredGroup,
     FinishedOutput,
@@ -39,39 +39,43 @@ _RUNS = ("response_mask", "versions")
 """fields of ``SampleOutput`` that are run-length coded"""
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """The manager's state at one moment; shares only data that the manager never changes, such as tokens."""
-
-    head: dict[str, Any]
-    reserve: tuple[Prompt, ...]
-    groups: tuple[PromptGroup, ...]
+# -- encoding ----------------------------------------------------------------------------------------------------------
 
 
-def capture(state: ManagerState) -> Captured:
-    """Capture ``state`` as it is now; takes milliseconds, because no token is copied."""
-    groups = state.groups
-    head = {
+def capture(version: int, reserve: Reserve, groups: Groups) -> dict[str, Any]:
+    """The dictionary described above as of now, but with segments and outputs as the manager holds them.
+
+    It takes milliseconds, because no token is copied: what it shares with the manager never changes.
+    """
+    unfinished = groups.in_state(GroupState.WAITING, GroupState.ACTIVE)
+    return {
         "layout": LAYOUT,
-        "version": state.version,
-        "source_open": state.reserve.source_open,
-        "last_offered": state.reserve.last_offered,
+        "version": version,
+        "last_offered": reserve.last_offered,
         "admitted": list(groups.admitted),
         "filtered": [asdict(group) for group in groups.filtered],
         "counters": asdict(groups.counters),
         "trained": np.array(list(groups.trained.items()), np.int64).reshape(-1, 2),
+        "reserve": [_fields(prompt) for prompt in reserve.prompts],
+        "groups": [
+            {
+                "prompt": _fields(group.prompt),
+                "order": group.order,
+                "birth": group.birth,
+                "samples": [
+                    {
+                        "segments": list(sample.segments),
+                        "tool_results": list(sample.tool_results),
+                        "failures": sample.failures,
+                        "error": sample.error,
+                        "output": sample.output,
+                    }
+                    for sample in group.samples
+                ],
+            }
+            for group in [*groups.taken.values(), *groups.ready_queue, *unfinished]
+        ],
     }
-    unfinished = groups.in_state(GroupState.WAITING, GroupState.ACTIVE)
-    captured = tuple(_copy(group) for group in [*groups.taken.values(), *groups.ready_queue, *unfinished])
-    return Captured(head, tuple(state.reserve), captured)
-
-
-def _copy(group: PromptGroup) -> PromptGroup:
-    samples = [replace(s, segments=list(s.segments), tool_results=list(s.tool_results)) for s in group.samples]
-    return replace(group, samples=samples)
-
-
-# -- encoding ----------------------------------------------------------------------------------------------------------
 
 
 def outputs_here(outputs: Sequence[FinishedOutput]) -> list[SampleOutput]:
@@ -89,40 +93,19 @@ def check_saveable(sample_id: str, output: SampleOutput) -> None:
         raise error.within(f"sample {sample_id}") from None
 
 
-def encode(captured: Captured, fetch: Fetch = outputs_here) -> dict[str, Any]:
-    """The dictionary described above; ``fetch`` brings the outputs from where they are stored."""
-    samples = [sample for group in captured.groups for sample in group.samples]
-    outputs = iter(fetch([sample.output for sample in samples if sample.output is not None]))
-    return {
-        **captured.head,
-        "reserve": [_prompt_fields(prompt) for prompt in captured.reserve],
-        "groups": [
-            {
-                "prompt": _prompt_fields(group.prompt),
-                "order": group.order,
-                "birth": group.birth,
-                "samples": [_sample_fields(s, next(outputs) if s.output is not None else None) for s in group.samples],
-            }
-            for group in captured.groups
-        ],
-    }
+def encode(captured: dict[str, Any], fetch: Fetch = outputs_here) -> dict[str, Any]:
+    """``captured``, completed in place; ``fetch`` brings the outputs from where they are stored."""
+    samples = [sample for group in captured["groups"] for sample in group["samples"]]
+    outputs = iter(fetch([sample["output"] for sample in samples if sample["output"] is not None]))
+    for sample in samples:
+        sample["segments"] = [_fields(segment) for segment in sample["segments"]]
+        if sample["output"] is not None:
+            output = next(outputs)
+            sample["output"] = _fields(output) | {name: _runs(getattr(output, name)) for name in _RUNS}
+    return captured
 
 
-def _prompt_fields(prompt: Prompt) -> dict[str, Any]:
-    return {"uid": prompt.uid, "epoch": prompt.epoch, "row": prompt.row}
-
-
-def _sample_fields(sample: Sample, output: SampleOutput | None) -> dict[str, Any]:
-    return {
-        "segments": [_fields(segment) for segment in sample.segments],
-        "tool_results": sample.tool_results,
-        "failures": sample.failures,
-        "error": sample.error,
-        "output": None if output is None else _fields(output) | {name: _runs(getattr(output, name)) for name in _RUNS},
-    }
-
-
-def _fields(record: Segment | SampleOutput) -> dict[str, Any]:
+def _fields(record: Prompt | Segment | SampleOutput) -> dict[str, Any]:
     """Its fields by name; ``asdict`` would copy every token."""
     return {each.name: getattr(record, each.name) for each in fields(record)}
 
@@ -136,8 +119,8 @@ def _runs(values: np.ndarray) -> dict[str, np.ndarray]:
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
-def decode(state: dict[str, Any], samples_per_group: int, into: ManagerState) -> None:
-    """Fill ``into``, which is empty, with the encoded state; no sample has an owner afterwards.
+def decode(state: dict[str, Any], samples_per_group: int, reserve: Reserve, groups: Groups) -> int:
+    """Fill ``reserve`` and ``groups`` with the encoded state; no sample has an owner afterwards. Returns the version.
 
     The source is open again: a resumed training may have more steps than the one that drained.
 
@@ -146,14 +129,15 @@ def decode(state: dict[str, Any], samples_per_group: int, into: ManagerState) ->
     """
     if state.get("layout") != LAYOUT:
         raise ValueError(f"manager state has layout={state.get('layout')}: this version of the recipe reads {LAYOUT}")
-    into.version = state["version"]
-    into.reserve.prompts.extend(Prompt(**row) for row in state["reserve"])
-    into.reserve.last_offered = state["last_offered"]
-    groups = into.groups
-    groups.counters, groups.trained = Counters(**state["counters"]), dict(state["trained"].tolist())
+    reserve.prompts.extend(Prompt(**row) for row in state["reserve"])
+    reserve.last_offered = state["last_offered"]
+    for name, total in state["counters"].items():
+        setattr(groups.counters, name, total)
+    groups.trained = dict(state["trained"].tolist())
     groups.admitted = list(state["admitted"])
     groups.filtered = [FilteredGroup(**row) for row in state["filtered"]]
     groups.restore(_groups(state, samples_per_group))
+    return state["version"]
 
 
 def _groups(state: dict[str, Any], size: int) -> Iterator[PromptGroup]:

@@ -17,11 +17,12 @@ the indexes always agree with the states. Trained and filtered groups are counte
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
 
 from recipe.partial_rollout.manager.types import (
     FilteredGroup,
@@ -60,14 +61,8 @@ class Reserve:
     source_left: int = 0
     """prompts left in the source, as last noted; only dynamic sampling uses it"""
 
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return iter(self.prompts)
-
     def offer(self, prompts: Iterable[Prompt]) -> None:
-        """Append ``prompts``.
+        """Put prompts in reserve, in training order; they start when admission allows.
 
         Raises:
             RuntimeError: a prompt does not come after the last one.
@@ -79,49 +74,10 @@ class Reserve:
             self.prompts.append(prompt)
             self.last_offered = prompt.uid
 
-    def pop(self) -> Prompt:
-        """Take out the next prompt, to be admitted."""
-        return self.prompts.popleft()
-
-
-def _order(group: PromptGroup) -> int:
-    return group.order
-
-
-@dataclass(slots=True)
-class ReadyGroups:
-    """READY groups, oldest birth first, then by dispatch: the order in which they are trained."""
-
-    by_birth: dict[int, list[PromptGroup]] = field(default_factory=dict)
-    size: int = 0
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __iter__(self) -> Iterator[PromptGroup]:
-        """Oldest birth first."""
-        for birth in sorted(self.by_birth):
-            yield from self.by_birth[birth]
-
-    @property
-    def counts(self) -> dict[int, int]:
-        """Number of groups by birth."""
-        return {birth: len(groups) for birth, groups in self.by_birth.items()}
-
-    def add(self, group: PromptGroup) -> None:
-        """Add ``group``, which has become ready."""
-        assert group.birth is not None
-        insort(self.by_birth.setdefault(group.birth, []), group, key=_order)
-        self.size += 1
-
-    def remove(self, group: PromptGroup) -> None:
-        """Take out ``group``."""
-        assert group.birth is not None
-        groups = self.by_birth[group.birth]
-        del groups[bisect_left(groups, group.order, key=_order)]
-        if not groups:
-            del self.by_birth[group.birth]
-        self.size -= 1
+    def note_source(self, left: int) -> None:
+        """Note that the source has ``left`` more prompts to offer; with none, what is in flight drains."""
+        self.source_left = left
+        self.source_open = self.source_open and left > 0
 
 
 @dataclass(slots=True)
@@ -163,7 +119,7 @@ class Groups:
     active waiting {None: 1, 3: 1}
     >>> groups.end_sample(first, tokens=100)
     >>> groups.ready(first)
-    >>> (taken,) = groups.take(groups.oldest_ready(1))
+    >>> (taken,) = groups.take(1)
     >>> print(first.state, second.state, groups.in_flight)
     taken waiting 1
     >>> groups.start(first, version=4)
@@ -176,8 +132,10 @@ class Groups:
     """all groups, by dispatch order, ascending"""
     unfinished: Counter[int | None] = field(default_factory=Counter)
     """number of ACTIVE groups by birth version; under None, the number of WAITING ones"""
-    ready_queue: ReadyGroups = field(default_factory=ReadyGroups)
-    """READY groups, in training order"""
+    ready_queue: list[PromptGroup] = field(default_factory=list)
+    """READY groups in dispatch order, which is the order of birth, and in which they are trained"""
+    ready_births: Counter[int] = field(default_factory=Counter)
+    """number of these by birth version"""
     trained: dict[int, int] = field(default_factory=dict)
     """response tokens of the trained groups that one in flight was dispatched before, by dispatch order"""
     taken: dict[str, PromptGroup] = field(default_factory=dict)
@@ -202,7 +160,7 @@ class Groups:
         return group
 
     def restore(self, groups: Iterable[PromptGroup]) -> None:
-        """Add ``groups`` of a checkpoint; READY ones are queued in this order, and none is with the trainer."""
+        """Add ``groups`` of a checkpoint; none is with the trainer."""
         for group in groups:
             outputs = group.outputs
             group.unfinished = len(group.samples) - len(outputs)
@@ -212,7 +170,7 @@ class Groups:
                 self.unfinished[group.birth] += 1
             else:
                 group.state = GroupState.READY
-                self.ready_queue.add(group)
+                self._queue(group)
             self.by_order[group.order] = group
         self.by_order = dict(sorted(self.by_order.items()))
 
@@ -220,7 +178,7 @@ class Groups:
         """WAITING -> ACTIVE: its first sample starts under the weights of ``version``."""
         self._move(group, GroupState.ACTIVE)
         group.birth = version
-        self.unfinished[None] -= 1
+        _less(self.unfinished, None)
         self.unfinished[version] += 1
 
     def end_sample(self, group: PromptGroup, tokens: int) -> None:
@@ -233,7 +191,12 @@ class Groups:
     def ready(self, group: PromptGroup) -> None:
         """ACTIVE -> READY: every sample has ended."""
         self._end(group, GroupState.READY)
-        self.ready_queue.add(group)
+        self._queue(group)
+
+    def _queue(self, group: PromptGroup) -> None:
+        assert group.birth is not None
+        insort(self.ready_queue, group, key=attrgetter("order"))
+        self.ready_births[group.birth] += 1
 
     def filter(self, group: PromptGroup, value: float) -> None:
         """ACTIVE -> FILTERED: every sample has ended, all with the score ``value``."""
@@ -245,11 +208,13 @@ class Groups:
         self.counters.filtered_tokens += group.finished_length
         group.drop_outputs()
 
-    def take(self, batch: Sequence[PromptGroup]) -> list[TakenGroup[FinishedOutput]]:
-        """READY -> TAKEN: the trainer gets them."""
+    def take(self, count: int) -> list[TakenGroup[FinishedOutput]]:
+        """READY -> TAKEN: the trainer gets the first ``count`` groups; fewer only if there are no more."""
+        batch = self.ready_queue[:count]
+        del self.ready_queue[:count]
         for group in batch:
             self._move(group, GroupState.TAKEN)
-            self.ready_queue.remove(group)
+            _less(self.ready_births, group.birth)
             self.taken[group.uid] = group
         self.told = len(self.admitted)
         return [TakenGroup(g.uid, g.order, g.prompt.epoch, g.prompt.row, g.outputs, g.birth) for g in batch]
@@ -259,7 +224,7 @@ class Groups:
         for uid in uids:
             group = self.taken.get(uid)
             if group is None:
-                raise RuntimeError(f"acknowledge: group {uid} was not taken")
+                raise RuntimeError(f"train: group {uid} was not taken")
             self._move(group, GroupState.TRAINED)
             del self.taken[uid], self.by_order[group.order]
             self.counters.trained_groups += 1
@@ -289,9 +254,7 @@ class Groups:
         if group.unfinished:
             raise RuntimeError(f"group {group.uid} has {group.unfinished} unfinished samples: it is not {state}")
         self._move(group, state)
-        self.unfinished[group.birth] -= 1
-        if not self.unfinished[group.birth]:
-            del self.unfinished[group.birth]
+        _less(self.unfinished, group.birth)
 
     def store_outputs(self, put: Put) -> None:
         """Move every output held here into a store with ``put``, a group at a time."""
@@ -324,11 +287,6 @@ class Groups:
         counters = self.counters
         return counters.admitted_groups - counters.trained_groups - counters.filtered_groups - len(self.by_order)
 
-    @property
-    def cached_tokens(self) -> int:
-        """Response tokens of all samples."""
-        return sum(group.length for group in self.by_order.values())
-
     def in_state(self, *states: GroupState) -> Iterator[PromptGroup]:
         """Groups in one of ``states``, by dispatch order."""
         return (group for group in self.by_order.values() if group.state in states)
@@ -338,13 +296,9 @@ class Groups:
         """The first WAITING or ACTIVE group by dispatch order; None if there is none."""
         return next(self.in_state(GroupState.WAITING, GroupState.ACTIVE), None)
 
-    def oldest_ready(self, count: int) -> list[PromptGroup]:
-        """The first ``count`` READY groups by birth, then by dispatch order; fewer only if there are no more."""
-        return list(itertools.islice(self.ready_queue, count))
-
     def oldest_birth(self, default: int) -> int:
         """Birth version of the oldest group in flight; ``default`` if none is born."""
-        births = [birth for birth in self.unfinished if birth is not None] + list(self.ready_queue.by_birth)
+        births = [birth for birth in (*self.unfinished, *self.ready_births) if birth is not None]
         return min(births, default=default)
 
     def length_bias(self) -> dict[str, float]:
@@ -370,11 +324,7 @@ class Groups:
         return biases
 
 
-@dataclass(slots=True)
-class ManagerState:
-    """All prompts between the data source and the trainer."""
-
-    version: int = 0
-    """policy version that decodes the claimed samples"""
-    reserve: Reserve = field(default_factory=Reserve)
-    groups: Groups = field(default_factory=Groups)
+def _less(births: Counter[Any], birth: int | None) -> None:
+    births[birth] -= 1
+    if not births[birth]:
+        del births[birth]

@@ -92,18 +92,5 @@ class StepAccount:
     """those that workers have told since the step before, the first of each kind"""
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """What was restored from a snapshot."""
-
-    version: int
-    groups: int
-    """groups in flight: unfinished or ready"""
-    ready_groups: int
-    unfinished_samples: int
-    cached_tokens: int
-    """tokens of unfinished and finished samples; they are not generated again"""
-
-
 class RolloutFailedError(RuntimeError):
     """A part of the rollout failed; the message names it."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -24,34 +24,18 @@ from recipe.partial_rollout.manager.types import FinishedOutput, SampleOutput, S
 from recipe.partial_rollout.waits import one_line
 
 
-class OutputStore(Protocol):
-    """Keeps outputs for the manager."""
+class InProcess:
+    """No store: outputs stay with the manager, as they are."""
 
     def put(self, finished: Sequence[tuple[str, SampleOutput]]) -> Sequence[FinishedOutput]:
         """Store the outputs of these samples; returns what the manager holds in place of each, in order."""
-        ...
-
-    def seal(self) -> None:
-        """From here on outputs that were put may be passed to others, or fetched."""
-        ...
-
-    def fetch(self, outputs: Sequence[FinishedOutput]) -> Sequence[SampleOutput]:
-        """The outputs themselves, in order."""
-        ...
-
-
-class InProcess:
-    """No store: outputs stay with the manager."""
-
-    def put(self, finished: Sequence[tuple[str, SampleOutput]]) -> list[SampleOutput]:
-        """The outputs, unchanged."""
         return [output for _, output in finished]
 
     def seal(self) -> None:
-        """Do nothing: the manager has the outputs."""
+        """From here on outputs that were put may be passed to others, or fetched."""
 
-    def fetch(self, outputs: Sequence[FinishedOutput]) -> list[SampleOutput]:
-        """The outputs, unchanged."""
+    def fetch(self, outputs: Sequence[FinishedOutput]) -> Sequence[SampleOutput]:
+        """The outputs themselves, in order."""
         return outputs_here(outputs)
 
 
@@ -176,6 +160,9 @@ class RayObjects:
         ]
 
 
+OutputStore = InProcess | RayObjects
+
+
 def _reference(output: StoredOutput) -> Any:
     bundle, _ = output.handle
     assert bundle.reference is not None
@@ -193,14 +180,5 @@ def _samples_of(outputs: Sequence[FinishedOutput], references: Sequence[Any], li
 def fetch_groups(groups: Sequence[TakenGroup[FinishedOutput]], fetch: Fetch) -> list[TakenGroup]:
     """``groups`` with their outputs in place of what the manager held."""
     outputs = iter(fetch([output for group in groups for output in group.outputs]))
-    return [
-        TakenGroup(
-            group.uid,
-            group.order,
-            group.epoch,
-            group.row,
-            tuple(itertools.islice(outputs, len(group.outputs))),
-            group.birth,
-        )
-        for group in groups
-    ]
+    fetched = [replace(group, outputs=tuple(itertools.islice(outputs, len(group.outputs)))) for group in groups]
+    return cast("list[TakenGroup]", fetched)

@@ -8,21 +8,7 @@ A pure state machine, driven by verbs: no Ray, no asyncio, no torch, no clock of
 * no group is trained later than ``max_staleness`` versions after its first sample started (``admission`` has the theorem);
 * a sample has one owner: it is claimable, or one worker has it (RUNNING, AWAY), or it awaits its retry, or it has ended.
 
-The verbs of samples. Each checks the present state first: a message that comes twice or late is an error.
-
-============== ============================= ================================================
-verb           leaves                        enters
-============== ============================= ================================================
-admit                                        INTERRUPTED if it has a journal, else WAITING
-claim          WAITING, INTERRUPTED          RUNNING
-interrupt      RUNNING                       INTERRUPTED
-leave          RUNNING                       AWAY
-come_back      AWAY                          INTERRUPTED
-finish         RUNNING, AWAY                 FINISHED
-fail           RUNNING, AWAY                 FAILED, then FINISHED if the verdict is MASK
-retry          FAILED                        as ``admit``
-release_worker RUNNING, INTERRUPTED, AWAY    as ``admit``
-============== ============================= ================================================
+``samples`` has the verbs of samples.
 
 The verbs of versions. Where trainer and engines share their devices each batch stops the round (colocated placement);
 where each side has its own, everything else runs on (separate placement)::
@@ -36,29 +22,28 @@ Both take N groups a version and admit at its start, so pacing and the bound on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from recipe.partial_rollout.manager.admission import Admission, Load, in_time, pacing_load
-from recipe.partial_rollout.manager.codec import Captured, capture, decode, encode
-from recipe.partial_rollout.manager.groups import Counters, ManagerState
+from recipe.partial_rollout.manager.codec import capture, decode, encode
+from recipe.partial_rollout.manager.groups import Groups, Reserve
 from recipe.partial_rollout.manager.messages import Standing
 from recipe.partial_rollout.manager.policies import (
     FailureVerdict,
     common_value,
     masked_output,
-    retry_delay_s,
     verdict_on,
 )
-from recipe.partial_rollout.manager.scheduling import Slots
+from recipe.partial_rollout.manager.samples import Samples
+from recipe.partial_rollout.manager.scheduling import ClaimQueue, Slots, get_scheduling_priority
 from recipe.partial_rollout.manager.types import (
     GIVEN_UP,
-    FilteredGroup,
     FinishedOutput,
     Grant,
     GroupState,
-    Prompt,
     PromptGroup,
     Sample,
     SampleState,
@@ -68,6 +53,8 @@ from recipe.partial_rollout.manager.types import (
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.config.settings import PartialRolloutConfig
+
+_LIVE = (SampleState.RUNNING, SampleState.AWAY, SampleState.INTERRUPTED)
 
 
 class VersionState(StrEnum):
@@ -89,11 +76,11 @@ class PromptsManager:
 
     >>> import numpy as np
     >>> from recipe.partial_rollout.config.settings import PartialRolloutConfig
-    >>> from recipe.partial_rollout.manager.types import SampleOutput
+    >>> from recipe.partial_rollout.manager.types import Prompt, SampleOutput
     >>> settings = PartialRolloutConfig(batch_groups=1, samples_per_group=2)
     >>> manager = PromptsManager(settings, clock=lambda: 0.0)
-    >>> manager.offer(Prompt(f"0/{i}", 0, {}) for i in range(3))
-    >>> manager.register_worker("w0", capacity=3)
+    >>> manager.reserve.offer(Prompt(f"0/{i}", 0, {}) for i in range(3))
+    >>> manager.slots.register("w0", capacity=3)
     >>> manager.begin_version(0), [grant.sample_id for grant in manager.claim("w0")]
     (2, ['0/0#0', '0/0#1', '0/1#0'])
     >>> token = np.ones(1, np.int32)
@@ -114,15 +101,15 @@ class PromptsManager:
         self, settings: PartialRolloutConfig, clock: Callable[[], float], train_groups: int | None = None
     ) -> None:
         self._settings = settings
-        self._clock = clock
         self._admission = Admission(settings, train_groups)
         self._filter = settings.group_filter
-        self._state = ManagerState()
-        self.groups = self._state.groups
-        self._reserve = self._state.reserve
-        self._slots = Slots(settings.scheduling.policy)
-        self.unfinished: dict[str, Sample] = {}
-        """unfinished samples by id"""
+        self.version = 0
+        """policy version that decodes the claimed samples"""
+        self.groups = Groups()
+        self.counters = self.groups.counters
+        self.reserve = Reserve()
+        self.slots = Slots(ClaimQueue(partial(get_scheduling_priority, policy=settings.scheduling.policy)))
+        self.samples = Samples(self.counters, clock)
         self._version_state = VersionState.CLOSED
         self._batch_taken = False
         """whether the trainer has got the batch of the present version"""
@@ -131,56 +118,15 @@ class PromptsManager:
         self._to_replace = 0
         """of these, the groups that are not replaced yet"""
 
-    @property
-    def version(self) -> int:
-        """Policy version that decodes the claimed samples."""
-        return self._state.version
-
-    @property
-    def counters(self) -> Counters:
-        """Totals since the start of the run."""
-        return self.groups.counters
-
-    # -- workers ---------------------------------------------------------------------------------------------------
-
-    def register_worker(self, worker: str, capacity: int) -> None:
-        """Declare a worker that can run ``capacity`` samples at once."""
-        self._slots.register(worker, capacity)
-
-    def resize_worker(self, worker: str, capacity: int) -> None:
-        """From here on ``worker`` can run ``capacity`` samples at once; running samples are not stopped."""
-        self._slots.resize(worker, capacity)
-
-    def release_worker(self, worker: str) -> int:
-        """Forget a dead worker and requeue its samples with their journals; returns how many."""
-        held = self._slots.release(worker)
-        for sample in held:
-            assert sample.state in (SampleState.RUNNING, SampleState.INTERRUPTED, SampleState.AWAY)
-            self._requeue(sample)
-        return len(held)
-
-    @property
-    def workers(self) -> Iterable[str]:
-        """Workers that have joined and were not released."""
-        return self._slots.workers
-
-    def incarnation(self, worker: str) -> object:
-        """Distinguishes a call by a dead worker from one by its successor of the same name; see ``Slots.incarnation``."""
-        return self._slots.incarnation(worker)
-
-    def held_back(self, worker: str) -> bool:
-        """Whether ``worker`` has free slots but got no more samples because it already has its share."""
-        return self.round_open and self._slots.held_back(worker)
-
     # -- samples ---------------------------------------------------------------------------------------------------
 
     def claim(self, worker: str, limit: int | None = None, *, beyond_share: bool = False) -> list[Grant]:
         """Run up to ``limit`` samples (default: all its free slots) on ``worker``, by priority; see ``Slots.claim``."""
-        self.incarnation(worker)
+        self.slots.incarnation(worker)
         if not self.round_open:
             return []
-        unfinished, overdue = len(self.unfinished), self._overdue
-        claimed = self._slots.claim(worker, limit, unfinished, overdue, beyond_share=beyond_share)
+        self.slots.queue.make_overdue(self._overdue)
+        claimed = self.slots.claim(worker, limit, len(self.samples.unfinished), beyond_share=beyond_share)
         return [self._grant(sample, worker) for sample in claimed]
 
     @property
@@ -189,24 +135,26 @@ class PromptsManager:
         return self.version + (self._version_state is VersionState.AHEAD) - self._settings.max_staleness
 
     def _grant(self, sample: Sample, worker: str) -> Grant:
-        assert sample.state in (SampleState.WAITING, SampleState.INTERRUPTED)
         group = sample.group
         if group.state is GroupState.WAITING:
             self.groups.start(group, self.version)
-            self._slots.refresh(group)
+            self.slots.queue.refresh(group)
         self.counters.resumed += sample.state is SampleState.INTERRUPTED
+        self.samples.move(sample.id, "claim")
         # This worker still holds the conversation, so its journal need not be sent at every resumption.
         held = sample.worker == worker
         journals = ((), ()) if held else (tuple(sample.segments), tuple(sample.tool_results))
         sample.worker = worker
-        self._move(sample, SampleState.RUNNING)
         return Grant(sample.id, group.uid, group.order, group.prompt.row, *journals, held=held)
+
+    def held_back(self, worker: str) -> bool:
+        """Whether ``worker`` has free slots but got no more samples because it already has its share."""
+        return self.round_open and self.slots.held_back(worker)
 
     def add_segment(self, sample_id: str, segment: Segment) -> None:
         """Cache tokens of a running sample, so that they survive its worker; forget those of a turn that is given up."""
-        states = SampleState.RUNNING, SampleState.AWAY, SampleState.INTERRUPTED
         given_up = segment.stop_reason == GIVEN_UP
-        sample = self._in_state(sample_id, "add_segment", *(states if given_up else states[:1]))
+        sample = self.samples.in_state(sample_id, "add_segment", _LIVE if given_up else (SampleState.RUNNING,))
         if given_up:
             sample.segments = [kept for kept in sample.segments if kept.turn != segment.turn]
         elif len(segment):
@@ -214,80 +162,72 @@ class PromptsManager:
 
     def add_tool_result(self, sample_id: str, result: dict[str, Any]) -> None:
         """Cache the JSON-able result of a finished tool call, so that the call is not made again."""
-        # A sample that waits for its slot again may have a tool beside its engine call.
-        states = SampleState.RUNNING, SampleState.AWAY, SampleState.INTERRUPTED
-        sample = self._in_state(sample_id, "add_tool_result", *states)
-        sample.tool_results.append(result)
+        self.samples.in_state(sample_id, "add_tool_result", _LIVE).tool_results.append(result)
 
     def interrupt(self, sample_id: str) -> None:
         """Free its slot; the worker keeps the conversation until the sample is granted again."""
-        sample = self._in_state(sample_id, "interrupt", SampleState.RUNNING)
-        self._slots.free(sample)
-        self._move(sample, SampleState.INTERRUPTED)
+        sample = self.samples.move(sample_id, "interrupt")
+        self.slots.free(sample)
+        self.slots.queue.push(sample)
         self.counters.interrupted += 1
-        self._slots.offer(sample)
 
     def leave(self, sample_id: str) -> None:
         """Free its slot; the worker goes on with it, and no token follows until it has come back."""
-        sample = self._in_state(sample_id, "leave", SampleState.RUNNING)
-        self._slots.leave(sample)
-        self._move(sample, SampleState.AWAY)
+        self.slots.leave(self.samples.move(sample_id, "leave"))
 
     def come_back(self, sample_id: str) -> None:
         """It needs a slot again, in its worker, before any new prompt."""
-        sample = self._in_state(sample_id, "come_back", SampleState.AWAY)
-        self._slots.come_back(sample)
-        self._move(sample, SampleState.INTERRUPTED)
+        sample = self.samples.move(sample_id, "come_back")
+        self.slots.free(sample)
+        self.slots.queue.push(sample)
 
     def finish(self, sample_id: str, output: FinishedOutput) -> None:
         """Free its slot; ``output`` replaces the journal. After the last sample its group is READY, or FILTERED."""
-        self._end(self._leave_worker(sample_id, "finish"), output)
+        sample = self.samples.move(sample_id, "finish")
+        self.slots.free(sample)
+        self._end(sample, output)
 
     def fail(self, sample_id: str, error: str, times: int = 1) -> FailureVerdict:
         """Free its slot: its loop, or its reward ``times`` in a row, raised ``error`` (one line). Returns the verdict.
 
         RETRY: call ``retry`` after ``retry_delay_s``. MASK: the sample is FINISHED, masked. RAISE: the run must end.
         """
-        sample = self._leave_worker(sample_id, "fail")
+        sample = self.samples.move(sample_id, "fail")
+        self.slots.free(sample)
         sample.worker, sample.error = None, error
         sample.failures += times
-        self._move(sample, SampleState.FAILED)
         verdict = verdict_on(sample.failures, self._settings.failures)
         self.counters.failed += 1
         self.counters.retried += verdict is FailureVerdict.RETRY
         if verdict is FailureVerdict.MASK:
             self.counters.masked += 1
-            self._end(sample, masked_output(sample.segments, error))
+            self._end(self.samples.move(sample_id, "mask"), masked_output(sample.segments, error))
         return verdict
-
-    def retry_delay_s(self, sample_id: str) -> float:
-        """Seconds that a failed sample waits for its ``retry``."""
-        return retry_delay_s(self._in_state(sample_id, "retry_delay_s", SampleState.FAILED).failures)
 
     def retry(self, sample_id: str) -> None:
         """Make a failed sample claimable; any worker may continue from its journal."""
-        self._requeue(self._in_state(sample_id, "retry", SampleState.FAILED))
+        self._requeue(sample_id, "retry")
 
-    def _in_state(self, sample_id: str, verb: str, *states: SampleState) -> Sample:
-        sample = self.unfinished.get(sample_id)
-        if sample is None or sample.state not in states:
-            actual = "unknown or finished" if sample is None else sample.state
-            raise RuntimeError(f"{verb}: sample {sample_id} is {actual}, not {' or '.join(states)}")
-        return sample
+    def release_worker(self, worker: str) -> int:
+        """Forget a dead worker and requeue its samples with their journals; returns how many."""
+        held = self.slots.release(worker)
+        for sample in held:
+            self._requeue(sample.id, "release_worker")
+        return len(held)
 
-    def _leave_worker(self, sample_id: str, verb: str) -> Sample:
-        sample = self._in_state(sample_id, verb, SampleState.RUNNING, SampleState.AWAY)
-        self._slots.free(sample)
-        return sample
+    def _requeue(self, sample_id: str, verb: str) -> None:
+        """Make a sample claimable that nobody owns now."""
+        sample = self.samples.move(sample_id, verb)
+        sample.worker = None
+        self.slots.queue.push(sample)
 
     def _end(self, sample: Sample, output: FinishedOutput) -> None:
         group = sample.group
-        self._move(sample, SampleState.FINISHED)
         sample.output = output
         sample.segments, sample.tool_results = [], []
-        del self.unfinished[sample.id]
+        del self.samples.unfinished[sample.id]
         self.groups.end_sample(group, output.response_length)
-        self._slots.refresh(group)
+        self.slots.queue.refresh(group)
         if not group.unfinished:
             self._end_group(group)
 
@@ -304,75 +244,49 @@ class PromptsManager:
     def _may_filter(self) -> bool:
         """Whether the version's limit allows one more, and the remaining data can still fill a batch without it."""
         assert self._filter is not None
-        size = self._settings.batch_groups
-        most = self._filter.max_num_gen_batches
+        size, most = self._settings.batch_groups, self._filter.max_num_gen_batches
         if most and self._filtered >= (most - 1) * size:
             return False
-        return self.groups.in_flight - 1 + len(self._reserve) + self._reserve.source_left >= size
+        return self.groups.in_flight - 1 + len(self.reserve.prompts) + self.reserve.source_left >= size
+
+    # -- admission -------------------------------------------------------------------------------------------------
+
+    def admit(self, *, version_begins: bool = False) -> int:
+        """Move prompts from the reserve into flight as far as the mode allows; returns how many."""
+        admitted = 0
+        while self.reserve.prompts and self._admission.allows(self.load(), version_begins=version_begins):
+            prompt = self.reserve.prompts.popleft()
+            self._enter(self.groups.enter(prompt, self._settings.samples_per_group))
+            self._to_replace = max(0, self._to_replace - 1)
+            admitted += 1
+        return admitted
 
     def _enter(self, group: PromptGroup) -> None:
         """Add the unfinished samples of ``group``, new or restored; any worker may claim them."""
         for sample in group.samples:
             if sample.output is None:
-                self.unfinished[sample.id] = sample
-                self._requeue(sample)
-
-    def _requeue(self, sample: Sample) -> None:
-        """Make ``sample``, which nobody owns now, claimable."""
-        sample.worker = None
-        self._move(sample, SampleState.INTERRUPTED if sample.has_journal else SampleState.WAITING)
-        self._slots.offer(sample)
-
-    def _move(self, sample: Sample, state: SampleState) -> None:
-        now = self._clock()
-        if sample.state is SampleState.AWAY:
-            self.counters.away_s += now - sample.since
-        sample.state, sample.since = state, now
-
-    @property
-    def away(self) -> int:
-        """Samples that live on without a slot."""
-        return self._slots.away
-
-    # -- prompts ---------------------------------------------------------------------------------------------------
-
-    def offer(self, prompts: Iterable[Prompt]) -> None:
-        """Put prompts in reserve, in training order; they start when admission allows."""
-        self._reserve.offer(prompts)
-
-    def note_source(self, left: int) -> None:
-        """Note that the source has ``left`` more prompts to offer; with none, what is in flight drains."""
-        self._reserve.source_left = left
-        self._reserve.source_open = self._reserve.source_open and left > 0
-
-    def admit(self, *, version_begins: bool = False) -> int:
-        """Move prompts from the reserve into flight as far as the mode allows; returns how many."""
-        admitted = 0
-        while self._reserve and self._admission.allows(self.load(), version_begins=version_begins):
-            self._enter(self.groups.enter(self._reserve.pop(), self._settings.samples_per_group))
-            self._to_replace = max(0, self._to_replace - 1)
-            admitted += 1
-        return admitted
+                self.samples.unfinished[sample.id] = sample
+                self._requeue(sample.id, "admit")
 
     def load(self) -> Load:
         """What admission is asked with."""
         groups, counters = self.groups, self.counters
         kept = counters.admitted_groups - counters.filtered_groups
         counted = pacing_load(kept, groups.in_flight, self._settings.batch_groups, self.version)
-        return Load(counted, groups.waiting_or_active, len(self.unfinished), kept, self._to_replace)
+        return Load(counted, groups.waiting_or_active, len(self.samples.unfinished), kept, self._to_replace)
 
     @property
     def wanted(self) -> int:
         """Prompts to offer so that the next version never runs short; replacements for filtered groups are not counted."""
         spare = self._settings.batch_groups if self._filter is not None else 0
-        missing = self._admission.most_per_version() + spare - len(self._reserve)
-        return max(0, missing) if self._reserve.source_open else 0
+        missing = self._admission.most_per_version() + spare - len(self.reserve.prompts)
+        return max(0, missing) if self.reserve.source_open else 0
 
     @property
     def short_of_prompts(self) -> bool:
         """Whether more groups may soon be filtered than the reserve can replace."""
-        filters = self._filter is not None and self._reserve.source_open
-        return self.round_open and filters and len(self._reserve) < self._settings.batch_groups
+        filters = self._filter is not None and self.reserve.source_open
+        return self.round_open and filters and len(self.reserve.prompts) < self._settings.batch_groups
 
     @property
     def exhausted(self) -> bool:
@@ -380,8 +294,8 @@ class PromptsManager:
 
         This only happens with dynamic sampling, which consumes more prompts than it trains.
         """
-        ended = self._filter is not None and not self._reserve.source_open
-        return ended and self.groups.in_flight + len(self._reserve) < self._settings.batch_groups
+        ended = self._filter is not None and not self.reserve.source_open
+        return ended and self.groups.in_flight + len(self.reserve.prompts) < self._settings.batch_groups
 
     # -- versions and batches --------------------------------------------------------------------------------------
 
@@ -405,7 +319,7 @@ class PromptsManager:
             raise RuntimeError(f"begin_version: the batch of version {present} is not {state}: {version} cannot follow")
         if version < present or (self._batch_taken and version != present + 1):
             raise RuntimeError(f"begin_version: {version} after {present}: each version trains one batch")
-        self._state.version = version
+        self.version = version
         self._batch_taken = False
         self._filtered = self._to_replace = 0
         admitted = self.admit(version_begins=True)
@@ -430,9 +344,9 @@ class PromptsManager:
             return False
         groups, size = self.groups, self._settings.batch_groups
         if len(groups.ready_queue) < size:
-            return not (self._reserve.source_open or self._reserve or groups.waiting_or_active)
-        ready = groups.ready_queue.counts
-        return in_time(ready, groups.unfinished, size, self.version, self._settings.max_staleness) and self._in_turn()
+            return not (self.reserve.source_open or self.reserve.prompts or groups.waiting_or_active)
+        bound = self._settings.max_staleness
+        return in_time(groups.ready_births, groups.unfinished, size, self.version, bound) and self._in_turn()
 
     def _in_turn(self) -> bool:
         """Whether the batch overtakes no unfinished group by more positions than ``scheduling`` allows."""
@@ -440,7 +354,7 @@ class PromptsManager:
         positions = self._settings.scheduling.positions(size)
         if positions is None or (oldest := self.groups.oldest_unfinished) is None:
             return True
-        return max(group.order for group in self.groups.oldest_ready(size)) <= oldest.order + positions
+        return self.groups.ready_queue[size - 1].order <= oldest.order + positions
 
     def take_batch(self, *, stop: bool) -> list[TakenGroup[FinishedOutput]]:
         """The N oldest ready groups, READY -> TAKEN; fewer only once the data ran out.
@@ -460,25 +374,17 @@ class PromptsManager:
             )
         self._version_state = VersionState.CLOSED if stop else VersionState.AHEAD
         self._batch_taken = True
-        return groups.take(groups.oldest_ready(size))
+        return groups.take(size)
 
     @property
     def admitted(self) -> tuple[str, ...]:
         """Uids that the trainer gets with its batch: admitted since the one before; a checkpoint keeps them as long."""
         return tuple(self.groups.admitted[: self.groups.told])
 
-    def acknowledge(self, uids: Iterable[str]) -> None:
-        """TAKEN -> TRAINED: the trainer has updated on these groups, and they are forgotten."""
-        self.groups.train(uids)
-
-    def take_filtered(self) -> tuple[FilteredGroup, ...]:
-        """Groups filtered since this was last asked, of those whose admission is told."""
-        return self.groups.take_filtered()
-
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def capture(self) -> Captured:
-        """The state at this moment, cheap to take; ``codec.encode`` can make the ``state_dict`` of it later.
+    def capture(self) -> dict[str, Any]:
+        """The state at this moment, cheap to take; ``codec.encode`` makes the ``state_dict`` of it.
 
         Raises:
             RuntimeError: the next version has begun before the batch is trained: it could not be trained again.
@@ -487,7 +393,7 @@ class PromptsManager:
             raise RuntimeError(
                 f"version {self.version} has begun, the batch before it is not trained: too early to save"
             )
-        return capture(self._state)
+        return capture(self.version, self.reserve, self.groups)
 
     def state_dict(self) -> dict[str, Any]:
         """All but the workers, in plain Python and numpy; layout in ``codec``."""
@@ -497,12 +403,12 @@ class PromptsManager:
         """Restore ``state``: unfinished samples are claimable, groups that were with the trainer are ready again.
 
         Raises:
-            ValueError: it was made with another batch or group size, or a larger ``max_staleness`` than this run allows.
+            ValueError: its layout is another, or its groups have another number of samples.
             RuntimeError: this manager already has prompts.
         """
-        if self._reserve or self.counters.admitted_groups:
+        if self.reserve.prompts or self.counters.admitted_groups:
             raise RuntimeError("load_state_dict: the manager has prompts already; load before the first offer")
-        decode(state, self._settings.samples_per_group, self._state)
+        self.version = decode(state, self._settings.samples_per_group, self.reserve, self.groups)
         for group in self.groups.by_order.values():
             self._enter(group)
 
@@ -516,7 +422,7 @@ class PromptsManager:
         groups, counters = self.groups, self.counters
         gauges = {
             "inflight/groups": groups.in_flight,
-            "inflight/samples": len(self.unfinished),
+            "inflight/samples": len(self.samples.unfinished),
             "agent/slots_freed_s_total": counters.away_s,
             "buffer/carried_groups": groups.carried,
             "buffer/ready_groups": len(groups.ready_queue),
@@ -537,15 +443,4 @@ class PromptsManager:
     def standing(self) -> Standing:
         """How far the round is; constant time but for the few birth versions in flight."""
         oldest = self.version - self.groups.oldest_birth(default=self.version)
-        return Standing(len(self.groups.ready_queue), self._slots.running, oldest)
-
-    def unfinished_report(self, limit: int = 8) -> str:
-        """One line for an error: the unfinished samples, longest unchanged first."""
-        live, now = sorted(self.unfinished.values(), key=lambda sample: sample.since), self._clock()
-        rows = [
-            f"{s.id} {s.state} on {s.worker or 'no worker'} for {now - s.since:.0f} s ({s.cached_tokens} tokens cached"
-            + (f"; failed {s.failures} times, last: {s.error})" if s.error is not None else ")")
-            for s in live[:limit]
-        ]
-        more = f" and {len(live) - limit} more" if len(live) > limit else ""
-        return f"{len(live)} unfinished samples: " + "; ".join(rows) + more
+        return Standing(len(self.groups.ready_queue), self.slots.running, oldest)

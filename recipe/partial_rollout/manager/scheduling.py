@@ -4,8 +4,9 @@ A policy is a sort key of a group (smaller first), made of its birth, its age an
 groups, those at ``max_staleness``, come first whatever their key: they must finish in this round. Next come, by their key,
 samples whose conversation the worker holds, then all others.
 
-``ClaimQueue`` keeps the groups that have a claimable sample in heaps, one for each (owner, birth), cleaned lazily. A
-claim looks at the top of each heap. Bounded staleness bounds the number of heaps, so a claim costs O(log n).
+``ClaimQueue`` has a heap of groups for each owner. An entry is a group's key; it is stale, and skipped, once the group has
+another key or no sample left there. So a claim costs O(log n). Once a version, when more groups become overdue, the heaps
+are made anew.
 
 Workers share samples in proportion to their slots: a worker claims samples that any worker could run only until it has
 its fair share. While such a sample is left, some worker is below its share and has a free slot, or all slots are taken.
@@ -16,38 +17,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.manager.types import PromptGroup, Sample
 
 Key = tuple[float, ...]
-
-
-def _birth(group: PromptGroup) -> float:
-    return float("inf") if group.birth is None else group.birth
-
-
-def _bounded(group: PromptGroup) -> Key:
-    return (_birth(group), group.unfinished, group.mean_finished_length)
-
-
-def _seed(group: PromptGroup) -> Key:
-    # Ascending staleness is descending birth, so the order does not change as the version advances.
-    return (group.unfinished, group.mean_finished_length, -_birth(group))
-
-
-def _in_order(group: PromptGroup) -> Key:
-    return ()
-
-
-_KEYS: dict[SchedulingPolicy, Callable[[PromptGroup], Key]] = {
-    SchedulingPolicy.BOUNDED: _bounded,
-    SchedulingPolicy.SEED: _seed,
-    SchedulingPolicy.IN_ORDER: _in_order,
-}
 
 
 def get_scheduling_priority(group: PromptGroup, policy: SchedulingPolicy = SchedulingPolicy.BOUNDED) -> Key:
@@ -56,19 +34,11 @@ def get_scheduling_priority(group: PromptGroup, policy: SchedulingPolicy = Sched
     The key uses the number of unfinished samples, the mean length of the finished ones (tokens; 1e9 if none has
     finished) and the birth version, which stands for staleness; ties go to dispatch order.
     """
-    return (*_KEYS[policy](group), group.order)
-
-
-@dataclass(slots=True)
-class _Claimable:
-    """The samples of one group that one owner can claim."""
-
-    samples: deque[Sample] = field(default_factory=deque)
-    stamp: int = 0
-    """stamp of the group's valid heap entry; entries with other stamps are stale"""
-
-
-_Entry = tuple[Key, int, PromptGroup]
+    birth = math.inf if group.birth is None else group.birth
+    if policy is SchedulingPolicy.SEED:
+        # Ascending staleness is descending birth, so the order does not change as the version advances.
+        return (group.unfinished, group.mean_finished_length, -birth, group.order)
+    return (birth, group.unfinished, group.mean_finished_length, group.order)
 
 
 class ClaimQueue:
@@ -76,27 +46,32 @@ class ClaimQueue:
 
     Three groups with policy ``bounded``; "w0" holds the conversation of the interrupted sample of 0/0::
 
-        owner "w0"   birth 3: 0/0   (3, 1, 1e9, 0)      oldest first
-        owner None   birth 4: 0/1   (4, 1, 1e9, 1)
-                     not born: 0/2  (inf, 1, 1e9, 2)
+        owner "w0"   birth 3: 0/0   (1, 0, 3, 1, 1e9, 0)
+        owner None   birth 4: 0/1   (1, 1, 4, 1, 1e9, 1)      oldest first
+                     not born: 0/2  (1, 1, inf, 1, 1e9, 2)
 
     >>> from recipe.partial_rollout.manager.types import Prompt
-    >>> queue = ClaimQueue(SchedulingPolicy.BOUNDED)
+    >>> queue = ClaimQueue(get_scheduling_priority)
     >>> for order, (birth, owner) in enumerate([(3, "w0"), (4, None), (None, None)]):
     ...     group = PromptGroup(Prompt(f"0/{order}", 0, {}), order, birth=birth, unfinished=1)
     ...     queue.push(Sample(f"0/{order}#0", group, worker=owner))
-    >>> [queue.pop("w1", overdue_birth=0).id, queue.pop("w0", overdue_birth=0).id]
+    >>> [queue.pop("w1").id, queue.pop("w0").id]
     ['0/1#0', '0/0#0']
-    >>> queue.pop("w1", overdue_birth=0, own_only=True) is None, queue.size(None)
+    >>> queue.pop("w1", own_only=True) is None, queue.size(None)
     (True, 1)
+
+    Args:
+        priority: a group's key; its last element is the group's ``order``.
     """
 
-    def __init__(self, policy: SchedulingPolicy) -> None:
-        self._policy = policy
-        self._buckets: dict[str | None, dict[int | None, list[_Entry]]] = {}
-        self._claimable: dict[str | None, dict[str, _Claimable]] = {}
-        self._owners: dict[str, set[str | None]] = {}
-        self._stamp = 0
+    def __init__(self, priority: Callable[[PromptGroup], Key]) -> None:
+        self._priority = priority
+        self._overdue = -math.inf
+        """groups born at this version, or before, come first"""
+        self._claimable: defaultdict[str | None, dict[float, deque[Sample]]] = defaultdict(dict)
+        """by owner, and by their group's ``order``"""
+        self._heaps: defaultdict[str | None, list[Key]] = defaultdict(list)
+        """by owner: keys of its groups, and stale ones"""
         self._sizes: Counter[str | None] = Counter()
 
     def size(self, owner: str | None) -> int:
@@ -106,82 +81,65 @@ class ClaimQueue:
     def push(self, sample: Sample) -> None:
         """Offer ``sample`` to its worker, or to all when it has none."""
         owner, group = sample.worker, sample.group
-        self._claimable.setdefault(owner, {}).setdefault(group.uid, _Claimable()).samples.append(sample)
-        self._owners.setdefault(group.uid, set()).add(owner)
+        self._claimable[owner].setdefault(group.order, deque()).append(sample)
         self._sizes[owner] += 1
-        self._enter(owner, group)
+        heapq.heappush(self._heaps[owner], self._key(owner, group))
 
     def refresh(self, group: PromptGroup) -> None:
         """Re-file ``group`` after its key has changed."""
-        for owner in self._owners.get(group.uid, ()):
-            self._enter(owner, group)
+        for owner in {sample.worker for sample in group.samples}:
+            if group.order in self._claimable.get(owner, ()):
+                heapq.heappush(self._heaps[owner], self._key(owner, group))
 
-    def pop(self, worker: str, overdue_birth: float, *, own_only: bool = False) -> Sample | None:
-        """The next sample for ``worker``; groups born at or before ``overdue_birth`` come first, then what it holds.
+    def make_overdue(self, birth: float) -> None:
+        """From here on groups born at version ``birth``, or before, come first."""
+        if birth == self._overdue:
+            return
+        self._overdue = birth
+        for owner, held in self._claimable.items():
+            self._heaps[owner] = [self._key(owner, samples[0].group) for samples in held.values()]
+            heapq.heapify(self._heaps[owner])
+
+    def pop(self, worker: str, *, own_only: bool = False) -> Sample | None:
+        """The next sample for ``worker``: of overdue groups, then of those that it holds, then of all others.
 
         ``own_only``: leave samples that any worker could claim to others, unless they are overdue.
         """
-        best: tuple[Key, str | None, int | None] | None = None
-        for owner in (worker, None):
-            buckets = self._buckets.get(owner, {})
-            for birth in list(buckets):
-                top = self._top(owner, birth)
-                if top is None:
-                    del buckets[birth]
-                    continue
-                overdue = birth is not None and birth <= overdue_birth
-                if own_only and owner is None and not overdue:
-                    continue
-                # What a worker holds may hold places of the user's own, such as sandboxes, that new samples wait for.
-                key = (0.0, float(birth), *top[0]) if birth is not None and overdue else (1.0, owner is None, *top[0])
-                if best is None or key < best[0]:
-                    best = (key, owner, birth)
-        if best is None:
+        tops = [(top, owner) for owner in (worker, None) if (top := self._top(owner)) is not None]
+        if own_only:
+            tops = [(top, owner) for top, owner in tops if owner is not None or not top[0]]
+        if not tops:
             return None
-        _, owner, birth = best
-        _, _, group = self._buckets[owner][birth][0]
-        return self._take(owner, group)
+        (*_, order), owner = min(tops, key=itemgetter(0))
+        samples = self._claimable[owner][order]
+        sample = samples.popleft()
+        self._sizes[owner] -= 1
+        if not samples:
+            del self._claimable[owner][order]
+        return sample
 
     def drain(self, owner: str) -> list[Sample]:
         """Withdraw every sample that only ``owner`` could claim."""
         held = self._claimable.pop(owner, {})
-        samples = [sample for claimable in held.values() for sample in claimable.samples]
-        for uid in held:
-            self._forget(owner, uid)
-        self._buckets.pop(owner, None)
+        self._heaps.pop(owner, None)
         del self._sizes[owner]
-        return samples
+        return [sample for samples in held.values() for sample in samples]
 
-    def _enter(self, owner: str | None, group: PromptGroup) -> None:
-        self._stamp += 1
-        self._claimable[owner][group.uid].stamp = self._stamp
-        bucket = self._buckets.setdefault(owner, {}).setdefault(group.birth, [])
-        heapq.heappush(bucket, (get_scheduling_priority(group, self._policy), self._stamp, group))
+    def _key(self, owner: str | None, group: PromptGroup) -> Key:
+        priority = self._priority(group)
+        if group.birth is not None and group.birth <= self._overdue:
+            return (0, group.birth, *priority)
+        # What a worker holds may hold places of the user's own, such as sandboxes, that new samples wait for.
+        return (1, owner is None, *priority)
 
-    def _top(self, owner: str | None, birth: int | None) -> _Entry | None:
-        bucket = self._buckets[owner][birth]
-        while bucket:
-            _, stamp, group = bucket[0]
-            claimable = self._claimable.get(owner, {}).get(group.uid)
-            if claimable is not None and claimable.stamp == stamp:
-                return bucket[0]
-            heapq.heappop(bucket)
+    def _top(self, owner: str | None) -> Key | None:
+        heap, held = self._heaps[owner], self._claimable[owner]
+        while heap:
+            samples = held.get(heap[0][-1])
+            if samples and self._key(owner, samples[0].group) == heap[0]:
+                return heap[0]
+            heapq.heappop(heap)
         return None
-
-    def _take(self, owner: str | None, group: PromptGroup) -> Sample:
-        claimable = self._claimable[owner][group.uid]
-        sample = claimable.samples.popleft()
-        self._sizes[owner] -= 1
-        if not claimable.samples:
-            del self._claimable[owner][group.uid]
-            self._forget(owner, group.uid)
-        return sample
-
-    def _forget(self, owner: str | None, uid: str) -> None:
-        owners = self._owners[uid]
-        owners.discard(owner)
-        if not owners:
-            del self._owners[uid]
 
 
 @dataclass(slots=True)
@@ -205,106 +163,78 @@ class Slots:
     >>> from recipe.partial_rollout.manager.types import Prompt
     >>> group = PromptGroup(Prompt("0/0", 0, {}), order=0, unfinished=4)
     >>> group.samples = [Sample(f"0/0#{i}", group) for i in range(4)]
-    >>> slots = Slots(SchedulingPolicy.BOUNDED)
+    >>> slots = Slots(ClaimQueue(get_scheduling_priority))
     >>> slots.register("fast", 6)
     >>> slots.register("slow", 2)
     >>> for sample in group.samples:
-    ...     slots.offer(sample)
-    >>> [sample.id for sample in slots.claim("fast", None, unfinished=4, overdue=-1)]
+    ...     slots.queue.push(sample)
+    >>> [sample.id for sample in slots.claim("fast", None, unfinished=4)]
     ['0/0#0', '0/0#1', '0/0#2']
-    >>> [sample.id for sample in slots.claim("slow", None, unfinished=4, overdue=-1)]
+    >>> [sample.id for sample in slots.claim("slow", None, unfinished=4)]
     ['0/0#3']
     """
 
-    def __init__(self, policy: SchedulingPolicy) -> None:
-        self._queue = ClaimQueue(policy)
-        self._workers: dict[str, WorkerLoad] = {}
-        self._capacity = 0
-        self.away = 0
-        """samples that live on without a slot"""
+    def __init__(self, queue: ClaimQueue) -> None:
+        self.queue = queue
+        self.workers: dict[str, WorkerLoad] = {}
+        """workers that have joined and were not released"""
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
     def register(self, worker: str, capacity: int) -> None:
         """Add a worker that can run ``capacity`` samples at once."""
-        _check(worker, capacity)
-        if worker in self._workers:
+        if worker in self.workers:
             raise RuntimeError(f"worker {worker} is registered already")
-        self._workers[worker] = WorkerLoad(capacity)
-        self._capacity += capacity
+        self.workers[worker] = WorkerLoad(capacity)
 
     def resize(self, worker: str, capacity: int) -> None:
         """From here on ``worker`` can run ``capacity`` samples at once; running samples are not stopped."""
-        _check(worker, capacity)
-        slots = self.incarnation(worker)
-        self._capacity += capacity - slots.capacity
-        slots.capacity = capacity
+        self.incarnation(worker).capacity = capacity
 
     def release(self, worker: str) -> list[Sample]:
         """Forget a dead worker; returns the samples that it had: nobody owns them now."""
-        slots = self._workers.pop(worker, None)
+        slots = self.workers.pop(worker, None)
         if slots is None:
             return []
-        self._capacity -= slots.capacity
-        self.away -= len(slots.away)
-        return [*slots.running.values(), *slots.away.values(), *self._queue.drain(worker)]
-
-    @property
-    def workers(self) -> Iterable[str]:
-        """Workers that have joined and were not released."""
-        return self._workers
+        return [*slots.running.values(), *slots.away.values(), *self.queue.drain(worker)]
 
     @property
     def running(self) -> int:
         """Samples that hold a slot."""
-        return sum(len(slots.running) for slots in self._workers.values())
+        return sum(len(slots.running) for slots in self.workers.values())
+
+    @property
+    def away(self) -> int:
+        """Samples that live on without a slot."""
+        return sum(len(slots.away) for slots in self.workers.values())
 
     def incarnation(self, worker: str) -> WorkerLoad:
-        """The slots of ``worker``: the same object until it is released.
+        """The slots of ``worker``: the same object until it is released, so that a call by a dead worker is told from one
+        by its successor of the same name.
 
         Raises:
             RuntimeError: it is not registered, or was released.
         """
-        slots = self._workers.get(worker)
+        slots = self.workers.get(worker)
         if slots is None:
             raise RuntimeError(f"worker {worker} is not registered: it was released, or never joined")
         return slots
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
-    def offer(self, sample: Sample) -> None:
-        """Make ``sample`` claimable by its worker, or by any worker if it has none."""
-        self._queue.push(sample)
-
-    def refresh(self, group: PromptGroup) -> None:
-        """Re-sort ``group``, whose priority has changed."""
-        self._queue.refresh(group)
-
     def free(self, sample: Sample) -> None:
         """Free the slot of ``sample``, if it still has it; its worker no longer has it."""
         assert sample.worker is not None
-        slots = self._workers[sample.worker]
-        if sample.id in slots.running:
-            del slots.running[sample.id]
-        else:
-            del slots.away[sample.id]
-            self.away -= 1
+        slots = self.workers[sample.worker]
+        del (slots.running if sample.id in slots.running else slots.away)[sample.id]
 
     def leave(self, sample: Sample) -> None:
         """Free the slot of ``sample``, which lives on in its worker."""
         assert sample.worker is not None
-        slots = self._workers[sample.worker]
+        slots = self.workers[sample.worker]
         slots.away[sample.id] = slots.running.pop(sample.id)
-        self.away += 1
 
-    def come_back(self, sample: Sample) -> None:
-        """Make ``sample``, which was away, claimable by its worker again."""
-        self.free(sample)
-        self.offer(sample)
-
-    def claim(
-        self, worker: str, limit: int | None, unfinished: int, overdue: float, *, beyond_share: bool = False
-    ) -> Iterator[Sample]:
+    def claim(self, worker: str, limit: int | None, unfinished: int, *, beyond_share: bool = False) -> Iterator[Sample]:
         """Up to ``limit`` samples by priority, each with a slot of ``worker``.
 
         Of the samples that any worker could run it gets overdue ones, and others up to its share. Each sample is chosen
@@ -313,16 +243,17 @@ class Slots:
         Args:
             limit: None stands for all its free slots.
             unfinished: number of unfinished samples over all workers; those that are away need no slot.
-            overdue: groups born at this version, or before, are overdue.
             beyond_share: also take part of the samples that other workers have left unclaimed.
         """
         slots = self.incarnation(worker)
-        shared = math.ceil((unfinished - self.away) * slots.capacity / self._capacity)
-        shared -= len(slots.running) + self._queue.size(worker)
+        shared = math.ceil(
+            (unfinished - self.away) * slots.capacity / sum(each.capacity for each in self.workers.values())
+        )
+        shared -= len(slots.running) + self.queue.size(worker)
         if beyond_share:
-            shared = max(shared, math.ceil(self._queue.size(None) / len(self._workers)))
+            shared = max(shared, math.ceil(self.queue.size(None) / len(self.workers)))
         for _ in range(slots.free if limit is None else min(limit, slots.free)):
-            if (sample := self._queue.pop(worker, overdue, own_only=shared <= 0)) is None:
+            if (sample := self.queue.pop(worker, own_only=shared <= 0)) is None:
                 return
             shared -= sample.worker != worker
             slots.running[sample.id] = sample
@@ -330,9 +261,4 @@ class Slots:
 
     def held_back(self, worker: str) -> bool:
         """Whether ``worker`` has free slots but got no more samples because it already has its share."""
-        return self._workers[worker].free > 0 and self._queue.size(None) > 0
-
-
-def _check(worker: str, capacity: int) -> None:
-    if capacity < 1:
-        raise ValueError(f"capacity of {worker} is {capacity}; it must be at least 1")
+        return self.workers[worker].free > 0 and self.queue.size(None) > 0

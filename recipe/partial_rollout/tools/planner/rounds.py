@@ -104,7 +104,7 @@ class Simulation:
         self._trainer = trainer
         self._samples = PlayedSamples(lengths, settings.samples_per_group, seed=seed, groups=groups)
         self._manager = PromptsManager(replace(settings, group_filter=None), clock=lambda: 0.0)
-        self._manager.register_worker(_WORKER, cluster.slots_per_replica * cluster.replicas)
+        self._manager.slots.register(_WORKER, cluster.slots_per_replica * cluster.replicas)
         self._version = 0
         self._now = 0.0
         self._tools: list[tuple[float, _Tool, str]] = []
@@ -135,9 +135,9 @@ class Simulation:
         self._now = self._idle_s = self._held_s = 0.0
 
     def _begin(self) -> None:
-        self._manager.offer(self._samples.prompts(self._manager.wanted))
+        self._manager.reserve.offer(self._samples.prompts(self._manager.wanted))
         if self._samples.all_offered:
-            self._manager.note_source(0)
+            self._manager.reserve.note_source(0)
         self._manager.begin_version(self._version)
         self._samples.begin_version()
         self._claim()
@@ -155,7 +155,7 @@ class Simulation:
         if trainer is not None:
             updated += trainer.train_s(batch.tokens) + trainer.update.stage_s
             self._decode(updated)
-        manager.acknowledge([group.uid for group in groups])
+        manager.groups.train([group.uid for group in groups])
         self._version += 1
         if trainer is not None:
             self._hold(updated, trainer.update.hold_s)
