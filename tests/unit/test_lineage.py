@@ -4,13 +4,15 @@ Processes of either arm play their steps without engines; session, records and v
 """
 
 import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from recipe.partial_rollout.checkpoint import lineage
-from recipe.partial_rollout.checkpoint.snapshot import write_snapshot
+from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError, write_snapshot
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.calls import RolloutPhase
 from recipe.partial_rollout.records.ledger import Admitted, Trained
@@ -131,8 +133,63 @@ def test_run_that_went_back_resumes_its_newer_branch(live, tmp_path, arm):
     assert (run / "global_step_8" / "actor" / "weights").read_text() == "aaaabbcc" == trained_by(run)
     agrees(run, third, arm)
     assert third.branch == second.branch != first.branch, "one run for a tracker from where it went back"
-    aside = {path.name for path in (run / "superseded").rglob("*") if path.parent.parent.name == "superseded"}
-    assert aside == {"global_step_6", "global_step_8", "metrics_beyond_4.jsonl", "metrics_beyond_6.jsonl"}
+    (aside,) = (path.parent for path in run.glob("superseded/*/global_step_6"))
+    assert saved_steps(aside) == [6, 8] and trained_by(aside) == "a" * STEPS, "it is a run that can be read and resumed"
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_run_that_went_back_and_was_killed_before_a_save_stays_on_its_new_branch(live, tmp_path, arm):
+    run = tmp_path / "run"
+    first = live("a", until=STEPS, arm=arm)
+    second = live("b", until=5, arm=arm, mode="resume_path", path=run / "global_step_4")
+    third = live("c", until=STEPS, arm=arm)
+    assert third.resumed_step == 4 and trained_by(run) == "aaaacccc"
+    agrees(run, third, arm)
+    assert third.branch == second.branch != first.branch, "the first one's tracker has these steps already"
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_run_that_went_back_can_return_to_the_branch_that_it_left(live, tmp_path, arm):
+    run = tmp_path / "run"
+    live("a", until=STEPS, arm=arm)
+    second = live("b", until=7, arm=arm, mode="resume_path", path=run / "global_step_4")
+    (left,) = run.glob("superseded/*/global_step_6")
+    third = live("c", until=7, arm=arm, mode="resume_path", path=left)
+    assert trained_by(run) == "aaaaaac" and third.branch != second.branch
+    fourth = live("d", until=STEPS, arm=arm)
+    assert fourth.resume_from == left, "it has sealed none of its own"
+    assert (run / "global_step_8" / "actor" / "weights").read_text() == "aaaaaadd" == trained_by(run)
+    agrees(run, fourth, arm)
+    assert "".join(sorted({trained_by(path.parent) for path in run.glob("superseded/*/run.json")})) == "aaaaaaaaaaaabbb"
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_checkpoint_of_another_run_that_lies_here_brings_no_record_of_the_run_before(live, tmp_path, arm):
+    other, run = tmp_path / "other", tmp_path / "run"
+    live("a", until=6, arm=arm, directory=other)
+    live("x", until=3, arm=arm)
+    shutil.copytree(other / "global_step_4", run / "global_step_4")
+    live("b", until=STEPS, arm=arm, mode="resume_path", path=run / "global_step_4")
+    assert trained_by(run) == "bbbb" and saved_steps(run) == [4, 6, 8]
+
+
+def test_checkpoint_that_a_run_went_on_from_and_that_is_gone_is_named(live, tmp_path):
+    other = tmp_path / "other"
+    live("a", until=6, arm="PR", directory=other)
+    live("b", until=5, arm="PR", mode="resume_path", path=other / "global_step_4")
+    shutil.rmtree(other / "global_step_4")
+    with pytest.raises(TornCheckpointError, match=r"other/global_step_4, which the run went on from, is gone; "):
+        live("c", until=STEPS, arm="PR")
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_records_of_a_run_that_nobody_may_write_are_taken_along(live, tmp_path, arm):
+    other, run = tmp_path / "other", tmp_path / "run"
+    live("a", until=6, arm=arm, directory=other)
+    for path in filter(Path.is_file, other.iterdir()):
+        path.chmod(0o444)
+    live("b", until=5, arm=arm, mode="resume_path", path=other / "global_step_4")
+    assert trained_by(run) == "aaaab" and all(path.stat().st_mode & 0o200 for path in run.iterdir())
 
 
 @pytest.mark.parametrize("arm", ARMS)

@@ -308,3 +308,8 @@ def test_validation_alone_trains_nothing_and_leaves_the_run_as_it_is(life, tmp_p
     steps = [json.loads(line)["step"] for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
     assert steps == [2, 1, 0] and {path: path.read_bytes() for path in run} == run
     assert not life("trainer.save_freq=1").stopped and logged_steps(tmp_path) == list(range(1, STEPS + 1))
+
+
+def test_validation_alone_that_is_stopped_ends_as_stopped(life, tmp_path):
+    life("trainer.save_freq=1", stop_at=("round", 3))
+    assert life("trainer.val_only=True", stop_at=("validating", 2)).stopped

@@ -15,9 +15,11 @@ import json
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from errno import ENOLCK, EOPNOTSUPP
 from itertools import pairwise
 from pathlib import Path
 from uuid import uuid4
@@ -62,20 +64,21 @@ class Lineage:
         ends = zip(self.lives, [*until, step], strict=False)
         return not self.lives or any(each.id == life and step <= end for each, end in ends)
 
-    def begin(self, parent: str | None, step: int, *, origin: Path | None = None, goes_back: bool = False) -> Life:
+    def begin(self, parent: str | None, step: int, *, origin: Path | None = None, branches: bool = False) -> Life:
         """Record that this process trains on.
 
         Args:
             parent: the life that sealed the checkpoint of ``step`` that it goes on from; None: from scratch.
             origin: that checkpoint, if another run made it.
-            goes_back: whether the run had come farther than ``step``.
+            branches: whether that checkpoint is not where the run had come to.
         """
         new = uuid4().hex[:16]
         ids = [life.id for life in self.lives]
         lives = self.lives[: ids.index(parent) + 1] if parent in ids else []
         if parent is not None and not lives and origin is None:
             lives = [Life(parent, new)]
-        branch = lives[-1].branch if lives and not goes_back else new
+        # Its last life may have begun at this very checkpoint, on a branch of its own, and sealed none.
+        branch = (self.lives or lives)[-1].branch if lives and not branches else new
         self.lives = [*lives, Life(new, branch, step, origin and str(origin.resolve()))]
         write_atomically(self._path, [json.dumps([asdict(life) for life in self.lives], indent=1).encode()])
         return self.lives[-1]
@@ -96,16 +99,20 @@ def locked(run_dir: Path) -> Iterator[None]:
         ConfigError: another process holds it, or it cannot be written; the message names host and process.
     """
     key, path, is_new = "trainer.default_local_dir", run_dir / LOCK, not run_dir.exists()
+    lock = FileLock(path)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path)
         lock.acquire(timeout=0)
     except Timeout:
         pid, host = [*path.read_text().split(), "?", "?"][:2]
         words = f"another directory, or wait: process {pid} on host {host} trains in it"
+        if isinstance(lock, SoftFileLock):
+            words += f"; if that has died, delete {path}"
         raise fail(key, run_dir, words) from None
     except OSError as error:
-        raise fail(key, run_dir, f"a directory that can be written ({error.strerror})") from error
+        if error.errno not in (ENOLCK, EOPNOTSUPP):
+            raise fail(key, run_dir, f"a directory that can be written ({error.strerror})") from error
+        print(f"{path}: {error.strerror}: see to it yourself that one process trains there", file=sys.stderr)
     try:
         if not isinstance(lock, SoftFileLock):
             # As a soft lock's, which stands in where the file system has no locks.

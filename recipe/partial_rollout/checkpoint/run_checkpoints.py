@@ -105,8 +105,12 @@ class RunCheckpoints:
     def _newest(self) -> Path | None:
         """The checkpoint of the present lineage that was sealed last: one of this directory, or the one it began from."""
         found, torn = newest_whole(self._run_dir, self.lineage)
-        if found is None and self.lineage.lives and (origin := self.lineage.lives[-1].origin):
-            return Path(origin)
+        last = next((life for life in reversed(self.lineage.lives) if life.origin), None)
+        if last is not None and (found is None or int(found.name.rpartition("_")[2]) < last.step):
+            origin = Path(str(last.origin))
+            if not origin.is_dir():
+                raise TornCheckpointError(f"{origin}, which the run went on from, is gone; disable starts it over")
+            return origin
         if torn and found is None:
             raise TornCheckpointError(
                 f"no checkpoint is whole: {', '.join(line.partition(';')[0] for line in torn)}; "
@@ -118,10 +122,10 @@ class RunCheckpoints:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the checkpoint to resume is of this directory's run, and not another run's."""
+        """Whether the checkpoint to resume leads to the present of this directory's run."""
         if self._chosen is None or self.resumed is None:
             return False
-        return self._is_here or self.resumed.life in [life.id for life in self.lineage.lives]
+        return self.lineage.holds(self.resumed.life, self.resumed.step) if self.lineage.lives else self._is_here
 
     @property
     def _is_here(self) -> bool:
@@ -134,16 +138,15 @@ class RunCheckpoints:
         """
         step = self.resumed.step if self.resumed else 0
         newest = newest_whole(self._run_dir, self.lineage)[0] if self.goes_on else None
-        goes_back = newest is not None and newest.name != f"global_step_{step}"
+        branches = not self.goes_on or (newest is not None and newest.name != f"global_step_{step}")
         life = self.lineage.begin(
             self.resumed and self.resumed.life,
             step,
             origin=None if self._is_here else self._chosen,
-            goes_back=goes_back,
+            branches=branches,
         )
         aside = self._run_dir / SUPERSEDED / life.id
-        unsealed = goes_back or not self.goes_on
-        set_aside(superseded(self._run_dir, self.lineage, unsealed=unsealed), aside)
+        set_aside(superseded(self._run_dir, self.lineage, unsealed=branches), aside)
         self._life = life.id
         if self.resumed is not None and self.step_dir(step).is_dir():
             self._on_disk, self._kept = step, [*self.resumed.facts.get("kept", ())]

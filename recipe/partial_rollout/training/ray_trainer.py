@@ -201,6 +201,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         table, file = self.step_log.open(None), self.session.metrics.with_name("validation.jsonl")
         with self.session.stop.caught(), observed_tracking(self._observe_step, table=table, file=file):
             super().fit()
+            # A validation that is cut short ends as if it were whole.
+            self.session.stop.check()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -175,13 +175,14 @@ class RunSession:
         metrics = self.metrics
         goes_on = self.checkpoints.goes_on
         aside = self.checkpoints.begin()
+        records = {name: self.run_dir / name for name in _RECORDS} | {METRICS: metrics}
         if not goes_on:
-            set_aside([self.run_dir / name for name in _RECORDS] + [metrics], aside)
-        if not goes_on and self.resume_from is not None:
-            copies = {TRACE: self.run_dir / TRACE, LEDGER: self.run_dir / LEDGER, METRICS: metrics}
-            for name, copy in copies.items():
-                if (other := self.resume_from.parent / name).exists():
-                    shutil.copy(other, copy)
+            set_aside(records.values(), aside)
+            if self.resume_from is not None:
+                _copy({self.resume_from.parent / name: records[name] for name in (TRACE, LEDGER, METRICS)})
+        elif aside.exists():
+            # With its records, what is superseded is a run that resume_path can return to.
+            _copy({record: aside / name for name, record in records.items()})
         cut_steps(metrics, self.resumed_step, aside)
         if aside.exists():
             print(f"{aside} has what this start supersedes; nothing reads it, delete it when you like")
@@ -300,6 +301,13 @@ class RunSession:
         self.trace.complete()
         if self.ledger is not None:
             self.ledger.add(Complete(self.exhausted), sync=True)
+
+
+def _copy(files: dict[Path, Path]) -> None:
+    """Copy those of ``files`` that exist; the copies can be written whoever may write the originals."""
+    for old, new in files.items():
+        if old.exists():
+            shutil.copyfile(old, new)
 
 
 def run_settings(settings: PartialRolloutConfig, experiment: str, replicas: int) -> RunSettings:
