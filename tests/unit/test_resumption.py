@@ -3,6 +3,8 @@
 ``main_ppo`` runs here up to where Ray would start; then a checkpoint is sealed, as a training would.
 """
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -100,6 +102,13 @@ CHANGES = [
     ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.n=4: 2, as in"),
     ("data.seed=7", r"data.seed=7: \d+, as in"),
     ("data.shuffle=False", "data.shuffle=False: True, as in"),
+    ("actor_rollout_ref.model.lora_alpha=64", "actor_rollout_ref.model.lora_alpha=64: 16, as in"),
+    (
+        "actor_rollout_ref.model.target_modules=[q_proj]",
+        r"actor_rollout_ref.model.target_modules=\['q_proj'\]: all-linear",
+    ),
+    ("actor_rollout_ref.model.custom_chat_template=x", "actor_rollout_ref.model.custom_chat_template=x: null, as in"),
+    ("+data.apply_chat_template_kwargs.a=1", "data.apply_chat_template_kwargs={'a': 1}: {}, as in"),
     ("data.train_max_samples=12", "data.train_max_samples=12: -1, as in"),
     ("data.dataloader_num_workers=3", r"data.dataloader_num_workers=3: \d+, as in"),
     ("partial_rollout.max_staleness=1", "partial_rollout.max_staleness=1: at least 2, as in"),
@@ -148,6 +157,57 @@ def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(start, input
     words = r"^actor_rollout_ref.model.path=config (\w+), (.*), weights \w+: config \1, \2, weights \w+, as in"
     with pytest.raises(ConfigError, match=words):
         start(here, arm=arm)
+
+
+def test_rows_are_the_same_however_a_file_is_written(start, inputs, tmp_path):
+    import pandas as pd
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    made = rows(*range(24))
+    made[5]["note"] = "x"
+    inputs.write(made)
+    start(save=2)
+    pd.DataFrame(made).to_parquet(tmp_path / "grouped.parquet", row_group_size=7)
+    pq.write_table(pa.table(pd.DataFrame(made)).slice(0, 10), tmp_path / "first.parquet")
+    pq.write_table(pa.table(pd.DataFrame(made)).slice(10), tmp_path / "rest.parquet")
+    files = "grouped.parquet", "[{0}/first.parquet,{0}/rest.parquet]"
+    assert start(f"data.train_files={tmp_path}/{files[0]}").session.resumed_step == 2
+    assert start(f"data.train_files={files[1].format(tmp_path)}").session.resumed_step == 2
+    with pytest.raises(ConfigError, match=r"^data.train_files=24 rows, hash \w+: 24 rows"):
+        start(f"data.train_files=[{tmp_path}/rest.parquet,{tmp_path}/first.parquet]")
+
+
+def test_chat_template_and_tokenizer_are_part_of_a_model_and_what_is_not_loaded_is_not(start, inputs, tmp_path):
+    start(save=2)
+    moved = shutil.copytree(inputs.model, tmp_path / "moved")
+    (moved / "README.md").write_text("words")
+    (moved / "pytorch_model.bin").write_bytes(b"the same weights, for who has no safetensors")
+    assert start(f"actor_rollout_ref.model.path={moved}").session.resumed_step == 2
+    template = moved / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    words = r"^actor_rollout_ref.model.path=(config \w+), tokenizer \w+, (weights \w+): \1, tokenizer \w+, \2, as in"
+    for key in ("path", "tokenizer_path"):
+        with pytest.raises(ConfigError, match=words):
+            start(f"actor_rollout_ref.model.{key}={moved}")
+
+
+def test_validation_alone_needs_the_checkpoints_model_and_nothing_of_its_training(start, inputs):
+    start(save=2)
+    inputs.write(rows(*range(12)))
+    alone = "trainer.val_only=True", "actor_rollout_ref.rollout.n=4", "data.max_response_length=32", "data.seed=9"
+    for arm in ARMS:
+        assert start(*alone, arm=arm).session.resumed_step == 2
+    with pytest.raises(ConfigError, match=r"^actor_rollout_ref.model.lora_rank=8: 0, as in"):
+        start(*alone, "actor_rollout_ref.model.lora_rank=8")
+
+
+@pytest.mark.parametrize("name", ["global_step_2.bak", "best_global_step_2", "global_step_"])
+def test_checkpoint_by_a_name_that_says_no_step_is_refused(start, tmp_path, name):
+    start(save=2)
+    shutil.copytree(tmp_path / "run" / "global_step_2", tmp_path / name)
+    with pytest.raises(ConfigError, match=r"^trainer.resume_from_path=.*: an existing .*/global_step_K"):
+        start("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/{name}")
 
 
 @pytest.mark.parametrize(("arm", "other"), [("PR", "noPR"), ("noPR", "PR")])
@@ -208,6 +268,16 @@ def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(star
     ours.send("end")
     other.join(60)
     assert start().session.resumed_step == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_file_system_without_locks_takes_a_run_all_the_same(tmp_path, monkeypatch, number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(tmp_path):
+        assert (tmp_path / "run.lock").exists()
 
 
 def test_refused_start_leaves_no_directory(start, tmp_path, inputs):

@@ -36,11 +36,17 @@ _ALIKE = (
     "data.shuffle",
     "data.train_max_samples",
     "data.prompt_key",
+    "data.apply_chat_template_kwargs",
     "data.sampler.class_path",
     "data.dataloader_num_workers",
+    "actor_rollout_ref.model.custom_chat_template",
     "actor_rollout_ref.model.lora_rank",
+    "actor_rollout_ref.model.lora_alpha",
+    "actor_rollout_ref.model.target_modules",
     "actor_rollout_ref.actor.strategy",
 )
+_LOADED = MODEL, "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.actor.strategy"
+"""what a validation alone (``trainer.val_only``) needs to be the same"""
 _BOUNDS = {
     "partial_rollout.max_staleness": "groups in flight could not be trained in time",
     "data.max_prompt_length": "a prompt in flight may be longer",
@@ -52,6 +58,8 @@ _BOUNDS = {
 _HASHED_BYTES = 1 << 20
 """at the beginning and at the end of a file of weights"""
 _ROWS_AT_ONCE = 1000
+_WORDS = "*token*", "vocab.*", "merges.txt", "*.model", "*.jinja"
+"""files of a tokenizer and of its chat template"""
 
 
 def check_checkpoints(config: DictConfig) -> dict[str, Any]:
@@ -67,8 +75,8 @@ def check_checkpoints(config: DictConfig) -> dict[str, Any]:
         _check_critic(found, config)
     _settle_seed(config, saved)
     made_of = _made_of(config)
-    for key, here in made_of.items():
-        _compare(key, here, saved, found)
+    for key in _LOADED if config.trainer.get("val_only") else made_of:
+        _compare(key, made_of[key], saved, found)
     return made_of
 
 
@@ -79,7 +87,8 @@ def check_made_of_rows(config: DictConfig, dataset: Sequence[Any]) -> dict[str, 
         ConfigError: those of the checkpoint that it resumes are others.
     """
     found, here = _found(config), rows_identity(dataset)
-    _compare(_ROWS, here, {} if found is None else verify(found).facts.get("made_of", {}), found)
+    if found is not None and not config.trainer.get("val_only"):
+        _compare(_ROWS, here, verify(found).facts.get("made_of", {}), found)
     return {_ROWS: here}
 
 
@@ -110,10 +119,14 @@ def _compare(key: str, here: Any, saved: Mapping[str, Any], found: Path | None) 
 def _made_of(config: DictConfig) -> dict[str, Any]:
     settings = PartialRolloutConfig.from_config(config)
     keys = (*_ALIKE, *(_BOUNDS if settings.enable else ()), _SEED)
-    facts = {key: OmegaConf.select(config, key) for key in keys}
+    values = {key: OmegaConf.select(config, key) for key in keys}
+    facts = {key: OmegaConf.to_container(each) if OmegaConf.is_config(each) else each for key, each in values.items()}
     if settings.enable:
         facts[_FILTERS] = settings.group_filter is not None
-    return facts | {MODEL: model_identity(local_model(str(config.actor_rollout_ref.model.path)))}
+    model = config.actor_rollout_ref.model
+    directory = local_model(str(model.path))
+    tokenizer = Path(model.get("tokenizer_path") or directory).expanduser()
+    return facts | {MODEL: model_identity(directory, tokenizer if tokenizer.is_dir() else local_model(str(tokenizer)))}
 
 
 def _settle_seed(config: DictConfig, saved: Mapping[str, Any]) -> None:
@@ -147,15 +160,15 @@ def _check_critic(checkpoint: Path, config: DictConfig) -> None:
 # -- identities --------------------------------------------------------------------------------------------------------
 
 
-def model_identity(directory: Path) -> str:
-    """A hash of a model's configuration, of its tokenizer and of the ends of its files of weights, wherever it lies."""
-    files = sorted(path for path in directory.iterdir() if path.is_file())
-    weights = [path for path in files if path.suffix in (".safetensors", ".bin", ".pt", ".pth")]
+def model_identity(directory: Path, tokenizer: Path) -> str:
+    """A hash of a model's configuration, of its tokenizer and of the ends of its files of weights, wherever they lie."""
+    # Where there are both, as in old models of the hub, the safetensors are loaded.
+    weights = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
     config = json.loads((directory / "config.json").read_bytes())
     # Whoever saves a model writes these; they say where it was, not what it is.
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)
-    words = [path for path in files if "token" in path.name or path.name in ("vocab.json", "merges.txt")]
+    words = sorted({path for part in _WORDS for path in tokenizer.glob(part)})
     parts = {
         "config": [json.dumps(config, sort_keys=True).encode()],
         "tokenizer": (path.read_bytes() for path in words),
@@ -174,23 +187,18 @@ def _ends(path: Path) -> Iterable[bytes]:
 def rows_identity(dataset: Sequence[Any]) -> str:
     """Number and hash of the rows in their order; only the number for a dataset class that keeps no table.
 
-    A hundred thousand rows take a second.
+    A hundred thousand rows take two seconds.
     """
     frame = getattr(dataset, "dataframe", None)
     if frame is None or not hasattr(frame, "with_format"):
         return f"{len(dataset)} rows"
-    return f"{len(dataset)} rows, hash {_digest(_tables(frame))}"
+    return f"{len(dataset)} rows, hash {_digest(_as_json(frame))}"
 
 
-def _tables(frame: Any) -> Iterable[bytes]:
-    import pyarrow as pa
-
+def _as_json(frame: Any) -> Iterable[bytes]:
+    """Rows as values: Arrow's bytes differ with a file's row groups and its writer's types."""
     for table in frame.with_format("arrow").iter(_ROWS_AT_ONCE):
-        table = table.replace_schema_metadata(None).combine_chunks()
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema) as stream:
-            stream.write_table(table)
-        yield sink.getvalue().to_pybytes()
+        yield json.dumps(table.to_pylist(), sort_keys=True, default=repr).encode()
 
 
 def _digest(chunks: Iterable[bytes]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,7 +95,8 @@ def _check_checkpoints(config: DictConfig) -> None:
     if mode not in ("auto", "resume_path", "disable"):
         raise fail("trainer.resume_mode", mode, "one of auto, resume_path, disable")
     path = trainer.get("resume_from_path")
-    if mode == "resume_path" and not (path and Path(str(path)).is_dir() and "global_step_" in Path(str(path)).name):
+    named = path and re.fullmatch(r"global_step_\d+", Path(str(path)).name)
+    if mode == "resume_path" and not (named and Path(str(path)).is_dir()):
         raise fail(
             "trainer.resume_from_path", path, "an existing .../global_step_K with trainer.resume_mode=resume_path"
         )
