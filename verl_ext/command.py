@@ -15,6 +15,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,6 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.command != "train":
         rest = chosen.rest if chosen.command == "tools" else ["doctor", *chosen.rest]
         return importlib.import_module(f"{NAME}.tools.__main__").main(rest)
+    # verl warns five times that a critic nobody asked for is off. PYTHONWARNINGS and -W still choose.
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+        os.environ["PYTHONWARNINGS"] = "ignore"
     # Hydra reads its overrides from there.
     sys.argv[1:] = chosen.rest
     importlib.import_module(f"{NAME}.main_ppo").main()

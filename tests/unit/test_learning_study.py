@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.studies import good_and_bad
 from tests.studies.learning.arms import at_rates
 from tests.studies.learning.campaign import Campaign
 from tests.studies.learning.delayed_weights import delay
@@ -150,3 +151,12 @@ def test_arms_are_compared_within_pairs():
     _, ours = compare([build_run(late), build_run(late, arm="PR_in_order_3", step_s=1.0)])
     assert ours.time_ratios(lambda base: 0.9) == [0.5]
     assert ours.time_ratios(lambda base: base.final + 1) == [], "neither reaches it"
+
+
+def test_pictures_of_a_good_and_a_bad_run_are_of_one_that_held_and_one_whose_fall_was_warned_of(tmp_path):
+    runs = good_and_bad.chosen()
+    good, bad = runs[good_and_bad.GOOD], runs[good_and_bad.BAD]
+    assert not good.fell and good.warned_at is None
+    assert bad.fell and bad.warned_at < bad.falls_at
+    assert good_and_bad.main(["--out", str(tmp_path)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.png", "good.png"]
