@@ -90,6 +90,16 @@ def test_length_bias_is_as_both_arms_log_it_after_the_first_step_the_fifth_and_t
     assert short.length_bias == {"step_1": None, "steps_1_to_5": None, "run": 0.6}
 
 
+def test_report_says_of_each_run_where_its_terminal_warned_of_drift(tmp_path):
+    timers = {"timing_s/step": 20.0, "timing_s/gen": 10.0}
+    kl = [0.0002] * 8 + [0.0085, 0.0001, 0.0157]
+    drifts = {step: {**timers, "rollout_corr/k3_kl": value} for step, value in enumerate(kl, 1)}
+    rounds = default_rounds(steps=len(kl))
+    comparison = compared(tmp_path, base={"rounds": rounds}, other={"rounds": rounds, "metrics": drifts})
+    (warning,) = (line for line in comparison.warnings if "drifted" in line)
+    assert warning.startswith("PR drifted") and "at step 9, 11:" in warning
+
+
 # -- comparisons -------------------------------------------------------------------------------------------------------
 
 

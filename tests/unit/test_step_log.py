@@ -9,10 +9,8 @@ import torch
 from omegaconf import OmegaConf
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
-from recipe.partial_rollout.tools.drift import main
 from recipe.partial_rollout.training import step_log
 from recipe.partial_rollout.training.step_log import KL, PolicyDrift, StepLog
-from tests.unit.runs import write_lines
 
 
 @pytest.mark.parametrize("enable", [True, False])
@@ -60,26 +58,6 @@ def test_figure_that_is_not_finite_is_told_by_name_in_its_own_step_and_hides_no_
     assert "actor/entropy" not in warning
     assert drift.observe({KL: 0.0005}, 8) is None
     assert drift.observe({KL: 0.5}, 9) is not None
-
-
-def test_command_says_of_each_run_where_it_warned_and_how_it_ended(tmp_path, capsys):
-    def write_run(name, steps):
-        (tmp_path / name).mkdir()
-        data = [{"training/global_step": i, **step} for i, step in enumerate(steps, 1)]
-        write_lines(tmp_path / name / "metrics.jsonl", [{"step": i, "data": each} for i, each in enumerate(data, 1)])
-        return str(tmp_path / name)
-
-    kl = [0.0002] * 8 + [0.0085, 0.0001, 0.0157]
-    fell = write_run("fell", [{KL: value, "critic/score/mean": i / 10} for i, value in enumerate(kl)])
-    well = write_run("well", [{KL: 0.0002, "critic/score/mean": 0.5, "val-core/x/mean@1": 0.875}] * 6)
-    assert main([fell, well]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [fell, "11", "9", "11", "0.900"] in rows
-    assert [well, "6", "-", "0.875"] in rows
-    assert main([str(tmp_path / "none")]) == 2
-    assert main([write_run("noPR", [{"critic/score/mean": 0.5}])]) == 2
-    missing, uncorrected = capsys.readouterr().err.splitlines()
-    assert "metrics.jsonl" in missing and f"noPR: no step has {KL}" in uncorrected
 
 
 def test_resumed_run_keeps_the_rate_of_its_checkpoint_and_takes_the_decay_that_a_warning_advises():

@@ -29,7 +29,6 @@ TOOLS = {
     "doctor": Tool("doctor", "say what this machine would do, and what it lacks"),
     "accept": Tool("accept.command", "accept a machine: does what the recipe promises hold on its device?"),
     "keys": Tool("keys", "list the keys of partial_rollout: default and meaning"),
-    "drift": Tool("drift", "list the steps at which the drift warning would have fired in finished runs"),
 }
 
 

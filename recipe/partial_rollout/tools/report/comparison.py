@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from recipe.partial_rollout.records.trace import Arm
 from recipe.partial_rollout.tools.report.run_names import names_of
 from recipe.partial_rollout.tools.report.summary import Summary, ratio, summarize
+from recipe.partial_rollout.training.step_log import PolicyDrift
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.tools.run_record import RunRecord
@@ -92,6 +93,7 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
         warnings=[
             *(warning for run in runs for warning in run.warnings),
             *_loss_warnings(sides),
+            *_drift_warnings(sides),
         ],
     )
 
@@ -180,6 +182,20 @@ def _loss_warnings(sides: Sequence[Side]) -> list[str]:
         for side in sides
         if side.summary.lost_samples
     ]
+
+
+def _drift_warnings(sides: Sequence[Side]) -> list[str]:
+    """Of each run whose terminal warned of drift, or of a figure that is no number."""
+    found = []
+    for side in sides:
+        drift = PolicyDrift()
+        warned = [str(step.number) for step in side.run.steps if drift.observe(step.metrics, step.number)]
+        if warned:
+            found.append(
+                f"{side.name} drifted far from the policy that made its samples, or logged no number, at step "
+                f"{', '.join(warned)}: its reward is likely to fall (docs/tuning.md)"
+            )
+    return found
 
 
 def as_json(comparison: Comparison) -> dict[str, object]:
