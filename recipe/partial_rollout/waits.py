@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -124,11 +124,7 @@ async def answer_of(ask: Callable[[], Awaitable[T]]) -> T:
 
 
 class NoAnswerError(TimeoutError):
-    """Nothing came within ``seconds``."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"no answer within {seconds:g} s")
-        self.seconds = seconds
+    """What was awaited did not come in time."""
 
 
 async def result_of(ref: Awaitable[T]) -> T:
@@ -136,18 +132,50 @@ async def result_of(ref: Awaitable[T]) -> T:
     return await ref
 
 
-async def beside(awaitable: Awaitable[T], *watches: Coroutine[Any, Any, Any]) -> T:
-    """``awaitable``'s result; ``watches`` go on for ever beside it, or raise what ends the wait."""
-    main, *watching = tasks = [asyncio.ensure_future(each) for each in (awaitable, *watches)]
+async def wait(
+    awaitable: Awaitable[T],
+    deadline_s: float | None,
+    what: str,
+    key: str | None,
+    *,
+    watches: Iterable[Coroutine[Any, Any, Any]] = (),
+) -> T:
+    """``awaitable``'s result; whatever ends the wait, nothing of it goes on.
+
+    Args:
+        deadline_s: seconds; None: what is awaited has deadlines of its own.
+        what, key: what is awaited, and the key of ``partial_rollout.deadlines``, for the error.
+        watches: go on for ever beside it, or raise what ends the wait.
+
+    Raises:
+        NoAnswerError: nothing within ``deadline_s``.
+    """
+    # As a task: if the caller is cancelled, a ``gather`` that nobody asks any more would print a traceback.
+    main, *watching = tasks = [asyncio.ensure_future(each) for each in (result_of(awaitable), *watches)]
+    for task in tasks:
+        # Of two that fail at once one is told; asyncio would print the other.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for ended in [main] if main.done() else watching:
-            if ended.done():
-                return ended.result()
-        raise AssertionError("one of the tasks has ended")
+        ended, _ = await asyncio.wait(tasks, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in tasks:
             task.cancel()
+        if watching:
+            # One may be ``whole``.
+            await asyncio.wait(watching)
+    if not ended:
+        raise NoAnswerError(f"{what} took more than {deadline_s:g} s (partial_rollout.deadlines.{key})")
+    return (main if main in ended else ended.pop()).result()
+
+
+async def whole(awaitable: Awaitable[T]) -> T:
+    """``awaitable``'s result; a cancellation takes effect once it is there."""
+    task = asyncio.ensure_future(awaitable)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def finished(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -158,16 +186,3 @@ def finished(coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(coroutine)
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, coroutine).result()
-
-
-async def within(awaitable: Awaitable[T], deadline_s: float, what: str, key: str) -> T:
-    """``awaitable``'s result.
-
-    Raises:
-        TimeoutError: nothing within ``deadline_s``; names ``what`` was awaited and the config ``key`` of the deadline.
-    """
-    try:
-        # As a task: if the caller is cancelled, a ``gather`` that nobody asks any more would print a traceback.
-        return await asyncio.wait_for(result_of(awaitable), deadline_s)
-    except TimeoutError as error:
-        raise TimeoutError(f"{what} took more than {deadline_s:g} s (partial_rollout.deadlines.{key})") from error

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.usefixtures("no_garbage")
 
 PACKAGE = Path(here.__file__).parent
 ROOMS = ("rollout", "training", "engine", "worker", "manager", "task_runner.py")
-WAITS = {"within", "watched", "wait", "wait_batch", "wait_for"}
-"""``waits.within``, ``weight_transfer.watched``, the guard's two; asyncio's own, which takes seconds"""
+WAITS = {"watched", "wait", "wait_batch", "wait_for"}
+"""``waits.wait``, ``weight_transfer.watched``, the guard's two; asyncio's own, which takes seconds"""
 
 ENDED_BY = {
     "rollout/driver.py _begin_version": "_begun, by the guard",
@@ -23,6 +23,7 @@ ENDED_BY = {
     "rollout/guard.py _look_after": "whoever waits meanwhile: a trainer that hangs is awaited by nobody in a round",
     "rollout/replicas.py _tell_balancer": "within interrupt_s, in the next line",
     "rollout/replicas.py ask": "_asked, within interrupt_s",
+    "rollout/workers.py _is_back": "WorkerPool._answer",
     "rollout/workers.py _watch": "nobody: it lasts as long as the worker",
     "rollout/workers.py ask": "WorkerPool._answer",
     "rollout/workers.py ask_each": "WorkerPool._answer",

@@ -22,7 +22,7 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.messages import PromptsWanted, RolloutFailedError
 from recipe.partial_rollout.rollout import stop as stop_module
 from recipe.partial_rollout.rollout.guard import Guard, TrainerLostError
-from recipe.partial_rollout.rollout.stop import StopSignals
+from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.rollout.workers import WorkerLostError, WorkerPool
 from tests.unit.shared import Local, hangs, settings_of
 
@@ -72,6 +72,7 @@ class Life:
     def __init__(self, restarts=1, trainers=(), manager=None, tokens=(), deadlines=QUICK):
         self.workers = [FakeWorker() for _ in range(2)]
         self.connected, self.killed, self.stop = [], [], StopSignals()
+        self.connecting_s = 0.0
         self.manager = manager or AsyncMock(**{"release_worker.return_value": 3})
         handle, tokens = Local(self.manager), itertools.chain(tokens, itertools.repeat(0))
         self.pool = WorkerPool(
@@ -91,6 +92,7 @@ class Life:
         self.guard = Guard(self.context, handle, self.pool, look_every_s=0.02)
 
     async def _connect(self, i, name, worker):
+        await asyncio.sleep(self.connecting_s)
         self.connected.append(name)
 
     def _kill(self, worker):
@@ -155,6 +157,24 @@ async def test_worker_that_ray_cannot_reach_for_a_moment_is_asked_again_and_goes
         other.errors = [out_of_reach()]
         assert await one.pool.ask("use_replicas", 7) == ["use_replicas"] * 2 and ("use_replicas", 7) in other.asked
         assert one.released == [] and one.pool.restarted == 0
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_replacement_that_began_is_whole_when_the_wait_ends_by_its_answer_or_by_a_stop(monkeypatch, stopped):
+    monkeypatch.setattr(stop_module, "_LOOK_EVERY_S", 0.01)
+    async with life(deadlines=Deadlines(interrupt_s=5)) as one:
+        dead, one.connecting_s = one.workers[1], 0.1
+        waiting = asyncio.create_task(one.guard.wait_batch(lambda: asyncio.sleep(9 if stopped else 0.04, "complete")))
+        await asyncio.sleep(0.01)
+        dead.end(RayActorError())
+        await asyncio.sleep(0.01)
+        if stopped:
+            one.stop._number = signal.SIGTERM
+        with pytest.raises(StopTraining) if stopped else contextlib.nullcontext():
+            assert await waiting == "complete"
+        new = one.workers[1]
+        assert new is not dead and one.connected[-1] == "agent_loop_worker_1.2" and new.served == 1
+        assert await one.pool.ask("flush") == ["flush"] * 2 and one.pool.restarted == 1
 
 
 async def test_worker_that_hangs_while_the_batch_is_awaited_is_ended_by_name():

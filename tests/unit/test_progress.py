@@ -11,7 +11,11 @@ from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.manager.messages import Standing
 from recipe.partial_rollout.rollout import progress
 from recipe.partial_rollout.rollout.progress import show_round
-from recipe.partial_rollout.waits import beside
+from recipe.partial_rollout.waits import wait
+
+
+async def beside(awaitable, showing):
+    return await wait(awaitable, 10, "the round", None, watches=[showing])
 
 
 class Engines:

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
-from recipe.partial_rollout.waits import beside
+from recipe.partial_rollout.waits import wait
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -52,9 +52,9 @@ async def test_wait_ends_with_the_signal():
     stop = StopSignals()
 
     with stop.caught(), pytest.raises(StopTraining, match="SIGTERM"):
-        assert await beside(asyncio.sleep(0, 7), stop.watch()) == 7
+        assert await wait(asyncio.sleep(0, 7), None, "", None, watches=[stop.watch()]) == 7
         asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
-        await beside(asyncio.sleep(30), stop.watch())
+        await wait(asyncio.sleep(30), 60, "", None, watches=[stop.watch()])
 
 
 LOADING = """

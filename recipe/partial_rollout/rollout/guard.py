@@ -11,13 +11,13 @@ A worker that does not answer in time is ended, and replaced like one that died.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ray.exceptions import RayActorError
 
 from recipe.partial_rollout.manager.messages import PromptsWanted, RolloutFailedError
-from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of, within
+from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of, wait, whole
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.context import RolloutContext
@@ -54,25 +54,34 @@ class Guard:
         self._pool = pool
         self._look_every_s = look_every_s
 
-    async def wait(self, awaitable: Awaitable[T], what: str, key: str | None = "interrupt_s") -> T:
+    async def wait(
+        self,
+        awaitable: Awaitable[T],
+        what: str,
+        key: str | None = "interrupt_s",
+        watches: Iterable[Coroutine[Any, Any, Any]] = (),
+    ) -> T:
         """``awaitable``'s result.
 
         Args:
             what: names the wait in errors.
             key: of ``partial_rollout.deadlines``; None: what is awaited has deadlines of its own.
+            watches: see ``waits.wait``.
 
         Raises:
             TimeoutError: no result in time.
             RolloutFailedError: an actor other than a worker died.
             WorkerLostError: a worker failed, or was lost once too often.
         """
-        if key is not None:
-            awaitable = within(awaitable, getattr(self._deadlines, key), what, key)
-        return await self._watched(awaitable, what)
+        deadline_s = None if key is None else getattr(self._deadlines, key)
+        try:
+            return await wait(awaitable, deadline_s, what, key, watches=(self._watch_workers(what), *watches))
+        except RayActorError as error:
+            raise RolloutFailedError(f"an actor died during {what}: {one_line(error)}") from error
 
     async def ask(self, verb: str, *args: Any) -> list[Any]:
         """The answers of the workers to ``verb``; see ``WorkerPool.ask``."""
-        return await self._watched(self._pool.ask(verb, *args), f"asking the workers to {verb}")
+        return await self.wait(self._pool.ask(verb, *args), f"asking the workers to {verb}", key=None)
 
     async def wait_batch(
         self, ask: Callable[[], Awaitable[T | PromptsWanted]], *watches: Callable[[], Coroutine[Any, Any, Any]]
@@ -80,7 +89,7 @@ class Guard:
         """The manager's answer to ``ask``, which is asked again whenever the manager wants prompts first.
 
         Args:
-            watches: go on beside it, as in ``waits.beside``.
+            watches: make what goes on beside it, as in ``waits.wait``.
 
         Raises:
             RolloutFailedError: a sample, replica, reward function or the manager failed; the message names it.
@@ -89,10 +98,10 @@ class Guard:
             StopTraining: the user asked for it.
             TimeoutError: the manager does not answer.
         """
-        context, what = self._context, "the round"
+        context = self._context
         looks = (context.stop.watch, self._watch_trainers, self._watch_engines, self._watch_manager_and_workers)
         while True:
-            answer = await self._watched(result_of(ask()), what, *(watch() for watch in (*looks, *watches)))
+            answer = await self.wait(ask(), "the round", None, [watch() for watch in (*looks, *watches)])
             if not isinstance(answer, PromptsWanted):
                 return answer
             source = context.source
@@ -101,36 +110,19 @@ class Guard:
             offered = self._manager.offer.remote(prompts, source.left)
             await self.wait(offered, "offering prompts to the manager in the round")
 
-    async def _watched(self, awaitable: Awaitable[T], what: str, *watches: Coroutine[Any, Any, Any]) -> T:
-        """``awaitable``'s result; ``watches`` go on for ever, or raise what ends the wait."""
-        main, *watching = (asyncio.ensure_future(each) for each in (awaitable, *watches))
-        ended: asyncio.Task[int] | None = None
-        try:
-            while True:
-                ended = ended or asyncio.create_task(self._pool.ended())
-                await asyncio.wait({main, ended, *watching}, return_when=asyncio.FIRST_COMPLETED)
-                if main.done():
-                    return main.result()
-                for watch in watching:
-                    if watch.done():
-                        watch.result()
-                if ended.done():
-                    # Nothing ends the wait in the middle of it: half a replacement would be worse than a late answer.
-                    await self._pool.replace(ended.result(), what, self._release)
-                    ended = None
-        except RayActorError as error:
-            raise RolloutFailedError(f"an actor died during {what}: {one_line(error)}") from error
-        finally:
-            for task in (main, ended, *watching):
-                if task is not None:
-                    task.cancel()
+    async def _watch_workers(self, what: str) -> NoReturn:
+        """Replace each worker whose ``serve`` ends during ``what``, for ever.
+
+        Nothing ends the wait in the middle of it: half a replacement would be worse than a late answer.
+        """
+        while True:
+            lost = await self._pool.ended()
+            await whole(self._pool.replace(lost, what, self._release))
 
     async def _release(self, worker: str) -> int:
         """Requeue the samples of ``worker``, which is gone; returns how many."""
         what = f"requeuing the samples of {worker}"
-        return await within(
-            self._manager.release_worker.remote(worker), self._deadlines.interrupt_s, what, "interrupt_s"
-        )
+        return await wait(self._manager.release_worker.remote(worker), self._deadlines.interrupt_s, what, "interrupt_s")
 
     async def _watch_manager_and_workers(self) -> NoReturn:
         """Ask manager and workers for a sign of life, for ever; a worker that gives none is ended."""
@@ -138,7 +130,7 @@ class Guard:
         while True:
             await asyncio.sleep(self._look_every_s)
             what = "asking the manager actor how far the round is"
-            await within(self._manager.standing.remote(), deadline_s, what, "interrupt_s")
+            await wait(self._manager.standing.remote(), deadline_s, what, "interrupt_s")
             await self._pool.ask("__ray_ready__")
 
     async def _watch_trainers(self) -> NoReturn:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ray.exceptions import RayActorError
 
 from recipe.partial_rollout.records.trace import RunTrace
-from recipe.partial_rollout.waits import ReplicaError, answer_of, means_death, one_line, result_of, within
+from recipe.partial_rollout.waits import ReplicaError, answer_of, means_death, one_line, result_of, wait
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class ServerControl:
             return address, None if method is None else await answer_of(lambda: result_of(method.remote()))
 
         living = self.servers.items()
-        answers = await within(
+        answers = await wait(
             asyncio.gather(*[ask(*item) for item in living], return_exceptions=True),
             self._deadline_s,
             f"asking the vLLM replicas {', '.join(self.servers)} for their {verb}",
@@ -188,13 +188,13 @@ class ServerControl:
                     dead=True,
                 )
             self.restarted += 1
-            await within(replica.relaunch(), self._start_deadline_s, f"restarting {address}", "start_s")
+            await wait(replica.relaunch(), self._start_deadline_s, f"restarting {address}", "start_s")
             logger.warning("vLLM replica %s is back as %s", address, replica.server_address)
 
     async def _all(self, what: str, verb: Callable[[Replica], Awaitable[object]]) -> float:
         start = time.monotonic()
         living = self._living
-        answers = await within(
+        answers = await wait(
             asyncio.gather(*[answer_of(lambda r=replica: verb(r)) for replica in living], return_exceptions=True),
             self._deadline_s,
             f"{what} the vLLM replicas {', '.join(self.addresses)}",
@@ -257,4 +257,4 @@ class ReplicaRoster:
 
     async def _tell_balancer(self, verb: str, servers: Any) -> None:
         telling = answer_of(lambda: result_of(getattr(self._balancer, verb).remote(servers)))
-        await within(telling, self._deadline_s, f"telling verl's load balancer to {verb}", "interrupt_s")
+        await wait(telling, self._deadline_s, f"telling verl's load balancer to {verb}", "interrupt_s")

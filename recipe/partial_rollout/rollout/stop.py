@@ -8,13 +8,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 from recipe.partial_rollout.waits import NoAnswerError
-
-T = TypeVar("T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -194,22 +192,13 @@ class StopSignals:
             await asyncio.sleep(_LOOK_EVERY_S)
             self.check()
 
-    async def within(self, awaitable: Awaitable[T], deadline_s: float) -> T:
-        """``awaitable``'s result, within ``deadline_s`` seconds, or within ten of a signal.
+    async def grace(self) -> NoReturn:
+        """Wait for a signal, and ten seconds more; a watch of a wait for an agent-loop worker.
 
         Raises:
-            NoAnswerError: there was none.
+            NoAnswerError: they are over.
         """
-        task, began = asyncio.ensure_future(awaitable), time.monotonic()
-        until = began + deadline_s
-        try:
-            while True:
-                if self.asked:
-                    until = min(until, time.monotonic() + _GRACE_S)
-                left_s = until - time.monotonic()
-                if (await asyncio.wait({task}, timeout=max(0.0, min(_LOOK_EVERY_S, left_s))))[0]:
-                    return task.result()
-                if left_s <= 0:
-                    raise NoAnswerError(time.monotonic() - began)
-        finally:
-            task.cancel()
+        while not self.asked:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(_GRACE_S)
+        raise NoAnswerError(f"no answer within {_GRACE_S:g} s of a signal")

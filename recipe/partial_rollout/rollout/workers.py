@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
@@ -18,7 +19,7 @@ from ray.exceptions import RayActorError
 
 from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.rollout.stop import StopSignals
-from recipe.partial_rollout.waits import NoAnswerError, answer_of, is_out_of_reach, one_line, result_of, within
+from recipe.partial_rollout.waits import NoAnswerError, answer_of, is_out_of_reach, one_line, result_of, wait
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class WorkerPool:
 
     async def _start(self, i: int) -> None:
         connecting = self._connect(i, self._names[i], self._workers[i])
-        await within(connecting, self._deadlines.start_s, f"starting {self._names[i]}", "start_s")
+        await wait(connecting, self._deadlines.start_s, f"starting {self._names[i]}", "start_s")
         self._watch(i)
 
     # -- their life ------------------------------------------------------------------------------------------------
@@ -148,14 +149,10 @@ class WorkerPool:
 
     async def _is_back(self, i: int) -> bool:
         """Whether worker ``i``, to which Ray lost its connection, answers again; its samples have gone on."""
-        worker, deadline_s = self._workers[i], self._deadlines.interrupt_s
-        try:
-            await self._stop.within(answer_of(lambda: result_of(worker.__ray_ready__.remote())), deadline_s)
-        except (RayActorError, NoAnswerError):
-            self._kill(worker)
-            return False
-        logger.warning("Ray lost its connection to %s for a moment; it goes on", self._names[i])
-        return True
+        answers = await self._answer(i, "__ray_ready__", self._workers[i].__ray_ready__.remote())
+        if answers:
+            logger.warning("Ray lost its connection to %s for a moment; it goes on", self._names[i])
+        return bool(answers)
 
     # -- questions -------------------------------------------------------------------------------------------------
 
@@ -199,13 +196,15 @@ class WorkerPool:
         def ask() -> Awaitable[Any]:
             return result_of(asked.pop() if asked else getattr(worker, verb).remote(*args))
 
+        limit_s, began = self._deadlines.interrupt_s, time.monotonic()
         try:
-            return [await self._stop.within(answer_of(ask), self._deadlines.interrupt_s)]
+            return [await wait(answer_of(ask), limit_s, verb, "interrupt_s", watches=[self._stop.grace()])]
         except RayActorError:
             return []
-        except NoAnswerError as late:
+        except NoAnswerError:
             if self._workers[i] is worker:
-                limit = f"partial_rollout.deadlines.interrupt_s={self._deadlines.interrupt_s:g}"
-                self._silent[i] = f"did not answer {verb.strip('_')} within {late.seconds:g} s ({limit}) and was ended"
+                waited = f"{verb.strip('_')} within {time.monotonic() - began:.1f} s"
+                limit = f"partial_rollout.deadlines.interrupt_s={limit_s:g}"
+                self._silent[i] = f"did not answer {waited} ({limit}) and was ended"
                 self._kill(worker)
             return []

@@ -27,7 +27,7 @@ from recipe.partial_rollout.rollout.step_book import StepBook, check_masked, pha
 from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.training.batch import fill_slots
 from recipe.partial_rollout.training.reward_info import spread_infos
-from recipe.partial_rollout.waits import beside, result_of, within
+from recipe.partial_rollout.waits import result_of, wait
 from recipe.partial_rollout.worker.agent_loop_worker import ObservedAgentLoopWorker, PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient, PartialRolloutLLMClient
 
@@ -72,7 +72,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         step, start = prompts.meta_info["global_steps"], time.time()
         size, load = self.context.settings.batch_groups, self.context.control.load
         showing = show_round(step, time.monotonic(), size, load)
-        output = await beside(super().generate_sequences(prompts), showing)
+        output = await wait(super().generate_sequences(prompts), None, "the round", None, watches=[showing])
         self._settle(output, validate=False)
         phase = RolloutPhase(start, time.time(), await self._take_calls())
         self._figures = {**self._note(phase, prompts, output), **await self.context.engine_metrics()}
@@ -81,7 +81,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
 
     async def _validate(self, prompts: DataProto, generated: Awaitable[DataProto]) -> DataProto:
         start = time.time()
-        output = await beside(generated, self.context.stop.watch())
+        output = await wait(generated, None, "validation", None, watches=[self.context.stop.watch()])
         self._settle(output, validate=True)
         end = time.time()
         if not self.context.settings.enable:
@@ -94,7 +94,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         """The engine calls of all workers that ended since they were last taken."""
         asked = asyncio.gather(*[result_of(worker.take_calls.remote()) for worker in self.agent_loop_workers])
         deadline_s = self.context.settings.deadlines.interrupt_s
-        lists = await within(asked, deadline_s, "asking the agent-loop workers to take_calls", "interrupt_s")
+        lists = await wait(asked, deadline_s, "asking the agent-loop workers to take_calls", "interrupt_s")
         return tuple(call for calls in lists for call in calls)
 
     def _settle(self, output: DataProto, *, validate: bool) -> None:

@@ -22,7 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ray.exceptions import RayActorError, RayError
 from verl.checkpoint_engine import CheckpointEngineManager
@@ -31,7 +31,7 @@ from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.partial_rollout.rollout.driver import Driver
-from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of
+from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of, wait
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class WeightSyncError(RuntimeError):
 
 
 class WeightTransfer(ABC):
-    """Both parts raise ``WeightSyncError``, which names the trainer or the replica that failed.
+    """Both parts raise ``WeightSyncError``, which names the trainer or the replica that failed, or ``NoAnswerError``.
 
     Args:
         verls: the checkpoint manager that verl made.
@@ -197,34 +197,27 @@ async def watched(awaitable: Awaitable[T], replicas: Sequence[RolloutReplica], d
         what: the phase and its version, for messages: "staging of version 3".
 
     Raises:
-        WeightSyncError: it failed, or took longer than ``deadline_s``; the message names who.
+        WeightSyncError: it failed; the message names who.
+        NoAnswerError: it took longer than ``deadline_s``.
     """
-    running = asyncio.ensure_future(result_of(awaitable))
-    started = time.monotonic()
-    try:
-        while not (await asyncio.wait({running}, timeout=min(_LOOK_EVERY_S, deadline_s)))[0]:
-            await _look(replicas, what)
-            if time.monotonic() - started > deadline_s:
-                names = ", ".join(replica.server_address for replica in replicas)
-                raise WeightSyncError(
-                    f"{what}{f' to vLLM replicas {names}' if names else ' by the trainer'} took more than {deadline_s:g} s "
-                    "(partial_rollout.deadlines.weight_sync_s)"
-                )
-        return running.result()
-    finally:
-        running.cancel()
+    names = ", ".join(replica.server_address for replica in replicas)
+    whose = f"{what} to vLLM replicas {names}" if names else f"{what} by the trainer"
+    return await wait(awaitable, deadline_s, whose, "weight_sync_s", watches=[_watch(replicas, what)])
 
 
-async def _look(replicas: Sequence[RolloutReplica], what: str) -> None:
-    for replica in replicas:
-        try:
-            error = await asyncio.wait_for(result_of(replica.server_handle.weight_sync_error.remote()), _ANSWER_S)
-        except TimeoutError:
-            error = None
-        except RayActorError as died:
-            error = None if is_out_of_reach(died) else f"the server died: {one_line(died)}"
-        if error is not None:
-            raise WeightSyncError(f"{what} failed in vLLM replica {replica.server_address}: {error}")
+async def _watch(replicas: Sequence[RolloutReplica], what: str) -> NoReturn:
+    """Ask the replicas, for ever, for the error of their side."""
+    while True:
+        await asyncio.sleep(_LOOK_EVERY_S)
+        for replica in replicas:
+            try:
+                error = await asyncio.wait_for(result_of(replica.server_handle.weight_sync_error.remote()), _ANSWER_S)
+            except TimeoutError:
+                error = None
+            except RayActorError as died:
+                error = None if is_out_of_reach(died) else f"the server died: {one_line(died)}"
+            if error is not None:
+                raise WeightSyncError(f"{what} failed in vLLM replica {replica.server_address}: {error}")
 
 
 class RecipeCheckpointManager:
@@ -264,7 +257,8 @@ class RecipeCheckpointManager:
         """Send the trainer's weights to every replica as policy version ``global_steps``.
 
         Raises:
-            WeightSyncError: a replica or the trainer failed, or the deadline passed; the message names it.
+            WeightSyncError: a replica or the trainer failed; the message names it.
+            NoAnswerError: the deadline passed.
         """
         start = time.time()
         sent = await self._send(global_steps)
