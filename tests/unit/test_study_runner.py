@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.training.trainer_config import check_correction
+from recipe.partial_rollout.preflight.pr_rules import PR_RULES
+from recipe.partial_rollout.preflight.rule import check_rules
 from tests.studies.arm import BASELINE, Arm
 from tests.studies.learning.arms import ARMS, COMMON, at_rates
 from tests.studies.processes import UNFIT, WarmProcess
@@ -29,9 +29,8 @@ def test_every_arm_of_the_learning_study_composes_and_passes_the_recipes_checks(
     study = Study(tmp_path, at_rates(names, (3e-4,)), (1,), STEPS, "quickstart_cpu", COMMON)
     for arm in study.arms:
         config = composed_config("quickstart_cpu", *study.command(arm, 1)[5:])
-        settings = PartialRolloutConfig.from_config(config)
-        if settings.enable:
-            check_correction(config, settings)
+        if config.partial_rollout.enable:
+            check_rules(PR_RULES, config)
         assert config.data.seed == config.actor_rollout_ref.rollout.seed == 1
         assert config.actor_rollout_ref.actor.optim.lr == 3e-4
 

@@ -125,7 +125,7 @@ verl.tools.base_tool:BaseTool <- tool_journal workspace
 verl.tools.function_tool:FunctionTool <- tool_journal
     has: fn is_async
     calls: call(parameters)
-verl.trainer.ppo.rollout_corr_helper <- loss trainer_config behaviour_weights
+verl.trainer.ppo.rollout_corr_helper <- loss pr_rules behaviour_weights
     has: SAFETY_BOUND
     calls: compute_rollout_correction_weights(log_ratio, response_mask, *, rollout_is, rollout_is_threshold)
         compute_is_metrics(rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics, response_mask,
@@ -133,7 +133,7 @@ verl.trainer.ppo.rollout_corr_helper <- loss trainer_config behaviour_weights
 verl.utils.torch_functional <- loss chunked_log_probs
     has: FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
     calls: masked_mean(values, mask)
-verl.workers.config:ActorConfig <- loss trainer_config
+verl.workers.config:ActorConfig <- loss pr_rules
     has: clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c tau_pos tau_neg policy_loss global_batch_info strategy
         rollout_n use_dynamic_bsz
 verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync <- sampler

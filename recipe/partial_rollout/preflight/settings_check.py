@@ -27,7 +27,6 @@ from recipe.partial_rollout.preflight.rule import check_rules
 from recipe.partial_rollout.preflight.rules import RULES
 from recipe.partial_rollout.preflight.user_code import check_by_verl, check_code, import_libraries
 from recipe.partial_rollout.preflight.verl_keys import check_verl_keys
-from recipe.partial_rollout.training.trainer_config import check_correction
 
 
 def check_config(config: DictConfig) -> PartialRolloutConfig:
@@ -58,7 +57,6 @@ def check_settings(config: DictConfig) -> PartialRolloutConfig:
         check_rules(PR_RULES, config)
         _check_slots(config, settings)
         check_placement(config, settings)
-        check_correction(config, settings)
         _warn_of_lost_prompts(config)
     check_by_verl(config)
     return settings
