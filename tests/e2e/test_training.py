@@ -64,7 +64,7 @@ def arms(module_train, tool_calls):
                 *VALIDATED,
                 *TOOLS,
                 "partial_rollout.max_staleness=3",
-                "partial_rollout.scheduling.policy=in_order",
+                "partial_rollout.scheduling.overtake=0",
                 "partial_rollout.proximal=recompute",
                 "partial_rollout.reward_in_worker=False",
                 f"reward.custom_reward_function.path={HERE / 'async_reward.py'}",
@@ -100,7 +100,7 @@ def test_prompts_are_trained_in_dataset_order_in_both_arms(arms):
     for run in arms.values():
         assert [group["group"] for event in run.rounds for group in event["trained"]] == list(range(24))
     assert not any(event["carried_groups"] for event in arms["noPR"].rounds)
-    assert (arms["PR"].run["mode"], arms["PR"].run["policy"]) == ("window", "in_order")
+    assert (arms["PR"].run["mode"], arms["PR"].run["policy"]) == ("window", "bounded")
 
 
 def test_behaviour_log_probs_of_interrupted_samples_are_the_engines_own(arms):

@@ -135,11 +135,11 @@ def test_arms_are_compared_within_pairs():
     rising = (0.5, 0.9, 0.9, 0.9)
     runs = [
         build_run(rising, seed=1),
-        build_run(rising, arm="PR_in_order_3", seed=1, rollout_s=(0.5,) * 4, step_s=1.0),
+        build_run(rising, arm="PR_overtake_0_3", seed=1, rollout_s=(0.5,) * 4, step_s=1.0),
         build_run((0.9, 0.6, 0.6, 0.6), seed=2),
-        build_run((0.9, 0.7, 0.7, 0.7), arm="PR_in_order_3", seed=2, rollout_s=(0.4,) * 4),
-        build_run(rising, arm="PR_in_order_3", seed=3),
-        build_run(rising * 2, arm="PR_in_order_3", seed=1),
+        build_run((0.9, 0.7, 0.7, 0.7), arm="PR_overtake_0_3", seed=2, rollout_s=(0.4,) * 4),
+        build_run(rising, arm="PR_overtake_0_3", seed=3),
+        build_run(rising * 2, arm="PR_overtake_0_3", seed=1),
     ]
     base, ours = compare(runs)
     assert (base.arm, base.held, ours.held) == ("noPR", "1 of 2", "2 of 3"), "a run without a pair, no longer run"
@@ -148,7 +148,7 @@ def test_arms_are_compared_within_pairs():
     assert ours.ratio(lambda run: run.rollout_per_token) == pytest.approx(0.45)
     assert ours.ratio(lambda run: run.step_per_token) == pytest.approx(0.75)
     late = (0.5, 0.5, 0.5, 0.9, 0.9)
-    _, ours = compare([build_run(late), build_run(late, arm="PR_in_order_3", step_s=1.0)])
+    _, ours = compare([build_run(late), build_run(late, arm="PR_overtake_0_3", step_s=1.0)])
     assert ours.time_ratios(lambda base: 0.9) == [0.5]
     assert ours.time_ratios(lambda base: base.final + 1) == [], "neither reaches it"
 

@@ -65,7 +65,7 @@ loops = st.recursive(leaves, deeper, max_leaves=8).map(
 lives = st.fixed_dictionaries(
     {
         "loops": st.lists(loops, min_size=3, max_size=6),
-        "policy": st.sampled_from(SchedulingPolicy),
+        "scheduling": st.sampled_from([Scheduling(), Scheduling(SchedulingPolicy.SEED), Scheduling(overtake=0)]),
         "slots": st.integers(1, 5),
         "places": st.integers(1, 3),
         "between": st.lists(
@@ -228,7 +228,7 @@ def test_whatever_loops_do_each_sample_is_trained_on_what_the_engine_made_or_mas
     rows = [{"number": i} for i in range(len(drawn["loops"]))]
 
     def life():
-        scheduling = Scheduling(drawn["policy"])
+        scheduling = drawn["scheduling"]
         return Life(Loops(drawn), rows, slots=drawn["slots"], scheduling=scheduling, functions=tools(), tick=0.0005,
                     release_after_s=0.004)  # fmt: skip
 

@@ -159,9 +159,13 @@ def test_what_a_loop_has_left_behind_may_ask_for_nothing_more():
 # -- places of the user's own --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", list(SchedulingPolicy))
+@pytest.mark.parametrize(
+    "scheduling",
+    [Scheduling(), Scheduling(SchedulingPolicy.SEED), Scheduling(overtake=0)],
+    ids=["bounded", "seed", "in order"],
+)
 @pytest.mark.parametrize(("slots", "sandboxes"), [(2, 1), (4, 2), (4, 5), (16, 1)])
-def test_sandboxes_that_loops_hold_for_their_whole_conversation_deadlock_under_no_policy(slots, sandboxes, policy):
+def test_sandboxes_that_loops_hold_for_their_whole_conversation_deadlock_under_no_policy(slots, sandboxes, scheduling):
     free = None
 
     async def sandboxed(client, row, params):
@@ -175,7 +179,6 @@ def test_sandboxes_that_loops_hold_for_their_whole_conversation_deadlock_under_n
         return output_of(PROMPT, [*answer.token_ids, 1, *after.token_ids], [1] * 4 + [0] + [1] * 4)
 
     def life():
-        scheduling = Scheduling(policy)
         return Life(sandboxed, [{}] * 12, batch=4, slots=slots, stall_s=2.0, scheduling=scheduling)
 
     outputs = play(life, lambda life: life.train())

@@ -25,14 +25,15 @@ from tests.unit.shared import settings_of
 
 LENGTHS = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
 FREE = WeightUpdate(0.0, 0.0)
+POLICIES = [Scheduling(policy) for policy in SchedulingPolicy]
 
 
 def call(replica, start, end, tokens, resumed_tokens=0, context_tokens=0):
     return EngineCall(str(replica), start, end, tokens, 0, resumed_tokens, context_tokens)
 
 
-def sized(batch=4, n=2, overlap=1.0, max_staleness=4, policy=SchedulingPolicy.BOUNDED):
-    return settings_of(batch, n, overlap=overlap, max_staleness=max_staleness, scheduling=Scheduling(policy))
+def sized(batch=4, n=2, overlap=1.0, max_staleness=4, scheduling=Scheduling()):  # noqa: B008 - frozen
+    return settings_of(batch, n, overlap=overlap, max_staleness=max_staleness, scheduling=scheduling)
 
 
 def run_all(replica):
@@ -133,15 +134,15 @@ def test_calls_under_one_load_show_no_curve():
 
 @pytest.mark.parametrize("train_s", [None, 0.1, 3.0], ids=["in turns", "separate, slow", "separate, fast"])
 @pytest.mark.parametrize("release_after_s", [0.1, np.inf], ids=["slots given away", "slots held"])
-@pytest.mark.parametrize("policy", SchedulingPolicy)
-def test_simulation_trains_every_group_once_within_the_bound(policy, train_s, release_after_s):
+@pytest.mark.parametrize("scheduling", [*POLICIES, Scheduling(overtake=0)], ids=str)
+def test_simulation_trains_every_group_once_within_the_bound(scheduling, train_s, release_after_s):
     # Every other group calls tools: one call takes longer than a slot is held for, one does not.
     tools = ((), (), ((0.3, 2.0), (0.6, 0.05)), ((0.5, 30.0),)) * 20
     lengths = replace(lognormal(median=60, mean=100, cap=900, samples_per_group=2, groups=40), tools=tools)
     curve = EngineCurve(1e-2, 1e-4, kv_tokens=2_000)
     cluster = Cluster(curve, replicas=2, slots_per_replica=4, release_after_s=release_after_s)
     trainer = () if train_s is None else (SeparateTrainer(lambda _: train_s, WeightUpdate(0.1, 0.1)),)
-    settings = sized(max_staleness=2, policy=policy)
+    settings = sized(max_staleness=2, scheduling=scheduling)
     simulation = Simulation(settings, cluster, lengths, *trainer, seed=None, groups=40)
     rounds = list(simulation.rounds(100))
     assert list(simulation.rounds(100)) == []
@@ -150,12 +151,12 @@ def test_simulation_trains_every_group_once_within_the_bound(policy, train_s, re
     assert max(round_.batch.staleness.max() for round_ in rounds) <= 2
 
 
-@pytest.mark.parametrize("policy", [SchedulingPolicy.BOUNDED, SchedulingPolicy.SEED])
-def test_mean_staleness_is_the_overlap_while_every_sample_has_a_slot(policy):
-    # Little's law. Under in_order rounds can be complete at once, and what they admit has not started yet.
+@pytest.mark.parametrize("scheduling", POLICIES, ids=str)
+def test_mean_staleness_is_the_overlap_while_every_sample_has_a_slot(scheduling):
+    # Little's law. With overtake 0 rounds can be complete at once, and what they admit has not started yet.
     cluster = Cluster(EngineCurve(3e-3, 1e-4), replicas=2, slots_per_replica=96)
     for overlap in (0.5, 2.0):
-        settings = sized(16, 4, overlap, max_staleness=12, policy=policy)
+        settings = sized(16, 4, overlap, max_staleness=12, scheduling=scheduling)
         made = forecast(settings, cluster, LENGTHS, rounds=40)
         assert made.staleness_mean == pytest.approx(overlap, rel=0.15)
 

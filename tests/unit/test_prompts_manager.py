@@ -37,17 +37,17 @@ def test_overdue_sample_goes_to_whoever_asks(manager, output):
 
 
 @pytest.mark.parametrize(
-    ("policy", "max_staleness"),
+    ("policy", "overtake", "max_staleness"),
     [
-        (SchedulingPolicy.BOUNDED, 4),
-        (SchedulingPolicy.IN_ORDER, 4),
+        (SchedulingPolicy.BOUNDED, None, 4),
+        (SchedulingPolicy.BOUNDED, 0, 4),
         # By the published key alone the carried group, of which nothing has finished, would wait until it is overdue.
-        (SchedulingPolicy.SEED, 4),
-        (SchedulingPolicy.SEED, 1),
+        (SchedulingPolicy.SEED, None, 4),
+        (SchedulingPolicy.SEED, None, 1),
     ],
 )
-def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, segment, policy, max_staleness):
-    m = manager(batch=1, n=2, overlap=1.0, max_staleness=max_staleness, policy=policy)
+def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, segment, policy, overtake, max_staleness):
+    m = manager(batch=1, n=2, overlap=1.0, max_staleness=max_staleness, policy=policy, overtake=overtake)
     begin(m)
     grants = m.claim("w0")
     finish_group(m, grants, "0/0", output)
@@ -60,6 +60,19 @@ def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, segment
     assert groups_of(grants[:2]) == ["0/1"] * 2
     resumed = [(grant.segments, grant.order) for grant in grants if grant.group_uid == "0/1"]
     assert resumed == [((), 1)] * 2, "their worker holds the conversations; the engine queues by the order"
+
+
+@pytest.mark.parametrize(
+    ("overtake", "next_group"), [(None, "0/1"), (1.0, "0/1"), (0.3, "0/0"), (0, "0/0")], ids=["any", "1", ".3", "0"]
+)
+def test_prompts_that_train_in_order_run_in_order(manager, output, overtake, next_group):
+    """0.3 of two groups is no position. Without a limit the group that is nearer to its end goes first."""
+    m = manager(batch=2, n=2, overtake=overtake, workers=2)
+    begin(m)
+    second = next(grant for grant in m.claim("w0") if grant.group_uid == "0/1")
+    m.finish(second.sample_id, output())
+    m.release_worker("w0")
+    assert groups_of(m.claim("w1", limit=1)) == [next_group]
 
 
 def test_sample_that_the_next_batch_needs_runs_first_even_while_the_trainer_has_this_one(manager, output):

@@ -45,11 +45,6 @@ class SchedulingPolicy(Choice):
         "oldest first; carried groups before new prompts, then fewest unfinished samples, then shortest mean length",
     )
     SEED = "seed", "the published order: fewest unfinished samples, then shortest mean length, then least stale"
-    IN_ORDER = (
-        "in_order",
-        "the order of the data, in which prompts are then trained too unless `overtake` says otherwise: batches have no "
-        "length bias. A round waits for its next N prompts, whatever else is ready",
-    )
 
 
 class OnSampleError(Choice):

@@ -23,7 +23,7 @@ class Scheduling:
         None,
         "How far a group may overtake an older one, as a share of N: a group is trained at most `floor(overtake * N)` "
         "positions of the data ahead of a group that is not. A small share keeps the batches' lengths those of the data, "
-        "for more waiting. 0: prompts train in the order of the data. `null`: no limit, but 0 with `policy=in_order`.",
+        "for more waiting. 0: prompts run and train in the order of the data, whatever the policy. `null`: no limit.",
         at_least=0,
     )
 
@@ -32,13 +32,9 @@ class Scheduling:
 
         >>> [Scheduling(overtake=share).positions(8) for share in (None, 0, 0.3)]
         [None, 0, 2]
-        >>> Scheduling(SchedulingPolicy.IN_ORDER).positions(8)
-        0
         """
-        if self.overtake is None:
-            return 0 if self.policy is SchedulingPolicy.IN_ORDER else None
         # A share written in decimals can fall short of a whole number by a rounding error.
-        return math.floor(self.overtake * batch_groups + 1e-6)
+        return None if self.overtake is None else math.floor(self.overtake * batch_groups + 1e-6)
 
 
 @dataclass(frozen=True, slots=True)

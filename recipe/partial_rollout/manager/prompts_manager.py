@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from recipe.partial_rollout.manager.admission import Admission, Load, in_time, pacing_load
@@ -38,7 +37,7 @@ from recipe.partial_rollout.manager.policies import (
     verdict_on,
 )
 from recipe.partial_rollout.manager.samples import Samples
-from recipe.partial_rollout.manager.scheduling import ClaimQueue, Slots, get_scheduling_priority
+from recipe.partial_rollout.manager.scheduling import ClaimQueue, Slots, priority_of
 from recipe.partial_rollout.manager.types import (
     GIVEN_UP,
     FinishedOutput,
@@ -108,7 +107,7 @@ class PromptsManager:
         self.groups = Groups()
         self.counters = self.groups.counters
         self.reserve = Reserve()
-        self.slots = Slots(ClaimQueue(partial(get_scheduling_priority, policy=settings.scheduling.policy)))
+        self.slots = Slots(ClaimQueue(priority_of(settings.scheduling, settings.batch_groups)))
         self.samples = Samples(self.counters, clock)
         self._version_state = VersionState.CLOSED
         self._batch_taken = False

@@ -20,9 +20,11 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 
 from recipe.partial_rollout.config.choices import SchedulingPolicy
+from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.manager.types import PromptGroup, Sample
 
 Key = tuple[float, ...]
@@ -39,6 +41,13 @@ def get_scheduling_priority(group: PromptGroup, policy: SchedulingPolicy = Sched
         # Ascending staleness is descending birth, so the order does not change as the version advances.
         return (group.unfinished, group.mean_finished_length, -birth, group.order)
     return (birth, group.unfinished, group.mean_finished_length, group.order)
+
+
+def priority_of(scheduling: Scheduling, batch_groups: int) -> Callable[[PromptGroup], Key]:
+    """The key that ``scheduling`` asks for: the policy's, or dispatch order where prompts must be trained in it."""
+    if scheduling.positions(batch_groups) == 0:
+        return lambda group: (group.order,)
+    return partial(get_scheduling_priority, policy=scheduling.policy)
 
 
 class ClaimQueue:

@@ -137,7 +137,7 @@ def _add_schedules(parser: argparse.ArgumentParser) -> None:
         type=_share,
         nargs="+",
         metavar="SHARE",
-        help="values of partial_rollout.scheduling.overtake to forecast (default: null, no limit, but 0 with in_order)",
+        help="values of partial_rollout.scheduling.overtake to forecast (default: null, no limit)",
     )
     parser.add_argument("--keep-kv", action="store_true", help="assume partial_rollout.resume_kv=keep")
     parser.add_argument(

@@ -8,7 +8,7 @@ from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.tools.planner.rounds import Forecast, smallest_worthwhile
 from recipe.partial_rollout.tools.table import Table
 
-TESTED: dict[str, float] = {SchedulingPolicy.BOUNDED: 1.5, SchedulingPolicy.IN_ORDER: 2.0}
+TESTED: dict[str, float] = {SchedulingPolicy.BOUNDED: 1.5}
 """largest overlap by policy that several pairs of runs have (docs/learning.md); what is beyond it is never recommended"""
 TESTED_BOUND = 8
 """largest ``max_staleness`` of them"""

@@ -36,17 +36,8 @@ def _within(arm: Arm, staleness: int) -> Arm:
     return Arm(f"{arm.name}_within_{staleness}", f"{arm.caption}, staleness {staleness}", overrides)
 
 
-def _in_order(overlap: float) -> Arm:
-    overrides = (f"{_POLICY}=in_order", f"{_OVERLAP}={overlap:g}")
-    return Arm(f"PR_in_order_{overlap:g}", f"PR, in_order, overlap {overlap:g}", overrides)
-
-
 def _overtaking(share: float, overlap: float) -> Arm:
-    overrides = (
-        f"{_POLICY}=in_order",
-        f"partial_rollout.scheduling.overtake={share:g}",
-        f"{_OVERLAP}={overlap:g}",
-    )
+    overrides = (f"partial_rollout.scheduling.overtake={share:g}", f"{_OVERLAP}={overlap:g}")
     caption = f"PR, overtaking {share:g} N, overlap {overlap:g}"
     return Arm(f"PR_overtake_{share:g}_{overlap:g}", caption, overrides)
 
@@ -113,7 +104,7 @@ ARMS = {
         _bounded(1.5),
         *(_changed(_bounded(1.5), *names) for names in (("mask",), ("recompute",))),
         *(_changed(_bounded(1.5), "mask", name) for name in ("recompute", "seq_mean")),
-        _changed(_in_order(2.0), *_SHIPPED),
+        _changed(_overtaking(0, 2.0), *_SHIPPED),
         _overtaking(1.0, 2.0),
         *map(_eta, (1, 4, 8)),
         _changed(_eta(2), *_SHIPPED),

@@ -90,7 +90,7 @@ ARMS = (
     Arm("PR_separate_2", "PR, separate, overlap 2", (*_PR_SEPARATE, "partial_rollout.overlap=2")),
     Arm("PR_recompute", "PR, bounded, KV recomputed", (*_BOUNDED, "partial_rollout.resume_kv=recompute")),
     Arm("PR_seed", "PR, seed", (*_OURS, "partial_rollout.scheduling.policy=seed")),
-    Arm("PR_in_order", "PR, in_order", (*_OURS, "partial_rollout.scheduling.policy=in_order")),
+    Arm("PR_overtake_0", "PR, overtake 0", (*_OURS, "partial_rollout.scheduling.overtake=0")),
     Arm("PR_ssim", "PR, mode ssim", _SSIM),
     Arm("PR_april", "PR, mode april", _APRIL),
     Arm(
