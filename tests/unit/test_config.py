@@ -69,8 +69,7 @@ def with_model(task, tmp_path, configure):
     def build(sizes, *overrides):
         shutil.copytree(task, tmp_path, dirs_exist_ok=True)
         (tmp_path / "config.json").write_text(json.dumps(sizes))
-        model = (f"actor_rollout_ref.model.path={tmp_path}", "partial_rollout.padded_vocabulary=True")
-        return configure(*model, *overrides)
+        return configure(f"actor_rollout_ref.model.path={tmp_path}", *overrides)
 
     return build
 
@@ -354,8 +353,8 @@ def test_flag_is_what_yaml_says_for_whoever_reads_it(configure, word, value):
     assert {key: OmegaConf.select(config.partial_rollout, key) for key in FLAGS} == dict.fromkeys(FLAGS, value)
 
 
-def test_model_with_fewer_rows_than_its_tokenizer_has_tokens_is_refused_even_as_padded(with_model):
-    with pytest.raises(ConfigError, match="its tokenizer has 10 tokens and the model 9"):
+def test_model_with_fewer_rows_than_its_tokenizer_has_tokens_is_refused(with_model):
+    with pytest.raises(ConfigError, match="its tokenizer has 10 tokens and the model 9 embedding rows; each token"):
         check_config(with_model({"vocab_size": 9}))
 
 

@@ -147,9 +147,6 @@ class PartialRolloutConfig:
         at_least=1,
         null="by cores",
     )
-    padded_vocabulary: bool = key(
-        False, "Allow a model with more embedding rows than its tokenizer has tokens (Qwen's checkpoints)."
-    )
     tools: ToolCalls = section(ToolCalls)
     failures: FailureLimits = section(FailureLimits)
     deadlines: Deadlines = section(Deadlines)

@@ -28,7 +28,6 @@ FIRST = (
     "resume_kv",
     "trust_region",
     "reward_concurrency",
-    "padded_vocabulary",
 )
 """keys that a user sets first"""
 BEGIN, END = "<!-- {}: python -m recipe.partial_rollout.tools keys --write FILE -->", "<!-- /{} -->"
