@@ -96,6 +96,8 @@ class ReplicaError(RuntimeError):
 
 AGAIN_S = 0.5
 """seconds until an actor that Ray cannot reach is asked again"""
+START_S = 1200.0
+"""seconds for what replaces a dead worker or replica to be ready; vLLM may load and compile for many minutes"""
 
 
 def is_out_of_reach(error: BaseException | None) -> bool:
@@ -136,7 +138,7 @@ async def wait(
     awaitable: Awaitable[T],
     deadline_s: float | None,
     what: str,
-    key: str | None,
+    key: str | None = None,
     *,
     watches: Iterable[Coroutine[Any, Any, Any]] = (),
 ) -> T:
@@ -144,7 +146,7 @@ async def wait(
 
     Args:
         deadline_s: seconds; None: what is awaited has deadlines of its own.
-        what, key: what is awaited, and the key of ``partial_rollout.deadlines``, for the error.
+        what, key: what is awaited, and the key of ``partial_rollout.deadlines`` if there is one, for the error.
         watches: go on for ever beside it, or raise what ends the wait.
 
     Raises:
@@ -164,7 +166,8 @@ async def wait(
             # One may be ``whole``.
             await asyncio.wait(watching)
     if not ended:
-        raise NoAnswerError(f"{what} took more than {deadline_s:g} s (partial_rollout.deadlines.{key})")
+        named = f" (partial_rollout.deadlines.{key})" if key else ""
+        raise NoAnswerError(f"{what} took more than {deadline_s:g} s{named}")
     return (main if main in ended else ended.pop()).result()
 
 

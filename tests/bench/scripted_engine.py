@@ -120,7 +120,6 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
             trainer=SimpleNamespace(save_freq=-1),
             partial_rollout=SimpleNamespace(
                 placement=placement,
-                deadlines=SimpleNamespace(grant_s=3600.0),
                 failures=SimpleNamespace(**{**defaults_of(FailureLimits), "sample_timeout_s": None}),
                 tools=ToolCalls(),
             ),

@@ -51,7 +51,7 @@ class Manager:
 def guarded():
     workers = [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(2)]
     manager = ray.remote(Manager).options(num_cpus=0).remote()
-    deadlines, stop = Deadlines(interrupt_s=INTERRUPT_S, start_s=30), StopSignals()
+    deadlines, stop = Deadlines(interrupt_s=INTERRUPT_S), StopSignals()
 
     async def connect(i, name, worker):
         await worker.pid.remote()

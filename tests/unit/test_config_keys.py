@@ -75,8 +75,8 @@ def test_misspelt_key_is_refused_with_the_nearest(monkeypatch, capsys, name, mes
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("deadlines", "null", "partial_rollout.deadlines=None: its keys: stall_s, grant_s, reward_s"),
-        ("deadlines.grant_s", "soon", "partial_rollout.deadlines.grant_s=soon: seconds above 0"),
+        ("deadlines", "null", "partial_rollout.deadlines=None: its keys: stall_s, reward_s, interrupt_s"),
+        ("deadlines.stall_s", "soon", "partial_rollout.deadlines.stall_s=soon: seconds above 0"),
         ("deadlines.reward_s", "true", "partial_rollout.deadlines.reward_s=True: seconds above 0"),
         ("slots_per_replica", "0", "partial_rollout.slots_per_replica=0: an integer of at least 1, or null"),
         ("overlap", "null", "partial_rollout.overlap=None: a number of at least 0"),

@@ -26,7 +26,7 @@ from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.rollout.workers import WorkerLostError, WorkerPool
 from tests.unit.shared import Local, hangs, settings_of
 
-QUICK = Deadlines(stall_s=0.4, interrupt_s=0.2, start_s=0.2, weight_sync_s=0.2)
+QUICK = Deadlines(stall_s=0.4, interrupt_s=0.2, weight_sync_s=0.2)
 
 
 @pytest.fixture(autouse=True)

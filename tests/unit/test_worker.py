@@ -21,6 +21,7 @@ from recipe.partial_rollout.manager.messages import RolloutFailedError
 from recipe.partial_rollout.manager.types import Grant, Prompt
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.waits import ReplicaError
+from recipe.partial_rollout.worker import claim_loop
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.rewards import RewardError
@@ -58,7 +59,6 @@ async def life(
     *,
     kind=ScriptedWorker,
     slots=16,
-    grant_s=60.0,
     sample_s=None,
     release_after_s=0.1,
     save_freq=-1,
@@ -73,7 +73,6 @@ async def life(
     settings = settings_of(1, n, overlap=overlap, max_staleness=max(4, overlap), **limits)
     manager = Local(ManagerActor(settings))
     worker = kind(CURVE, 1)
-    worker.config.partial_rollout.deadlines.grant_s = grant_s
     worker.config.partial_rollout.failures.sample_timeout_s = sample_s
     worker.config.trainer.save_freq = save_freq
     worker.config.partial_rollout.tools = ToolCalls(release_after_s)
@@ -157,11 +156,12 @@ async def test_worker_and_manager_that_disagree_on_a_conversation_end_the_run(he
             worker._claims.run([Grant(known, "0/1", 1, {"lengths": [5]}, (), held=held)])
 
 
-async def test_sample_that_no_round_comes_for_ends_the_run_by_its_deadline():
-    async with life([[5], [60]], grant_s=0.2) as (manager, worker):
+async def test_sample_that_no_round_comes_for_ends_the_run_by_its_deadline(monkeypatch):
+    monkeypatch.setattr(claim_loop, "GRANT_S", 0.2)
+    async with life([[5], [60]]) as (manager, worker):
         await finish_round(manager, worker)
         await asyncio.sleep(0.4)
-        with pytest.raises(RolloutFailedError, match=r"sample 0/1#0 was not granted a slot in an .* 0\.2 s.*grant_s"):
+        with pytest.raises(RolloutFailedError, match=r"sample 0/1#0 was not granted a slot in an .* 0\.2 s; is the"):
             await asyncio.wait_for(manager.actor.wait_batch(True), 5)
 
 

@@ -46,11 +46,6 @@ class Deadlines:
         "Seconds of an open round in which no sample reports and no engine makes a token, after which the run ends. A "
         "tool or reward within its own deadline is no stall.",
     )
-    grant_s: float = seconds(
-        7200,
-        "Seconds that a sample may wait for its slot, or to get one again, in an open round. Must be longer than the "
-        "longest step.",
-    )
     reward_s: float = seconds(300, "Seconds for one call of the reward function.")
     interrupt_s: float = seconds(
         60,
@@ -58,7 +53,6 @@ class Deadlines:
         "trainer waits for it; for the outputs of a batch to be fetched.",
     )
     weight_sync_s: float = seconds(600, "Seconds for one weight sync.")
-    start_s: float = seconds(1200, "Seconds for what replaces a dead agent-loop worker or vLLM replica to be ready.")
 
 
 @dataclass(frozen=True, slots=True)

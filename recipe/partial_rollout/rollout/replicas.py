@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ray.exceptions import RayActorError
 
 from recipe.partial_rollout.records.trace import RunTrace
-from recipe.partial_rollout.waits import ReplicaError, answer_of, means_death, one_line, result_of, wait
+from recipe.partial_rollout.waits import START_S, ReplicaError, answer_of, means_death, one_line, result_of, wait
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 
 if TYPE_CHECKING:
@@ -54,17 +54,13 @@ class ServerControl:
     Args:
         deadline_s: seconds for any request to all of them.
         restarts: replica restarts allowed over the whole run.
-        start_deadline_s: seconds for a replica to start.
     """
 
-    def __init__(
-        self, replicas: Sequence[Replica], deadline_s: float, restarts: int = 0, start_deadline_s: float = 600.0
-    ) -> None:
+    def __init__(self, replicas: Sequence[Replica], deadline_s: float, restarts: int = 0) -> None:
         self._replicas = list(replicas)
         self._dead: list[Replica] = []
         self._deadline_s = deadline_s
         self._restarts = restarts
-        self._start_deadline_s = start_deadline_s
         self._preemptions: dict[str, int] = {}
         self.restarted = 0
         """replicas restarted since the start of the run"""
@@ -188,7 +184,7 @@ class ServerControl:
                     dead=True,
                 )
             self.restarted += 1
-            await wait(replica.relaunch(), self._start_deadline_s, f"restarting {address}", "start_s")
+            await wait(replica.relaunch(), START_S, f"restarting {address}")
             logger.warning("vLLM replica %s is back as %s", address, replica.server_address)
 
     async def _all(self, what: str, verb: Callable[[Replica], Awaitable[object]]) -> float:

@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 
 from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.rollout.stop import StopSignals
-from recipe.partial_rollout.waits import NoAnswerError, answer_of, is_out_of_reach, one_line, result_of, wait
+from recipe.partial_rollout.waits import START_S, NoAnswerError, answer_of, is_out_of_reach, one_line, result_of, wait
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class WorkerPool:
 
     async def _start(self, i: int) -> None:
         connecting = self._connect(i, self._names[i], self._workers[i])
-        await wait(connecting, self._deadlines.start_s, f"starting {self._names[i]}", "start_s")
+        await wait(connecting, START_S, f"starting {self._names[i]}")
         self._watch(i)
 
     # -- their life ------------------------------------------------------------------------------------------------

@@ -144,7 +144,6 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             servers.get_replicas(),
             settings.deadlines.interrupt_s,
             restarts=settings.failures.replica_restarts,
-            start_deadline_s=settings.deadlines.start_s,
         )
         rollout = self.config.actor_rollout_ref.rollout
         slots = ReplicaSlots(

@@ -281,7 +281,6 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             manager,
             capacity,
             self._run_granted,
-            grant_s=settings.deadlines.grant_s,
             sample_s=settings.failures.sample_timeout_s,
             release_after_s=settings.tools.release_after_s,
             rounds_end=settings.placement == Placement.COLOCATED,

@@ -30,6 +30,10 @@ from recipe.partial_rollout.waits import FirstErrors, ReplicaError, ToldError, r
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.rewards import RewardError
 
+GRANT_S = 7200.0
+"""seconds that a sample may wait for its slot in an open round: longer than any step, so that only a trainer that has
+stopped stepping ends a run by it"""
+
 
 class GrantTimeoutError(TimeoutError):
     """A sample waited too long for its slot."""
@@ -186,7 +190,6 @@ class ClaimLoop:
         manager: handle of the manager actor.
         capacity: most samples that may hold a slot here at once.
         run: runs the agent loop of a granted sample to its end, with ``LIVE_SAMPLE`` set.
-        grant_s: seconds that a sample may wait for its slot in an open round.
         sample_s: seconds that an agent loop may spend between two engine calls; None: no limit.
         release_after_s: seconds without an engine call after which a sample gives its slot to another.
         rounds_end: whether garbage collections can wait for the end of a round; that of separate placement never ends.
@@ -199,7 +202,6 @@ class ClaimLoop:
         capacity: int,
         run: Callable[[Grant], Coroutine[Any, Any, SampleOutput]],
         *,
-        grant_s: float,
         sample_s: float | None,
         release_after_s: float = math.inf,
         rounds_end: bool = True,
@@ -210,7 +212,6 @@ class ClaimLoop:
         self._sample_s = sample_s
         self._rounds_end = rounds_end
         self.capacity = capacity
-        self._grant_s = grant_s
         self._release_after_s = release_after_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._seats: dict[str, Seat] = {}
@@ -404,12 +405,12 @@ class ClaimLoop:
     @contextlib.asynccontextmanager
     async def _grant_in_time(self, seat: Seat) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self._grant_s):
+            async with asyncio.timeout(GRANT_S):
                 yield
         except TimeoutError as error:
             raise GrantTimeoutError(
-                f"sample {seat.sample.id} was not granted a slot in an open round within {self._grant_s:g} s "
-                f"(partial_rollout.deadlines.grant_s); is the trainer still stepping?"
+                f"sample {seat.sample.id} was not granted a slot in an open round within {GRANT_S:g} s; "
+                "is the trainer still stepping?"
             ) from error
 
     def release_slot(self, sample: LiveSample) -> None:
