@@ -19,7 +19,6 @@ from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrai
 ALGORITHMS = tuple(sorted(path.stem for path in (main_ppo.CONF_DIR / "algorithm").glob("*.yaml")))
 STEPS_EACH = 2
 CHECK_EVERY = 3
-FROM_UPDATE = ("algorithm=grpo", "partial_rollout.proximal=auto")
 FIRST_FROM_UPDATE = STEPS_EACH * len(ALGORITHMS) + 1
 STEPS = STEPS_EACH * len(ALGORITHMS) + 2 * CHECK_EVERY
 
@@ -46,6 +45,7 @@ class MatrixTrainer(PartialRolloutRayPPOTrainer):
             self.config.algorithm = config.algorithm
             self.config.actor_rollout_ref.actor = config.actor_rollout_ref.actor
             self.proximal = proximal.ProximalPolicy.of(config, settings)
+            self.proximal.from_update = self.global_steps >= FIRST_FROM_UPDATE
             self.send_loss()
         return super()._get_gen_batch(batch)
 
@@ -54,9 +54,9 @@ if __name__ == "__main__":
     proximal.CHECK_EVERY = CHECK_EVERY
     overrides = [argument for argument in sys.argv[1:] if "=" in argument]
     stretches = {
-        1 + STEPS_EACH * i: composed(*overrides, f"algorithm={name}", "partial_rollout.proximal=recompute")
+        1 + STEPS_EACH * i: composed(*overrides, f"algorithm={name}")
         for i, name in enumerate(ALGORITHMS)
     }
-    MatrixTrainer.stretches = {**stretches, FIRST_FROM_UPDATE: composed(*overrides, *FROM_UPDATE)}
+    MatrixTrainer.stretches = {**stretches, FIRST_FROM_UPDATE: composed(*overrides, "algorithm=grpo")}
     task_runner.PartialRolloutRayPPOTrainer = MatrixTrainer
     main_ppo.main()

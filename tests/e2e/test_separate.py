@@ -32,7 +32,8 @@ SMALL = (
     "partial_rollout.resume_kv=recompute",
     "partial_rollout.overlap=1.5",
     "partial_rollout.max_staleness=3",
-    "partial_rollout.proximal=recompute",
+    # two updates a batch: verl runs its pass over it, and logs every difference, in every step
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
 )
 
 

@@ -65,7 +65,8 @@ def arms(module_train, tool_calls):
                 *TOOLS,
                 "partial_rollout.max_staleness=3",
                 "partial_rollout.scheduling.overtake=0",
-                "partial_rollout.proximal=recompute",
+                # two updates a batch: verl runs its pass over it, and logs every difference, in every step
+                "actor_rollout_ref.actor.ppo_mini_batch_size=2",
                 "partial_rollout.reward_in_worker=False",
                 f"reward.custom_reward_function.path={HERE / 'async_reward.py'}",
                 "+actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=200",

@@ -28,7 +28,6 @@ SMALL = (
     "trainer.test_freq=3",
     "trainer.total_training_steps=3",
     "partial_rollout.drain=False",
-    "partial_rollout.proximal=recompute",
 )
 
 

@@ -6,7 +6,7 @@
 #
 #   bash tests/scripts/learning_study.sh                     # noPR, PR without and with a trust region, three warm starts x three seeds
 #   bash tests/scripts/learning_study.sh --quick             # one warm start, one seed
-#   bash tests/scripts/learning_study.sh --arms noPR PR_overtake_0_2_mask_update --rates 2e-4 3e-4 --starts 0 1 --seeds 1
+#   bash tests/scripts/learning_study.sh --arms noPR PR_overtake_0_2_mask --rates 2e-4 3e-4 --starts 0 1 --seeds 1
 #
 # Arguments are those of tests.studies learning. OUT=dir (default outputs/learning) chooses where the runs go.
 set -euo pipefail

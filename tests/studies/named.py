@@ -94,7 +94,7 @@ STUDIES = {
     ),
     "learning": NamedStudy(
         does=str(learning.__doc__),
-        examples=("--arms noPR PR_overtake_0_2_mask_update --rates 2e-4 3e-4 --starts 0 1 --seeds 1", "--report-only"),
+        examples=("--arms noPR PR_overtake_0_2_mask --rates 2e-4 3e-4 --starts 0 1 --seeds 1", "--report-only"),
         script="tests/scripts/learning_study.sh",
         config_name="quickstart_cpu",
         steps=48,

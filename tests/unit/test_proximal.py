@@ -14,11 +14,11 @@ CORRECTION = type("Correction", (), {"rollout_is": "token", "rollout_is_threshol
 
 
 def build(*, from_update=True):
-    return ProximalPolicy(from_update=from_update, rollout_correction=CORRECTION, most_rows=8)
+    return ProximalPolicy(from_update=from_update, rollout_correction=CORRECTION)
 
 
-def build_batch(rows=1):
-    return DataProto.from_single_dict({"rollout_log_probs": torch.tensor([[-1.0, -2.0]] * rows)})
+def build_batch():
+    return DataProto.from_single_dict({"rollout_log_probs": torch.tensor([[-1.0, -2.0]])})
 
 
 @pytest.mark.parametrize(
@@ -33,10 +33,9 @@ def build_batch(rows=1):
         ("algorithm.adv_estimator=tir_optimal_token_baseline", True),
         ("actor_rollout_ref.model.lora.dropout=0.1", True),
         ("partial_rollout.enable=False", None),
-        ("partial_rollout.proximal=recompute", None),
     ],
 )
-def test_pass_is_left_out_but_in_every_tenth_step_unless_something_needs_it_or_it_is_asked_for(
+def test_pass_is_left_out_but_in_every_tenth_step_unless_something_needs_it(
     composed_config, override, needed
 ):
     config = composed_config("quickstart_cpu", override)
@@ -48,13 +47,11 @@ def test_pass_is_left_out_but_in_every_tenth_step_unless_something_needs_it_or_i
 
 def test_loss_learns_how_to_weigh_and_gives_the_entropy_where_no_pass_does():
     for step, checks in ((11, True), (12, False)):
-        batch, recomputed = build_batch(), build_batch(9)
+        batch, recomputed = build_batch(), build_batch()
         build().instruct(batch, step)
         assert batch.meta_info == {loss.ORDER: UpdateOrder(step - 1, True, checks, "token", 2.0), ASKED: not checks}
         build(from_update=False).instruct(recomputed, step)
         assert not recomputed.meta_info[loss.ORDER].from_update and not recomputed.meta_info[ASKED]
-    with pytest.raises(RuntimeError, match=r"batch of 9 responses .* = 8\): set partial_rollout.proximal=recompute"):
-        build().instruct(build_batch(9), 1)
 
 
 def test_stand_in_has_the_behaviour_log_probs_and_is_no_view_of_them():

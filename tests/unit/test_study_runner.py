@@ -106,7 +106,7 @@ def test_runs_share_engines_unless_something_is_made_from_what_differs(composed_
         return parts_of(config)
 
     ours = parts("PR_bounded_1.5")
-    assert ours == parts("PR_overtake_0_2_mask_update", "partial_rollout.max_staleness=2", seed=2)
+    assert ours == parts("PR_overtake_0_2_mask", "partial_rollout.max_staleness=2", seed=2)
     for other in ("noPR", "PR_bounded_1.5_recompute", "PR_delayed_8_mask"):
         assert ours != parts(other), other
     assert ours != parts("PR_bounded_1.5", "actor_rollout_ref.rollout.max_num_seqs=64")

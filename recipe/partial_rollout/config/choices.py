@@ -73,17 +73,6 @@ class Correction(Choice):
     NONE = "none", "they train as if the weights before the update had made them; for ablations, prints a warning"
 
 
-class Proximal(Choice):
-    """``partial_rollout.proximal``."""
-
-    AUTO = (
-        "auto",
-        "from the update's own forward pass where a batch is trained in one update, which then runs on the same weights, "
-        "and nothing else reads them; else as `recompute`",
-    )
-    RECOMPUTE = "recompute", "from a forward pass over the batch"
-
-
 class TrustRegion(Choice):
     """``partial_rollout.trust_region``; ``training/loss.py`` has the formulas."""
 

@@ -18,7 +18,6 @@ from recipe.partial_rollout.config.choices import (
     Correction,
     Mode,
     Placement,
-    Proximal,
     ResumeKV,
     SchedulingPolicy,
     TrustRegion,
@@ -112,11 +111,6 @@ class PartialRolloutConfig:
     correction: Correction = key(
         Correction.DECOUPLED,
         "How tokens that older weights sampled are trained ([docs/learning.md](../../docs/learning.md#correction)).",
-    )
-    proximal: Proximal = key(
-        Proximal.AUTO,
-        "Where the log-probs of the weights before the update come from "
-        "([docs/learning.md](../../docs/learning.md#one-forward-pass-less)).",
     )
     trust_region: TrustRegion = key(
         TrustRegion.AUTO,

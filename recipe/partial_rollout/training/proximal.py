@@ -2,8 +2,8 @@
 
 Where a batch is trained in one update, the update's forward pass runs on these weights: the loss has the proximal
 log-probs, ``pi_theta`` before it moves, and verl's pass over the batch computes them a second time.
-``partial_rollout.proximal=auto`` leaves that pass out if nothing else needs it, except in step 1 and every
-``CHECK_EVERY``-th after it: these log what only the pass gives, and the difference that it makes, ``proximal/error``.
+That pass is left out if nothing else needs it, except in step 1 and every ``CHECK_EVERY``-th after it: these log what only
+the pass gives, and the difference that it makes, ``proximal/error``.
 
 In a step without the pass verl's ``fit`` gets the behaviour log-probs in place of the proximal ones. Metrics that it
 derives from them are left out; the loss gives the entropy and those that the recipe reads (``training/loss.py``), under
@@ -18,7 +18,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from verl.protocol import DataProto
 
-from recipe.partial_rollout.config.choices import Proximal
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
 from verl_ext import reported_entropy
@@ -56,23 +55,17 @@ class ProximalPolicy:
     Args:
         from_update: whether the update's forward pass gives them.
         rollout_correction: verl's ``algorithm.rollout_correction``.
-        most_rows: responses that one update trains at most.
     """
 
-    def __init__(self, *, from_update: bool, rollout_correction: Any, most_rows: int) -> None:
+    def __init__(self, *, from_update: bool, rollout_correction: Any) -> None:
         self.from_update = from_update
         self._correction = rollout_correction
-        self._most_rows = most_rows
 
     @classmethod
     def of(cls, config: DictConfig, settings: PartialRolloutConfig) -> ProximalPolicy:
-        """What the settings ask for; ``config`` has been checked, or is one of noPR."""
-        auto = settings.enable and settings.proximal is Proximal.AUTO
-        return cls(
-            from_update=auto and not needs_pass(config),
-            rollout_correction=config.algorithm.rollout_correction,
-            most_rows=config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
-        )
+        """For a run; ``config`` has been checked, or is one of noPR."""
+        from_update = settings.enable and not needs_pass(config)
+        return cls(from_update=from_update, rollout_correction=config.algorithm.rollout_correction)
 
     def recomputes(self, step: int) -> bool:
         """Whether step ``step``, of 1, 2, ..., runs the pass over the batch."""
@@ -84,16 +77,7 @@ class ProximalPolicy:
         return DataProto.from_single_dict({"old_log_probs": behaviour.clone(), "entropys": torch.zeros_like(behaviour)})
 
     def instruct(self, batch: DataProto, step: int) -> None:
-        """Tell the loss what to do, in ``batch.meta_info``.
-
-        Raises:
-            RuntimeError: one update cannot train the batch, whose later updates would start from other weights.
-        """
-        if self.from_update and len(batch) > self._most_rows:
-            raise RuntimeError(
-                f"a batch of {len(batch)} responses is trained in more than one update "
-                f"(actor.ppo_mini_batch_size * rollout.n = {self._most_rows}): set partial_rollout.proximal=recompute"
-            )
+        """Tell the loss what to do, in ``batch.meta_info``."""
         check = self.recomputes(step)
         batch.meta_info[reported_entropy.ASKED] = not check
         batch.meta_info[loss.ORDER] = loss.UpdateOrder(

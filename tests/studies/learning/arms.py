@@ -19,7 +19,6 @@ COMMON = (
     "partial_rollout.drain=False",
     # What an arm's name does not say is off, whatever the defaults are.
     "partial_rollout.trust_region=none",
-    "partial_rollout.proximal=recompute",
 )
 """for all arms, on top of the quick start's config"""
 
@@ -72,7 +71,6 @@ def _delayed(versions: int) -> Arm:
 _CHANGES = {
     "mask": ("trust region mask", "partial_rollout.trust_region=mask"),
     "uncorrected": ("correction=none", "partial_rollout.correction=none"),
-    "update": ("proximal=auto", "partial_rollout.proximal=auto"),
     "recompute": ("resume_kv=recompute", "partial_rollout.resume_kv=recompute"),
     "seq_mean": ("seq-mean-token-mean", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"),
     "decay": ("cosine decay", "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"),
@@ -88,10 +86,8 @@ def _changed(arm: Arm, *names: str) -> Arm:
     return arm
 
 
-_SHIPPED = ("mask", "update")
-"""the region and the proximal policy that the recipe has by default"""
-_DEFAULT = _changed(_within(_bounded(1.0), 4), "recompute", *_SHIPPED)
-_QUICK = _changed(_bounded(1.5), *_SHIPPED)
+_DEFAULT = _changed(_within(_bounded(1.0), 4), "recompute", "mask")
+_QUICK = _changed(_bounded(1.5), "mask")
 _COLOCATE = next(arm for arm in PEERS if arm.name == "v1_colocate_async_quick")
 
 ARMS = {
@@ -102,12 +98,12 @@ ARMS = {
         _QUICK,
         *(_changed(arm, "decay") for arm in (BASELINE, _DEFAULT, _QUICK)),
         _bounded(1.5),
-        *(_changed(_bounded(1.5), *names) for names in (("mask",), ("recompute",))),
+        _changed(_bounded(1.5), "recompute"),
         *(_changed(_bounded(1.5), "mask", name) for name in ("recompute", "seq_mean")),
-        _changed(_overtaking(0, 2.0), *_SHIPPED),
+        _changed(_overtaking(0, 2.0), "mask"),
         _overtaking(1.0, 2.0),
         *map(_eta, (1, 4, 8)),
-        _changed(_eta(2), *_SHIPPED),
+        _changed(_eta(2), "mask"),
         *(_changed(_eta(8), name) for name in ("uncorrected", "mask", "recompute", "decay")),
         _changed(_eta(8), "mask", "decay"),
         _delayed(8),
@@ -115,7 +111,8 @@ ARMS = {
         replace(_COLOCATE, name="v1_colocate_async"),
     )
 }
-"""by name; a run of one is called ``name@lr``"""
+"""by name; a run of one is called ``name@lr``. In ``results/`` their names end in ``_update``; without it verl's pass over
+the batch ran in every step"""
 USUAL = (BASELINE.name, "PR_bounded_1.5", _QUICK.name)
 
 
