@@ -41,9 +41,9 @@ def test_separate_engines_train_the_batches_of_the_baseline_where_the_bound_is_z
     assert trained == [list(range(BATCH * step, BATCH * (step + 1))) for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("on_error", ["raise", "mask"])
-def test_run_that_a_users_bug_ends_says_once_in_which_line_of_their_file_it_is(on_error, tmp_path):
-    limits = f"partial_rollout.failures.on_sample_error={on_error}"
+@pytest.mark.parametrize("retries", ["null", "0"])
+def test_run_that_a_users_bug_ends_says_once_in_which_line_of_their_file_it_is(retries, tmp_path):
+    limits = f"partial_rollout.failures.sample_retries={retries}"
     data = [{**row, "path": str(tmp_path / "my_loop.py")} for row in rows(STEPS * BATCH, 5)]
     training = ScriptedTraining(tmp_path, Placement.COLOCATED, STEPS, limits, data=data, worker=BrokenLoop)
     with pytest.raises(RuntimeError, match="RuntimeError: the loop failed") as failed:

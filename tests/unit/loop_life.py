@@ -15,7 +15,6 @@ import pytest
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.config.choices import OnSampleError
 from recipe.partial_rollout.config.sections import FailureLimits, Scheduling, ToolCalls
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import Prompt
@@ -28,7 +27,7 @@ from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker
 from tests.unit.shared import Local, script_replicas, settings_of
 
-RETRY = FailureLimits(OnSampleError.RETRY, sample_retries=2)
+RETRY = FailureLimits(sample_retries=2)
 
 
 def config_of(response_length=64, prompt_length=16):

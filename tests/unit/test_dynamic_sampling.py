@@ -2,14 +2,13 @@
 
 import pytest
 
-from recipe.partial_rollout.config.choices import OnSampleError
 from recipe.partial_rollout.config.sections import FailureLimits
 from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.policies import common_value, missing
 from tests.unit.shared import begin
 
 ACC = FilterSettings("acc")
-MASK = FailureLimits(OnSampleError.MASK)
+MASK = FailureLimits(sample_retries=0)
 
 
 def test_metric_decides_which_value_counts(output):

@@ -14,7 +14,6 @@ from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManage
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-from recipe.partial_rollout.config.choices import OnSampleError
 from recipe.partial_rollout.config.sections import FailureLimits
 from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.messages import RolloutFailedError
@@ -72,9 +71,9 @@ def reward_worker(function):
     return made
 
 
-def worker(function, *, kind=ObservedAgentLoopWorker, on_sample_error=OnSampleError.RETRY, reward_s=5.0):
+def worker(function, *, kind=ObservedAgentLoopWorker, sample_retries=2, reward_s=5.0):
     made = object.__new__(kind)
-    limits = FailureLimits(on_sample_error=on_sample_error)
+    limits = FailureLimits(sample_retries=sample_retries)
     deadlines = SimpleNamespace(reward_s=reward_s)
     settings = SimpleNamespace(failures=limits, deadlines=deadlines, tools=SimpleNamespace(release_after_s=1.0))
     rollout = dict.fromkeys(("temperature", "top_p", "top_k"), 1.0) | {"prompt_length": P, "response_length": R}
@@ -168,7 +167,7 @@ def test_too_many_samples_without_a_score_end_the_run_by_one_of_them():
     with pytest.raises(RolloutFailedError, match=r"1 of the 2 samples of a validation failed .*0\.25.*prompt uid0"):
         generated(flaky(*[math.nan] * 3), rows(2, 3), validate=True, most=0.25)
     with pytest.raises(RewardError, match="prompt uid0 is nan"):
-        generated(flaky(math.nan), rows(2, 3), on_sample_error=OnSampleError.RAISE)
+        generated(flaky(math.nan), rows(2, 3), sample_retries=None)
 
 
 @pytest.mark.parametrize("validate", [False, True])

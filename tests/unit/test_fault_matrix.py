@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
-from recipe.partial_rollout.config.choices import OnSampleError
 from recipe.partial_rollout.config.sections import FailureLimits
 from recipe.partial_rollout.manager.policies import FailureVerdict
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
@@ -61,7 +60,7 @@ class ScriptedRun:
         self.boot()
 
     def boot(self):
-        failures = FailureLimits(OnSampleError.RETRY, sample_retries=2)
+        failures = FailureLimits(sample_retries=2)
         settings = settings_of(self.batch, self.n, max_staleness=self.max_staleness, failures=failures)
         clock = itertools.count()
         self.manager = PromptsManager(settings, lambda: float(next(clock)))

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from recipe.partial_rollout.checkpoint import plain_codec
-from recipe.partial_rollout.config.choices import Mode, OnSampleError, SchedulingPolicy
+from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.config.sections import FailureLimits, Scheduling
 from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.policies import FailureVerdict, masked_output
@@ -49,7 +49,6 @@ SIZES = st.fixed_dictionaries(
         "overlap": st.sampled_from([0.0, 0.5, 1.0, 2.0]),
         "slack": st.integers(0, 3),
         "steps": st.integers(1, 6),
-        "on_error": st.sampled_from([OnSampleError.RETRY, OnSampleError.MASK]),
         "retries": st.integers(0, 2),
         # Every so many prompts score alike in all samples; 0: no dynamic sampling.
         "every": st.integers(0, 3),
@@ -149,7 +148,7 @@ class ManagerLife(RuleBasedStateMachine):
             self.filter = FilterSettings("reward", sizes.gen_batches)
             self.most_filtered = (sizes.gen_batches - 1) * self.batch if sizes.gen_batches else self.supply
         limit = self.total if self.every and self.limited else None
-        self.failures = FailureLimits(sizes.on_error, sizes.retries)
+        self.failures = FailureLimits(sample_retries=sizes.retries)
         run = settings_of(
             self.batch,
             self.n,
@@ -368,7 +367,7 @@ class ManagerLife(RuleBasedStateMachine):
         sample_id = self.picked(pick, *self.model.away)
         model = self.model
         count = model.failures[sample_id] = model.failures.get(sample_id, 0) + 1
-        again = self.failures.on_sample_error is OnSampleError.RETRY and count <= self.failures.sample_retries
+        again = count <= self.failures.sample_retries
         model.holders.pop(sample_id, None)
         assert self.manager.fail(sample_id, "boom") is (FailureVerdict.RETRY if again else FailureVerdict.MASK)
         if again:

@@ -14,7 +14,6 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import ToolResponse
 
-from recipe.partial_rollout.config.choices import OnSampleError
 from recipe.partial_rollout.config.sections import FailureLimits, ToolCalls
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.messages import RolloutFailedError
@@ -30,7 +29,7 @@ from tests.bench.scripted_engine import ScriptedWorker, output_of
 from tests.unit.shared import Local, hangs, lets_a_cancellation_out, settings_of, tokens_in
 
 CURVE = EngineCurve(step_s=0.002, sample_s=0.0)
-RETRY = FailureLimits(OnSampleError.RETRY, sample_retries=1)
+RETRY = FailureLimits(sample_retries=1)
 
 
 class AfterTurn(ScriptedWorker):
@@ -212,7 +211,7 @@ async def test_sample_that_fails_is_run_again_and_masked_where_it_always_fails(h
 @pytest.mark.parametrize(
     ("dead", "failures", "said"),
     [
-        (False, FailureLimits(OnSampleError.RAISE), r"sample 0/0#0 on w0 failed: ReplicaError: .* no such token"),
+        (False, FailureLimits(sample_retries=None), r"sample 0/0#0 on w0 failed: ReplicaError: .* no such token"),
         # Whatever failures do.
         (True, RETRY, r"^ReplicaError: vLLM replica r0 failed"),
     ],

@@ -47,14 +47,6 @@ class SchedulingPolicy(Choice):
     SEED = "seed", "the published order: fewest unfinished samples, then shortest mean length, then least stale"
 
 
-class OnSampleError(Choice):
-    """``partial_rollout.failures.on_sample_error``."""
-
-    RETRY = "retry", "it runs again from its journal, `sample_retries` times; then it is masked"
-    MASK = "mask", "its group trains without its tokens"
-    RAISE = "raise", "the run ends"
-
-
 class ResumeKV(Choice):
     """``partial_rollout.resume_kv``."""
 

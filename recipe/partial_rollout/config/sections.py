@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from recipe.partial_rollout.config.choices import OnSampleError, SchedulingPolicy
+from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.config.keys import key
 
 
@@ -79,12 +79,13 @@ class ToolCalls:
 class FailureLimits:
     """``partial_rollout.failures``: how much may go wrong before the run ends."""
 
-    on_sample_error: OnSampleError = key(
-        OnSampleError.RETRY,
-        "What becomes of a sample whose agent loop or reward function raises, whose request vLLM refuses, or that takes "
-        "too long.",
+    sample_retries: int | None = key(
+        2,
+        "Retries, from its journal, of a sample whose agent loop or reward function raises, whose request vLLM refuses, or "
+        "that takes too long; then it is masked: its group trains without its tokens. `null`: the first failure ends the "
+        "run.",
+        at_least=0,
     )
-    sample_retries: int = key(2, "Retries of one sample.", at_least=0)
     tool_timeout_s: float | None = key(
         600,
         "Seconds for one tool call, after which the sample fails, whatever its agent loop makes of tool errors. Whether a "

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recipe.partial_rollout.config.choices import OnSampleError
 from recipe.partial_rollout.manager.types import FinishedOutput, SampleOutput, Segment
 
 if TYPE_CHECKING:
@@ -33,11 +32,9 @@ class FailureVerdict(StrEnum):
 
 def verdict_on(failures: int, limits: FailureLimits) -> FailureVerdict:
     """The verdict on a sample that has failed ``failures`` times, this time included."""
-    if limits.on_sample_error == OnSampleError.RAISE:
+    if limits.sample_retries is None:
         return FailureVerdict.RAISE
-    if limits.on_sample_error == OnSampleError.RETRY and failures <= limits.sample_retries:
-        return FailureVerdict.RETRY
-    return FailureVerdict.MASK
+    return FailureVerdict.RETRY if failures <= limits.sample_retries else FailureVerdict.MASK
 
 
 def retry_delay_s(failures: int) -> float:

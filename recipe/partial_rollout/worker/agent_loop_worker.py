@@ -25,7 +25,7 @@ from verl.experimental.reward_loop import RewardLoopWorker
 from verl.protocol import DataProto
 from verl.utils.rollout_trace import rollout_trace_attr
 
-from recipe.partial_rollout.config.choices import OnSampleError, Placement
+from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.codec import check_saveable
 from recipe.partial_rollout.manager.policies import (
@@ -147,7 +147,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         try:
             await self._score(output, kwargs)
         except (OverlongError, RewardError) as error:
-            if self.config.partial_rollout.failures.on_sample_error == OnSampleError.RAISE:
+            if self.config.partial_rollout.failures.sample_retries is None:
                 raise
             rollout = self.rollout_config
             output.prompt_ids = output.prompt_ids[: rollout.prompt_length]
