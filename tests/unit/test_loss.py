@@ -365,8 +365,7 @@ def test_batch_where_everything_is_masked_has_no_gradient_and_finite_metrics(mas
     [
         ("trust_region=none", "vanilla", None),
         ("trust_region=mask", "decoupled_ppo", (0.2, 0.28, False)),
-        ("trust_region=mask trust_region_low=0.5", "decoupled_ppo", (0.5, 0.28, False)),
-        ("trust_region=mask trust_region_high=0.3", "decoupled_ppo", (0.2, 0.3, False)),
+        ("trust_region=mask trust_region_bounds=[0.5,3]", "decoupled_ppo", (0.5, 3.0, False)),
         ("trust_region=mask", "gspo", (0.2, 0.28, True)),
         ("trust_region=auto", "sapo", (0.2, 0.28, False)),
         ("trust_region=auto", "gspo", None),
@@ -383,7 +382,7 @@ def test_bounds_are_the_losss_own_unless_they_are_set(composed_config, settings,
 
 
 def test_loss_brings_its_registration_and_its_region_to_the_process_that_unpickles_it(composed_config):
-    overrides = ("partial_rollout.trust_region=mask", "partial_rollout.trust_region_low=0.07")
+    overrides = ("partial_rollout.trust_region=mask", "partial_rollout.trust_region_bounds=[0.07,0.2]")
     config = composed_config("quickstart_cpu", *overrides)
     sent = pickle.dumps(loss.worker_loss(config.actor_rollout_ref.actor, PartialRolloutConfig.from_config(config)))
     program = (

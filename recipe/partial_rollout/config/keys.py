@@ -20,12 +20,12 @@ recipe.partial_rollout.config.keys.ConfigError: tea.minutes=-1: a number above 0
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
 from enum import StrEnum
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 
 class ConfigError(ValueError):
@@ -78,6 +78,16 @@ class Key:
         if self.share_of and value > 1:
             raise fail(path, kind(value), f"at most 1: a share of {self.share_of}")
         return kind(value)
+
+    def pair(self, path: str, value: Any, kind: type[float], *, nullable: bool) -> Any:
+        """``value``, two numbers, each checked."""
+        allowed = f"[low, high], each {self.unit} {self._lower}" + (", or null" if nullable else "")
+        if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+            raise fail(path, value, allowed)
+        try:
+            return tuple(self.number(path, each, kind, nullable=False) for each in value)
+        except ConfigError as error:
+            raise fail(path, value, allowed) from error
 
 
 def key(default: Any, words: str, **limits: Any) -> Any:
@@ -170,6 +180,8 @@ def checked(path: str, value: Any, kind: Any, declared: Key) -> Any:
         return value
     if plain is bool:
         return flag(path, value)
+    if get_origin(plain) is tuple:
+        return declared.pair(path, value, get_args(plain)[0], nullable=nullable)
     if issubclass(plain, StrEnum):
         return _member(path, value, plain)
     return declared.number(path, value, plain, nullable=nullable)

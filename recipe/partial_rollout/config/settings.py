@@ -117,14 +117,10 @@ class PartialRolloutConfig:
         "How far the trained policy may move from the one that sampled a token. A masked token has no gradient; it still "
         "counts in the mean ([docs/learning.md](../../docs/learning.md#trust-region)).",
     )
-    trust_region_low: float | None = key(
+    trust_region_bounds: tuple[float, float] | None = key(
         None,
-        "How far below ratio 1 the region reaches. `null`: `actor.clip_ratio_low`.",
-        above=0,
-    )
-    trust_region_high: float | None = key(
-        None,
-        "How far above ratio 1 the region reaches. `null`: `actor.clip_ratio_high`.",
+        "How far below and above ratio 1 the region reaches, `[low, high]`. `null`: `actor.clip_ratio_low` and "
+        "`clip_ratio_high`.",
         above=0,
     )
     resume_kv: ResumeKV = key(ResumeKV.RECOMPUTE, "How an interrupted sample gets its keys and values back.")

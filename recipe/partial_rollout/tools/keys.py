@@ -55,7 +55,7 @@ def meaning(declared: Declaration) -> str:
 
 def _choices(declared: Declaration) -> list[Choice]:
     kinds = get_args(declared.kind) or (declared.kind,)
-    return [choice for kind in kinds if issubclass(kind, Choice) for choice in kind]
+    return [choice for kind in kinds if isinstance(kind, type) and issubclass(kind, Choice) for choice in kind]
 
 
 def table(name: str) -> str:

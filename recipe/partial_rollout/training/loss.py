@@ -297,12 +297,8 @@ class BehaviourRegion:
         auto = settings.correction is not Correction.NONE and not per_sequence
         if not {TrustRegion.AUTO: auto, TrustRegion.NONE: False, TrustRegion.MASK: True}[settings.trust_region]:
             return None
-        low, high = clip_bounds(actor)
-        return cls(
-            low if settings.trust_region_low is None else settings.trust_region_low,
-            high if settings.trust_region_high is None else settings.trust_region_high,
-            per_sequence,
-        )
+        low, high = settings.trust_region_bounds or clip_bounds(actor)
+        return cls(low, high, per_sequence)
 
     def outside(
         self, current: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
