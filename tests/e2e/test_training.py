@@ -41,7 +41,6 @@ TOOLS = (
     "partial_rollout.failures.tool_timeout_s=3",
     # On a busy machine a tool takes a third of a second; the one that hangs is to be the only slow one.
     "partial_rollout.tools.release_after_s=1",
-    "partial_rollout.tools.concurrency=16",
 )
 
 

@@ -16,13 +16,11 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import ToolResponse
 
-from recipe.partial_rollout.config.sections import ToolCalls
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.tool_journal import ToolThreads, ToolTimeoutError, journaled, repeatable
 from tests.unit.shared import Keeper, hangs, lets_a_cancellation_out, tool_schema
 
 SCHEMA = tool_schema("add")
-KEEPS_ITS_SLOT = ToolCalls(release_after_s=math.inf)
 
 
 def live(results=()):
@@ -189,7 +187,7 @@ HANGING = {
 @pytest.mark.parametrize("where", HANGING)
 def test_tool_that_hangs_fails_its_sample_and_is_no_answer_in_verls_loop(where):
     sample = live()
-    (late,) = journaled([HANGING[where]], 0.1, KEEPS_ITS_SLOT)
+    (late,) = journaled([HANGING[where]], 0.1)
     with pytest.raises(ToolTimeoutError, match=r"tool add .* sample 0/0#0 within 0\.1 s .*tool_timeout_s"):
         run(sample, lambda: calls_in_verls_loop(late, sample))
     if where not in ("release", "restore"):
@@ -212,22 +210,6 @@ def test_tools_own_timeout_or_cancellation_is_its_answer_and_its_sample_goes_on(
     (tool,) = journaled([tool_of(function)], 5.0)
     response, _, _ = run(sample, lambda: calls_in_verls_loop(tool, sample))
     assert said in response.text and said in sample.keeper.results[-1]["error"]
-
-
-async def test_tool_is_called_so_many_times_at_once_and_the_wait_for_a_place_is_not_the_tools():
-    running, most = 0, 0
-
-    async def look():
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.03)
-        running -= 1
-        return "4"
-
-    (ours,) = journaled([tool_of(look)], 0.05, ToolCalls(release_after_s=math.inf, concurrency=2))
-    LIVE_SAMPLE.set(live())
-    assert await answers_of([ours.call({}) for _ in range(8)]) == ["4"] * 8 and most == 2
 
 
 # -- tools that know their state -----------------------------------------------------------------------------------------

@@ -255,8 +255,8 @@ async def test_turn_is_known_while_its_reward_call_goes_on_and_its_slot_may_be_a
         assert saved == [(7, "completed")]
 
 
-def tool_of(function, name="buy", **limits):
-    (tool,) = journaled([FunctionTool(name=name, fn=function, tool_schema=None, is_async=True)], **limits)
+def tool_of(function, name="buy"):
+    (tool,) = journaled([FunctionTool(name=name, fn=function, tool_schema=None, is_async=True)])
     return tool
 
 
@@ -298,14 +298,15 @@ async def test_tool_is_not_called_where_the_manager_refuses_to_know_of_it():
     assert calls == []
 
 
-def conversations(tool_s, *, events=None):
+def conversations(tool_s, *, events=None, places=contextlib.nullcontext()):
     """A worker whose samples of 10 tokens make them in two turns with a tool call between them."""
     events = [] if events is None else events
 
     async def look(name):
-        events.append(f"{name} asks")
-        await asyncio.sleep(tool_s)
-        events.append(f"{name} has its answer")
+        async with places:
+            events.append(f"{name} asks")
+            await asyncio.sleep(tool_s)
+            events.append(f"{name} has its answer")
         return "4"
 
     class Conversations(ScriptedWorker):
@@ -314,7 +315,7 @@ def conversations(tool_s, *, events=None):
             if length != [10]:
                 output = await super()._run_agent_loop(sampling_params, trajectory, length=length, **kwargs)
             else:
-                tool = tool_of(look, "look", limits=self.config.partial_rollout.tools)
+                tool = tool_of(look, "look")
                 await self._turn(sample, 5)
                 await tool.call({"name": sample.id})
                 await self._turn(sample, 5, 5)
@@ -335,6 +336,17 @@ async def test_slot_of_a_sample_in_a_tool_is_anothers_and_it_comes_back_before_n
         await finish_round(manager, worker)
         assert events == ["0/0#0 asks", "0/0#0 has its answer", "0/1#0 has ended"]
         assert manager.actor._manager.metrics()["agent/slots_freed_s_total"] > 0.1
+
+
+async def test_tool_may_hold_places_of_its_own_and_who_waits_for_one_holds_no_slot():
+    events = []
+    kind = conversations(0.2, events=events, places=asyncio.Semaphore(1))
+    async with life([[10], [10], [300]], kind=kind, slots=1, release_after_s=0.02) as (manager, worker):
+        await asyncio.sleep(0.15)
+        states = [sample.state for sample in manager.actor._manager.unfinished.values()]
+        assert states == ["away", "away", "running"]
+        await finish_round(manager, worker)
+        assert events[:2] == ["0/0#0 asks", "0/0#0 has its answer"]
 
 
 async def test_first_traceback_of_a_tool_that_raises_is_known_though_its_error_is_the_answer():

@@ -67,12 +67,6 @@ class ToolCalls:
         unit="seconds",
         word=math.inf,
     )
-    concurrency: int | None = key(
-        None,
-        "Calls of one tool that an agent-loop worker makes at once; others wait, and no clock runs for them. `null`: no "
-        "limit.",
-        at_least=1,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,7 +266,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         ours = self.config.partial_rollout
-        self.tools = journaled(self.tools, ours.failures.tool_timeout_s, ours.tools)
+        self.tools = journaled(self.tools, ours.failures.tool_timeout_s)
         self._filter = FilterSettings.from_config(self.config)
         self._connected: ClaimLoop | None = None
         assert isinstance(self.llm_client, PartialRolloutLLMClient)

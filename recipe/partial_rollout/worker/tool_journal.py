@@ -54,9 +54,7 @@ from verl.tools.function_tool import FunctionTool, normalize_function_tool_retur
 from verl.tools.schemas import ToolResponse
 
 from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack, unpack
-from recipe.partial_rollout.config.sections import ToolCalls
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, at_home
-from recipe.partial_rollout.worker.rewards import Places
 
 T = TypeVar("T")
 
@@ -100,13 +98,13 @@ class ToolTimeoutError(TimeoutError):
     """A tool did not answer in time."""
 
 
-def journaled(tools: list[Any], timeout_s: float | None = None, limits: ToolCalls = ToolCalls()) -> list[Any]:  # noqa: B008
-    """``tools`` as verl loads them (``load_all_tools``), each with a journal, ``limits``, and ``timeout_s`` for a call."""
+def journaled(tools: list[Any], timeout_s: float | None = None) -> list[Any]:
+    """``tools`` as verl loads them (``load_all_tools``), each with a journal, and ``timeout_s`` for a call."""
     threads = ToolThreads()
     return [
-        _journaled_function(tool, _Calls(tool.name, tool.fn, threads, timeout_s, limits))
+        _journaled_function(tool, _Calls(tool.name, tool.fn, threads, timeout_s))
         if isinstance(tool, FunctionTool)
-        else JournaledTool(tool, _Calls(tool.name, tool, threads, timeout_s, limits))
+        else JournaledTool(tool, _Calls(tool.name, tool, threads, timeout_s))
         for tool in tools
     ]
 
@@ -132,7 +130,7 @@ def repeatable(tool: Any) -> bool:
 
 
 class _Calls:
-    """The calls of one tool: within their limits, and journaled.
+    """The calls of one tool: each within its deadline, and journaled.
 
     Args:
         name: of the tool.
@@ -141,11 +139,10 @@ class _Calls:
         timeout_s: for one call; None: no limit.
     """
 
-    def __init__(self, name: str, tool: Any, threads: ToolThreads, timeout_s: float | None, limits: ToolCalls) -> None:
+    def __init__(self, name: str, tool: Any, threads: ToolThreads, timeout_s: float | None) -> None:
         self._name = name
         self._threads = threads
         self._timeout_s = timeout_s
-        self._places = Places(limits.concurrency)
         self._repeatable = repeatable(tool)
         self._status, self._snapshot, self._restore = (
             getattr(tool, verb, None) for verb in ("status", "snapshot", "restore")
@@ -204,7 +201,7 @@ class _Calls:
             sample.keeper.report_now(sample)
         entry = _Entry(sample, {"call": number, "tool": self._name, "asked": digest}, fields)
         # Parallel calls that share a state come after one another, so that each journals its own.
-        async with state.turn if self._restore is not None else contextlib.nullcontext(), self._places.one():
+        async with state.turn if self._restore is not None else contextlib.nullcontext():
             return await self.within(self._settled(entry, call, cut_off=recorded is not None))
 
     async def _settled(
