@@ -53,10 +53,7 @@ class MatrixTrainer(PartialRolloutRayPPOTrainer):
 if __name__ == "__main__":
     proximal.CHECK_EVERY = CHECK_EVERY
     overrides = [argument for argument in sys.argv[1:] if "=" in argument]
-    stretches = {
-        1 + STEPS_EACH * i: composed(*overrides, f"algorithm={name}")
-        for i, name in enumerate(ALGORITHMS)
-    }
+    stretches = {1 + STEPS_EACH * i: composed(*overrides, f"algorithm={name}") for i, name in enumerate(ALGORITHMS)}
     MatrixTrainer.stretches = {**stretches, FIRST_FROM_UPDATE: composed(*overrides, "algorithm=grpo")}
     task_runner.PartialRolloutRayPPOTrainer = MatrixTrainer
     main_ppo.main()

@@ -35,9 +35,7 @@ def build_batch():
         ("partial_rollout.enable=False", None),
     ],
 )
-def test_pass_is_left_out_but_in_every_tenth_step_unless_something_needs_it(
-    composed_config, override, needed
-):
+def test_pass_is_left_out_but_in_every_tenth_step_unless_something_needs_it(composed_config, override, needed):
     config = composed_config("quickstart_cpu", override)
     assert needs_pass(config) is bool(needed)
     proximal = ProximalPolicy.of(config, PartialRolloutConfig.from_config(config))

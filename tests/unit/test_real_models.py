@@ -117,5 +117,7 @@ def test_padded_vocabulary_of_a_text_model_within_a_larger_one_is_told(tmp_path,
     tokens = len(tokenizer)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": {"vocab_size": tokens + 4}}))
     check_vocabulary(OmegaConf.create({"actor_rollout_ref": {"model": {"path": str(tmp_path)}}}))
-    said = f"its tokenizer has {tokens} tokens and the model {tokens + 4} embedding rows; the engine samples none of the 4"
+    said = (
+        f"its tokenizer has {tokens} tokens and the model {tokens + 4} embedding rows; the engine samples none of the 4"
+    )
     assert said in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import math
 import threading
 import time
 from contextvars import ContextVar

@@ -29,6 +29,7 @@ from tests.bench.scripted_engine import ScriptedWorker, output_of
 from tests.unit.shared import Local, hangs, lets_a_cancellation_out, settings_of, tokens_in
 
 CURVE = EngineCurve(step_s=0.002, sample_s=0.0)
+NO_LIMIT = contextlib.nullcontext()
 RETRY = FailureLimits(sample_retries=1)
 
 
@@ -298,7 +299,7 @@ async def test_tool_is_not_called_where_the_manager_refuses_to_know_of_it():
     assert calls == []
 
 
-def conversations(tool_s, *, events=None, places=contextlib.nullcontext()):
+def conversations(tool_s, *, events=None, places=NO_LIMIT):
     """A worker whose samples of 10 tokens make them in two turns with a tool call between them."""
     events = [] if events is None else events
 
