@@ -15,7 +15,7 @@ import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -229,7 +229,20 @@ def check_overrides(arguments: Sequence[str]) -> None:
             refuse_unknown(PartialRolloutConfig, node, ROOT)
 
 
-def _refuse(error: ConfigError) -> NoReturn:
+def in_one_line(program: Callable[[], None]) -> None:
+    """Run ``program``, of ``hydra.main``; what hydra refuses ends it in one line, with exit code 2."""
+    # Otherwise hydra prints what it raises, in three lines, and exits with 1.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        program()
+    except Exception as error:
+        from recipe.partial_rollout.preflight.overrides import of_hydra
+
+        refuse(error if isinstance(error, ConfigError) else of_hydra(error, sys.argv[1:]))
+
+
+def refuse(error: ConfigError) -> NoReturn:
+    """End the process by a mistake of the user's."""
     print(f"config error: {error}", file=sys.stderr)
     sys.exit(2)
 
@@ -251,18 +264,13 @@ def main() -> None:
 def _main() -> None:
     checks_only = CHECK in sys.argv
     sys.argv = [argument for argument in sys.argv if argument != CHECK]
-    # Otherwise hydra prints what it raises, in three lines, and exits with 1.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
+
+    def program() -> None:
         check_overrides(sys.argv[1:])
         spare_caches()
         (_composed_check if checks_only else _composed_main)()
-    except ConfigError as error:
-        _refuse(error)
-    except Exception as error:
-        from recipe.partial_rollout.preflight.overrides import of_hydra
 
-        _refuse(of_hydra(error, sys.argv[1:]))
+    in_one_line(program)
 
 
 _composes = hydra.main(config_path=str(CONF_DIR), config_name="ppo_partial_rollout", version_base=None)
@@ -273,7 +281,7 @@ def _composed_check(config: DictConfig) -> None:
     try:
         check(config)
     except ConfigError as error:
-        _refuse(error)
+        refuse(error)
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         print(f"check failed: {one_line(error)} ({where.filename}:{where.lineno})", file=sys.stderr)
@@ -285,7 +293,7 @@ def _composed_main(config: DictConfig) -> None:
     try:
         run(config)
     except ConfigError as error:
-        _refuse(error)
+        refuse(error)
     except StopTraining as stop:
         print(f"training stopped by {stop}", file=sys.stderr)
         sys.exit(stop.exit_code)

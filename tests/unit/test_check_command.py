@@ -1,5 +1,6 @@
 """``main_ppo`` with ``--check``, and before Ray starts: a user's mistake is one line and exit code 2, whoever finds it."""
 
+import runpy
 import sys
 
 import pandas as pd
@@ -54,6 +55,22 @@ QUICK = "--config-name=quickstart_cpu"
 def test_mistake_that_hydra_or_omegaconf_finds_is_one_line(monkeypatch, capsys, arguments, line, check):
     code, said = ended(monkeypatch, capsys, *arguments, *check)
     assert code == 2 and said.startswith("config error: ") and line in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["arm=foo"], "arm=foo: one of colocate_async, nopr, pr"),
+        (["trainer.save_frek=3"], "trainer.save_frek=3: no such key; did you mean trainer.save_freq?"),
+        (["trainer.save_freq=${oc.env:NO_SUCH}"], "trainer.save_freq=${oc.env:NO_SUCH}: KeyError raised while"),
+    ],
+)
+def test_start_of_verls_own_trainer_tells_a_mistake_in_one_line(monkeypatch, capsys, arguments, line):
+    monkeypatch.setattr(sys, "argv", ["verl_trainer", "--config-name=recipe", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("recipe.partial_rollout.tools.verl_trainer", run_name="__main__")
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and said.startswith(f"config error: {line}") and said.count("\n") == 1
 
 
 def test_what_no_check_foresaw_is_one_line_with_its_place(monkeypatch, capsys):

@@ -135,6 +135,7 @@ MISTAKES = {
     f"{P}.slots_per_replica=985": "at most 984",
     f"{P}.failures.tool_timeout_s=1300": "at most partial_rollout.failures.sample_timeout_s=1200",
     f"{P}.tools.release_after_s=inf": "below partial_rollout.deadlines.stall_s=60",
+    f"{P}.tools.release_after_s=60": "=60: below partial_rollout.deadlines.stall_s=60",
     "actor_rollout_ref.model.path=/nowhere/model": "a local model directory",
     "data.train_files=/nowhere/a.parquet": "an existing parquet file",
     "data.val_files=/nowhere/b.parquet": "an existing parquet file",
@@ -220,6 +221,9 @@ VERLS_MISTAKES = {
     # keys that nothing reads
     "+trainer.save_frequency=3": "no such key, nothing reads it; did you mean trainer.save_freq?",
     f"+{ROLLOUT}.swap_space=3": "no such key",
+    "+ray_kwargs.ray_init.num_cpu=4": "no such key, ray.init has none; did you mean ray_kwargs.ray_init.num_cpus?",
+    f"+{ROLLOUT}.engine_kwargs.vllm.max_model_length=9": "vLLM has none; did you mean",
+    f"{ROLLOUT}.load_format=safetensor": "one of auto, bitsandbytes",
     f"{ROLLOUT}.mode=sync": "async",
     f"{ACTOR}.grad_clip=0.5": f"1.0: verl 0.9.1 does not read it, but {ACTOR}.optim.clip_grad",
     "custom_reward_function.path=mine.py": "null: verl 0.9.1 reads reward.custom_reward_function.path instead",
@@ -312,7 +316,13 @@ def test_keys_that_verl_or_the_users_own_code_reads_are_allowed(configure, tmp_p
         f"+{ROLLOUT}.custom.x=1",
         "+mine.x=1",
     ]
-    check_config(configure(*own, *others, f"+{ROLLOUT}.engine_kwargs.vllm.seed=1"))
+    handed_on = [
+        "+ray_kwargs.ray_init._temp_dir=/tmp",
+        f"+{ROLLOUT}.engine_kwargs.vllm.num_gpu_blocks_override=9",
+        f"+{ROLLOUT}.engine_kwargs.vllm.kv-cache-dtype=auto",
+        f"{ROLLOUT}.load_format=safetensors",
+    ]
+    check_config(configure(*own, *others, *handed_on))
     with pytest.raises(ConfigError, match=r"data\.difficulty=3: no such key, nothing reads it"):
         check_config(configure("+data.difficulty=3"))
 

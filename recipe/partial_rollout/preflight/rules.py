@@ -7,7 +7,7 @@ first that is broken is told.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -174,6 +174,15 @@ def _folder(key: str) -> Rule:
 def loggers(given: Any) -> list[str]:
     """Names in ``trainer.logger``, which may be one."""
     return [given] if isinstance(given, str) else list(given)
+
+
+def load_formats() -> Collection[str]:
+    """Those that the installed vLLM knows, with any that a plugin of the user's has registered."""
+    from vllm.model_executor import model_loader
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    return model_loader._LOAD_FORMAT_TO_MODEL_LOADER
 
 
 def _rejects(config: DictConfig) -> bool:
@@ -379,6 +388,12 @@ RULES = (
         "null with trainer.device=cpu: vLLM's proposers change there what is sampled "
         "(python -m tests.bench distribution shows it)",
         lambda c: c.trainer.device == "cpu",
+    ),
+    Rule(
+        f"{ROLLOUT}.load_format",
+        lambda name, _: name.lower() in load_formats(),
+        lambda _: "one of " + ", ".join(sorted(load_formats())),
+        lambda c: c.actor_rollout_ref.rollout.name == "vllm" and c.actor_rollout_ref.rollout.load_format != "dummy",
     ),
     one_of(f"{ROLLOUT}.dtype", ("auto", "half", "float16", "bfloat16", "float", "float32")),
     least(f"{ROLLOUT}.agent.num_workers", 1),

@@ -8,8 +8,9 @@ of its config, and else from the defaults in its files.
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import ray
 import verl
 from omegaconf import DictConfig, OmegaConf
 
@@ -28,13 +30,12 @@ _LEGACY = ("custom_reward_function", "reward_model", "sandbox_fusion")
 _VERL, _RECIPE = Path(verl.__file__).parent, Path(__file__).resolve().parents[1]
 _TARGET = "_target_"
 _OPEN = {
-    "ray_kwargs.ray_init",
     "reward.custom_reward_function",
     "reward.reward_kwargs",
     "distillation.teacher_models",
     "actor_rollout_ref.rollout.custom",
 }
-"""nodes that take any key: what they hold is handed to others"""
+"""nodes that take any key: what they hold is handed to code of the user's"""
 _NULLABLE = {
     "actor_rollout_ref.actor.clip_ratio_c": "no dual clip",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": "sized by the recipe",
@@ -164,9 +165,11 @@ def _mistakes(
         at = f"{path}.{name}"
         if at in _OPEN or name == _TARGET:
             continue
+        if at in _HANDED_ON and isinstance(value, Mapping):
+            yield from _unknown(value, at)
+            continue
         if not (any_key or name in known or name in hints or not known | hints or _is_read(path, str(name))):
-            near = nearest(str(name), [*known, *hints])
-            yield at, value, "no such key, nothing reads it" + (f"; did you mean {path}.{near}?" if near else "")
+            yield at, value, _no_such(path, str(name), "nothing reads it", [*known, *hints])
         if at in _UNREAD and value != known.get(name):
             instead = _UNREAD[at]
             yield at, value, f"{known.get(name)}: verl {_VERSION} does not read it" + (instead and f", but {instead}")
@@ -177,6 +180,44 @@ def _mistakes(
             yield from _mistakes(value, default, at, any_key=any_key, kind=hints.get(name))
         elif allowed := _refusal(value, _COUNTS.get(at, hints.get(name)), default, nullable=at in _NULLABLE):
             yield at, value, allowed
+
+
+def _of_ray() -> set[str]:
+    """Options of the installed ``ray.init``, some of which it hides in its keyword arguments."""
+    hidden = re.findall(r'kwargs\.pop\(\s*"(\w+)"', inspect.getsource(ray.init))
+    return {*inspect.signature(ray.init).parameters, *hidden} - {"kwargs"}
+
+
+def _of_vllm() -> set[str]:
+    """Options of the installed ``vllm serve``, to which verl hands them."""
+    from vllm.entrypoints.openai.cli_args import create_parser_for_docs
+
+    return {option.dest for option in create_parser_for_docs()._actions}
+
+
+_HANDED_ON = {
+    "ray_kwargs.ray_init": ("ray.init", _of_ray),
+    "actor_rollout_ref.rollout.engine_kwargs.vllm": ("vLLM", _of_vllm),
+}
+"""nodes that are handed to a library, and what names its keys"""
+
+
+def _unknown(node: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any, str]]:
+    """Keys of ``node``, at a path of ``_HANDED_ON``, that its library does not have."""
+    if not node or str(node.get("address")).startswith("ray://"):
+        # Ray's client takes any.
+        return
+    taker, names_of = _HANDED_ON[path]
+    names = names_of()
+    for name, value in node.items():
+        # vLLM takes a key for an option of its command line.
+        if str(name).replace("-", "_").partition(".")[0] not in names:
+            yield f"{path}.{name}", value, _no_such(path, str(name), f"{taker} has none", names)
+
+
+def _no_such(path: str, name: str, why: str, names: Collection[str]) -> str:
+    near = nearest(name, list(names))
+    return f"no such key, {why}" + (f"; did you mean {path}.{near}?" if near else "")
 
 
 def _section(path: str, default: Mapping[str, Any]) -> str:
