@@ -102,7 +102,7 @@ class LoopWorker(ScriptedWorker):
     def __init__(self, life):
         super().__init__(EngineCurve(step_s=0.001, sample_s=0.0), 1)
         self.life = life
-        self.tools = journaled(life.functions, 10.0, life.tools)
+        self.tools = journaled(life.functions, 10.0)
         self.config.partial_rollout.tools = life.tools
         self.config.partial_rollout.failures.sample_timeout_s = life.sample_timeout_s
         self.llm_client = PartialRolloutLLMClient(life.config)

@@ -89,7 +89,7 @@ class Conversing(ScriptedWorker):
             return output_of(0, self._version)
         assert sample.group == "0/0"
         workspace = WatchedWorkspace(self.root, self.moments)
-        loop = loop_of(CONFIG, journaled([workspace], 20.0, self.config.partial_rollout.tools))
+        loop = loop_of(CONFIG, journaled([workspace], 20.0))
         output = await loop.run({}, raw_prompt=[{"role": "user", "content": "go"}])
         return await self._agent_loop_postprocess(output, False)
 
