@@ -344,7 +344,7 @@ async def test_tool_may_hold_places_of_its_own_and_who_waits_for_one_holds_no_sl
     kind = conversations(0.2, events=events, places=asyncio.Semaphore(1))
     async with life([[10], [10], [300]], kind=kind, slots=1, release_after_s=0.02) as (manager, worker):
         await asyncio.sleep(0.15)
-        states = [sample.state for sample in manager.actor._manager.unfinished.values()]
+        states = [sample.state for sample in manager.actor._manager.samples.unfinished.values()]
         assert states == ["away", "away", "running"]
         await finish_round(manager, worker)
         assert events[:2] == ["0/0#0 asks", "0/0#0 has its answer"]
