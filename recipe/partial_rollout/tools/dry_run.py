@@ -126,7 +126,9 @@ def _check_contents(config: DictConfig) -> str:
 def _expected(config: DictConfig, settings: PartialRolloutConfig, sizes: Sizes, memory: DeviceMemory | None) -> str:
     """What the planner's simulation says, for assumed lengths and an assumed engine."""
     if settings.placement is Placement.SEPARATE:
-        return "not forecast: the split decides; python -m recipe.partial_rollout.tools plan --placement separate"
+        return "not forecast: the split of the devices decides"
+    if config.trainer.device == "cpu":
+        return "not forecast: no curve of a CPU is known; partial-rollout tools plan --run DIR has that of a noPR run"
     if sizes.in_flight > _MOST_FORECAST:
         return "not forecast: too many samples for a check of seconds; python -m recipe.partial_rollout.tools plan"
     cap, n = config.data.max_response_length, settings.samples_per_group
