@@ -214,7 +214,7 @@ class _Drive:
         began = time.monotonic()
         prompts = list(islice(self._prompts, _get(self._manager.wanted.remote(), "what the manager wants")))
         _get(self._manager.begin_version.remote(version, prompts, True), "the manager to prepare a round")
-        figures = _get(self._manager.metrics.remote(), "the manager's figures")
+        figures = _get(self._manager.__ray_call__.remote(_figures), "the manager's figures")
         expected = min(self._slots, int(figures["inflight/samples"]))
         while self._total("ready") < expected:
             if time.monotonic() - began > _DEADLINE_S:
@@ -251,6 +251,10 @@ def _get(reference: Any, what: str) -> Any:
 
 def _pid(actor: Any) -> int:
     return os.getpid()
+
+
+def _figures(actor: Any) -> dict[str, float]:
+    return actor._manager.metrics()
 
 
 _COLUMNS: tuple[tuple[str, Callable[[ScaleRow], str]], ...] = (

@@ -10,9 +10,8 @@ import ray
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.messages import Report, RolloutFailedError
 from recipe.partial_rollout.manager.output_store import RayObjects, _Bundle, fetch_groups
-from recipe.partial_rollout.manager.types import Prompt, SampleOutput, StoredOutput
+from recipe.partial_rollout.manager.types import Prompt, Report, RolloutFailedError, SampleOutput, StoredOutput
 
 # Ray's workers cannot import a test module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -16,7 +16,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from recipe.partial_rollout.config.sections import FailureLimits
 from recipe.partial_rollout.config.settings import FilterSettings
-from recipe.partial_rollout.manager.messages import RolloutFailedError
+from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 from recipe.partial_rollout.worker.agent_loop_worker import (

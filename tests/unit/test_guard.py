@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from recipe.partial_rollout import waits
 from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.messages import PromptsWanted, RolloutFailedError
+from recipe.partial_rollout.manager.types import PromptsWanted, RolloutFailedError
 from recipe.partial_rollout.rollout import stop as stop_module
 from recipe.partial_rollout.rollout.guard import Guard, TrainerLostError
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining

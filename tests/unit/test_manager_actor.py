@@ -12,8 +12,7 @@ from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager import policies
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.messages import PromptsWanted, Report, RolloutFailedError
-from recipe.partial_rollout.manager.types import Progress
+from recipe.partial_rollout.manager.types import Progress, PromptsWanted, Report, RolloutFailedError
 from tests.unit.shared import settings_of
 
 BOTH = pytest.mark.parametrize("stop", [True, False], ids=["stops", "runs on"])
@@ -71,10 +70,10 @@ async def test_batch_is_taken_at_its_decision_and_a_stopped_round_is_not_refille
     await end(actor, output, "0/2#0")
     assert uids(batch.groups) == ["0/0", "0/1"] and batch.admitted == ("0/0", "0/1", "0/2") and batch.decided_at > 0
     assert refilled == ([] if stop else ["0/3"])
-    ready = (await actor.metrics())["buffer/ready_groups"]
+    ready = actor._manager.metrics()["buffer/ready_groups"]
     assert ready == 1, "what ends after the decision is of a later batch"
     if not stop:
-        account, after = await actor.finish_step(uids(batch.groups)), await actor.metrics()
+        account, after = await actor.finish_step(uids(batch.groups)), actor._manager.metrics()
         assert account.metrics["buffer/ready_groups"] == 1 and account.wanted == 0
         assert "length/batch_bias" in account.metrics and "length/batch_bias" not in after
         await actor.begin_version(1, [], 0)
@@ -94,7 +93,7 @@ async def test_next_version_of_a_stopped_round_waits_for_every_worker_but_not_fo
     await actor.flushed("w1")
     start, at = await soon(beginning), await soon(flushing)
     account = await actor.finish_step(uids(batch.groups))
-    now = await actor.metrics()
+    now = actor._manager.metrics()
     assert at >= batch.decided_at and (start.admitted, start.carried_groups) == (1, 1)
     assert account.metrics["inflight/groups"] == 1 and now["inflight/groups"] == 2, "figures before the next admission"
     assert account.metrics["length/batch_bias"] == 1, "while the trainer has the batch"
@@ -191,11 +190,11 @@ async def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, mo
 
     monkeypatch.setattr("recipe.partial_rollout.manager.actor.write_snapshot", slow)
     saving = await pending(actor.save(str(tmp_path / "s")))
-    figures = await asyncio.wait_for(actor.metrics(), 1)
+    standing = await asyncio.wait_for(actor.standing(), 1)
     release.set()
     with pytest.raises(TornCheckpointError, match="written at last"):
         await saving
-    assert figures["inflight/groups"] == 2
+    assert standing.running == 2
 
 
 # -- dynamic sampling --------------------------------------------------------------------------------------------------

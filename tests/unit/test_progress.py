@@ -8,7 +8,7 @@ import time
 import pytest
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.manager.messages import Standing
+from recipe.partial_rollout.manager.types import Standing
 from recipe.partial_rollout.rollout import progress
 from recipe.partial_rollout.rollout.progress import show_round
 from recipe.partial_rollout.waits import wait

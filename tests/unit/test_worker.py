@@ -16,8 +16,7 @@ from verl.tools.schemas import ToolResponse
 
 from recipe.partial_rollout.config.sections import FailureLimits, ToolCalls
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.messages import RolloutFailedError
-from recipe.partial_rollout.manager.types import Grant, Prompt
+from recipe.partial_rollout.manager.types import Grant, Prompt, RolloutFailedError
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.waits import ReplicaError
 from recipe.partial_rollout.worker import claim_loop

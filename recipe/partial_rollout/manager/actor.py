@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, TypeVar
 from recipe.partial_rollout.checkpoint.snapshot import Written, read_snapshot, write_snapshot
 from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.codec import encode
-from recipe.partial_rollout.manager.messages import (
+from recipe.partial_rollout.manager.output_store import InProcess, OutputStore
+from recipe.partial_rollout.manager.policies import FailureVerdict, retry_delay_s
+from recipe.partial_rollout.manager.prompts_manager import PromptsManager
+from recipe.partial_rollout.manager.stall_clock import StallClock
+from recipe.partial_rollout.manager.types import (
+    Grant,
+    Prompt,
     PromptsWanted,
     ReadyBatch,
     Report,
@@ -31,10 +37,6 @@ from recipe.partial_rollout.manager.messages import (
     StepAccount,
     VersionStart,
 )
-from recipe.partial_rollout.manager.output_store import InProcess, OutputStore
-from recipe.partial_rollout.manager.policies import FailureVerdict, retry_delay_s
-from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.types import Grant, Progress, Prompt
 from recipe.partial_rollout.waits import FirstErrors, ToldError
 
 if TYPE_CHECKING:
@@ -71,44 +73,6 @@ class ManagerCondition(asyncio.Condition):
         """Raise ``RolloutFailedError`` with the first reason, if there is one."""
         if self.failure is not None:
             raise RolloutFailedError(self.failure)
-
-
-class StallClock:
-    """Seconds since a sample last reported or an engine last made a token, against the most that is allowed.
-
-    While a sample is away that is at least the longest deadline of what it may await.
-
-    Args:
-        stall_s: allowed while none is away.
-        away_s: longest deadline of a tool and of the reward; None: a tool may take any time, which is no excuse.
-
-    >>> clock = StallClock(stall_s=60.0, away_s=600.0)
-    >>> 59 < clock.left_s(away=0) <= 60, 599 < clock.left_s(away=1) <= 600
-    (True, True)
-    >>> clock.words(away=0)
-    'no sample reported and no engine made a token for 0 s (partial_rollout.deadlines.stall_s=60)'
-    """
-
-    def __init__(self, stall_s: float, away_s: float | None = None) -> None:
-        self._stall_s = stall_s
-        self._away_s = max(stall_s, away_s or 0.0)
-        self.touch()
-
-    def touch(self) -> None:
-        """Note that there was progress."""
-        self._moved_at = time.monotonic()
-
-    def left_s(self, away: int) -> float:
-        """Seconds until the rollout, ``away`` of whose samples are, counts as stalled; 0 or less: it is."""
-        return self._moved_at + (self._away_s if away else self._stall_s) - time.monotonic()
-
-    def words(self, away: int) -> str:
-        """How long nothing happened, for the error that ends the run."""
-        idle = f"no sample reported and no engine made a token for {time.monotonic() - self._moved_at:.0f} s"
-        limit = f"partial_rollout.deadlines.stall_s={self._stall_s:g}"
-        if away and self._away_s > self._stall_s:
-            limit += f"; {self._away_s:g} s with {away} in a tool or reward, the longest deadline of either"
-        return f"{idle} ({limit})"
 
 
 class ManagerActor:
@@ -288,10 +252,6 @@ class ManagerActor:
         if not self._manager.round_open:
             self._metrics_at_flush = self._manager.metrics()
 
-    async def metrics(self) -> dict[str, float]:
-        """``PromptsManager.metrics``."""
-        return self._manager.metrics()
-
     async def standing(self) -> Standing:
         """``PromptsManager.standing``; it waits for nobody, and nobody for it."""
         return self._manager.standing()
@@ -325,20 +285,21 @@ class ManagerActor:
         written = await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured, self._store.fetch)))
         return replace(written, seconds=time.perf_counter() - start, blocked_s=blocked_s)
 
-    async def load(self, path: str) -> None:
-        """Restore the snapshot at ``path``; before the first version.
+    async def load(self, path: str) -> int:
+        """Restore the snapshot at ``path``, before the first version; returns its ``Counters.spared_groups``.
 
         Raises:
             TornCheckpointError, ForeignCheckpointError: see ``read_snapshot``.
-            ValueError: it was made with sizes that this run cannot resume from.
+            ValueError: see ``PromptsManager.load_state_dict``.
         """
         state = await asyncio.to_thread(read_snapshot, Path(path))
 
-        def restore() -> None:
+        def restore() -> int:
             self._manager.load_state_dict(state)
             self._manager.groups.store_outputs(self._store.put)
+            return self._manager.counters.spared_groups
 
-        await self._changed.change(restore)
+        return await self._changed.change(restore)
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -350,8 +311,8 @@ class ManagerActor:
         """Every worker has ``capacity`` slots from here on."""
 
         def resize() -> None:
-            for worker in self._manager.slots.workers:
-                self._manager.slots.resize(worker, capacity)
+            for load in self._manager.slots.workers.values():
+                load.capacity = capacity
 
         await self._changed.change(resize)
 
@@ -390,7 +351,7 @@ class ManagerActor:
                 if now >= began + self.CLAIM_WAIT_S:
                     return []
                 until = began + self.CLAIM_WAIT_S
-                if self._manager.held_back(worker):
+                if self._manager.round_open and self._manager.slots.held_back(worker):
                     left_since = now if left_since is None else left_since
                     until = min(until, left_since + self.SHARE_WAIT_S)
                 else:
@@ -420,7 +381,10 @@ class ManagerActor:
         self._manager.slots.incarnation(report.worker)
         self._note_errors(report.errors)
         for progress in report.progress:
-            self._book_progress(progress)
+            for segment in progress.segments:
+                self._manager.add_segment(progress.sample_id, segment)
+            for result in progress.tool_results:
+                self._manager.add_tool_result(progress.sample_id, result)
         for sample_id in report.interrupted:
             self._manager.interrupt(sample_id)
         for sample_id in report.away:
@@ -433,12 +397,6 @@ class ManagerActor:
         self._manager.counters.retried += report.rescored
         for failure in report.failed:
             self._book_failure(report.worker, *failure)
-
-    def _book_progress(self, progress: Progress) -> None:
-        for segment in progress.segments:
-            self._manager.add_segment(progress.sample_id, segment)
-        for result in progress.tool_results:
-            self._manager.add_tool_result(progress.sample_id, result)
 
     def _book_failure(self, worker: str, sample_id: str, error: str, times: int = 1) -> None:
         verdict = self._manager.fail(sample_id, error, times)

@@ -145,23 +145,15 @@ def _groups(state: dict[str, Any], size: int) -> Iterator[PromptGroup]:
         group = PromptGroup(Prompt(**row["prompt"]), row["order"], birth=row["birth"])
         if len(row["samples"]) != size:
             raise ValueError(f"manager state: group {group.uid} has {len(row['samples'])} samples: {size}")
-        group.samples += [_sample(f"{group.uid}#{i}", group, **fields) for i, fields in enumerate(row["samples"])]
+        group.samples += [_sample(f"{group.uid}#{i}", group, saved) for i, saved in enumerate(row["samples"])]
         yield group
 
 
-def _sample(
-    name: str, group: PromptGroup, segments: list[dict[str, Any]], output: dict[str, Any] | None, **plain: Any
-) -> Sample:
-    return Sample(
-        id=name,
-        group=group,
-        state=SampleState.WAITING if output is None else SampleState.FINISHED,
-        segments=[Segment(**fields) for fields in segments],
-        output=None if output is None else _output(output),
-        **plain,
-    )
-
-
-def _output(saved: dict[str, Any]) -> SampleOutput:
-    runs: dict[str, Any] = {name: np.repeat(saved[name]["values"], saved[name]["lengths"]) for name in _RUNS}
-    return SampleOutput(**{**saved, **runs})
+def _sample(name: str, group: PromptGroup, saved: dict[str, Any]) -> Sample:
+    output = saved["output"]
+    if output is not None:
+        runs = {name: np.repeat(output[name]["values"], output[name]["lengths"]) for name in _RUNS}
+        output = SampleOutput(**{**output, **runs})
+    state = SampleState.WAITING if output is None else SampleState.FINISHED
+    segments = [Segment(**fields) for fields in saved["segments"]]
+    return Sample(name, group, state, **{**saved, "segments": segments, "output": output})

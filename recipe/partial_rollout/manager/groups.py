@@ -291,11 +291,6 @@ class Groups:
         """Groups in one of ``states``, by dispatch order."""
         return (group for group in self.by_order.values() if group.state in states)
 
-    @property
-    def oldest_unfinished(self) -> PromptGroup | None:
-        """The first WAITING or ACTIVE group by dispatch order; None if there is none."""
-        return next(self.in_state(GroupState.WAITING, GroupState.ACTIVE), None)
-
     def oldest_birth(self, default: int) -> int:
         """Birth version of the oldest group in flight; ``default`` if none is born."""
         births = [birth for birth in (*self.unfinished, *self.ready_births) if birth is not None]

@@ -19,8 +19,13 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from recipe.partial_rollout.manager.codec import Fetch, outputs_here
-from recipe.partial_rollout.manager.messages import RolloutFailedError
-from recipe.partial_rollout.manager.types import FinishedOutput, SampleOutput, StoredOutput, TakenGroup
+from recipe.partial_rollout.manager.types import (
+    FinishedOutput,
+    RolloutFailedError,
+    SampleOutput,
+    StoredOutput,
+    TakenGroup,
+)
 from recipe.partial_rollout.waits import one_line
 
 

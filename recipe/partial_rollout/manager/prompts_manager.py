@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 from recipe.partial_rollout.manager.admission import Admission, Load, in_time, pacing_load
 from recipe.partial_rollout.manager.codec import capture, decode, encode
 from recipe.partial_rollout.manager.groups import Groups, Reserve
-from recipe.partial_rollout.manager.messages import Standing
 from recipe.partial_rollout.manager.policies import (
     FailureVerdict,
     common_value,
@@ -47,6 +46,7 @@ from recipe.partial_rollout.manager.types import (
     Sample,
     SampleState,
     Segment,
+    Standing,
     TakenGroup,
 )
 
@@ -124,14 +124,11 @@ class PromptsManager:
         self.slots.incarnation(worker)
         if not self.round_open:
             return []
-        self.slots.queue.make_overdue(self._overdue)
+        # Groups that are this many versions old must be in the next batch.
+        next_to_train = self.version + (self._version_state is VersionState.AHEAD)
+        self.slots.queue.make_overdue(next_to_train - self._settings.max_staleness)
         claimed = self.slots.claim(worker, limit, len(self.samples.unfinished), beyond_share=beyond_share)
         return [self._grant(sample, worker) for sample in claimed]
-
-    @property
-    def _overdue(self) -> int:
-        """Groups born at this version or before must be in the next batch."""
-        return self.version + (self._version_state is VersionState.AHEAD) - self._settings.max_staleness
 
     def _grant(self, sample: Sample, worker: str) -> Grant:
         group = sample.group
@@ -145,10 +142,6 @@ class PromptsManager:
         journals = ((), ()) if held else (tuple(sample.segments), tuple(sample.tool_results))
         sample.worker = worker
         return Grant(sample.id, group.uid, group.order, group.prompt.row, *journals, held=held)
-
-    def held_back(self, worker: str) -> bool:
-        """Whether ``worker`` has free slots but got no more samples because it already has its share."""
-        return self.round_open and self.slots.held_back(worker)
 
     def add_segment(self, sample_id: str, segment: Segment) -> None:
         """Cache tokens of a running sample, so that they survive its worker; forget those of a turn that is given up."""
@@ -351,7 +344,8 @@ class PromptsManager:
         """Whether the batch overtakes no unfinished group by more positions than ``scheduling`` allows."""
         size = self._settings.batch_groups
         positions = self._settings.scheduling.positions(size)
-        if positions is None or (oldest := self.groups.oldest_unfinished) is None:
+        unfinished = self.groups.in_state(GroupState.WAITING, GroupState.ACTIVE)
+        if positions is None or (oldest := next(unfinished, None)) is None:
             return True
         return self.groups.ready_queue[size - 1].order <= oldest.order + positions
 

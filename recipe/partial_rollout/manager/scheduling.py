@@ -196,10 +196,6 @@ class Slots:
             raise RuntimeError(f"worker {worker} is registered already")
         self.workers[worker] = WorkerLoad(capacity)
 
-    def resize(self, worker: str, capacity: int) -> None:
-        """From here on ``worker`` can run ``capacity`` samples at once; running samples are not stopped."""
-        self.incarnation(worker).capacity = capacity
-
     def release(self, worker: str) -> list[Sample]:
         """Forget a dead worker; returns the samples that it had: nobody owns them now."""
         slots = self.workers.pop(worker, None)

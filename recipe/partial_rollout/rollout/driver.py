@@ -33,9 +33,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe.partial_rollout.manager.messages import Standing, StepAccount, VersionStart
 from recipe.partial_rollout.manager.output_store import OutputStore, fetch_groups
-from recipe.partial_rollout.manager.types import Prompt, TakenGroup
+from recipe.partial_rollout.manager.types import Prompt, Standing, StepAccount, TakenGroup, VersionStart
 from recipe.partial_rollout.rollout.progress import show_round
 from recipe.partial_rollout.rollout.step_book import StepBatch, StepBook
 from recipe.partial_rollout.rollout.stop import StopTraining
@@ -353,11 +352,11 @@ class Driver:
 
     async def load(self, path: Path, step: int) -> None:
         """Restore the state at ``path``, from the checkpoint of ``step``, before the first version."""
-        await self._guard.wait(self._manager.load.remote(str(path)), f"loading {path}", "weight_sync_s")
+        loading = self._manager.load.remote(str(path))
+        spared = await self._guard.wait(loading, f"loading {path}", "weight_sync_s")
         if self._context.settings.group_filter is None:
             return
-        metrics = await self._guard.wait(self._manager.metrics.remote(), "asking the manager for its metrics")
-        self._book.resume(int(metrics["filter/spared_total"]))
+        self._book.resume(spared)
         if self._stops:
             # The data may have ended before the checkpoint: ``exhausted`` must say so before the first slot.
             await self._take_prompts()

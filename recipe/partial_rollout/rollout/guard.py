@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ray.exceptions import RayActorError
 
-from recipe.partial_rollout.manager.messages import PromptsWanted, RolloutFailedError
+from recipe.partial_rollout.manager.types import PromptsWanted, RolloutFailedError
 from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of, wait, whole
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from recipe.partial_rollout.manager.messages import Standing
+from recipe.partial_rollout.manager.types import Standing
 from recipe.partial_rollout.waits import one_line
 
 Load = dict[str, tuple[int, int]]

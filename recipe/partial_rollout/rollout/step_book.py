@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from recipe.partial_rollout.manager.messages import RolloutFailedError, StepAccount, VersionStart
-from recipe.partial_rollout.manager.types import SampleOutput, TakenGroup
+from recipe.partial_rollout.manager.types import RolloutFailedError, SampleOutput, StepAccount, TakenGroup, VersionStart
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended, spread
 from recipe.partial_rollout.records.ledger import Admitted, Filtered, Trained

@@ -24,8 +24,7 @@ from typing import Any
 
 from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError
 from recipe.partial_rollout.manager import garbage
-from recipe.partial_rollout.manager.messages import Report
-from recipe.partial_rollout.manager.types import Grant, Progress, SampleOutput
+from recipe.partial_rollout.manager.types import Grant, Progress, Report, SampleOutput
 from recipe.partial_rollout.waits import FirstErrors, ReplicaError, ToldError, result_of
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.rewards import RewardError
