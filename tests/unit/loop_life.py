@@ -50,12 +50,12 @@ def output_of(prompt, response, mask=None, **fields):
 
 
 class Engine:
-    """Makes a token a tick, up to ``max_tokens``, until it is aborted. Equal questions get different answers.
+    """Makes a token a tick, up to ``max_tokens`` or ``eos``, until it is aborted. Equal questions get different answers.
 
     ``repeats``: they get the same answer. ``cut_after``: tokens after which each request is aborted by itself.
     """
 
-    repeats, cut_after = False, None
+    repeats, cut_after, eos = False, None, None
 
     def __init__(self, tick=0.001):
         self.tick, self.version, self.running, self.asked = tick, 0, 0, []
@@ -63,6 +63,9 @@ class Engine:
         self.aborting = asyncio.Event()
         self.made = {}
         """versions that made a token after a context"""
+
+    def token(self, context, nonce):
+        return 100 + (sum(context) + nonce) % 50
 
     async def generate(self, request_id, *, prompt_ids, sampling_params, **_):
         context, ids, log_probs = list(prompt_ids), [], []
@@ -72,18 +75,18 @@ class Engine:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            while len(ids) < most and not self.aborting.is_set():
+            while len(ids) < most and not self.aborting.is_set() and (not ids or ids[-1] != self.eos):
                 await asyncio.sleep(self.tick)
                 if self.aborting.is_set():
                     break
-                token = 100 + (sum(context) + nonce) % 50
+                token = self.token(context, nonce)
                 self.made.setdefault((digest(context), token), set()).add(version)
                 ids.append(token)
                 log_probs.append(log_prob(context, version))
                 context.append(token)
         finally:
             self.running -= 1
-        whole = len(ids) >= sampling_params["max_tokens"]
+        whole = len(ids) >= sampling_params["max_tokens"] or (ids and ids[-1] == self.eos)
         stop = "completed" if whole else "aborted"
         return TokenOutput(token_ids=ids, log_probs=log_probs, stop_reason=stop, extra_fields={"global_steps": version})
 
@@ -287,3 +290,63 @@ def play(life_of, story):
         result = asyncio.run(run())
         assert time.monotonic() - started < 60
         return result
+
+
+def transcripts(make_loop, numbers, *, disturbed, deaths=((2, 30), (3, 80)), prepare=lambda life: None, **settings):
+    """``({number: (prompt, response, mask, reward)}, [validated response])`` of a training of a row for each number.
+
+    Disturbed: requests are cut after every token, each reward fails once, a validation follows every second step, and a
+    worker dies whenever the engine has had so many requests: ``deaths``, each with the number of the life that begins.
+
+    Args:
+        make_loop: makes the loop, and what checks it at the end, in the event loop that it runs in.
+        prepare: gets the life before it starts.
+    """
+    failed = set()
+
+    async def score(output, row):
+        if disturbed and row["number"] not in failed:
+            failed.add(row["number"])
+            raise ConnectionError("the reward's service is away")
+        output.reward_score = float(sum(output.response_ids) % 7)
+
+    def life():
+        loop, life.check = make_loop()
+        made = Life(loop, [{"number": number} for number in numbers], slots=3, score=score, **settings)
+        prepare(made)
+        made.engine.repeats = True
+        return made
+
+    async def story(made):
+        validated = []
+        killing = asyncio.ensure_future(die(made)) if disturbed else None
+        while len(made.outputs) < len(made.rows):
+            made.engine.cut_after = 1 if disturbed else None
+            await made.stop_round()
+            # verl's validations are not interrupted
+            made.engine.cut_after = None
+            if disturbed and made.version % 2:
+                validated.append((await made.validate({"number": 30})).response_ids)
+            if len(made.outputs) < len(made.rows):
+                await made.next_round()
+        if not disturbed:
+            validated.append((await made.validate({"number": 30})).response_ids)
+        assert killing is None or (killing.done() and made.lives == 1 + len(deaths))
+        assert len(failed) == (len(made.rows) if disturbed else 0)
+        life.check()
+        return {uid: said(*outputs) for uid, outputs in made.outputs.items()}, validated
+
+    async def die(made):
+        for lives, requests in deaths:
+            while made.lives < lives:
+                await asyncio.sleep(0.001)
+                if len(made.engine.asked) >= requests:
+                    await made.die()
+
+    return play(life, story)
+
+
+def said(output):
+    assert not output.masked, output.extra_fields
+    mask = [int(bit) for bit in output.response_mask]
+    return output.prompt_ids.tolist(), output.response_ids.tolist(), mask, output.reward_score

@@ -5,7 +5,7 @@ import contextlib
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
-from tests.unit.loop_life import Life, output_of, play
+from tests.unit.loop_life import output_of, transcripts
 
 PLACES = 2
 
@@ -73,68 +73,21 @@ class TwoCandidatesAndJudge(AgentLoopBase):
         return candidates[word % 2]
 
 
-def transcripts(*, disturbed):
-    """``{number: (prompt, response, mask, reward)}`` of a training of six rows, and the validations' responses."""
-    failed, hosts = set(), []
+def candidates_and_judge():
+    hosts = Host(PLACES), Host(1)
 
     async def loop(client, row, params):
         return await TwoCandidatesAndJudge(client, *hosts).run(params, **row)
 
-    async def score(output, row):
-        if disturbed and row["number"] not in failed:
-            failed.add(row["number"])
-            raise ConnectionError("the reward's service is away")
-        output.reward_score = float(sum(output.response_ids) % 7)
-
-    def life():
-        hosts[:] = Host(PLACES), Host(1)
-        life = Life(loop, [{"number": number} for number in range(20, 26)], slots=3, score=score)
-        life.engine.repeats = True
-        return life
-
-    async def story(life):
-        validated = []
-        killing = asyncio.ensure_future(deaths(life)) if disturbed else None
-        while len(life.outputs) < len(life.rows):
-            life.engine.cut_after = 1 if disturbed else None
-            await life.stop_round()
-            # verl's validations are not interrupted
-            life.engine.cut_after = None
-            if disturbed and life.version % 2:
-                validated.append((await life.validate({"number": 30})).response_ids)
-            if len(life.outputs) < len(life.rows):
-                await life.next_round()
-        if not disturbed:
-            validated.append((await life.validate({"number": 30})).response_ids)
-        assert killing is None or killing.done()
+    def check():
         assert all(not host.open for host in hosts) and hosts[0].most == PLACES
-        assert not disturbed or (life.lives == 3 and len(failed) == len(life.rows))
-        return {uid: said(*outputs) for uid, outputs in life.outputs.items()}, validated
 
-    async def deaths(life):
-        """Two in rounds, by the requests that the engine has had."""
-        for lives, requests in ((2, 30), (3, 80)):
-            while life.lives < lives:
-                await asyncio.sleep(0.001)
-                if len(life.engine.asked) >= requests:
-                    await life.die()
-
-    return play(life, story)
-
-
-def said(output):
-    assert not output.masked, output.extra_fields
-    return (
-        output.prompt_ids.tolist(),
-        output.response_ids.tolist(),
-        list(map(int, output.response_mask)),
-        output.reward_score,
-    )
+    return loop, check
 
 
 def test_candidates_with_sandboxes_and_a_judge_say_and_earn_what_they_do_undisturbed():
     """Cut at every token; workers killed; each reward fails once; validation every second step."""
-    undisturbed, (validated,) = transcripts(disturbed=False)
-    disturbed, validations = transcripts(disturbed=True)
+    undisturbed, (validated,) = transcripts(candidates_and_judge, range(20, 26), disturbed=False)
+    disturbed, validations = transcripts(candidates_and_judge, range(20, 26), disturbed=True)
     assert disturbed == undisturbed and len(undisturbed) == 6
     assert validations and all(list(validation) == list(validated) for validation in validations)

@@ -1,0 +1,226 @@
+"""An OpenAI-compatible endpoint inside an agent loop: whatever speaks chat completions generates, and its tokens train.
+
+A request that repeats a conversation with its answer goes on from the answer's own tokens: no text is tokenized again. Any
+other request begins a conversation. One conversation is trained; tokens of the others are decoded and not trained. It uses
+what every agent loop has, so it serves noPR and validation too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import secrets
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from aiohttp import web
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.tools.schemas import OpenAIFunctionToolSchema
+
+Messages = list[dict[str, Any]]
+
+_READ = ("messages", "tools", "max_tokens", "max_completion_tokens", "model", "user", "metadata")
+_ONLY = {"stream": False, "store": False, "n": 1, "tool_choice": "auto", "parallel_tool_calls": True}
+"""parameters that may be given with this value"""
+
+
+class ChatError(ValueError):
+    """A request that gets an error instead of a completion."""
+
+    def __init__(self, message: str, code: str = "invalid_request_error", status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What has been said, in messages and in tokens; ``prompt_ids`` end where its first answer begins."""
+
+    messages: Messages
+    tools: Any
+    rewritten: bool
+    """whether it begins with answers that the endpoint has not given"""
+    prompt_ids: list[int]
+    response_ids: list[int]
+    mask: list[int]
+    log_probs: list[float] | None
+
+
+class ChatEndpoint:
+    """``async with ChatEndpoint(self, sampling_params) as chat`` serves ``chat.url``; ``chat.output()`` is what is trained.
+
+    Clients need ``timeout=None, max_retries=0``: an answer may take as long as the trainer's update. A conversation of
+    ``data.max_response_length`` tokens gets ``context_length_exceeded``. What the client then raises ends the block without
+    an error, and what was made trains.
+
+    Args:
+        loop: the agent loop, whose ``server_manager`` generates.
+        sampling_params: those of its ``run``; a request may not ask for others.
+    """
+
+    def __init__(self, loop: AgentLoopBase, sampling_params: dict[str, Any]) -> None:
+        self._loop, self._sampling_params = loop, sampling_params
+        self._said: dict[str, Conversation] = {}
+        """by id of the completion that ends it"""
+        self._numbers, self._name = itertools.count(), secrets.token_hex(16)
+        self._full = False
+        self._error: Exception | None = None
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_post(f"/{self._name}/v1/chat/completions", self._serve)
+        app.router.add_route("*", "/{elsewhere:.*}", self._serve)
+        # A client that goes away gives its engine call up.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.05)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/{self._name}/v1"
+        return self
+
+    async def __aexit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> bool:
+        await self._runner.cleanup()
+        if self._error is not None and isinstance(error, Exception):
+            # The client knows only that its server failed.
+            raise self._error from error
+        return self._full and isinstance(error, Exception)
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        try:
+            if "elsewhere" in request.match_info:
+                raise ChatError(
+                    f"{request.path}: only chat/completions of a running sample is served", "not_found", 404
+                )
+            return web.json_response(await self.complete(await request.json()))
+        except ChatError as error:
+            known = error
+        except Exception as error:
+            self._error = error
+            known = ChatError(f"{type(error).__name__}: {error}", "server_error", 500)
+        words = {"message": str(known), "type": known.code, "param": None, "code": known.code}
+        return web.json_response({"error": words}, status=known.status, headers={"x-should-retry": "false"})
+
+    async def complete(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to ``request``, both as the API has them; a client in this process may call it."""
+        for key, value in request.items():
+            if key not in _READ and value is not None and (key not in _ONLY or value != _ONLY[key]):
+                why = "an answer comes whole and once, sampled as the agent loop's sampling_params say"
+                raise ChatError(f"{key}={value!r:.60} is not served: {why}")
+        asked = await self._asked(_plain(request.get("messages")), request.get("tools") or None)
+        room = self._loop.rollout_config.response_length - len(asked.response_ids)
+        if room <= 0:
+            self._full = True
+            raise ChatError("no token is left of data.max_response_length", "context_length_exceeded")
+        most = min(room, request.get("max_completion_tokens") or request.get("max_tokens") or room)
+        context, number = asked.prompt_ids + asked.response_ids, next(self._numbers)
+        turn = await self._loop.server_manager.generate(
+            self._name, prompt_ids=context, sampling_params={**self._sampling_params, "max_tokens": most}
+        )
+        given = None if turn.log_probs is None else asked.log_probs
+        merged, mask, log_probs = await self._loop.ct_merge_assistant_token(
+            context, turn.token_ids, asked.mask, given, turn.log_probs
+        )
+        message = await self._message(turn.token_ids, asked.tools, number)
+        self._said[f"chatcmpl-{number}"] = replace(
+            asked,
+            messages=asked.messages + _plain([message]),
+            response_ids=merged.token_ids[len(asked.prompt_ids) :],
+            mask=mask,
+            log_probs=log_probs,
+        )
+        reason = "length" if len(turn.token_ids) >= most else "tool_calls" if "tool_calls" in message else "stop"
+        counts = {"prompt_tokens": len(context), "completion_tokens": len(turn.token_ids)}
+        return {
+            "id": f"chatcmpl-{number}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": request.get("model") or "policy",
+            "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
+            "usage": {**counts, "total_tokens": sum(counts.values())},
+        }
+
+    async def _asked(self, messages: Messages, tools: Any) -> Conversation:
+        """The conversation that ``messages`` are: one that goes on, or a new one."""
+        if not messages or messages[-1]["role"] == "assistant":
+            raise ChatError("messages: the last must be a question")
+        like = [each for each in self._said.values() if each.tools == tools]
+        known = [each for each in like if messages[: len(each.messages)] == each.messages]
+        if known:
+            before = max(known, key=lambda each: len(each.messages))
+            context = before.prompt_ids + before.response_ids
+            merged, mask, log_probs = await self._loop.ct_merge_context_msg(
+                before.messages, messages, context, before.mask, before.log_probs, tools=tools
+            )
+            response_ids = merged.token_ids[len(before.prompt_ids) :]
+            return replace(before, messages=messages, response_ids=response_ids, mask=mask, log_probs=log_probs)
+        roles = [message["role"] for message in messages]
+        # A first request may begin with examples, and later ones with the same.
+        examples = messages[: len(roles) - roles[::-1].index("assistant")] if "assistant" in roles else []
+        rewritten = bool(self._said and examples) and all(each.messages[: len(examples)] != examples for each in like)
+        build = self._loop.continuous_token_builder.build_initial_tokens
+        return Conversation(
+            messages, tools, rewritten, await asyncio.to_thread(build, messages, tools=tools), [], [], []
+        )
+
+    async def _message(self, token_ids: list[int], tools: Any, number: int) -> dict[str, Any]:
+        tokenizer, calls = self._loop.tokenizer, list[FunctionCall]()
+        if token_ids[-1:] == [tokenizer.eos_token_id]:
+            token_ids = token_ids[:-1]
+        if tools:
+            parser = ToolParser.get_tool_parser(self._loop.rollout_config.multi_turn.format, tokenizer)
+            schemas = [OpenAIFunctionToolSchema.model_validate(tool) for tool in tools]
+            content, calls = await parser.extract_tool_calls(token_ids, schemas)
+        if not calls:
+            return {"role": "assistant", "content": tokenizer.decode(token_ids, skip_special_tokens=True)}
+        functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        named = [{"id": f"call_{number}_{i}", "type": "function", "function": each} for i, each in enumerate(functions)]
+        return {"role": "assistant", "content": content, "tool_calls": named}
+
+    def output(self, completion: str | None = None) -> AgentLoopOutput:
+        """The conversation that ends with ``completion``, an id, or with the last one.
+
+        Raises:
+            ValueError: there is none, or it begins with answers that this endpoint has not given.
+        """
+        if not self._said:
+            raise ValueError("the endpoint has given no completion")
+        said = self._said[completion or next(reversed(self._said))]
+        if said.rewritten:
+            raise ValueError(
+                "the client went on from answers, or with tools, that are not those of its earlier requests: a sequence is "
+                "trained under one context, so an agent may add to its messages and change none"
+            )
+        most = self._loop.rollout_config.response_length
+        return AgentLoopOutput(
+            prompt_ids=said.prompt_ids,
+            response_ids=said.response_ids[:most],
+            response_mask=said.mask[:most],
+            response_logprobs=None if said.log_probs is None else said.log_probs[:most],
+            num_turns=sum(message["role"] != "system" for message in said.messages),
+            metrics=AgentLoopMetrics(),
+        )
+
+
+def _plain(messages: Any) -> Messages:
+    """``messages`` as chat templates read them, the same however a client writes them."""
+    try:
+        return [_plain_message(message) for message in messages]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ChatError(f"messages: {type(error).__name__}: {error}") from error
+
+
+def _plain_message(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content)
+    plain = {"role": message["role"], "content": content}
+    plain.update({key: message[key] for key in ("name", "tool_call_id") if message.get(key)})
+    if calls := message.get("tool_calls"):
+        functions = [call["function"] for call in calls]
+        named = [{"name": each["name"], "arguments": json.loads(each["arguments"])} for each in functions]
+        plain["tool_calls"] = [
+            {"id": call["id"], "type": "function", "function": each} for call, each in zip(calls, named, strict=True)
+        ]
+    return plain
