@@ -19,10 +19,16 @@ _ACTOR = re.compile(r"^\s*class_name: (?:\S*\.)?(?P<name>\w+)$.*?^\s*pid: (?P<pi
 
 
 def one_line(error: BaseException | None) -> str:
-    """Type and last line of ``error``; Ray puts a remote traceback before that line. A dead actor is named."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """Type and last line of ``error``; Ray puts a remote traceback before that line. A dead actor is named.
+
+    Of a group it is the first error in it. The error may be any user's: it may not be able to say what it is.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    said = str(traceback.TracebackException(type(error), error, None)).encode(errors="replace").decode()
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     message = lines[-1] if lines else "(no message)"
-    if isinstance(error, RayActorError) and (found := _ACTOR.search(str(error))):
+    if isinstance(error, RayActorError) and (found := _ACTOR.search(said)):
         message = f"{found['name']} (pid {found['pid']}): {message}"
     return f"{type(error).__name__}: {message}"
 
@@ -50,7 +56,7 @@ class ToldError:
 
     @classmethod
     def of(cls, error: BaseException) -> ToldError:
-        text = "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception(error)).encode(errors="replace").decode()
         # Python prints the first cause first.
         frames = [f"{found['file']}:{found['line']}" for found in _FRAME.finditer(_CHAINED.split(text, maxsplit=1)[0])]
         users = [frame for frame in frames if not _NOT_THE_USERS.search(frame)]

@@ -112,6 +112,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
 
     tools = ()
     reward_loop_worker_handles = None
+    vocabulary = 1_000_000
     rollout_config = SimpleNamespace(prompt_length=10_000, response_length=1_000_000)  # type: ignore[assignment]
 
     def __init__(self, curve: EngineCurve, replicas: int, placement: Placement = Placement.COLOCATED) -> None:

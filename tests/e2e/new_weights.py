@@ -1,14 +1,10 @@
-"""Other weights for a vLLM engine, as if a trainer had sent them, a model's pace, and what its scheduler has.
+"""Other weights for a vLLM engine, as if a trainer had sent them, and a model's pace: an extension of vLLM's worker."""
 
-An extension of vLLM's worker, which shares its process with the scheduler (``distributed_executor_backend=uni``).
-"""
-
-import gc
 import time
 
 
 class NewWeights:
-    """Its methods by name, for ``collective_rpc``."""
+    """``slow_steps`` and ``scale_norms`` by name, for ``collective_rpc``."""
 
     def slow_steps(self, seconds: float) -> None:
         """Each step takes ``seconds`` longer, as a larger model's would."""
@@ -28,10 +24,3 @@ class NewWeights:
         for weights in norms:
             weights.data.mul_(factor)
         return len(norms)
-
-    def scheduled(self) -> tuple[int, int]:
-        """Requests that run, and requests that wait."""
-        from vllm.v1.core.sched.scheduler import Scheduler
-
-        (scheduler,) = (each for each in gc.get_objects() if issubclass(type(each), Scheduler))
-        return scheduler.get_request_counts()

@@ -93,16 +93,23 @@ async def leave_calls(engine, server):
     sample = LiveSample("0/0#0", keeper=Keeper(), priority=0)
     ask, counts = SampleClient(client, sample).generate, []
     sampling = {"temperature": 1.0, "ignore_eos": True, "logprobs": True, "max_tokens": RESPONSE}
+    stats, record = [], engine.logger_manager.record
+
+    def watch(scheduler_stats, *others, **named):
+        stats[:] = [scheduler_stats] if scheduler_stats else stats
+        record(scheduler_stats, *others, **named)
+
+    async def scheduled(*expected):
+        async with asyncio.timeout(10):
+            while [(each.num_running_reqs, each.num_waiting_reqs) for each in stats] != [expected]:
+                await asyncio.sleep(0.002)
+        counts.append(expected)
+
+    engine.logger_manager.record = watch
     calls = [
         asyncio.ensure_future(ask("r", prompt_ids=[*PROMPT, i], sampling_params=dict(sampling)))
         for i in range(2 * SEATS)
     ]
-
-    async def scheduled(*expected):
-        async with asyncio.timeout(10):
-            while (found := tuple((await engine.collective_rpc("scheduled"))[0])) != expected:
-                await asyncio.sleep(0.002)
-        counts.append(found)
 
     await scheduled(SEATS, SEATS)
     with pytest.raises(TimeoutError):
@@ -111,6 +118,7 @@ async def leave_calls(engine, server):
     await scheduled(SEATS, SEATS - 2)
     await sample.end()
     await scheduled(0, 0)
+    del engine.logger_manager.record
     assert all(call.done() for call in calls)
     return counts, sample.decoded
 

@@ -57,7 +57,7 @@ def scored(config, length):
     tokens = [1] * length
     made = returned(tokens, tokens, None)
     made.reward_score, made.extra_fields = result["reward_score"], {"reward_extra_info": result["reward_extra_info"]}
-    return sample_output(played(([7, 8], 0, tokens)), made)
+    return sample_output(played(([7, 8], 0, tokens)), made, 10**6)
 
 
 def test_dapo_penalises_the_last_fifth_of_the_budget_filters_by_the_reward_before_it_and_can_be_checkpointed(

@@ -251,7 +251,7 @@ def trained(function, length=3, group_filter=None, **options):
 
     async def run():
         made = worker(function, kind=PartialRolloutAgentLoopWorker, **options)
-        made._filter = group_filter
+        made._filter, made.vocabulary = group_filter, 100
         tokens = list(range(1, length + 1))
         sample = played(([1, 2, 3], 0, tokens))
         LIVE_SAMPLE.set(sample)

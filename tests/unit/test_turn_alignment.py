@@ -149,7 +149,7 @@ async def test_token_of_verls_tool_loop_has_the_version_and_log_prob_of_its_call
     LIVE_SAMPLE.set(sample)
     tool = FunctionTool(name="look", fn=look, tool_schema=tool_schema("look"), is_async=False)
     loop = loop_of(config_of(response_length, "observation"), [tool])
-    made = sample_output(sample, await loop.run({}, raw_prompt=[{"role": "user", "content": "go"}]))
+    made = sample_output(sample, await loop.run({}, raw_prompt=[{"role": "user", "content": "go"}]), 10**6)
     mask = made.response_mask.astype(bool)
     assert (made.response_ids[mask].tolist(), made.versions[mask].tolist()) == (tokens, versions)
     assert made.log_probs[mask].tolist() == log_probs_of(tokens, versions)
@@ -209,7 +209,7 @@ def test_token_counts_for_the_call_that_made_it_in_its_place_whatever_else_was_a
     sample = played(*turns)
     sample.calls_replayed, sample.calls_asked = 2, 1
     log_probs = None if given is None else (np.array(mask) * np.float32(log_probs_of(response, given))).tolist()
-    made = sample_output(sample, returned(response, mask, log_probs))
+    made = sample_output(sample, returned(response, mask, log_probs), 10**6)
     assert made.versions.tolist() == versions
     assert made.log_probs.tolist() == (np.array(mask) * np.float32(log_probs_of(response, np.abs(versions)))).tolist()
     counts = [made.metrics[name] for name in ("calls_replayed", "calls_asked", "untrained_tokens")]
@@ -234,4 +234,4 @@ def test_token_counts_for_the_call_that_made_it_in_its_place_whatever_else_was_a
 )
 def test_tokens_or_log_probs_that_are_not_the_engines_are_refused(prompt, response, mask, log_probs, why):
     with pytest.raises(RuntimeError, match=f"sample 0/0#0: .*{why}.*"):
-        sample_output(played((prompt, 1, [5, 6])), returned(response, mask, log_probs))
+        sample_output(played((prompt, 1, [5, 6])), returned(response, mask, log_probs), 10**6)

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from copy import deepcopy
 from functools import partial
@@ -53,6 +54,10 @@ from recipe.partial_rollout.worker.turn_alignment import sample_output
 
 _AGENT_LOOP: ContextVar[str] = ContextVar("agent_loop", default="of a sample")
 """name of the agent loop that runs"""
+
+_EXITS, _EXITED = (SystemExit, KeyboardInterrupt), "the agent loop or a tool of it raises {}"
+_THREADS = 1024
+"""of the event loop, made as they are needed: samples that are carried keep theirs, and the others need some, too"""
 
 logger = logging.getLogger(__name__)
 
@@ -257,6 +262,31 @@ class _LocalRewardHandle:
         return self._worker.compute_score(data)
 
 
+class _Contained(Coroutine[Any, Any, Any]):
+    """A task's coroutine in which to exit is an error: asyncio lets SystemExit out of its event loop, which then ends."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
+        self._work = work
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def __await__(self) -> Any:
+        return self._work.__await__()
+
+    def send(self, value: Any) -> Any:
+        try:
+            return self._work.send(value)
+        except _EXITS as error:
+            raise RuntimeError(_EXITED.format(one_line(error))) from error
+
+    def throw(self, *thrown: Any) -> Any:
+        try:
+            return self._work.throw(*thrown)
+        except _EXITS as error:
+            raise RuntimeError(_EXITED.format(one_line(error))) from error
+
+
 class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     """The actor around a ``ClaimLoop``: forwards its verbs, and runs claimed samples in verl's agent loops."""
 
@@ -268,6 +298,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         ours = self.config.partial_rollout
         self.tools = journaled(self.tools, ours.failures.tool_timeout_s)
         self._filter = FilterSettings.from_config(self.config)
+        self.vocabulary = self.model_config.hf_config.get_text_config().vocab_size
         self._connected: ClaimLoop | None = None
         assert isinstance(self.llm_client, PartialRolloutLLMClient)
         self.llm_client.use_tokenizer(self.tokenizer)
@@ -299,7 +330,11 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
 
     async def serve(self) -> None:
         """``ClaimLoop.serve``; a driver that lost its connection asks again, and awaits the same."""
-        self._serving = self._serving or asyncio.create_task(self._claims.serve())
+        if self._serving is None:
+            home = asyncio.get_running_loop()
+            home.set_task_factory(lambda loop, work, **how: asyncio.Task(_Contained(work), loop=loop, **how))  # type: ignore[arg-type]
+            home.set_default_executor(ThreadPoolExecutor(_THREADS))
+            self._serving = asyncio.create_task(self._claims.serve())
         await asyncio.shield(self._serving)
 
     def open_round(self) -> None:
@@ -356,4 +391,4 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             await self._score(output, kwargs)
         # The row has it.
         output.extra_fields.pop("raw_prompt", None)
-        return sample_output(sample, output)
+        return sample_output(sample, output, self.vocabulary)

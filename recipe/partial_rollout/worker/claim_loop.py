@@ -313,8 +313,7 @@ class ClaimLoop:
         sample = seat.sample
         LIVE_SAMPLE.set(sample)
         try:
-            # In a task of its own, which it may cancel.
-            output = await sample.clock.run(asyncio.create_task(self._in_life(grant)))
+            output = await sample.clock.run(self._run_agent_loop(grant))
             await self._end(seat)
         # A library may cancel what it awaits and let that out: the sample has failed like any other.
         except (Exception, asyncio.CancelledError) as error:
@@ -328,12 +327,6 @@ class ClaimLoop:
             seat.late.cancel()
         del self._seats[sample.id]
         self._outbox.send()
-
-    async def _in_life(self, grant: Grant) -> SampleOutput:
-        try:
-            return await self._run_agent_loop(grant)
-        except SystemExit as error:
-            raise RuntimeError(f"the agent loop or a tool of it exits (SystemExit: {error})") from error
 
     async def _fail(self, seat: Seat, error: BaseException) -> None:
         ends_the_run = _ends_the_run(error, first=not self._any_finished)

@@ -7,16 +7,19 @@ import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
 from recipe.partial_rollout.manager.types import GIVEN_UP, Segment
 
 T = TypeVar("T")
+
+_END_S = 5.0
+"""seconds that an agent loop has to clean up after its time"""
 
 
 class SampleTimeoutError(TimeoutError):
@@ -48,23 +51,25 @@ class SampleClock:
             SampleTimeoutError: the clock ran for longer than its deadline.
             Exception: the one given to ``end``.
         """
-        limit = asyncio.timeout(self._deadline_s)
+        task = asyncio.ensure_future(agent_loop)
         try:
-            async with limit as self._timeout:
-                output = await agent_loop
-        except TimeoutError as error:
-            if error is self._error or not limit.expired():
-                raise
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._deadline_s) as self._timeout:
+                    await asyncio.wait({task})
+            late = not task.done()
+            where = await _cancelled(task) if late else None
+        finally:
+            self._timeout = None
+            task.cancel()
+        if late or self._error is not None:
             raise self._error or SampleTimeoutError(
                 f"the agent loop of {self._name} made no engine call for {self._deadline_s:g} s "
                 f"(partial_rollout.failures.sample_timeout_s)"
-            ) from error
-        finally:
-            self._timeout = None
-        if self._error is not None:
-            # An agent loop may also catch its cancellation.
-            raise self._error
-        return output
+            ) from where
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, Exception):
+            # Let out of the event loop, or of what runs here, it would end more than its sample.
+            raise RuntimeError(f"the agent loop raises {type(error).__name__}: {error}") from error
+        return task.result()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -89,6 +94,16 @@ class SampleClock:
         if self._error is not None:
             seconds = 0.0
         self._timeout.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
+
+
+async def _cancelled(task: asyncio.Future[Any]) -> BaseException | None:
+    """Where ``task`` was when it was cancelled. It may catch that and go on: then it is left to itself, and unheard."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=_END_S)
+    try:
+        return task.exception() if task.done() else None
+    except asyncio.CancelledError as cancelled:
+        return cancelled
 
 
 class SlotKeeper(Protocol):
@@ -338,6 +353,16 @@ class LiveSample:
         unsent = tuple(self._unsent), tuple(self._unsent_tools)
         self._unsent, self._unsent_tools = [], []
         return unsent
+
+
+class OneOfASample:
+    """What a sample has once. Agents that fork copy all that they have: the copy is the same thing."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
 
 LIVE_SAMPLE: ContextVar[LiveSample | None] = ContextVar("live_sample", default=None)

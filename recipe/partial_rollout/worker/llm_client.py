@@ -30,6 +30,7 @@ from recipe.partial_rollout.waits import ReplicaError, answer_of, means_death, o
 from recipe.partial_rollout.worker.live_sample import (
     LIVE_SAMPLE,
     LiveSample,
+    OneOfASample,
     SampleClock,
     Turn,
     at_home,
@@ -188,7 +189,7 @@ class _Call:
         await asyncio.wait({self.task})
 
 
-class SampleClient:
+class SampleClient(OneOfASample):
     """verl's client for one agent loop, in whatever thread or task it generates.
 
     A context variable tells the other calls of a worker apart, and an executor's threads do not have it.

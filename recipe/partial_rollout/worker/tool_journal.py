@@ -54,7 +54,7 @@ from verl.tools.function_tool import FunctionTool, normalize_function_tool_retur
 from verl.tools.schemas import ToolResponse
 
 from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack, unpack
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, at_home
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, OneOfASample, at_home
 
 T = TypeVar("T")
 
@@ -356,7 +356,7 @@ class _NoResponse:
         )
 
 
-class JournaledTool:
+class JournaledTool(OneOfASample):
     """A ``BaseTool`` behind a journal; everything but its life cycle is the tool's own."""
 
     def __init__(self, tool: BaseTool, calls: _Calls) -> None:

@@ -25,12 +25,21 @@ from recipe.partial_rollout.manager.types import SampleOutput
 from recipe.partial_rollout.worker.live_sample import LiveSample, Turn, context_hash
 
 
-def sample_output(sample: LiveSample, output: AgentLoopOutput) -> SampleOutput:
+def sample_output(sample: LiveSample, output: AgentLoopOutput, vocabulary: int) -> SampleOutput:
     """``output`` of an agent loop with the policy version and the engine's log-prob of every token, unpadded.
 
+    Args:
+        vocabulary: token ids that the model can read.
+
     Raises:
-        RuntimeError: the generated tokens of ``output``, or the log-probs that it gives them, are not the engine's.
+        RuntimeError: the generated tokens of ``output``, or the log-probs that it gives them, are not the engine's; or the
+            trainer could not read them.
     """
+    tokens = {*output.prompt_ids, *output.response_ids}
+    if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
+        raise _refusal(sample, f"token {unknown[0]}, and the model knows those from 0 to {vocabulary - 1}")
+    if odd := {*output.response_mask} - {0, 1}:
+        raise _refusal(sample, f"a mask with {odd.pop()}, which is neither 0 nor 1")
     prompt_ids = np.asarray(output.prompt_ids, dtype=np.int32)
     response_ids = np.asarray(output.response_ids, dtype=np.int32)
     mask = np.asarray(output.response_mask, dtype=np.int8)

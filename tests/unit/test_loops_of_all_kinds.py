@@ -1,0 +1,264 @@
+"""Other things that loops do: what is sound trains, what is not costs its sample and says why."""
+
+import asyncio
+import contextlib
+import contextvars
+import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import anyio
+import pytest
+
+from tests.unit.loop_life import Life, output_of, play
+from tests.unit.test_loops import PROMPT, ask, trained
+
+
+def output_with(answer, prompt=PROMPT):
+    return output_of(prompt, answer.token_ids, response_logprobs=answer.log_probs)
+
+
+# -- sound ---------------------------------------------------------------------------------------------------------------
+
+
+async def task_group(client, row, params):
+    async with asyncio.TaskGroup() as group:
+        answers = [group.create_task(ask(client, params, tokens)) for tokens in (30, 40)]
+    return output_with(answers[1].result())
+
+
+async def task_group_that_fails(client, row, params):
+    async def tool():
+        await asyncio.sleep(0.005)
+        raise KeyError("city")
+
+    with pytest.raises(ExceptionGroup):
+        async with asyncio.TaskGroup() as group:
+            for work in (ask(client, params, 60), ask(client, params, 50), tool()):
+                group.create_task(work)
+    return output_with(await ask(client, params, 30))
+
+
+async def anyio_groups(client, row, params):
+    answers = []
+
+    async def one(tokens):
+        answers.append(await ask(client, params, tokens))
+
+    with anyio.move_on_after(0.01):
+        await ask(client, params, 60)
+    async with anyio.create_task_group() as group:
+        group.start_soon(one, 30)
+        group.start_soon(one, 10)
+    return output_with(answers[1])
+
+
+async def shields(client, row, params):
+    inner = asyncio.gather(asyncio.shield(ask(client, params, 60)), asyncio.shield(ask(client, params, 50)))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(inner), 0.005)
+    return output_with(await ask(client, params, 30))
+
+
+async def generator_that_nobody_closes(client, row, params):
+    async def turns():
+        try:
+            while True:
+                yield await ask(client, params, 30)
+        finally:
+            await ask(client, params, 5)
+
+    async for answer in turns():
+        return output_with(answer)
+
+
+CONTEXT = contextvars.copy_context()
+
+
+async def context_of_its_own(client, row, params):
+    return output_with(await asyncio.create_task(ask(client, params, 30), context=CONTEXT.copy()))
+
+
+POOL = ThreadPoolExecutor(1)
+
+
+async def pool_of_all(client, row, params):
+    home = asyncio.get_running_loop()
+    work = [home.run_in_executor(POOL, asyncio.run, ask(client, params, 15)) for _ in range(2)]
+    return output_with((await asyncio.gather(*work))[1])
+
+
+async def process_beside(client, row, params):
+    command = [sys.executable, "-I", "-S", "-c", "print(7)"]
+    process, answer = await asyncio.gather(
+        asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE), ask(client, params, 30)
+    )
+    said, _ = await process.communicate()
+    prompt = [*PROMPT, *answer.token_ids, int(said)]
+    after = await ask(client, params, 4, prompt)
+    return output_of(PROMPT, [*answer.token_ids, int(said), *after.token_ids], [1] * 30 + [0] + [1] * 4)
+
+
+async def prompt_that_shrinks(client, row, params):
+    await ask(client, params, 5)
+    return output_with(await ask(client, params, 30, PROMPT[:1]), PROMPT[:1])
+
+
+async def copied(client, row, params):
+    agents = [copy.deepcopy({"client": client, "said": []}), copy.copy(client)]
+    await ask(agents[1], params, 5)
+    return output_with(await ask(agents[0]["client"], params, 30))
+
+
+async def cancelled_by_itself(client, row, params):
+    asyncio.current_task().cancel()
+    try:
+        await ask(client, params, 60)
+    except asyncio.CancelledError:
+        asyncio.current_task().uncancel()
+    return output_with(await ask(client, params, 30))
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        task_group, task_group_that_fails, anyio_groups, shields, generator_that_nobody_closes, context_of_its_own,
+        pool_of_all, process_beside, prompt_that_shrinks, copied, cancelled_by_itself,
+    ],
+)  # fmt: skip
+def test_sound_loop_trains(loop):
+    output, life = trained(loop)
+    assert not output.masked, output.extra_fields
+    assert output.response_mask.sum() >= 15 and life.figures()["failures/failed_total"] == 0
+
+
+# -- unsound -------------------------------------------------------------------------------------------------------------
+
+
+class Stops(BaseException):
+    """As pytest's or trio's own."""
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def in_child(error):
+    async def child(client, row, params):
+        async def tool():
+            await asyncio.sleep(0.001)
+            raise error
+
+        await asyncio.gather(ask(client, params, 20), tool())
+
+    return child
+
+
+def raises(error):
+    async def loop(client, row, params):
+        await ask(client, params, 4)
+        raise error
+
+    return loop
+
+
+async def exits_in_a_thread(client, row, params):
+    await asyncio.gather(asyncio.to_thread(sys.exit, 2), ask(client, params, 20))
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        (in_child(SystemExit(2)), "SystemExit: 2"),
+        (in_child(KeyboardInterrupt()), "KeyboardInterrupt"),
+        (in_child(Stops("a")), "Stops: a"),
+        (exits_in_a_thread, "SystemExit: 2"),
+        (raises(Stops("a")), "Stops: a"),
+        (raises(Mute()), "Mute"),
+        (raises(ValueError("\ud800")), "ValueError"),
+        (raises(ExceptionGroup("two", [KeyError("city"), ValueError("b")])), "city"),
+        (raises(StopAsyncIteration()), "StopAsyncIteration"),
+        (raises(GeneratorExit()), "GeneratorExit"),
+    ],
+)
+def test_whatever_a_loop_or_a_task_of_it_raises_costs_its_sample_and_is_named(loop, said):
+    output, life = trained(loop)
+    assert output.masked and said in output.extra_fields["sample_error"]
+    assert life.figures()["failures/masked_total"] == 1
+
+
+def test_loop_that_catches_its_cancellation_ends_by_its_timeout_all_the_same(monkeypatch):
+    monkeypatch.setattr("recipe.partial_rollout.worker.live_sample._END_S", 0.05)
+
+    async def deaf(client, row, params):
+        await ask(client, params, 4)
+        # The third is the end of the test.
+        for _ in range(3):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+
+    output, _ = trained(deaf, sample_timeout_s=0.05)
+    assert output.masked and "sample_timeout_s" in output.extra_fields["sample_error"]
+
+
+@pytest.mark.parametrize(
+    ("more", "bit", "said"),
+    [
+        ([-100], 1, "token -100, and the model knows those from 0 to 999"),
+        ([1000], 1, "token 1000, and"),
+        ([2**40], 1, f"token {2**40}, and"),
+        ([1], 2, "a mask with 2, which is neither 0 nor 1"),
+        ([1], 256, "a mask with 256"),
+        ([1], -1, "a mask with -1"),
+        ([1], 0, None),
+    ],
+)
+def test_what_a_model_cannot_read_or_a_loss_would_multiply_fails_its_sample(more, bit, said):
+    async def shaped(client, row, params):
+        answer = await ask(client, params, 5)
+        return output_of(PROMPT, [*answer.token_ids, *more], [1, 1, 1, 1, bit] + [0] * len(more))
+
+    output, _ = trained(shaped)
+    assert output.masked == (said is not None) and (said or "") in output.extra_fields.get("sample_error", "")
+
+
+class Shared:
+    """What loops keep for all."""
+
+    client = output = None
+
+
+async def client_of_the_first(client, row, params):
+    Shared.client = Shared.client or client
+    return output_with(await ask(Shared.client, params, 10))
+
+
+async def output_of_the_last(client, row, params):
+    answer = output_with(await ask(client, params, 10))
+    Shared.output, answer = answer, Shared.output or answer
+    return answer
+
+
+@pytest.mark.parametrize("loop", [client_of_the_first, output_of_the_last])
+def test_loops_that_share_a_client_or_an_output_train_nothing_that_was_not_made_for_their_sample(loop):
+    Shared.client = Shared.output = None
+    outputs = play(lambda: Life(loop, [{}] * 4), lambda life: life.train())
+    assert [output.masked for output in outputs].count(False) == 1
+    said = [output.extra_fields["sample_error"] for output in outputs if output.masked]
+    assert all("no engine call made" in words or "has ended: its agent loop has returned" in words for words in said)
+
+
+def test_synchronous_agents_in_threads_leave_validation_its_own():
+    """The event loop's own pool has as many threads as six samples need."""
+
+    async def threaded(client, row, params):
+        return output_with(await asyncio.to_thread(asyncio.run, ask(client, params, row["tokens"])))
+
+    rows = [{"tokens": 4}, *[{"tokens": 60}] * 50]
+
+    async def story(life):
+        await life.stop_round()
+        return await asyncio.wait_for(life.validate({"tokens": 4}), 5)
+
+    assert len(play(lambda: Life(threaded, rows, slots=64), story).response_ids) == 4
