@@ -25,7 +25,8 @@ def one_line(error: BaseException | None) -> str:
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    said = str(traceback.TracebackException(type(error), error, None)).encode(errors="replace").decode()
+    said = str(traceback.TracebackException(type(error), error, None))  # type: ignore[arg-type]
+    said = said.encode(errors="replace").decode()
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     message = lines[-1] if lines else "(no message)"
     if isinstance(error, RayActorError) and (found := _ACTOR.search(said)):

@@ -165,7 +165,8 @@ class ChatEndpoint:
         )
 
     async def _message(self, token_ids: list[int], tools: Any, number: int) -> dict[str, Any]:
-        tokenizer, calls = self._loop.tokenizer, list[FunctionCall]()
+        tokenizer: Any = self._loop.tokenizer
+        calls: list[FunctionCall] = []
         if token_ids[-1:] == [tokenizer.eos_token_id]:
             token_ids = token_ids[:-1]
         if tools:
