@@ -45,8 +45,15 @@ def _of_rows(value: Any, rows: torch.Tensor) -> Any:
     return value[rows] if getattr(value, "shape", ())[:1] == rows.shape else value
 
 
+def _spread(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """[B, ...]: ``values`` at ``rows``, 0 at the others."""
+    whole = values.new_zeros((len(rows), *values.shape[1:]))
+    whole[rows] = values
+    return whole
+
+
 def _estimator(original: Any) -> Any:
-    """The advantage estimator ``original`` on the rows that train."""
+    """The advantage estimator ``original`` on the rows that train; it compares groups if it names ``index``."""
     names = list(inspect.signature(original).parameters)
 
     @functools.wraps(original)
@@ -57,10 +64,12 @@ def _estimator(original: Any) -> Any:
             rows = _with_baseline(rows, told["index"])
         if rows.all():
             return original(**told)
-        advantages, returns = torch.zeros((2, *told["response_mask"].shape))
-        if rows.any():
-            advantages[rows], returns[rows] = original(**{key: _of_rows(value, rows) for key, value in told.items()})
-        return advantages, returns
+        if told["response_mask"][rows].sum() < 2:
+            # A lone token has no variance, and verl refuses to whiten it.
+            nothing = torch.zeros(told["response_mask"].shape)
+            return nothing, nothing.clone()
+        found = original(**{key: _of_rows(value, rows) for key, value in told.items()})
+        return _spread(found[0], rows), _spread(found[1], rows)
 
     return estimate
 

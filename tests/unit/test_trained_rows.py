@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from verl.trainer.ppo import ray_trainer
+from verl.trainer.ppo import core_algos, ray_trainer
 
 from recipe.partial_rollout.manager.policies import masked_output
 from recipe.partial_rollout.manager.types import Segment, TakenGroup
@@ -136,6 +136,7 @@ GOOD = ("good", 1.0, 3)
 @given(groups=BATCHES, colocated=st.booleans())
 @example(groups=[[GOOD, ("good", 0.0, 2), *[("failed", 0.5, 4)] * 6]], colocated=False)
 @example(groups=[[GOOD, ("failed", 1.0, 4)], [GOOD, ("good", 0.0, 4)]], colocated=True)
+@example(groups=[[("good", 1.0, 1), ("failed", 1.0, 4)]], colocated=False)
 def test_group_and_batch_have_the_statistics_of_the_samples_that_train(name, groups, colocated):
     """A lone survivor trains only where its advantage is its own: other samples' rewards are no baseline."""
     data = batch_of(groups, colocated=colocated)
@@ -144,8 +145,10 @@ def test_group_and_batch_have_the_statistics_of_the_samples_that_train(name, gro
     kept = [[g * size + i for i in range(size) if trains[g * size + i]] for g in range(len(groups))]
     kept = [rows for rows in kept if len(rows) > (name in GROUPED)]
     rows = [i for group in kept for i in group]
-    # A single token has no variance, and verl refuses to whiten it.
-    assume(name in GROUPED or sum(flat[i][2] for i in rows) != 1)
+    if sum(flat[i][2] for i in rows) == 1:
+        # A single token has no variance: verl refuses to whiten it, and it trains nothing where others are masked.
+        assume(not all(trains))
+        rows = []
     told = [(np.array([flat[i][1] for i in g]), np.array([flat[i][2] for i in g])) for g in kept]
     expected = np.zeros((len(flat), R))
     if rows:
@@ -160,10 +163,22 @@ def test_group_and_batch_have_the_statistics_of_the_samples_that_train(name, gro
 
 def test_batch_without_a_masked_sample_is_verls_own(monkeypatch):
     data = batch_of([[GOOD, ("good", 0.0, 4)]])
-    want = ray_trainer.core_algos.compute_grpo_outcome_advantage(
+    want = core_algos.compute_grpo_outcome_advantage(
         data.batch["rm_scores"], data.batch["response_mask"], data.non_tensor_batch["uid"]
     )
     assert torch.equal(advantages(data, "grpo"), want[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_estimator_of_ones_own_may_compute_in_another_precision(monkeypatch, dtype):
+    def own(token_level_rewards, response_mask, **kwargs):
+        scores = token_level_rewards.sum(-1).to(dtype)
+        advantages = (scores - scores.mean())[:, None] * response_mask
+        return advantages, advantages
+
+    monkeypatch.setitem(core_algos.ADV_ESTIMATOR_REGISTRY, "own", own)
+    got = advantages(batch_of([[GOOD, ("good", 0.0, 2), ("failed", 1.0, 4)]]), "own")
+    assert got.dtype == dtype and got[:, 0].tolist() == [0.5, -0.5, 0.0]
 
 
 def test_penalty_for_the_kl_divergence_and_its_controller_see_the_samples_that_train():
