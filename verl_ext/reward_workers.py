@@ -4,7 +4,8 @@
   agent-loop workers read from every answer. Here the answer has it, empty.
 - verl's reward managers write into ``extra_info``, and samples of a prompt have the same dictionary unless a call to
   another process copied it: one is scored with what another's conversation left. Here each call has its own.
-- Ray restarts a worker that dies. One whose function never returns can be ended (``ray.kill(..., no_restart=False)``).
+- Ray restarts a worker that dies, ``partial_rollout.failures.worker_restarts`` times. One whose function never returns
+  can be ended (``ray.kill(..., no_restart=False)``).
 
 It may go when verl's answers are alike, its managers get a copy, and its workers restart.
 """
@@ -15,6 +16,7 @@ import zlib
 from typing import Any
 
 import ray
+from omegaconf import OmegaConf
 
 
 class _Compressed:
@@ -51,7 +53,8 @@ def patch(module: Any) -> None:
         return await compute_score(self, own)
 
     def start_restartable(self: Any) -> None:
-        self.reward_loop_workers_class = ray.remote(max_restarts=-1)(worker)
+        restarts = OmegaConf.select(self.config, "partial_rollout.failures.worker_restarts", default=-1)
+        self.reward_loop_workers_class = ray.remote(max_restarts=restarts)(worker)
         config, self.config = self.config, _Compressed(self.config)
         try:
             start_workers(self)

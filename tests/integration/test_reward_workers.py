@@ -1,4 +1,4 @@
-"""verl's reward workers with a function that never returns and holds its interpreter, as a regular expression may."""
+"""verl's reward workers with a function that never returns, as a regular expression may, or that ends its process."""
 
 import asyncio
 
@@ -9,17 +9,23 @@ from tensordict import TensorDict
 from verl.experimental.reward_loop import RewardLoopManager
 from verl.protocol import DataProto
 
-from recipe.partial_rollout.worker.rewards import RewardWorkers
+from recipe.partial_rollout.worker.rewards import RewardWorkerDiedError, RewardWorkers, RewardWorkersLostError
 from tests.unit.conftest import build_config
 from tests.unit.shared import byte_tokenizer
 
 REWARD = """
 import ctypes
+import os
+import time
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if ground_truth == "degenerate":
         ctypes.PyDLL(None).sleep(3600)
+    if ground_truth == "slow":
+        time.sleep(3.0)
+    if ground_truth == "fatal":
+        os._exit(1)
     return 1.0
 """
 
@@ -44,20 +50,38 @@ def reward_workers(tmp_path):
         f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
         "reward.custom_reward_function.name=compute_score",
         "reward.num_workers=1",
+        "partial_rollout.failures.worker_restarts=2",
     )
-    return RewardLoopManager(config).reward_loop_worker_handles
+    return RewardWorkers(RewardLoopManager(config).reward_loop_worker_handles, config)
 
 
-def test_reward_worker_whose_function_never_returns_starts_anew_and_costs_no_other_score(reward_workers):
+def test_reward_worker_whose_function_never_returns_starts_anew_so_often_and_costs_no_other_score(reward_workers):
     async def score():
-        workers = RewardWorkers(reward_workers)
-        assert (await workers.remote(call_for("good")))["reward_score"] == 1.0
-        stuck = asyncio.create_task(workers.remote(call_for("degenerate")))
+        assert (await reward_workers.remote(call_for("good")))["reward_score"] == 1.0
+        for _ in range(2):
+            stuck = asyncio.create_task(reward_workers.remote(call_for("degenerate")))
+            await asyncio.sleep(1.0)
+            behind = asyncio.create_task(reward_workers.remote(call_for("good")))
+            await asyncio.sleep(1.0)
+            assert not behind.done()
+            stuck.cancel()
+            assert (await asyncio.wait_for(behind, 300))["reward_score"] == 1.0
+        stuck = asyncio.create_task(reward_workers.remote(call_for("degenerate")))
         await asyncio.sleep(1.0)
-        behind = asyncio.create_task(workers.remote(call_for("good")))
-        await asyncio.sleep(1.0)
-        assert not behind.done()
         stuck.cancel()
-        return await asyncio.wait_for(behind, 300)
+        await asyncio.wait([stuck])
+        with pytest.raises(RewardWorkersLostError, match=r"reward\.py.*worker_restarts=2"):
+            await asyncio.wait_for(reward_workers.remote(call_for("good")), 120)
 
-    assert asyncio.run(score())["reward_score"] == 1.0
+    asyncio.run(score())
+
+
+def test_reward_function_that_ends_its_process_costs_its_own_score_alone(reward_workers):
+    async def score():
+        calls = [reward_workers.remote(call_for(truth)) for truth in ("slow", "fatal", "slow")]
+        found = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 300)
+        assert isinstance(found[1], RewardWorkerDiedError), found
+        assert [found[i]["reward_score"] for i in (0, 2)] == [1.0, 1.0]
+        assert (await reward_workers.remote(call_for("good")))["reward_score"] == 1.0
+
+    asyncio.run(score())

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, _agent_loop_registry
-from verl.experimental.reward_loop import RewardLoopWorker
+from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.reward import extract_reward
 
 from recipe.partial_rollout.config.sections import FailureLimits
 from recipe.partial_rollout.config.settings import FilterSettings
@@ -63,7 +65,7 @@ def reward_worker(function):
     words = SimpleNamespace(decode=lambda ids, skip_special_tokens: "!" * len(ids))
     vars(made.reward_manager).update(
         compute_score=function,
-        is_async_reward_score=False,
+        is_async_reward_score=asyncio.iscoroutinefunction(function),
         tokenizer=words,
         reward_router_address=None,
         loop=asyncio.get_running_loop(),
@@ -71,7 +73,7 @@ def reward_worker(function):
     return made
 
 
-def worker(function, *, kind=ObservedAgentLoopWorker, sample_retries=2, reward_s=5.0):
+def worker(function, *, kind=ObservedAgentLoopWorker, sample_retries=2, reward_s=5.0, handles=()):
     made = object.__new__(kind)
     limits = FailureLimits(sample_retries=sample_retries)
     deadlines = SimpleNamespace(reward_s=reward_s)
@@ -86,7 +88,7 @@ def worker(function, *, kind=ObservedAgentLoopWorker, sample_retries=2, reward_s
         tokenizer=tokenizer,
         tools=[],
         distillation_enabled=False,
-        reward_loop_worker_handles=[_LocalRewardHandle(reward_worker(function))],
+        reward_loop_worker_handles=[_LocalRewardHandle(reward_worker(function))] if handles is not None else None,
         _rewards=Places(None),
     )
     for name in ("processor", "llm_client", "hf_model_type", "dataset_cls", "mm_processor_kwargs"):
@@ -142,10 +144,10 @@ def flaky(*failures):
     return compute_score
 
 
-BROKEN = [OSError("no disk"), math.nan, math.inf, None, "1", [1.0], {"acc": 1.0}, {"score": 1e39}]
+BROKEN = [OSError("no disk"), math.nan, math.inf, None, "1", [1.0], {"acc": 1.0}, {"score": 1e39}, 10**400]
 
 
-@pytest.mark.parametrize("first", BROKEN, ids=repr)
+@pytest.mark.parametrize("first", BROKEN, ids=lambda value: repr(value)[:20])
 @pytest.mark.parametrize("validate", [False, True])
 def test_reward_that_fails_is_scored_again_without_the_agent_loop(first, validate):
     output = generated(flaky(first), rows(2, 3), validate=validate)
@@ -154,7 +156,7 @@ def test_reward_that_fails_is_scored_again_without_the_agent_loop(first, validat
     assert output.batch["response_mask"].sum(-1).tolist() == [2, 3]
 
 
-@pytest.mark.parametrize("broken", BROKEN, ids=repr)
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda value: repr(value)[:20])
 def test_sample_without_a_score_is_masked_and_named_under_nopr(broken, capsys):
     output = generated(flaky(*[broken] * 3), rows(2, 3))
     assert output.batch["rm_scores"].sum(-1).tolist() == [0.0, 1.0]
@@ -203,7 +205,13 @@ def validated(monkeypatch, tmp_path, *batches):
             actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(**rollout)),
             trainer=SimpleNamespace(log_val_generations=0, get=lambda key, default=None: str(tmp_path)),
         ),
-        val_dataloader=[{"dummy": torch.zeros(len(each), 1)} for each in batches],
+        val_dataloader=[
+            {
+                "dummy": torch.zeros(len(each), 1),
+                "uid": each.non_tensor_batch.get("uid", np.arange(len(each)) + id(each)),
+            }
+            for each in batches
+        ],
         tokenizer=byte_tokenizer("", pad_token="<pad>", eos_token="<eos>"),
         async_rollout_manager=SimpleNamespace(generate_sequences=lambda prompts: next(outputs)),
         use_rm=False,
@@ -241,6 +249,120 @@ def test_reward_that_writes_into_its_extra_info_changes_no_other_samples_score()
     shared = {"list": []}
     output = generated(compute_score, rows(2, 2, 2, extra_info=[shared] * 3))
     assert output.batch["rm_scores"].sum(-1).tolist() == [1.0] * 3 and shared == {"list": []}
+
+
+# -- a reward model that shares its devices with the engines: the batch is scored once they sleep ----------------------
+
+
+class BatchWorker:
+    """A handle of verl's reward worker with ``function``; calls are counted."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+        self.compute_score = SimpleNamespace(remote=self.ask)
+
+    async def ask(self, data):
+        self.calls += 1
+        return await reward_worker(self.function).compute_score(data)
+
+
+def colocated(function, batch, *, reward_s=5.0, **limits):
+    """``batch`` as verl's trainer goes on with it, and the worker that has scored it."""
+    scorer, awake = BatchWorker(function), []
+    trainer = object.__new__(PartialRolloutRayPPOTrainer)
+    limits = FailureLimits(**{"max_masked_fraction": 1.0, **limits})
+    trainer.session = SimpleNamespace(
+        settings=SimpleNamespace(failures=limits, deadlines=SimpleNamespace(reward_s=reward_s))
+    )
+    trainer.reward_loop_manager = manager = object.__new__(RewardLoopManager)
+    manager.config = OmegaConf.create(
+        {
+            "partial_rollout": {"failures": {"worker_restarts": 3}},
+            "reward": {"custom_reward_function": {"path": "my_reward.py"}},
+            "algorithm": {"adv_estimator": "grpo"},
+        }
+    )
+    manager.reward_loop_workers, manager.reward_manager_cls = [scorer], NaiveRewardManager
+    manager.reward_model_manager = SimpleNamespace(
+        wake_up=lambda: awake.append(True), sleep=lambda: awake.append(False)
+    )
+    try:
+        return batch.union(trainer._compute_reward_colocate(batch)), scorer
+    finally:
+        assert awake == [True, False]
+
+
+def unscored(batch, *, validate=False):
+    """What the rollout makes of ``batch``, which is scored later."""
+    return generated(None, batch, validate=validate, handles=None)
+
+
+def test_colocated_rewards_may_have_different_keys():
+    output, _ = colocated(sparse, unscored(rows(2, 2, 2)))
+    assert output.batch["rm_scores"].sum(-1).tolist() == [1.0, 0.0, 1.0]
+    _, infos = extract_reward(output)
+    assert {key: list(column) for key, column in infos.items()} == {
+        "score": [1.0, 0.0, 1.0],
+        "acc": [1.0, 0.0, None],
+        "pred": [None, None, 12],
+    }
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda value: repr(value)[:20])
+def test_colocated_reward_that_fails_is_asked_for_again_then_masked_and_named(broken, capsys):
+    output, scorer = colocated(flaky(broken), unscored(rows(2, 3)))
+    assert (output.batch["rm_scores"].sum(-1).tolist(), scorer.calls) == ([1.0, 1.0], 3)
+    output, scorer = colocated(flaky(*[broken] * 3), unscored(rows(2, 3)))
+    assert output.batch["rm_scores"].sum(-1).tolist() == [0.0, 1.0] and scorer.calls == 4
+    assert output.batch["response_mask"].sum(-1).tolist() == [0, 3]
+    assert "prompt uid0" in output.non_tensor_batch["sample_error"][0]
+    assert "1 of 2 samples have no score and are masked; one of them: RewardError" in capsys.readouterr().out
+    with pytest.raises(RewardError, match="prompt uid0"):
+        colocated(flaky(broken), unscored(rows(2, 3)), sample_retries=None)
+    with pytest.raises(RolloutFailedError, match=r"1 of the 2 samples of a batch .*0\.25.*prompt uid0"):
+        colocated(flaky(*[broken] * 3), unscored(rows(2, 3)), max_masked_fraction=0.25)
+
+
+def test_colocated_reward_that_hangs_is_named_with_its_deadline():
+    """It begins with each answer anew: verl's workers queue what they are asked at once."""
+
+    async def slow(data_source, solution_str, ground_truth, extra_info):
+        await asyncio.sleep([0.0, 0.7, 3600.0, 1.4][ground_truth])
+        return 1.0
+
+    output, _ = colocated(slow, unscored(rows(2, 2, 2, 2)), reward_s=1.0, sample_retries=0)
+    assert output.batch["rm_scores"].sum(-1).tolist() == [1.0, 1.0, 0.0, 1.0]
+    words = (
+        "gave no score for 1 samples, one of prompt uid2, within 1 s of the last (partial_rollout.deadlines.reward_s)"
+    )
+    assert words in output.non_tensor_batch["sample_error"][2]
+
+
+def test_sample_that_failed_before_is_not_scored_by_a_colocated_model():
+    output, scorer = colocated(flaky(), unscored(rows(R + 1, 3)))
+    assert (output.batch["rm_scores"].sum(-1).tolist(), scorer.calls) == ([0.0, 1.0], 1)
+    assert output.batch["response_mask"].sum(-1).tolist() == [0, 3]
+    assert "a response of 9 tokens" in output.non_tensor_batch["sample_error"][0]
+
+
+def test_validation_with_a_colocated_model_counts_what_has_a_score(monkeypatch, tmp_path):
+    """One sample is too long for its batch, the reward of another fails."""
+
+    def mixed(data_source, solution_str, ground_truth, extra_info):
+        return [None, {"score": 1.0, "depth": 3}, math.nan, {"score": 0.0, "pred": "none"}][ground_truth]
+
+    output, scorer = colocated(mixed, unscored(rows(R + 1, 2, 2, 2), validate=True))
+    assert scorer.calls == 5
+    metrics, written = validated(monkeypatch, tmp_path, output)
+    assert metrics["val-core/t/reward/mean@1"] == 0.5
+    assert metrics["val-aux/t/depth/mean@1"] == 3.0
+    assert written["pred"] == [None, None, None, "none"]
+    assert "a response of 9 tokens" in written["sample_error"][0] and "prompt uid2" in written["sample_error"][2]
+
+
+def test_workers_whose_samples_are_all_too_long_make_one_batch_with_the_others_of_a_colocated_model():
+    batch = generated(None, rows(R + 1, 2), chunks=2, handles=None)
+    assert "rm_scores" not in batch.batch and len(batch) == 2
 
 
 # -- partial rollout -------------------------------------------------------------------------------------------------

@@ -103,7 +103,8 @@ class FailureLimits:
     )
     worker_restarts: int = key(
         3,
-        "Agent-loop workers that may be replaced over the whole run; their samples resume from their journals.",
+        "Agent-loop workers that may be replaced over the whole run; their samples resume from their journals. Each of "
+        "verl's reward workers may be restarted as often.",
         at_least=0,
     )
     replica_restarts: int = key(

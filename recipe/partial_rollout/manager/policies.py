@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 RETRY_AFTER_S = 1.0
 """seconds before a sample's first retry; doubles with each further one"""
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class FailureVerdict(StrEnum):
@@ -88,11 +89,11 @@ def is_number(value: Any) -> bool:
 def finite(value: Any) -> float | None:
     """``value`` as a float; None unless it is a number that a reward tensor (float32) holds.
 
-    >>> [finite(value) for value in (True, np.float32(0.5), float("nan"), 1e39, None, "1")]
-    [1.0, 0.5, None, None, None, None]
+    >>> [finite(value) for value in (True, np.float32(0.5), float("nan"), 1e39, 10**400, None, "1")]
+    [1.0, 0.5, None, None, None, None, None]
     """
     value = plain(value)
-    return float(value) if is_number(value) and abs(value) <= np.finfo(np.float32).max else None
+    return float(value) if is_number(value) and abs(value) <= _LARGEST else None
 
 
 SCORES = ("reward", "seq_reward", "seq_final_reward")

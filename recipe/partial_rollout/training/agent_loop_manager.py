@@ -103,6 +103,9 @@ class ObservedAgentLoopManager(AgentLoopManager):
         Raises:
             RolloutFailedError: they are too many.
         """
+        if validate:
+            # A colocated reward model scores this batch later.
+            output.meta_info["validate"] = True
         spread_infos(output, validate=validate)
         errors = [error for error in output.non_tensor_batch.get("sample_error", ()) if error is not None]
         what = "validation" if validate else "batch"

@@ -36,6 +36,7 @@ from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training import loss
+from recipe.partial_rollout.training.colocated_reward import score_batch
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.reward_info import averaged, per_sample
 from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
@@ -274,6 +275,9 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         """
         if self.session.complete_step(self.global_steps):
             self.nodes.outlive()
+
+    def _compute_reward_colocate(self, batch: DataProto) -> DataProto:
+        return score_batch(self.reward_loop_manager, batch, self.settings)
 
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float | None]:
         if self.settings.enable and not self.proximal.recomputes(self.global_steps):

@@ -32,7 +32,6 @@ from recipe.partial_rollout.manager.codec import check_saveable
 from recipe.partial_rollout.manager.policies import (
     FailureVerdict,
     excess_of,
-    finite,
     missing,
     retry_delay_s,
     verdict_on,
@@ -48,7 +47,16 @@ from recipe.partial_rollout.worker.live_sample import (
 )
 from recipe.partial_rollout.worker.llm_client import ObservedLLMClient, PartialRolloutLLMClient, SampleClient
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
-from recipe.partial_rollout.worker.rewards import REWARD_INFO, Places, RewardError, RewardWorkers, reward_places
+from recipe.partial_rollout.worker.rewards import (
+    REWARD_INFO,
+    Places,
+    RewardError,
+    RewardWorkers,
+    checked,
+    parts_of_reward,
+    reward_of,
+    reward_places,
+)
 from recipe.partial_rollout.worker.tool_journal import journaled, of_sample
 from recipe.partial_rollout.worker.turn_alignment import sample_output
 
@@ -79,14 +87,17 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     llm_client: ObservedLLMClient
     _filter: FilterSettings | None = None
     """judges groups by what a reward says, if ``algorithm.filter_groups`` asks for it"""
+    _parts: tuple[str, ...] = ()
+    """see ``parts_of_reward``"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.config.partial_rollout.reward_in_worker:
             self.reward_loop_worker_handles = [_LocalRewardHandle(RewardLoopWorker(self.config))]  # type: ignore[assignment]
         elif self.reward_loop_worker_handles:
-            self.reward_loop_worker_handles = [RewardWorkers(self.reward_loop_worker_handles)]  # type: ignore[assignment]
+            self.reward_loop_worker_handles = [RewardWorkers(self.reward_loop_worker_handles, self.config)]  # type: ignore[assignment]
         self._rewards = Places(reward_places(self.config))
+        self._parts = parts_of_reward(self.config)
 
     def take_calls(self) -> list[EngineCall]:
         """Engine calls that ended since this was last called."""
@@ -149,8 +160,9 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         noPR masks it; in a validation its score is nan, which no mean counts (``training/reward_info.py``).
         """
         _require_one(output)
+        scored_here = output.reward_score is not None or self.reward_loop_worker_handles is not None
         try:
-            await self._score(output, kwargs)
+            await self._score(output, kwargs, validate=validate)
         except (OverlongError, RewardError) as error:
             if self.config.partial_rollout.failures.sample_retries is None:
                 raise
@@ -160,11 +172,12 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             output.response_mask = [0] * len(output.response_ids)
             if output.response_logprobs is not None:
                 output.response_logprobs = output.response_logprobs[: rollout.response_length]
-            output.reward_score = math.nan if validate else 0.0
+            if scored_here:
+                output.reward_score = math.nan if validate else 0.0
             output.extra_fields[REWARD_INFO] = {"sample_error": one_line(error)}
         return await super()._agent_loop_postprocess(output, validate, **kwargs)
 
-    async def _score(self, output: AgentLoopOutput, kwargs: dict) -> None:
+    async def _score(self, output: AgentLoopOutput, kwargs: dict, *, validate: bool = False) -> None:
         """Score ``output``. Where that fails it is scored again, as often as a sample is retried, without its agent loop.
 
         Raises:
@@ -182,7 +195,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         for times in itertools.count(1):
             try:
                 await self._compute_score([output], kwargs)
-                self._check_score(output, kwargs)
+                self._check_score(output, kwargs, validate)
                 return
             except RewardError as error:
                 error.times = times
@@ -194,16 +207,14 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             output.reward_score = None
             await asyncio.sleep(retry_delay_s(times))
 
-    def _check_score(self, output: AgentLoopOutput, kwargs: dict) -> None:
-        """Refuse a score that cannot be trained, or that says too little for dynamic sampling; None: one comes later."""
-        score, prompt = output.reward_score, kwargs.get("uid")
+    def _check_score(self, output: AgentLoopOutput, kwargs: dict, validate: bool) -> None:
+        """Refuse a score that cannot be trained, or that says too little for the algorithm; None: one comes later."""
+        score, prompt, info = output.reward_score, kwargs.get("uid"), output.extra_fields.get(REWARD_INFO) or {}
         if score is None and self.reward_loop_worker_handles is None:
             return
-        output.reward_score = finite(score)
-        if output.reward_score is None:
-            raise RewardError(f"reward of prompt {prompt} is {score!r:.60}, which is no finite number")
+        output.reward_score = checked(score, prompt, info, () if validate else self._parts)
         # Groups of a validation are not filtered.
-        judges, info = self._filter if LIVE_SAMPLE.get() else None, output.extra_fields.get(REWARD_INFO) or {}
+        judges = None if validate else self._filter
         if judges is not None and (lacks := missing(judges.metric, score, info)):
             raise RewardError(f"reward of prompt {prompt}: {lacks}")
 
@@ -212,17 +223,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             return
         deadline_s = self.config.partial_rollout.deadlines.reward_s
         async with self._rewards.one():
-            try:
-                await asyncio.wait_for(super()._compute_score(outputs, kwargs), deadline_s)
-            except TimeoutError as error:
-                raise RewardError(
-                    f"reward function gave no score for prompt {kwargs.get('uid')} within {deadline_s:g} s "
-                    f"(partial_rollout.deadlines.reward_s)"
-                ) from error
-            except (Exception, asyncio.CancelledError) as error:
-                if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():  # type: ignore[union-attr]
-                    raise
-                raise RewardError(f"reward function failed on prompt {kwargs.get('uid')}: {one_line(error)}") from error
+            await reward_of(super()._compute_score(outputs, kwargs), kwargs.get("uid"), deadline_s)
 
     def _postprocess(self, inputs: list[Any], *args: Any, **kwargs: Any) -> DataProto:
         """As verl's, with what rewards say in one column of dictionaries: samples may have different keys."""

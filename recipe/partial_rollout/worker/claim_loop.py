@@ -27,7 +27,7 @@ from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.types import Grant, Progress, Report, SampleOutput
 from recipe.partial_rollout.waits import FirstErrors, ReplicaError, ToldError, result_of
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.worker.rewards import RewardError
+from recipe.partial_rollout.worker.rewards import RewardError, RewardWorkersLostError
 
 GRANT_S = 7200.0
 """seconds that a sample may wait for its slot in an open round: longer than any step, so that only a trainer that has
@@ -453,8 +453,9 @@ class ClaimLoop:
 
 
 def _ends_the_run(error: BaseException, *, first: bool) -> bool:
-    """Whether a retry cannot help: no replica is left, its slot did not come in time, or the ``first`` sample to finish
-    has an output that no checkpoint can hold, as all the others probably will."""
+    """Whether a retry cannot help: no replica or reward worker is left, its slot did not come in time, or the ``first``
+    sample to finish has an output that no checkpoint can hold, as all the others probably will."""
     if isinstance(error, UnsaveableError):
         return first
-    return isinstance(error, GrantTimeoutError) or (isinstance(error, ReplicaError) and error.dead)
+    lost = isinstance(error, ReplicaError) and error.dead
+    return lost or isinstance(error, GrantTimeoutError | RewardWorkersLostError)

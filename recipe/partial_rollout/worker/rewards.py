@@ -1,7 +1,4 @@
-"""Reward calls: so many at once, on whichever of verl's reward workers lives, each within its deadline.
-
-``Places`` is back-pressure on any kind of call that leaves a worker: no clock runs for those that queue.
-"""
+"""Reward calls: so many at once, on whichever of verl's reward workers lives, each within its deadline."""
 
 from __future__ import annotations
 
@@ -10,15 +7,18 @@ import contextlib
 import logging
 import os
 import random
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 from verl.protocol import DataProto
 
+from recipe.partial_rollout.manager.policies import finite
 from recipe.partial_rollout.waits import AGAIN_S, means_death, one_line, result_of
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ REWARD_INFO = "reward_extra_info"
 
 
 class Places:
-    """Places for calls of one kind; whoever comes first gets the next one.
+    """Places for calls of one kind that leave the worker; whoever comes first gets the next one, and no clock runs before.
 
     Args:
         most: calls at once; None: no limit.
@@ -74,66 +74,169 @@ class RewardError(RuntimeError):
     """in a row, for the same output"""
 
 
+class RewardWorkerDiedError(RuntimeError):
+    """A reward function ended its process, or was the only one that ran there when it ended."""
+
+
 class RewardWorkersLostError(RuntimeError):
-    """No reward worker answers any more."""
+    """No reward worker answers any more, which ends the run."""
+
+
+class _AwayError(Exception):
+    """A reward worker has died, or Ray cannot reach it."""
+
+
+async def reward_of(call: Awaitable[T], prompt: Any, deadline_s: float | None = None) -> T:
+    """The result of ``call``, of a reward function.
+
+    Raises:
+        RewardError: it failed, or took more than ``deadline_s``; names ``prompt``.
+        RewardWorkersLostError: see ``RewardWorkers``.
+    """
+    limit = asyncio.timeout(deadline_s)
+    try:
+        async with limit:
+            return await call
+    except RewardWorkersLostError:
+        raise
+    except (Exception, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():  # type: ignore[union-attr]
+            raise
+        why = f"failed on prompt {prompt}: {one_line(error)}"
+        if limit.expired():
+            why = f"gave no score for prompt {prompt} within {deadline_s:g} s (partial_rollout.deadlines.reward_s)"
+        raise RewardError(f"reward function {why}") from error
+
+
+def parts_of_reward(config: Any) -> tuple[str, ...]:
+    """What each reward must have beside its score: the keys that GDPO takes its advantages from."""
+    algorithm = config.algorithm
+    return tuple(algorithm.get("gdpo_reward_keys") or ()) if algorithm.adv_estimator == "gdpo" else ()
+
+
+def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[str] = ()) -> float:
+    """``score`` of ``prompt`` as a number.
+
+    Args:
+        info: what the reward says beside it. parts: of that, what must be a number too.
+
+    Raises:
+        RewardError: one is none that can be trained.
+    """
+    said = {f"reward of prompt {prompt}": score}
+    said.update(
+        {f"{key} (algorithm.gdpo_reward_keys) in the reward of prompt {prompt}": info.get(key) for key in parts}
+    )
+    for what, value in said.items():
+        if finite(value) is None:
+            raise RewardError(f"{what} is {value!r:.60}, which is no finite number")
+    return float(score)
 
 
 class RewardWorkers:
     """Stands for an actor handle in verl's ``reward_loop_worker_handles``: calls of a worker that is away go to the others.
 
     verl picks one at random for each sample; those on a dead node would fail it, and in the end mask it. A worker whose
-    function never returns is ended, and Ray starts it anew (``verl_ext.reward_workers``): other samples wait behind it.
+    function never returns is ended: other samples wait behind it. Ray starts a worker that has ended anew,
+    ``partial_rollout.failures.worker_restarts`` times (``verl_ext.reward_workers``).
+
+    A worker may also have died of a call that it had. So calls that were there are made again one at a time, and the one
+    whose worker dies again has failed.
 
     Args:
-        handles: verl's reward workers.
+        handles: verl's reward workers. config: the whole one.
     """
 
-    def __init__(self, handles: Sequence[Any]) -> None:
+    def __init__(self, handles: Sequence[Any], config: Any) -> None:
         self.compute_score = self
         self._living = list(handles)
+        self._config = config
         self._died_of: RayActorError | None = None
         """the first death: a reward file that does not load ends all of them alike"""
-        self._looking: set[asyncio.Task[None]] = set()
+        self._alone = asyncio.Lock()
+        self._doubted: list[Any] = []
+        """workers that are asked whether a function holds them"""
 
     async def remote(self, data: DataProto) -> dict:
         """``RewardLoopWorker.compute_score`` on one of those that live; the caller sets the deadline.
 
         Raises:
+            RewardWorkerDiedError: the function ends its process.
             RewardWorkersLostError: all are dead.
         """
-        lost: RayActorError | None = None
         while self._living:
-            for handle in random.sample(self._living, len(self._living)):
-                call = handle.compute_score.remote(data)
-                try:
-                    return await call
-                except asyncio.CancelledError:
-                    # Its place goes to another call: it must not go on there.
-                    ray.cancel(call)
-                    looking = asyncio.create_task(self._end_if_stuck(handle))
-                    self._looking.add(looking)
-                    looking.add_done_callback(self._looking.discard)
-                    raise
-                except RayTaskError:
-                    # The reward function's own error, which may be about an actor of its own.
-                    raise
-                except RayActorError as error:
-                    lost = error
-                    if means_death(error) and handle in self._living:
-                        self._died_of = self._died_of or error
-                        self._living.remove(handle)
+            handle = random.choice(self._living)
+            try:
+                return await self._ask(handle, data)
+            except _AwayError:
+                if handle in self._living:
+                    break
+        async with self._alone:
+            try:
+                return await self._ask(await self._first_that_answers(), data)
+            except _AwayError as error:
+                raise RewardWorkerDiedError(f"two reward workers died of it in turn: {error}") from error
+
+    async def _ask(self, handle: Any, data: DataProto) -> dict:
+        call = handle.compute_score.remote(data)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            # Its place goes to another call: it must not go on there.
+            ray.cancel(call)
+            await self._end_if_stuck(handle)
+            raise
+        except RayTaskError:
+            # The reward function's own error, which may be about an actor of its own.
+            raise
+        except RayActorError as error:
+            self._note(handle, error)
+            raise _AwayError(one_line(error)) from error
+
+    def _note(self, handle: Any, error: BaseException) -> None:
+        """A worker that is dead is not asked again."""
+        if not isinstance(error, RayActorError):
+            raise error
+        if means_death(error) and handle in self._living:
+            self._died_of = self._died_of or error
+            self._living.remove(handle)
+
+    async def _first_that_answers(self) -> Any:
+        """A worker that lives and is not held by its function."""
+        while self._living:
+            asked = {asyncio.ensure_future(result_of(each.__ray_ready__.remote())): each for each in self._living}
+            try:
+                answered, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                for ready in answered:
+                    if (error := ready.exception()) is None:
+                        return asked[ready]
+                    self._note(asked[ready], error)
+            finally:
+                for ready in asked:
+                    ready.cancel()
             await asyncio.sleep(AGAIN_S)
-        lost = self._died_of or lost
-        raise RewardWorkersLostError(f"no reward worker answers (reward.num_workers): {one_line(lost)}") from lost
+        path, restarts = (
+            self._config.reward.custom_reward_function.path,
+            self._config.partial_rollout.failures.worker_restarts,
+        )
+        raise RewardWorkersLostError(
+            f"no reward worker answers (reward.num_workers): {path or 'a scorer of verl'} does not load, or has ended each "
+            f"more than partial_rollout.failures.worker_restarts={restarts} times; the first: {one_line(self._died_of)}"
+        ) from self._died_of
 
     async def _end_if_stuck(self, handle: Any) -> None:
         """End the worker of a call that was given up, unless the call ended with that, as a coroutine does."""
+        if handle in self._doubted:
+            return
+        self._doubted.append(handle)
         try:
             stuck = await asyncio.wait_for(result_of(handle.__ray_call__.remote(_runs_in_threads)), _ANSWERS_WITHIN_S)
         except TimeoutError:
             stuck = True
         except RayActorError:
             return
+        finally:
+            self._doubted.remove(handle)
         if stuck:
             logger.warning("a reward function does not return: its reward worker is ended, and starts anew")
             ray.kill(handle, no_restart=False)
