@@ -35,7 +35,7 @@ verl.trainer.ppo.ray_trainer:RayPPOTrainer <- ray_trainer main_ppo task_runner
     has: async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader train_dataset
         tokenizer config global_steps total_training_steps __init__ fit init_workers _create_dataloader
         _save_checkpoint _load_checkpoint _compute_old_log_prob _update_actor _update_critic _validate _balance_batch
-        _val_metrics_update _dump_generations
+        _val_metrics_update _dump_generations _compute_reward_colocate reward_loop_manager
     reads: agent_loop_manager_class
 verl.trainer.main_ppo_v0:BaseTaskRunner <- task_runner
     has: role_worker_mapping __init__ add_actor_rollout_worker add_critic_worker add_reward_model_resource_pool
@@ -65,8 +65,9 @@ verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop <- agent
     has: run
 verl.experimental.reward_loop.reward_loop:RewardLoopWorker <- agent_loop_worker rewards reward_workers
     has: compute_score compute_score_disrm reward_manager
-verl.experimental.reward_loop.reward_loop:RewardLoopManager <- reward_workers
-    has: reward_loop_workers_class _init_reward_loop_workers
+verl.experimental.reward_loop.reward_loop:RewardLoopManager <- reward_workers colocated_reward
+    has: reward_loop_workers_class _init_reward_loop_workers reward_loop_workers reward_manager_cls reward_model_manager
+        config
 verl.workers.rollout.llm_server:LLMServerClient <- llm_client
     has: config _load_balancer __init__ generate _acquire_server _release_server _vllm_request_id
 verl.workers.rollout.llm_server:LLMServerManager <- ray_trainer standalone_engines

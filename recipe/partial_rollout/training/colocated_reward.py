@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from verl.protocol import DataProto
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.manager.policies import FailurePolicy, FailureVerdict
+from recipe.partial_rollout.manager.policies import FailureVerdict, retry_delay_s, verdict_on
 from recipe.partial_rollout.rollout.step_book import check_masked
 from recipe.partial_rollout.training.reward_info import info_columns, objects
 from recipe.partial_rollout.waits import finished, one_line
@@ -102,7 +102,7 @@ class _Calls:
         self._workers = RewardWorkers(manager.reward_loop_workers, manager.config)
         self._batch = batch
         self._deadline_s = settings.deadlines.reward_s
-        self._policy = FailurePolicy.of(settings.failures)
+        self._limits = settings.failures
         self._parts = parts
 
     async def make(self, rows: list[int]) -> tuple[Scored, dict[int, RewardError]]:
@@ -110,13 +110,13 @@ class _Calls:
         scored: Scored = {}
         for times in itertools.count(1):
             failed = await self._attempt(rows, scored)
-            verdict = self._policy.verdict(times)
+            verdict = verdict_on(times, self._limits)
             if not failed or verdict is FailureVerdict.MASK:
                 break
             if verdict is FailureVerdict.RAISE:
                 raise next(iter(failed.values()))
             logger.warning("%s; asked again, with %d others of its batch", next(iter(failed.values())), len(failed) - 1)
-            await asyncio.sleep(self._policy.delay_s(times))
+            await asyncio.sleep(retry_delay_s(times))
             rows = list(failed)
         return scored, failed
 
