@@ -153,6 +153,6 @@ class _Calls:
 
     async def _score(self, row: int) -> tuple[float, dict[str, Any]]:
         prompt = self._prompt(row)
-        result = await reward_of(self._workers.remote(self._batch[row : row + 1]), prompt)
+        result = await reward_of(self._workers.remote(self._batch.slice(row, row + 1)), prompt)
         info = dict(result.get("reward_extra_info") or {})
         return checked(result["reward_score"], prompt, info, self._parts), info
