@@ -13,6 +13,7 @@ import argparse
 import importlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -33,6 +34,8 @@ examples:
   partial-rollout train --config-name own_job actor_rollout_ref.model.path=... data.train_files=... --check
   partial-rollout tools report outputs/own_job/nopr outputs/own_job/pr
   partial-rollout tools keys"""
+_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""of NVIDIA's, AMD's and WSL's drivers"""
 _AS_A_WORKER = """\
 import os, runpy, sys
 sys.path.insert(0, os.getcwd())
@@ -75,6 +78,27 @@ def foreign_recipe() -> str | None:
         if place not in (None, OURS):
             name = NAME if place.name != "recipe" else "recipe"
             return f"{who} would import {name} from {place}, not from {OURS}: {_remedy(place)}"
+    return None
+
+
+def no_device(device: str, cluster: str | None) -> str | None:
+    """Why no training on ``device`` can start from this process, in one line, or None.
+
+    Args:
+        device: ``trainer.device``.
+        cluster: Ray's address, of machines whose devices nobody here sees.
+    """
+    cpu = os.environ.get("VERL_PLATFORM") == "cpu"
+    if device == "cpu" and not cpu:
+        return "trainer.device=cpu: VERL_PLATFORM=cpu in the environment; source run_scripts/env_cpu.sh"
+    if device != "cpu" and cpu:
+        return f"trainer.device={device}: cpu where the environment has VERL_PLATFORM=cpu; add platform=cpu"
+    there = shutil.which("nvidia-smi") or any(map(os.path.exists, _DEVICES))
+    if device == "cuda" and not (there or cluster or os.environ.get("RAY_ADDRESS")):
+        return (
+            "trainer.device=cuda: a GPU on this machine, or RAY_ADDRESS of a cluster that has them; without one: "
+            "source run_scripts/env_cpu.sh, and platform=cpu"
+        )
     return None
 
 

@@ -37,7 +37,7 @@ from recipe.partial_rollout.config.settings import (
 )
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.waits import ERROR_LOG, one_line
-from verl_ext.command import foreign_recipe
+from verl_ext.command import foreign_recipe, no_device
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.task_runner import TaskRunner
@@ -121,6 +121,8 @@ def run(config: DictConfig) -> None:
     from recipe.partial_rollout.training.swanlab_run import choose_mode
 
     prepare(config)
+    if problem := no_device(config.trainer.device, config.ray_kwargs.ray_init.get("address")):
+        raise ConfigError(problem)
     check_config(config)
     choose_mode(config.trainer.logger)
     check_files(config)

@@ -12,7 +12,7 @@ from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.tools.__main__ import TOOLS
 from recipe.partial_rollout.tools.__main__ import main as tools
-from verl_ext import check
+from verl_ext import check, command
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ROOT / "recipe" / "partial_rollout"
@@ -102,3 +102,36 @@ def test_trainer_and_setup_check_fail_before_ray_starts_where_its_workers_would_
     with pytest.raises(ConfigError, match=f"^{said}"):
         main_ppo.run(OmegaConf.create())
     assert said in check.failure()
+
+
+@pytest.mark.parametrize(
+    ("platform", "variables", "line"),
+    [
+        ("cpu", {}, "trainer.device=cpu: VERL_PLATFORM=cpu in the environment; source run_scripts/env_cpu.sh"),
+        ("gpu", {"VERL_PLATFORM": "cpu"}, "trainer.device=cuda: cpu where the environment has VERL_PLATFORM=cpu"),
+        ("gpu", {}, "trainer.device=cuda: a GPU on this machine, or RAY_ADDRESS"),
+    ],
+)
+def test_training_without_its_device_ends_in_a_line_before_ray(
+    monkeypatch, resolved_config, tmp_path, platform, variables, line
+):
+    config = resolved_config("own_job", f"platform={platform}", f"trainer.default_local_dir={tmp_path}")
+    monkeypatch.setattr(main_ppo, "prepare", lambda config: None)
+    monkeypatch.setattr(command, "_DEVICES", ())
+    for name in ("VERL_PLATFORM", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        main_ppo.run(config)
+
+
+def test_devices_may_be_a_clusters(monkeypatch):
+    monkeypatch.setattr(command, "_DEVICES", ())
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert command.no_device("cuda", None) is not None and command.no_device("cuda", "10.0.0.1:6379") is None
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert command.no_device("cuda", None) is None
