@@ -72,7 +72,7 @@ class Drive:
         self._finish_until_complete()
         taken = self.timed("take_batch", lambda: m.take_batch(stop=True), items=len)
         self._interrupt_all()
-        self.timed("acknowledge", lambda: m.groups.train(g.uid for g in taken), items=lambda _: len(taken))
+        self.timed("train", lambda: m.groups.train(g.uid for g in taken), items=lambda _: len(taken))
         self.version += 1
 
     def _claim_all(self) -> None:

@@ -69,7 +69,7 @@ class Reserve:
         """
         for prompt in prompts:
             last = self.last_offered
-            if last is not None and prompt.position <= position_of(last):
+            if last is not None and position_of(prompt.uid) <= position_of(last):
                 raise RuntimeError(f"prompt {prompt.uid} was offered twice, or out of order: the last one was {last}")
             self.prompts.append(prompt)
             self.last_offered = prompt.uid
@@ -175,7 +175,9 @@ class Groups:
         self.by_order = dict(sorted(self.by_order.items()))
 
     def start(self, group: PromptGroup, version: int) -> None:
-        """WAITING -> ACTIVE: its first sample starts under the weights of ``version``."""
+        """WAITING -> ACTIVE: its first sample starts under the weights of ``version``; groups start in dispatch order."""
+        before = self.by_order.get(group.order - 1)
+        assert before is None or before.state is not GroupState.WAITING, f"{group.uid} starts before {before.uid}"
         self._move(group, GroupState.ACTIVE)
         group.birth = version
         _less(self.unfinished, None)

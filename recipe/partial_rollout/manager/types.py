@@ -154,10 +154,6 @@ class Prompt:
     row: dict[str, Any]
     """non-tensor fields of verl's dataset row"""
 
-    @property
-    def position(self) -> tuple[int, int]:
-        return position_of(self.uid)
-
 
 def position_of(uid: str) -> tuple[int, int]:
     """Epoch, and position in it; sorting by both gives the order in which prompts come from the source."""
