@@ -133,6 +133,7 @@ def test_run_that_went_back_resumes_its_newer_branch(live, tmp_path, arm):
     assert (run / "global_step_8" / "actor" / "weights").read_text() == "aaaabbcc" == trained_by(run)
     agrees(run, third, arm)
     assert third.branch == second.branch != first.branch, "one run for a tracker from where it went back"
+    assert [each.continues for each in (first, second, third)] == [False, False, True]
     (aside,) = (path.parent for path in run.glob("superseded/*/global_step_6"))
     assert saved_steps(aside) == [6, 8] and trained_by(aside) == "a" * STEPS, "it is a run that can be read and resumed"
 

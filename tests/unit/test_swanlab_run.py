@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import pytest
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.training import swanlab_run
+from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.swanlab_run import LONGEST, choose_mode, config_table, name_run
 
 
@@ -64,6 +67,20 @@ def test_trackers_get_the_runs_id_unless_the_user_has_one(monkeypatch):
     assert os.environ["SWANLAB_RESUME"] == os.environ["WANDB_RESUME"] == "allow"
 
 
+@pytest.mark.parametrize("continues", [True, False])
+def test_resumed_run_goes_on_in_trackio_and_is_told_to_be_a_second_one_in_mlflow(monkeypatch, capsys, continues):
+    """trackio 0.43: verl's ``Tracking`` takes the run that is there, and its steps join those of the run of that name."""
+    begun = MagicMock()
+    monkeypatch.setitem(sys.modules, "trackio", begun)
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+    trainer = {"logger": ["trackio", "mlflow"], "project_name": "p", "experiment_name": "e"}
+    config = OmegaConf.create({"partial_rollout": {"enable": True}, "trainer": trainer})
+    StepLog(config, SimpleNamespace(enable=True), 4).open("a1", continues=continues)
+    wanted = call(project="p", name="e", config=OmegaConf.to_container(config), resume="allow")
+    assert begun.init.call_args_list == [wanted] * continues
+    assert ("MLFLOW_RUN_ID=ID" in capsys.readouterr().out) == continues
+
+
 def test_the_table_has_what_the_command_line_sets_flat_and_short(monkeypatch):
     """The rest of it: tests/e2e/test_dashboard_page.py."""
     monkeypatch.setattr(swanlab_run, "_overridden", lambda: iter(["trainer.nested"]))
@@ -74,28 +91,28 @@ def test_the_table_has_what_the_command_line_sets_flat_and_short(monkeypatch):
 
 LOGGED = """
 import os, sys
-os.environ |= {"SWANLAB_MODE": "local", "SWANLAB_LOG_DIR": sys.argv[1]}
+os.environ |= {"SWANLAB_MODE": "local", "SWANLAB_LOG_DIR": sys.argv[1], "SWANLAB_RUN_ID": "a1b2c3d4"}
+first, value = int(sys.argv[2]), float(sys.argv[3])
 from verl_ext import swanlab_board
 swanlab_board.install()
 from verl.utils.tracking import Tracking
 log = Tracking("project", "run", ["swanlab"], {})
-for step in range(1, 5):
-    loss = {2: float("nan"), 3: float("-inf")}.get(step, 1.0)
-    log.log({"actor/loss": loss, "actor/lr": 1.0, "never": float("inf")}, step)
+for step in range(first, 5):
+    loss = {2: float("nan"), 3: float("-inf")}.get(step, value)
+    log.log({"actor/loss": loss, "actor/lr": value, "never": float("inf")}, step)
 log.finish()
 """
 
 
-def test_local_board_leaves_out_what_is_not_finite_and_says_so_once(tmp_path):
-    """Its page answers 500 for a metric that was nan or inf once."""
-    command = [sys.executable, "-W", "ignore", "-c", LOGGED, str(tmp_path / "board")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stderr.count("leaves out what is not a finite number; the first: ") == 1
-    lines = [
-        json.loads(line)
-        for file in (tmp_path / "board").rglob("*.log")
-        if file.parent.parent.name == "logs"
-        for line in file.read_text().splitlines()
-    ]
-    assert sorted(line["index"] for line in lines) == [1, 1, 2, 3, 4, 4] and all(line["data"] == 1 for line in lines)
+def test_local_board_leaves_out_what_is_not_finite_says_so_once_and_has_the_last_value_of_a_step_that_is_logged_twice(
+    tmp_path,
+):
+    """Its page answers 500 for a metric that was nan or inf once. The second process resumes the first."""
+    for given in (("1", "1"), ("3", "2")):
+        command = [sys.executable, "-W", "ignore", "-c", LOGGED, str(tmp_path / "board"), *given]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.stderr.count("leaves out what is not a finite number; the first: ") == 1
+    newest = max((tmp_path / "board").glob("run-*"))
+    lines = [json.loads(line) for file in newest.glob("logs/*/*.log") for line in file.read_text().splitlines()]
+    assert sorted((line["index"], line["data"]) for line in lines) == [(1, 1), (1, 1), (2, 1), (3, 2), (4, 2), (4, 2)]

@@ -179,7 +179,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 session.complete()
                 return
             try:
-                table = self.step_log.open(session.branch)
+                table = self.step_log.open(session.branch, continues=session.continues)
                 with observed_tracking(self._observe_step, self._after_log, table, session.metrics):
                     if self.settings.enable:
                         session.driver.begin()

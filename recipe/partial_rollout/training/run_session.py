@@ -152,6 +152,11 @@ class RunSession:
         return self.checkpoints.lineage.lives[-1].branch if self._begun else None
 
     @property
+    def continues(self) -> bool:
+        """Whether a tracker has a run of id ``branch``, from an earlier process."""
+        return self._begun and self.checkpoints.lineage.lives[-1].id != self.branch
+
+    @property
     def metrics(self) -> Path:
         """What verl's file logger writes."""
         return Path(os.environ.get(METRICS_PATH) or self.run_dir / METRICS)

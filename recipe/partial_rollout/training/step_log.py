@@ -42,10 +42,16 @@ class StepLog:
         self._on_swanlab = swanlab_run.SWANLAB in config.trainer.logger
         self._drift = PolicyDrift()
 
-    def open(self, branch: str | None) -> dict[str, Any] | None:
-        """Prepare SwanLab and wandb for the run of id ``branch`` (None: they draw one); returns SwanLab's config table."""
+    def open(self, branch: str | None, *, continues: bool = False) -> dict[str, Any] | None:
+        """Prepare the trackers for the run of id ``branch`` (None: they draw one); returns SwanLab's config table.
+
+        Args:
+            continues: whether they have a run of this id.
+        """
         if branch is not None:
             swanlab_run.name_run(branch)
+        if continues:
+            swanlab_run.continue_run(self._config)
         return swanlab_run.open_run(self._config) if self._on_swanlab else None
 
     def extend(self, data: dict[str, Any], step: int) -> dict[str, Any]:

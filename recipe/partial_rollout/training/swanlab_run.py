@@ -91,6 +91,19 @@ def name_run(branch: str) -> None:
         os.environ.setdefault(f"{tracker}_RESUME", "allow")
 
 
+def continue_run(config: DictConfig) -> None:
+    """Go on with the run where verl would begin another: in trackio, which knows it by name; of MLflow a line says so."""
+    trainer = config.trainer
+    if "trackio" in trainer.logger:
+        import trackio  # type: ignore[import-not-found]
+
+        values: Any = OmegaConf.to_container(config, resolve=True)
+        # verl takes the run that is there.
+        trackio.init(project=trainer.project_name, name=trainer.experiment_name, config=values, resume="allow")
+    if "mlflow" in trainer.logger and not os.environ.get("MLFLOW_RUN_ID"):
+        print("MLflow: this resumed run is a second one there; MLFLOW_RUN_ID=ID goes on with the first")
+
+
 def open_run(config: DictConfig) -> dict[str, Any]:
     """Prepare SwanLab for a run; returns its config table.
 
