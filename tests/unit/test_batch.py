@@ -44,7 +44,7 @@ def test_score_sits_on_the_last_token_and_without_scores_a_reward_model_is_expec
     assert scores.sum(dim=1).tolist() == [1.0] * 4
     assert scores[1].nonzero().tolist() == [[4]]
     unscored = assemble(groups(output, reward=None))
-    assert "rm_scores" not in unscored.batch and unscored.meta_info == {}
+    assert "rm_scores" not in unscored.batch and "reward_extra_keys" not in unscored.meta_info
 
 
 def test_what_does_not_fit_a_batch_is_refused(output):

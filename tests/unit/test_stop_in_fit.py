@@ -3,6 +3,7 @@
 Workers, engines and the metrics' consumers are stand-ins; loop, hooks, manager state, source and checkpoints are real.
 """
 
+import gc
 import json
 import signal
 from pathlib import Path
@@ -179,6 +180,8 @@ def life(tmp_path, monkeypatch, resolved_config, manager, output, prompts):
     ):
         monkeypatch.setattr(RayPPOTrainer, name, fake)
 
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+
     def run(*overrides, stop_at=None):
         at.weights = 0
 
@@ -260,6 +263,13 @@ def test_stop_in_the_validation_before_training_saves_what_was_resumed_and_nothi
     again = life(*validates, stop_at=("validating", 2))
     assert again.stopped and ledger_of(again) == [("checkpoint", 2), ("stopped", 2)]
     assert not life(*validates).stopped
+
+
+def test_full_collections_walk_nothing_that_was_there_before_the_first_step(life, monkeypatch):
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    trainer = life(stop_at=("round", 1))
+    assert trainer.stopped and frozen == [True]
 
 
 def test_round_is_finished_once_a_step_after_the_update_and_before_whoever_needs_it(life):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -82,33 +81,29 @@ class ServerControl:
     def _living(self) -> list[Replica]:
         return [replica for replica in self._replicas if replica not in self._dead]
 
-    async def interrupt(self) -> float:
-        """Abort every running request; returns the seconds until all replicas were quiet.
+    async def interrupt(self) -> None:
+        """Abort every running request; afterwards all replicas are quiet.
 
         Raises:
-            ReplicaError: no replica is alive.
+            ReplicaError: no replica is alive; so do the others.
         """
-        return await self._all("interrupting", lambda replica: replica.abort_all_requests(reject_request=True))
+        await self._all("interrupting", lambda replica: replica.abort_all_requests(reject_request=True))
 
-    async def hold(self) -> float:
-        """Freeze every running request; returns the seconds until all engines stood still.
+    async def hold(self) -> None:
+        """Freeze every running request; afterwards all engines stand still."""
+        await self._all("holding", lambda replica: replica.hold_generation())
 
-        Raises:
-            ReplicaError: no replica is alive.
-        """
-        return await self._all("holding", lambda replica: replica.hold_generation())
+    async def resume(self) -> None:
+        """Let the replicas accept requests, and go on with those that are held."""
+        await self._all("resuming", lambda replica: replica.resume_generation())
 
-    async def resume(self) -> float:
-        """Let the replicas accept requests, and go on with those that are held; returns the seconds it took."""
-        return await self._all("resuming", lambda replica: replica.resume_generation())
+    async def sleep(self) -> None:
+        """Let the replicas release device memory, if they are configured to."""
+        await self._all("putting to sleep", lambda replica: replica.sleep())
 
-    async def sleep(self) -> float:
-        """Let the replicas release device memory, if they are configured to; returns the seconds it took."""
-        return await self._all("putting to sleep", lambda replica: replica.sleep())
-
-    async def wake_up(self) -> float:
-        """Let the replicas take their device memory again; returns the seconds it took."""
-        return await self._all("waking up", lambda replica: replica.wake_up())
+    async def wake_up(self) -> None:
+        """Let the replicas take their device memory again."""
+        await self._all("waking up", lambda replica: replica.wake_up())
 
     async def running_tokens(self) -> dict[str, int]:
         """Address to the tokens made so far by the requests at a replica, for the replicas that answer."""
@@ -187,8 +182,7 @@ class ServerControl:
             await wait(replica.relaunch(), START_S, f"restarting {address}")
             logger.warning("vLLM replica %s is back as %s", address, replica.server_address)
 
-    async def _all(self, what: str, verb: Callable[[Replica], Awaitable[object]]) -> float:
-        start = time.monotonic()
+    async def _all(self, what: str, verb: Callable[[Replica], Awaitable[object]]) -> None:
         living = self._living
         answers = await wait(
             asyncio.gather(*[answer_of(lambda r=replica: verb(r)) for replica in living], return_exceptions=True),
@@ -204,7 +198,6 @@ class ServerControl:
                 logger.warning("vLLM replica %s died: %s", replica.server_address, one_line(answer))
         if not self._living:
             raise ReplicaError(f"no vLLM replica is alive ({', '.join(self.addresses)})", dead=True)
-        return time.monotonic() - start
 
 
 class ReplicaRoster:

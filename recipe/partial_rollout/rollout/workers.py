@@ -145,7 +145,7 @@ class WorkerPool:
         self._workers[i] = self._spawn(i)
         await self._start(i)
         if self._open:
-            await self.answers("open_round", [self._workers[i].open_round.remote()], first=i)
+            await self._answer(i, "open_round", self._workers[i].open_round.remote())
 
     async def _is_back(self, i: int) -> bool:
         """Whether worker ``i``, to which Ray lost its connection, answers again; its samples have gone on."""
@@ -173,20 +173,18 @@ class WorkerPool:
         """
         return await self.answers(verb, self.begin(verb, *args), *args)
 
-    async def ask_each(self, verb: str, argument: Callable[[int], Any]) -> list[Any]:
-        """As ``ask``, with ``argument(i)`` for worker ``i``."""
-        arguments = [argument(i) for i in range(len(self._workers))]
-        asked = [getattr(worker, verb).remote(own) for worker, own in zip(self._workers, arguments, strict=True)]
-        found = await asyncio.gather(*[self._answer(i, verb, ref, arguments[i]) for i, ref in enumerate(asked)])
-        return [answer for answers in found for answer in answers]
+    async def ask_each(self, verb: str, argument: Callable[[int], Any]) -> None:
+        """As ``ask``, with ``argument(i)`` for worker ``i``; nobody needs the answers."""
+        own = [(i, worker, argument(i)) for i, worker in enumerate(self._workers)]
+        await asyncio.gather(*[self._answer(i, verb, getattr(worker, verb).remote(arg), arg) for i, worker, arg in own])
 
     def begin(self, verb: str, *args: Any) -> list[Any]:
         """Ask every worker without waiting; returns references for ``answers``."""
         return [getattr(worker, verb).remote(*args) for worker in self._workers]
 
-    async def answers(self, verb: str, asked: list[Any], *args: Any, first: int = 0) -> list[Any]:
-        """See ``ask``; ``asked`` are references that ``begin`` returned, from worker ``first`` on."""
-        found = await asyncio.gather(*[self._answer(first + k, verb, ref, *args) for k, ref in enumerate(asked)])
+    async def answers(self, verb: str, asked: list[Any], *args: Any) -> list[Any]:
+        """See ``ask``; ``asked`` are the references that ``begin`` returned."""
+        found = await asyncio.gather(*[self._answer(i, verb, ref, *args) for i, ref in enumerate(asked)])
         return [answer for answers in found for answer in answers]
 
     async def _answer(self, i: int, verb: str, reference: Any, *args: Any) -> list[Any]:

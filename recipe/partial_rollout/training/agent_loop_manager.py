@@ -25,7 +25,7 @@ from recipe.partial_rollout.rollout.progress import show_round
 from recipe.partial_rollout.rollout.replicas import ReplicaRoster
 from recipe.partial_rollout.rollout.step_book import StepBook, check_masked, phase_metrics
 from recipe.partial_rollout.rollout.workers import WorkerPool
-from recipe.partial_rollout.training.batch import fill_slots
+from recipe.partial_rollout.training.batch import assemble_batch
 from recipe.partial_rollout.training.reward_info import spread_infos
 from recipe.partial_rollout.waits import result_of, wait
 from recipe.partial_rollout.worker.agent_loop_worker import ObservedAgentLoopWorker, PartialRolloutAgentLoopWorker
@@ -198,7 +198,8 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             return output
         groups = await self.driver.next_batch(int(prompts.meta_info["global_steps"]))
         rollout = self.config.actor_rollout_ref.rollout
-        return fill_slots(groups, prompts, rollout.prompt_length, rollout.response_length, self._pad_id)
+        uids = prompts.non_tensor_batch["uid"][:: rollout.n]
+        return assemble_batch(groups, uids, rollout.prompt_length, rollout.response_length, self._pad_id)
 
     def take_step_metrics(self) -> dict[str, float]:
         """``Driver.take_step_metrics``."""

@@ -136,21 +136,7 @@ def assemble_batch(
     non_tensors, extra_keys = _non_tensors(groups, slot_uids)
     tensors = _tensors(outputs, prompt_length, response_length, pad_id)
     meta = {"reward_extra_keys": extra_keys} if "rm_scores" in tensors.keys() else {}  # noqa: SIM118
-    return DataProto(batch=tensors, non_tensor_batch=non_tensors, meta_info=meta)
-
-
-def fill_slots(
-    groups: Sequence[TakenGroup], slots: DataProto, prompt_length: int, response_length: int, pad_id: int
-) -> DataProto:
-    """The batch of ``groups``; row i belongs to slot i // rollout.n.
-
-    Args:
-        slots: a row for each sample, as verl's ``fit`` passes them. The others: see ``assemble_batch``.
-    """
-    uids = list(slots.non_tensor_batch["uid"][:: len(groups[0].outputs)])
-    batch = assemble_batch(groups, uids, prompt_length, response_length, pad_id)
-    batch.meta_info["timing"] = _timings(groups)
-    return batch
+    return DataProto(batch=tensors, non_tensor_batch=non_tensors, meta_info={**meta, "timing": _timings(groups)})
 
 
 def _timings(groups: Sequence[TakenGroup]) -> dict[str, float]:

@@ -11,6 +11,7 @@ and batches are verl's own.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from contextlib import nullcontext
@@ -183,6 +184,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 with observed_tracking(self._observe_step, self._after_log, table, session.metrics):
                     if self.settings.enable:
                         session.driver.begin()
+                    # 860,000 objects that imports made stay: full collections walk them no more (1.9 s each on two cores).
+                    gc.freeze()
                     super().fit()
             except StopTraining:
                 self._save_before_stop()
