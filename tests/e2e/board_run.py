@@ -18,6 +18,7 @@ from recipe.partial_rollout.records.figures import overview
 from recipe.partial_rollout.records.trace import RoundRecord
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.training.step_log import StepLog
+from recipe.partial_rollout.training.swanlab_run import open_run
 from verl_ext.tracking_observer import observed_tracking
 
 
@@ -70,7 +71,7 @@ def main(arm, directory, first, last, branch):
         }
     )
     log, rng = StepLog(config, SimpleNamespace(enable=partial), last), np.random.default_rng(first)
-    with observed_tracking(lambda data, step: overview(data, partial=partial) | data, table=log.open(branch)):
+    with observed_tracking(lambda data, step: overview(data, partial=partial) | data, table=open_run(config, branch)):
         from verl.utils.tracking import Tracking
 
         tracking = Tracking("made_up", arm, ["swanlab"], OmegaConf.to_container(config))

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.usefixtures("no_garbage")
 
 PACKAGE = Path(here.__file__).parent
 ROOMS = ("rollout", "training", "engine", "worker", "manager", "task_runner.py")
-WAITS = {"watched", "wait", "wait_batch", "wait_for"}
-"""``waits.wait``, ``weight_transfer.watched``, the guard's two; asyncio's own, which takes seconds"""
+WAITS = {"_watched", "wait", "wait_batch", "wait_for"}
+"""``waits.wait``, ``WeightTransfer._watched``, the guard's two; asyncio's own, which takes seconds"""
 
 ENDED_BY = {
     "rollout/driver.py _begin_version": "_begun, by the guard",
@@ -33,8 +33,8 @@ ENDED_BY = {
     "training/agent_loop_manager.py _start_manager": "nobody waits: makes an actor",
     "training/agent_loop_manager.py _take_calls": "within interrupt_s, two lines on",
     "training/agent_loop_manager.py introduce": "WorkerPool._start, within START_S",
-    "training/weight_transfer.py _meet": "watched, by stage",
-    "training/weight_transfer.py load": "watched, four lines on",
+    "training/weight_transfer.py _meet": "_watched, by stage",
+    "training/weight_transfer.py load": "_watched, four lines on",
     "engine/replica.py _end_engines": "ServerControl.restart_dead, within START_S",
     "engine/replica.py check_alive": "ServerControl._all, within interrupt_s",
     "engine/replica.py hold_generation": "ServerControl._all, within interrupt_s",

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -12,8 +11,7 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.training import swanlab_run
-from recipe.partial_rollout.training.step_log import StepLog
-from recipe.partial_rollout.training.swanlab_run import LONGEST, choose_mode, config_table, name_run
+from recipe.partial_rollout.training.swanlab_run import LONGEST, choose_mode, config_table, open_run
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +60,7 @@ def test_a_run_goes_to_the_cloud_with_a_key_unless_the_user_says_otherwise(monke
 
 def test_trackers_get_the_runs_id_unless_the_user_has_one(monkeypatch):
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    name_run("a1")
+    open_run(OmegaConf.create({"trainer": {"logger": ["file"]}}), "a1")
     assert (os.environ["SWANLAB_RUN_ID"], os.environ["WANDB_RUN_ID"]) == ("a1", "mine")
     assert os.environ["SWANLAB_RESUME"] == os.environ["WANDB_RESUME"] == "allow"
 
@@ -75,7 +73,7 @@ def test_resumed_run_goes_on_in_trackio_and_is_told_to_be_a_second_one_in_mlflow
     monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
     trainer = {"logger": ["trackio", "mlflow"], "project_name": "p", "experiment_name": "e"}
     config = OmegaConf.create({"partial_rollout": {"enable": True}, "trainer": trainer})
-    StepLog(config, SimpleNamespace(enable=True), 4).open("a1", continues=continues)
+    open_run(config, "a1", continues=continues)
     wanted = call(project="p", name="e", config=OmegaConf.to_container(config), resume="allow")
     assert begun.init.call_args_list == [wanted] * continues
     assert ("MLFLOW_RUN_ID=ID" in capsys.readouterr().out) == continues

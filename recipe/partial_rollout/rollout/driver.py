@@ -352,8 +352,7 @@ class Driver:
 
     async def load(self, path: Path, step: int) -> None:
         """Restore the state at ``path``, from the checkpoint of ``step``, before the first version."""
-        loading = self._manager.load.remote(str(path))
-        spared = await self._guard.wait(loading, f"loading {path}", "weight_sync_s")
+        spared = await self._guard.wait(self._manager.load.remote(str(path)), f"loading {path}", "weight_sync_s")
         if self._context.settings.group_filter is None:
             return
         self._book.resume(spared)

@@ -42,6 +42,7 @@ from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.reward_info import averaged, per_sample
 from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
 from recipe.partial_rollout.training.step_log import StepLog
+from recipe.partial_rollout.training.swanlab_run import open_run
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
 from recipe.partial_rollout.waits import ERROR_LOG, finished
 from verl_ext.standalone_engines import standalone_engines
@@ -180,7 +181,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
                 session.complete()
                 return
             try:
-                table = self.step_log.open(session.branch, continues=session.continues)
+                table = open_run(self.config, session.branch, continues=session.continues)
                 with observed_tracking(self._observe_step, self._after_log, table, session.metrics):
                     if self.settings.enable:
                         session.driver.begin()
@@ -201,7 +202,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def _only_validate(self) -> None:
         """Validate the weights once: verl's ``fit`` returns after its first validation, if it makes one."""
         self.config.trainer.val_before_train = True
-        table, file = self.step_log.open(None), self.session.metrics.with_name("validation.jsonl")
+        table, file = open_run(self.config, None), self.session.metrics.with_name("validation.jsonl")
         with self.session.stop.caught(), observed_tracking(self._observe_step, table=table, file=file):
             super().fit()
             # A validation that is cut short ends as if it were whole.

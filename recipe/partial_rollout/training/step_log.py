@@ -14,7 +14,7 @@ from tqdm import tqdm
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.figures import overview
 from recipe.partial_rollout.records.trace import RoundRecord
-from recipe.partial_rollout.training import swanlab_run
+from recipe.partial_rollout.training.swanlab_run import SWANLAB
 
 PICTURES = "1_pictures"
 """section of the pictures"""
@@ -38,21 +38,9 @@ class StepLog:
     """
 
     def __init__(self, config: DictConfig, settings: PartialRolloutConfig, total_steps: int) -> None:
-        self._config, self._settings, self._total = config, settings, total_steps
-        self._on_swanlab = swanlab_run.SWANLAB in config.trainer.logger
+        self._settings, self._total = settings, total_steps
+        self._on_swanlab = SWANLAB in config.trainer.logger
         self._drift = PolicyDrift()
-
-    def open(self, branch: str | None, *, continues: bool = False) -> dict[str, Any] | None:
-        """Prepare the trackers for the run of id ``branch`` (None: they draw one); returns SwanLab's config table.
-
-        Args:
-            continues: whether they have a run of this id.
-        """
-        if branch is not None:
-            swanlab_run.name_run(branch)
-        if continues:
-            swanlab_run.continue_run(self._config)
-        return swanlab_run.open_run(self._config) if self._on_swanlab else None
 
     def extend(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Metrics of ``step`` with the overview's figures; prints the line, warns."""

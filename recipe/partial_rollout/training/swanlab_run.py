@@ -1,4 +1,4 @@
-"""How a run appears in SwanLab: in the cloud or on this machine, under which id, with which configuration.
+"""How a run appears in the trackers: SwanLab's in the cloud or on this machine, under which id, with which configuration.
 
 ``SWANLAB_MODE`` is the one variable: ``cloud`` (or ``online``), ``local``, ``offline`` (files for ``swanlab sync``) or
 ``disabled``. Where it is not set, a user with a key gets the cloud, and anybody else the local board.
@@ -79,39 +79,35 @@ def has_key() -> bool:
     return bool(Settings().api_key)
 
 
-def name_run(branch: str) -> None:
-    """Give SwanLab and wandb the id of this run, ``branch``: a resumed run continues its curves.
+def open_run(config: DictConfig, branch: str | None, *, continues: bool = False) -> dict[str, Any] | None:
+    """Prepare the trackers for the run of id ``branch``; returns SwanLab's config table, None if it is not asked for.
 
-    A run that went back to an earlier step has an id of its own, because trackers drop what is logged again for a step that
-    they have. verl passes none: a resumed run would be a second one. A user's own ``SWANLAB_RUN_ID`` or ``WANDB_RUN_ID``
-    stays.
+    SwanLab and wandb get the id: a resumed run continues its curves. A run that went back to an earlier step has an id of
+    its own, because trackers drop what is logged again for a step that they have. verl passes none: a resumed run would be
+    a second one. What the user has set stays: ``SWANLAB_RUN_ID``, ``WANDB_RUN_ID``, ``SWANLAB_EXP_COLOR``.
+
+    Args:
+        branch: None: they draw one.
+        continues: whether they have a run of this id.
     """
-    for tracker in ("SWANLAB", "WANDB"):
-        os.environ.setdefault(f"{tracker}_RUN_ID", branch)
-        os.environ.setdefault(f"{tracker}_RESUME", "allow")
-
-
-def continue_run(config: DictConfig) -> None:
-    """Go on with the run where verl would begin another: in trackio, which knows it by name; of MLflow a line says so."""
     trainer = config.trainer
-    if "trackio" in trainer.logger:
+    if branch is not None:
+        for tracker in ("SWANLAB", "WANDB"):
+            os.environ.setdefault(f"{tracker}_RUN_ID", branch)
+            os.environ.setdefault(f"{tracker}_RESUME", "allow")
+    if continues and "trackio" in trainer.logger:
         import trackio  # type: ignore[import-not-found]
 
+        # It knows the run by its name, and verl takes one that is open.
         values: Any = OmegaConf.to_container(config, resolve=True)
-        # verl takes the run that is there.
         trackio.init(project=trainer.project_name, name=trainer.experiment_name, config=values, resume="allow")
-    if "mlflow" in trainer.logger and not os.environ.get("MLFLOW_RUN_ID"):
+    if continues and "mlflow" in trainer.logger and not os.environ.get("MLFLOW_RUN_ID"):
         print("MLflow: this resumed run is a second one there; MLFLOW_RUN_ID=ID goes on with the first")
-
-
-def open_run(config: DictConfig) -> dict[str, Any]:
-    """Prepare SwanLab for a run; returns its config table.
-
-    Its curves get a readable colour: noPR's, or one of PR's by the experiment's name. A user's own stays.
-    """
+    if SWANLAB not in trainer.logger:
+        return None
     swanlab_board.install()
-    choice = _PR_COLOURS[crc32(str(config.trainer.experiment_name).encode()) % len(_PR_COLOURS)]
-    os.environ.setdefault("SWANLAB_EXP_COLOR", choice if config[ROOT].enable else _NOPR_COLOUR)
+    colour = _PR_COLOURS[crc32(str(trainer.experiment_name).encode()) % len(_PR_COLOURS)]
+    os.environ.setdefault("SWANLAB_EXP_COLOR", colour if config[ROOT].enable else _NOPR_COLOUR)
     return config_table(config)
 
 

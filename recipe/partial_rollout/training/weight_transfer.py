@@ -22,7 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from ray.exceptions import RayActorError, RayError
 from verl.checkpoint_engine import CheckpointEngineManager
@@ -32,8 +32,6 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of, wait
-
-T = TypeVar("T")
 
 _LOOK_EVERY_S = 1.0
 """interval at which replicas are asked whether the sync failed on their side; a sync that succeeds never waits for it"""
@@ -64,6 +62,12 @@ class WeightTransfer(ABC):
     async def load(self, version: int) -> None:
         """Every engine, idle and alive, gets the weights and learns their version."""
 
+    async def _watched(self, part: Awaitable[Any], what: str, replicas: Sequence[RolloutReplica] = ()) -> None:
+        """Wait for ``part``, which raises if its own side fails, while ``replicas`` are asked for the error of theirs."""
+        names = ", ".join(replica.server_address for replica in replicas)
+        whose = f"{what} to vLLM replicas {names}" if names else f"{what} by the trainer"
+        await wait(part, self._deadline_s, whose, "weight_sync_s", watches=[_watch(replicas, what)])
+
 
 def transfer_of(verls: CheckpointEngineManager, deadline_s: float) -> WeightTransfer:
     """The transfer for ``rollout.checkpoint_engine.backend``."""
@@ -79,8 +83,7 @@ class DirectTransfer(WeightTransfer):
 
     async def load(self, version: int) -> None:
         what = f"weight sync of version {version}"
-        sending = _sent(self._verls, version, what)
-        await watched(sending, self._verls.replicas, self._deadline_s, what)
+        await self._watched(_sent(self._verls, version, what), what, self._verls.replicas)
 
 
 class CachedTransfer(WeightTransfer):
@@ -98,12 +101,12 @@ class CachedTransfer(WeightTransfer):
     async def stage(self, version: int) -> bool:
         what = f"staging of version {version}"
         if not self._met:
-            await watched(self._meet(), (), self._deadline_s, "the first meeting of trainers and engines")
+            await self._watched(self._meet(), "the first meeting of trainers and engines")
             self._met = True
         # What the engines have loaded is removed meanwhile, and the trainer must be done with that.
         freed, self._freeing = self._freeing, []
-        await watched(_all(freed, f"{what} failed in the trainer"), (), self._deadline_s, what)
-        await watched(_sent(self._verls, version, what), (), self._deadline_s, what)
+        await self._watched(_all(freed, f"{what} failed in the trainer"), what)
+        await self._watched(_sent(self._verls, version, what), what)
         return True
 
     async def load(self, version: int) -> None:
@@ -115,7 +118,7 @@ class CachedTransfer(WeightTransfer):
             )
             for replica in replicas
         ]
-        await watched(asyncio.gather(*loads), replicas, self._deadline_s, what)
+        await self._watched(asyncio.gather(*loads), what, replicas)
         self._freeing = self._ask_trainers("finalize")
 
     async def _meet(self) -> None:
@@ -152,7 +155,7 @@ class HeldTransfer(WeightTransfer):
             except RayError as error:
                 raise WeightSyncError(f"{what} failed in the trainer or beside an engine: {one_line(error)}") from error
 
-        await watched(sync(), self._held.replicas, self._deadline_s, what)
+        await self._watched(sync(), what, self._held.replicas)
 
 
 class HeldCheckpointManager(CheckpointEngineManager):
@@ -186,23 +189,6 @@ async def _all(refs: Iterable[Awaitable[Any]], failed: str) -> list[Any]:
         return await asyncio.gather(*refs)
     except RayError as error:
         raise WeightSyncError(f"{failed}: {one_line(error)}") from error
-
-
-async def watched(awaitable: Awaitable[T], replicas: Sequence[RolloutReplica], deadline_s: float, what: str) -> T:
-    """``awaitable``'s result, while ``replicas`` are asked for the error of their side.
-
-    Args:
-        awaitable: raises ``WeightSyncError`` by itself if its own side fails.
-        replicas: that take part; none: only the deadline is watched.
-        what: the phase and its version, for messages: "staging of version 3".
-
-    Raises:
-        WeightSyncError: it failed; the message names who.
-        NoAnswerError: it took longer than ``deadline_s``.
-    """
-    names = ", ".join(replica.server_address for replica in replicas)
-    whose = f"{what} to vLLM replicas {names}" if names else f"{what} by the trainer"
-    return await wait(awaitable, deadline_s, whose, "weight_sync_s", watches=[_watch(replicas, what)])
 
 
 async def _watch(replicas: Sequence[RolloutReplica], what: str) -> NoReturn:
