@@ -11,7 +11,7 @@ import pytest
 from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.output_store import InProcess
+from recipe.partial_rollout.manager.codec import InProcess
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.rollout import driver

@@ -4,8 +4,7 @@ import weakref
 
 from recipe.partial_rollout.checkpoint.plain_codec import pack
 from recipe.partial_rollout.config.settings import FilterSettings
-from recipe.partial_rollout.manager.codec import encode
-from recipe.partial_rollout.manager.output_store import InProcess
+from recipe.partial_rollout.manager.codec import InProcess, encode
 from recipe.partial_rollout.manager.types import StoredOutput
 from tests.unit.shared import begin, tokens_in
 

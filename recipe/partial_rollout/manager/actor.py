@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from recipe.partial_rollout.checkpoint.snapshot import Written, read_snapshot, write_snapshot
 from recipe.partial_rollout.manager import garbage
-from recipe.partial_rollout.manager.codec import encode
-from recipe.partial_rollout.manager.output_store import InProcess, OutputStore
+from recipe.partial_rollout.manager.codec import HERE, encode
+from recipe.partial_rollout.manager.output_store import OutputStore
 from recipe.partial_rollout.manager.policies import FailureVerdict, retry_delay_s
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.stall_clock import StallClock
@@ -80,7 +80,7 @@ class ManagerActor:
 
     Args:
         settings: the run's; a wait for a batch is watched by ``StallClock``.
-        store: keeps the outputs of finished samples; ``InProcess`` needs no Ray.
+        store: keeps the outputs of finished samples; ``HERE`` needs no Ray.
         train_groups: see ``Admission``.
     """
 
@@ -94,7 +94,7 @@ class ManagerActor:
     def __init__(
         self,
         settings: PartialRolloutConfig,
-        store: OutputStore = InProcess(),  # noqa: B008 - stateless
+        store: OutputStore = HERE,
         train_groups: int | None = None,
     ) -> None:
         self._changed = ManagerCondition()
@@ -253,8 +253,10 @@ class ManagerActor:
             self._metrics_at_flush = self._manager.metrics()
 
     async def standing(self) -> Standing:
-        """``PromptsManager.standing``; it waits for nobody, and nobody for it."""
-        return self._manager.standing()
+        """How far the round is; it waits for nobody, and nobody for it."""
+        manager = self._manager
+        oldest = manager.version - manager.groups.oldest_birth(default=manager.version)
+        return Standing(len(manager.groups.ready_queue), manager.slots.running, oldest)
 
     async def abandon(self, reason: str, error: ToldError | None = None) -> None:
         """Fail everyone who waits, because something outside the manager has died."""
@@ -295,8 +297,7 @@ class ManagerActor:
         state = await asyncio.to_thread(read_snapshot, Path(path))
 
         def restore() -> int:
-            self._manager.load_state_dict(state)
-            self._manager.groups.store_outputs(self._store.put)
+            self._manager.load_state_dict(state, self._store.put)
             return self._manager.counters.spared_groups
 
         return await self._changed.change(restore)

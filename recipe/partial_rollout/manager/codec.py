@@ -33,10 +33,33 @@ from recipe.partial_rollout.manager.types import (
 
 LAYOUT = 5
 
+Put = Callable[[Sequence[tuple[str, SampleOutput]]], Sequence[FinishedOutput]]
+"""stores outputs, each given with its sample's id; returns what the manager keeps in their place"""
 Fetch = Callable[[Sequence[FinishedOutput]], Sequence[SampleOutput]]
+"""brings the outputs themselves from where they are stored"""
 
 _RUNS = ("response_mask", "versions")
 """fields of ``SampleOutput`` that are run-length coded"""
+
+
+class InProcess:
+    """No output store: outputs stay with the manager, as they are. ``RayObjects`` is one."""
+
+    def put(self, finished: Sequence[tuple[str, SampleOutput]]) -> Sequence[FinishedOutput]:
+        """Store the outputs of these samples; returns what the manager holds in place of each, in order."""
+        return [output for _, output in finished]
+
+    def seal(self) -> None:
+        """From here on outputs that were put may be passed to others, or fetched."""
+
+    def fetch(self, outputs: Sequence[FinishedOutput]) -> Sequence[SampleOutput]:
+        """The outputs themselves, in order."""
+        here = [output for output in outputs if isinstance(output, SampleOutput)]
+        assert len(here) == len(outputs)
+        return here
+
+
+HERE = InProcess()
 
 
 # -- encoding ----------------------------------------------------------------------------------------------------------
@@ -78,13 +101,6 @@ def capture(version: int, reserve: Reserve, groups: Groups) -> dict[str, Any]:
     }
 
 
-def outputs_here(outputs: Sequence[FinishedOutput]) -> list[SampleOutput]:
-    """``outputs`` as they are, for a manager without an output store."""
-    here = [output for output in outputs if isinstance(output, SampleOutput)]
-    assert len(here) == len(outputs)
-    return here
-
-
 def check_saveable(sample_id: str, output: SampleOutput) -> None:
     """Raise ``UnsaveableError`` for a value in ``output`` that a checkpoint cannot hold."""
     try:
@@ -93,7 +109,7 @@ def check_saveable(sample_id: str, output: SampleOutput) -> None:
         raise error.within(f"sample {sample_id}") from None
 
 
-def encode(captured: dict[str, Any], fetch: Fetch = outputs_here) -> dict[str, Any]:
+def encode(captured: dict[str, Any], fetch: Fetch = HERE.fetch) -> dict[str, Any]:
     """``captured``, completed in place; ``fetch`` brings the outputs from where they are stored."""
     samples = [sample for group in captured["groups"] for sample in group["samples"]]
     outputs = iter(fetch([sample["output"] for sample in samples if sample["output"] is not None]))
@@ -119,7 +135,7 @@ def _runs(values: np.ndarray) -> dict[str, np.ndarray]:
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
-def decode(state: dict[str, Any], samples_per_group: int, reserve: Reserve, groups: Groups) -> int:
+def decode(state: dict[str, Any], samples_per_group: int, reserve: Reserve, groups: Groups, put: Put) -> int:
     """Fill ``reserve`` and ``groups`` with the encoded state; no sample has an owner afterwards. Returns the version.
 
     The source is open again: a resumed training may have more steps than the one that drained.
@@ -136,24 +152,24 @@ def decode(state: dict[str, Any], samples_per_group: int, reserve: Reserve, grou
     groups.trained = dict(state["trained"].tolist())
     groups.admitted = list(state["admitted"])
     groups.filtered = [FilteredGroup(**row) for row in state["filtered"]]
-    groups.restore(_groups(state, samples_per_group))
+    groups.restore(_groups(state, samples_per_group, put))
     return state["version"]
 
 
-def _groups(state: dict[str, Any], size: int) -> Iterator[PromptGroup]:
+def _groups(state: dict[str, Any], size: int, put: Put) -> Iterator[PromptGroup]:
     for row in state["groups"]:
         group = PromptGroup(Prompt(**row["prompt"]), row["order"], birth=row["birth"])
         if len(row["samples"]) != size:
             raise ValueError(f"manager state: group {group.uid} has {len(row['samples'])} samples: {size}")
-        group.samples += [_sample(f"{group.uid}#{i}", group, saved) for i, saved in enumerate(row["samples"])]
+        group.samples += [_sample(f"{group.uid}#{i}", group, saved, put) for i, saved in enumerate(row["samples"])]
         yield group
 
 
-def _sample(name: str, group: PromptGroup, saved: dict[str, Any]) -> Sample:
+def _sample(sample_id: str, group: PromptGroup, saved: dict[str, Any], put: Put) -> Sample:
     output = saved["output"]
     if output is not None:
         runs = {name: np.repeat(output[name]["values"], output[name]["lengths"]) for name in _RUNS}
-        output = SampleOutput(**{**output, **runs})
+        (output,) = put([(sample_id, SampleOutput(**{**output, **runs}))])
     state = SampleState.WAITING if output is None else SampleState.FINISHED
     segments = [Segment(**fields) for fields in saved["segments"]]
-    return Sample(name, group, state, **{**saved, "segments": segments, "output": output})
+    return Sample(sample_id, group, state, **{**saved, "segments": segments, "output": output})

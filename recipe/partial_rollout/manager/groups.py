@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -31,13 +31,9 @@ from recipe.partial_rollout.manager.types import (
     Prompt,
     PromptGroup,
     Sample,
-    SampleOutput,
     TakenGroup,
     position_of,
 )
-
-Put = Callable[[Sequence[tuple[str, SampleOutput]]], Sequence[FinishedOutput]]
-"""stores outputs, each given with its sample's id; returns what the manager keeps in their place"""
 
 _FOLLOWS = {
     GroupState.ACTIVE: GroupState.WAITING,
@@ -257,14 +253,6 @@ class Groups:
             raise RuntimeError(f"group {group.uid} has {group.unfinished} unfinished samples: it is not {state}")
         self._move(group, state)
         _less(self.unfinished, group.birth)
-
-    def store_outputs(self, put: Put) -> None:
-        """Move every output held here into a store with ``put``, a group at a time."""
-        for group in self.by_order.values():
-            here = [(sample, output) for sample in group.samples if isinstance(output := sample.output, SampleOutput)]
-            stored = put([(sample.id, output) for sample, output in here])
-            for (sample, _), output in zip(here, stored, strict=True):
-                sample.output = output
 
     # -- readers ---------------------------------------------------------------------------------------------------
 

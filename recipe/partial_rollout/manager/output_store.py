@@ -18,7 +18,7 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
-from recipe.partial_rollout.manager.codec import Fetch, outputs_here
+from recipe.partial_rollout.manager.codec import Fetch, InProcess
 from recipe.partial_rollout.manager.types import (
     FinishedOutput,
     RolloutFailedError,
@@ -27,21 +27,6 @@ from recipe.partial_rollout.manager.types import (
     TakenGroup,
 )
 from recipe.partial_rollout.waits import one_line
-
-
-class InProcess:
-    """No store: outputs stay with the manager, as they are."""
-
-    def put(self, finished: Sequence[tuple[str, SampleOutput]]) -> Sequence[FinishedOutput]:
-        """Store the outputs of these samples; returns what the manager holds in place of each, in order."""
-        return [output for _, output in finished]
-
-    def seal(self) -> None:
-        """From here on outputs that were put may be passed to others, or fetched."""
-
-    def fetch(self, outputs: Sequence[FinishedOutput]) -> Sequence[SampleOutput]:
-        """The outputs themselves, in order."""
-        return outputs_here(outputs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from recipe.partial_rollout.manager.admission import Admission, Load, in_time, pacing_load
-from recipe.partial_rollout.manager.codec import capture, decode, encode
+from recipe.partial_rollout.manager.codec import HERE, Put, capture, decode, encode
 from recipe.partial_rollout.manager.groups import Groups, Reserve
 from recipe.partial_rollout.manager.policies import (
     FailureVerdict,
@@ -46,7 +46,6 @@ from recipe.partial_rollout.manager.types import (
     Sample,
     SampleState,
     Segment,
-    Standing,
     TakenGroup,
 )
 
@@ -392,7 +391,7 @@ class PromptsManager:
         """All but the workers, in plain Python and numpy; layout in ``codec``."""
         return encode(self.capture())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], put: Put = HERE.put) -> None:
         """Restore ``state``: unfinished samples are claimable, groups that were with the trainer are ready again.
 
         Raises:
@@ -401,7 +400,7 @@ class PromptsManager:
         """
         if self.reserve.prompts or self.counters.admitted_groups:
             raise RuntimeError("load_state_dict: the manager has prompts already; load before the first offer")
-        self.version = decode(state, self._settings.samples_per_group, self.reserve, self.groups)
+        self.version = decode(state, self._settings.samples_per_group, self.reserve, self.groups, put)
         for group in self.groups.by_order.values():
             self._enter(group)
 
@@ -432,8 +431,3 @@ class PromptsManager:
             gauges["filter/tokens_total"] = counters.filtered_tokens
             gauges["filter/spared_total"] = counters.spared_groups
         return gauges
-
-    def standing(self) -> Standing:
-        """How far the round is; constant time but for the few birth versions in flight."""
-        oldest = self.version - self.groups.oldest_birth(default=self.version)
-        return Standing(len(self.groups.ready_queue), self.slots.running, oldest)
