@@ -21,7 +21,7 @@ ENDED_BY = {
     "rollout/guard.py wait_batch": "_watch_manager_and_workers",
     "rollout/guard.py _watch_engines": "_watch_manager_and_workers, beside it",
     "rollout/guard.py _look_after": "whoever waits meanwhile: a trainer that hangs is awaited by nobody in a round",
-    "rollout/replicas.py _tell_balancer": "within interrupt_s, in the next line",
+    "rollout/replicas.py announce_restarted": "within interrupt_s, in the next line",
     "rollout/replicas.py ask": "_asked, within interrupt_s",
     "rollout/workers.py _is_back": "WorkerPool._answer",
     "rollout/workers.py _watch": "nobody: it lasts as long as the worker",
@@ -33,6 +33,7 @@ ENDED_BY = {
     "training/agent_loop_manager.py _start_manager": "nobody waits: makes an actor",
     "training/agent_loop_manager.py _take_calls": "within interrupt_s, two lines on",
     "training/agent_loop_manager.py introduce": "WorkerPool._start, within START_S",
+    "training/colocated_reward.py _score": "_attempt, within reward_s",
     "training/weight_transfer.py _meet": "_watched, by stage",
     "training/weight_transfer.py load": "_watched, four lines on",
     "engine/replica.py _end_engines": "ServerControl.restart_dead, within START_S",
@@ -46,7 +47,8 @@ ENDED_BY = {
     "worker/claim_loop.py flush": "the guard, as above",
     "worker/claim_loop.py serve": "the guard, as above; a claim also ends after CLAIM_WAIT_S",
     "worker/claim_loop.py _send_all": "the guard, as above",
-    "worker/rewards.py remote": "ObservedAgentLoopWorker._compute_score, within reward_s",
+    "worker/rewards.py _ask": "who calls RewardWorkers.remote, within reward_s",
+    "worker/rewards.py _first_that_answers": "who calls RewardWorkers.remote, within reward_s",
     "manager/output_store.py fetch": "ray.get with a timeout",
 }
 """file and function of each question outside such a call, and what ends it"""

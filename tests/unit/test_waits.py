@@ -1,9 +1,12 @@
-"""Errors in one line name what failed."""
+"""Waits end in time and whole, and errors in one line name what failed."""
+
+import asyncio
+import gc
 
 import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from recipe.partial_rollout.waits import is_out_of_reach, one_line
+from recipe.partial_rollout.waits import NoAnswerError, is_out_of_reach, one_line, wait, whole
 
 DEAD = """The actor died unexpectedly before finishing this task.
 \tclass_name: create_colocated_worker_cls.<locals>.WorkerDict
@@ -32,3 +35,54 @@ def test_one_line_names_the_type_the_reason_and_the_actor_that_died(error, line)
 def test_actor_whose_own_question_did_not_get_through_is_not_out_of_reach_itself():
     inner = RayTaskError("report", "traceback", ActorUnavailableError("connection reset", None)).as_instanceof_cause()
     assert is_out_of_reach(ActorUnavailableError("connection reset", None)) and not is_out_of_reach(inner)
+
+
+async def fails(error, after_s=0.0):
+    await asyncio.sleep(after_s)
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("awaited", "watch", "ends"),
+    [
+        (lambda: asyncio.sleep(0, 7), lambda: asyncio.sleep(9), 7),
+        (lambda: asyncio.sleep(0, 7), lambda: fails(ValueError("late"), 0.01), 7),
+        # Both at once.
+        (lambda: asyncio.sleep(0, 7), lambda: fails(ValueError("watch")), 7),
+        (lambda: fails(KeyError("main")), lambda: fails(ValueError("watch")), KeyError("main")),
+        (lambda: asyncio.sleep(9), lambda: fails(ValueError("watch")), ValueError("watch")),
+        (
+            lambda: asyncio.sleep(9),
+            lambda: asyncio.sleep(9),
+            NoAnswerError("saving took more than 0.05 s .*stall_s"),
+        ),
+    ],
+)
+async def test_wait_ends_with_the_first_of_answer_watch_and_deadline_and_nothing_of_it_goes_on(awaited, watch, ends):
+    told = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
+    before = asyncio.all_tasks()
+    waiting = wait(awaited(), 0.05, "saving", "stall_s", watches=[watch()])
+    if isinstance(ends, Exception):
+        with pytest.raises(type(ends), match=str(ends)):
+            await waiting
+    else:
+        assert await waiting == ends
+    await asyncio.sleep(0)
+    gc.collect()
+    assert asyncio.all_tasks() == before and told == [], "asyncio prints what nobody retrieves"
+
+
+async def test_what_must_be_whole_ends_before_the_wait_that_is_cancelled():
+    done = []
+
+    async def replaces():
+        await asyncio.sleep(0.02)
+        done.append("replaced")
+
+    waiting = asyncio.create_task(wait(asyncio.sleep(9), None, "the round", None, watches=[whole(replaces())]))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert done == ["replaced"]

@@ -235,15 +235,12 @@ class ReplicaRoster:
         gone = [address for address in self._addresses if address not in control.servers]
         new = {address: server for address, server in control.servers.items() if address not in self._addresses}
         try:
-            await self._tell_balancer("remove_servers", gone)
-            await self._tell_balancer("add_servers", new)
+            for verb, servers in (("remove_servers", gone), ("add_servers", new)):
+                telling = answer_of(lambda v=verb, s=servers: result_of(getattr(self._balancer, v).remote(s)))
+                await wait(telling, self._deadline_s, f"telling verl's load balancer to {verb}", "interrupt_s")
         except RayActorError as error:
             # Ray may have placed it on a node that has died.
             logger.warning("verl's load balancer is dead, and the workers do without it: %s", one_line(error))
         await pool.ask_each("use_replicas", self.choice_of)
         self._addresses = control.addresses
         self._trace.use_replicas(control.addresses)
-
-    async def _tell_balancer(self, verb: str, servers: Any) -> None:
-        telling = answer_of(lambda: result_of(getattr(self._balancer, verb).remote(servers)))
-        await wait(telling, self._deadline_s, f"telling verl's load balancer to {verb}", "interrupt_s")
