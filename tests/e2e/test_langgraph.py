@@ -1,6 +1,7 @@
 """Real trainings of langgraph's ReAct agent with a tool: under PR, disturbed, it says and earns what it does under noPR."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -37,7 +38,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     """PYTHONPATH of processes with langgraph: where it is not installed it is in a folder, without dependencies."""
-    paths = [str(HERE)]
+    paths = [str(HERE.parents[1]), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     if find_spec("langgraph") is None:
         paths.append(str(tmp_path_factory.mktemp("site")))
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", paths[-1]]
@@ -72,8 +73,8 @@ def arms(paths, module_start, wait_for, read_run, tmp_path_factory):
             "actor_rollout_ref.actor.optim.lr=0",
             "trainer.total_training_steps=null",
             "trainer.test_freq=2",
-            f"trainer.rollout_data_dir={task / name / 'said'}",
-            f"trainer.validation_data_dir={task / name / 'validated'}",
+            "trainer.rollout_data_dir=${trainer.default_local_dir}/said",
+            "trainer.validation_data_dir=${trainer.default_local_dir}/validated",
             *overrides,
             name=name,
         )
@@ -87,7 +88,7 @@ def arms(paths, module_start, wait_for, read_run, tmp_path_factory):
         nopr = finish(start("noPR", "partial_rollout.enable=False"))
         patch.setenv("REWARD_FAILS", str(task / "failed"))
         run = start("PR", "partial_rollout.overlap=1", "partial_rollout.max_staleness=3")
-        wait_for(lambda: (task / "PR" / "said" / "1.jsonl").exists(), "the second step")
+        wait_for(lambda: (run.directory / "said" / "1.jsonl").exists(), "the second step")
         processes_of_session(run.process.pid, "ray::PartialRolloutAgentLoopWorker")[0].kill()
         return nopr, finish(run)
 
