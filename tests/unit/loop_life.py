@@ -7,11 +7,13 @@ made, so ``check`` can tell whether a trained token was made under the context t
 import asyncio
 import contextvars
 import hashlib
+import pickle
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ray import cloudpickle
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.workers.rollout.replica import TokenOutput
 
@@ -132,6 +134,14 @@ class LoopWorker(ScriptedWorker):
             await self.life.score(outputs[-1], kwargs)
 
 
+class Remote(Local):
+    """Pickles what it is given, as Ray does."""
+
+    def __getattr__(self, verb):
+        ask = super().__getattr__(verb).remote
+        return SimpleNamespace(remote=lambda *given: ask(*pickle.loads(cloudpickle.dumps(given))))
+
+
 class Life:
     """A training of ``loop`` on ``rows``, a prompt each, of which a round trains ``batch``."""
 
@@ -181,7 +191,7 @@ class Life:
             self.end_worker()
             await self.actor.release_worker(self.name)
         self.lives += 1
-        self.name, self.handle, self.worker = f"w{self.lives}", Local(self.actor), LoopWorker(self)
+        self.name, self.handle, self.worker = f"w{self.lives}", Remote(self.actor), LoopWorker(self)
         self.worker.connect(self.name, self.handle, self.slots, ReplicaChoice({}))
         self.serving = asyncio.create_task(self.worker.serve())
         self.serving.add_done_callback(lambda task: task.cancelled() or task.exception())

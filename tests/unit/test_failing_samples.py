@@ -40,13 +40,19 @@ class Loop:
     """Returns a response of as many tokens as its row says."""
 
     runs = 0
+    fails = ()
+    """of the runs of the first row, by number; "made": the constructor"""
+    error = OSError("no sandbox")
 
     def __init__(self, **_):
-        pass
+        if "made" in Loop.fails:
+            raise OSError("no sandbox")
 
     async def run(self, sampling_params, **row):
         type(self).runs += 1
         length = row["length"]
+        if row.get("uid") == "uid0" and Loop.runs in Loop.fails:
+            raise Loop.error
         return AgentLoopOutput(
             prompt_ids=[1, 2, 3],
             response_ids=[65] * length,
@@ -163,6 +169,29 @@ def test_sample_without_a_score_is_masked_and_named_under_nopr(broken, capsys):
     assert output.batch["response_mask"].sum(-1).tolist() == [0, 3]
     assert "prompt uid0" in output.non_tensor_batch["sample_error"][0]
     assert "warning: 1 of the 2 samples of a batch are masked; one of them: RewardError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [OSError("no sandbox"), asyncio.CancelledError("no sandbox")], ids=repr)
+@pytest.mark.parametrize("validate", [False, True])
+def test_loop_that_raises_is_run_again_and_costs_its_sample_alone_under_nopr_and_in_validation(
+    validate, error, monkeypatch
+):
+    monkeypatch.setattr(Loop, "error", error)
+    monkeypatch.setattr(Loop, "fails", (1,))
+    output = generated(flaky(), rows(2, 3), validate=validate)
+    assert Loop.runs == 3 and output.batch["response_mask"].sum(-1).tolist() == [2, 3]
+    monkeypatch.setattr(Loop, "fails", range(99))
+    output = generated(flaky(), rows(2, 3), validate=validate, sample_retries=1)
+    assert Loop.runs == 3 and output.batch["response_mask"].sum(-1).tolist() == [0, 3]
+    lost, kept = output.batch["rm_scores"].sum(-1).tolist()
+    assert kept == 1.0 and (math.isnan(lost) if validate else lost == 0.0)
+    assert output.non_tensor_batch["sample_error"][0] == f"{type(error).__name__}: no sandbox"
+
+
+def test_loop_that_cannot_be_made_costs_its_sample_alone(monkeypatch):
+    monkeypatch.setattr(Loop, "fails", ("made",))
+    output = generated(flaky(), rows(2, 3), sample_retries=0)
+    assert output.batch["response_mask"].sum().item() == 0
 
 
 def test_too_many_samples_without_a_score_end_the_run_by_one_of_them():

@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import copy
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import anyio
@@ -221,6 +222,21 @@ def test_what_a_model_cannot_read_or_a_loss_would_multiply_fails_its_sample(more
 
     output, _ = trained(shaped)
     assert output.masked == (said is not None) and (said or "") in output.extra_fields.get("sample_error", "")
+
+
+@pytest.mark.parametrize("field", ["extra_fields", "reward"])
+def test_what_no_process_can_be_sent_fails_its_sample(field):
+    async def keeps(client, row, params):
+        answer = await ask(client, params, 5)
+        return output_of(PROMPT, answer.token_ids, extra_fields={"lock": threading.Lock()} if field != "reward" else {})
+
+    async def score(output, row):
+        output.reward_score = 1.0
+        if field == "reward" and len(output.response_ids) == 5:
+            output.extra_fields["reward_extra_info"] = {"lock": threading.Lock()}
+
+    output, _ = trained(keeps, score=score)
+    assert output.masked and "cannot pickle '_thread.lock' object" in output.extra_fields["sample_error"]
 
 
 class Shared:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from copy import deepcopy
@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 from hydra.utils import get_class, instantiate
+from ray import cloudpickle
 from verl.experimental.agent_loop.agent_loop import (
+    AgentLoopMetrics,
     AgentLoopOutput,
     AgentLoopWorker,
     DictConfigWrap,
@@ -38,7 +40,7 @@ from recipe.partial_rollout.manager.policies import (
 )
 from recipe.partial_rollout.manager.types import Grant, SampleOutput
 from recipe.partial_rollout.records.calls import EngineCall
-from recipe.partial_rollout.waits import ToldError, one_line
+from recipe.partial_rollout.waits import ReplicaError, ToldError, one_line
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 from recipe.partial_rollout.worker.live_sample import (
     LIVE_SAMPLE,
@@ -128,19 +130,51 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             name="agent_loop",
             trace=trace,
         ):
-            client = self._loop_client()
-            agent_loop = make(
-                trainer_config=DictConfigWrap(config=self.config),
-                server_manager=client,
-                tokenizer=self.tokenizer,
-                processor=self.processor,
-                hf_model_type=self.hf_model_type,
-                dataset_cls=self.dataset_cls,
-                data_config=DictConfigWrap(self.config.data),
-                tools=ToolListWrap(self._loop_tools()),
-            )
-            output = await self._output(agent_loop.run(sampling_params, **kwargs), client, trajectory)
+            output = await self._tried(make, sampling_params, trajectory, kwargs)
             return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
+
+    async def _tried(
+        self,
+        make: Callable[..., Any],
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        kwargs: dict[str, Any],
+    ) -> AgentLoopOutput:
+        """What the agent loop returns: under noPR and in validation run again if it fails, and masked in the end.
+
+        Of a training sample of PR the manager decides. A replica that fails ends the run, and so does a deadline.
+        """
+        for times in itertools.count(1):
+            try:
+                client = self._loop_client()
+                agent_loop = make(
+                    trainer_config=DictConfigWrap(config=self.config),
+                    server_manager=client,
+                    tokenizer=self.tokenizer,
+                    processor=self.processor,
+                    hf_model_type=self.hf_model_type,
+                    dataset_cls=self.dataset_cls,
+                    data_config=DictConfigWrap(self.config.data),
+                    tools=ToolListWrap(self._loop_tools()),
+                )
+                output = await self._output(agent_loop.run(dict(sampling_params), **kwargs), client, trajectory)
+                _require_one(output)
+                return output
+            except (Exception, asyncio.CancelledError) as error:
+                verdict = verdict_on(times, self.config.partial_rollout.failures)
+                ended = asyncio.current_task().cancelling() or LIVE_SAMPLE.get()  # type: ignore[union-attr]
+                if ended or verdict is FailureVerdict.RAISE or isinstance(error, ReplicaError | SampleTimeoutError):
+                    raise
+                logger.warning("an agent loop failed: %s (verdict: %s)", one_line(error), verdict)
+                if verdict is FailureVerdict.MASK:
+                    log_probs = [0.0] if self.rollout_config.calculate_log_probs else None
+                    nothing = AgentLoopOutput(
+                        prompt_ids=[0], response_ids=[0], response_mask=[0], response_logprobs=log_probs,
+                        metrics=AgentLoopMetrics(),
+                    )  # fmt: skip
+                    return self._masked(nothing, error)
+            await asyncio.sleep(retry_delay_s(times))
+        raise AssertionError("the last verdict is to mask")
 
     def _loop_client(self) -> Any:
         """What the agent loop that is about to run generates with."""
@@ -155,27 +189,30 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         return await run
 
     async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
-        """As verl's, for noPR and validation: a sample that fits no batch, or has no score, ends alone.
-
-        noPR masks it; in a validation its score is nan, which no mean counts (``training/reward_info.py``).
-        """
-        _require_one(output)
+        """As verl's, for noPR and validation: a sample that fits no batch, or has no score, ends alone."""
         scored_here = output.reward_score is not None or self.reward_loop_worker_handles is not None
-        try:
-            await self._score(output, kwargs, validate=validate)
-        except (OverlongError, RewardError) as error:
-            if self.config.partial_rollout.failures.sample_retries is None:
-                raise
-            rollout = self.rollout_config
-            output.prompt_ids = output.prompt_ids[: rollout.prompt_length]
-            output.response_ids = output.response_ids[: rollout.response_length]
-            output.response_mask = [0] * len(output.response_ids)
-            if output.response_logprobs is not None:
-                output.response_logprobs = output.response_logprobs[: rollout.response_length]
-            if scored_here:
-                output.reward_score = math.nan if validate else 0.0
-            output.extra_fields[REWARD_INFO] = {"sample_error": one_line(error)}
+        if "sample_error" not in (output.extra_fields.get(REWARD_INFO) or {}):
+            try:
+                await self._score(output, kwargs, validate=validate)
+            except (OverlongError, RewardError) as error:
+                if self.config.partial_rollout.failures.sample_retries is None:
+                    raise
+                output = self._masked(output, error)
+        if "sample_error" in (output.extra_fields.get(REWARD_INFO) or {}) and scored_here:
+            # No mean of a validation counts it (``training/reward_info.py``).
+            output.reward_score = math.nan if validate else 0.0
         return await super()._agent_loop_postprocess(output, validate, **kwargs)
+
+    def _masked(self, output: AgentLoopOutput, error: BaseException) -> AgentLoopOutput:
+        """``output``, cut to what a batch holds, and not trained."""
+        rollout = self.rollout_config
+        output.prompt_ids = output.prompt_ids[: rollout.prompt_length]
+        output.response_ids = output.response_ids[: rollout.response_length]
+        output.response_mask = [0] * len(output.response_ids)
+        if output.response_logprobs is not None:
+            output.response_logprobs = output.response_logprobs[: rollout.response_length]
+        output.extra_fields[REWARD_INFO] = {"sample_error": one_line(error)}
+        return output
 
     async def _score(self, output: AgentLoopOutput, kwargs: dict, *, validate: bool = False) -> None:
         """Score ``output``. Where that fails it is scored again, as often as a sample is retried, without its agent loop.
@@ -227,6 +264,10 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
 
     def _postprocess(self, inputs: list[Any], *args: Any, **kwargs: Any) -> DataProto:
         """As verl's, with what rewards say in one column of dictionaries: samples may have different keys."""
+        if any(each.response_logprobs is None for each in inputs):
+            # verl takes those of all, or of none.
+            for each in inputs:
+                each.response_logprobs = None
         infos = np.empty(len(inputs), dtype=object)
         infos[:] = [each.extra_fields.pop(REWARD_INFO, None) or {} for each in inputs]
         data = super()._postprocess(inputs, *args, **kwargs)
@@ -356,6 +397,12 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         output = await self._run_agent_loop(self._sampling_params(), trajectory_of(grant.row), trace=False, **kwargs)
         if self.config.trainer.save_freq > 0:
             check_saveable(grant.sample_id, output)
+            return output
+        try:
+            cloudpickle.dumps((output.extra_fields, output.reward_extra_info))  # type: ignore[attr-defined]
+        except Exception as error:
+            what = f"sample {grant.sample_id}: its agent loop or reward leaves what cannot be sent"
+            raise TypeError(f"{what}: {error}") from error
         return output
 
     def _loop_client(self) -> Any:
