@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from recipe.partial_rollout.records.run_log import NAME, Phase, PhaseName
+from recipe.partial_rollout.tools.reading.run_log import read_log
 from tests.chaos.victim import Victim, processes_of_session
 
 ORDERS = "PARTIAL_ROLLOUT_CHAOS_ORDERS"
@@ -102,13 +103,9 @@ def inflict(kind: Kind, victim: Victim, run_dir: Path, orders: Path, deadline_s:
 
 
 def step_ends(run_dir: Path, since: float) -> list[float]:
-    """When each step ended since ``since`` (unix seconds), by the trace's weight syncs."""
-    trace, ends = run_dir / "trace.jsonl", []
-    for line in trace.read_text().splitlines() if trace.exists() else ():
-        # The last line may be half written.
-        if line.startswith('{"event": "phase", "name": "sync"') and line.endswith("}"):
-            ends.append(float(json.loads(line)["end"]))
-    return [end for end in ends if end > since]
+    """When each step ended since ``since`` (unix seconds), by the log's weight syncs."""
+    syncs = (event for event in read_log(run_dir, []) if isinstance(event, Phase) and event.name == PhaseName.SYNC)
+    return [sync.end for sync in syncs if sync.end > since] if (run_dir / NAME).exists() else []
 
 
 def _stop_worker(victim: Victim, seconds: float) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from recipe.partial_rollout.config.keys import defaults_of
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.figures import overview
-from recipe.partial_rollout.records.trace import RoundRecord
+from recipe.partial_rollout.records.run_log import Round
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.swanlab_run import open_run
@@ -30,8 +30,11 @@ def round_of(rng, step, partial):
         EngineCall(i % 2, 0.0, min(length, cap) / 60, int(min(length, cap)), step, interrupted=bool(length > cap))
         for i, length in enumerate(lengths)
     )
-    trained = [TrainedGroup(0, 0, [int(length) for length in lengths], [0] * 64)]
-    return RoundRecord(step, step - 1, RolloutPhase(0.0, float(cap / 60), calls), trained)
+    tokens, zeros = [int(length) for length in lengths], [0] * 64
+    group = TrainedGroup(
+        uid="0/0", order=0, prompt="", lengths=tokens, staleness=zeros, segments=zeros, tokens=sum(tokens)
+    )
+    return Round(step=step, phase=RolloutPhase(0.0, float(cap / 60), calls), trained=[group])
 
 
 def metrics_of(rng, round_, partial):

@@ -194,12 +194,13 @@ def read(directory):
     """What a run directory holds; a run that was resumed has a file of metrics for each of its processes."""
     files = sorted(directory.glob("metrics*.jsonl"))
     lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
-    trace = [json.loads(line) for line in (directory / "trace.jsonl").read_text().splitlines()]
+    log = [json.loads(line) for line in (directory / "run.jsonl").read_text().splitlines()]
+    runs, ends = ([event for event in log if event["event"] == kind] for kind in ("run", "ended"))
     return SimpleNamespace(
         steps={line["step"]: line["data"] for line in lines if "training/global_step" in line["data"]},
-        rounds=[event for event in trace if event["event"] == "round"],
-        trace=trace,
-        run=json.loads((directory / "run.json").read_text()),
+        rounds=[event for event in log if event["event"] == "round"],
+        log=log,
+        run=runs[-1] | {"complete": bool(ends) and log[-1] is ends[-1] and ends[-1]["complete"]},
         directory=directory,
     )
 

@@ -46,8 +46,8 @@ def in_mid_round(run):
 
 def updates(run):
     """Whether the trainer has the batch of step 2 and updates on it."""
-    trace = run.directory / "trace.jsonl"
-    events = [json.loads(line) for line in trace.read_text().splitlines()] if trace.exists() else []
+    log = run.directory / "run.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     return any(event["event"] == "phase" and event["name"] == "wait" and event["step"] == 2 for event in events)
 
 
@@ -175,7 +175,7 @@ def test_killed_replicas_come_back_and_the_other_takes_their_samples_over(start,
     tokens = [0, 0]
     for event in read.rounds:
         if event["step"] > whole:
-            for replica, _start, _end, made, *_ in event["calls"]:
+            for replica, _start, _end, made, *_ in event["phase"]["calls"]:
                 tokens[replica] += made
     assert when is in_mid_round or min(tokens) > 0.25 * sum(tokens) > 0, "each successor decodes its share"
 

@@ -97,7 +97,7 @@ def test_noPR_trains_a_critic_and_its_engine_samples_from_the_weights_of_each_st
         name="noPR",
     )
     assert sorted(run.steps) == [1, 2, 3] and run.run["complete"] and run.run["arm"] == "noPR"
-    assert [group["group"] for event in run.rounds for group in event["trained"]] == list(range(12))
+    assert [group["order"] for event in run.rounds for group in event["trained"]] == list(range(12))
     for step in run.steps.values():
         assert step["training/rollout_probs_diff_max"] < 1e-4 and step["actor/grad_norm"] > 0
         assert 0 < step["critic/vf_loss"] < math.inf and 0 < step["critic/grad_norm"] < math.inf

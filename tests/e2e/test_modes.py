@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from recipe.partial_rollout.records.ledger import NAME, Filtered, Trained
+from recipe.partial_rollout.records.run_log import Round
 from recipe.partial_rollout.tools.audit import audit
-from recipe.partial_rollout.tools.reading.ledger import iter_ledger
+from recipe.partial_rollout.tools.reading.run_log import read_log
 
 pytestmark = pytest.mark.nightly
 
@@ -36,9 +36,9 @@ def test_dapo_replaces_the_groups_that_score_alike_until_the_data_ends(train):
         f"reward.custom_reward_function.path={DULL_REWARD}",
         "trainer.save_freq=5",
     )
-    events = [event for _, event in iter_ledger(run.directory / NAME, [])]
-    filtered = [group for event in events if isinstance(event, Filtered) for group in event.groups]
-    trained = [group.uid for event in events if isinstance(event, Trained) for group in event.groups]
+    rounds = [event for event in read_log(run.directory, []) if isinstance(event, Round)]
+    filtered = [group for round_ in rounds for group in round_.filtered]
+    trained = [group.uid for round_ in rounds for group in round_.trained]
     assert filtered and {group.value for group in filtered} == {0.0}
     steps = len(run.steps)
     assert 0 < steps < 4 and len(trained) == 4 * steps and run.run["complete"]

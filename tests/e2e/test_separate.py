@@ -66,7 +66,7 @@ def lives(module_start, wait_for, read_run, tmp_path_factory):
         audit=audit(run_dir)[0],
         steps={number: step for number, step in run.steps.items() if number > resumed},
         rounds=[event for event in run.rounds if event["step"] > resumed],
-        phases=[event for event in run.trace if event["event"] == "phase" and event["start"] > began],
+        phases=[event for event in run.log if event["event"] == "phase" and event["start"] > began],
     )
 
 
@@ -92,9 +92,9 @@ def test_every_prompt_is_trained_once_within_the_bound(lives):
 
 
 def test_samples_span_versions_and_only_a_checkpoint_interrupts_calls(lives):
-    calls = [call for event in lives.rounds for call in event["calls"]]
+    calls = [call for event in lives.rounds for call in event["phase"]["calls"]]
     segments = [count for event in lives.rounds for group in event["trained"] for count in group["segments"]]
-    interrupted = [*EngineCall.__dataclass_fields__].index("interrupted")
+    interrupted = EngineCall.__struct_fields__.index("interrupted")
     cut = [call[2] for call in calls if call[interrupted]]
     assert max(segments) > 1 and len(cut) < len(calls) / 2
     assert all(any(start <= end <= stop + 1 for start, stop in spans(lives, "flush")) for end in cut)
@@ -106,7 +106,7 @@ def test_behaviour_log_probs_of_interrupted_and_held_samples_are_the_engines_own
 
 
 def test_engine_decodes_while_the_trainer_updates(lives):
-    calls = [(call[1], call[2]) for event in lives.rounds for call in event["calls"]]
+    calls = [(call[1], call[2]) for event in lives.rounds for call in event["phase"]["calls"]]
     assert overlap_s(spans(lives, "train"), calls) > 1.0
     assert len(spans(lives, "hold")) == len(lives.steps) + 1, "one a version, and the last step's"
     assert all(0 < step["partial_rollout/timing/hold_s"] < 10 for step in lives.steps.values())

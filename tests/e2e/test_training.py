@@ -83,7 +83,7 @@ def test_both_arms_log_entropy_and_every_overview_figure_from_the_first_step_on(
 
 
 def trained(run):
-    return Counter((group["epoch"], group["prompt"]) for event in run.rounds for group in event["trained"])
+    return Counter((group["uid"].split("/")[0], group["prompt"]) for event in run.rounds for group in event["trained"])
 
 
 def test_both_arms_train_every_prompt_of_the_epoch_once_within_its_budget_and_validate_between_rounds(arms):
@@ -98,7 +98,7 @@ def test_both_arms_train_every_prompt_of_the_epoch_once_within_its_budget_and_va
 
 def test_prompts_are_trained_in_dataset_order_in_both_arms(arms):
     for run in arms.values():
-        assert [group["group"] for event in run.rounds for group in event["trained"]] == list(range(24))
+        assert [group["order"] for event in run.rounds for group in event["trained"]] == list(range(24))
     assert not any(event["carried_groups"] for event in arms["noPR"].rounds)
     assert (arms["PR"].run["mode"], arms["PR"].run["policy"]) == ("window", "bounded")
 

@@ -70,7 +70,7 @@ def test_training_over_two_nodes_outlives_a_worker_and_an_engine_and_resumes_aft
 
     def in_mid_round():
         """Whether a round has gone on for two seconds; one whose batch was complete beforehand and its update take one."""
-        last = lines_of("trace.jsonl")[-1]
+        last = lines_of("run.jsonl")[-1]
         return last["event"] == "begin" and time.time() - last["start"] > 2
 
     def said(pattern):

@@ -58,7 +58,7 @@ def test_second_training_on_warm_engines_begins_as_in_a_fresh_process(task, coun
     for _, directory in (first, second):
         run, (result, _) = read_run(directory), audit(directory)
         assert run.run["complete"] and sorted(run.steps) == [1, 2, 3]
-        assert [event["version"] for event in run.rounds] == [0, 1, 2]
+        assert [event["step"] for event in run.rounds] == [1, 2, 3]
         assert result.violations == [] and result.lost == 0
         # Engine and trainer agree on the tokens of version 0: neither kept KV blocks nor weights are of another run.
         assert run.steps[1]["rollout_corr/k3_kl"] < 1e-6

@@ -10,9 +10,9 @@ from dataclasses import replace
 import ray
 
 from recipe.partial_rollout.config.choices import Placement
-from recipe.partial_rollout.records.ledger import NAME, Admitted, Filtered, Trained
+from recipe.partial_rollout.records.run_log import Round
 from recipe.partial_rollout.tools.audit import audit
-from recipe.partial_rollout.tools.reading.ledger import iter_ledger
+from recipe.partial_rollout.tools.reading.run_log import read_log
 from tests.integration.scripted_training import BATCH, N, ScriptedTraining, Worker
 
 # Ray's workers cannot import a test module.
@@ -37,7 +37,7 @@ class ScoringWorker(Worker):
 
 
 def play(run_dir, *overrides):
-    """The ledger's events by kind, the figures of the last step, and what the audit says of the training.
+    """The rounds, the figures of the last step, and what the audit says of the training.
 
     Of each prompt one sample is far longer than the other; every third prompt scores alike.
     """
@@ -50,21 +50,18 @@ def play(run_dir, *overrides):
         if not training.session.exhausted:
             figures = training.step(step)
     training.end()
-    events = [event for _, event in iter_ledger(run_dir / NAME, [])]
-    kinds = ([event for event in events if isinstance(event, kind)] for kind in (Admitted, Trained, Filtered))
+    rounds = [event for event in read_log(run_dir, []) if isinstance(event, Round)]
     result, _ = audit(run_dir)
     assert result.violations == [] and result.complete
-    return *kinds, figures, result
+    return rounds, figures, result
 
 
 def test_ssim_refills_to_its_budget_all_through_the_round_and_trains_every_prompt_once(tmp_path):
-    admitted, trained, _, figures, _ = play(
-        tmp_path, "partial_rollout.mode=ssim", "partial_rollout.scheduling.policy=seed"
-    )
-    assert Counter(group.uid for event in trained for group in event.groups) == {f"0/{i}": 1 for i in range(PROMPTS)}
-    assert [len(event.groups) for event in trained] == [BATCH] * STEPS
-    assert len(admitted[0].uids) > BATCH, "groups that started in mid-round"
-    assert 1 <= max(age for event in trained for group in event.groups for age in group.staleness) <= 4
+    rounds, figures, _ = play(tmp_path, "partial_rollout.mode=ssim", "partial_rollout.scheduling.policy=seed")
+    assert Counter(group.uid for round_ in rounds for group in round_.trained) == {f"0/{i}": 1 for i in range(PROMPTS)}
+    assert [len(round_.trained) for round_ in rounds] == [BATCH] * STEPS
+    assert len(rounds[0].admitted) > BATCH, "groups that started in mid-round"
+    assert 1 <= max(age for round_ in rounds for group in round_.trained for age in group.staleness) <= 4
     assert figures["lost_samples"] == figures["inflight/samples"] == 0
     assert figures["buffer/resumed_total"] == figures["buffer/interrupted_total"] > 0
 
@@ -72,16 +69,16 @@ def test_ssim_refills_to_its_budget_all_through_the_round_and_trains_every_promp
 def test_april_replaces_the_groups_that_score_alike_until_the_data_ends(tmp_path):
     """Every third prompt scores 0 in all its samples: they are filtered, and the epoch ends before its last batch."""
     filters = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_reward")
-    admitted, trained, filtered, figures, result = play(tmp_path, "partial_rollout.mode=april", *filters)
-    groups = [group for event in filtered for group in event.groups]
-    uids = Counter(group.uid for event in (*trained, *filtered) for group in event.groups)
+    rounds, figures, result = play(tmp_path, "partial_rollout.mode=april", *filters)
+    groups = [group for round_ in rounds for group in round_.filtered]
+    uids = Counter(group.uid for round_ in rounds for group in (*round_.trained, *round_.filtered))
     assert set(uids.values()) == {1} and PROMPTS - BATCH < len(uids) <= PROMPTS and result.exhausted
     assert groups and {group.value for group in groups} == {0.0}
     assert all(len(group.lengths) == N for group in groups)
-    assert len(admitted[0].uids) > BATCH
-    assert 0 < len(trained) < STEPS and {len(event.groups) for event in trained} == {BATCH}
+    assert len(rounds[0].admitted) > BATCH
+    assert 0 < len(rounds) < STEPS and {len(round_.trained) for round_ in rounds} == {BATCH}
     # Those that nothing could replace any more.
-    dull = sum(int(group.uid[2:]) % 3 == 0 for event in trained for group in event.groups)
+    dull = sum(int(group.uid[2:]) % 3 == 0 for round_ in rounds for group in round_.trained)
     assert dull == figures["filter/spared_total"] < BATCH
     assert figures["filter/groups_total"] == len(groups) and figures["lost_samples"] == 0
     assert figures["filter/tokens_total"] == sum(sum(group.lengths) for group in groups)

@@ -6,9 +6,9 @@ from itertools import permutations
 import pytest
 
 from recipe.partial_rollout.config.choices import Placement
-from recipe.partial_rollout.records.ledger import NAME, Trained
+from recipe.partial_rollout.records.run_log import Round
 from recipe.partial_rollout.tools.audit import audit
-from recipe.partial_rollout.tools.reading.ledger import iter_ledger
+from recipe.partial_rollout.tools.reading.run_log import read_log
 from recipe.partial_rollout.waits import finished
 from tests.integration.scripted_training import BATCH, BrokenLoop, ScriptedTraining, rows
 
@@ -36,7 +36,7 @@ def test_separate_engines_train_the_batches_of_the_baseline_where_the_bound_is_z
     training = ScriptedTraining(tmp_path, Placement.SEPARATE, STEPS, *bound)
     training.train(STEPS)
     training.end()
-    batches = [event.groups for _, event in iter_ledger(tmp_path / NAME, []) if isinstance(event, Trained)]
+    batches = [event.trained for event in read_log(tmp_path, []) if isinstance(event, Round)]
     trained = [sorted(int(group.uid.removeprefix("0/")) for group in batch) for batch in batches]
     assert trained == [list(range(BATCH * step, BATCH * (step + 1))) for step in range(STEPS)]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipe.partial_rollout.tools.command_line import described
-from recipe.partial_rollout.tools.reading.lines import RunRecordError
+from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 from tests.studies.named import STUDIES, NamedStudy
 from tests.studies.runner import Study, StudyError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from recipe.partial_rollout.tools.reading.lines import read_lines
+from recipe.partial_rollout.tools.reading.run_log import iter_lines
 from tests.studies.arm import BASELINE
 from tests.studies.learning.run import LearningRun
 from tests.studies.picture import BASELINE_HUE, DPI, OTHERS_HUE, OURS_HUE, plain
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def chosen() -> dict[str, LearningRun]:
     """The three runs by arm; one of each."""
-    every = [LearningRun.from_json(fields) for fields in read_lines(LEDGER)[0]]
+    every = [LearningRun.from_json(*line) for line in iter_lines(LEDGER, dict, [])]
     alike = [run for run in every if (run.start, run.seed, run.rate, run.steps) == (START, SEED, RATE, STEPS)]
     return {arm: next(run for run in alike if run.arm == arm) for arm in (BASELINE.name, GOOD, BAD)}
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from recipe.partial_rollout.tools.reading.lines import RunRecordError, read_object
+from recipe.partial_rollout.records.run_log import NAME, Ended
+from recipe.partial_rollout.tools.reading.run_log import RunRecordError, read_log
 from recipe.partial_rollout.tools.run_record import read_metrics
 from tests.studies.arm import BASELINE, MAIN, Arm
 from tests.studies.machine import MACHINE, write_machine
@@ -60,7 +61,7 @@ class Study:
         directory = self.directory(arm, seed)
         try:
             lines, _ = read_metrics(directory / METRICS)
-            ended = arm.program != MAIN or read_object(directory / "run.json").get("complete", bool)
+            ended = arm.program != MAIN or _has_ended(directory)
             steps = [line.step for line in lines if line.trained]
         except RunRecordError:
             return False
@@ -147,7 +148,7 @@ class Study:
         """
         directory = self.directory(arm, seed)
         # verl's file logger appends: what a run that was cut off has left would be read with the new one.
-        for leftover in (METRICS, "trace.jsonl", "run.json", MACHINE):
+        for leftover in (METRICS, NAME, MACHINE):
             (directory / leftover).unlink(missing_ok=True)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _OVERRIDES).write_text(json.dumps(self._overrides(arm, seed), indent=2) + "\n")
@@ -164,3 +165,9 @@ class Study:
             raise StudyError(f"{arm.name}, seed {seed} did not end in {DEADLINE_S:g} s: see {terminal}") from error
         if code:
             raise StudyError(f"{arm.name}, seed {seed} ended with exit code {code}: see {terminal}")
+
+
+def _has_ended(directory: Path) -> bool:
+    """Whether the recipe's training in ``directory`` is over."""
+    *_, last = [None, *read_log(directory, [])]
+    return isinstance(last, Ended) and last.complete

@@ -10,17 +10,17 @@ In ``separate_run`` batches are taken at 10, 22 and 42; engines are held from 18
 
 import json
 
+import msgspec
+
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
-from recipe.partial_rollout.records.ledger import Admitted, Complete, RunSizes, Trained
-from recipe.partial_rollout.records.ledger import to_json as ledger_line
-from recipe.partial_rollout.records.trace import Arm, RoundRecord, RunSettings, RunTrace
+from recipe.partial_rollout.records.run_log import Arm, Ended, Phase, Round, RunLog, RunSettings
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 ZERO = 1_700_000_000.0
 SETTINGS = {
     "arm": "noPR", "experiment": "tiny", "batch_groups": 2, "samples_per_group": 2, "replicas": 2,
     "slots_per_replica": 8, "max_staleness": 4, "mode": "window", "policy": "bounded", "verl": "0.9.1", "vllm": "0.0",
-    "complete": True,
+    "epoch_prompts": 4, "total": 4, "offered": 4,
 }  # fmt: skip
 TAKEN = (10, 22, 42)
 CALLS = ([(1, 0, 10, 100, 0)], [(1, 12, 21, 90, 0)], [(0, 0, 40, 400, 1), (1, 25, 35, 100, 1)])
@@ -36,9 +36,9 @@ TIMERS = {1: (10, 20), 2: (2, 12), 3: (10, 18)}
 
 def build_group(index, lengths, *, prompt=None, epoch=0, staleness=0, off_policy=0, segments=1):
     return {
-        "group": index,
+        "uid": f"{epoch}/{index}",
+        "order": index,
         "prompt": str(index) if prompt is None else prompt,
-        "epoch": epoch,
         "lengths": lengths,
         "staleness": [staleness] * len(lengths),
         "segments": [segments] * len(lengths),
@@ -48,13 +48,13 @@ def build_group(index, lengths, *, prompt=None, epoch=0, staleness=0, off_policy
 
 
 def build_round(step, *, start, end, calls=(), trained=(), interrupt=None, resume=None):
-    """A call is (replica, start, end, tokens) and, if they matter, what else the trace says of one."""
+    """A call is (replica, start, end, tokens) and, if they matter, what else the log says of one."""
     noted = [
-        EngineCall(replica, ZERO + begin, ZERO + stop, tokens, *(rest or (step - 1,))).to_json()
+        EngineCall(replica, ZERO + begin, ZERO + stop, tokens, *(rest or (step - 1,)))
         for replica, begin, stop, tokens, *rest in calls
     ]
     return {
-        "event": "round", "step": step, "version": step - 1, "start": ZERO + start, "end": ZERO + end, "calls": noted,
+        "event": "round", "step": step, "phase": {"start": ZERO + start, "end": ZERO + end, "calls": noted},
         "interrupt_s": interrupt, "resume_s": resume, "trained": list(trained), "carried_groups": 0,
         "lost_samples": 0,
     }  # fmt: skip
@@ -74,17 +74,27 @@ def default_rounds(steps=2):
     ]
 
 
-def build_run(path, *, rounds=None, metrics=None, step_s=20.0, phases=(), more=(), **settings):
+def begun(**settings):
+    """A process of a run begins."""
+    return {"event": "run", **SETTINGS, **settings}
+
+
+def ended(step=0, *, complete=True, **more):
+    return {"event": "ended", "step": step, "complete": complete, **more}
+
+
+def build_run(path, *, rounds=None, metrics=None, step_s=20.0, phases=(), more=(), complete=True, **settings):
     """``path``, now the directory of the run. ``metrics`` replaces what is logged for a step; None leaves it out."""
     rounds = default_rounds() if rounds is None else rounds
     lines = {
         r["step"]: {
             "timing_s/step": step_s,
-            "timing_s/gen": r["end"] - r["start"],
+            "timing_s/gen": r["phase"]["end"] - r["phase"]["start"],
             "timing_s/update_actor": 4.0,
             "critic/score/mean": float(r["step"]),
         }
         for r in rounds
+        if r["event"] == "round"
     }
     lines = {step: data for step, data in {**lines, **(metrics or {})}.items() if data is not None}
     ran = [
@@ -92,14 +102,13 @@ def build_run(path, *, rounds=None, metrics=None, step_s=20.0, phases=(), more=(
         for name, step, start, end in phases
     ]
     path.mkdir(parents=True)
-    (path / "run.json").write_text(json.dumps({**SETTINGS, **settings}))
     write_lines(path / "metrics.jsonl", [{"step": step, "data": data} for step, data in sorted(lines.items())])
-    write_lines(path / "trace.jsonl", [*more, *rounds, *ran])
+    write_lines(path / "run.jsonl", [begun(**settings), *more, *rounds, *ran, *([ended()] if complete else [])])
     return path
 
 
 def write_lines(path, objects):
-    path.write_text("".join(json.dumps(o) + "\n" for o in objects))
+    path.write_bytes(b"".join(msgspec.json.encode(o) + b"\n" for o in objects))
 
 
 def write_training(path, *steps, **facts):
@@ -107,7 +116,7 @@ def write_training(path, *steps, **facts):
     path.mkdir(parents=True, exist_ok=True)
     lines = [{"step": i, "data": {"training/global_step": i, **step}} for i, step in enumerate(steps, 1)]
     write_lines(path / "metrics.jsonl", lines)
-    (path / "run.json").write_text(json.dumps({"complete": True, **facts}))
+    write_lines(path / "run.jsonl", [begun(**facts), ended(len(steps))])
 
 
 def halves(step):
@@ -172,23 +181,30 @@ def interrupted_run(path, *, arm="PR", steps=3, complete=True):
 def large_group(order, staleness):
     lengths = [3000 + 17 * (order % 40) + i for i in range(8)]
     return TrainedGroup(
-        order=order, epoch=0, lengths=lengths, staleness=[staleness] * 8, prompt=f"{order}-0123456789ab",
-        segments=[1 + staleness] * 8, tokens=sum(lengths), off_policy_tokens=100 * staleness, uid=f"0/{order}", birth=0,
-        parts=[[length] * 4 for length in lengths], masked=[False] * 8,
+        uid=f"0/{order}", order=order, prompt=f"{order}-0123456789ab", birth=0, lengths=lengths,
+        staleness=[staleness] * 8, segments=[1 + staleness] * 8, tokens=sum(lengths), off_policy_tokens=100 * staleness,
     )  # fmt: skip
+
+
+def pr_settings(groups, samples, replicas, **more):
+    """Those of a run of PR whose steps train so many groups of so many samples."""
+    known = {
+        "slots_per_replica": 256,
+        "max_staleness": 4,
+        "mode": "window",
+        "policy": "bounded",
+        "verl": "0",
+        "vllm": "0",
+    }
+    sizes = {"batch_groups": groups, "samples_per_group": samples, "replicas": replicas} | {"offered": more["total"]}
+    return RunSettings(arm=Arm.PR, experiment="made up", **(known | sizes | more))
 
 
 def large_run(path, steps, calls, groups):
     """A run in ``path``: ``calls`` engine calls and ``groups`` trained groups in each of its ``steps``."""
-    settings = RunSettings(Arm.PR, "large", groups, 8, 8, 256, 4, "window", "bounded", "0", "0", complete=True)
-    trace = RunTrace(path, [str(i) for i in range(8)], settings)
     total = steps * groups
-    with (path / "ledger.jsonl").open("w") as ledger, (path / "metrics.jsonl").open("w") as metrics:
-
-        def book(event):
-            ledger.write(json.dumps(ledger_line(event)) + "\n")
-
-        book(RunSizes("PR", 8, groups, 4, total, total, total))
+    log = RunLog(path, pr_settings(groups, 8, 8, epoch_prompts=total, total=total), [str(i) for i in range(8)])
+    with (path / "metrics.jsonl").open("w") as metrics:
         for step in range(1, steps + 1):
             start, old = ZERO + 60.0 * step, int(step > 1)
             ran = (
@@ -197,12 +213,10 @@ def large_run(path, steps, calls, groups):
                 for i in range(calls)
             )  # fmt: skip
             batch = [large_group((step - 1) * groups + i, old) for i in range(groups)]
-            trace.round(RoundRecord(step, step - 1, RolloutPhase(start, start + 40, tuple(ran)), batch))
-            trace.phase("train", step, start + 40, start + 60.0)
-            book(Admitted(step, step - 1, [group.uid for group in batch]))
-            book(Trained(step, step - 1, batch))
+            phase = RolloutPhase(start, start + 40, tuple(ran))
+            log.round(Round(step=step, phase=phase, trained=batch, admitted=[group.uid for group in batch]))
+            log.add(Phase("train", step, start + 40, start + 60.0))
             values = {"timing_s/step": 60.0, "timing_s/gen": 40.0, "training/global_step": step}
             metrics.write(json.dumps({"step": step, "data": values}) + "\n")
-        book(Complete())
-    settings.write(path)
+    log.add(Ended(steps, complete=True), sync=True)
     return path

@@ -75,7 +75,7 @@ def trainer(run_dir, **keys):
     ours.actor_rollout_wg, ours.critic_wg, ours.use_critic = Weights(), Weights(), True
     ours.train_dataloader = SlotLoader(10, 2)
     session.source = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-    session.trace, session.ledger = SimpleNamespace(checkpoint=lambda step: None), Mock()
+    session.log = Mock()
     session.connect(Saves({}))
     if session.resume_from is not None:
         session.load()
@@ -177,7 +177,7 @@ def test_resumed_baseline_sees_the_rows_in_the_order_of_one_that_never_stopped(t
         config = {"trainer": trainer, "actor_rollout_ref": {"actor": {"checkpoint": {"async_save": False}}}}
         ours.config, ours.use_critic, ours.actor_rollout_wg = OmegaConf.create(config), False, Weights()
         ours.session = RunSession(SimpleNamespace(enable=False), tmp_path, "auto")
-        ours.session.trace = SimpleNamespace(checkpoint=lambda step: None)
+        ours.session.log = Mock()
         rows = list(range(8))
         sampler = create_rl_sampler(OmegaConf.create({"shuffle": True, "seed": 1}), rows)
         loader = StatefulDataLoader(rows, batch_size=2, num_workers=workers, drop_last=True, sampler=sampler)

@@ -9,16 +9,15 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import TakenGroup
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.figures import bubble_fraction, p95, running_curve, spread
-from recipe.partial_rollout.records.trace import Arm, RoundRecord, RunSettings, RunTrace
+from recipe.partial_rollout.records.run_log import Round, RunLog
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout.step_book import batch_metrics, phase_metrics
-from recipe.partial_rollout.tools.reading.lines import RunRecordError
-from recipe.partial_rollout.tools.reading.trace import call_of, read_settings
 from recipe.partial_rollout.tools.report.summary import summarize
 from recipe.partial_rollout.tools.run_record import load_run
-from recipe.partial_rollout.training.run_session import run_settings
+from recipe.partial_rollout.training.run_session import TrainingSteps, run_settings
+from tests.unit.runs import pr_settings
 
-FACTS = RunSettings(Arm.PR, "tiny", 2, 2, 2, 2, 4, "window", "bounded", "0", "0")
+FACTS = pr_settings(2, 2, 2, slots_per_replica=2, epoch_prompts=4, total=4)
 FULL = 4
 
 
@@ -28,10 +27,10 @@ def call(start, end, *, replica="a", queued_s=0.0, tokens=10):
 
 def reported(directory, phases, groups=()):
     """The report's summary of a run with ``phases``, each of which trains ``groups`` at version 9."""
-    trace = RunTrace(directory, ["a", "b"], FACTS)
+    log = RunLog(directory, FACTS, ["a", "b"])
     with (directory / "metrics.jsonl").open("w") as metrics:
         for step, phase in enumerate(phases, start=1):
-            trace.round(RoundRecord(step, step - 1, phase, [TrainedGroup.of(group, 9) for group in groups]))
+            log.round(Round(step=step, phase=phase, trained=[TrainedGroup.of(group, 9) for group in groups]))
             data = {"timing_s/step": phase.seconds, "timing_s/gen": phase.seconds}
             metrics.write(json.dumps({"step": step, "data": data}) + "\n")
     return summarize(load_run(directory))
@@ -67,13 +66,6 @@ def test_dashboard_and_report_give_the_same_bubble_and_staleness(tmp_path, outpu
     )
 
 
-def test_row_of_a_call_is_read_as_it_was_written():
-    row = EngineCall(0, 0.0, 10.0, 7, 1, 2, 30, 2.5, "a", True, 20, 1.5).to_json()
-    assert call_of(row, "line 1", 1) == EngineCall(*row)
-    with pytest.raises(RunRecordError, match="line 1: a call should be"):
-        call_of(row[:11], "line 1", 1)
-
-
 def test_request_that_the_engine_queues_takes_no_slot():
     # Two slots, 10 s: one call runs for 10 s, one waits for 6 s and runs for 4 s.
     phase = RolloutPhase(0.0, 10.0, (call(0, 10), call(0, 10, queued_s=6.0)))
@@ -101,8 +93,8 @@ def test_p95_is_a_value_that_occurs():
 
 
 @pytest.mark.parametrize(("enable", "noted"), [(True, 1.5), (False, None)])
-def test_run_json_notes_how_far_a_group_may_overtake(tmp_path, composed_config, enable, noted):
+def test_log_notes_how_far_a_group_may_overtake(composed_config, enable, noted):
     overrides = (f"partial_rollout.enable={enable}", "partial_rollout.scheduling.overtake=1.5")
     settings = PartialRolloutConfig.from_config(composed_config("quickstart_cpu", *overrides))
-    run_settings(settings, "tiny", 1).write(tmp_path)
-    assert read_settings(tmp_path).overtake == noted
+    steps = TrainingSteps(6, 1, 6, drains=True, filters=False)
+    assert run_settings(settings, "tiny", 1, steps, 0).overtake == noted

@@ -14,6 +14,7 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.codec import InProcess
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.records.calls import EngineCall
+from recipe.partial_rollout.records.run_log import Phase
 from recipe.partial_rollout.rollout import driver
 from recipe.partial_rollout.rollout.driver import Driver, RolloutState
 from recipe.partial_rollout.rollout.guard import Guard
@@ -79,7 +80,7 @@ class Life:
     def __init__(self, lengths, placement, last_step):
         self.separate, self.manager = placement is Placement.SEPARATE, new_manager()
         self.worker = ScriptedWorker(EngineCurve(step_s=0.001, sample_s=0.0), 1, placement)
-        self.source, self.stop, self.trace = Source(lengths), StopSignals(), MagicMock()
+        self.source, self.stop, self.log = Source(lengths), StopSignals(), MagicMock()
         self.control = AsyncMock(**{"running_tokens.return_value": {}, "interrupt.side_effect": self.worker.interrupt})
         self.book = MagicMock(**{"note.return_value": {"length/bias": 1.0}})
         settings = SimpleNamespace(
@@ -92,7 +93,7 @@ class Life:
         context = SimpleNamespace(
             settings=settings,
             control=self.control,
-            trace=self.trace,
+            log=self.log,
             source=self.source,
             stop=self.stop,
             trainers=[],
@@ -143,7 +144,8 @@ class Life:
 
     @property
     def phases(self):
-        return [(name, step) for (name, step, *_), _ in self.trace.phase.call_args_list]
+        events = (call.args[0] for call in self.log.add.call_args_list)
+        return [(event.name, event.step) for event in events if isinstance(event, Phase)]
 
 
 @contextlib.asynccontextmanager

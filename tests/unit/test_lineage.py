@@ -15,8 +15,7 @@ from recipe.partial_rollout.checkpoint import lineage
 from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError, write_snapshot
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.calls import RolloutPhase
-from recipe.partial_rollout.records.ledger import Admitted, Trained
-from recipe.partial_rollout.records.trace import RoundRecord
+from recipe.partial_rollout.records.run_log import Round
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.tools.audit import audit
@@ -48,8 +47,8 @@ class Control(list):
 
 def group_of(step, n):
     return TrainedGroup(
-        order=step - 1, epoch=0, lengths=[5] * n, staleness=[0] * n, prompt=str(step), segments=[1] * n, tokens=5 * n,
-        off_policy_tokens=0, uid=f"0/{step - 1}", birth=step - 1, parts=[[5] * 4] * n, masked=[False] * n,
+        uid=f"0/{step - 1}", order=step - 1, prompt=str(step), birth=step - 1, lengths=[5] * n, staleness=[0] * n,
+        segments=[1] * n, tokens=5 * n,
     )  # fmt: skip
 
 
@@ -78,10 +77,8 @@ def live(tmp_path, resolved_config, monkeypatch):
         for step in range(session.resumed_step + 1, until + 1):
             weights = f"{weights or ''}{who}"
             group = group_of(step, 2)
-            if session.ledger is not None:
-                session.ledger.add(Admitted(step, step - 1, [group.uid]))
-                session.ledger.add(Trained(step, step - 1, [group]))
-            session.trace.round(RoundRecord(step, step - 1, RolloutPhase(10.0 * step, 10.0 * step + 5, ()), [group]))
+            phase = RolloutPhase(10.0 * step, 10.0 * step + 5, ())
+            session.log.round(Round(step=step, phase=phase, trained=[group], admitted=[group.uid]))
             session.complete_step(step)
             if step % 2 == 0:
                 save(session, weights)
@@ -161,7 +158,8 @@ def test_run_that_went_back_can_return_to_the_branch_that_it_left(live, tmp_path
     assert fourth.resume_from == left, "it has sealed none of its own"
     assert (run / "global_step_8" / "actor" / "weights").read_text() == "aaaaaadd" == trained_by(run)
     agrees(run, fourth, arm)
-    assert "".join(sorted({trained_by(path.parent) for path in run.glob("superseded/*/run.json")})) == "aaaaaaaaaaaabbb"
+    aside = {trained_by(path.parent) for path in run.glob("superseded/*/run.jsonl")}
+    assert "".join(sorted(aside)) == "aaaaaaaaaaaabbb"
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -205,7 +203,7 @@ def test_run_that_started_over_resumes_itself_and_not_the_one_before(live, tmp_p
     assert third.resume_from == run / "global_step_2" and trained_by(run) == "bbcccccc"
     agrees(run, third, arm)
     assert third.branch == second.branch != first.branch
-    (aside,) = (path for path in (run / "superseded").iterdir() if (path / "run.json").exists())
+    (aside,) = (path for path in (run / "superseded").iterdir() if (path / "run.jsonl").exists())
     assert trained_by(aside) == "a" * ended and saved_steps(aside) == list(range(2, ended + 1, 2)), "it is kept whole"
 
 
@@ -285,4 +283,4 @@ def test_checkpoint_of_a_life_that_another_process_has_overtaken_is_not_sealed(l
 def test_finished_run_that_is_started_again_stays_complete(live, tmp_path, arm):
     live("a", until=STEPS, arm=arm)
     session = live("b", until=STEPS, arm=arm)
-    assert session.resumed_step == STEPS and load_run(tmp_path / "run").settings.complete
+    assert session.resumed_step == STEPS and load_run(tmp_path / "run").complete

@@ -2,7 +2,7 @@
 
 Workers come and go, samples end, fail or leave whenever they like; each batch stops the round (colocated placement) or lets
 it run on (separate); the run checkpoints, crashes, and resumes. A plain model says what must hold, and the audit judges the
-ledger that the driver would keep. 2,000 sequences by default; for a night's worth
+log that the driver would keep. 2,000 sequences by default; for a night's worth
 ``PARTIAL_ROLLOUT_SEQUENCES=100000 python -m pytest --timeout 0 tests/unit/test_manager_life.py``.
 """
 
@@ -29,16 +29,17 @@ from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.policies import FailureVerdict, masked_output
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import GroupState, Prompt, SampleState, Segment
-from recipe.partial_rollout.records.jsonl import Resumed
-from recipe.partial_rollout.records.ledger import Admitted, Complete, Filtered, Ledger, RunSizes, Trained
+from recipe.partial_rollout.records.calls import RolloutPhase
+from recipe.partial_rollout.records.run_log import Ended, Round, RunLog
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.audit import audit
+from tests.unit.runs import pr_settings
 from tests.unit.shared import output_of, settings_of
 
 SEQUENCES = int(os.environ.get("PARTIAL_ROLLOUT_SEQUENCES", "2000"))
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-"""for the ledgers, each of which is synced to its disk"""
+"""for the logs, each of which is synced to its disk"""
 PICK = st.integers(0, 2**20)
 OVERTAKE = st.sampled_from([None, 0.0, 0.34, 1.0, 2.5])
 SIZES = st.fixed_dictionaries(
@@ -171,12 +172,11 @@ class ManagerLife(RuleBasedStateMachine):
         """A process starts the training, or resumes it from a checkpoint."""
         if not resumed:
             self.directory = tempfile.TemporaryDirectory(dir=MEMORY)
-            self.ledger = Ledger(Path(self.directory.name))
         self.taken_groups, self.told, self.began = [], (), False
-        sizes = self.n, self.batch, self.max_staleness, self.supply, self.total, self.supply
-        self.ledger.add(RunSizes("PR", *sizes, self.filter is not None, self.limited))
-        if resumed:
-            self.ledger.add(Resumed(self.step))
+        facts = {"max_staleness": self.max_staleness, "filters": self.filter is not None, "drains": self.limited}
+        sizes = {"epoch_prompts": self.supply, "total": self.total, "offered": self.supply}
+        settings = pr_settings(self.batch, self.n, 1, **facts, **sizes, resumed=self.step if resumed else 0)
+        self.log = RunLog(Path(self.directory.name), settings, [])
 
     @property
     def step(self):
@@ -474,9 +474,9 @@ class ManagerLife(RuleBasedStateMachine):
         model.trained += model.taken
         model.taken = []
         step, version = self.step, self.step - 1
-        self.ledger.add(Admitted(step, version, self.told))
-        self.ledger.add(Filtered(step, version, self.manager.groups.take_filtered()))
-        self.ledger.add(Trained(step, version, [TrainedGroup.of(group, version) for group in self.taken_groups]))
+        trained = [TrainedGroup.of(group, version) for group in self.taken_groups]
+        phase, filtered = RolloutPhase(0.0, 0.0, ()), self.manager.groups.take_filtered()
+        self.log.round(Round(step=step, phase=phase, trained=trained, admitted=self.told, filtered=filtered))
 
     @precondition(lambda self: started(self) and self.may_begin())
     @rule(every=st.integers(2, 4), during=st.integers(0, 6), stop=st.booleans(), crashes=st.booleans())
@@ -650,7 +650,7 @@ class ManagerLife(RuleBasedStateMachine):
         else:
             assert len(self.model.trained) == self.total
             assert not (self.limited and in_flight)
-        self.ledger.add(Complete(len(self.model.trained) < self.total))
+        self.log.add(Ended(self.step, complete=True, exhausted=len(self.model.trained) < self.total))
         result, _ = audit(Path(self.directory.name))
         assert result.violations == [], result.violations
         self.directory.cleanup()

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from recipe.partial_rollout.manager.types import TakenGroup
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
@@ -39,7 +40,9 @@ def test_tools_are_shown_where_there_are_any(output):
 
 def test_share_found_in_the_cache_is_of_what_later_turns_read_again():
     def share(*figures):
-        calls = (replace(call(0.0, 1.0), resumed_tokens=lost, earlier_tokens=earlier) for lost, earlier in figures)
+        calls = (
+            structs.replace(call(0.0, 1.0), resumed_tokens=lost, earlier_tokens=earlier) for lost, earlier in figures
+        )
         return phase_metrics(RolloutPhase(0.0, 1.0, tuple(calls)), 2).get("agent/kv_hit_share")
 
     # The second resumes an interrupted turn.
@@ -64,6 +67,6 @@ def test_staleness_counts_from_the_first_generated_token(output):
     assert metrics["staleness/max"] == 2 and metrics["staleness/mean"] == 1.0
     assert metrics["off_policy_token_fraction"] == pytest.approx(0.5) and metrics["trained/tokens"] == 8
     assert metrics_of([TakenGroup("0/0", 0, 0, {}, (output(0),))], 9)["staleness/max"] == 0, "it has no token"
-    record = TrainedGroup.of(taken, 5).to_trace()
-    assert (record["group"], record["epoch"]) == (7, 1) and record["prompt"].startswith("0-")
-    assert record["staleness"] == [0, 2] and record["off_policy_tokens"] == 4 and record["lengths"] == [4, 4]
+    record = TrainedGroup.of(taken, 5)
+    assert (record.order, record.epoch) == (7, 1) and record.prompt.startswith("0-")
+    assert record.staleness == [0, 2] and record.off_policy_tokens == 4 and record.lengths == [4, 4]

@@ -14,7 +14,7 @@ from tests.studies.peers.document import table_of
 from tests.studies.peers.figures import compare, read_rows
 from tests.studies.peers.run import PeerRun
 from tests.studies.runner import Study
-from tests.unit.runs import write_lines, write_training
+from tests.unit.runs import write_training
 
 STEPS = 8
 RESULTS = Path(__file__).parents[1] / "studies" / "results"
@@ -60,7 +60,6 @@ def write_run(directory, *, rollout_s, staleness=None, ours=True):
     steps[-1]["val-core/clock10/acc/mean@4"] = 0.75 + rollout_s / 8
     write_training(directory, *steps, batch_groups=2, samples_per_group=2)
     if ours:
-        write_lines(directory / "trace.jsonl", [{"event": "probe", "tokens_per_s": 1000.0}])
         (directory / "machine.json").write_text(json.dumps({"stolen_cpu": 0.125}))
 
 
@@ -112,7 +111,7 @@ def test_report_is_written_from_complete_runs(tmp_path, capsys):
     assert run_study(command) == 0
     text = (tmp_path / "peers.md").read_text()
     wall = "2500 | 0.50 (0.50 to 0.50) | 50% | -"
-    ratios = "0.50 (0.50 to 0.50) | 0.50 | 0.50 | 0.80 | 0.80"
+    ratios = "0.50 (0.50 to 0.50) | 0.50 | 0.50 | - | -"
     rest = "1.00 | 1.0 | 2 | 0.25 | 0 | 1.00 | 0.500 | 0.812 ± 0.000 | - | - | 0.28 | 0.50"
     assert f"| PR, bounded | {wall} | 1250 | 800 | {ratios} | {rest} |" in text
     assert "| 2.00 | - | 4 | - | 8 |" in text, "what verl does not log, and a sample dropped in each step"

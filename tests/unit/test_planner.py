@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
@@ -107,7 +108,7 @@ def test_curve_is_recovered_from_the_calls_of_an_engine_that_follows_it(curve, l
     for name, least in (("step_s", 1e-6), ("sample_s", 1e-7), ("context_s", 1e-8), ("prefill_s", 1e-6)):
         assert getattr(found, name) == pytest.approx(getattr(curve, name), rel=0.1, abs=least), name
     # Had the calls waited in the engine's queue before, it would have run no sample more.
-    queued = [replace(each, start=each.start - 3.0, queued_s=3.0) for each in calls]
+    queued = [structs.replace(each, start=each.start - 3.0, queued_s=3.0) for each in calls]
     assert fit(queued).step_s == pytest.approx(found.step_s, rel=1e-6)
 
 

@@ -1,15 +1,15 @@
 """The report's figures and sentences over small runs that can be worked out by hand, in turns and separate."""
 
-import dataclasses
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.tools.reading.columns import union
-from recipe.partial_rollout.tools.reading.lines import RunRecordError
+from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
 from recipe.partial_rollout.tools.report.findings import cautions, findings
@@ -18,7 +18,7 @@ from recipe.partial_rollout.tools.report.panels import Over, Shown, _bubble, _sp
 from recipe.partial_rollout.tools.report.table import report_markdown, tables
 from recipe.partial_rollout.tools.report.timeline import CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS, _cut, close_up, run_end
 from recipe.partial_rollout.tools.run_record import dealt, load_run
-from tests.unit.runs import ZERO, build_group, build_round, build_run, default_rounds, halves, separate_run
+from tests.unit.runs import ZERO, begun, build_group, build_round, build_run, default_rounds, halves, separate_run
 
 pytestmark = pytest.mark.filterwarnings("error:constrained_layout not applied")
 
@@ -165,16 +165,16 @@ def test_different_settings_an_unfinished_run_and_lost_samples_are_warned_of(tmp
 # -- records that are damaged, cut off or of a run that was resumed ------------------------------------------------------
 
 
-def test_torn_lines_of_killed_processes_and_unknown_events_are_left_out(tmp_path):
-    path = build_run(tmp_path / "a", more=[{"event": "note", "text": "hello"}], metrics={0: {"val-aux/x": None}})
-    first, rest = (path / "trace.jsonl").read_text().split("\n", 1)
-    (path / "trace.jsonl").write_text(f'{first}\n{{"event": "rou\n{{"event": "resumed", "step": 0}}\n{rest}')
+def test_torn_lines_of_killed_processes_are_left_out(tmp_path):
+    path = build_run(tmp_path / "a", metrics={0: {"val-aux/x": None}})
+    first, rest = (path / "run.jsonl").read_text().split("\n", 1)
+    (path / "run.jsonl").write_text(f'{first}\n{{"event":"rou\n{first}\n{rest}')
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "da')
     run = load_run(path)
     assert [step.number for step in run.steps] == [1, 2]
-    in_trace, in_metrics = run.warnings
-    assert "trace.jsonl line 2: torn" in in_trace and "metrics.jsonl line 4: torn" in in_metrics
+    in_log, in_metrics = run.warnings
+    assert "run.jsonl line 2: torn" in in_log and "metrics.jsonl line 4: torn" in in_metrics
 
 
 def test_round_without_timers_is_left_out_with_a_warning(tmp_path):
@@ -189,12 +189,12 @@ def test_resumed_run_counts_the_last_attempt_at_a_step(tmp_path):
     first, again = default_rounds(steps=3), default_rounds(steps=3)[1:]
     for r in again:
         r["trained"] = [build_group(9, [7, 7])]
-    run = load_run(build_run(tmp_path / "a", rounds=[*first, *again]))
+    run = load_run(build_run(tmp_path / "a", rounds=[*first, begun(resumed=1), *again]))
     assert [step.lengths for step in run.steps] == [[100] * 4, [7, 7], [7, 7]]
     assert any("steps 2-3 were begun again" in warning for warning in run.warnings)
 
 
-@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "trace.jsonl"])
+@pytest.mark.parametrize("name", ["run.jsonl", "metrics.jsonl"])
 def test_missing_file_is_one_clear_line_and_status_2(tmp_path, name, capsys):
     runs = [build_run(tmp_path / "a"), build_run(tmp_path / "b", arm="PR")]
     (runs[1] / name).unlink()
@@ -202,21 +202,6 @@ def test_missing_file_is_one_clear_line_and_status_2(tmp_path, name, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"error: {runs[1] / name}: cannot be read (No such file or directory)")
     assert "give the directory of a run" in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"calls": [EngineCall(7, 1.0, 2.0, 3, 0).to_json()]}, "a call names replica 7"),
-        ({"end": ZERO - 1}, "before it starts"),
-        ({"trained": [{**build_group(0, [1, 1]), "segments": [1]}]}, "group 0 has lists of different lengths"),
-    ],
-)
-def test_bad_round_names_its_line(tmp_path, change, message):
-    rounds = default_rounds(steps=1)
-    rounds[0].update(change)
-    with pytest.raises(RunRecordError, match=f"trace.jsonl line 1.*{message}"):
-        load_run(build_run(tmp_path / "a", rounds=rounds))
 
 
 # -- separate placement: what ran when ---------------------------------------------------------------------------------
@@ -229,7 +214,7 @@ def test_parts_of_calls_add_up_to_the_calls_wherever_these_are_noted(spans):
         for start, length, tokens in spans
     ]
     phases = [RolloutPhase(a, a + 20.0, ()) for a in (0.0, 20.0, 40.0)]
-    late = [dataclasses.replace(phase, calls=tuple(calls) if at == 2 else ()) for at, phase in enumerate(phases)]
+    late = [structs.replace(phase, calls=tuple(calls) if at == 2 else ()) for at, phase in enumerate(phases)]
     parts = dealt(late)
     assert sum(phase.decoded_tokens for phase in parts) == sum(call.tokens for call in calls)
     for phase in parts:

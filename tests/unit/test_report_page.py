@@ -17,7 +17,7 @@ from recipe.partial_rollout.tools.report import command
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.segments import in_slots
 from recipe.partial_rollout.tools.run_record import load_run
-from tests.unit.runs import ZERO, build_run, default_rounds, interrupted_run
+from tests.unit.runs import ZERO, build_run, default_rounds, ended, interrupted_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -81,12 +81,12 @@ def test_timeline_has_every_call_of_the_trace(tmp_path):
 
 def test_watch_labels_a_run_that_goes_on_and_ends_with_it(tmp_path, monkeypatch, capsys):
     path = interrupted_run(tmp_path / "a", complete=False)
-    settings = json.loads((path / "run.json").read_text())
     pages = []
 
     def wait(seconds):
         pages.append((path / "report" / "report.html").read_text())
-        (path / "run.json").write_text(json.dumps({**settings, "complete": True}))
+        with (path / "run.jsonl").open("a") as log:
+            log.write(json.dumps(ended(3)) + "\n")
 
     monkeypatch.setattr(command.time, "sleep", wait)
     assert main([str(path), "--watch", "30"]) == 0

@@ -19,6 +19,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
+from recipe.partial_rollout.records.run_log import Checkpoint, Ended
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.stop import StopTraining
@@ -121,7 +122,7 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     trainer._phase_started = None
     trainer.proximal = ProximalPolicy.of(config, trainer.settings)
     trainer.nodes = ClusterNodes(table=list)
-    session.trace, session.ledger = MagicMock(last_round=None), MagicMock()
+    session.log = MagicMock(last_round=None)
     session.source = MagicMock(**{"state_dict.return_value": {}})
     trainer.step_log = StepLog(config, trainer.settings, STEPS)
     trainer.total_training_steps = STEPS
@@ -209,9 +210,11 @@ def life(tmp_path, monkeypatch, resolved_config, manager, output, prompts):
 VALIDATES = ("trainer.test_freq=1",)
 
 
-def ledger_of(trainer):
-    events = [call.args[0] for call in trainer.session.ledger.add.mock_calls]
-    return [(event.EVENT, *([event.step] if hasattr(event, "step") else [])) for event in events]
+def log_of(trainer):
+    """What its log says of checkpoints and of the end of each process."""
+    events = [call.args[0] for call in trainer.session.log.add.mock_calls]
+    names = {Checkpoint: lambda event: "checkpoint", Ended: lambda event: "complete" if event.complete else "stopped"}
+    return [(names[type(event)](event), event.step) for event in events if type(event) in names]
 
 
 def logged_steps(run_dir):
@@ -230,7 +233,7 @@ def logged_steps(run_dir):
 def test_stop_anywhere_in_a_step_leaves_a_checkpoint_of_a_whole_step(life, tmp_path, moment, step, freq):
     first = life(*VALIDATES, f"trainer.save_freq={freq}", stop_at=(moment, step))
     held = step - 1 if moment == "round" else step
-    assert first.stopped and ledger_of(first)[-1] == ("stopped", held)
+    assert first.stopped and log_of(first)[-1] == ("stopped", held)
     if held:
         found = first.session.checkpoints.to_resume("auto", None)
         assert found == tmp_path / f"global_step_{held}"
@@ -239,29 +242,29 @@ def test_stop_anywhere_in_a_step_leaves_a_checkpoint_of_a_whole_step(life, tmp_p
         assert manager["counters"]["trained_groups"] == 2 * held and manager["version"] == held
     assert logged_steps(tmp_path) == list(range(1, held + 1)), "the metrics of a trained step are not lost"
     second = life(*VALIDATES, "trainer.save_freq=1")
-    assert not second.stopped and ledger_of(second)[-1] == ("complete",)
+    assert not second.stopped and log_of(second)[-1] == ("complete", STEPS)
     assert logged_steps(tmp_path) == list(range(1, STEPS + 1)), "it goes on, and keeps its history"
     assert second.async_rollout_manager.manager.counters.trained_groups == 2 * STEPS
 
 
 @pytest.mark.parametrize(
     ("step", "freq", "end", "saved"),
-    [(STEPS, 2, ("complete",), [2, STEPS]), (2, -1, ("stopped", 2), [])],
+    [(STEPS, 2, ("complete", STEPS), [2, STEPS]), (2, -1, ("stopped", 2), [])],
     ids=["of the last step", "without checkpoints"],
 )
 def test_stop_in_a_validation_completes_the_training_or_tells_the_step(life, tmp_path, step, freq, end, saved):
     trainer = life(*VALIDATES, f"trainer.save_freq={freq}", stop_at=("validating", step))
-    assert ledger_of(trainer)[-1] == end and trainer.stopped == (end[0] == "stopped")
+    assert log_of(trainer)[-1] == end and trainer.stopped == (end[0] == "stopped")
     assert sorted(int(path.name.rpartition("_")[2]) for path in tmp_path.glob("global_step_*")) == saved
 
 
 def test_stop_in_the_validation_before_training_saves_what_was_resumed_and_nothing_from_scratch(life, tmp_path):
     validates = ("trainer.val_before_train=True", "trainer.save_freq=1")
     fresh = life(*validates, stop_at=("before validation", 0))
-    assert fresh.stopped and ledger_of(fresh) == [("stopped", 0)] and not list(tmp_path.glob("global_step_*"))
+    assert fresh.stopped and log_of(fresh) == [("stopped", 0)] and not list(tmp_path.glob("global_step_*"))
     life("trainer.save_freq=1", stop_at=("round", 3))
     again = life(*validates, stop_at=("validating", 2))
-    assert again.stopped and ledger_of(again) == [("checkpoint", 2), ("stopped", 2)]
+    assert again.stopped and log_of(again) == [("checkpoint", 2), ("stopped", 2)]
     assert not life(*validates).stopped
 
 

@@ -91,6 +91,21 @@ def set_aside(paths: Iterable[Path], into: Path) -> None:
         shutil.move(path, into / path.name)
 
 
+def cut_steps(metrics: Path, step: int, aside: Path) -> None:
+    """Move the lines of ``metrics`` that are beyond ``step``, and torn ones, to a file in directory ``aside``."""
+    kept, cut = [], []
+    for raw in metrics.open("rb") if metrics.exists() else ():
+        try:
+            stays = raw.endswith(b"\n") and json.loads(raw)["step"] <= step
+        except (ValueError, KeyError, TypeError, RecursionError):
+            stays = False
+        (kept if stays else cut).append(raw)
+    if cut:
+        aside.mkdir(parents=True, exist_ok=True)
+        (aside / f"{metrics.stem}_beyond_{step}.jsonl").write_bytes(b"".join(cut))
+        write_atomically(metrics, kept)
+
+
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """While entered, no other process may train in ``run_dir``, which is made; taken back if nothing comes of it.

@@ -32,7 +32,7 @@ from recipe.partial_rollout.checkpoint.snapshot import (
 DIRECTORY = "partial_rollout"
 """directory of the recipe's own files within a step directory"""
 NAME = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 
 _STEP = re.compile(r"global_step_([0-9]+)")
 

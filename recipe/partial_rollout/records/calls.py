@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from operator import attrgetter
-from typing import Any
+from collections.abc import Collection
 
 import numpy as np
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCall:
-    """One request to a replica, as its client saw it.
+class EngineCall(Struct, frozen=True, array_like=True, gc=False):
+    """One request to a replica, as its client saw it; in ``run.jsonl`` a list of the fields in their order.
 
     >>> call = EngineCall("10.0.0.1:8000", start=0.0, end=10.0, tokens=40, version=3, queued_s=2.0)
     >>> call.busy_from, call.tokens_within(0.0, 6.0)
@@ -20,7 +17,7 @@ class EngineCall:
     """
 
     replica: str | int
-    """the load balancer's server id; in a trace, the replica's index"""
+    """the load balancer's server id; in ``run.jsonl`` the replica's index"""
     start: float
     """unix seconds"""
     end: float
@@ -30,8 +27,8 @@ class EngineCall:
     """policy version that the replica held; -1 if it did not say"""
     resumed_tokens: int = 0
     """tokens that it prefilled again after an interruption, or after a tool; those still cached do not count"""
-    context_tokens: int | None = None
-    """prompt and response tokens that it started from; None if not noted"""
+    context_tokens: int = 0
+    """prompt and response tokens that it started from; 0 if not noted"""
     queued_s: float = 0.0
     """seconds that it waited in the engine before it was first scheduled; 0 if the replica does not say"""
     sample: str = ""
@@ -53,22 +50,14 @@ class EngineCall:
         inside = min(self.end, end) - max(self.busy_from, start)
         return self.tokens * max(0.0, inside) / (self.end - self.busy_from) if self.end > self.busy_from else 0.0
 
-    def to_json(self) -> list[Any]:
-        """A row of the trace: the fields in their order."""
-        return list(_in_order(self))
 
-
-_in_order = attrgetter(*(each.name for each in fields(EngineCall)))
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutPhase:
+class RolloutPhase(Struct, frozen=True):
     """A time span from the start of a round until every replica is quiet, and its engine calls."""
 
     start: float
     """unix seconds"""
     end: float
-    calls: Sequence[EngineCall] = field(repr=False)
+    calls: Collection[EngineCall]
 
     @property
     def seconds(self) -> float:
@@ -82,13 +71,3 @@ class RolloutPhase:
     @property
     def decoded_tokens(self) -> int:
         return int(self.column("tokens").sum())
-
-    @property
-    def busy(self) -> tuple[np.ndarray, np.ndarray]:
-        """[call] when each began to run in its engine, and when it ended"""
-        return self.column("busy_from"), self.column("end")
-
-    @property
-    def replicas(self) -> np.ndarray:
-        """[call] index of its replica"""
-        return self.column("replica").astype(int)

@@ -56,8 +56,8 @@ def running_curve(phase: RolloutPhase, replicas: int | None = None) -> RunningCu
         replicas: number of rows, one a replica; None: all calls in one row.
     """
     calls = len(phase.calls)
-    starts, ends = (np.clip(side, phase.start, phase.end) for side in phase.busy)
-    owners = np.zeros(calls, dtype=int) if replicas is None else phase.replicas
+    starts, ends = (np.clip(phase.column(side), phase.start, phase.end) for side in ("busy_from", "end"))
+    owners = np.zeros(calls, dtype=int) if replicas is None else phase.column("replica").astype(int)
     times, where = np.unique(np.concatenate([[phase.start, phase.end], starts, ends]), return_inverse=True)
     changes = np.zeros((replicas or 1, len(times)), dtype=int)
     np.add.at(changes, (owners, where[2 : 2 + calls]), 1)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.config.settings import PartialRolloutConfig
-    from recipe.partial_rollout.records.ledger import Ledger
-    from recipe.partial_rollout.records.trace import RunTrace
+    from recipe.partial_rollout.records.run_log import RunLog
     from recipe.partial_rollout.rollout.prompt_source import PromptSource
     from recipe.partial_rollout.rollout.replicas import ServerControl
     from recipe.partial_rollout.rollout.slots import ReplicaSlots
@@ -24,10 +23,8 @@ class RolloutContext:
     settings: PartialRolloutConfig
     control: ServerControl
     slots: ReplicaSlots
-    trace: RunTrace
+    log: RunLog
     source: PromptSource | None
-    """None under noPR"""
-    ledger: Ledger | None
     """None under noPR"""
     stop: StopSignals
     trainers: Sequence[Any]

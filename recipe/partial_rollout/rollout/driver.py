@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipe.partial_rollout.manager.output_store import OutputStore, fetch_groups
 from recipe.partial_rollout.manager.types import Prompt, Standing, StepAccount, TakenGroup, VersionStart
+from recipe.partial_rollout.records.run_log import Begin, Phase
 from recipe.partial_rollout.rollout.progress import show_round
 from recipe.partial_rollout.rollout.step_book import StepBatch, StepBook
 from recipe.partial_rollout.rollout.stop import StopTraining
@@ -67,7 +68,7 @@ class Driver:
     """Drives manager, workers and replicas, one batch after the other.
 
     Args:
-        context: of the run; its ``source`` and ``ledger`` are there.
+        context: of the run; its ``source`` is there.
         manager: handle of the manager actor.
         store: holds the outputs of finished samples.
         pool: the agent-loop workers, connected to ``manager``.
@@ -200,7 +201,7 @@ class Driver:
 
     def note_phase(self, name: str, version: int, start: float, end: float) -> None:
         """Note a phase of the sync of ``version``: ``stage`` or ``hold``; moments in unix seconds."""
-        self._context.trace.phase(name, version, start, end)
+        self._context.log.add(Phase(name, version, start, end))
         self._figures[f"timing/{name}_s"] = end - start
 
     async def _announce_restarted(self) -> None:
@@ -220,7 +221,7 @@ class Driver:
         """
         self._require_trained("the next batch")
         asked_at, context = time.time(), self._context
-        context.trace.begin(step)
+        context.log.add(Begin(step, asked_at))
         if self._stops:
             await self._start_round(step)
         elif self._state is not RolloutState.RUNNING:
@@ -241,7 +242,7 @@ class Driver:
             since, waits = asked_at, {"interrupt_s": taken_at - ready.decided_at}
         else:
             since, waits = self._since, {"wait_s": taken_at - asked_at}
-            context.trace.phase("wait", step, asked_at, taken_at)
+            context.log.add(Phase("wait", step, asked_at, taken_at))
         fetching = asyncio.to_thread(fetch_groups, ready.groups, self._store.fetch)
         groups = await self._guard.wait(fetching, "fetching the batch", key=None)
         batch = StepBatch(step, start, ready.admitted, groups, since, opened_at, taken_at, waits)
@@ -348,7 +349,7 @@ class Driver:
         finally:
             await self._guard.wait(self._control.resume(), "resuming the replicas", key=None)
             await self._open()
-            self._context.trace.phase("flush", self._step, began, time.time())
+            self._context.log.add(Phase("flush", self._step, began, time.time()))
 
     async def load(self, path: Path, step: int) -> None:
         """Restore the state at ``path``, from the checkpoint of ``step``, before the first version."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ray.exceptions import RayActorError
 
-from recipe.partial_rollout.records.trace import RunTrace
+from recipe.partial_rollout.records.run_log import RunLog
 from recipe.partial_rollout.waits import START_S, ReplicaError, answer_of, means_death, one_line, result_of, wait
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 
@@ -201,22 +201,22 @@ class ServerControl:
 
 
 class ReplicaRoster:
-    """The replicas' addresses, kept alike in the agent-loop workers, verl's load balancer and the trace.
+    """The replicas' addresses, kept alike in the agent-loop workers, verl's load balancer and the run's log.
 
     Args:
         control: restarts them.
         balancer: handle of verl's load balancer, which serves validation.
-        trace: of the run.
+        log: of the run.
         workers: number of agent-loop workers.
         deadline_s: seconds for an answer of the load balancer.
     """
 
     def __init__(
-        self, control: ServerControl, balancer: Any, trace: RunTrace, workers: int, deadline_s: float = 60.0
+        self, control: ServerControl, balancer: Any, log: RunLog, workers: int, deadline_s: float = 60.0
     ) -> None:
         self._control = control
         self._balancer = balancer
-        self._trace = trace
+        self._log = log
         self._workers = workers
         self._deadline_s = deadline_s
         self._addresses = control.addresses
@@ -243,4 +243,4 @@ class ReplicaRoster:
             logger.warning("verl's load balancer is dead, and the workers do without it: %s", one_line(error))
         await pool.ask_each("use_replicas", self.choice_of)
         self._addresses = control.addresses
-        self._trace.use_replicas(control.addresses)
+        self._log.use_replicas(control.addresses)

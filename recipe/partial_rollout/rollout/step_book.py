@@ -1,4 +1,4 @@
-"""Books the steps of a run: one record of each batch, from which ledger, trace and metrics are written."""
+"""Books the steps of a run: one record of each batch, for the run's log and its metrics."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from tqdm import tqdm
 from recipe.partial_rollout.manager.types import RolloutFailedError, SampleOutput, StepAccount, TakenGroup, VersionStart
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended, spread
-from recipe.partial_rollout.records.ledger import Admitted, Filtered, Trained
-from recipe.partial_rollout.records.trace import RoundRecord
+from recipe.partial_rollout.records.run_log import Round
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 
 if TYPE_CHECKING:
@@ -93,20 +92,16 @@ class StepBook:
             calls: engine calls that ended since the last booking.
         """
         context, size = self._context, self._context.settings.batch_groups
-        ledger, gauges = context.ledger, account.metrics
-        assert ledger is not None
+        gauges = account.metrics
         phase = RolloutPhase(batch.since, batch.until, tuple(calls))
         trained = [TrainedGroup.of(group, batch.version) for group in batch.groups]
-        ledger.add(Admitted(batch.step, batch.version, list(batch.admitted)))
-        if account.filtered:
-            ledger.add(Filtered(batch.step, batch.version, list(account.filtered)))
-        ledger.add(Trained(batch.step, batch.version, trained))
-        context.trace.round(
-            RoundRecord(
+        context.log.round(
+            Round(
                 step=batch.step,
-                version=batch.version,
                 phase=phase,
                 trained=trained,
+                admitted=batch.admitted,
+                filtered=account.filtered,
                 interrupt_s=batch.waits.get("interrupt_s"),
                 resume_s=batch.waits.get("resume_s"),
                 carried_groups=batch.start.carried_groups,

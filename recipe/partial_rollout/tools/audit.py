@@ -1,43 +1,146 @@
 """``python -m recipe.partial_rollout.tools audit RUN_DIR``: was every prompt trained, or filtered, once, in time and whole?
 
-Reads ``ledger.jsonl``, and ``trace.jsonl`` where there is one (``trace_audit`` says what must agree). Exit code 0: no
-violation; 1: violations, one line each; 2: unreadable.
+Reads ``run.jsonl`` of a run of PR. Exit code 0: no violation; 1: violations, one line each; 2: unreadable.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass, field, replace
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
-from recipe.partial_rollout.records import ledger
-from recipe.partial_rollout.records.jsonl import Checkpoint, Resumed
-from recipe.partial_rollout.records.ledger import NAME
-from recipe.partial_rollout.records.trace import RUN, TRACE, Arm
-from recipe.partial_rollout.tools import trace_audit
-from recipe.partial_rollout.tools.audit_entries import POSITIONS, Entries, Entry, uid_of
+from recipe.partial_rollout.records.run_log import NAME, Arm, Checkpoint, Ended, Event, Round, RunSettings
+from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.tools.command_line import described
-from recipe.partial_rollout.tools.reading.ledger import iter_ledger
-from recipe.partial_rollout.tools.reading.lines import RunRecordError
-from recipe.partial_rollout.tools.reading.trace import read_settings
+from recipe.partial_rollout.tools.reading.lineage import Lineage
+from recipe.partial_rollout.tools.reading.run_log import RunRecordError, read_log
 
 _SHOWN = 20
+_PARTS = ("tokens", "log-probs", "versions", "mask entries")
+_POSITIONS = 1 << 32
+"""A prompt is one number, ``epoch * _POSITIONS + position``; they sort as the data does."""
+_LASTING = ("samples_per_group", "batch_groups", "epoch_prompts")
+"""settings that no process of a run may change"""
+
+
+def _keys(uids: Iterable[str]) -> array[int]:
+    pairs = (uid.partition("/") for uid in uids)
+    return array("q", (int(epoch) * _POSITIONS + int(position) for epoch, _, position in pairs))
+
+
+def _uid(key: int) -> str:
+    return f"{key // _POSITIONS}/{key % _POSITIONS}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the audit keeps of a round, in little memory: 8 bytes a prompt."""
+
+    step: int
+    admitted: array[int]
+    trained: array[int]
+    filtered: array[int]
+    masked: int
+    """samples"""
+    staleness: int
+    """the largest"""
+    faults: tuple[str, ...]
+    """what is wrong with it by itself"""
+
+    @classmethod
+    def of(cls, round_: Round, settings: RunSettings) -> Entry:
+        """A round, judged by the ``settings`` in force."""
+        groups = round_.trained
+        return cls(
+            round_.step,
+            _keys(round_.admitted),
+            _keys(group.uid for group in groups),
+            _keys(group.uid for group in round_.filtered),
+            masked=sum(group.masked for group in groups),
+            staleness=max((age for group in groups for age in group.staleness), default=0),
+            faults=(
+                *_faults_of_round(round_),
+                *(line for group in groups for line in _faults_of_group(group, round_.step, settings)),
+            ),
+        )
+
+
+def _faults_of_round(round_: Round) -> Iterator[str]:
+    step, version = round_.step, round_.version
+    if (latest := round_.phase.column("version").max(initial=-1)) > version:
+        yield f"the round of step {step} under version {version} has engine calls of version {latest}"
+    if round_.lost_samples:
+        yield f"{round_.lost_samples} samples were unaccounted for after the round of step {step}"
+
+
+def _faults_of_group(group: TrainedGroup, step: int, settings: RunSettings) -> Iterator[str]:
+    """What is wrong with a group that ``step`` trained under ``settings``, a line each."""
+    for index, staleness in enumerate(group.staleness):
+        if staleness > settings.max_staleness:
+            yield (
+                f"sample {group.uid}#{index} was trained in step {step} with staleness {staleness}: "
+                f"at most {settings.max_staleness}"
+            )
+    for index, counts in enumerate(group.parts):
+        if len(set(counts)) != 1:
+            parts = ", ".join(f"{count} {part}" for count, part in zip(counts, _PARTS, strict=True))
+            yield f"sample {group.uid}#{index} of step {step} has {parts}: must be equal"
+    samples, tokens, off_policy = len(group.lengths), group.tokens, group.off_policy_tokens
+    if samples != settings.samples_per_group:
+        yield f"prompt {group.uid} was trained in step {step} with {samples} samples of {settings.samples_per_group}"
+    if not off_policy <= tokens <= sum(group.lengths):
+        yield (
+            f"prompt {group.uid} in step {step}: {off_policy} off-policy tokens of {tokens} generated ones in "
+            f"{sum(group.lengths)} are impossible"
+        )
+    elif bool(off_policy) != any(group.staleness):
+        yield (
+            f"prompt {group.uid} in step {step}: {off_policy} off-policy tokens do not agree with "
+            f"staleness {group.staleness}"
+        )
+
+
+class Prompts:
+    """The prompts of one kind in the rounds that count.
+
+    Args:
+        entries: of these rounds.
+        kind: ``admitted``, ``trained`` or ``filtered``.
+    """
+
+    def __init__(self, entries: Iterable[Entry], kind: str) -> None:
+        self._rounds = [(entry.step, getattr(entry, kind)) for entry in entries]
+        self.all = np.concatenate([np.zeros(0, np.int64), *(np.array(prompts) for _, prompts in self._rounds)])
+        """[prompt] in the order of the rounds"""
+        self.once, times = np.unique(self.all, return_counts=True)
+        """[prompt] sorted, each once"""
+        self.repeated = self.once[times > 1]
+
+    def steps_of(self, prompts: np.ndarray) -> dict[int, list[int]]:
+        """For each of a few ``prompts`` its steps."""
+        steps: dict[int, list[int]] = {int(prompt): [] for prompt in prompts}
+        for step, here in self._rounds if steps else ():
+            for prompt in here:
+                if prompt in steps:
+                    steps[prompt].append(step)
+        return steps
 
 
 @dataclass(slots=True)
 class Audit:
-    """The ledger's account of a training, without what resumes have undone."""
+    """The account of a training, without what resumes have undone."""
 
-    sizes: ledger.RunSizes | None = None
+    sizes: RunSettings | None = None
+    """of the process that began last; ``total`` is at most what the data suffices for"""
     offered: int = 0
     """most prompts that any process of the training may admit"""
-    admitted: Entries = field(default_factory=Entries)
-    trained: Entries = field(default_factory=Entries)
-    filtered: Entries = field(default_factory=Entries)
-    """what dynamic sampling consumed"""
     complete: bool = False
     exhausted: bool = False
     """whether it is complete because the data could not fill another batch"""
@@ -50,85 +153,70 @@ class Audit:
     violations: list[str] = field(default_factory=list)
     lost: int = 0
     repeated: int = 0
-    rounds_compared: int | None = None
-    """rounds of the trace; None if there is no trace"""
+    lineage: Lineage[Entry] = field(init=False)
+    entries: list[Entry] = field(default_factory=list)
+    """of the rounds that count; filled in by ``judge``, with the three that follow"""
+    admitted: Prompts = field(init=False)
+    trained: Prompts = field(init=False)
+    filtered: Prompts = field(init=False)
+    """what dynamic sampling consumed"""
 
-    def book(self, event: ledger.LedgerEvent, at: int) -> None:
-        """Take the next event of the ledger, whose line begins at byte ``at``."""
-        if self.sizes is None and not isinstance(event, ledger.RunSizes):
-            raise RunRecordError(f"the first event is {event.EVENT}: a ledger begins with {ledger.RunSizes.EVENT}")
-        self.worked |= isinstance(event, ledger.Admitted | ledger.Trained | Checkpoint)
+    def __post_init__(self) -> None:
+        self.lineage = Lineage(lambda round_: Entry.of(round_, self._sizes))
+
+    def book(self, event: Event) -> None:
+        """Take the next event of the run."""
         match event:
-            case ledger.RunSizes():
-                self._book_run(event)
-            case Resumed(step):
-                self.resumes += 1
-                self.complete = False
-                for entries in self._kinds:
-                    entries.lines.resume(step)
-            case Checkpoint(step):
-                for entries in self._kinds:
-                    entries.lines.checkpoint(step)
-            case ledger.Admitted(step, _, uids):
-                self.admitted.lines.add(step, Entry.of(step, uids))
-            case ledger.Trained():
-                self.trained.lines.add(event.step, Entry.of_trained(event, at, self._sizes))
-            case ledger.Filtered(step, _, groups):
-                self.filtered.lines.add(step, Entry.of(step, (group.uid for group in groups)))
-            case ledger.Stopped():
-                self.worked, self.complete, self.exhausted = False, False, False
-            case ledger.Complete(exhausted):
-                self.worked, self.complete, self.exhausted = False, True, exhausted
+            case RunSettings():
+                self._book_process(event)
+            case Round() | Checkpoint():
+                self.worked = True
+            case Ended():
+                self.worked, self.complete, self.exhausted = False, event.complete, event.exhausted
+        self.lineage.take(event)
 
-    @property
-    def _kinds(self) -> tuple[Entries, Entries, Entries]:
-        return self.admitted, self.trained, self.filtered
-
-    def _book_run(self, sizes: ledger.RunSizes) -> None:
-        before = self.sizes
-        if before is not None:
+    def _book_process(self, sizes: RunSettings) -> None:
+        if (before := self.sizes) is not None:
             self.kills += self.worked
-            for key in ("arm", "samples_per_group", "batch_groups", "epoch_prompts"):
+            self.resumes += 1
+            for key in _LASTING:
                 if getattr(sizes, key) != getattr(before, key):
                     change = f"{getattr(before, key)} to {getattr(sizes, key)}"
                     self.violations.append(f"a resumed run changed {key} from {change}")
         # ``trainer.total_training_steps`` may be more than the data suffices for.
-        self.sizes, self.worked = replace(sizes, total=min(sizes.total, sizes.offered)), False
+        self.sizes = structs.replace(sizes, total=min(sizes.total, sizes.offered))
+        self.worked, self.complete = False, False
         self.drains &= sizes.drains
         self.offered = max(self.offered, sizes.offered)
 
     @property
-    def _sizes(self) -> ledger.RunSizes:
+    def _sizes(self) -> RunSettings:
         assert self.sizes is not None
         return self.sizes
 
     def judge(self) -> None:
         """Fill in the violations."""
-        for entries in self._kinds:
-            entries.settle()
+        self.entries = list(self.lineage.standing())
+        self.admitted, self.trained, self.filtered = (
+            Prompts(self.entries, kind) for kind in ("admitted", "trained", "filtered")
+        )
+        rounds = Counter(entry.step for entry in self.entries)
+        steps = range(1, max(rounds, default=0) + 1)
+        self.violations += [f"step {step} has {rounds[step]} rounds" for step in steps if rounds[step] != 1]
         self._judge_prompts()
         self._judge_filtered()
-        for entry in self.trained:
-            self.violations += entry.faults
-
-    def compare(self, ledger_path: Path, trace: Path) -> None:
-        """Add a violation for each disagreement of the files."""
-        rounds = trace_audit.standing_rounds(trace)
-        steps = ((entry.step, entry.at) for entry in self.trained)
-        files = ledger_path, trace
-        self.violations += trace_audit.disagreements(steps, rounds, files, complete=self.complete)
-        self.rounds_compared = len(rounds)
+        self.violations += [fault for entry in self.entries for fault in entry.faults]
 
     def _judge_prompts(self) -> None:
-        admitted, trained, filtered = (entries.once for entries in self._kinds)
-        for prompt, steps in self.trained.steps_of(self.trained.repeated()).items():
+        admitted, trained, filtered = self.admitted.once, self.trained.once, self.filtered.once
+        for prompt, steps in self.trained.steps_of(self.trained.repeated).items():
             listed = ", ".join(map(str, steps))
-            self.violations.append(f"prompt {uid_of(prompt)} was trained {len(steps)} times: in steps {listed}")
+            self.violations.append(f"prompt {_uid(prompt)} was trained {len(steps)} times: in steps {listed}")
             self.repeated += 1
         known, booked = self._known(trained), np.isin(trained, admitted)
         for at in np.flatnonzero(~known | ~booked):
             what = " and never admitted" if known[at] else ": the training has no such prompt"
-            self.violations.append(f"prompt {uid_of(int(trained[at]))} was trained{what}")
+            self.violations.append(f"prompt {_uid(int(trained[at]))} was trained{what}")
         self._judge_holes(np.concatenate([admitted, trained, filtered]))
         by_data = self.drained and not self._sizes.filters
         if by_data or (self.complete and self.exhausted):
@@ -143,11 +231,11 @@ class Audit:
 
     def _judge_filtered(self) -> None:
         """Check filtered prompts: each is consumed once, after its admission, and not trained as well."""
-        repeated, admitted, filtered = self.filtered.repeated(), self.admitted.once, self.filtered.once
+        repeated, admitted, filtered = self.filtered.repeated, self.admitted.once, self.filtered.once
         wrong = np.isin(filtered, self.trained.once) | np.isin(filtered, repeated) | ~np.isin(filtered, admitted)
         trained = self.trained.steps_of(np.intersect1d(filtered, self.trained.once))
         for prompt, at in self.filtered.steps_of(filtered[wrong]).items():
-            steps, uid = ", ".join(map(str, at)), uid_of(prompt)
+            steps, uid = ", ".join(map(str, at)), _uid(prompt)
             if prompt in trained:
                 self.violations.append(
                     f"prompt {uid} was filtered in step {steps} and trained in step {trained[prompt][-1]}"
@@ -165,7 +253,7 @@ class Audit:
         places = self._places(seen[self._known(seen)])
         skipped = np.setdiff1d(np.arange(places.max(initial=0)), places)
         self.violations += [
-            f"prompt {uid_of(int(prompt))} was lost: later ones were admitted, it was not"
+            f"prompt {_uid(int(prompt))} was lost: later ones were admitted, it was not"
             for prompt in self._prompts(skipped)
         ]
         self.lost += len(skipped)
@@ -182,11 +270,11 @@ class Audit:
             return
         self.lost += len(untrained) - in_flight
         if self.drained:
-            self.violations += [f"prompt {uid_of(int(prompt))} was lost: never trained" for prompt in untrained]
+            self.violations += [f"prompt {_uid(int(prompt))} was lost: never trained" for prompt in untrained]
         else:
             self.violations.append(
                 f"{len(untrained)} prompts are admitted and not trained, admission allows {in_flight}: "
-                f"{len(untrained) - in_flight} were lost, the first maybe {uid_of(int(untrained[0]))}"
+                f"{len(untrained) - in_flight} were lost, the first maybe {_uid(int(untrained[0]))}"
             )
 
     @property
@@ -199,28 +287,36 @@ class Audit:
     def _prompts(self, places: np.ndarray) -> np.ndarray:
         """The prompts at ``places`` of the whole training."""
         size = self._sizes.epoch_prompts
-        return places // size * POSITIONS + places % size
+        return places // size * _POSITIONS + places % size
 
     def _places(self, prompts: np.ndarray) -> np.ndarray:
         """The inverse of ``_prompts``."""
-        return prompts // POSITIONS * self._sizes.epoch_prompts + prompts % POSITIONS
+        return prompts // _POSITIONS * self._sizes.epoch_prompts + prompts % _POSITIONS
 
     def _known(self, prompts: np.ndarray) -> np.ndarray:
         """bool [prompt] whether the training has such a prompt"""
-        return (prompts % POSITIONS < self._sizes.epoch_prompts) & (self._places(prompts) < self.offered)
+        return (prompts % _POSITIONS < self._sizes.epoch_prompts) & (self._places(prompts) < self.offered)
+
+    @property
+    def max_staleness(self) -> int:
+        """The largest of a trained sample, in versions."""
+        return max((entry.staleness for entry in self.entries), default=0)
 
     @property
     def undone(self) -> int:
         """Number of trained groups that resumes have undone."""
-        return sum(len(entry.prompts) for entry in self.trained.lines.all()) - len(self.trained.all)
+        return sum(len(entry.trained) for entry in self.lineage.all()) - len(self.trained.all)
+
+    @property
+    def _consumed(self) -> np.ndarray:
+        return np.union1d(self.trained.once, self.filtered.once)
 
     @property
     def complete_epochs(self) -> int:
         """Number of epochs of which every prompt is trained or filtered."""
         size = self._sizes.epoch_prompts
         epochs = (self.offered if self._sizes.filters else self._sizes.total) // size
-        consumed = np.union1d(self.trained.once, self.filtered.once)
-        places = self._places(consumed[self._known(consumed)])
+        places = self._places(self._consumed[self._known(self._consumed)])
         return int(np.sum(np.bincount(places // size, minlength=epochs)[:epochs] == size))
 
     @property
@@ -231,8 +327,8 @@ class Audit:
         return "complete: the data could not fill another batch" if self.exhausted else "complete"
 
     def _in_flight(self) -> str:
-        consumed = np.union1d(self.trained.once, self.filtered.once)
-        waiting = [(entry.step, int(np.sum(~np.isin(entry.prompts, consumed)))) for entry in self.admitted]
+        consumed = self._consumed
+        waiting = [(entry.step, int(np.sum(~np.isin(entry.admitted, consumed)))) for entry in self.entries]
         steps = [step for step, count in waiting if count]
         return f"{sum(count for _, count in waiting)}" + (f", the oldest since step {min(steps)}" if steps else "")
 
@@ -242,45 +338,37 @@ class Audit:
         rows = {
             "arm": sizes.arm,
             "training": self.end,
-            "steps": max((entry.step for entry in self.trained), default=0),
+            "steps": max((entry.step for entry in self.entries), default=0),
             "epochs complete": f"{self.complete_epochs} of {sizes.total / sizes.epoch_prompts:g}",
             "prompts trained": f"{len(self.trained.once)} of {sizes.total}",
             "prompts filtered": len(self.filtered.once),
             "prompts in flight": self._in_flight(),
             "prompts lost": self.lost,
             "prompts repeated": self.repeated,
-            "samples masked": sum(entry.masked for entry in self.trained),
-            "max staleness": f"{max((entry.staleness for entry in self.trained), default=0)} (bound {sizes.max_staleness})",
+            "samples masked": sum(entry.masked for entry in self.entries),
+            "max staleness": f"{self.max_staleness} (bound {sizes.max_staleness})",
             "kills survived": self.kills,
             "resumes": self.resumes,
             "trained groups undone by resumes": self.undone,
-            "trace": "none: not compared"
-            if self.rounds_compared is None
-            else f"{self.rounds_compared} rounds compared",
         }
         width = max(map(len, rows))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def audit(run_dir: Path) -> tuple[Audit, int]:
-    """The judged ledger and trace of ``run_dir``, and how many lines of the ledger were cut off by a dying process.
+    """The judged account of the run in ``run_dir``, and how many lines of it were cut off by a dying process.
 
     Raises:
-        RunRecordError: one of them cannot be read; names the file and line.
+        RunRecordError: it cannot be read, or is of noPR; names the file and line.
     """
-    path, trace = run_dir / NAME, run_dir / TRACE
-    if not path.exists() and (run_dir / RUN).exists() and read_settings(run_dir).arm is Arm.NOPR:
-        raise RunRecordError(
-            f"{run_dir}: a run of noPR has no {NAME}, for nothing of it outlives a step; its {TRACE} is for tools report"
-        )
     result, cut_off = Audit(), []
-    for at, event in iter_ledger(path, cut_off):
-        result.book(event, at)
+    for event in read_log(run_dir, cut_off):
+        if isinstance(event, RunSettings) and event.arm is Arm.NOPR:
+            raise RunRecordError(f"{run_dir}: a run of noPR has nothing to audit: no prompt outlives a step")
+        result.book(event)
     if result.sizes is None:
-        raise RunRecordError(f"{path} has no event")
+        raise RunRecordError(f"{run_dir / NAME} has no event")
     result.judge()
-    if trace.exists():
-        result.compare(path, trace)
     return result, len(cut_off)
 
 
@@ -291,8 +379,8 @@ def main(arguments: list[str] | None = None) -> int:
             "audit",
             "Check that a run trained every prompt exactly once, in time and whole.",
             "outputs/quickstart/PR",
-            more="Reads ledger.jsonl, and trace.jsonl where there is one. A filtered prompt counts as trained. "
-            "Exit code: 0 without violations, 1 with violations (one line each), 2 if the files cannot be read.",
+            more="Reads run.jsonl of a run of PR. A filtered prompt counts as trained. "
+            "Exit code: 0 without violations, 1 with violations (one line each), 2 if the file cannot be read.",
         )
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's trainer.default_local_dir")

@@ -14,7 +14,7 @@ def of_run(run: RunRecord) -> LengthTrace:
     groups = sorted(run.trained_groups, key=lambda group: group.order)
     calls = next((round_.phase.calls for round_ in run.rounds if round_.phase.calls), ())
     # The first call of each sample; a trace that names none has single turns.
-    prompts = {call.sample or at: call.context_tokens or 0 for at, call in reversed(list(enumerate(calls)))}
+    prompts = {call.sample or at: call.context_tokens for at, call in reversed(list(enumerate(calls)))}
     # What tools wrote is part of a response, and is not decoded.
     generated = [np.array(group.lengths) * (group.tokens / max(1, sum(group.lengths))) for group in groups]
     lengths = np.maximum(1, np.rint(generated).astype(int))
@@ -35,9 +35,9 @@ def _waits(calls: CallColumns, lengths: np.ndarray) -> tuple[Waits, ...]:
         return ()
     made: dict[str, int] = {}
     waits: dict[str, list[tuple[int, float]]] = {}
-    tokens = calls.column("tokens").tolist()
+    tokens, names = (calls.column(name).tolist() for name in ("tokens", "sample"))
     for at in np.argsort(calls.column("start")).tolist():
-        name = calls.samples[at]
+        name = names[at]
         made[name] = made.get(name, 0) + tokens[at]
         if at in waited:
             waits.setdefault(name, []).append((made[name], waited[at]))

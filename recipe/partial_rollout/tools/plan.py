@@ -26,7 +26,7 @@ from recipe.partial_rollout.tools.plan_table import Option, advice, of_default_p
 from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, Cluster, CurveError, EngineCurve, fit
 from recipe.partial_rollout.tools.planner.rounds import baseline, forecast
 from recipe.partial_rollout.tools.planner.samples import LengthTrace
-from recipe.partial_rollout.tools.reading.lines import RunRecordError
+from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 from recipe.partial_rollout.tools.replay import replay, replay_table
 from recipe.partial_rollout.tools.run_record import RunRecord, load_run
 

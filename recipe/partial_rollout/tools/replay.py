@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from scipy.optimize import nnls
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.trace import PhaseName
+from recipe.partial_rollout.records.run_log import PhaseName
 from recipe.partial_rollout.tools.lengths import of_run
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster, fit
 from recipe.partial_rollout.tools.planner.rounds import SeparateTrainer, Simulation, WeightUpdate, baseline

@@ -1,25 +1,34 @@
 """One run, read back from its directory.
 
-A step counts if it has both its round (``trace.jsonl``) and its timers (``metrics.jsonl``): a run that crashed between
-the two has not trained that step. If a resumed run repeats steps, the last attempt counts. A warning names everything
-that is left out.
+A step counts if it has both its round (``run.jsonl``) and its timers (``metrics.jsonl``): a run that crashed between the
+two has not trained that step. If a resumed run repeats steps, the last attempt counts. A warning names everything that is
+left out.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
-from recipe.partial_rollout.records.jsonl import METRICS
-from recipe.partial_rollout.records.trace import TRACE, Phase, RoundRecord, RunSettings, TraceEvent
+import numpy as np
+from msgspec import Struct, structs
+
+from recipe.partial_rollout.records.calls import RolloutPhase
+from recipe.partial_rollout.records.run_log import METRICS, Ended, Phase, Round, RunSettings
 from recipe.partial_rollout.records.trained_group import TrainedGroup
-from recipe.partial_rollout.tools.reading.columns import CallColumns, GroupColumns
-from recipe.partial_rollout.tools.reading.lines import RunRecordError, read_lines
-from recipe.partial_rollout.tools.reading.trace import iter_trace, lineage, read_settings
+from recipe.partial_rollout.tools.reading.columns import CallColumns
+from recipe.partial_rollout.tools.reading.lineage import Lineage
+from recipe.partial_rollout.tools.reading.run_log import RunRecordError, iter_lines, read_log
+
+
+class _Logged(Struct):
+    """A line of verl's file logger."""
+
+    step: int
+    data: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +51,23 @@ def read_metrics(path: Path) -> tuple[list[StepMetrics], list[str]]:
     Raises:
         RunRecordError: the file cannot be read, or a line holds no metrics; names it.
     """
-    lines, warnings = read_lines(path)
+    warnings: list[str] = []
     found = []
-    for line in lines:
-        data = line.values.get("data")
-        if not isinstance(data, dict):
-            raise RunRecordError(
-                f"{line.place}: 'data' is missing; it should hold the metrics that verl's file logger writes"
-            )
-        numbers = {key: float(value) for key, value in data.items() if isinstance(value, int | float)}
-        found.append(StepMetrics(line.get("step", int), numbers))
+    for _, line in iter_lines(path, _Logged, warnings):
+        numbers = {key: float(value) for key, value in line.data.items() if isinstance(value, int | float)}
+        found.append(StepMetrics(line.step, numbers))
     return found, warnings
 
 
 CLOCK_TOLERANCE = 0.05
-"""verl's rollout timer and the trace may differ by this share before the report warns."""
+"""verl's rollout timer and the rounds may differ by this share before the report warns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One training step: its round and what verl logged for it."""
 
-    round: RoundRecord
+    round: Round
     metrics: dict[str, float] = field(repr=False)
 
     @property
@@ -91,12 +95,15 @@ class RunRecord:
 
     directory: str
     settings: RunSettings
+    """of the process that began last"""
+    complete: bool
+    """whether the training reached its end"""
     steps: list[Step]
     phases: list[Phase]
     warnings: list[str]
 
     @property
-    def rounds(self) -> list[RoundRecord]:
+    def rounds(self) -> list[Round]:
         return [step.round for step in self.steps]
 
     @property
@@ -106,9 +113,9 @@ class RunRecord:
         return dealt(phases) if self.settings.separate else phases
 
     @property
-    def trained_groups(self) -> Sequence[TrainedGroup]:
+    def trained_groups(self) -> list[TrainedGroup]:
         """Groups in training order."""
-        return GroupColumns(group for step in self.steps for group in step.round.trained)
+        return [group for step in self.steps for group in step.round.trained]
 
 
 def dealt(phases: Sequence[RolloutPhase]) -> list[RolloutPhase]:
@@ -120,42 +127,41 @@ def dealt(phases: Sequence[RolloutPhase]) -> list[RolloutPhase]:
     Args:
         phases: by start; they do not overlap.
 
+    >>> from recipe.partial_rollout.records.calls import EngineCall
     >>> long = EngineCall(0, start=2.0, end=12.0, tokens=100, version=1)
     >>> first, second = dealt([RolloutPhase(0.0, 10.0, ()), RolloutPhase(10.0, 20.0, (long,))])
     >>> [(call.start, call.end, call.tokens) for call in (*first.calls, *second.calls)]
     [(2.0, 10.0, 80), (10.0, 12.0, 20)]
     """
-    starts = [phase.start for phase in phases]
-    parts = [CallColumns() for _ in phases]
-    for phase in phases:
-        for call in phase.calls:
-            for at, part in _cut(call, phases, max(0, bisect_right(starts, call.busy_from) - 1)):
-                parts[at].append(part)
-    return [replace(phase, calls=calls) for phase, calls in zip(phases, parts, strict=True)]
+    calls = CallColumns.joined(phase.calls for phase in phases)
+    starts, ends = np.array([(phase.start, phase.end) for phase in phases]).T
+    begun, ended = calls.column("busy_from"), calls.column("end")
+    # The phases that each call may touch, first to last, and a row for each pair of the two.
+    first = np.maximum(np.searchsorted(starts, begun, "right") - 1, 0)
+    count = np.maximum(np.searchsorted(starts, ended, "right") - first, 0)
+    call = np.repeat(np.arange(len(calls)), count)
+    phase = first[call] + np.arange(len(call)) - np.repeat(np.cumsum(count) - count, count)
+    start, end = np.maximum(begun[call], starts[phase]), np.minimum(ended[call], ends[phase])
+    instant = (begun == ended)[call] & (begun[call] == start)
+    ran = (end > start) | instant
+    call, phase, start, end, instant = (each[ran] for each in (call, phase, start, end, instant))
 
+    def made(moment: np.ndarray) -> np.ndarray:
+        # Rounded at the cuts, so that the parts of a call add up to it.
+        seconds = np.where(instant, 1.0, (ended - begun)[call])
+        return np.rint(calls.column("tokens")[call] * ((moment - begun[call]) / seconds))
 
-def _cut(call: EngineCall, phases: Sequence[RolloutPhase], first: int) -> Iterator[tuple[int, EngineCall]]:
-    """The parts of ``call``, each with the index of its phase, from phase ``first`` on."""
-    begun = call.busy_from
-    for at in range(first, len(phases)):
-        start, end = max(begun, phases[at].start), min(call.end, phases[at].end)
-        if start > call.end:
-            return
-        if end > start or begun == call.end == start:
-            last = end == call.end
-            # Rounded at the cuts, so that the parts of a call add up to it.
-            tokens = _made_by(call, end) - _made_by(call, start) if call.end > begun else call.tokens
-            # What it waited for and read again came before its first part.
-            rest = {"resumed_tokens": 0, "earlier_tokens": 0, "waited_s": 0.0}
-            before = {"waited_s": call.waited_s + call.queued_s} if start == begun else rest
-            cut = {"interrupted": call.interrupted and last, "queued_s": 0.0, **before}
-            yield at, replace(call, start=start, end=end, tokens=tokens, **cut)
-            if last:
-                return
-
-
-def _made_by(call: EngineCall, moment: float) -> int:
-    return round(call.tokens_within(call.busy_from, moment))
+    parts = calls.table[call]
+    opens, closes = start == begun[call], end == ended[call]
+    parts["waited_s"] = np.where(opens, parts["waited_s"] + parts["queued_s"], 0.0)
+    parts["tokens"] = np.where(instant, parts["tokens"], made(end) - made(start))
+    parts["start"], parts["end"], parts["queued_s"] = start, end, 0.0
+    parts["interrupted"] &= closes
+    for name in ("resumed_tokens", "earlier_tokens"):
+        parts[name] *= opens
+    order = np.argsort(phase, kind="stable")
+    tables = np.split(parts[order], np.searchsorted(phase[order], np.arange(1, len(phases))))
+    return [structs.replace(each, calls=CallColumns.of(part)) for each, part in zip(phases, tables, strict=True)]
 
 
 def load_run(directory: Path) -> RunRecord:
@@ -168,49 +174,33 @@ def load_run(directory: Path) -> RunRecord:
         raise RunRecordError(
             f"{directory}: no such directory; give the directory that a run wrote (trainer.default_local_dir)"
         )
-    settings = read_settings(directory)
-    trace = directory / TRACE
     warnings: list[str] = []
     phases: list[Phase] = []
-    rounds, repeated = last_attempts(_split(iter_trace(trace, settings.replicas, warnings), phases))
-    if repeated:
-        warnings.append(f"{trace}: steps {_ranges(repeated)} were begun again (a resumed run); the last attempt counts")
+    rounds = Lineage[Round](keep=lambda round_: round_)
+    settings, complete = None, False
+    for event in read_log(directory, warnings):
+        rounds.take(event)
+        match event:
+            case RunSettings():
+                settings, complete = event, False
+            case Ended():
+                complete = event.complete
+            case Phase():
+                phases.append(event)
+    if settings is None:
+        raise RunRecordError(f"{directory}: its run.jsonl has no event")
+    standing = list(rounds.standing())
+    if undone := Counter(round_.step for round_ in rounds.all()) - Counter(round_.step for round_ in standing):
+        warnings.append(
+            f"{directory}: steps {_ranges({*undone})} were begun again (a resumed run); the last attempt counts"
+        )
     metrics, metric_warnings = _read_metrics(directory / METRICS)
-    steps, join_warnings = _join(directory, rounds, metrics)
+    steps, join_warnings = _join(directory, standing, metrics)
     warnings += metric_warnings + join_warnings
     if not settings.separate:
         # There verl's timer is the trainer's wait, and the rounds cover the run.
         warnings += _clock_warnings(directory, steps)
-    return RunRecord(
-        str(directory),
-        settings,
-        steps,
-        phases,
-        warnings,
-    )
-
-
-def _split(events: Iterable[TraceEvent], phases: list[Phase]) -> Iterator[TraceEvent]:
-    """Passes the events on, and keeps the phases in ``phases``."""
-    for event in events:
-        if isinstance(event, Phase):
-            phases.append(event)
-        yield event
-
-
-def last_attempts(events: Iterable[TraceEvent]) -> tuple[list[RoundRecord], set[int]]:
-    """The rounds that count, of all that the run's processes played, and the steps that were begun again.
-
-    Where a trace does not say where it was resumed, a round undoes earlier rounds of its own step and of later ones.
-    """
-    rounds = lineage(events, keep=lambda round_: round_)
-    kept: list[RoundRecord] = []
-    for round_ in rounds.standing():
-        while kept and kept[-1].step >= round_.step:
-            kept.pop()
-        kept.append(round_)
-    undone = Counter(round_.step for round_ in rounds.all()) - Counter(round_.step for round_ in kept)
-    return kept, set(undone)
+    return RunRecord(str(directory), settings, complete, steps, phases, warnings)
 
 
 def _read_metrics(path: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
@@ -222,14 +212,12 @@ def _read_metrics(path: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
     return metrics, warnings
 
 
-def _join(
-    directory: Path, rounds: list[RoundRecord], metrics: dict[int, dict[str, float]]
-) -> tuple[list[Step], list[str]]:
+def _join(directory: Path, rounds: list[Round], metrics: dict[int, dict[str, float]]) -> tuple[list[Step], list[str]]:
     timed = {step for step, values in metrics.items() if "timing_s/step" in values}
     steps = [Step(round_, metrics[round_.step]) for round_ in rounds if round_.step in timed]
     if not steps:
         raise RunRecordError(
-            f"{directory}: no step has both a round in trace.jsonl and timing_s/step in metrics.jsonl; "
+            f"{directory}: no step has both a round in run.jsonl and timing_s/step in metrics.jsonl; "
             "let the run finish a step, and keep 'file' in trainer.logger"
         )
     traced = {round_.step for round_ in rounds}
@@ -237,7 +225,7 @@ def _join(
     if untimed := traced - timed:
         warnings.append(f"{directory}: steps {_ranges(untimed)} have a round but no timers in metrics.jsonl; left out")
     if untraced := timed - traced:
-        warnings.append(f"{directory}: steps {_ranges(untraced)} have timers but no round in trace.jsonl; left out")
+        warnings.append(f"{directory}: steps {_ranges(untraced)} have timers but no round in run.jsonl; left out")
     return steps, warnings
 
 
@@ -246,7 +234,7 @@ def _clock_warnings(directory: Path, steps: list[Step]) -> list[str]:
     traced = sum(step.round.phase.seconds for step in steps)
     if abs(timer - traced) <= CLOCK_TOLERANCE * max(timer, traced):
         return []
-    return [f"{directory}: timing_s/gen adds up to {timer:,.1f} s but the rounds of trace.jsonl to {traced:,.1f} s"]
+    return [f"{directory}: timing_s/gen adds up to {timer:,.1f} s but the rounds of run.jsonl to {traced:,.1f} s"]
 
 
 def _ranges(numbers: set[int]) -> str:

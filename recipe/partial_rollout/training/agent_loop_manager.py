@@ -16,7 +16,7 @@ from verl.utils.ray_utils import auto_await
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.output_store import RayObjects
 from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
-from recipe.partial_rollout.records.trace import RoundRecord
+from recipe.partial_rollout.records.run_log import Phase, Round
 from recipe.partial_rollout.records.trained_group import TrainedGroup, prompt_identity
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.driver import Driver
@@ -87,7 +87,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         if not self.context.settings.enable:
             # The next batch's are counted from here; PR's driver knows its own by their names.
             await self._take_calls()
-        self.context.trace.phase("validate", prompts.meta_info.get("global_steps", 0), start, end)
+        self.context.log.add(Phase("validate", prompts.meta_info.get("global_steps", 0), start, end))
         return output
 
     async def _take_calls(self) -> tuple[EngineCall, ...]:
@@ -135,8 +135,8 @@ class ObservedAgentLoopManager(AgentLoopManager):
             rows = slice(i * n, (i + 1) * n)
             trained.append(
                 TrainedGroup(
+                    uid=f"{order // epoch_groups}/{order % epoch_groups}",
                     order=order,
-                    epoch=order // epoch_groups,
                     lengths=lengths[rows],
                     staleness=[0] * n,
                     prompt=prompt_identity({key: column[i * n] for key, column in identity.items()}),
@@ -144,7 +144,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
                     tokens=sum(tokens[rows]),
                 )
             )
-        self.context.trace.round(RoundRecord(step, step - 1, phase, trained))
+        self.context.log.round(Round(step=step, phase=phase, trained=trained))
         return {
             **phase_metrics(phase, self.context.full_concurrency),
             "trained/tokens": sum(tokens),
@@ -166,7 +166,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         self.context, self._pad_id = context, pad_id
         store = RayObjects(deadline_s)
         manager = _start_manager(context, store)
-        roster = ReplicaRoster(control, self.llm_client._load_balancer, context.trace, len(workers), deadline_s)
+        roster = ReplicaRoster(control, self.llm_client._load_balancer, context.log, len(workers), deadline_s)
 
         async def introduce(i: int, name: str, worker: Any) -> None:
             await worker.connect.remote(name, manager, context.slots_of_a_worker(len(workers)), roster.choice_of(i))

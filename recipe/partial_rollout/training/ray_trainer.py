@@ -16,7 +16,6 @@ import time
 from collections import deque
 from contextlib import nullcontext
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from verl.trainer.ppo.utils import need_critic
 import recipe.partial_rollout.engine.replica as replica
 from recipe.partial_rollout.checkpoint.run_checkpoints import claim_retention
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices
-from recipe.partial_rollout.records.ledger import Stopped
+from recipe.partial_rollout.records.run_log import Ended, Phase
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
@@ -136,7 +135,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             self.settings.deadlines.weight_sync_s,
             # A validation alone starts no version: the engines load the weights as under noPR.
             driver=self.session.driver if self.settings.enable and self.session.trains else None,
-            note=partial(self.session.trace.phase, "sync"),
+            note=lambda *span: self.session.log.add(Phase("sync", *span)),
         )
 
     def _open_session(self) -> RolloutContext:
@@ -252,8 +251,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             self._save_checkpoint()
             saved = session.checkpoints.step_dir(session.completed_step)
             print(f"saved {saved}; trainer.resume_mode=auto resumes from it")
-        if session.ledger is not None:
-            session.ledger.add(Stopped(session.completed_step), sync=True)
+        session.log.add(Ended(session.completed_step, complete=False), sync=True)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -267,7 +265,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     def _after_log(self, data: dict[str, Any], step: int) -> None:
         """Stop verl's ``fit`` if asked to, here and nowhere else: the step is logged, and the next has not begun."""
         self._end_phase()
-        self.step_log.close(step, self.session.trace.last_round)
+        self.step_log.close(step, self.session.log.last_round)
         if step < self.session.steps.last:
             self.session.stop.check()
 
@@ -330,5 +328,5 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     def _end_phase(self) -> None:
         if self._phase_started is not None:
-            self.session.trace.phase("train", self.global_steps, self._phase_started, time.time())
+            self.session.log.add(Phase("train", self.global_steps, self._phase_started, time.time()))
             self._phase_started = None

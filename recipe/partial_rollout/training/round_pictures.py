@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
-from recipe.partial_rollout.records.trace import RoundRecord
+from recipe.partial_rollout.records.run_log import Round
 
 MOST_CALLS = 2000
 """calls that a timeline draws; of more, an even choice"""
@@ -18,7 +18,7 @@ _TOLERANCE_S = 0.5
 _SIZE, _DPI = (9.0, 4.0), 90
 
 
-def timeline(round_: RoundRecord) -> np.ndarray:
+def timeline(round_: Round) -> np.ndarray:
     """A line for each engine call, those of a replica in one band, by start; [height, width, 4], uint8.
 
     Under separate placement the calls are those that ended since the batch before, and may have begun long before it.
@@ -48,7 +48,7 @@ def timeline(round_: RoundRecord) -> np.ndarray:
     return _pixels(figure)
 
 
-def length_histogram(round_: RoundRecord) -> np.ndarray:
+def length_histogram(round_: Round) -> np.ndarray:
     """Response lengths (tokens) of the trained samples, and their mean; [height, width, 4], uint8."""
     lengths = np.array([length for group in round_.trained for length in group.lengths])
     figure, axes = _empty()

@@ -5,7 +5,7 @@ It knows no verl. Whatever trains holds one, and calls it in this order::
     session = RunSession(...)                        finds the checkpoint to resume from
     session.begin()                                  makes it the run's past; what else was in its directory is set aside
     session.offer(loader, steps)                     PR: the data as a stream of prompts
-    session.open(control, slots, trainers, ...)      opens trace and ledger; then the driver is connected
+    session.open(control, slots, trainers, ...)      opens the run's log; then the driver is connected
     session.load()                                   if it resumes
     each step:  driver.next_batch -> update -> complete_step -> save
     session.end, session.complete
@@ -22,13 +22,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from recipe.partial_rollout.checkpoint.lineage import set_aside
+from recipe.partial_rollout.checkpoint.lineage import cut_steps, set_aside
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.jsonl import METRICS, Checkpoint, Resumed, cut_steps
-from recipe.partial_rollout.records.ledger import NAME as LEDGER
-from recipe.partial_rollout.records.ledger import Complete, Ledger, RunSizes
-from recipe.partial_rollout.records.trace import RUN, TRACE, Arm, RunSettings, RunTrace
+from recipe.partial_rollout.records.run_log import METRICS, Arm, Checkpoint, Ended, RunLog, RunSettings
+from recipe.partial_rollout.records.run_log import NAME as LOG
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.prompt_source import BatchLoader, PromptSource
@@ -40,7 +38,7 @@ from recipe.partial_rollout.waits import ERROR_LOG, finished
 CONFIG = "config.yaml"
 METRICS_PATH = "VERL_FILE_LOGGER_PATH"
 """variable that names the file of verl's file logger"""
-_RECORDS = (RUN, TRACE, LEDGER, CONFIG, ERROR_LOG)
+_RECORDS = (LOG, CONFIG, ERROR_LOG)
 """what a run that starts anew sets aside, besides checkpoints and metrics"""
 
 
@@ -128,9 +126,8 @@ class RunSession:
         self.completed_step = step_of(self.resume_from)
         """the last step whose batch is trained; a checkpoint is of this step"""
         self.source: PromptSource | None = None
-        """None under noPR, as are ledger and driver"""
-        self.ledger: Ledger | None = None
-        self.trace: RunTrace
+        """None under noPR, as is the driver"""
+        self.log: RunLog
         self.steps: TrainingSteps
         self._driver: Driver | None = None
         self._records = run_dir
@@ -171,8 +168,8 @@ class RunSession:
     def begin(self) -> None:
         """Record what the run goes on from, and set aside what that supersedes; done once, before any other record.
 
-        A run that goes on keeps its records, without metrics beyond the resumed step: in ledger and trace the resume undoes
-        them. One that goes on from another run's checkpoint takes that run's records along.
+        A run that goes on keeps its records, without metrics beyond the resumed step: in the log the resume undoes them.
+        One that goes on from another run's checkpoint takes that run's records along.
         """
         if self._begun or not self.trains:
             return
@@ -184,7 +181,7 @@ class RunSession:
         if not goes_on:
             set_aside(records.values(), aside)
             if self.resume_from is not None:
-                _copy({self.resume_from.parent / name: records[name] for name in (TRACE, LEDGER, METRICS)})
+                _copy({self.resume_from.parent / name: records[name] for name in (LOG, METRICS)})
         elif aside.exists():
             # With its records, what is superseded is a run that resume_path can return to.
             _copy({record: aside / name for name, record in records.items()})
@@ -201,7 +198,7 @@ class RunSession:
     def open(
         self, control: ServerControl, slots: ReplicaSlots, trainers: Sequence[Any], experiment: str
     ) -> RolloutContext:
-        """Open the run's trace, and under PR its ledger; returns what the driver needs.
+        """Open the run's log; returns what the driver needs.
 
         Args:
             trainers: handles of the trainer workers, in the order of their ranks.
@@ -212,17 +209,14 @@ class RunSession:
         if not self.trains:
             self._scratch = TemporaryDirectory()
             self._records = Path(self._scratch.name)
-        facts = run_settings(settings, experiment, len(control))
-        self.trace = RunTrace(self._records, control.addresses, facts, self.resumed_step)
-        if settings.enable:
-            self._open_ledger()
+        facts = run_settings(settings, experiment, len(control), self.steps, self.resumed_step)
+        self.log = RunLog(self._records, facts, control.addresses)
         return RolloutContext(
             settings=settings,
             control=control,
             slots=slots,
-            trace=self.trace,
+            log=self.log,
             source=self.source,
-            ledger=self.ledger,
             stop=self.stop,
             trainers=trainers,
             steps_per_epoch=self.steps.per_epoch,
@@ -232,26 +226,6 @@ class RunSession:
     def connect(self, driver: Driver) -> None:
         """PR: the driver, made from the context that ``open`` returned."""
         self._driver = driver
-
-    def _open_ledger(self) -> None:
-        settings, steps, size = self.settings, self.steps, self.settings.batch_groups
-        goes_on = (self._records / LEDGER).exists()
-        self.ledger = Ledger(self._records)
-        self.ledger.add(
-            RunSizes(
-                arm=Arm.PR,
-                samples_per_group=settings.samples_per_group,
-                batch_groups=size,
-                max_staleness=settings.max_staleness,
-                epoch_prompts=steps.per_epoch * size,
-                total=steps.total * size,
-                offered=steps.offered * size,
-                filters=steps.filters,
-                drains=steps.drains,
-            )
-        )
-        if goes_on:
-            self.ledger.add(Resumed(self.resumed_step))
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -279,9 +253,7 @@ class RunSession:
             save_verl=save_trainer,
             made_of=self.made_of,
         )
-        self.trace.checkpoint(step)
-        if self.ledger is not None:
-            self.ledger.add(Checkpoint(step), sync=True)
+        self.log.add(Checkpoint(step), sync=True)
 
     def load(self) -> None:
         """PR: restore what was in flight at ``resume_from``; the trainer has loaded its part."""
@@ -303,9 +275,7 @@ class RunSession:
 
     def complete(self) -> None:
         """Note that the training is over."""
-        self.trace.complete()
-        if self.ledger is not None:
-            self.ledger.add(Complete(self.exhausted), sync=True)
+        self.log.add(Ended(self.completed_step, complete=True, exhausted=self.exhausted), sync=True)
 
 
 def _copy(files: dict[Path, Path]) -> None:
@@ -315,12 +285,15 @@ def _copy(files: dict[Path, Path]) -> None:
             shutil.copyfile(old, new)
 
 
-def run_settings(settings: PartialRolloutConfig, experiment: str, replicas: int) -> RunSettings:
-    """The settings of a run, of either arm, for the report."""
+def run_settings(
+    settings: PartialRolloutConfig, experiment: str, replicas: int, steps: TrainingSteps, resumed: int
+) -> RunSettings:
+    """What the log says of a process, of either arm, that goes on from step ``resumed``."""
+    size = settings.batch_groups
     return RunSettings(
         arm=Arm.PR if settings.enable else Arm.NOPR,
         experiment=experiment,
-        batch_groups=settings.batch_groups,
+        batch_groups=size,
         samples_per_group=settings.samples_per_group,
         replicas=replicas,
         slots_per_replica=settings.slots_per_replica,
@@ -332,4 +305,10 @@ def run_settings(settings: PartialRolloutConfig, experiment: str, replicas: int)
         vllm=importlib.metadata.version("vllm"),
         overtake=settings.scheduling.overtake if settings.enable else None,
         placement=str(settings.placement),
+        epoch_prompts=steps.per_epoch * size,
+        total=steps.total * size,
+        offered=steps.offered * size,
+        filters=steps.filters,
+        drains=steps.drains,
+        resumed=resumed,
     )

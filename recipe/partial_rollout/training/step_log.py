@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.figures import overview
-from recipe.partial_rollout.records.trace import RoundRecord
+from recipe.partial_rollout.records.run_log import Round
 from recipe.partial_rollout.training.swanlab_run import SWANLAB
 
 PICTURES = "1_pictures"
@@ -50,7 +50,7 @@ class StepLog:
             tqdm.write(warning)
         return data
 
-    def close(self, step: int, round_: RoundRecord | None) -> None:
+    def close(self, step: int, round_: Round | None) -> None:
         """Send the pictures of ``step``, which verl has recorded, if ``round_`` is its round and it is their turn."""
         due = self._on_swanlab and (step - 1) % PICTURES_EVERY == 0
         if due and round_ is not None and round_.step == step:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import ROOT
-from recipe.partial_rollout.records.trace import Arm
+from recipe.partial_rollout.records.run_log import Arm
 from verl_ext import swanlab_board
 from verl_ext.guard import installed_pair
 

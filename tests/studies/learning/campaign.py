@@ -6,6 +6,7 @@ outlive the directories of their runs.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -15,9 +16,8 @@ from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
-from recipe.partial_rollout.records.jsonl import JsonLines
 from recipe.partial_rollout.tasks.clock10.prepare import source_fingerprint
-from recipe.partial_rollout.tools.reading.lines import read_lines
+from recipe.partial_rollout.tools.reading.run_log import iter_lines
 from recipe.partial_rollout.training.swanlab_run import commit_of
 from tests.studies.arm import Arm
 from tests.studies.learning.run import LearningRun, read_run
@@ -46,7 +46,7 @@ class Campaign:
         """
         if not self.ledger.exists():
             return []
-        return [LearningRun.from_json(fields) for fields in read_lines(self.ledger)[0]]
+        return [LearningRun.from_json(*line) for line in iter_lines(self.ledger, dict, [])]
 
     def missing(self) -> list[tuple[int, Arm, int]]:
         """(start, arm, seed) of every run that the ledger lacks, in the order in which they are trained.
@@ -90,9 +90,8 @@ class Campaign:
         asked = self._asked(start, arm, seed)
         known = {name: getattr(asked, name) for name in ("arm", "rate", "start", "seed", "overrides", "task")}
         run = read_run(study.directory(arm, seed), **known, commit=commit_of(Path(__file__).parent) or "")
-        lines = JsonLines(self.ledger)
-        lines.add(run.to_json())
-        lines.sync()
+        with self.ledger.open("a") as file:
+            file.write(json.dumps(run.to_json()) + "\n")
         print(
             f"  held out {_figures(run.held_out)}: final {run.final:.3f}, staleness {run.staleness_mean:.2f}",
             flush=True,

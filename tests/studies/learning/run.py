@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from recipe.partial_rollout.records.figures import held_out_rewards
-from recipe.partial_rollout.tools.reading.lines import Fields, RunRecordError
+from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 from recipe.partial_rollout.tools.run_record import StepMetrics, read_metrics
 from recipe.partial_rollout.training.step_log import KL, PolicyDrift
 from tests.studies.held_out import WARM_UP, seconds_to
@@ -141,13 +141,12 @@ class LearningRun:
         return float(lengths.std(ddof=1) / lengths.mean())
 
     @classmethod
-    def from_json(cls, fields: Fields) -> Self:
-        """The inverse of ``to_json``.
+    def from_json(cls, place: str, values: dict[str, Any]) -> Self:
+        """The inverse of ``to_json``; ``place`` is where its line stands.
 
         Raises:
             RunRecordError: a field is missing.
         """
-        values = fields.values
         try:
             return cls(
                 **{
@@ -159,7 +158,7 @@ class LearningRun:
                 }
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise RunRecordError(f"{fields.place}: no run of a learning study: {error}") from error
+            raise RunRecordError(f"{place}: no run of a learning study: {error}") from error
 
     def to_json(self) -> dict[str, Any]:
         """As one line of the ledger; numbers to four digits."""

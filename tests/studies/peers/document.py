@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +9,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from recipe.partial_rollout.records.run_log import NAME, RunSettings
+from recipe.partial_rollout.tools.reading.run_log import read_log
 from recipe.partial_rollout.tools.table import Table
 from tests.studies.arm import BASELINE
 from tests.studies.held_out import QUALITY
@@ -48,9 +49,9 @@ def read_runs(study: Study) -> list[PeerRun]:
 
 def _samples_per_step(study: Study) -> int:
     """From the first run of the recipe's own trainer: all arms have the same batches."""
-    for path in sorted(study.out.glob("*/seed_*/run.json")):
-        facts = json.loads(path.read_text())
-        return facts["batch_groups"] * facts["samples_per_group"]
+    for path in sorted(study.out.glob(f"*/seed_*/{NAME}")):
+        settings = next(event for event in read_log(path.parent, []) if isinstance(event, RunSettings))
+        return settings.batch_groups * settings.samples_per_group
     raise ValueError(f"no run of the recipe's own trainer in {study.out}")
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from recipe.partial_rollout.records.figures import held_out_rewards
-from recipe.partial_rollout.tools.reading.lines import iter_lines
 from recipe.partial_rollout.tools.run_record import read_metrics
 from tests.studies.held_out import QUALITY, seconds_to
 from tests.studies.machine import read_stolen_cpu
@@ -17,7 +16,6 @@ from tests.studies.peers.arms import SEPARATE
 _STALENESS = ("partial_rollout/staleness", "training/off_policy/trajectory_staleness_worst")
 """the recipe's and verl's name for the same: versions from a sample's first token to the update that trains it"""
 _DROPPED = "/off_policy/evicted_samples"
-_PROBE = "probe"
 _INTERRUPT = "partial_rollout/timing/interrupt_s"
 _HELD = ("partial_rollout/timing/hold_s", "timing_s/update_weights")
 """the recipe's name and verl's: seconds of a step in which an engine beside the trainer decodes nothing for new weights.
@@ -54,12 +52,12 @@ class PeerRun:
     """reward of the last validation: of the weights at its end; None: there was none"""
     quality_s: float | None
     """training seconds to held-out quality (``held_out.QUALITY``); None: never, or not validated in between"""
-    full_tokens_per_s: float | None
-    """of the engine kept full, where the run measured it"""
     interrupt_s: np.ndarray | None
     """from the decision to interrupt a round until every engine is quiet; None: not logged, or never interrupted"""
     stolen_cpu: float | None
     """share of the run's processor time that the host gave to others (``machine.stolen_cpu``); None: not noted"""
+    full_tokens_per_s: float | None = None
+    """of the engine kept full, where a run of an earlier version measured it"""
     held_s: np.ndarray | None = None
     """in which the engines decoded nothing for new weights; None: they share the trainer's devices"""
 
@@ -74,7 +72,7 @@ class PeerRun:
 
 
 def read_run(directory: Path, arm: str, seed: int, samples_per_step: int) -> PeerRun:
-    """From ``metrics.jsonl`` and, where there is one, ``trace.jsonl``.
+    """From ``metrics.jsonl``.
 
     Raises:
         ValueError: a step lacks a figure; the message names both.
@@ -123,15 +121,7 @@ def read_run(directory: Path, arm: str, seed: int, samples_per_step: int) -> Pee
         reward=column("critic/score/mean"),
         held_out=held_out[-1] if held_out else None,
         quality_s=seconds_to(QUALITY, validated_at, held_out, step_s.tolist()),
-        full_tokens_per_s=_probed(directory / "trace.jsonl"),
         interrupt_s=interruptions(),
         stolen_cpu=read_stolen_cpu(directory),
         held_s=holds(),
     )
-
-
-def _probed(trace: Path) -> float | None:
-    if not trace.exists():
-        return None
-    rates = [event.get("tokens_per_s", float) for event in iter_lines(trace, []) if event.get("event", str) == _PROBE]
-    return float(np.median(rates)) if rates else None

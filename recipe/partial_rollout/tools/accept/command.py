@@ -32,7 +32,7 @@ from recipe.partial_rollout.tasks.trace_task.prepare import SHAPES
 from recipe.partial_rollout.tasks.trace_task.prepare import main as prepare
 from recipe.partial_rollout.tools.accept.checks import Check, judge
 from recipe.partial_rollout.tools.command_line import HERE, described
-from recipe.partial_rollout.tools.reading.lines import RunRecordError
+from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 
 ENGINE = "PARTIAL_ROLLOUT_TEST_ENGINE"
 """vLLM arguments in JSON, for the engines of the tests in B (``tests/e2e/conftest.py``)"""

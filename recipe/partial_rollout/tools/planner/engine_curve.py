@@ -131,8 +131,8 @@ class _Spans:
         starts, ends = np.array([c.busy_from for c in calls]), np.array([c.end for c in calls])
         self.tokens = np.array([c.tokens for c in calls], dtype=float)
         self.seconds = ends - starts
-        self.contexts_known = all(c.context_tokens is not None or not c.resumed_tokens for c in calls)
-        self._begun_with = np.array([c.context_tokens or 0 for c in calls], dtype=float)
+        self.contexts_known = all(c.context_tokens or not c.resumed_tokens for c in calls)
+        self._begun_with = np.array([c.context_tokens for c in calls], dtype=float)
         self._read = np.array([c.resumed_tokens for c in calls], dtype=float)
         self._starts, self._ends = starts, ends
         moments, where = np.unique(np.concatenate([starts, ends]), return_inverse=True)

@@ -1,10 +1,12 @@
-"""Which records of a run count: those of the processes that lead to its end."""
+"""Which rounds of a run count: those of the processes that lead to its end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from recipe.partial_rollout.records.run_log import Checkpoint, Event, Round, RunSettings
 
 T = TypeVar("T")
 
@@ -13,58 +15,60 @@ T = TypeVar("T")
 class _Life(Generic[T]):
     """One process of the run."""
 
-    parent: _Life[T] | None = None
+    parent: _Life[T] | None
     """the process whose checkpoint it continues"""
-    step: int = 0
+    step: int
     """of that checkpoint"""
-    records: list[tuple[int, T]] = field(default_factory=list)
+    rounds: list[tuple[int, T]] = field(default_factory=list)
+    """step, and what is kept of it"""
 
 
 class Lineage(Generic[T]):
-    """The records of a run by process and step. Those count that lead to its end, from checkpoint to checkpoint.
+    """What is kept of the rounds of a run, by process. Those count that lead to its end, from checkpoint to checkpoint.
 
-    >>> lineage = Lineage()
-    >>> for step in (1, 2, 3):
-    ...     lineage.add(step, f"{step}, first life")
-    >>> lineage.resume(1)
-    >>> lineage.add(2, "2, second life")
-    >>> lineage.resume(3)
-    >>> list(lineage.standing())
-    ['1, first life', '2, first life', '3, first life']
+    A process that resumes undoes what is beyond its checkpoint, once it has a round itself. Here rounds 1 to 3 of the first
+    process count and 4 of the third; each step had a checkpoint::
+
+        first   1  2  3
+        second     2        resumed from step 1
+        third            4  resumed from step 3
+
+    Args:
+        keep: what to keep of a round.
     """
 
-    def __init__(self) -> None:
-        self._lives: list[_Life[T]] = [_Life()]
+    def __init__(self, keep: Callable[[Round], T]) -> None:
+        self._keep = keep
+        self._lives: list[_Life[T]] = []
         self._saved: dict[int, _Life[T]] = {}
         """by step: the process that saved its checkpoint last"""
 
-    def add(self, step: int, record: T) -> None:
-        """Add a record of ``step``, by the process that began last."""
-        self._lives[-1].records.append((step, record))
-
-    def checkpoint(self, step: int) -> None:
-        """Note that the process which began last has saved the checkpoint of ``step``."""
-        self._saved[step] = self._lives[-1]
-
-    def resume(self, step: int) -> None:
-        """Begin another process, which continues from the checkpoint of ``step``."""
-        self._lives.append(_Life(self._saved.get(step) or self._last_with(step), step))
+    def take(self, event: Event) -> None:
+        """Take the next event of the run."""
+        match event:
+            case RunSettings(resumed=step):
+                parent = self._saved.get(step) or self._last_with(step) if self._lives else None
+                self._lives.append(_Life(parent, step))
+            case Round():
+                self._lives[-1].rounds.append((event.step, self._keep(event)))
+            case Checkpoint(step):
+                self._saved[step] = self._lives[-1]
 
     def _last_with(self, step: int) -> _Life[T]:
-        """The last process that has a record of ``step``: who saved its checkpoint where nobody noted that."""
+        """The last process that has a round of ``step``: who saved its checkpoint where nobody noted that."""
         lives = reversed(self._lives)
-        return next((life for life in lives if any(at == step for at, _ in life.records)), self._lives[-1])
+        return next((life for life in lives if any(at == step for at, _ in life.rounds)), self._lives[-1])
 
     def all(self) -> Iterator[T]:
-        """Every record, in the order of adding."""
-        return (record for life in self._lives for _, record in life.records)
+        """What is kept of every round, in their order."""
+        return (kept for life in self._lives for _, kept in life.rounds)
 
     def standing(self) -> Iterator[T]:
-        """The records that count, in order."""
+        """Of those that count, in order."""
         kept: list[list[T]] = []
-        life, limit = self._lives[-1], None
+        life, limit = next((life for life in reversed(self._lives) if life.rounds), None), None
         while life is not None:
-            kept.append([record for step, record in life.records if limit is None or step <= limit])
+            kept.append([each for step, each in life.rounds if limit is None or step <= limit])
             limit = life.step if limit is None else min(limit, life.step)
             life = life.parent
-        return (record for records in reversed(kept) for record in records)
+        return (each for rounds in reversed(kept) for each in rounds)

@@ -4,6 +4,6 @@
                                                          -> timeline, panels      -> timeline.png, report.png
                                                          -> segments, page        -> report.html
 
-Everything is computed from the three files that a run writes (`run.json`, `metrics.jsonl`, `trace.jsonl`); nothing here
+Everything is computed from the two files that a run writes (`run.jsonl`, `metrics.jsonl`); nothing here
 imports verl, torch or Ray, so a report can be made on any machine, also while the runs go on.
 """

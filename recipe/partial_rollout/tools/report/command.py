@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipe.partial_rollout.tools.command_line import described
-from recipe.partial_rollout.tools.reading.lines import RunRecordError
+from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 from recipe.partial_rollout.tools.report.comparison import Comparison, as_json, compare
 from recipe.partial_rollout.tools.report.findings import cautions, findings, headline
 from recipe.partial_rollout.tools.report.page import page
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         nargs="+",
         metavar="RUN",
-        help="directory of a run, with run.json, metrics.jsonl and trace.jsonl",
+        help="directory of a run, with run.jsonl and metrics.jsonl",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where to save (default: report/ in the directory of the last run)"
@@ -82,7 +82,7 @@ def _watch(options: argparse.Namespace) -> int:
             try:
                 comparison, saved = _report(options)
                 print(f"{time.strftime('%H:%M:%S')} {'; '.join([*cautions(comparison), saved])}", flush=True)
-                if all(side.run.settings.complete for side in comparison.sides):
+                if all(side.run.complete for side in comparison.sides):
                     return 0
             except RunRecordError as error:
                 print(f"{time.strftime('%H:%M:%S')} waiting: {error}", flush=True)
@@ -99,7 +99,7 @@ def _report(options: argparse.Namespace) -> tuple[Comparison, str]:
     """
     comparison = compare([load_run(directory) for directory in options.runs])
     out = options.out or Path(comparison.sides[-1].run.directory) / "report"
-    unfinished = not all(side.run.settings.complete for side in comparison.sides)
+    unfinished = not all(side.run.complete for side in comparison.sides)
     saved = _save(comparison, out, options.watch if unfinished else None)
     return comparison, f"saved in {out}: {', '.join(saved)}"
 

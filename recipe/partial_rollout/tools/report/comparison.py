@@ -7,9 +7,11 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from recipe.partial_rollout.records.trace import Arm
+from msgspec import structs
+
+from recipe.partial_rollout.records.run_log import Arm
 from recipe.partial_rollout.tools.report.run_names import names_of
 from recipe.partial_rollout.tools.report.summary import Summary, ratio, summarize
 from recipe.partial_rollout.training.step_log import PolicyDrift
@@ -219,9 +221,15 @@ def as_json(comparison: Comparison) -> dict[str, object]:
 def _side_json(side: Side) -> dict[str, object]:
     return {
         **dataclasses.asdict(side.summary),
-        "run": {
-            "directory": side.run.directory,
-            **dataclasses.asdict(side.run.settings),
-            "full_concurrency": side.run.settings.full_concurrency,
-        },
+        "run": {"directory": side.run.directory, **facts_of(side.run)},
+    }
+
+
+def facts_of(run: RunRecord) -> dict[str, Any]:
+    """The run's settings, and whether it is complete."""
+    settings = run.settings
+    return {
+        **structs.asdict(settings),
+        "complete": run.complete,
+        "full_concurrency": settings.full_concurrency,
     }

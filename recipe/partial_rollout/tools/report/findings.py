@@ -55,7 +55,7 @@ def cautions(comparison: Comparison) -> list[str]:
         *(
             f"{side.name} is not complete: {side.summary.steps:,} steps so far"
             for side in comparison.sides
-            if not side.run.settings.complete
+            if not side.run.complete
         ),
         *(
             "The work differs: " + "; ".join(contrast.equal_work.differences)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recipe.partial_rollout.records.figures import running_curve
-from recipe.partial_rollout.records.trace import PhaseName
+from recipe.partial_rollout.records.run_log import PhaseName
 from recipe.partial_rollout.tools.reading.columns import Span, union
 
 if TYPE_CHECKING:

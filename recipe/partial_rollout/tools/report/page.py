@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe.partial_rollout.records.trace import Phase, PhaseName
+from recipe.partial_rollout.records.run_log import Phase, PhaseName
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.findings import cautions, findings, headline
 from recipe.partial_rollout.tools.report.picture import TOOLS_COLOUR, hue
@@ -99,7 +99,7 @@ def _run_data(side: Side, colour: str) -> dict[str, Any]:
     segments = segments_of(run)
     start = np.maximum(segments.start - origin, 0.0)
     length = np.maximum(segments.end - origin, start) - start
-    state = "" if run.settings.complete else ", not complete"
+    state = "" if run.complete else ", not complete"
     sizes = f"{len(run.steps):,} steps, {segments.engine_calls:,} segments"
     return {
         "title": f"{side.name}: {run.settings.experiment}, {sizes}{state}",

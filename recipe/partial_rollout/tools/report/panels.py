@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from recipe.partial_rollout.records.calls import RolloutPhase
 from recipe.partial_rollout.records.figures import bubble_fraction
-from recipe.partial_rollout.records.trace import RunSettings
+from recipe.partial_rollout.records.run_log import RunSettings
 from recipe.partial_rollout.tools.report.comparison import Comparison
 from recipe.partial_rollout.tools.report.picture import DPI, hue, mark
 from recipe.partial_rollout.tools.report.summary import ratio

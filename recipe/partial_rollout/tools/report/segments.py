@@ -39,7 +39,7 @@ class Segments:
     sample: np.ndarray
     """int [call]: index into `samples`"""
     samples: list[str]
-    """Names; the empty one if the trace does not say."""
+    """Names; the empty one if the run does not say."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -66,7 +66,7 @@ class Segments:
 def segments_of(run: RunRecord) -> Segments:
     """The calls of `run`, of the steps that count, and what lay between them."""
     calls = CallColumns.joined(round_.phase.calls for round_ in run.rounds)
-    names = {name: code for code, name in enumerate(dict.fromkeys(calls.samples))}
+    names = {name: code for code, name in enumerate(dict.fromkeys(calls.column("sample")))}
     left, begin, back = calls.between_turns()
     # A tool's bar has the place of the call before it.
     source = np.concatenate([np.arange(len(calls)), left])
@@ -91,7 +91,7 @@ def segments_of(run: RunRecord) -> Segments:
         tokens=np.where(tools[order], 0, ordered("tokens")),
         version=ordered("version"),
         interrupted=ordered("interrupted").astype(bool) & ~tools[order],
-        sample=np.fromiter((names[name] for name in calls.samples), np.int64, len(calls))[source][order],
+        sample=np.fromiter((names[name] for name in calls.column("sample")), np.int64, len(calls))[source][order],
         samples=list(names),
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from recipe.partial_rollout.records.figures import SECTION, Spread, bubble_fraction, spread
-from recipe.partial_rollout.records.trace import PhaseName
+from recipe.partial_rollout.records.run_log import PhaseName
 from recipe.partial_rollout.tools.report.lanes import LaneShares, lane_shares
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Summary:
     interrupt_s: Wait | None
     resume_s: Wait | None
     carried_groups: Spread | None
-    """Per round, as the trace counts them."""
+    """Per round."""
     lost_samples: int
     """The most that any round counted as lost; 0 in a sound run."""
 

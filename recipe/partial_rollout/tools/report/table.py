@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from recipe.partial_rollout.tools.report import units
-from recipe.partial_rollout.tools.report.comparison import Comparison, Side
+from recipe.partial_rollout.tools.report.comparison import Comparison, Side, facts_of
 from recipe.partial_rollout.tools.report.findings import cautions, findings
 from recipe.partial_rollout.tools.report.rows import FIGURES, PHASES, SETTINGS, Figure
 from recipe.partial_rollout.tools.report.summary import ratio
@@ -118,5 +118,6 @@ def _work(comparison: Comparison) -> Table:
 
 
 def _settings(comparison: Comparison) -> Table:
-    rows = [[name, *(str(getattr(side.run.settings, name)) for side in comparison.sides)] for name in SETTINGS]
+    facts = [facts_of(side.run) for side in comparison.sides]
+    rows = [[name, *(str(each[name]) for each in facts)] for name in SETTINGS]
     return Table("Runs", ["", *(side.name for side in comparison.sides)], rows, list(SETTINGS.values()))

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from msgspec import structs
 
 from recipe.partial_rollout.records.figures import RunningCurve, running_curve
 from recipe.partial_rollout.tools.reading.columns import CallColumns
@@ -93,11 +94,11 @@ def _cut(side: Side, rounds: slice) -> Side:
 def _cut_separate(run: RunRecord, rounds: slice) -> RunRecord:
     """The run with calls and phases cut where `rounds` end: neither stops there by itself."""
     steps = [
-        dataclasses.replace(step, round=dataclasses.replace(step.round, phase=phase))
+        dataclasses.replace(step, round=structs.replace(step.round, phase=phase))
         for step, phase in zip(run.steps, run.decoding, strict=True)
     ]
     end = run.rounds[rounds][-1].phase.end
-    phases = [dataclasses.replace(phase, end=min(phase.end, end)) for phase in run.phases if phase.start < end]
+    phases = [structs.replace(phase, end=min(phase.end, end)) for phase in run.phases if phase.start < end]
     return dataclasses.replace(run, steps=steps, phases=phases)
 
 

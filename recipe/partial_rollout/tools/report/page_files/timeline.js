@@ -201,7 +201,7 @@ class Timeline {
     });
     const here = Math.max(0, Math.min(lines.findIndex(line => line[0] === "\u25b6") - TIP_LINES / 2, lines.length - TIP_LINES));
     const end = here + TIP_LINES, more = there => there ? ["   ..."] : [];
-    const name = this.run.samples[this.sample[call]] || "(not named by the trace)";
+    const name = this.run.samples[this.sample[call]] || "(not named)";
     return [`sample ${name}: ${count(segments, "segment")}, ${count(cuts, "interruption")}, ${count(tokens, "token")}`,
       ...more(here > 0), ...lines.slice(here, end), ...more(end < lines.length)];
   }

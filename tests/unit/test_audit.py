@@ -1,0 +1,344 @@
+"""``run.jsonl`` is written and read line by line, and the audit finds what is wrong in it."""
+
+import re
+
+import msgspec
+import pytest
+
+from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
+from recipe.partial_rollout.records.run_log import Begin, Checkpoint, Ended, Round, RunLog
+from recipe.partial_rollout.records.trained_group import prompt_identity
+from recipe.partial_rollout.tools.audit import audit, main
+from recipe.partial_rollout.tools.reading.run_log import read_log
+from recipe.partial_rollout.tools.run_record import load_run
+from tests.unit.runs import begun, build_group, build_run, ended, large_group, large_run, pr_settings
+
+SIZES = {"arm": "PR", "max_staleness": 1, "epoch_prompts": 4, "total": 8, "offered": 8}
+RUN = begun(**SIZES)
+
+
+def group(uid, *, samples=2, masked=0, **fields):
+    epoch, _, position = uid.partition("/")
+    return {**build_group(int(position), [3] * samples, epoch=int(epoch)), "masked": masked, **fields}
+
+
+def round_of(step, trained, admitted="", filtered="", **fields):
+    """Groups of two samples of three tokens; uids are apart by spaces, ``trained`` may have groups."""
+    groups = [group(uid) for uid in trained.split()] if isinstance(trained, str) else trained
+    gone = [{"uid": uid, "order": 0, "birth": 0, "value": 0.0, "lengths": [3, 3]} for uid in filtered.split()]
+    phase = {"start": 0.0, "end": 3.0, "calls": [EngineCall(0, 1.0, 2.0, 20, step - 1)]}
+    known = {"event": "round", "step": step, "phase": phase, "trained": groups}
+    return {**known, "admitted": admitted.split(), "filtered": gone, **fields}
+
+
+def resumed(step, **settings):
+    return begun(**{**SIZES, **settings, "resumed": step})
+
+
+GOOD = [
+    RUN,
+    round_of(1, "0/0 0/2", "0/0 0/1 0/2"),
+    round_of(2, "0/1 0/3", "0/3 1/0"),
+    round_of(3, "1/0 1/1", "1/1"),
+    round_of(4, "1/2 1/3", "1/2 1/3"),
+    ended(4),
+]
+
+
+# Two epochs of four prompts, two steps: 0/1 and 0/2 are filtered, 1/2 and 1/3 not needed.
+FILTERING = {**RUN, "total": 4, "offered": 8, "filters": True}
+SAMPLED = [
+    FILTERING,
+    round_of(1, "0/0 0/3", "0/0 0/1 0/2 0/3", "0/1"),
+    round_of(2, "1/0 1/1", "1/0 1/1", "0/2"),
+    ended(2),
+]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def build(*lines):
+        raw = (line.encode() if isinstance(line, str) else msgspec.json.encode(line) for line in lines)
+        (tmp_path / "run.jsonl").write_bytes(b"".join(line + b"\n" for line in raw))
+        return tmp_path
+
+    return build
+
+
+def violations(run_dir):
+    return audit(run_dir)[0].violations
+
+
+def with_round(step, *rounds, lines=GOOD):
+    """``lines``, in which ``rounds`` stand for that of ``step``."""
+    return [*lines[:step], *rounds, *lines[step + 1 :]]
+
+
+def with_group(uid, **fields):
+    """``GOOD``, the second group of whose last step is this one."""
+    return with_round(4, round_of(4, [group("1/2"), group(uid, **fields)], "1/2 1/3"))
+
+
+def test_whole_training_has_no_violation(write, capsys):
+    assert main([str(write(*with_group("1/3", masked=2)))]) == 0
+    table = capsys.readouterr().out
+    assert "epochs complete" in table and "2 of 2" in table and "8 of 8" in table
+    assert "samples masked                    2" in table, "and no violation"
+
+
+LATE = {"staleness": [2, 2], "off_policy_tokens": 1}
+WRONG = [
+    ("prompt 1/1 was lost: never trained", with_round(3, round_of(3, "1/0", "1/1"))),
+    ("prompt 0/1 was trained 2 times: in steps 2, 4", with_round(4, round_of(4, "1/2 1/3 0/1", "1/2 1/3"))),
+    ("prompt 1/3 was trained and never admitted", with_round(4, round_of(4, "1/2 1/3", "1/2"))),
+    (
+        "prompt 7/0 was trained: the training has no such prompt",
+        with_round(4, round_of(4, "1/2 1/3 7/0", "1/2 1/3")),
+    ),
+    ("sample 1/3#0 was trained in step 4 with staleness 2: at most 1", with_group("1/3", **LATE)),
+    ("prompt 1/3 was trained in step 4 with 1 samples of 2", with_group("1/3", samples=1)),
+    (
+        "sample 1/3#1 of step 4 has 3 tokens, 3 log-probs, 4 versions, 3 mask entries: must be equal",
+        with_group("1/3", parts=[[3, 3, 3, 3], [3, 3, 4, 3]]),
+    ),
+    (
+        "prompt 1/3 in step 4: 100 off-policy tokens of 5 generated ones in 6 are impossible",
+        with_group("1/3", tokens=5, off_policy_tokens=100),
+    ),
+    (
+        "prompt 1/3 in step 4: 0 off-policy tokens do not agree with staleness [1, 0]",
+        with_group("1/3", staleness=[1, 0]),
+    ),
+    ("step 2 has 2 rounds", with_round(2, GOOD[2], round_of(2, ""))),
+    (
+        "the round of step 2 under version 1 has engine calls of version 2",
+        with_round(2, {**GOOD[2], "phase": {**GOOD[2]["phase"], "calls": [EngineCall(0, 1.0, 2.0, 20, 2)]}}),
+    ),
+    ("3 samples were unaccounted for after the round of step 2", with_round(2, {**GOOD[2], "lost_samples": 3})),
+    ("step 2 has 0 rounds", with_round(2)),
+    ("a resumed run changed batch_groups from 2 to 4", [*GOOD[:3], resumed(2, batch_groups=4), *GOOD[3:]]),
+    ("prompt 0/1 was lost: later ones were admitted, it was not", [RUN, round_of(1, "0/0 0/2", "0/0 0/2")]),
+    (
+        "5 prompts are admitted and not trained, admission allows 4: 1 were lost, the first maybe 0/0",
+        [RUN, round_of(1, "0/1", "0/0 0/1 0/2 0/3 1/0 1/1")],
+    ),
+    (
+        "prompt 0/3 was filtered in step 1 and trained in step 1",
+        with_round(1, round_of(1, "0/0 0/3", "0/0 0/1 0/2 0/3", "0/3 0/1"), lines=SAMPLED),
+    ),
+    (
+        "prompt 0/1 was filtered 2 times: in steps 1, 2",
+        with_round(2, round_of(2, "1/0 1/1", "1/0 1/1", "0/2 0/1"), lines=SAMPLED),
+    ),
+    (
+        "prompt 1/2 was filtered and never admitted",
+        with_round(2, round_of(2, "1/0 1/1", "1/0 1/1", "0/2 1/2"), lines=SAMPLED),
+    ),
+    ("prompt 0/2 was lost: never trained", with_round(2, round_of(2, "1/0 1/1", "1/0 1/1"), lines=SAMPLED)),
+    ("the training is complete with 4 prompts trained of 6", [{**FILTERING, "total": 6}, *SAMPLED[1:]]),
+]
+
+
+@pytest.mark.parametrize(("violation", "lines"), WRONG, ids=[violation for violation, _ in WRONG])
+def test_violation_is_named(write, capsys, violation, lines):
+    run_dir = write(*lines)
+    assert violations(run_dir)[0] == violation and main([str(run_dir)]) == 1
+    assert f"violation: {violation}" in capsys.readouterr().out
+
+
+def test_training_that_does_not_drain_ends_with_prompts_in_flight(write):
+    """What is in flight may be as much as admission allows, and every step must have trained its batch."""
+    beyond = {**RUN, "total": 4, "offered": 8}
+    assert violations(write(beyond, *GOOD[1:3], ended(2))) == []
+    assert violations(write(*GOOD[:3], ended(2)))[0] == "prompt 1/0 was lost: never trained"
+    short = violations(write(beyond, GOOD[1], round_of(2, "0/1", "0/3 1/0"), ended(2)))
+    assert short == ["the training is complete with 3 prompts trained of 4"]
+
+
+def test_training_that_drains_after_one_that_did_not_may_have_prompts_left(write):
+    """The first process admitted five prompts; the second trains four of them in all."""
+    beyond = {**RUN, "total": 2, "offered": 8}
+    lines = [beyond, round_of(1, "0/0 0/3", "0/0 0/1 0/2 0/3 1/0"), ended(1)]
+    goes_on = [resumed(1, total=4, offered=4), round_of(2, "0/1 1/0"), ended(2)]
+    assert violations(write(*lines, *goes_on)) == []
+
+
+def test_data_may_end_a_filtering_training_with_less_than_a_batch_in_flight(write, capsys):
+    over = ended(1, exhausted=True)
+    assert main([str(write({**FILTERING, "offered": 4}, SAMPLED[1], over))]) == 0
+    assert "complete: the data could not fill another batch" in capsys.readouterr().out
+    unfiltered = round_of(1, "0/0 0/3", "0/0 0/1 0/2 0/3")
+    for lines, said in (
+        (({**FILTERING, "offered": 4}, unfiltered, over), "2 prompts are admitted"),
+        ((FILTERING, SAMPLED[1], over), "5 prompts are admitted and not trained, admission allows 1"),
+    ):
+        assert violations(write(*lines))[0].startswith(said)
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+def test_prompts_that_the_data_does_not_have_are_not_lost(write, capsys, sampling):
+    """``trainer.total_training_steps`` is beyond the data."""
+    if sampling:
+        lines = ({**FILTERING, "total": 40, "offered": 4}, SAMPLED[1], ended(1, exhausted=True))
+    else:
+        lines = ({**RUN, "total": 40}, *GOOD[1:])
+    assert main([str(write(*lines))]) == 0, capsys.readouterr().out
+
+
+def test_audit_of_nopr_says_why_there_is_none(tmp_path, capsys):
+    assert main([str(build_run(tmp_path / "noPR"))]) == 2
+    assert "a run of noPR has nothing to audit" in capsys.readouterr().err
+
+
+def test_run_directory_of_an_earlier_version_is_refused_in_a_line(tmp_path, capsys):
+    (tmp_path / "run.json").write_text("{}")
+    assert main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "an earlier version of the recipe wrote it" in error and error.count("\n") == 1
+
+
+# -- processes that are killed and resumed -----------------------------------------------------------------------------
+
+
+def test_start_that_failed_before_it_trained_is_no_kill_and_one_that_trained_is(write):
+    failed = [RUN, resumed(0), GOOD[1]]
+    assert audit(write(*failed, resumed(1), resumed(1), *GOOD[2:]))[0].kills == 1
+    assert audit(write(*failed, *GOOD[2:]))[0].kills == 0
+
+
+def test_resume_undoes_later_steps_and_staleness_is_judged_by_the_bound_in_force(write):
+    result, _ = audit(write(*GOOD, resumed(0), *GOOD[1:]))
+    assert result.violations == [] and result.undone == 8 and result.complete
+    late = round_of(4, [group("1/2"), group("1/3", **LATE)], "1/2 1/3")
+    assert violations(write(*GOOD[:3], resumed(2, max_staleness=2), GOOD[3], late, ended(4))) == []
+
+
+class Life:
+    """One process of a training of three steps, which trains two groups a step."""
+
+    def __init__(self, run_dir, resumed=0):
+        self.log = RunLog(run_dir, pr_settings(2, 8, 1, epoch_prompts=6, total=6, resumed=resumed), ["r0"])
+
+    def step(self, number, *, saves=True):
+        """Rollout and update of step ``number``."""
+        groups = [large_group(2 * number + i, staleness=int(number > 1)) for i in (-2, -1)]
+        self.log.add(Begin(number, 1.0))
+        phase = RolloutPhase(0.0, 3.0, (EngineCall("r0", 1.0, 2.0, 20, number - 1),))
+        self.log.round(Round(step=number, phase=phase, trained=groups, admitted=[group.uid for group in groups]))
+        if saves:
+            self.log.add(Checkpoint(number), sync=True)
+
+    def finish(self, *numbers):
+        """Train these steps, the last ones."""
+        for number in numbers:
+            self.step(number)
+        self.log.add(Ended(3, complete=True))
+
+
+def test_killed_and_resumed_run_passes(tmp_path):
+    first = Life(tmp_path)
+    for number in (1, 2):
+        first.step(number)
+    first.step(3, saves=False)
+    assert violations(tmp_path) == [], "before it is resumed"
+    second = Life(tmp_path, resumed=1)
+    assert violations(tmp_path) == [], "before the resumed run has done anything"
+    second.finish(2, 3)
+    result, _ = audit(tmp_path)
+    assert result.violations == [] and len(result.entries) == 3 and result.undone == 4
+    assert (result.resumes, result.kills) == (1, 1)
+
+
+def test_a_resume_from_an_abandoned_branch_counts_that_branch(tmp_path):
+    """The second life resumes step 1 and dies in step 2; the third resumes the first life's step 2."""
+    first = Life(tmp_path)
+    first.step(1)
+    first.step(2)
+    Life(tmp_path, resumed=1).step(2, saves=False)
+    Life(tmp_path, resumed=2).finish(3)
+    result, _ = audit(tmp_path)
+    assert result.violations == [] and [entry.step for entry in result.entries] == [1, 2, 3] and result.undone == 2
+
+
+# -- lines that are torn or wrong --------------------------------------------------------------------------------------
+
+
+def test_line_cut_off_by_a_kill_is_tolerated_before_the_next_process_and_at_the_end(write, capsys):
+    run_dir = write(*GOOD[:4], '{"event":"rou', resumed(2), *GOOD[3:-1], '{"event":"end')
+    assert main([str(run_dir)]) == 0
+    assert "2 lines were cut off by a dying process" in capsys.readouterr().out
+
+
+def test_log_goes_on_wherever_its_last_line_was_cut_off(tmp_path):
+    """Whatever a killed process has left of a line, the next one begins on a line of its own, and no reader fails."""
+    Life(tmp_path).step(1)
+    path = tmp_path / "run.jsonl"
+    whole = path.read_bytes()
+    begins = whole.rindex(b'{"event":"round"')
+    for at in range(begins, whole.index(b"\n", begins), 7):
+        path.write_bytes(whole[: at + 1])
+        assert [type(event) for event in read_log(tmp_path, [])][2:] == []
+        Life(tmp_path)
+        events, cut_off = [], []
+        events += read_log(tmp_path, cut_off)
+        assert len(events) == 3 and len(cut_off) == 1, at
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        *[([*GOOD[:2], cut, *GOOD[2:]], "run.jsonl line 3: torn") for cut in ('{"event":"rou', "\x00\x00", "")],
+        ([*GOOD[:2], "[]"], "run.jsonl line 3: Expected `object`"),
+        ([*GOOD[:2], '{"event":"dropped"}'], "line 3: Invalid value 'dropped' - at `$.event`"),
+        ([*GOOD, "{", "{"], "line 7: torn"),
+        ([RUN, {"event": "round", "step": 1}], "line 2: Object missing required field `phase`"),
+        ([RUN, round_of(0, "")], "line 2: Expected `int` >= 1 - at `$.step`"),
+        (with_group("1/3", staleness=[1]), "line 5: group 3 has lists of different lengths"),
+        ([RUN, round_of(1, [{**group("0/0"), "uid": "seven"}])], "- at `$.trained[0].uid`"),
+        (
+            [RUN, round_of(1, "", phase={"start": 0.0, "end": 3.0, "calls": [[0, 1.0, "2", 20, 0]]})],
+            "line 2: Expected `float`, got `str` - at `$.phase.calls[0].end`",
+        ),
+        (
+            [RUN, round_of(1, "", phase={"start": 0.0, "end": 3.0, "calls": [[7, 1.0, 2.0, 20, 0]]})],
+            "line 2: a call names replica 7, of 2 replicas",
+        ),
+        (
+            [RUN, round_of(1, "", phase={"start": 0.0, "end": 3.0, "calls": [["a:1", 1.0, 2.0, 20, 0]]})],
+            "line 2: a call has a replica without an index",
+        ),
+        (
+            [RUN, round_of(1, "", phase={"start": 0.0, "end": 3.0, "calls": [[0, 2.0, 1.0, 20, 0]]})],
+            "line 2: a call ends (1.0) before it starts (2.0)",
+        ),
+        ([RUN, round_of(1, "", phase={"start": 9.0, "end": 3.0, "calls": []})], "line 2: it ends (3.0) before"),
+        (GOOD[1:], "the first event should be that of a process"),
+        ([], "has no event"),
+    ],
+)
+def test_anything_else_is_unreadable_in_a_line(write, lines, message, capsys):
+    assert main([str(write(*lines))]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_any_word_of_a_users_row_can_be_written(tmp_path):
+    word, run = prompt_identity({"index": "\udc80é"}), large_run(tmp_path, 1, calls=1, groups=1)
+    assert word.startswith(r"\udc80é-")
+    group = msgspec.structs.replace(large_group(0, 0), prompt=word)
+    log = RunLog(run, pr_settings(1, 8, 1, epoch_prompts=1, total=1), [])
+    log.round(Round(step=1, phase=RolloutPhase(0.0, 9.0, ()), trained=[group]))
+    assert load_run(run).rounds[0].trained[0].prompt == word
+
+
+def test_calls_are_read_as_they_were_written(tmp_path):
+    call = EngineCall(0, 0.0, 10.0, 7, 1, 2, 30, 2.5, "a", True, 20, 1.5)
+    run = load_run(large_run(tmp_path / "large", 1, calls=9, groups=1))
+    assert [call.tokens for call in run.rounds[0].phase.calls] == list(range(3000, 3009))
+    log = RunLog(tmp_path, pr_settings(2, 8, 1, epoch_prompts=6, total=6), ["r0"])
+    log.round(Round(step=1, phase=RolloutPhase(0.0, 9.0, [msgspec.structs.replace(call, replica="r0")]), trained=[]))
+    (found,) = (event for event in read_log(tmp_path, []) if isinstance(event, Round))
+    assert list(found.phase.calls) == [call] == list(log.last_round.phase.calls)
+    assert re.search(
+        r'"calls":\[\[0,0\.0,10\.0,7,1,2,30,2\.5,"a",true,20,1\.5\]\]', (tmp_path / "run.jsonl").read_text()
+    )
