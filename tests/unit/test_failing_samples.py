@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -185,7 +186,10 @@ def test_loop_that_raises_is_run_again_and_costs_its_sample_alone_under_nopr_and
     assert Loop.runs == 3 and output.batch["response_mask"].sum(-1).tolist() == [0, 3]
     lost, kept = output.batch["rm_scores"].sum(-1).tolist()
     assert kept == 1.0 and (math.isnan(lost) if validate else lost == 0.0)
-    assert output.non_tensor_batch["sample_error"][0] == f"{type(error).__name__}: no sandbox"
+    said = output.non_tensor_batch["sample_error"][0]
+    assert re.fullmatch(rf"{type(error).__name__}: no sandbox \(.*test_failing_samples\.py:\d+\)", said), (
+        "the user's line"
+    )
 
 
 def test_loop_that_cannot_be_made_costs_its_sample_alone(monkeypatch):

@@ -165,14 +165,16 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                 ended = asyncio.current_task().cancelling() or LIVE_SAMPLE.get()  # type: ignore[union-attr]
                 if ended or verdict is FailureVerdict.RAISE or isinstance(error, ReplicaError | SampleTimeoutError):
                     raise
-                logger.warning("an agent loop failed: %s (verdict: %s)", one_line(error), verdict)
+                told = ToldError.of(error)
+                said = f"{told.line} ({told.place})"
+                logger.warning("an agent loop failed: %s (verdict: %s)", said, verdict)
                 if verdict is FailureVerdict.MASK:
                     log_probs = [0.0] if self.rollout_config.calculate_log_probs else None
                     nothing = AgentLoopOutput(
                         prompt_ids=[0], response_ids=[0], response_mask=[0], response_logprobs=log_probs,
                         metrics=AgentLoopMetrics(),
                     )  # fmt: skip
-                    return self._masked(nothing, error)
+                    return self._masked(nothing, said)
             await asyncio.sleep(retry_delay_s(times))
         raise AssertionError("the last verdict is to mask")
 
@@ -197,13 +199,13 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             except (OverlongError, RewardError) as error:
                 if self.config.partial_rollout.failures.sample_retries is None:
                     raise
-                output = self._masked(output, error)
+                output = self._masked(output, one_line(error))
         if "sample_error" in (output.extra_fields.get(REWARD_INFO) or {}) and scored_here:
             # No mean of a validation counts it (``training/reward_info.py``).
             output.reward_score = math.nan if validate else 0.0
         return await super()._agent_loop_postprocess(output, validate, **kwargs)
 
-    def _masked(self, output: AgentLoopOutput, error: BaseException) -> AgentLoopOutput:
+    def _masked(self, output: AgentLoopOutput, error: str) -> AgentLoopOutput:
         """``output``, cut to what a batch holds, and not trained."""
         rollout = self.rollout_config
         output.prompt_ids = output.prompt_ids[: rollout.prompt_length]
@@ -211,7 +213,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         output.response_mask = [0] * len(output.response_ids)
         if output.response_logprobs is not None:
             output.response_logprobs = output.response_logprobs[: rollout.response_length]
-        output.extra_fields[REWARD_INFO] = {"sample_error": one_line(error)}
+        output.extra_fields[REWARD_INFO] = {"sample_error": error}
         return output
 
     async def _score(self, output: AgentLoopOutput, kwargs: dict, *, validate: bool = False) -> None:
