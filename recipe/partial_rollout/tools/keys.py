@@ -21,13 +21,10 @@ FIRST = (
     "placement",
     "overlap",
     "max_staleness",
-    "mode",
     "scheduling.policy",
-    "drain",
     "slots_per_replica",
     "resume_kv",
     "trust_region",
-    "reward_concurrency",
 )
 """keys that a user sets first"""
 BEGIN, END = "<!-- {}: python -m recipe.partial_rollout.tools keys --write FILE -->", "<!-- /{} -->"
