@@ -29,12 +29,7 @@ from typing import TYPE_CHECKING, Any
 from recipe.partial_rollout.manager.admission import Admission, Load, in_time, pacing_load
 from recipe.partial_rollout.manager.codec import HERE, Put, capture, decode, encode
 from recipe.partial_rollout.manager.groups import Groups, Reserve
-from recipe.partial_rollout.manager.policies import (
-    FailureVerdict,
-    common_value,
-    masked_output,
-    verdict_on,
-)
+from recipe.partial_rollout.manager.policies import FailureVerdict, common_value, masked_output, verdict_on
 from recipe.partial_rollout.manager.samples import Samples
 from recipe.partial_rollout.manager.scheduling import ClaimQueue, Slots, priority_of
 from recipe.partial_rollout.manager.types import (
@@ -123,7 +118,7 @@ class PromptsManager:
         self.slots.incarnation(worker)
         if not self.round_open:
             return []
-        # Groups that are this many versions old must be in the next batch.
+        # What would be too old after the batch that is trained next must be in it.
         next_to_train = self.version + (self._version_state is VersionState.AHEAD)
         self.slots.queue.make_overdue(next_to_train - self._settings.max_staleness)
         claimed = self.slots.claim(worker, limit, len(self.samples.unfinished), beyond_share=beyond_share)
