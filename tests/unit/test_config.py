@@ -123,7 +123,7 @@ FILTER, PENALTY = "algorithm.filter_groups", "algorithm=dapo reward.reward_kwarg
 FILTERS = f"{FILTER}.enable=True"
 MISTAKES = {
     f"{ROLLOUT}.n=0": "an integer of at least 1",
-    "trainer.n_gpus_per_node=3": "data.train_batch_size=4: times rollout.n=2 it must be divisible by 3 device",
+    "trainer.n_gpus_per_node=3": "data.train_batch_size=4: times actor_rollout_ref.rollout.n=2 it must be",
     f"{ACTOR}.ppo_mini_batch_size=3": "a divisor of data.train_batch_size=4",
     "data.gen_batch_size=7": "null, or data.train_batch_size=4",
     f"{ROLLOUT}.max_model_len=500": "response_length=1536: with prompt_length=64 it must fit",
@@ -140,7 +140,7 @@ MISTAKES = {
     "data.train_files=/nowhere/a.parquet": "an existing parquet file",
     "data.val_files=/nowhere/b.parquet": "an existing parquet file",
     "trainer.use_v1=True": "False",
-    "trainer.resume_mode=never": "one of auto, resume_path, disable",
+    "trainer.resume_mode=never": "one of auto, disable, resume_path",
     "trainer.resume_mode=resume_path": "trainer.resume_from_path=None: an existing",
     "reward.reward_model.enable=True": "partial_rollout.reward_in_worker=True: False with",
     "algorithm.adv_estimator=remax": "any other",
@@ -165,7 +165,7 @@ MISTAKES = {
     f"{LOSS}=bypass_mode": "this one ignores them",
     f"{LOSS}=dro": "it raises: policy_loss.dro_beta must be",
     f"{ACTOR}.clip_ratio_c=1.0": "a number above 1, or null",
-    "distillation.enabled=True": "False with partial_rollout.enable=True",
+    "distillation.enabled=True": "with partial_rollout.enable=True it must be False: its loss",
     f"algorithm=gspo {CORRECTION}.rollout_is=token": "geometric or sequence, or null for geometric, with loss_mode=gspo",
     f"{P}.correction=none {CORRECTION}.rollout_is=token": "null with partial_rollout.correction=none",
     f"{P}.correction=none {LOSS}=decoupled_ppo": "any other with partial_rollout.correction=none",

@@ -38,7 +38,7 @@ MODEL, TP = "actor_rollout_ref.model", f"{ROLLOUT}.tensor_model_parallel_size"
         (("reward.reward_model.enable=True", "reward.reward_model.enable_resource_pool=False"), "True with"),
         (("trainer.critic_warmup=2",), "0 with partial_rollout.placement=separate and no critic"),
         ((f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=False"), "True with"),
-        ((f"{ROLLOUT}.nnodes=0",), "an integer of at least 1 with partial_rollout.placement=separate"),
+        ((f"{ROLLOUT}.nnodes=0",), "at least 1 with partial_rollout.placement=separate"),
         ((*ONE_NODE, f"{TP}=2", f"{ROLLOUT}.n_gpus_per_node=3"), "with rollout.nnodes=1 it must make whole replicas"),
         ((*ONE_NODE, f"{TP}=2", f"{ROLLOUT}.n_gpus_per_node=2", "trainer.n_gpus_per_node=1"), "times trainer.nnodes=1"),
         ((*ONE_NODE, f"{BACKEND}=naive"), "shm (one node) or nccl (GPUs) with partial_rollout.placement=separate"),

@@ -1,24 +1,97 @@
-"""Checks of ``partial_rollout.placement=separate``: devices of each side, how weights travel, what needs shared devices."""
+"""Where the engines run: what ``partial_rollout.placement`` needs of verl's keys, and what a run needs of Ray."""
 
 from __future__ import annotations
 
 import sys
-from math import prod
 
 from omegaconf import DictConfig
 from verl.trainer.ppo.utils import need_critic
 
-from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices, trainer_devices
 from recipe.partial_rollout.engine.hold import has_pause_modes
+from recipe.partial_rollout.preflight.rule import ROLLOUT, Rule, at, check_rules, least
+from recipe.partial_rollout.preflight.rules import replica_devices, scores_early
 from verl_ext.guard import installed_pair
 
 CPUS_PER_TRAINER, CPUS_PER_ENGINE = 3, 2
 """that verl's placement groups reserve with each device; the second, where engines have devices of their own"""
-_ROLLOUT = "actor_rollout_ref.rollout"
-_BACKEND = f"{_ROLLOUT}.checkpoint_engine.backend"
+_BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
 _WITH = "with partial_rollout.placement=separate"
+
+
+def _lora_rank(config: DictConfig) -> int:
+    model = config.actor_rollout_ref.model
+    return max(model.get("lora_rank") or 0, at(config, "actor_rollout_ref.model.lora.rank") or 0)
+
+
+def _makes_whole_replicas(config: DictConfig) -> bool:
+    rollout, size = config.actor_rollout_ref.rollout, replica_devices(config)
+    each = rollout.n_gpus_per_node
+    return max(size, each) % min(size, each) == 0 and rollout.nnodes * each % size == 0
+
+
+_COLOCATED = (
+    Rule(
+        _BACKEND,
+        lambda backend, _: backend == "naive",
+        "with partial_rollout.enable=True it must be naive: trainer and engines share their devices",
+    ),
+)
+_SEPARATE = (
+    Rule(
+        "partial_rollout.placement",
+        lambda *_: has_pause_modes(),
+        lambda _: (
+            f"colocated with vLLM {installed_pair().vllm}, which has no pause modes to hold an engine with; the pinned set "
+            "has them (bash run_scripts/setup.sh)"
+        ),
+    ),
+    Rule(f"{ROLLOUT}.free_cache_engine", lambda on, _: not on, f"False {_WITH}: the engines never sleep"),
+    Rule(
+        "reward.reward_model.enable_resource_pool",
+        lambda _, c: scores_early(c),
+        f"True {_WITH}: a colocated reward model scores when the engines sleep, and they never do",
+    ),
+    Rule(
+        "actor_rollout_ref.model.lora.merge",
+        lambda merge, c: merge or not _lora_rank(c),
+        lambda c: f"True {_WITH} and a LoRA rank of {_lora_rank(c)}: whole weights are transferred, no adapters",
+    ),
+    # Its steps would begin a version without an update of anything, and so without an end of their batch.
+    Rule("trainer.critic_warmup", lambda steps, c: not steps or need_critic(c), f"0 {_WITH} and no critic"),
+    least(f"{ROLLOUT}.nnodes", 1, why=f" {_WITH}: the engines' devices"),
+    least(f"{ROLLOUT}.n_gpus_per_node", 1, why=f" {_WITH}: the engines' devices"),
+    Rule(
+        f"{ROLLOUT}.n_gpus_per_node",
+        lambda _, c: _makes_whole_replicas(c),
+        lambda c: (
+            f"with rollout.nnodes={c.actor_rollout_ref.rollout.nnodes} it must make whole replicas of {replica_devices(c)} "
+            "devices each"
+        ),
+    ),
+    Rule(
+        "trainer.n_gpus_per_node",
+        lambda _, c: trainer_devices(c) % replica_devices(c) == 0,
+        lambda c: (
+            f"times trainer.nnodes={c.trainer.nnodes} it must be divisible by a replica's {replica_devices(c)} devices: "
+            "verl's workers assert it"
+        ),
+    ),
+    Rule(
+        _BACKEND,
+        lambda backend, _: backend != "naive",
+        f"shm (one node) or nccl (GPUs) {_WITH}: naive needs shared devices",
+    ),
+    *(
+        Rule(
+            key,
+            lambda nodes, c: nodes == 1 or at(c, _BACKEND) != "shm",
+            f"1 with {_BACKEND}=shm, whose file other nodes do not see; nccl crosses nodes",
+        )
+        for key in ("trainer.nnodes", f"{ROLLOUT}.nnodes")
+    ),
+)
 
 
 def check_placement(config: DictConfig, settings: PartialRolloutConfig) -> None:
@@ -27,25 +100,8 @@ def check_placement(config: DictConfig, settings: PartialRolloutConfig) -> None:
     Raises:
         ConfigError: in one line.
     """
-    rollout = config.actor_rollout_ref.rollout
-    backend = rollout.checkpoint_engine.backend
-    if settings.placement is not Placement.SEPARATE:
-        if backend != "naive":
-            raise fail(
-                _BACKEND,
-                backend,
-                "with partial_rollout.enable=True it must be naive: trainer and engines share their devices",
-            )
-        return
-    _check_engine()
-    _check_sharing(config)
-    warmup = config.trainer.critic_warmup
-    if warmup and not need_critic(config):
-        # Its steps would begin a version without an update of anything, and so without an end of their batch.
-        raise fail("trainer.critic_warmup", warmup, f"0 {_WITH} and no critic")
-    _check_devices(config)
-    _check_transfer(config)
-    if settings.overlap < 1:
+    check_rules(_SEPARATE if settings.separate else _COLOCATED, config)
+    if settings.separate and settings.overlap < 1:
         print(
             f"warning: partial_rollout.overlap={settings.overlap:g} {_WITH}: fewer than N groups are in flight while the "
             "trainer holds N, so it waits for them; at least 1 keeps both sides busy",
@@ -63,76 +119,11 @@ def check_devices_of_ray(config: DictConfig, available: int) -> None:
     if engines and trainers + engines > available:
         rollout = config.actor_rollout_ref.rollout
         raise fail(
-            f"{_ROLLOUT}.n_gpus_per_node",
+            f"{ROLLOUT}.n_gpus_per_node",
             rollout.n_gpus_per_node,
             f"with rollout.nnodes={rollout.nnodes} and {trainers} device(s) for the trainer it needs {trainers + engines} "
             f"in Ray, which has {available}",
         )
-
-
-def _check_engine() -> None:
-    if not has_pause_modes():
-        raise fail(
-            "partial_rollout.placement",
-            Placement.SEPARATE,
-            f"colocated with vLLM {installed_pair().vllm}, which has no pause modes to hold an engine with; the pinned set "
-            "has them (bash run_scripts/setup.sh)",
-        )
-
-
-def _check_sharing(config: DictConfig) -> None:
-    """Refuse what only works where trainer and engines take turns on the same devices."""
-    if config.actor_rollout_ref.rollout.free_cache_engine:
-        raise fail(f"{_ROLLOUT}.free_cache_engine", True, f"False {_WITH}: the engines never sleep")
-    model = config.reward.reward_model
-    if model.enable and not model.enable_resource_pool:
-        raise fail(
-            "reward.reward_model.enable_resource_pool",
-            False,
-            f"True {_WITH}: a colocated reward model scores when the engines sleep, and they never do",
-        )
-    lora = config.actor_rollout_ref.model.get("lora") or {}
-    rank = max(config.actor_rollout_ref.model.get("lora_rank") or 0, lora.get("rank") or 0)
-    if rank > 0 and not lora.get("merge"):
-        raise fail(
-            "actor_rollout_ref.model.lora.merge",
-            lora.get("merge"),
-            f"True {_WITH} and a LoRA rank of {rank}: whole weights are transferred, no adapters",
-        )
-
-
-def _check_devices(config: DictConfig) -> None:
-    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    nodes, per_node = rollout.nnodes, rollout.n_gpus_per_node
-    for name, value in (("nnodes", nodes), ("n_gpus_per_node", per_node)):
-        if value < 1:
-            raise fail(f"{_ROLLOUT}.{name}", value, f"an integer of at least 1 {_WITH}: the engines' devices")
-    size = prod((rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.pipeline_model_parallel_size))
-    if max(size, per_node) % min(size, per_node) or nodes * per_node % size:
-        raise fail(
-            f"{_ROLLOUT}.n_gpus_per_node",
-            per_node,
-            f"with rollout.nnodes={nodes} it must make whole replicas of {size} devices each",
-        )
-    if trainer_devices(config) % size:
-        raise fail(
-            "trainer.n_gpus_per_node",
-            trainer.n_gpus_per_node,
-            f"times trainer.nnodes={trainer.nnodes} it must be divisible by a replica's {size} devices: "
-            "verl's workers assert it",
-        )
-
-
-def _check_transfer(config: DictConfig) -> None:
-    rollout = config.actor_rollout_ref.rollout
-    backend = rollout.checkpoint_engine.backend
-    if backend == "naive":
-        raise fail(_BACKEND, backend, f"shm (one node) or nccl (GPUs) {_WITH}: naive needs shared devices")
-    if backend != "shm":
-        return
-    for key, nodes in (("trainer.nnodes", config.trainer.nnodes), (f"{_ROLLOUT}.nnodes", rollout.nnodes)):
-        if nodes > 1:
-            raise fail(key, nodes, f"1 with {_BACKEND}=shm, whose file other nodes do not see; nccl crosses nodes")
 
 
 def cpus_for_ray(config: DictConfig) -> int:

@@ -6,6 +6,7 @@ Each of them is refused, so that nothing trains uncorrected without being told.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig
+from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
 
 from recipe.partial_rollout.config.choices import Correction, ResumeKV, TrustRegion
-from recipe.partial_rollout.preflight.rule import ACTOR, ROLLOUT, Rule
+from recipe.partial_rollout.preflight.rule import ACTOR, ROLLOUT, Rule, off
 from recipe.partial_rollout.training.loss import DECOUPLED_PPO, WeightLevel, weight_level
 
 _CORRECTION = "algorithm.rollout_correction"
@@ -28,6 +30,12 @@ def _must(key: str, wanted: Any, why: str) -> Rule:
     """A key that partial rollout needs to have one value; null is false."""
     words = f"with partial_rollout.enable=True it must be {wanted}: {why}"
     return Rule(key, lambda value, _: (value or False) == wanted, words)
+
+
+def _server_calls(config: DictConfig) -> int:
+    """That verl's server takes at once."""
+    server: Any = RolloutReplica.max_concurrency
+    return server.fget(SimpleNamespace(config=config.actor_rollout_ref.rollout))
 
 
 def _no_replay(engine: str) -> Rule:
@@ -143,10 +151,15 @@ PR_RULES = (
         f"recompute with {ROLLOUT}.enable_prefix_caching=False",
         _keeps_kv,
     ),
+    _must("distillation.enabled", False, "its loss has no correction"),
     Rule(
-        "distillation.enabled",
-        lambda on, _: not on,
-        "False with partial_rollout.enable=True: its loss has no correction",
+        "partial_rollout.slots_per_replica",
+        lambda slots, c: slots is None or slots <= _server_calls(c) - CONTROL_METHOD_CONCURRENCY,
+        # An interruption that queues behind samples comes when they end.
+        lambda c: (
+            f"at most {_server_calls(c) - CONTROL_METHOD_CONCURRENCY}: verl's server takes {_server_calls(c)} at once, "
+            f"{CONTROL_METHOD_CONCURRENCY} of them for control (more with a larger {ROLLOUT}.max_num_seqs)"
+        ),
     ),
     Rule(
         "algorithm.adv_estimator",
@@ -158,11 +171,10 @@ PR_RULES = (
         lambda node, _: node is not None,
         "verl's node of that name; partial_rollout.correction=none switches the correction off",
     ),
-    Rule(
+    off(
         f"{_CORRECTION}.bypass_mode",
-        lambda on, _: not on,
-        "False: verl changes the driver's loss once the workers have theirs, so loss_type, rollout_is and rollout_rs "
-        "never act; partial_rollout.trust_region=mask bounds the ratio to the behaviour policy",
+        "verl changes the driver's loss once the workers have theirs, so loss_type, rollout_is and rollout_rs never act; "
+        "partial_rollout.trust_region=mask bounds the ratio to the behaviour policy",
     ),
     Rule(
         "partial_rollout.trust_region", lambda region, _: region != TrustRegion.MASK, f"none {_WITHOUT}", _uncorrected

@@ -11,6 +11,7 @@ from recipe.partial_rollout.config.keys import fail
 
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
 Test = Callable[[DictConfig], Any]
+Count = Callable[[DictConfig], int]
 
 
 def always(config: DictConfig) -> bool:
@@ -47,9 +48,27 @@ def one_of(key: str, words: Collection[str], when: Test = always, why: str = "")
     return Rule(key, lambda value, _: value in words, lambda _: "one of " + ", ".join(sorted(words)) + why, when)
 
 
-def least(key: str, bound: float, when: Test = always, *, or_null: bool = False) -> Rule:
-    words = f"at least {bound:g}" + (", or null" if or_null else "")
-    return Rule(key, lambda value, _: (or_null and value is None) or value >= bound, words, when)
+def least(key: str, bound: float, *, or_null: bool = False, why: str = "") -> Rule:
+    words = f"at least {bound:g}" + (", or null" if or_null else "") + why
+    return Rule(key, lambda value, _: (or_null and value is None) or value >= bound, words)
+
+
+def unset(key: str, why: str) -> Rule:
+    return Rule(key, lambda value, _: not value, f"null: {why}")
+
+
+def off(key: str, why: str) -> Rule:
+    return Rule(key, lambda on, _: not on, f"False: {why}")
+
+
+def shared(key: str, count: Count, by: Count, times: str, what: str, when: Test = always) -> Rule:
+    """``count``, which is ``key`` times another key, must be divisible by ``by``."""
+    return Rule(
+        key,
+        lambda _, c: count(c) % by(c) == 0,
+        lambda c: f"times {times}={at(c, times)} it must be divisible by {by(c)} {what}",
+        when,
+    )
 
 
 def share(key: str) -> Rule:

@@ -6,6 +6,7 @@ first that is broken is told.
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Collection, Iterator
 from math import prod
@@ -22,7 +23,21 @@ from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig
 
 from recipe.partial_rollout.config.settings import OVERLONG, engine_devices, trainer_devices
-from recipe.partial_rollout.preflight.rule import ACTOR, REF, ROLLOUT, Rule, Test, always, at, least, one_of, share
+from recipe.partial_rollout.preflight.rule import (
+    ACTOR,
+    REF,
+    ROLLOUT,
+    Rule,
+    Test,
+    always,
+    at,
+    least,
+    off,
+    one_of,
+    share,
+    shared,
+    unset,
+)
 from verl_ext.guard import installed_pair
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -130,29 +145,17 @@ def _passes() -> Iterator[Rule]:
     )
 
 
-def _mini_batch(key: str, engine: str, when: Test = always) -> Iterator[Rule]:
+def _divided(mini: str, engine: str, when: Test = always) -> Iterator[Rule]:
+    """Batch, mini-batch ``mini`` and devices of ``engine``."""
     yield Rule(
-        key,
-        lambda mini, c: mini >= 1 and c.data.train_batch_size % mini == 0,
+        mini,
+        lambda size, c: size >= 1 and c.data.train_batch_size % size == 0,
         lambda c: f"a divisor of data.train_batch_size={c.data.train_batch_size}",
         when,
     )
-    yield Rule(
-        key,
-        lambda mini, c: samples(c, key) % copies(c, engine) == 0,
-        lambda c: (
-            f"times rollout.n={c.actor_rollout_ref.rollout.n} it must be divisible by {copies(c, engine)} device(s)"
-        ),
-        when,
-    )
-
-
-def _devices(engine: str, when: Test = always) -> Rule:
-    return Rule(
-        "trainer.n_gpus_per_node",
-        lambda _, c: trainer_devices(c) % split(c, engine)[0] == 0,
-        lambda c: f"times trainer.nnodes={c.trainer.nnodes} divisible by the {split(c, engine)[0]} that share {engine}",
-        when,
+    yield shared(mini, lambda c: samples(c, mini), lambda c: copies(c, engine), _N, "device(s)", when)
+    yield shared(
+        _GPUS, trainer_devices, lambda c: split(c, engine)[0], "trainer.nnodes", f"devices that share {engine}", when
     )
 
 
@@ -195,6 +198,7 @@ def _rejects(config: DictConfig) -> bool:
     return True
 
 
+_BATCH, _GPUS, _N = "data.train_batch_size", "trainer.n_gpus_per_node", f"{ROLLOUT}.n"
 _GROUPED = (
     "grpo",
     "grpo_passk",
@@ -240,19 +244,9 @@ RULES = (
     ),
     least("trainer.total_epochs", 1),
     least("trainer.total_training_steps", 1, or_null=True),
-    least("data.train_batch_size", 1),
-    least(f"{ROLLOUT}.n", 1),
-    least("trainer.nnodes", 1),
-    least("trainer.n_gpus_per_node", 1),
-    least(f"{ROLLOUT}.prompt_length", 1),
-    least(f"{ROLLOUT}.response_length", 1),
-    Rule(
-        "data.train_batch_size",
-        lambda _, c: samples(c, "data.train_batch_size") % trainer_devices(c) == 0,
-        lambda c: (
-            f"times rollout.n={c.actor_rollout_ref.rollout.n} it must be divisible by {trainer_devices(c)} device(s)"
-        ),
-    ),
+    *(least(key, 1) for key in (_BATCH, _N, _GPUS, "trainer.nnodes")),
+    *(least(f"{ROLLOUT}.{part}_length", 1) for part in ("prompt", "response")),
+    shared(_BATCH, lambda c: samples(c, _BATCH), trainer_devices, _N, "device(s)"),
     Rule(
         "data.gen_batch_size",
         lambda batch, c: batch in (None, c.data.train_batch_size),
@@ -342,10 +336,8 @@ RULES = (
     one_of("trainer.device", ("cpu", "cuda", "npu")),
     one_of(f"{ACTOR}.fsdp_config.model_dtype", _DTYPES, lambda c: at(c, f"{ACTOR}.fsdp_config") is not None),
     # how a batch is divided
-    *_mini_batch(f"{ACTOR}.ppo_mini_batch_size", ACTOR),
-    *_mini_batch("critic.ppo_mini_batch_size", "critic", with_critic),
-    _devices(ACTOR),
-    _devices("critic", with_critic),
+    *_divided(f"{ACTOR}.ppo_mini_batch_size", ACTOR),
+    *_divided("critic.ppo_mini_batch_size", "critic", with_critic),
     Rule(
         f"{ROLLOUT}.log_prob_use_dynamic_bsz",
         lambda flag, c: flag == c.actor_rollout_ref.actor.use_dynamic_bsz,
@@ -424,14 +416,24 @@ RULES = (
         lambda name, _: name is None or name.startswith("recipe.partial_rollout."),
         "null: the recipe has its own; loops of yours go into agent_loop_config_path",
     ),
-    Rule(f"{ROLLOUT}.checkpoint_manager_class", lambda name, _: name is None, "null: the recipe has its own"),
-    Rule("trainer.checkpoint_callback_class", lambda name, _: name is None, "null: verl's v1 trainer alone calls it"),
+    unset(f"{ROLLOUT}.checkpoint_manager_class", "the recipe has its own"),
+    unset("trainer.checkpoint_callback_class", "verl's v1 trainer alone calls it"),
     # what a run writes
     Rule(
         "trainer.logger",
         lambda given, _: given is not None and {*loggers(given)} <= {*Tracking.supported_backend, "tracking"},
         "a list of " + ", ".join(Tracking.supported_backend),
     ),
+    one_of("trainer.resume_mode", ("auto", "disable", "resume_path")),
+    Rule(
+        "trainer.resume_from_path",
+        lambda path, _: path and re.fullmatch(r"global_step_\d+", Path(str(path)).name) and Path(str(path)).is_dir(),
+        "an existing .../global_step_K with trainer.resume_mode=resume_path",
+        lambda c: c.trainer.resume_mode == "resume_path",
+    ),
+    unset("trainer.default_hdfs_dir", "checkpoints are saved locally only"),
+    off(f"{ACTOR}.checkpoint.async_save", "a checkpoint is sealed when it is whole"),
+    off("critic.checkpoint.async_save", "a checkpoint is sealed when it is whole"),
     Rule("trainer.default_local_dir", lambda path, _: path, "a directory"),
     *(_folder(f"trainer.{name}") for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir")),
 )

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
+from omegaconf import DictConfig
 
-from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, check_keys
 from recipe.partial_rollout.preflight.inputs import (
     check_critic,
@@ -52,10 +46,8 @@ def check_settings(config: DictConfig) -> PartialRolloutConfig:
     settings = PartialRolloutConfig.from_config(config)
     import_libraries(config)
     check_rules(RULES, config)
-    _check_checkpoints(config)
     if settings.enable:
         check_rules(PR_RULES, config)
-        _check_slots(config, settings)
         check_placement(config, settings)
         _warn_of_lost_prompts(config)
     check_by_verl(config)
@@ -69,37 +61,3 @@ def _warn_of_lost_prompts(config: DictConfig) -> None:
             "no checkpoint keeps what is in flight at the end",
             file=sys.stderr,
         )
-
-
-def _check_slots(config: DictConfig, settings: PartialRolloutConfig) -> None:
-    """Leave the server's actor calls for its control: an interruption that queues behind samples comes when they end."""
-    server: Any = RolloutReplica.max_concurrency
-    calls = server.fget(SimpleNamespace(config=config.actor_rollout_ref.rollout))
-    most = calls - CONTROL_METHOD_CONCURRENCY
-    if settings.slots_per_replica > most:
-        raise fail(
-            "partial_rollout.slots_per_replica",
-            settings.slots_per_replica,
-            f"at most {most}: verl's server takes {calls} calls at once, {CONTROL_METHOD_CONCURRENCY} of them for control "
-            f"(more with a larger actor_rollout_ref.rollout.max_num_seqs)",
-        )
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-def _check_checkpoints(config: DictConfig) -> None:
-    trainer, mode = config.trainer, config.trainer.resume_mode
-    if mode not in ("auto", "resume_path", "disable"):
-        raise fail("trainer.resume_mode", mode, "one of auto, resume_path, disable")
-    path = trainer.get("resume_from_path")
-    named = path and re.fullmatch(r"global_step_\d+", Path(str(path)).name)
-    if mode == "resume_path" and not (named and Path(str(path)).is_dir()):
-        raise fail(
-            "trainer.resume_from_path", path, "an existing .../global_step_K with trainer.resume_mode=resume_path"
-        )
-    if trainer.get("default_hdfs_dir"):
-        raise fail("trainer.default_hdfs_dir", trainer.default_hdfs_dir, "null: checkpoints are saved locally only")
-    for part in ("actor_rollout_ref.actor", "critic"):
-        if OmegaConf.select(config, f"{part}.checkpoint.async_save"):
-            raise fail(f"{part}.checkpoint.async_save", True, "False: a checkpoint is sealed when it is whole")
