@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GPU acceptance on one device in 20 minutes, without a download: the doctor, the tests of holds and log-probs, and four steps of PR
+# GPU acceptance on one device in 20 minutes, without a download: the check, the tests of holds and log-probs, and four steps of PR
 # at learning rate 0 on random weights, judged; if one fails, which part of vLLM is to blame. tests/studies/results/h200.md has what an H200 gave.
 #
 #   bash run_scripts/accept_cuda.sh                         Qwen3-0.6B shape, outputs/accept_cuda/accept.json

@@ -148,10 +148,10 @@ install_gpu() {
 }
 
 # Libraries log much at import, to stderr.
-doctor() {
+check() {
   local env=(-u VERL_PLATFORM)
   [[ $extra == gpu ]] || env=(VERL_PLATFORM=cpu)
-  env "${env[@]}" "$venv/bin/python" -W ignore -m recipe.partial_rollout.tools doctor 2>"$venv/doctor.log"
+  env "${env[@]}" "$venv/bin/python" -W ignore -m recipe.partial_rollout.tools check 2>"$venv/check.log"
 }
 
 say_next() {
@@ -196,9 +196,9 @@ rm -f "$stamp"
 choose_installer
 drop_half_installed
 "install_${extra//-/_}"
-say "asking the doctor"
-if ! doctor; then
-  tail -n 5 "$venv/doctor.log" >&2
+say "checking this machine"
+if ! check; then
+  tail -n 5 "$venv/check.log" >&2
   die "no training can start here before what FAILs is mended; then run this script again"
 fi
 fingerprint >"$stamp"

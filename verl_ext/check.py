@@ -1,6 +1,6 @@
 """Set-up check: the stack imports, its versions are a tested pair, the platform in force is the one asked for, a model can
 be built with the attention that the recipe would choose, and ``recipe.partial_rollout`` as imported from the current
-directory is this distribution's. The doctor's first line.
+directory is this distribution's. The first lines of ``check``.
 """
 
 import importlib

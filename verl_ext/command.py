@@ -25,7 +25,7 @@ OURS = Path(__file__).resolve().parents[1].joinpath(*NAME.split("."))
 """the recipe that is installed with this file"""
 COMMANDS = {
     "train": "train your model on your data, with verl's hydra overrides; --check only checks",
-    "doctor": "say what this machine would do, and what it lacks: python -m recipe.partial_rollout.tools doctor",
+    "check": "say what this machine lacks; with a run's overrides, whether it can start",
     "tools": "report, audit and plan runs, write data, list keys",
 }
 _EXAMPLES = """
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"partial-rollout: error: {problem}", file=sys.stderr)
         return 2
     if chosen.command != "train":
-        rest = chosen.rest if chosen.command == "tools" else ["doctor", *chosen.rest]
+        rest = chosen.rest if chosen.command == "tools" else ["check", *chosen.rest]
         return importlib.import_module(f"{NAME}.tools.__main__").main(rest)
     # verl warns five times that a critic nobody asked for is off. PYTHONWARNINGS and -W still choose.
     if not sys.warnoptions:

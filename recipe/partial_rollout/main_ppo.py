@@ -98,15 +98,15 @@ def prepare(config: DictConfig) -> None:
 
 
 def check(config: DictConfig) -> NoReturn:
-    """Exit with what ``tools/dry_run.py`` finds.
+    """Exit with what ``tools/check`` finds.
 
     Raises:
         ConfigError: the settings do not hold.
     """
-    from recipe.partial_rollout.tools.dry_run import dry_run
+    from recipe.partial_rollout.tools.check.command import check_run, told
 
     prepare(config)
-    sys.exit(dry_run(config))
+    sys.exit(told(check_run(config)))
 
 
 def run(config: DictConfig) -> None:

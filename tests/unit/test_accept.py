@@ -13,7 +13,7 @@ from recipe.partial_rollout.tasks.trace_task.prepare import main as prepare
 from recipe.partial_rollout.tools.accept import checks, command
 from recipe.partial_rollout.tools.accept.checks import Check, judge
 from recipe.partial_rollout.tools.accept.command import AS_CHOSEN, FALLBACKS, Plan, diagnose
-from recipe.partial_rollout.tools.memory import DeviceMemory, check_memory, named
+from recipe.partial_rollout.tools.check.memory import DeviceMemory, check_memory, named
 
 BUDGETS = [5, 9]
 FREED = "Sleep mode freed 52.1 GiB memory, 3.0 GiB memory is still in use.\n"
@@ -98,7 +98,7 @@ def test_failing_training_is_repeated_with_each_fallback_and_the_file_names_the_
         return play
 
     plan = Plan(tmp_path / "out", "tiny", "cpu", [])
-    for method, name in (("_doctor", "A"), ("_tests", "B"), ("_training", "C")):
+    for method, name in (("_check", "A"), ("_tests", "B"), ("_training", "C")):
         monkeypatch.setattr(plan, method, part(name))
     assert not plan.run()
     assert played == [*((name, AS_CHOSEN.name) for name in "ABC"), ("C", FALLBACKS[0].name)]

@@ -13,9 +13,10 @@ from recipe.partial_rollout.preflight.inputs import PACKAGES, missing_packages
 from recipe.partial_rollout.preflight.placement_check import check_cpus
 from recipe.partial_rollout.preflight.rule import check_rules
 from recipe.partial_rollout.preflight.rules import RULES
-from recipe.partial_rollout.tools import host, verl_trainer
-from recipe.partial_rollout.tools.host import Finding, machine_problems
-from recipe.partial_rollout.tools.memory import DeviceMemory, check_memory, named
+from recipe.partial_rollout.tools import verl_trainer
+from recipe.partial_rollout.tools.check import machine
+from recipe.partial_rollout.tools.check.machine import Finding, lacks
+from recipe.partial_rollout.tools.check.memory import DeviceMemory, check_memory, named
 from verl_ext.guard import CPU_PAIR, GPU_PAIR
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +33,7 @@ def build(resolved_config):
 
 
 def problems(config, *arguments):
-    return [str(error) for error in machine_problems(config, *arguments)]
+    return [str(error) for error in lacks(config, *arguments)]
 
 
 def memory_of(config):
@@ -42,8 +43,8 @@ def memory_of(config):
 @pytest.fixture
 def gpu_machine(monkeypatch):
     """This machine has a GPU, by its looks, and no Ray cluster is named."""
-    monkeypatch.setattr(host.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(host, "host_findings", lambda: [])
+    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(machine, "wants_gpu", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
@@ -98,33 +99,34 @@ def test_ray_needs_three_cpus_a_trainer_two_an_engine_and_one(build, overrides, 
 def test_run_is_refused_where_it_would_wait_for_cpus_or_fill_the_disk(build, gpu_machine, monkeypatch, tmp_path):
     config = build("experiment=gsm8k_8gpu_4b", f"recipe.out={tmp_path}/out")
     shape = named(str(config.actor_rollout_ref.model.path)).parameters
-    monkeypatch.setattr(host.os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(host.shutil, "disk_usage", lambda path: OmegaConf.create({"free": 100 * 2**30}))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: OmegaConf.create({"free": 100 * 2**30}))
     cpus, disk = problems(config, shape)
     assert "25 CPUs for Ray, which has 16" in cpus
-    assert disk.startswith(
-        f"trainer.default_local_dir={tmp_path}/out/pr: a directory with 135 GiB free, for 3 checkpoints of 45.0"
-    )
-    monkeypatch.setattr(host.os, "cpu_count", lambda: 64)
+    assert f"100 GiB free for trainer.default_local_dir={tmp_path}/out/pr: 135 GiB for 3 checkpoints of 45.0" in disk
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
     config.trainer.save_freq = -1
     assert not problems(config, shape)
 
 
-def test_check_refuses_the_device_that_the_doctor_refuses(build, gpu_machine, monkeypatch):
+def test_run_is_refused_on_a_device_that_the_machines_check_refuses(build, gpu_machine, monkeypatch):
     found = [Finding("device", "driver 535", "a newer one", stops=True), Finding("attention", "sdpa", "flash-attn")]
-    monkeypatch.setattr(host, "host_findings", lambda: found)
-    monkeypatch.setattr(host.os, "cpu_count", lambda: 64)
-    assert problems(build(), None) == ["trainer.device=cuda: driver 535: a newer one"]
+    monkeypatch.setattr(machine, "wants_gpu", lambda: True)
+    monkeypatch.setattr(machine, "device", lambda gpus: found[0])
+    for name in ("compiler", "shared_memory"):
+        monkeypatch.setattr(machine, name, lambda: found[1])
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
+    assert problems(build(), None) == ["FAIL  device          driver 535: a newer one"]
     assert not problems(build("platform=cpu"), None)
 
 
 @pytest.mark.parametrize("elsewhere", ["address", "nodes", "no GPU"])
 def test_machine_that_will_not_train_is_not_asked(build, gpu_machine, monkeypatch, elsewhere):
-    monkeypatch.setattr(host.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 1)
     if elsewhere == "address":
         monkeypatch.setenv("RAY_ADDRESS", "auto")
     if elsewhere == "no GPU":
-        monkeypatch.setattr(host.shutil, "which", lambda name: None)
+        monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     config = build("trainer.nnodes=2" if elsewhere == "nodes" else "trainer.nnodes=1")
     assert not problems(config, None)
 

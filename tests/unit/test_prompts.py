@@ -1,4 +1,4 @@
-"""Prompt lengths: over-long prompts are counted before Ray starts, and a file is tokenized once."""
+"""Prompt lengths: over-long prompts are counted before Ray starts; a cache that cannot be written ends no run."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight.inputs import check_prompts, prompt_lengths
+from recipe.partial_rollout.preflight.inputs import check_prompts
 from tests.unit.shared import byte_tokenizer
 
 
@@ -47,23 +47,6 @@ def test_over_long_prompts_are_counted_and_the_longest_is_named_unless_they_are_
     assert rows.reads == 0, "verl leaves them out"
 
 
-def measured(config, lengths, tokenizer=None):
-    """Lengths, and how many rows were read for them."""
-    rows = Rows(lengths)
-    return prompt_lengths(config, tokenizer or tokenizer_of(), rows).tolist(), rows.reads
-
-
-def test_cache_that_cannot_be_written_or_read_ends_no_run_and_is_named(config, tmp_path, monkeypatch, capsys):
-    assert measured(config, [3, 5]) == ([3, 5], 2)
-    (cached,) = (tmp_path / "cache").rglob("*.npy")
-    for content in (b"", cached.read_bytes()[:90], b"what"):
-        cached.write_bytes(content)
-        assert measured(config, [3, 5]) == ([3, 5], 2), "half a file"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cached))
-    assert measured(config, [3, 5]) == ([3, 5], 2)
-    assert capsys.readouterr().out.count("cannot be written") == 1
-
-
 READ_ONLY = """
 import os, sys
 from pathlib import Path
@@ -91,16 +74,3 @@ def test_home_or_cache_that_cannot_be_written_is_said_once_and_libraries_write_e
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stderr.count("cannot be written: what this run caches is in ") == 1
-
-
-def test_file_is_tokenized_once_while_nothing_changes_that_its_lengths_depend_on(config):
-    assert measured(config, [3, 5]) == ([3, 5], 2)
-    assert measured(config, [3, 5]) == ([3, 5], 0)
-    pd.DataFrame({"a": [2]}).to_parquet(config.data.train_files)
-    assert measured(config, [7]) == ([7], 1), "another file"
-    config.data.train_max_samples = 1
-    assert measured(config, [8]) == ([8], 1), "other rows"
-    other = tokenizer_of("a{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    assert measured(config, [9], other) == ([10], 1), "another template"
-    config.data.custom_cls = {"path": "mine.py"}
-    assert measured(config, [4]) == measured(config, [4]) == ([4], 1), "a dataset class of one's own is not known"

@@ -11,13 +11,14 @@ from omegaconf import OmegaConf
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.tools import dry_run as checks
-from recipe.partial_rollout.tools.memory import QWEN3, DeviceMemory, ModelShape, named
+from recipe.partial_rollout.tools.check import command as checks
+from recipe.partial_rollout.tools.check.memory import QWEN3, DeviceMemory, ModelShape, named
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "run_scripts"
 EXPERIMENTS = sorted(path.stem for path in (main_ppo.CONF_DIR / "experiment").glob("*.yaml"))
 ARMS = ("nopr", "pr", "colocate_async")
+MISSING = "FAIL  missing         "
 PUBLISHED = ("gsm8k_4b_bs128", "dapo_math17k_4b_2node")
 """experiments whose pair has scripts under its published names"""
 PLACEMENT = {
@@ -62,16 +63,14 @@ def test_check_passes_where_nothing_but_data_and_model_is_missing(
 ):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(checks, "_ROUNDS", 2)
     config = build(experiment, arm, f"recipe.data={tmp_path}")
-    assert checks.dry_run(config) == checks.INPUTS_MISSING
+    assert checks.told(checks.check_run(config)) == checks.MISSING
     lines = capsys.readouterr().out.splitlines()
-    missing = [line.removeprefix("missing: ").split("=")[0] for line in lines if line.startswith("missing: ")]
+    missing = [line.removeprefix(MISSING).split("=")[0] for line in lines if line.startswith("FAIL")]
     nodes = ["trainer.nnodes"] if config.trainer.nnodes > 1 else []
     assert missing == ["actor_rollout_ref.model.path", "data.train_files", "data.val_files", *nodes]
-    said = {line[2:12].strip() for line in lines if line.startswith("  ")}
-    assert {"trainer", "model", "devices", "batch", "in flight", "engine", "reads", "writes"} <= said
-    assert ("expected" in said) == (arm == "pr")
+    said = {line[6:22].strip() for line in lines if line.startswith("ok")}
+    assert {"run", "trainer", "model", "devices", "batch", "in flight", "engine", "reads", "writes"} <= said
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
@@ -97,7 +96,7 @@ def test_plan_of_separate_placement_names_both_sides(build, capsys, monkeypatch,
     rollout = "actor_rollout_ref.rollout"
     split = ("trainer.n_gpus_per_node=4", f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=12")
     config = build("gsm8k_8gpu_4b", "pr", f"recipe.data={tmp_path}", "partial_rollout.placement=separate", *split)
-    assert checks.dry_run(config) == checks.INPUTS_MISSING
+    assert checks.told(checks.check_run(config)) == checks.MISSING
     said = capsys.readouterr().out
     assert "1 x 4 cuda for the trainer, 1 x 12 for 12 engine replicas; weights by nccl" in said
 
@@ -159,11 +158,11 @@ def test_variables_reach_the_config_and_trailing_overrides_win(tmp_path):
     variables = {"DRY_RUN": "1", "PYTHON": sys.executable, "MODEL": "/nowhere/model", "DATA": str(tmp_path)}
     sizes = {"NNODES": "2", "GPUS_PER_NODE": "4", "OUT": f"{tmp_path}/out", "LOGGER": "swanlab", "RAY_ADDRESS": "auto"}
     done = run_script("gsm8k_8gpu_4b", "nopr", "data.train_batch_size=16", **variables, **sizes)
-    assert done.returncode == checks.INPUTS_MISSING, done.stderr[-2000:]
+    assert done.returncode == checks.MISSING, done.stderr[-2000:]
     assert "2 x 4 cuda" in done.stdout and "16 prompts x 8 samples" in done.stdout
     assert f"{tmp_path}/out/nopr" in done.stdout and "'console', 'file', 'swanlab'" in done.stdout
-    assert f"missing: data.train_files={tmp_path}/gsm8k/train.parquet" in done.stdout
-    assert "missing: actor_rollout_ref.model.path=/nowhere/model" in done.stdout
+    assert f"{MISSING}data.train_files={tmp_path}/gsm8k/train.parquet" in done.stdout
+    assert f"{MISSING}actor_rollout_ref.model.path=/nowhere/model" in done.stdout
 
 
 def test_shape_of_a_model_is_known_by_its_name_or_config():
@@ -187,7 +186,7 @@ def test_folder_may_have_any_name(tmp_path, name):
         "OUT": str(tmp_path / f"{name} out"),
     }
     done = run_script("gsm8k_8gpu_4b", "nopr", PYTHON=sys.executable, DRY_RUN="1", **places)
-    assert done.returncode == checks.INPUTS_MISSING, done.stderr
-    assert f"missing: actor_rollout_ref.model.path={places['MODEL']}: " in done.stdout
-    assert f"missing: data.train_files={places['DATA']}/gsm8k/train.parquet: " in done.stdout
+    assert done.returncode == checks.MISSING, done.stderr
+    assert f"{MISSING}actor_rollout_ref.model.path={places['MODEL']}: " in done.stdout
+    assert f"{MISSING}data.train_files={places['DATA']}/gsm8k/train.parquet: " in done.stdout
     assert f"{places['OUT']}/nopr: config, metrics" in done.stdout

@@ -15,7 +15,7 @@ case "$*" in
   *"pip config get global.find-links"*) [[ ! ${CONFIGURED:-} ]] || echo "$CONFIGURED" ;;
   *"pip config"*) exit 1 ;;
   *"pip install"*) echo "pip $*" >>"$CALLS" ;;
-  *"tools doctor"*) echo "FAIL  device"; command -v nvidia-smi >/dev/null && exit 1; exit 0 ;;
+  *"tools check"*) echo "FAIL  device"; command -v nvidia-smi >/dev/null && exit 1; exit 0 ;;
 esac
 """
 UV = """\
@@ -83,7 +83,7 @@ def test_last_line_says_what_to_run_next_also_when_nothing_is_to_do(set_up, tmp_
     assert len(changed.installs) == len(first.installs) and not any("next:" in line for line in changed.said)
 
 
-def test_machine_that_the_doctor_finds_wanting_is_not_called_done(set_up, tmp_path):
+def test_machine_that_the_check_finds_wanting_is_not_called_done(set_up, tmp_path):
     smi = tmp_path / "commands" / "nvidia-smi"
     smi.write_text("#!/bin/sh\n")
     smi.chmod(0o755)

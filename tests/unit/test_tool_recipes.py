@@ -14,7 +14,7 @@ from recipe.partial_rollout.preflight.inputs import find_tools, prompt_lengths
 from recipe.partial_rollout.preflight.settings_check import check_config
 from recipe.partial_rollout.tasks.arithmetic import Arithmetic
 from recipe.partial_rollout.tools import verl_trainer
-from recipe.partial_rollout.tools.dry_run import dry_run
+from recipe.partial_rollout.tools.check.command import check_run
 from recipe.partial_rollout.worker.tool_journal import repeatable
 from tests.unit.shared import byte_tokenizer, converse
 
@@ -84,7 +84,7 @@ def test_shipped_calculator_is_called_again_where_a_call_was_cut_off():
     assert isinstance(tool, Arithmetic) and repeatable(tool)
 
 
-@pytest.mark.parametrize("check", [dry_run, check_config, verl_trainer.main.__wrapped__])
+@pytest.mark.parametrize("check", [lambda config: list(check_run(config)), check_config, verl_trainer.main.__wrapped__])
 def test_tools_that_are_missing_or_do_not_load_end_every_start_in_a_line(build, tmp_path, monkeypatch, capsys, check):
     monkeypatch.chdir(tmp_path)
     broken = {"class_name": "recipe.partial_rollout.tasks.arithmetic.NoTool", "config": {"type": "native"}}

@@ -1,13 +1,12 @@
 """What a run reads: model, data, packages, Ray cluster. What is missing is named with the command that brings it.
 
 Rows are refused whose prompt is too long (verl's agent loops would cut it on the left, with a warning), or that a
-checkpoint cannot hold. Lengths are measured once per data file and tokenizer.
+checkpoint cannot hold.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import math
@@ -42,7 +41,6 @@ _PROBE_S = 5.0
 """for the hub to answer; its client would retry for half a minute"""
 _BATCH = 512
 """prompts that the tokenizer gets at once; it spreads them over the cores"""
-_READ_BYTES = 1 << 20
 _ROWS = 256
 """rows that are tried, spread over the dataset: its columns have types, but their first rows may be null"""
 
@@ -324,21 +322,15 @@ def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
 
 
 def check_prompts(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -> None:
-    """Raise ``ConfigError`` if a prompt is longer than ``data.max_prompt_length`` tokens.
+    """Raise ``ConfigError`` if a prompt is longer than ``data.max_prompt_length`` tokens, unless verl leaves such out."""
+    if not config.data.filter_overlong_prompts:
+        check_lengths(config, prompt_lengths(config, tokenizer, dataset))
 
-    ``data.filter_overlong_prompts=True`` leaves such prompts out, so only that some are left is checked.
-    """
+
+def check_lengths(config: DictConfig, lengths: np.ndarray) -> None:
+    """``check_prompts``, of prompts of these ``lengths``."""
     limit = config.data.max_prompt_length
-    if config.data.filter_overlong_prompts:
-        if not len(dataset):
-            raise fail(
-                "data.max_prompt_length",
-                limit,
-                "one that some prompt fits: verl's filter has left none (too long, or refused by the chat template)",
-            )
-        return
-    lengths = prompt_lengths(config, tokenizer, dataset)
-    if (over := int((lengths > limit).sum())) == 0:
+    if config.data.filter_overlong_prompts or (over := int((lengths > limit).sum())) == 0:
         return
     longest = int(lengths.argmax())
     raise fail(
@@ -350,27 +342,7 @@ def check_prompts(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) ->
 
 
 def prompt_lengths(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -> np.ndarray:
-    """int32 [rows of ``dataset``]: tokens of each prompt with the chat template and the dataset's tools; cached by a hash
-    of its inputs."""
-    key = _fingerprint(config, tokenizer, getattr(dataset, "tool_schemas", None))
-    if key is None:
-        return _measure(config, tokenizer, dataset)
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = root / "verl_partial_rollout" / f"prompt_lengths_{key}.npy"
-    with contextlib.suppress(OSError, ValueError, EOFError):
-        return np.load(path)
-    lengths = _measure(config, tokenizer, dataset)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        staged = path.with_name(f"{path.stem}.{os.getpid()}.npy")
-        np.save(staged, lengths)
-        staged.replace(path)
-    except OSError as error:
-        print(f"{path.parent} cannot be written ({error.strerror}): prompt lengths are measured at each start")
-    return lengths
-
-
-def _measure(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -> np.ndarray:
+    """int32 [rows of ``dataset``]: tokens of each prompt with the chat template and the dataset's tools."""
     options = config.data.get("apply_chat_template_kwargs") or {}
     tools = getattr(dataset, "tool_schemas", None)
     lengths = np.zeros(len(dataset), np.int32)
@@ -392,32 +364,6 @@ def _measure(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -> np.n
             lengths[rows.start : rows.stop] = [len(ids) for ids in encoded["input_ids"]]
             bar.update(len(rows))
     return lengths
-
-
-def _fingerprint(config: DictConfig, tokenizer: Any, tools: Any) -> str | None:
-    """What the lengths depend on; None if that cannot be told: a dataset class or a tokenizer of one's own, or rows drawn
-    without a seed."""
-    data, backend = config.data, getattr(tokenizer, "backend_tokenizer", None)
-    drawn = data.get("seed") is None and (data.get("train_max_samples") or -1) > 0
-    if backend is None or drawn or OmegaConf.select(data, "custom_cls.path"):
-        return None
-    digest = hashlib.sha256(backend.to_str().encode())
-    files = data.train_files
-    keys = (
-        "prompt_key",
-        "train_max_samples",
-        "shuffle",
-        "seed",
-        "filter_overlong_prompts",
-        "apply_chat_template_kwargs",
-    )
-    chosen = {key: OmegaConf.select(data, key) for key in keys}
-    digest.update(json.dumps([str(tokenizer.chat_template), str(chosen), tools]).encode())
-    for name in [files] if isinstance(files, str) else files:
-        with Path(str(name)).expanduser().open("rb") as file:
-            while part := file.read(_READ_BYTES):
-                digest.update(part)
-    return digest.hexdigest()[:32]
 
 
 def check_rows(config: DictConfig, dataset: Sequence[dict[str, Any]]) -> None:

@@ -44,7 +44,8 @@ def check_steps(config: DictConfig, prompts: int, held_out: int | None = None) -
     """Raise ``ConfigError`` where ``prompts`` make no batch, or ``held_out`` prompts are none."""
     batch = config.data.train_batch_size
     if prompts < batch:
-        raise fail("data.train_batch_size", batch, f"at most {prompts}, the prompts that data.train_files gives")
+        fitting = f"the prompts of at most data.max_prompt_length={config.data.max_prompt_length} tokens"
+        raise fail("data.train_batch_size", batch, f"at most {prompts}, {fitting} that data.train_files gives")
     if held_out == 0:
         words = f"a file with prompts of at most data.max_prompt_length={config.data.max_prompt_length} tokens"
         raise fail("data.val_files", config.data.val_files, words)

@@ -26,7 +26,9 @@ TOOLS = {
     "plan": Tool("plan", "forecast speed and staleness of policies and overlaps before anything runs"),
     "data": Tool("data.command", "write GSM8K, DAPO-Math-17k, AIME 2024 and tasks of reasoning-gym in verl's schema"),
     "model": Tool("model", "write a real language model for verl, from a package instead of a hub"),
-    "doctor": Tool("doctor", "say what this machine would do, and what it lacks"),
+    "check": Tool(
+        "check.command", "say whether a run can start: this machine, or a run's settings and inputs, with its plan"
+    ),
     "accept": Tool("accept.command", "accept a machine: does what the recipe promises hold on its device?"),
     "keys": Tool("keys", "list the keys of partial_rollout: default and meaning"),
 }

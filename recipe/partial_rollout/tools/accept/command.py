@@ -1,7 +1,7 @@
 """Acceptance of a machine in about 20 minutes on one GPU, without a download.
 
 ====  ==================================================================================================
-A     the doctor finds nothing that stops a run
+A     the check finds nothing that stops a run
 B     the tests of holds and log-probs, with the engine as vLLM configures it on the device
 C     four steps of PR at learning rate 0 (``conf/accept_cuda.yaml``), judged by ``checks``
 D     if B or C fails: again with the V1 model runner, then without asynchronous scheduling as well; the first that
@@ -99,7 +99,7 @@ class Plan:
         if (self.out / _REPORT).exists():
             set_aside(self.out)
         self.out.mkdir(parents=True, exist_ok=True)
-        self._part("A", AS_CHOSEN, self._doctor)
+        self._part("A", AS_CHOSEN, self._check)
         failed = [
             part for part, play in (("B", self._tests), ("C", self._training)) if not self._part(part, AS_CHOSEN, play)
         ]
@@ -131,8 +131,8 @@ class Plan:
             print(f"  {check}", flush=True)
         return result.passed
 
-    def _doctor(self, log: Path, variant: Variant) -> list[Check]:
-        return [self._process("doctor", ["-m", HERE, "doctor"], log, variant, _LIMIT_S["A"])]
+    def _check(self, log: Path, variant: Variant) -> list[Check]:
+        return [self._process("check", ["-m", HERE, "check"], log, variant, _LIMIT_S["A"])]
 
     def _tests(self, log: Path, variant: Variant) -> list[Check]:
         engine = dict(variant.engine)

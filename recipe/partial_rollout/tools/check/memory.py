@@ -16,9 +16,18 @@ from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.config.settings import trainer_devices
 from recipe.partial_rollout.preflight.inputs import model_config, weight_bytes
-from recipe.partial_rollout.tools.host import GIB
 
+GIB = 1 << 30
+STATE = 3
+"""weights and Adam's two moments, each of the size of the weights"""
 _DENSE = ("qwen3", "qwen2", "llama", "mistral")
+_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2}
+_CHUNK = 1024
+"""rows of logits that log-probs and entropy are computed for at once, in float32"""
+_CHUNK_COPIES = 4
+"""of a chunk: float32 logits, softmax, their gradients"""
+_RESERVE = 8.0
+"""GiB for activations, CUDA contexts and NCCL"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +83,13 @@ class ModelShape:
             return None
 
 
-def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, *, tied: bool) -> ModelShape:
-    return ModelShape(layers, hidden, intermediate, heads, kv_heads, 128, 151_936, tied)
-
-
 QWEN3 = {
-    "0.6B": _qwen3(28, 1024, 3072, 16, 8, tied=True),
-    "1.7B": _qwen3(28, 2048, 6144, 16, 8, tied=True),
-    "4B": _qwen3(36, 2560, 9728, 32, 8, tied=True),
-    "8B": _qwen3(36, 4096, 12_288, 32, 8, tied=False),
-    "14B": _qwen3(40, 5120, 17_408, 40, 8, tied=False),
-    "32B": _qwen3(64, 5120, 25_600, 64, 8, tied=False),
+    "0.6B": ModelShape(28, 1024, 3072, 16, 8, 128, 151_936, True),
+    "1.7B": ModelShape(28, 2048, 6144, 16, 8, 128, 151_936, True),
+    "4B": ModelShape(36, 2560, 9728, 32, 8, 128, 151_936, True),
+    "8B": ModelShape(36, 4096, 12_288, 32, 8, 128, 151_936, False),
+    "14B": ModelShape(40, 5120, 17_408, 40, 8, 128, 151_936, False),
+    "32B": ModelShape(64, 5120, 25_600, 64, 8, 128, 151_936, False),
 }
 """the dense models of arXiv:2505.09388, whose config.json is not at hand before they are downloaded"""
 
@@ -104,17 +109,9 @@ def shape_of(config: DictConfig) -> ModelShape | None:
         return named(path)
 
 
-# -- a run's, on one device --------------------------------------------------------------------------------------------
-
-_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2}
-_ADAM = 2
-"""moments, each of the size of the weights"""
-_CHUNK = 1024
-"""rows of logits that log-probs and entropy are computed for at once, in float32"""
-_CHUNK_COPIES = 4
-"""of a chunk: float32 logits, softmax, their gradients"""
-RESERVE = 8.0
-"""GiB for activations, CUDA contexts and NCCL"""
+def checkpoint_gib(config: DictConfig, parameters: int) -> float:
+    """Size of one checkpoint of FSDP: weights and moments of all shards."""
+    return parameters * weight_bytes(config) * STATE / GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +131,10 @@ class DeviceMemory:
     @property
     def trainer(self) -> float:
         """The trainer's shards at an update: weights, gradients and moments."""
-        return (2 + _ADAM) * self.weights
+        return (1 + STATE) * self.weights
 
     @classmethod
-    def of(cls, config: DictConfig, shape: ModelShape) -> DeviceMemory:
+    def of(cls, config: DictConfig, shape: ModelShape) -> Self:
         """For FSDP2; ``recipe.gpu_gib`` says how much memory a device has."""
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         devices = trainer_devices(config)
@@ -169,25 +166,20 @@ def check_memory(config: DictConfig, memory: DeviceMemory | None) -> None:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     if memory is None or memory.engine is None or not str(actor.strategy).startswith("fsdp"):
         return
-    gib = config.recipe.gpu_gib
-    training = memory.trainer + memory.logits + RESERVE
+    gib, key = config.recipe.gpu_gib, "ppo_max_token_len_per_gpu"
+    training = memory.trainer + memory.logits + _RESERVE
     what = (
         f"an update takes {training:.0f} GiB of recipe.gpu_gib={gib:g} (weights, gradients and Adam {memory.trainer:.1f}, "
-        f"logits {memory.logits:.1f}, {RESERVE:g} for the rest)"
+        f"logits {memory.logits:.1f}, {_RESERVE:g} for the rest)"
     )
     if training > gib:
-        tokens = actor.ppo_max_token_len_per_gpu
-        raise fail(
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-            tokens,
-            f"fewer tokens, more devices, or actor.fsdp_config.model_dtype=bf16: {what}",
-        )
+        allowed = f"fewer tokens, more devices, or actor.fsdp_config.model_dtype=bf16: {what}"
+        raise fail(f"actor_rollout_ref.actor.{key}", actor[key], allowed)
     shares = config.partial_rollout.placement != Placement.SEPARATE and not rollout.free_cache_engine
     if shares and training + memory.engine > gib:
-        most = (gib - training) / gib
+        most = int((gib - training) / gib * 100) / 100
         raise fail(
             "actor_rollout_ref.rollout.gpu_memory_utilization",
             rollout.gpu_memory_utilization,
-            f"at most {int(most * 100) / 100:g} with rollout.free_cache_engine=False, because the engine keeps its memory "
-            f"while {what}",
+            f"at most {most:g} with rollout.free_cache_engine=False, because the engine keeps its memory while {what}",
         )

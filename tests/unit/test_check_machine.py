@@ -1,4 +1,4 @@
-"""The doctor: a line each, with its remedy where one is needed; a GPU machine is played by an nvidia-smi on the PATH."""
+"""This machine: a line each, with its remedy where one is needed; a GPU machine is played by an nvidia-smi on the PATH."""
 
 import os
 from types import SimpleNamespace
@@ -7,8 +7,8 @@ import huggingface_hub.constants
 import pytest
 import torch
 
-from recipe.partial_rollout.tools import doctor, host
-from recipe.partial_rollout.tools.host import Finding
+from recipe.partial_rollout.tools.check import machine
+from recipe.partial_rollout.tools.check.machine import Finding
 from verl_ext import command
 from verl_ext.guard import CPU_PAIR, GPU_PAIR
 
@@ -32,7 +32,7 @@ def gpu_machine(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("machine", "said"),
+    ("made", "said"),
     [
         ({"visible": True}, "ok    device          1 x NVIDIA H100 80GB HBM3, 81559 MiB, driver 580.65.06"),
         ({"driver": OLD}, "sees none: CUDA 13.0 needs driver 580 or newer"),
@@ -41,40 +41,40 @@ def gpu_machine(monkeypatch, tmp_path):
         ({"lines": 0}, "FAIL  device          nvidia-smi lists no GPU: give this machine or container one"),
     ],
 )
-def test_device_is_what_torch_sees_of_what_nvidia_smi_lists(gpu_machine, machine, said):
-    gpu_machine(**machine)
-    found = host.device(host.gpus())
-    assert said in str(found) and found.stops == (not machine.get("visible"))
+def test_device_is_what_torch_sees_of_what_nvidia_smi_lists(gpu_machine, made, said):
+    gpu_machine(**made)
+    found = machine.device(machine.gpus())
+    assert said in str(found) and found.stops == (not made.get("visible"))
 
 
 def test_tritons_compiler_and_pythons_header_are_looked_for(monkeypatch, tmp_path):
     monkeypatch.delenv("CC", raising=False)
     (tmp_path / "gcc").write_text("")
     (tmp_path / "gcc").chmod(0o755)
-    monkeypatch.setattr(host.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("PATH", "")
-    assert host.compiler().said == "no C compiler" and host.compiler().stops
+    assert machine.compiler().said == "no C compiler" and machine.compiler().stops
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "Python.h: apt-get install python3." in str(host.compiler()) and host.compiler().stops
+    assert "Python.h: apt-get install python3." in str(machine.compiler()) and machine.compiler().stops
     (tmp_path / "Python.h").touch()
-    assert str(host.compiler()) == f"ok    compiler        {tmp_path}/gcc, {tmp_path}/Python.h"
+    assert str(machine.compiler()) == f"ok    compiler        {tmp_path}/gcc, {tmp_path}/Python.h"
 
 
 def test_cpu_builds_on_a_gpu_machine_are_refused_and_a_machine_without_gpus_is_asked_for_none(gpu_machine, monkeypatch):
     gpu_machine()
-    monkeypatch.setattr(doctor, "installed_pair", lambda: CPU_PAIR)
-    assert str(doctor.versions()).endswith("is tested; PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh")
-    monkeypatch.setattr(doctor, "installed_pair", lambda: GPU_PAIR)
-    assert not doctor.versions().stops and not doctor.versions().remedy
+    monkeypatch.setattr(machine, "installed_pair", lambda: CPU_PAIR)
+    assert str(machine.versions()).endswith("is tested; PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh")
+    monkeypatch.setattr(machine, "installed_pair", lambda: GPU_PAIR)
+    assert not machine.versions().stops and not machine.versions().remedy
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    assert not list(host.host_findings())
-    assert str(doctor.engine()).startswith("ok    engine          model runner V1, synchronous scheduling")
+    assert not machine.wants_gpu()
+    assert str(machine.engine()).startswith("ok    engine          model runner V1, synchronous scheduling")
 
 
 @pytest.mark.parametrize(("have", "devices", "sign"), [(2, 0, "ok"), (25, 8, "ok"), (24, 8, "note"), (3, 1, "FAIL")])
 def test_cpus_are_counted_as_ray_reserves_them(monkeypatch, have, devices, sign):
-    monkeypatch.setattr(doctor.os, "cpu_count", lambda: have)
-    line = str(doctor.cpus(devices))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: have)
+    line = str(machine.cpus(devices))
     assert line.startswith(f"{sign} ") and (sign != "note" or "25 CPUs, or train on 7 (GPUS_PER_NODE=7)" in line)
 
 
@@ -84,12 +84,12 @@ def test_hub_that_is_not_reached_within_a_deadline_is_a_note(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "get_session", lambda: SimpleNamespace(head=head))
-    assert str(doctor.hub()).startswith("note ") and "late after 5.0 s" in str(doctor.hub())
+    assert str(machine.hub()).startswith("note ") and "late after 5.0 s" in str(machine.hub())
 
 
-@pytest.mark.parametrize(("stops", "code"), [(False, 0), (True, 1)])
+@pytest.mark.parametrize(("stops", "code"), [(False, 0), (True, 3)])
 def test_exit_code_says_whether_a_run_can_start(monkeypatch, capsys, stops, code):
     found = [Finding("versions", "fine"), Finding("device", "old", "renew it", stops=stops), Finding("hub", "answers")]
-    monkeypatch.setattr(doctor, "findings", lambda: iter(found))
-    assert command.main(["doctor"]) == code
+    monkeypatch.setattr(machine, "findings", lambda: iter(found))
+    assert command.main(["check"]) == code
     assert len(capsys.readouterr().out.splitlines()) == 3

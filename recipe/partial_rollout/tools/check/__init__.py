@@ -1,0 +1,1 @@
+"""``check``: this machine, and what a run on it would be and lacks."""

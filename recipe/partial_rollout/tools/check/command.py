@@ -1,0 +1,229 @@
+"""Can a run start? This machine; or, with a run's overrides, its settings and inputs, its plan, and what it lacks here.
+
+All that needs no GPU and no Ray. Exit code: 0, 2 if the settings do not hold, 3 if a line says FAIL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.partial_rollout.config.choices import Mode
+from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices, trainer_devices
+from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.preflight.inputs import (
+    check_critic,
+    check_lengths,
+    check_rows,
+    check_vocabulary,
+    find_tools,
+    missing_inputs,
+    missing_packages,
+    prompt_lengths,
+    size_bucket,
+)
+from recipe.partial_rollout.preflight.placement_check import cpus_for_ray
+from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
+from recipe.partial_rollout.preflight.rows import check_files, check_steps
+from recipe.partial_rollout.preflight.rules import replica_devices
+from recipe.partial_rollout.preflight.settings_check import check_settings
+from recipe.partial_rollout.preflight.user_code import check_code
+from recipe.partial_rollout.tools.check import machine
+from recipe.partial_rollout.tools.check.machine import Finding, missing
+from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelShape, check_memory, checkpoint_gib, shape_of
+from recipe.partial_rollout.tools.command_line import described
+
+MISSING = 3
+"""exit code of a check whose settings hold, and that lacks data, model, packages or machine"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a line a finding, of this machine or of a run; the exit code of the module docstring."""
+    parser = argparse.ArgumentParser(
+        **described(
+            "check",
+            "Say whether a run can start, and what it lacks.",
+            "",
+            "--config-name recipe experiment=gsm8k_8gpu_4b arm=pr",
+            more="Without arguments: this machine, in half a minute, with one request to the model hub unless "
+            "HF_HUB_OFFLINE is set. With a run's overrides: its settings and inputs, its plan, memory of a device. Exit "
+            "code: 0, 2 if the settings do not hold, 3 if a line says FAIL.",
+        )
+    )
+    parser.add_argument("--config-name", metavar="NAME", help="config of the run, of conf/")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="hydra's overrides of the run")
+    given = parser.parse_args(arguments)
+    if given.config_name or given.overrides:
+        from recipe.partial_rollout import main_ppo
+
+        name = [f"--config-name={given.config_name}"] if given.config_name else []
+        sys.argv[1:] = [main_ppo.CHECK, *name, *given.overrides]
+        main_ppo.main()
+        return 0
+    # vLLM reads it when it is imported; its log would stand between the lines.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    return told(machine.findings())
+
+
+def told(findings: Iterable[Finding]) -> int:
+    """Print them; the exit code."""
+    stopped = False
+    for finding in findings:
+        print(finding, flush=True)
+        stopped |= finding.stops
+    return MISSING if stopped else 0
+
+
+def check_run(config: DictConfig) -> Iterator[Finding]:
+    """The plan of a run, then what it lacks.
+
+    Args:
+        config: resolved; an arm of verl's v1 trainer is checked as noPR, whose settings it shares.
+
+    Raises:
+        ConfigError: the settings do not hold, or an input that is there does not fit them.
+    """
+    settings = check_settings(_as_no_pr(config) if config.trainer.use_v1 else config)
+    find_tools(config)
+    check_code(config)
+    lacking = list(map(missing, missing_inputs(config)))
+    prompts = None if lacking else _check_contents(config)
+    shape = shape_of(config)
+    lacking += map(missing, missing_packages(config))
+    lacking += machine.lacks(config, shape.parameters if shape else None)
+    memory = DeviceMemory.of(config, shape) if shape else None
+    check_memory(config, memory)
+    yield from plan(config, settings, shape, memory, prompts)
+    yield from lacking
+
+
+def _as_no_pr(config: DictConfig) -> DictConfig:
+    copy: Any = OmegaConf.create(OmegaConf.to_container(config))
+    copy.trainer.use_v1 = copy.partial_rollout.enable = False
+    # The v1 trainer has no parts of the recipe's that these would replace.
+    copy.actor_rollout_ref.rollout.agent.agent_loop_manager_class = None
+    copy.actor_rollout_ref.rollout.checkpoint_manager_class = copy.trainer.checkpoint_callback_class = None
+    return copy
+
+
+def _check_contents(config: DictConfig) -> str:
+    """Check tokenizer, weight sync, prompts and columns; what the plan says of the prompts."""
+    from verl.trainer.ppo.utils import create_rl_dataset
+    from verl.utils.tokenizer import hf_tokenizer
+
+    data, model = config.data, config.actor_rollout_ref.model
+    check_files(config)
+    check_vocabulary(config)
+    check_critic(config)
+    size_bucket(config)
+    if not config.trainer.use_v1:
+        check_checkpoints(config)
+    tokenizer = hf_tokenizer(model.get("tokenizer_path") or model.path, trust_remote_code=model.trust_remote_code)
+    unfiltered: Any = OmegaConf.merge(data, {"filter_overlong_prompts": False})
+    most = data.get("train_max_samples", -1)
+    dataset: Any = create_rl_dataset(data.train_files, unfiltered, tokenizer, None, is_train=True, max_samples=most)
+    lengths = prompt_lengths(config, tokenizer, dataset)
+    check_lengths(config, lengths)
+    check_rows(config, dataset)
+    if not (config.trainer.use_v1 or data.filter_overlong_prompts):
+        check_made_of_rows(config, dataset)
+    over = int((lengths > data.max_prompt_length).sum())
+    held_out: Any = create_rl_dataset(data.val_files, data, tokenizer, None, is_train=False)
+    check_steps(config, len(lengths) - over, len(held_out))
+    return (
+        f"{len(lengths):,}, median {np.median(lengths):.0f} tokens, longest {lengths.max()}; {over:,} longer than "
+        f"{data.max_prompt_length:,} are left out; {(len(lengths) - over) // data.train_batch_size:,} steps an epoch"
+    )
+
+
+# -- the plan ------------------------------------------------------------------------------------------------------------
+
+
+def plan(
+    config: DictConfig,
+    settings: PartialRolloutConfig,
+    shape: ModelShape | None,
+    memory: DeviceMemory | None,
+    prompts: str | None,
+) -> Iterator[Finding]:
+    """What the run will be; what is None is not known, and left out."""
+    trainer, data = config.trainer, config.data
+    yield Finding("run", f"{trainer.project_name}/{trainer.experiment_name}: {_trainer(config, settings)}")
+    size = f"{shape.parameters / 1e6:,.1f} M parameters" if shape else "size not known: no config.json of a dense model"
+    yield Finding("model", f"{config.actor_rollout_ref.model.path}: {size}")
+    replicas = max(1, (engine_devices(config) or trainer_devices(config)) // replica_devices(config))
+    yield Finding("devices", f"{_devices(config, replicas)}; {cpus_for_ray(config)} CPUs for Ray")
+    sizes = f"prompts up to {data.max_prompt_length:,} tokens, responses up to {data.max_response_length:,}"
+    yield Finding("batch", f"{settings.batch_groups} prompts x {settings.samples_per_group} samples; {sizes}")
+    if prompts:
+        yield Finding("prompts", prompts)
+    samples = _in_flight(config, settings)
+    yield Finding("in flight", f"up to {samples:,} samples, {-(-samples // replicas):,} a replica")
+    if memory:
+        yield from _memory(config, memory)
+    yield Finding("reads", f"{data.train_files}, {data.val_files}")
+    saved = "no checkpoints"
+    if trainer.save_freq > 0:
+        size = f" of {checkpoint_gib(config, shape.parameters):.1f} GiB" if shape else ""
+        at_once = machine.checkpoints_at_once(config)
+        saved = f"a checkpoint every {trainer.save_freq} steps{size}, {at_once} at once"
+    logger = OmegaConf.to_container(trainer.logger) if OmegaConf.is_list(trainer.logger) else trainer.logger
+    yield Finding("writes", f"{trainer.default_local_dir}: config, metrics, trace, {saved}; logger {logger}")
+
+
+def _trainer(config: DictConfig, settings: PartialRolloutConfig) -> str:
+    algorithm = f"{config.algorithm.adv_estimator}, {config.actor_rollout_ref.actor.strategy}"
+    if config.trainer.use_v1:
+        return f"verl's own v1 trainer, {config.trainer.v1.trainer_mode}; {algorithm}"
+    if not settings.enable:
+        return f"noPR, verl's synchronous rollout; {algorithm}"
+    how = "separate" if settings.separate else f"mode {settings.mode}"
+    return f"PR, {how}, overlap {settings.overlap:g}, max_staleness {settings.max_staleness}; {algorithm}"
+
+
+def _devices(config: DictConfig, replicas: int) -> str:
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    theirs = f"{trainer.nnodes} x {trainer.n_gpus_per_node} {trainer.device}"
+    if not engine_devices(config):
+        return f"{theirs}; {replicas} engine replicas"
+    engines = f"{rollout.nnodes} x {rollout.n_gpus_per_node} for {replicas} engine replicas"
+    return f"{theirs} for the trainer, {engines}; weights by {rollout.checkpoint_engine.backend}"
+
+
+def _in_flight(config: DictConfig, settings: PartialRolloutConfig) -> int:
+    """Samples at once, at most."""
+    samples = settings.batch_samples
+    if settings.enable and settings.mode is not Mode.SSIM:
+        return max(samples, Admission(settings).most_per_version() * settings.samples_per_group)
+    if config.trainer.use_v1 and config.trainer.v1.trainer_mode == "colocate_async":
+        samples += int(samples * config.trainer.v1.colocate_async.num_warmup_batches)
+    return samples
+
+
+def _memory(config: DictConfig, memory: DeviceMemory) -> Iterator[Finding]:
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if str(actor.strategy).startswith("fsdp"):
+        offloaded = [name for name in ("param", "optimizer") if actor.fsdp_config[f"{name}_offload"]]
+        where = f" ({' and '.join(offloaded)} offloaded between updates)" if offloaded else ""
+        yield Finding(
+            "trainer",
+            f"per device {memory.trainer:.1f} GiB at an update{where}: weights {memory.weights:.1f}, gradients "
+            f"{memory.weights:.1f}, Adam {2 * memory.weights:.1f}; logits of {actor.ppo_max_token_len_per_gpu:,} tokens "
+            f"{memory.logits:.1f} GiB with their gradient",
+        )
+    if memory.engine is None or memory.kv_tokens is None:
+        yield Finding("engine", f"per device weights {memory.engine_weights:.2g} GiB")
+        return
+    full = memory.kv_tokens / (rollout.prompt_length + rollout.response_length)
+    yield Finding(
+        "engine",
+        f"per device {memory.engine:.0f} GiB (gpu_memory_utilization={rollout.gpu_memory_utilization:g} of "
+        f"recipe.gpu_gib={config.recipe.gpu_gib:g}): weights {memory.engine_weights:.1f}, the rest at most "
+        f"{memory.kv_tokens:,} tokens of KV a replica, {full:,.0f} samples of full length",
+    )

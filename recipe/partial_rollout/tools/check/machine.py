@@ -1,0 +1,277 @@
+"""What this machine is, in the order in which it is mended, and what it lacks for a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.partial_rollout.config.keys import ConfigError
+from recipe.partial_rollout.preflight.inputs import INSTALL_GPU, PACKAGES, reach_hub
+from recipe.partial_rollout.preflight.placement_check import CPUS_PER_TRAINER, check_cpus
+from recipe.partial_rollout.tools.check.memory import GIB, QWEN3, STATE, checkpoint_gib
+from recipe.partial_rollout.waits import one_line
+from verl_ext import attention, check, command
+from verl_ext.guard import GPU_PAIR, installed, installed_pair
+
+_ANSWER_S = 20.0
+"""for nvidia-smi, which takes seconds where the driver does not stay loaded"""
+_LEAST_SHARED_GIB = 1.0
+_LEAST_DRIVER = 580
+"""of CUDA 13, with which the extra ``gpu`` is built"""
+
+
+class Finding(NamedTuple):
+    """One line of a check."""
+
+    name: str
+    said: str
+    remedy: str = ""
+    """what to do about it; empty where all is well"""
+    stops: bool = False
+    """whether no run can start before that is done"""
+
+    def __str__(self) -> str:
+        sign = "FAIL" if self.stops else "note" if self.remedy else "ok"
+        return f"{sign:<5} {self.name:<16}{self.said}{f': {self.remedy}' if self.remedy else ''}"
+
+
+def missing(error: ConfigError) -> Finding:
+    """An input that is not there."""
+    return Finding("missing", str(error), stops=True)
+
+
+def findings() -> Iterator[Finding]:
+    """All of this machine."""
+    found = gpus() if wants_gpu() else []
+    yield versions()
+    yield stack()
+    if wants_gpu():
+        yield device(found)
+        yield compiler()
+    else:
+        yield Finding("device", "CPU" if os.environ.get("VERL_PLATFORM") else "no GPU: nvidia-smi is not found")
+    yield flash_attention()
+    yield from packages()
+    yield engine()
+    yield shared_memory()
+    yield cpus(len(found))
+    yield disk()
+    yield hub()
+    yield swanlab()
+
+
+def wants_gpu() -> bool:
+    """Whether runs here are meant for GPUs: there are some, and ``VERL_PLATFORM`` does not say cpu."""
+    return shutil.which("nvidia-smi") is not None and os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu"
+
+
+def gpus() -> list[tuple[str, str, str]]:
+    """Name, driver's version and memory of each GPU, as nvidia-smi says; none where it fails."""
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=_ANSWER_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = (tuple(part.strip() for part in line.split(",")) for line in done.stdout.splitlines())
+    return [(row[0], row[1], row[2]) for row in rows if len(row) == 3]
+
+
+def versions() -> Finding:
+    """The releases in place; ``stack`` refuses those that are no tested pair."""
+    pair = installed_pair()
+    said = f"verl {installed('verl')}, {pair}, transformers {installed('transformers')}, Ray {installed('ray')}"
+    if wants_gpu() and pair != GPU_PAIR:
+        return Finding("versions", said, f"for GPUs {GPU_PAIR} is tested; {INSTALL_GPU}", stops=True)
+    return Finding("versions", f"{said}, Python {sys.version.split()[0]}")
+
+
+def stack() -> Finding:
+    """Whether all of it imports, fits together, and is of this distribution."""
+    problem = check.failure()
+    if problem is not None:
+        return Finding("stack", problem, INSTALL_GPU if wants_gpu() else "bash run_scripts/setup.sh", stops=True)
+    from verl.plugin.platform import get_platform
+
+    return Finding("stack", f"imports; platform {get_platform().vendor_name}; {command.NAME} from {command.OURS}")
+
+
+def device(found: list[tuple[str, str, str]]) -> Finding:
+    """Whether torch sees the GPUs that nvidia-smi sees."""
+    import torch
+
+    if not found:
+        remedy = "give this machine or container one (--gpus all)"
+        return Finding("device", "nvidia-smi lists no GPU", remedy, stops=True)
+    name, driver, memory = found[0]
+    said = f"{len(found)} x {name}, {memory}, driver {driver}"
+    if torch.cuda.is_available():
+        return Finding("device", said)
+    said += f", and torch {torch.__version__} sees none"
+    if torch.version.cuda is None:
+        return Finding("device", said, f"this torch is built without CUDA; {INSTALL_GPU} brings one", stops=True)
+    major = int(driver.split(".")[0]) if driver.split(".")[0].isdigit() else 0
+    remedy = "set CUDA_VISIBLE_DEVICES to a device that is there, or see `python -c 'import torch; torch.cuda.init()'`"
+    if major < _LEAST_DRIVER:
+        remedy = f"CUDA {torch.version.cuda} needs driver {_LEAST_DRIVER} or newer"
+    return Finding("device", said, remedy, stops=True)
+
+
+def compiler() -> Finding:
+    """Whether Triton can build the launchers of its kernels, which it does at run time."""
+    names = [name for name in (os.environ.get("CC"), "gcc", "clang") if name]
+    found = next(filter(None, map(shutil.which, names)), None)
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if found is None:
+        return Finding("compiler", "no C compiler", "apt-get install gcc, or name one with CC", stops=True)
+    if not header.is_file():
+        remedy = f"apt-get install python{sysconfig.get_python_version()}-dev"
+        return Finding("compiler", f"{found}, but no {header}", remedy, stops=True)
+    return Finding("compiler", f"{found}, {header}")
+
+
+def flash_attention() -> Finding:
+    """What the trainer's models are built with."""
+    problem = attention.flash_attn_problem()
+    said = attention.FLASH if problem is None else f"{attention.FALLBACK}, unpacked"
+    if problem is None or not wants_gpu():
+        return Finding("attention", said)
+    return Finding("attention", f"{said}: {problem}", attention.INSTALL)
+
+
+def packages() -> Iterator[Finding]:
+    """What some configurations import, and others do not."""
+    for module, key, value, brought_by in PACKAGES:
+        there = find_spec(module) is not None
+        said = f"{'' if there else 'not '}installed; {key.rpartition('.')[2]}={value} needs it"
+        on_gpus = brought_by == INSTALL_GPU and not wants_gpu()
+        yield Finding(
+            module, said + (", on GPUs" if on_gpus and not there else ""), "" if there or on_gpus else brought_by
+        )
+
+
+def engine() -> Finding:
+    """Model runner and scheduler that vLLM itself chooses for a model of the recipes' kind."""
+    try:
+        from transformers import Qwen3Config
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        from recipe.partial_rollout.engine.replica import chosen_by
+
+        with tempfile.TemporaryDirectory() as directory:
+            # Of a model vLLM reads no more than this to plan its engine.
+            tiny = {
+                "hidden_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "head_dim": 32,
+                "vocab_size": 64,
+            }
+            Qwen3Config(**tiny, architectures=["Qwen3ForCausalLM"]).save_pretrained(directory)
+            args = AsyncEngineArgs(
+                model=directory, skip_tokenizer_init=True, max_model_len=128, distributed_executor_backend="mp"
+            )
+            chosen = chosen_by(args.create_engine_config())
+    except Exception as error:
+        return Finding("engine", "vLLM does not say what it would run", one_line(error))
+    return Finding("engine", f"{chosen} (Qwen3, as vLLM decides here)")
+
+
+def shared_memory() -> Finding:
+    """Whether Ray's object store and NCCL have room in ``/dev/shm``."""
+    total = psutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0
+    remedy = "" if total >= _LEAST_SHARED_GIB else "docker run --ipc=host, or --shm-size=16g"
+    return Finding("shared memory", f"{total:.1f} GiB in /dev/shm", remedy, stops=bool(remedy) and wants_gpu())
+
+
+def cpus(devices: int) -> Finding:
+    """Whether Ray can place a trainer on every GPU."""
+    have, needed = os.cpu_count() or 1, CPUS_PER_TRAINER * devices + 1
+    if not devices:
+        return Finding("CPUs", f"{have}")
+    if have >= needed:
+        return Finding("CPUs", f"{have}; training on {devices} GPUs needs {needed} for Ray")
+    fit = (have - 1) // CPUS_PER_TRAINER
+    remedy = f"{needed} CPUs" + (f", or train on {fit} (GPUS_PER_NODE={fit})" if fit else "")
+    said = f"{have}; Ray would wait for ever for those of {devices} GPU{'s' * (devices > 1)}"
+    return Finding("CPUs", said, remedy, stops=not fit)
+
+
+def disk() -> Finding:
+    """Room for checkpoints where runs write by default."""
+    free, gib = (
+        free_disk_gib(Path("outputs")),
+        {name: QWEN3[name].parameters * 4 * STATE / GIB for name in ("0.6B", "4B")},
+    )
+    sizes = ", ".join(f"{each:.0f} GiB for Qwen3-{name}" for name, each in gib.items())
+    remedy = "" if free >= 3 * gib["0.6B"] else "OUT=DIR on a larger disk, or trainer.save_freq=-1"
+    return Finding("disk", f"{free:.0f} GiB free for outputs; a checkpoint takes {sizes}", remedy)
+
+
+def hub() -> Finding:
+    """Whether models and data can be fetched; the only request that is sent."""
+    try:
+        reach_hub()
+    except Exception as error:
+        # The client raises what its transport raises.
+        remedy = "local folders serve: MODEL=DIR, tools data --from DIR"
+        return Finding("hub", f"not reached ({one_line(error)})", remedy)
+    return Finding("hub", "answers")
+
+
+def swanlab() -> Finding:
+    """Where SwanLab would log."""
+    from recipe.partial_rollout.training.swanlab_run import has_key
+
+    return Finding("SwanLab", "a key: runs go to the cloud" if has_key() else "no key: runs go to the local board")
+
+
+# -- what a run needs of it ----------------------------------------------------------------------------------------------
+
+
+def checkpoints_at_once(config: DictConfig) -> int:
+    """Checkpoints on disk at the worst moment: those that are kept, and one that is being written."""
+    return (config.trainer.get("max_actor_ckpt_to_keep") or 1) + 1
+
+
+def free_disk_gib(directory: Path) -> float:
+    """Space that is left where ``directory`` is, or will be."""
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free / GIB
+
+
+def lacks(config: DictConfig, parameters: int | None) -> Iterator[Finding]:
+    """What this machine lacks for a run, if it is the one that will train.
+
+    It is not where a Ray cluster is joined, or where the devices are GPUs and it has none.
+    """
+    address = os.environ.get("RAY_ADDRESS") or OmegaConf.select(config, "ray_kwargs.ray_init.address")
+    trainer = config.trainer
+    if address not in (None, "", "local") or trainer.nnodes > 1:
+        return
+    if trainer.device == "cuda" and shutil.which("nvidia-smi") is None:
+        return
+    if trainer.device == "cuda" and wants_gpu():
+        yield from (found for found in (device(gpus()), compiler(), shared_memory()) if found.stops)
+    try:
+        check_cpus(config, OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus") or os.cpu_count() or 1)
+    except ConfigError as error:
+        yield missing(error)
+    if trainer.save_freq <= 0 or parameters is None:
+        return
+    directory, each = Path(str(trainer.default_local_dir)), checkpoint_gib(config, parameters)
+    count, free = checkpoints_at_once(config), free_disk_gib(directory)
+    if free < each * count:
+        said = f"{free:.0f} GiB free for trainer.default_local_dir={directory}"
+        remedy = f"{each * count:.0f} GiB for {count} checkpoints of {each:.1f} GiB (trainer.max_actor_ckpt_to_keep)"
+        yield Finding("disk", said, remedy, stops=True)
