@@ -71,7 +71,7 @@ def pair(inputs, count_start, read_run):
 
 @pytest.mark.parametrize("arm", ["nopr", "pr", "colocate_async"])
 @pytest.mark.parametrize("experiment", ["gsm8k_1gpu_0.6b", "gsm8k_calculator_1gpu_0.6b"])
-def test_dry_run_passes_where_everything_is_there(inputs, experiment, arm):
+def test_check_passes_where_everything_is_there(inputs, experiment, arm):
     done = run_script(experiment, arm, inputs, DRY_RUN="1")
     assert done.returncode == 0, done.stdout[-3000:]
     assert "4 prompts x 4 samples" in done.stdout and "FAIL" not in done.stdout
