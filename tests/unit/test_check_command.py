@@ -1,5 +1,6 @@
 """``main_ppo`` with ``--check``, and before Ray starts: a user's mistake is one line and exit code 2, whoever finds it."""
 
+import logging
 import runpy
 import sys
 
@@ -67,6 +68,8 @@ def test_mistake_that_hydra_or_omegaconf_finds_is_one_line(monkeypatch, capsys, 
 )
 def test_start_of_verls_own_trainer_tells_a_mistake_in_one_line(monkeypatch, capsys, arguments, line):
     monkeypatch.setattr(sys, "argv", ["verl_trainer", "--config-name=recipe", *arguments])
+    # Handlers of earlier tests hold streams that pytest has closed.
+    monkeypatch.setattr(logging, "raiseExceptions", False)
     with pytest.raises(SystemExit) as caught:
         runpy.run_module("recipe.partial_rollout.tools.verl_trainer", run_name="__main__")
     said = capsys.readouterr().err

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 from omegaconf import DictConfig, OmegaConf
@@ -170,7 +170,7 @@ def engine() -> Finding:
 
         with tempfile.TemporaryDirectory() as directory:
             # Of a model vLLM reads no more than this to plan its engine.
-            tiny = {
+            tiny: dict[str, Any] = {
                 "hidden_size": 64,
                 "num_hidden_layers": 2,
                 "num_attention_heads": 2,
