@@ -110,7 +110,7 @@ class LoopWorker(ScriptedWorker):
         self.tools = journaled(life.functions, 10.0)
         self.config.partial_rollout.tools = life.tools
         self.config.partial_rollout.failures.sample_timeout_s = life.sample_timeout_s
-        self.vocabulary = 1000
+        self.rollout_config, self.vocabulary = life.config.actor_rollout_ref.rollout, 1000
         self.llm_client = PartialRolloutLLMClient(life.config)
 
     def _sampling_params(self):

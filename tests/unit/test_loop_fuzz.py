@@ -159,7 +159,7 @@ class Loops:
         raise asyncio.CancelledError
 
     async def exit(self, step, run, before):
-        raise ValueError("as a tool that exits")
+        raise SystemExit(2)
 
 
 async def always(self, step, run, before):

@@ -230,6 +230,8 @@ def test_validation_that_waits_for_what_carried_samples_hold_ends_in_words_and_m
         (lambda ids: output_of(PROMPT, [*ids, 2]), "1 tokens as generated that no engine call made"),
         (lambda ids: output_of([*PROMPT, 1], ids), "made after another context (of 3 tokens)"),
         (lambda ids: output_of(PROMPT, ids, [1]), "5 tokens with a mask of 1"),
+        (lambda ids: output_of([7] * 17, ids), "a prompt of 17 tokens (actor_rollout_ref.rollout.prompt_length=16)"),
+        (lambda ids: output_of(PROMPT, [*ids, *[2] * 60], [1] * 5 + [0] * 60), "a response of 65 tokens"),
         (lambda ids: output_of(PROMPT, [*ids, 2], [1] * 5 + [0]), None),
         (lambda ids: output_of(PROMPT, ids, [0, 0, 1, 1, 1]), None),
         (lambda ids: output_of(PROMPT, ids[:2]), None),
