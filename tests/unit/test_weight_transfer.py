@@ -94,7 +94,7 @@ class Trainers:
 
 
 class Versions:
-    """The manager's and the trace's part in a sync."""
+    """The part of the manager and of the run's log in a sync."""
 
     def __init__(self, log):
         self.log, self.source = log, SimpleNamespace(left=9, take=lambda count: None)
@@ -108,9 +108,9 @@ class Versions:
 
         return SimpleNamespace(remote=answer)
 
-    def phase(self, name, version, start, end):
-        assert start <= end
-        self.log.append(name)
+    def add(self, phase):
+        assert phase.start <= phase.end
+        self.log.append(phase.name)
 
 
 async def nothing(*_):
@@ -123,7 +123,7 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
     replicas, versions = [Replica("a", log), Replica("b", log, **b)], Versions(log)
     control = ServerControl(replicas, 5.0, restarts=1)
     settings = SimpleNamespace(separate=placement == "separate", deadlines=Deadlines(), batch_groups=1)
-    context = SimpleNamespace(settings=settings, control=control, trace=versions, source=versions.source, last_step=99)
+    context = SimpleNamespace(settings=settings, control=control, log=versions, source=versions.source, last_step=99)
     pool = SimpleNamespace(ended=lambda: asyncio.sleep(1e6), open_round=nothing)
     roster, guard = SimpleNamespace(announce_restarted=nothing), Guard(context, versions, pool)
     driver = Driver(context, versions, None, pool, roster, None, guard)
