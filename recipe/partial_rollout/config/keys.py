@@ -230,7 +230,9 @@ def _leaves(node: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def nearest(name: str, names: list[str]) -> str | None:
-    """The name that the user probably meant: the same key of another section, or one spelt similarly."""
-    last = name.rpartition(".")[2]
-    found = [each for each in names if each.rpartition(".")[2] == last] or get_close_matches(name, names, 1, cutoff=0.5)
+    """The name that the user probably meant: the same key of another section, one that begins alike, or is spelt alike."""
+    last, beginning = name.rpartition(".")[2], name.rpartition("_")[0]
+    same = [each for each in names if each.rpartition(".")[2] == last]
+    alike = [each for each in names if beginning and each.startswith(f"{beginning}_")]
+    found = same or get_close_matches(name, alike, 1, cutoff=0) or get_close_matches(name, names, 1, cutoff=0.5)
     return found[0] if found else None
