@@ -79,10 +79,11 @@ def test_script_runs_ours_beside_other_recipes(script, tmp_path):
 @pytest.mark.parametrize("tool", TOOLS)
 def test_help_of_a_tool_names_it_as_it_was_typed(monkeypatch, capsys, tool):
     for typed, name in (
-        ("/a/bin/partial-rollout", f"partial-rollout tools {tool}"),
-        ("/a/tools/__main__.py", f"python -m recipe.partial_rollout.tools {tool}"),
+        (["/a/bin/partial-rollout", "tools"], f"partial-rollout tools {tool}"),
+        (["/a/bin/partial-rollout", tool], f"partial-rollout {tool}"),
+        (["/a/tools/__main__.py"], f"python -m recipe.partial_rollout.tools {tool}"),
     ):
-        monkeypatch.setattr(sys, "argv", [typed])
+        monkeypatch.setattr(sys, "argv", typed)
         with pytest.raises(SystemExit) as caught:
             tools([tool, "--help"])
         said = capsys.readouterr().out

@@ -15,8 +15,10 @@ _COMMAND = "partial-rollout"
 
 def typed(name: str = "", door: str = HERE) -> str:
     """What a user types to run tool ``name``: the console script's way if that is how this process was started."""
-    by_script = door == HERE and Path(sys.argv[0]).name == _COMMAND
-    return f"{_COMMAND} tools {name}".rstrip() if by_script else f"python -m {door} {name}".rstrip()
+    if door != HERE or Path(sys.argv[0]).name != _COMMAND:
+        return f"python -m {door} {name}".rstrip()
+    between = "" if sys.argv[1:2] == [name] else "tools "
+    return f"{_COMMAND} {between}{name}".rstrip()
 
 
 class HelpFormatter(argparse.HelpFormatter):
