@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from msgspec import Struct, structs
 
@@ -24,19 +25,11 @@ from recipe.partial_rollout.tools.reading.lineage import Lineage
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError, iter_lines, read_log
 
 
-class _Logged(Struct):
-    """A line of verl's file logger."""
+class StepMetrics(Struct, frozen=True):
+    """A line of verl's file logger: a training step, or the validation before the first step."""
 
     step: int
-    data: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class StepMetrics:
-    """One line: a training step, or the validation before the first step."""
-
-    step: int
-    values: dict[str, float] = field(repr=False)
+    values: dict[str, Any] = msgspec.field(name="data")
     """metrics by verl's key; NaN, which verl logs as null, is left out"""
 
     @property
@@ -53,9 +46,9 @@ def read_metrics(path: Path) -> tuple[list[StepMetrics], list[str]]:
     """
     warnings: list[str] = []
     found = []
-    for _, line in iter_lines(path, _Logged, warnings):
-        numbers = {key: float(value) for key, value in line.data.items() if isinstance(value, int | float)}
-        found.append(StepMetrics(line.step, numbers))
+    for _, line in iter_lines(path, StepMetrics, warnings):
+        numbers = {key: float(value) for key, value in line.values.items() if isinstance(value, int | float)}
+        found.append(structs.replace(line, values=numbers))
     return found, warnings
 
 
