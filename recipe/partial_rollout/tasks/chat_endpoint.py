@@ -115,9 +115,10 @@ class ChatEndpoint:
             raise ChatError("no token is left of data.max_response_length", "context_length_exceeded")
         most = min(room, request.get("max_completion_tokens") or request.get("max_tokens") or room)
         context, number = asked.prompt_ids + asked.response_ids, next(self._numbers)
-        turn = await self._loop.server_manager.generate(
-            self._name, prompt_ids=context, sampling_params={**self._sampling_params, "max_tokens": most}
-        )
+        params = {**self._sampling_params, "max_tokens": most}
+        if asked.tools and (ends := self._parser().stop_token_ids):
+            params["stop_token_ids"] = [*(params.get("stop_token_ids") or ()), *ends]
+        turn = await self._loop.server_manager.generate(self._name, prompt_ids=context, sampling_params=params)
         given = None if turn.log_probs is None else asked.log_probs
         merged, mask, log_probs = await self._loop.ct_merge_assistant_token(
             context, turn.token_ids, asked.mask, given, turn.log_probs
@@ -164,15 +165,17 @@ class ChatEndpoint:
             messages, tools, rewritten, await asyncio.to_thread(build, messages, tools=tools), [], [], []
         )
 
+    def _parser(self) -> ToolParser:
+        return ToolParser.get_tool_parser(self._loop.rollout_config.multi_turn.format, self._loop.tokenizer)
+
     async def _message(self, token_ids: list[int], tools: Any, number: int) -> dict[str, Any]:
         tokenizer: Any = self._loop.tokenizer
         calls: list[FunctionCall] = []
         if token_ids[-1:] == [tokenizer.eos_token_id]:
             token_ids = token_ids[:-1]
         if tools:
-            parser = ToolParser.get_tool_parser(self._loop.rollout_config.multi_turn.format, tokenizer)
             schemas = [OpenAIFunctionToolSchema.model_validate(tool) for tool in tools]
-            content, calls = await parser.extract_tool_calls(token_ids, schemas)
+            content, calls = await self._parser().extract_tool_calls(token_ids, schemas)
         if not calls:
             return {"role": "assistant", "content": tokenizer.decode(token_ids, skip_special_tokens=True)}
         functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
