@@ -34,7 +34,7 @@ async def test_round_of_a_dataset_without_verls_columns_is_noted(monkeypatch, co
     manager.context = SimpleNamespace(
         settings=settings,
         steps_per_epoch=1,
-        trace=SimpleNamespace(round=rounds.append),
+        log=SimpleNamespace(round=rounds.append),
         control=SimpleNamespace(load=nothing),
         slots=SimpleNamespace(reckon=lambda calls: None),
         full_concurrency=2,
