@@ -122,14 +122,10 @@ def _of_hub(path: str, key: str) -> Path:
         return Path(hf_hub_download(path, "config.json"))
     except Exception as error:
         # The client raises what its transport raises; whatever it is, the model is not here.
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise fail(
-            key,
-            path,
-            "a local model directory with config.json, or a model of the hub, which does not give it "
-            f"({type(error).__name__}: {why}): `hf download {path} --local-dir DIR` where the hub can be reached, "
-            "then MODEL=DIR or this key",
-        ) from error
+        remedy = f"`hf download {path} --local-dir DIR` where the hub can be reached, then MODEL=DIR or this key"
+        words = "a local model directory with config.json, or a model of the hub, which does not give it"
+        why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
+        raise fail(key, path, f"{words} ({why}): {remedy}") from error
 
 
 def fetch_model(config: DictConfig) -> None:

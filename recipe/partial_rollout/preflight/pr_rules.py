@@ -46,10 +46,6 @@ def _no_replay(engine: str) -> Rule:
     )
 
 
-def _keeps_kv(config: DictConfig) -> bool:
-    return config.partial_rollout.resume_kv == ResumeKV.KEEP
-
-
 # -- the correction ----------------------------------------------------------------------------------------------------
 
 
@@ -140,16 +136,10 @@ PR_RULES = (
     _no_replay("veomni"),
     Rule(
         "partial_rollout.resume_kv",
-        lambda _, c: not c.actor_rollout_ref.rollout.free_cache_engine,
-        f"recompute with {ROLLOUT}.free_cache_engine=True: an engine that sleeps gives its KV cache up, and the recipe "
-        "does not use vLLM's KV offloading",
-        _keeps_kv,
-    ),
-    Rule(
-        "partial_rollout.resume_kv",
-        lambda _, c: c.actor_rollout_ref.rollout.enable_prefix_caching,
-        f"recompute with {ROLLOUT}.enable_prefix_caching=False",
-        _keeps_kv,
+        lambda _, c: (r := c.actor_rollout_ref.rollout).enable_prefix_caching and not r.free_cache_engine,
+        f"recompute with {ROLLOUT}.enable_prefix_caching=False, or free_cache_engine=True: an engine that sleeps gives "
+        "its KV cache up, and the recipe does not use vLLM's KV offloading",
+        lambda c: c.partial_rollout.resume_kv == ResumeKV.KEEP,
     ),
     _must("distillation.enabled", False, "its loss has no correction"),
     Rule(
