@@ -28,14 +28,15 @@ from recipe.partial_rollout.config.settings import CONF_DIR
 from recipe.partial_rollout.preflight.rules import loggers
 from recipe.partial_rollout.waits import one_line
 
-BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+_ROLLOUT = "actor_rollout_ref.rollout"
+BUCKET = f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 _LEAST_MIB, _VERLS_MIB = 64, 2048
 """a bucket for small models, and verl's default, for a model whose sizes are not known"""
 INSTALL_GPU = "PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh"
 INSTALL_REASONING_GYM = "pip install reasoning-gym==0.1.25"
 REASONING_GYM = "pkg://recipe.partial_rollout.tasks.reasoning_gym"
 MODEL = "actor_rollout_ref.model.path"
-_TURNS = "actor_rollout_ref.rollout.multi_turn"
+_TURNS = f"{_ROLLOUT}.multi_turn"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PROBE_S = 5.0
 """for the hub to answer; its client would retry for half a minute"""
@@ -182,6 +183,20 @@ def check_vocabulary(config: DictConfig) -> None:
     print(f"{MODEL}={path}: {said}; the engine samples none of the {rows - tokens} beyond")
 
 
+def check_engine(config: DictConfig) -> None:
+    """Check that the model has positions for the longest sample, and heads that the engine's devices can share."""
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    config_json, parts = model_config(str(model.path)), rollout.tensor_model_parallel_size
+    text = {**(config_json.get("text_config") or config_json), **(model.get("override_config") or {})}
+    most, heads = text.get("max_position_embeddings"), text.get("num_attention_heads")
+    asked = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    if most and asked > most:
+        words = f"at most {most} with the prompt: the model's max_position_embeddings"
+        raise fail(f"{_ROLLOUT}.max_model_len or response_length", asked, words)
+    if heads and heads % parts:
+        raise fail(f"{_ROLLOUT}.tensor_model_parallel_size", parts, f"a divisor of the model's {heads} attention heads")
+
+
 def check_critic(config: DictConfig) -> None:
     """Check for tied embeddings beside a critic of mbridge, which would save the critic's head as its embeddings.
 
@@ -280,12 +295,13 @@ class Package(NamedTuple):
 
     module: str
     key: str
-    value: str
+    value: str | bool
     brought_by: str = INSTALL_GPU
 
 
 PACKAGES = (
     Package("cupy", "actor_rollout_ref.rollout.checkpoint_engine.backend", "nccl"),
+    Package("liger_kernel", "actor_rollout_ref.model.use_liger", True, "pip install liger-kernel"),
     Package("transfer_queue", "trainer.v1.trainer_mode", "colocate_async"),
     Package("reasoning_gym", "reward.custom_reward_function.path", REASONING_GYM, INSTALL_REASONING_GYM),
     Package("megatron", "actor_rollout_ref.actor.strategy", "megatron", "pip install -e '.[megatron]'"),

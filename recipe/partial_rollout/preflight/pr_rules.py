@@ -121,6 +121,7 @@ PR_RULES = (
     _must(
         f"{ROLLOUT}.calculate_log_probs", True, "samples span policy versions, so the engine's own log-probs are needed"
     ),
+    _must(f"{ROLLOUT}.logprobs_mode", "processed_logprobs", "others are not log-probs of what was sampled"),
     _must(
         f"{ROLLOUT}.enable_rollout_routing_replay",
         False,

@@ -37,7 +37,6 @@ _ALIKE = (
     "data.train_max_samples",
     "data.prompt_key",
     "data.apply_chat_template_kwargs",
-    "data.sampler.class_path",
     "data.dataloader_num_workers",
     "actor_rollout_ref.model.custom_chat_template",
     "actor_rollout_ref.model.lora_rank",
@@ -57,7 +56,6 @@ _BOUNDS = {
 """PR: keys that may grow, and why they may not shrink"""
 _HASHED_BYTES = 1 << 20
 """at the beginning and at the end of a file of weights"""
-_ROWS_AT_ONCE = 1000
 _WORDS = "*token*", "vocab.*", "merges.txt", "*.model", "*.jinja"
 """files of a tokenizer and of its chat template"""
 
@@ -192,13 +190,10 @@ def rows_identity(dataset: Sequence[Any]) -> str:
     frame = getattr(dataset, "dataframe", None)
     if frame is None or not hasattr(frame, "with_format"):
         return f"{len(dataset)} rows"
-    return f"{len(dataset)} rows, hash {_digest(_as_json(frame))}"
-
-
-def _as_json(frame: Any) -> Iterable[bytes]:
-    """Rows as values: Arrow's bytes differ with a file's row groups and its writer's types."""
-    for table in frame.with_format("arrow").iter(_ROWS_AT_ONCE):
-        yield json.dumps(table.to_pylist(), sort_keys=True, default=repr).encode()
+    # As values: Arrow's bytes differ with a file's row groups and its writer's types.
+    tables = frame.with_format("arrow").iter(1000)
+    rows = (json.dumps(table.to_pylist(), sort_keys=True, default=repr).encode() for table in tables)
+    return f"{len(dataset)} rows, hash {_digest(rows)}"
 
 
 def _digest(chunks: Iterable[bytes]) -> str:

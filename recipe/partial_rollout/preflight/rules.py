@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -176,7 +176,7 @@ def _folder(key: str) -> Rule:
 
 def loggers(given: Any) -> list[str]:
     """Names in ``trainer.logger``, which may be one."""
-    return [given] if isinstance(given, str) else list(given)
+    return list(given) if OmegaConf.is_list(given) or isinstance(given, list) else [given]
 
 
 def load_formats() -> Collection[str]:
@@ -218,10 +218,15 @@ _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 _DTYPES = {name for name in (*HALF_LIST, *FLOAT_LIST, *BFLOAT_LIST) if isinstance(name, str)}
 _MEANS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _LOSS = f"{ACTOR}.policy_loss.loss_mode"
+_SAMPLING = (ROLLOUT, f"{ROLLOUT}.val_kwargs")
 
 
 def _uses_groups(config: DictConfig) -> bool:
     return config.algorithm.adv_estimator in _GROUPED
+
+
+def _fsdp(config: DictConfig) -> bool:
+    return config.actor_rollout_ref.actor.strategy != "megatron"
 
 
 def _overlong(config: DictConfig) -> bool:
@@ -246,6 +251,9 @@ RULES = (
     least("trainer.total_training_steps", 1, or_null=True),
     *(least(key, 1) for key in (_BATCH, _N, _GPUS, "trainer.nnodes")),
     *(least(f"{ROLLOUT}.{part}_length", 1) for part in ("prompt", "response")),
+    *(least(f"{ROLLOUT}.{way}_parallel_size", 1) for way in ("tensor_model", "data", "pipeline_model")),
+    least("data.val_batch_size", 1, or_null=True),
+    *(least(key, 0, or_null=True) for key in ("data.seed", f"{ROLLOUT}.seed", "data.dataloader_num_workers")),
     shared(_BATCH, lambda c: samples(c, _BATCH), trainer_devices, _N, "device(s)"),
     Rule(
         "data.gen_batch_size",
@@ -261,7 +269,11 @@ RULES = (
         ),
     ),
     *(
-        Rule(f"data.{split}_files", lambda files, _: files, "a parquet file, or a list of them")
+        Rule(
+            f"data.{split}_files",
+            lambda files, _: files and not isinstance(files, int),
+            "a parquet file, or a list of them",
+        )
         for split in ("train", "val")
     ),
     Rule(
@@ -319,6 +331,12 @@ RULES = (
     ),
     one_of("algorithm.kl_penalty", {*_KL, *(f"{name}+" for name in _KL)}, lambda c: c.algorithm.use_kl_in_reward),
     one_of("algorithm.kl_ctrl.type", ("fixed", "adaptive"), lambda c: c.algorithm.use_kl_in_reward),
+    Rule(
+        f"{ACTOR}.clip_ratio_c",
+        lambda c, _: c and c > 1,
+        "above 1: verl asserts it",
+        lambda c: not c.partial_rollout.enable,
+    ),
     one_of(f"{ACTOR}.loss_agg_mode", _MEANS),
     Rule(
         "algorithm.rollout_correction.rollout_rs",
@@ -327,11 +345,17 @@ RULES = (
     ),
     least(f"{ACTOR}.ppo_epochs", 1),
     least(f"{ACTOR}.optim.lr", 0),
+    Rule(f"{ACTOR}.optim.clip_grad", lambda norm, _: norm and norm > 0, "above 0: a gradient's largest norm", _fsdp),
+    Rule(
+        f"{ACTOR}.checkpoint.save_contents",
+        lambda parts, _: "model" in parts and {*parts} <= {"model", "optimizer", "extra", "hf_model"},
+        "a list of model, optimizer, extra, hf_model, with model: a resume would go on from the first weights",
+    ),
     one_of(f"{ACTOR}.strategy", ("fsdp", "fsdp2", "megatron"), why=" (engine=fsdp2, engine=megatron)"),
     one_of(
         f"{ACTOR}.optim.lr_scheduler_type",
         ("constant", "cosine"),
-        lambda c: c.actor_rollout_ref.actor.strategy != "megatron",
+        _fsdp,
     ),
     one_of("trainer.device", ("cpu", "cuda", "npu")),
     one_of(f"{ACTOR}.fsdp_config.model_dtype", _DTYPES, lambda c: at(c, f"{ACTOR}.fsdp_config") is not None),
@@ -366,8 +390,11 @@ RULES = (
     ),
     Rule(f"{ROLLOUT}.temperature", lambda value, _: value > 0, "above 0: log-probs are taken at it"),
     least(f"{ROLLOUT}.val_kwargs.temperature", 0),
-    Rule(f"{ROLLOUT}.top_k", lambda value, _: value == -1 or value >= 1, "-1 for all tokens, or at least 1"),
-    share(f"{ROLLOUT}.top_p"),
+    least(f"{ROLLOUT}.val_kwargs.n", 1),
+    *(Rule(f"{node}.top_k", lambda k, _: k == -1 or k >= 1, "-1 for all tokens, or at least 1") for node in _SAMPLING),
+    *(share(f"{node}.top_p") for node in _SAMPLING),
+    *(least(f"{ROLLOUT}.max_num_{name}", 1) for name in ("seqs", "batched_tokens")),
+    one_of(f"{ROLLOUT}.scheduling_policy", ("fcfs", "priority")),
     share(f"{ROLLOUT}.gpu_memory_utilization"),
     Rule(
         f"{_DRAFTS}.method",
@@ -419,6 +446,12 @@ RULES = (
     unset(f"{ROLLOUT}.checkpoint_manager_class", "the recipe has its own"),
     unset("trainer.checkpoint_callback_class", "verl's v1 trainer alone calls it"),
     # what a run writes
+    Rule(
+        "trainer.project_name",
+        lambda name, _: re.fullmatch(r"[\w+.-]{1,100}", str(name), re.ASCII),
+        "up to 100 letters, digits and _ + - ., as swanlab takes it",
+        lambda c: "swanlab" in loggers(c.trainer.logger),
+    ),
     Rule(
         "trainer.logger",
         lambda given, _: given is not None and {*loggers(given)} <= {*Tracking.supported_backend, "tracking"},

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, check_keys
 from recipe.partial_rollout.preflight.inputs import (
     check_critic,
+    check_engine,
     check_vocabulary,
     find_tools,
     missing_inputs,
@@ -34,6 +35,7 @@ def check_config(config: DictConfig) -> PartialRolloutConfig:
     for error in (*missing_packages(config), *missing_inputs(config)):
         raise error
     check_vocabulary(config)
+    check_engine(config)
     check_critic(config)
     size_bucket(config)
     return settings

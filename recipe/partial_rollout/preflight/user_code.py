@@ -6,12 +6,12 @@ A worker would die of what does not load, a minute after the start, and its erro
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import io
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, _agent_loop_registry
@@ -22,6 +22,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.import_utils import import_external_libs, resolve_config_path
+from verl.workers.config.optimizer import build_optimizer
 
 from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.waits import one_line
@@ -79,17 +80,12 @@ def check_code(config: DictConfig) -> None:
     for node in ("actor_rollout_ref.actor", *(["critic"] if need_critic(config) else [])):
         optim = OmegaConf.select(config, f"{node}.optim")
         if implementation := optim.get("optimizer_impl"):
-            words = f"a class of {implementation} (optimizer_impl)"
-            _load(
-                f"{node}.optim.optimizer",
-                optim.optimizer,
-                words,
-                lambda i=implementation, o=optim: _class_of(i, o.optimizer),
-            )
+            words = f"a class of {implementation} (optimizer_impl) that takes what {node}.optim says"
+            _load(f"{node}.optim.optimizer", optim.optimizer, words, lambda o=optim: _optimizer_of(o))
 
 
-def _class_of(module: str, name: str) -> type:
-    return getattr(importlib.import_module(module), name)
+def _optimizer_of(optim: DictConfig) -> Any:
+    return build_optimizer([torch.nn.Parameter(torch.zeros(1))], omega_conf_to_dataclass(optim))
 
 
 def _load(key: str, value: Any, words: str, load: Callable[[], Any]) -> Any:

@@ -76,6 +76,7 @@ _UNREAD = {
     "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts": "",
     "data.reward_fn_key": "",
     "data.return_raw_input_ids": "",
+    "data.sampler": "",
 }
 """keys with a default that verl 0.9.1 does not read, and what it reads instead"""
 
@@ -174,8 +175,10 @@ def _mistakes(
             instead = _UNREAD[at]
             yield at, value, f"{known.get(name)}: verl {_VERSION} does not read it" + (instead and f", but {instead}")
         default = known.get(name)
-        if default and isinstance(default, Mapping) and not isinstance(value, Mapping | None):
+        if isinstance(default, Mapping) and not isinstance(value, Mapping | None):
             yield at, value, _section(at, default)
+        elif isinstance(default, list) and not isinstance(value, list | None) and at != "trainer.logger":
+            yield at, value, f"a list such as [{', '.join(map(str, default))}]"
         elif isinstance(value, Mapping):
             yield from _mistakes(value, default, at, any_key=any_key, kind=hints.get(name))
         elif allowed := _refusal(value, _COUNTS.get(at, hints.get(name)), default, nullable=at in _NULLABLE):
@@ -221,7 +224,7 @@ def _no_such(path: str, name: str, why: str, names: Collection[str]) -> str:
 
 
 def _section(path: str, default: Mapping[str, Any]) -> str:
-    return f"a section of keys such as {path}.{next(name for name in default if name != _TARGET)}"
+    return f"a section of keys such as {path}.{next((name for name in default if name != _TARGET), 'KEY')}"
 
 
 def _refusal(value: Any, hint: Any, default: Any, *, nullable: bool) -> str | None:

@@ -19,6 +19,7 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.preflight.inputs import (
     check_critic,
+    check_engine,
     check_lengths,
     check_rows,
     check_vocabulary,
@@ -120,11 +121,13 @@ def _check_contents(config: DictConfig) -> str:
     data, model = config.data, config.actor_rollout_ref.model
     check_files(config)
     check_vocabulary(config)
+    check_engine(config)
     check_critic(config)
     size_bucket(config)
     if not config.trainer.use_v1:
         check_checkpoints(config)
     tokenizer = hf_tokenizer(model.get("tokenizer_path") or model.path, trust_remote_code=model.trust_remote_code)
+    tokenizer.chat_template = model.get("custom_chat_template") or tokenizer.chat_template
     unfiltered: Any = OmegaConf.merge(data, {"filter_overlong_prompts": False})
     most = data.get("train_max_samples", -1)
     dataset: Any = create_rl_dataset(data.train_files, unfiltered, tokenizer, None, is_train=True, max_samples=most)
