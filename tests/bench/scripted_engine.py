@@ -125,7 +125,6 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
                 tools=ToolCalls(),
             ),
         )
-        self._connected = None
         self._scripted = [ScriptedReplica(curve) for _ in range(replicas)]
         self._choice = ReplicaChoice({f"r{i}": replica for i, replica in enumerate(self._scripted)})
         self._version = 0

@@ -48,7 +48,7 @@ class Keeper:
     """Grants slots at once; has what samples have reported."""
 
     def __init__(self):
-        self.segments, self.results = [], []
+        self.segments, self.results, self.outbox = [], [], self
 
     @contextlib.asynccontextmanager
     async def engine_call(self, sample):

@@ -1,6 +1,7 @@
 """Samples that are too long, or whose reward fails: under verl's own path (noPR, validation), and under partial rollout."""
 
 import asyncio
+import contextlib
 import math
 import re
 from types import SimpleNamespace
@@ -30,7 +31,6 @@ from recipe.partial_rollout.worker.agent_loop_worker import (
     _LocalRewardHandle,
 )
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
-from recipe.partial_rollout.worker.rewards import Places
 from tests.unit.shared import byte_tokenizer
 from tests.unit.test_turn_alignment import played
 
@@ -96,7 +96,7 @@ def worker(function, *, kind=ObservedAgentLoopWorker, sample_retries=2, reward_s
         tools=[],
         distillation_enabled=False,
         reward_loop_worker_handles=[_LocalRewardHandle(reward_worker(function))] if handles is not None else None,
-        _rewards=Places(None),
+        _rewards=contextlib.nullcontext(),
     )
     for name in ("processor", "llm_client", "hf_model_type", "dataset_cls", "mm_processor_kwargs"):
         setattr(made, name, None)

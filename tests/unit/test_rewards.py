@@ -1,6 +1,7 @@
 """The worker's reward calls: so many at once, one that fails or hangs is named, and a dead reward worker costs no score."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import traceback
@@ -16,7 +17,6 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from recipe.partial_rollout.worker.agent_loop_worker import ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.rewards import (
-    Places,
     RewardError,
     RewardWorkers,
     RewardWorkersLostError,
@@ -28,7 +28,7 @@ from tests.unit.shared import hangs
 def build_worker(places=None, reward_s=0.05):
     made = object.__new__(ObservedAgentLoopWorker)
     made.config = SimpleNamespace(partial_rollout=SimpleNamespace(deadlines=SimpleNamespace(reward_s=reward_s)))
-    made._rewards = Places(places)
+    made._rewards = contextlib.nullcontext() if places is None else asyncio.Semaphore(places)
     return made
 
 
@@ -49,7 +49,7 @@ async def test_reward_function_that_fails_or_hangs_is_named(monkeypatch, functio
 
 
 async def test_reward_call_that_queues_for_a_place_has_no_clock_running(monkeypatch):
-    """Twelve calls of 0.1 s on two places take 0.6 s in all; each has 0.5 s, and its sample as many between calls."""
+    """Twelve calls of 0.1 s on two places take 0.6 s in all; each has 0.5 s."""
     running = most = 0
 
     async def counts(self, outputs, kwargs):
@@ -65,7 +65,8 @@ async def test_reward_call_that_queues_for_a_place_has_no_clock_running(monkeypa
     async def score(i):
         sample = LiveSample(f"0/{i}#0", keeper=None, priority=0, deadline_s=0.5)
         LIVE_SAMPLE.set(sample)
-        await sample.clock.run(scoring._compute_score([], {"uid": sample.id}))
+        with sample.clock.stopped():
+            await scoring._compute_score([], {"uid": sample.id})
 
     await asyncio.gather(*[score(i) for i in range(12)])
     assert most == 2

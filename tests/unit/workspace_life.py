@@ -31,6 +31,10 @@ class Manager:
             journal.write_text("".join(line for line in lines if line.endswith("\n")))
         self.file = journal.open("a")
 
+    @property
+    def outbox(self):
+        return self
+
     @contextlib.asynccontextmanager
     async def engine_call(self, sample):
         yield

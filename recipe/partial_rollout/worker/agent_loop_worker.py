@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -30,6 +31,7 @@ from verl.utils.rollout_trace import rollout_trace_attr
 
 from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.settings import FilterSettings
+from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.codec import check_saveable
 from recipe.partial_rollout.manager.policies import (
     FailureVerdict,
@@ -51,7 +53,6 @@ from recipe.partial_rollout.worker.llm_client import ObservedLLMClient, PartialR
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.rewards import (
     REWARD_INFO,
-    Places,
     RewardError,
     RewardWorkers,
     checked,
@@ -98,7 +99,8 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             self.reward_loop_worker_handles = [_LocalRewardHandle(RewardLoopWorker(self.config))]  # type: ignore[assignment]
         elif self.reward_loop_worker_handles:
             self.reward_loop_worker_handles = [RewardWorkers(self.reward_loop_worker_handles, self.config)]  # type: ignore[assignment]
-        self._rewards = Places(reward_places(self.config))
+        most = reward_places(self.config)
+        self._rewards = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
         self._parts = parts_of_reward(self.config)
 
     def take_calls(self) -> list[EngineCall]:
@@ -242,7 +244,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                     raise
                 logger.warning("%s; scored again", error)
                 if (sample := LIVE_SAMPLE.get()) is not None:
-                    sample.keeper.note_error(error)
+                    sample.keeper.outbox.note_error(error)
             output.reward_score = None
             await asyncio.sleep(retry_delay_s(times))
 
@@ -261,7 +263,8 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         if outputs and outputs[-1].reward_score is not None:
             return
         deadline_s = self.config.partial_rollout.deadlines.reward_s
-        async with self._rewards.one():
+        async with self._rewards:
+            # The deadline of a call starts when it has its place.
             await reward_of(super()._compute_score(outputs, kwargs), kwargs.get("uid"), deadline_s)
 
     def _postprocess(self, inputs: list[Any], *args: Any, **kwargs: Any) -> DataProto:
@@ -332,8 +335,10 @@ class _Contained(Coroutine[Any, Any, Any]):
 
 
 class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
-    """The actor around a ``ClaimLoop``: forwards its verbs, and runs claimed samples in verl's agent loops."""
+    """Runs the samples that its ``ClaimLoop`` claims in verl's agent loops."""
 
+    llm_client: PartialRolloutLLMClient  # type: ignore[assignment]
+    _claims: ClaimLoop
     _serving: asyncio.Task[None] | None = None
     """the ``ClaimLoop``'s"""
 
@@ -343,34 +348,24 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self.tools = journaled(self.tools, ours.failures.tool_timeout_s)
         self._filter = FilterSettings.from_config(self.config)
         self.vocabulary = self.model_config.hf_config.get_text_config().vocab_size
-        self._connected: ClaimLoop | None = None
-        assert isinstance(self.llm_client, PartialRolloutLLMClient)
         self.llm_client.use_tokenizer(self.tokenizer)
 
     def connect(self, name: str, manager: Any, capacity: int, replicas: ReplicaChoice) -> None:
         """Claim from ``manager`` as ``name``, with ``capacity`` slots, and run on ``replicas``; called first."""
         self.use_replicas(replicas)
         settings = self.config.partial_rollout
-        self._connected = ClaimLoop(
+        self._claims = ClaimLoop(
             name,
             manager,
             capacity,
             self._run_granted,
             sample_s=settings.failures.sample_timeout_s,
             release_after_s=settings.tools.release_after_s,
-            rounds_end=settings.placement == Placement.COLOCATED,
         )
 
     def use_replicas(self, replicas: ReplicaChoice) -> None:
         """From here on the replicas are these."""
-        assert isinstance(self.llm_client, PartialRolloutLLMClient)
         self.llm_client.use_replicas(replicas)
-
-    @property
-    def _claims(self) -> ClaimLoop:
-        if self._connected is None:
-            raise RuntimeError("the agent-loop worker is not connected to a manager")
-        return self._connected
 
     async def serve(self) -> None:
         """``ClaimLoop.serve``; a driver that lost its connection asks again, and awaits the same."""
@@ -382,16 +377,20 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         await asyncio.shield(self._serving)
 
     def open_round(self) -> None:
-        """``ClaimLoop.open_round``."""
-        self._claims.open_round()
+        """Engine calls are allowed from here on; a round of separate placement has no end for garbage to wait for."""
+        if self.config.partial_rollout.placement == Placement.COLOCATED:
+            garbage.hold()
+        self._claims.open.set()
 
     def close_round(self) -> None:
-        """``ClaimLoop.close_round``."""
-        self._claims.close_round()
+        """Allow no new engine call; running ones end when their replica aborts them."""
+        self._claims.open.clear()
 
     async def flush(self) -> None:
-        """``ClaimLoop.flush``."""
-        await self._claims.flush()
+        """Wait until no engine call runs and the manager knows everything; then tell it that nothing is left to report."""
+        await self._claims.reported()
+        garbage.release()
+        await self._claims.manager.flushed.remote(self._claims.name)
 
     async def _run_granted(self, grant: Grant) -> SampleOutput:
         # Samples of a group share their row, and a loop or its reward may write into it.
@@ -408,7 +407,6 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         return output
 
     def _loop_client(self) -> Any:
-        assert isinstance(self.llm_client, PartialRolloutLLMClient)
         return SampleClient(self.llm_client, LIVE_SAMPLE.get())
 
     async def _output(self, run: Awaitable[Any], client: SampleClient, trajectory: dict[str, Any]) -> Any:

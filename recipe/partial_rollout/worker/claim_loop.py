@@ -23,7 +23,6 @@ from enum import StrEnum
 from typing import Any
 
 from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError
-from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.types import Grant, Progress, Report, SampleOutput
 from recipe.partial_rollout.waits import FirstErrors, ReplicaError, ToldError, result_of
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
@@ -106,15 +105,18 @@ class Outbox:
         """Report that ``sample`` has given its slot back."""
         self.note(sample)
         self._unsent.interrupted.append(sample.id)
+        self.send()
 
     def leave(self, sample: LiveSample) -> None:
         """Report that ``sample`` is away: it has given its slot back and lives on."""
         self.note(sample)
         self._unsent.away.append(sample.id)
+        self.send()
 
     def come_back(self, sample: LiveSample) -> None:
         """Report that ``sample``, which was away, needs a slot again."""
         self._unsent.back.append(sample.id)
+        self.send()
 
     def finish(self, sample: LiveSample, output: SampleOutput) -> None:
         """Report that ``sample`` has ended with ``output``, which stands for all that is not reported yet."""
@@ -124,17 +126,25 @@ class Outbox:
     def fail(self, sample: LiveSample, error: ToldError, times: int) -> None:
         """Report that the agent loop of ``sample`` raised ``error``, or its reward ``times`` in a row."""
         self.note(sample)
-        self.note_error(error)
+        self._note(error)
         self._unsent.failed.append((sample.id, error.line, times))
 
-    def note_error(self, error: ToldError, *, rescored: bool = False) -> None:
-        """Add ``error`` to the next report if it is the first of its kind; ``rescored``: a reward is asked for again."""
-        self._unsent.rescored += rescored
+    def note_error(self, error: Exception) -> None:
+        """Report an error that fails no sample: a tool's, which is its answer, or of a reward that is asked for again."""
+        self._unsent.rescored += isinstance(error, RewardError)
+        self._note(ToldError.of(error))
+
+    def _note(self, error: ToldError) -> None:
         if self._errors.note(error):
             self._unsent.errors.append(error)
 
+    def report_now(self, sample: LiveSample) -> None:
+        """Send what the manager does not know about ``sample``, which keeps its slot."""
+        self.note(sample)
+        self.send()
+
     async def tell(self, sample: LiveSample) -> None:
-        """Send what the manager does not know about ``sample``; returns once it knows.
+        """As ``report_now``; returns once the manager knows.
 
         Raises:
             RuntimeError: the manager no longer takes reports of this worker.
@@ -182,7 +192,7 @@ class Outbox:
 
 
 class ClaimLoop:
-    """Claims samples from the manager and runs them; it is their ``SlotKeeper``.
+    """Claims samples from the manager, runs them, and grants them its slots.
 
     Args:
         name: this worker's name at the manager.
@@ -191,7 +201,6 @@ class ClaimLoop:
         run: runs the agent loop of a granted sample to its end, with ``LIVE_SAMPLE`` set.
         sample_s: seconds that an agent loop may spend between two engine calls; None: no limit.
         release_after_s: seconds without an engine call after which a sample gives its slot to another.
-        rounds_end: whether garbage collections can wait for the end of a round; that of separate placement never ends.
     """
 
     def __init__(
@@ -203,13 +212,11 @@ class ClaimLoop:
         *,
         sample_s: float | None,
         release_after_s: float = math.inf,
-        rounds_end: bool = True,
     ) -> None:
-        self._name = name
-        self._manager = manager
+        self.name = name
+        self.manager = manager
         self._run_agent_loop = run
         self._sample_s = sample_s
-        self._rounds_end = rounds_end
         self.capacity = capacity
         self._release_after_s = release_after_s
         self._tasks: set[asyncio.Task[None]] = set()
@@ -217,14 +224,14 @@ class ClaimLoop:
         """by sample"""
         self._running = 0
         """requests that no replica has answered"""
-        self._open = asyncio.Event()
+        self.open = asyncio.Event()
         """set while the round is open: slots are granted before, while the trainer updates, and samples wait for it"""
         self._freed = asyncio.Event()
         """set whenever a request ends"""
         self._any_finished = False
         self._quiet = asyncio.Event()
-        """set whenever an engine call or the sending of reports ends, so that ``flush`` checks again"""
-        self._outbox = Outbox(name, manager, granted=self.run, idle=self._quiet.set)
+        """set whenever an engine call or the sending of reports ends, so that ``reported`` checks again"""
+        self.outbox = Outbox(name, manager, granted=self.run, idle=self._quiet.set)
 
     async def serve(self) -> None:
         """Claim and run samples for as long as the training lasts; ends only with an error.
@@ -232,38 +239,26 @@ class ClaimLoop:
         Raises:
             RuntimeError: the manager and this worker disagree on a sample. Any error of a report is raised, too.
         """
-        await self._manager.register_worker.remote(self._name, self.capacity)
-        broken = asyncio.create_task(self._outbox.broken.wait())
+        await self.manager.register_worker.remote(self.name, self.capacity)
+        broken = asyncio.create_task(self.outbox.broken.wait())
         while True:
-            claim = asyncio.ensure_future(result_of(self._manager.claim.remote(self._name)))
+            claim = asyncio.ensure_future(result_of(self.manager.claim.remote(self.name)))
             await asyncio.wait({claim, broken}, return_when=asyncio.FIRST_COMPLETED)
-            self._outbox.raise_error()
+            self.outbox.raise_error()
             self.run(claim.result())
-
-    def open_round(self) -> None:
-        """Engine calls are allowed from here on."""
-        if self._rounds_end:
-            garbage.hold()
-        self._open.set()
 
     @property
     def live(self) -> int:
         """Samples whose agent loops have begun here and not ended."""
         return len(self._seats)
 
-    def close_round(self) -> None:
-        """Allow no new engine call; running ones end when their replica aborts them."""
-        self._open.clear()
-
-    async def flush(self) -> None:
-        """Wait until no engine call runs and the manager knows everything; then tell it that nothing is left to report."""
-        self._outbox.raise_error()
+    async def reported(self) -> None:
+        """Wait until no engine call runs and the manager knows everything."""
+        self.outbox.raise_error()
         while not self._all_reported():
             self._quiet.clear()
             await self._quiet.wait()
-            self._outbox.raise_error()
-        garbage.release()
-        await self._manager.flushed.remote(self._name)
+            self.outbox.raise_error()
 
     def _all_reported(self) -> bool:
         """Whether no engine call runs and the manager knows everything; sends what it does not know."""
@@ -271,8 +266,8 @@ class ClaimLoop:
             return False
         for seat in self._seats.values():
             # A sample in a tool or reward call, which may outlast a checkpoint, has a finished turn to report.
-            self._outbox.note(seat.sample)
-        return self._outbox.empty()
+            self.outbox.note(seat.sample)
+        return self.outbox.empty()
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
@@ -286,7 +281,7 @@ class ClaimLoop:
             seat = self._seats.get(grant.sample_id)
             if grant.held != (seat is not None):
                 raise RuntimeError(
-                    f"sample {grant.sample_id}: {self._name} {'has lost' if grant.held else 'still has'} the conversation "
+                    f"sample {grant.sample_id}: {self.name} {'has lost' if grant.held else 'still has'} the conversation "
                     f"that the manager thinks it {'holds' if grant.held else 'does not hold'}"
                 )
             if seat is None:
@@ -322,11 +317,11 @@ class ClaimLoop:
             await self._fail(seat, error)
         else:
             self._any_finished = True
-            self._outbox.finish(sample, output)
+            self.outbox.finish(sample, output)
         if seat.late is not None:
             seat.late.cancel()
         del self._seats[sample.id]
-        self._outbox.send()
+        self.outbox.send()
 
     async def _fail(self, seat: Seat, error: BaseException) -> None:
         ends_the_run = _ends_the_run(error, first=not self._any_finished)
@@ -337,9 +332,9 @@ class ClaimLoop:
                 error, ends_the_run = late, True
         told = ToldError.of(error)
         if ends_the_run:
-            await self._manager.abandon.remote(told.line, told)
+            await self.manager.abandon.remote(told.line, told)
         else:
-            self._outbox.fail(seat.sample, told, error.times if isinstance(error, RewardError) else 1)
+            self.outbox.fail(seat.sample, told, error.times if isinstance(error, RewardError) else 1)
 
     async def _end(self, seat: Seat) -> None:
         """Withdraw what the agent loop has left behind; returns once the manager can be told of the sample's end."""
@@ -349,7 +344,7 @@ class ClaimLoop:
             async with self._grant_in_time(seat):
                 await seat.granted.wait()
 
-    # -- slots (``SlotKeeper``) ------------------------------------------------------------------------------------
+    # -- slots ---------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
@@ -363,8 +358,7 @@ class ClaimLoop:
         seat.calls += 1
         if seat.state is SlotState.AWAY:
             seat.state = SlotState.ASKED
-            self._outbox.come_back(sample)
-            self._outbox.send()
+            self.outbox.come_back(sample)
         try:
             with sample.clock.stopped():
                 async with self._grant_in_time(seat):
@@ -387,8 +381,8 @@ class ClaimLoop:
         """What a call of ``seat`` has to wait for; None: it may run."""
         if not seat.granted.is_set():
             return seat.granted
-        if not self._open.is_set():
-            return self._open
+        if not self.open.is_set():
+            return self.open
         if self._running < self.capacity or self._running < sum(each.granted.is_set() for each in self._seats.values()):
             return None
         self._freed.clear()
@@ -420,8 +414,7 @@ class ClaimLoop:
             return
         if seat.state is SlotState.GIVING_BACK and not seat.sample.ended:
             seat.state = SlotState.ASKED
-            self._outbox.interrupt(seat.sample)
-            self._outbox.send()
+            self.outbox.interrupt(seat.sample)
         elif not seat.calls and self._release_after_s < math.inf:
             seat.late = asyncio.get_running_loop().call_later(self._release_after_s, self._leave, seat)
 
@@ -431,25 +424,7 @@ class ClaimLoop:
             return
         seat.state = SlotState.AWAY
         seat.granted.clear()
-        self._outbox.leave(seat.sample)
-        self._outbox.send()
-
-    def report_now(self, sample: LiveSample) -> None:
-        """Report what the manager does not know about the sample."""
-        self._outbox.note(sample)
-        self._outbox.send()
-
-    def note_error(self, error: Exception) -> None:
-        """Tell the manager of an error that fails no sample, with the next report."""
-        self._outbox.note_error(ToldError.of(error), rescored=isinstance(error, RewardError))
-
-    async def tell(self, sample: LiveSample) -> None:
-        """As ``report_now``; returns once the manager knows.
-
-        Raises:
-            RuntimeError: the manager no longer takes reports of this worker.
-        """
-        await self._outbox.tell(sample)
+        self.outbox.leave(seat.sample)
 
 
 def _ends_the_run(error: BaseException, *, first: bool) -> bool:

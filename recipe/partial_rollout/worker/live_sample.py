@@ -7,14 +7,18 @@ import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
 from recipe.partial_rollout.manager.types import GIVEN_UP, Segment
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.worker.claim_loop import ClaimLoop
+    from recipe.partial_rollout.worker.llm_client import Call
 
 T = TypeVar("T")
 
@@ -106,30 +110,6 @@ async def _cancelled(task: asyncio.Future[Any]) -> BaseException | None:
         return cancelled
 
 
-class SlotKeeper(Protocol):
-    """The services that a running sample needs from its worker."""
-
-    def engine_call(self, sample: LiveSample) -> AbstractAsyncContextManager[None]:
-        """Entered once the sample holds a slot in an open round; left when the replica has answered."""
-        ...
-
-    def release_slot(self, sample: LiveSample) -> None:
-        """Inside ``engine_call``: the call was interrupted. The slot goes back once no other call of the sample runs."""
-        ...
-
-    def report_now(self, sample: LiveSample) -> None:
-        """Report what the manager does not know about the sample, which keeps its slot."""
-        ...
-
-    def note_error(self, error: Exception) -> None:
-        """Report an error that fails no sample: a tool's, which is its answer, or of a reward that is asked for again."""
-        ...
-
-    async def tell(self, sample: LiveSample) -> None:
-        """As ``report_now``; returns once the manager knows."""
-        ...
-
-
 class SampleEndedError(RuntimeError):
     """An agent loop that has ended still asks for something."""
 
@@ -193,24 +173,13 @@ class ToolState:
     """held by the call that may change it"""
 
 
-class Withdrawable(Protocol):
-    """An engine call that runs, or waits for the slot."""
-
-    def give_up(self) -> None:
-        """Nobody awaits its answer any more."""
-        ...
-
-    async def over(self) -> None:
-        """Return once no engine has anything of it left."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class LiveSample:
     """A training sample in its worker."""
 
     id: str
-    keeper: SlotKeeper
+    keeper: ClaimLoop
+    """grants its slots, and reports what happens to it"""
     priority: int
     group: str = ""
     """uid of its group; its own id if it has none"""
@@ -238,7 +207,7 @@ class LiveSample:
     """what the journal has put there: number of the tool call, by when it ended"""
     calls: int = 0
     """requests to replicas"""
-    pending: set[Withdrawable] = field(default_factory=set)
+    pending: set[Call] = field(default_factory=set)
     """engine calls that run or wait for the slot"""
     ended: bool = False
     """whether its agent loop has ended; what it has left behind is not heard any more"""
@@ -333,13 +302,13 @@ class LiveSample:
         """Add a tool call that has just finished, and report it, so that it is not made twice."""
         if not self.ended:
             self._unsent_tools.append(result)
-            self.keeper.report_now(self)
+            self.keeper.outbox.report_now(self)
 
     async def start_tool_call(self, start: dict[str, Any]) -> None:
         """Add a tool call that must not be made twice, before it is made; returns once the manager knows it."""
         self.require_life()
         self._unsent_tools.append(start)
-        await self.keeper.tell(self)
+        await self.keeper.outbox.tell(self)
 
     def require_life(self) -> None:
         """Raise ``SampleEndedError`` if its agent loop has ended."""

@@ -124,12 +124,34 @@ class ObservedLLMClient(LLMServerClient):
         if not params.get("stop"):
             # Tokens in, tokens out: no one reads the text that the server would otherwise decode token by token.
             kwargs["sampling_params"] = {"detokenize": False, **params}
-        request, verls = request or Request(), super().generate
-        token = _REQUEST.set(request)
-        start = time.time()
+        request, start = request or Request(), time.time()
+        output = await self._asked(request_id, request, kwargs)
+        # A call that was aborted in the engine's queue prefilled nothing.
+        prefilled = resumed_tokens if output.token_ids else 0
+        self._calls.append(
+            EngineCall(
+                replica=request.address,
+                start=start,
+                end=time.time(),
+                tokens=len(output.token_ids),
+                version=_version(output),
+                resumed_tokens=max(0, prefilled - (output.extra_fields.get("num_cached_tokens") or 0)),
+                context_tokens=len(kwargs.get("prompt_ids", ())),
+                queued_s=float(output.extra_fields.pop("queued_s", None) or 0.0),
+                sample=_sample_of(request_id),
+                interrupted=output.stop_reason in ABORTED,
+                earlier_tokens=prefilled if begins else 0,
+                waited_s=round(waited_s, 3),
+            )
+        )
+        return output
+
+    async def _asked(self, request_id: str, request: Request, kwargs: dict[str, Any]) -> TokenOutput:
+        """verl's answer."""
+        token, verls = _REQUEST.set(request), super().generate
         try:
             # A call that is made again goes to vLLM under an id of its own.
-            output = await answer_of(lambda: verls(request_id=request_id, **kwargs))
+            return await answer_of(lambda: verls(request_id=request_id, **kwargs))
         except Exception as error:
             name = request.address or "(none acquired)"
             raise ReplicaError(
@@ -137,32 +159,9 @@ class ObservedLLMClient(LLMServerClient):
             ) from error
         finally:
             _REQUEST.reset(token)
-        tokens, version = len(output.token_ids), _version(output)
-        found = output.extra_fields.get("num_cached_tokens") or 0
-        # A call that was aborted in the engine's queue prefilled nothing.
-        read_again = max(0, resumed_tokens - found) if tokens else 0
-        context = len(kwargs.get("prompt_ids", ()))
-        queued_s = float(output.extra_fields.pop("queued_s", None) or 0.0)
-        self._calls.append(
-            EngineCall(
-                request.address,
-                start,
-                time.time(),
-                tokens,
-                version,
-                read_again,
-                context,
-                queued_s,
-                _sample_of(request_id),
-                output.stop_reason in ABORTED,
-                resumed_tokens if begins and tokens else 0,
-                round(waited_s, 3),
-            )
-        )
-        return output
 
 
-class _Call:
+class Call:
     """An engine call of an agent loop: one turn, in as many requests as it takes."""
 
     task: asyncio.Task[TokenOutput]
@@ -302,7 +301,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         prompt = np.asarray(prompt_ids, np.int32)
         context = context_hash(prompt).digest()
         turn = sample.start_turn(len(prompt), context, digest_of(context, sampling_params))
-        call = _Call(sample, turn)
+        call = Call(sample, turn)
         call.task = asyncio.create_task(
             self._answer(call, prompt.tolist(), sampling_params, min(known, len(prompt)), kwargs)
         )
@@ -313,7 +312,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             raise
 
     async def _answer(
-        self, call: _Call, prompt_ids: list[int], params: dict[str, Any], known: int, kwargs: dict[str, Any]
+        self, call: Call, prompt_ids: list[int], params: dict[str, Any], known: int, kwargs: dict[str, Any]
     ) -> TokenOutput:
         """The answer to ``call``, of whose prompt the engines have seen ``known`` tokens."""
         sample, turn = call.sample, call.turn
@@ -331,7 +330,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         return self._merge(turn.segments, last)
 
     async def _complete(
-        self, call: _Call, prompt_ids: list[int], params: dict[str, Any], known: int, kwargs: dict[str, Any]
+        self, call: Call, prompt_ids: list[int], params: dict[str, Any], known: int, kwargs: dict[str, Any]
     ) -> TokenOutput | None:
         """Ask until the turn of ``call`` is complete or given up; returns the last answer, None if none was needed."""
         sample, turn, last, stops = call.sample, call.turn, None, None

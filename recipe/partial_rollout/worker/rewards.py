@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -16,7 +15,6 @@ from verl.protocol import DataProto
 
 from recipe.partial_rollout.manager.policies import finite
 from recipe.partial_rollout.waits import AGAIN_S, means_death, one_line, result_of
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 
 T = TypeVar("T")
 
@@ -26,31 +24,6 @@ _ANSWERS_WITHIN_S = 5.0
 """seconds that a reward worker has to show that its event loop runs"""
 REWARD_INFO = "reward_extra_info"
 """verl's name for what a reward says beside the score"""
-
-
-class Places:
-    """Places for calls of one kind that leave the worker; whoever comes first gets the next one, and no clock runs before.
-
-    Args:
-        most: calls at once; None: no limit.
-    """
-
-    def __init__(self, most: int | None) -> None:
-        self._free = None if most is None else asyncio.Semaphore(most)
-
-    @contextlib.asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
-        """Entered once a place is free, and held until left; deadlines of the call belong inside."""
-        if self._free is None:
-            yield
-            return
-        sample = LIVE_SAMPLE.get()
-        with contextlib.nullcontext() if sample is None else sample.clock.stopped():
-            await self._free.acquire()
-        try:
-            yield
-        finally:
-            self._free.release()
 
 
 def reward_places(config: Any) -> int | None:

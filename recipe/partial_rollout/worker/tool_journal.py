@@ -198,7 +198,7 @@ class _Calls:
             return _replayed(sample, recorded, fields)
         if self._repeatable:
             # The call may take long, so the turn that asks for it is reported now.
-            sample.keeper.report_now(sample)
+            sample.keeper.outbox.report_now(sample)
         entry = _Entry(sample, {"call": number, "tool": self._name, "asked": digest}, fields)
         # Parallel calls that share a state come after one another, so that each journals its own.
         async with state.turn if self._restore is not None else contextlib.nullcontext():
@@ -247,7 +247,7 @@ class _Calls:
             await self._journal(entry, error=cancelled)
             raise ToolError(cancelled) from error
         except Exception as error:
-            sample.keeper.note_error(error)
+            sample.keeper.outbox.note_error(error)
             await self._journal(entry, error=str(error))
             raise
         await self._record(entry, result)
