@@ -44,7 +44,7 @@ ENDED_BY = {
     "engine/replica.py running_tokens": "ServerControl.running_tokens, within interrupt_s",
     "worker/llm_client.py give_up": "nobody: the request's own call returns what there is",
     "worker/claim_loop.py _fail": "the guard, which asks the manager: a worker lives as long as its driver",
-    "worker/claim_loop.py flush": "the guard, as above",
+    "worker/agent_loop_worker.py flush": "the guard, as above",
     "worker/claim_loop.py serve": "the guard, as above; a claim also ends after CLAIM_WAIT_S",
     "worker/claim_loop.py _send_all": "the guard, as above",
     "worker/rewards.py _ask": "who calls RewardWorkers.remote, within reward_s",

@@ -82,13 +82,3 @@ async def test_request_that_fails_leaves_nothing_at_its_server(server, monkeypat
     with pytest.raises(OSError):
         await ours.generate([1], {}, "r")
     assert ours._marks._of == {}
-
-
-def test_vllm_without_pause_modes_is_found_out(tmp_path, monkeypatch):
-    assert hold.has_pause_modes()
-    at = tmp_path / "v1" / "engine" / "async_llm.py"
-    at.parent.mkdir(parents=True)
-    at.write_text("class AsyncLLM:\n    async def pause_generation(self, *, wait_for_inflight_requests=False): ...\n")
-    for package in (SimpleNamespace(origin=str(tmp_path / "__init__.py")), None):
-        monkeypatch.setattr(hold, "find_spec", lambda name, found=package: found)
-        assert not hold.has_pause_modes()

@@ -6,6 +6,7 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.preflight import placement_check
 from recipe.partial_rollout.preflight.placement_check import check_devices_of_ray, check_placement
+from verl_ext.guard import Pair
 
 ROLLOUT = "actor_rollout_ref.rollout"
 BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
@@ -80,6 +81,6 @@ def test_more_devices_than_ray_has_and_a_vllm_that_cannot_hold_are_refused(place
     with pytest.raises(ConfigError, match=r"n_gpus_per_node=3: .* it needs 5 in Ray, which has 4"):
         check_devices_of_ray(config, available=4)
     check_devices_of_ray(placed(COLOCATED, "trainer.n_gpus_per_node=8"), available=1)
-    monkeypatch.setattr(placement_check, "has_pause_modes", lambda: False)
-    with pytest.raises(ConfigError, match=r"placement=separate: colocated with vLLM [\d.]+, which has no pause modes"):
+    monkeypatch.setattr(placement_check, "installed_pair", lambda: Pair("0.11.0", "2.8.0"))
+    with pytest.raises(ConfigError, match=r"placement=separate: colocated with vLLM 0\.11\.0: only the pinned"):
         check(config)

@@ -12,10 +12,7 @@ again in their order, and prefill prompt and tokens under the new weights. With 
 
 from __future__ import annotations
 
-import ast
 import asyncio
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 
@@ -62,16 +59,3 @@ def tokens_made(engine: Any) -> dict[str, int]:
         for state in states
         if state.detokenizer is not None
     }
-
-
-def has_pause_modes() -> bool:
-    """Whether the installed vLLM can pause and keep its requests; read in its source, as importing it takes seconds."""
-    package = find_spec("vllm")
-    source = Path((package and package.origin) or "").parent / "v1" / "engine" / "async_llm.py"
-    if not source.is_file():
-        return False
-    functions = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.AsyncFunctionDef)]
-    return any(
-        function.name == "pause_generation" and "mode" in [argument.arg for argument in function.args.kwonlyargs]
-        for function in functions
-    )

@@ -9,10 +9,9 @@ from verl.trainer.ppo.utils import need_critic
 
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices, trainer_devices
-from recipe.partial_rollout.engine.hold import has_pause_modes
 from recipe.partial_rollout.preflight.rule import ROLLOUT, Rule, at, check_rules, least
 from recipe.partial_rollout.preflight.rules import replica_devices, scores_early
-from verl_ext.guard import installed_pair
+from verl_ext.guard import TESTED, installed_pair
 
 CPUS_PER_TRAINER, CPUS_PER_ENGINE = 3, 2
 """that verl's placement groups reserve with each device; the second, where engines have devices of their own"""
@@ -41,10 +40,10 @@ _COLOCATED = (
 _SEPARATE = (
     Rule(
         "partial_rollout.placement",
-        lambda *_: has_pause_modes(),
+        lambda *_: installed_pair().vllm in [pair.vllm for pair in TESTED],
         lambda _: (
-            f"colocated with vLLM {installed_pair().vllm}, which has no pause modes to hold an engine with; the pinned set "
-            "has them (bash run_scripts/setup.sh)"
+            f"colocated with vLLM {installed_pair().vllm}: only the pinned set's engines have been held "
+            "(bash run_scripts/setup.sh)"
         ),
     ),
     Rule(f"{ROLLOUT}.free_cache_engine", lambda on, _: not on, f"False {_WITH}: the engines never sleep"),
