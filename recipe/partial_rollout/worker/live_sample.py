@@ -18,7 +18,6 @@ from recipe.partial_rollout.manager.types import GIVEN_UP, Segment
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.worker.claim_loop import ClaimLoop
-    from recipe.partial_rollout.worker.llm_client import Call
 
 T = TypeVar("T")
 
@@ -171,6 +170,44 @@ class ToolState:
     """whether the tool is in it, or has gone on from there"""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """held by the call that may change it"""
+
+
+@dataclass(slots=True)
+class Request:
+    """What a call asks of a replica."""
+
+    address: str = ""
+    server: Any = None
+    """handle of the replica's server"""
+    id: str = ""
+    """vLLM's"""
+
+
+class Call:
+    """An engine call of an agent loop: one turn, in as many requests as it takes."""
+
+    task: asyncio.Task[Any]
+
+    def __init__(self, sample: LiveSample, turn: Turn) -> None:
+        self.sample, self.turn = sample, turn
+        self.request: Request | None = None
+        """that a replica has not answered"""
+        sample.pending.add(self)
+
+    def give_up(self) -> None:
+        """Nobody awaits the answer: leave the queue for the slot, or have the replica end the request."""
+        if self.task.done():
+            return
+        self.sample.give_up(self.turn)
+        if self.request is None:
+            self.task.cancel()
+        elif self.request.server is not None:
+            # Its answer, the tokens so far, comes as that of any request; so nobody waits for this one.
+            self.request.server.withdraw.remote(self.request.id)
+
+    async def over(self) -> None:
+        """Return once no replica has anything of it."""
+        await asyncio.wait({self.task})
 
 
 @dataclass(slots=True, eq=False)

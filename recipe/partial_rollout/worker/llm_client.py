@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import time
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -29,8 +28,10 @@ from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.waits import ReplicaError, answer_of, means_death, one_line
 from recipe.partial_rollout.worker.live_sample import (
     LIVE_SAMPLE,
+    Call,
     LiveSample,
     OneOfASample,
+    Request,
     SampleClock,
     Turn,
     at_home,
@@ -44,17 +45,6 @@ ABORTED = ("aborted", "abort")
 _MARKS = "version_marks"
 _ID_DIGITS = 12
 """of the 32 in verl's request ids: enough to tell the samples of a run apart in its trace"""
-
-
-@dataclass(slots=True)
-class Request:
-    """What a call asks of a replica."""
-
-    address: str = ""
-    server: Any = None
-    """handle of the replica's server"""
-    id: str = ""
-    """vLLM's"""
 
 
 _REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
@@ -159,33 +149,6 @@ class ObservedLLMClient(LLMServerClient):
             ) from error
         finally:
             _REQUEST.reset(token)
-
-
-class Call:
-    """An engine call of an agent loop: one turn, in as many requests as it takes."""
-
-    task: asyncio.Task[TokenOutput]
-
-    def __init__(self, sample: LiveSample, turn: Turn) -> None:
-        self.sample, self.turn = sample, turn
-        self.request: Request | None = None
-        """that a replica has not answered"""
-        sample.pending.add(self)
-
-    def give_up(self) -> None:
-        """Nobody awaits the answer: leave the queue for the slot, or have the replica end the request."""
-        if self.task.done():
-            return
-        self.sample.give_up(self.turn)
-        if self.request is None:
-            self.task.cancel()
-        elif self.request.server is not None:
-            # Its answer, the tokens so far, comes as that of any request; so nobody waits for this one.
-            self.request.server.withdraw.remote(self.request.id)
-
-    async def over(self) -> None:
-        """Return once no replica has anything of it."""
-        await asyncio.wait({self.task})
 
 
 class SampleClient(OneOfASample):

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from verl.protocol import DataProto
 
 from recipe.partial_rollout.manager.policies import finite
 from recipe.partial_rollout.waits import AGAIN_S, means_death, one_line, result_of
@@ -130,8 +129,8 @@ class RewardWorkers:
         self._doubted: list[Any] = []
         """workers that are asked whether a function holds them"""
 
-    async def remote(self, data: DataProto) -> dict:
-        """``RewardLoopWorker.compute_score`` on one of those that live; the caller sets the deadline.
+    async def remote(self, data: Any) -> dict:
+        """``RewardLoopWorker.compute_score`` of ``data``, a ``DataProto``, on one that lives; the caller sets the deadline.
 
         Raises:
             RewardWorkerDiedError: the function ends its process.
@@ -150,7 +149,7 @@ class RewardWorkers:
             except _AwayError as error:
                 raise RewardWorkerDiedError(f"two reward workers died of it in turn: {error}") from error
 
-    async def _ask(self, handle: Any, data: DataProto) -> dict:
+    async def _ask(self, handle: Any, data: Any) -> dict:
         call = handle.compute_score.remote(data)
         try:
             return await call
