@@ -42,7 +42,7 @@ ENDED_BY = {
     "engine/replica.py launch_servers": "verl at the start, ServerControl.restart_dead later",
     "engine/replica.py relaunch": "ServerControl.restart_dead, within START_S",
     "engine/replica.py running_tokens": "ServerControl.running_tokens, within interrupt_s",
-    "worker/llm_client.py give_up": "nobody: the request's own call returns what there is",
+    "worker/live_sample.py give_up": "nobody: the request's own call returns what there is",
     "worker/claim_loop.py _fail": "the guard, which asks the manager: a worker lives as long as its driver",
     "worker/agent_loop_worker.py flush": "the guard, as above",
     "worker/claim_loop.py serve": "the guard, as above; a claim also ends after CLAIM_WAIT_S",
