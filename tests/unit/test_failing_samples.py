@@ -172,6 +172,12 @@ def test_sample_without_a_score_is_masked_and_named_under_nopr(broken, capsys):
     assert "warning: 1 of the 2 samples of a batch are masked; one of them: RewardError" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("validate", [False, True])
+def test_reward_that_raises_is_named_with_the_users_file_and_line_in_both_arms_validations(validate):
+    with pytest.raises(RolloutFailedError, match=rf"RewardError: .*no disk \({__file__}:\d+\)"):
+        generated(flaky(*[OSError("no disk")] * 3), rows(2, 3), validate=validate, most=0.25)
+
+
 @pytest.mark.parametrize("error", [OSError("no sandbox"), asyncio.CancelledError("no sandbox")], ids=repr)
 @pytest.mark.parametrize("validate", [False, True])
 def test_loop_that_raises_is_run_again_and_costs_its_sample_alone_under_nopr_and_in_validation(

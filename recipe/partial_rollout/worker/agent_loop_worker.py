@@ -201,7 +201,8 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             except (OverlongError, RewardError) as error:
                 if self.config.partial_rollout.failures.sample_retries is None:
                     raise
-                output = self._masked(output, one_line(error))
+                place = f" ({ToldError.of(error.__cause__).place})" if error.__cause__ else ""
+                output = self._masked(output, one_line(error) + place)
         if "sample_error" in (output.extra_fields.get(REWARD_INFO) or {}) and scored_here:
             # No mean of a validation counts it (``training/reward_info.py``).
             output.reward_score = math.nan if validate else 0.0
