@@ -446,3 +446,14 @@ def test_reward_without_what_dynamic_sampling_asks_for_fails_its_sample(acc):
     ):
         trained(flaky(*[{"score": 1.0, "acc": acc}] * 3), group_filter=FilterSettings("acc"))
     assert trained(flaky(), group_filter=FilterSettings("acc")).reward_score == 1.0
+
+
+@pytest.mark.parametrize("part", [None, math.nan, "yes"])
+def test_reward_without_a_part_that_gdpo_trains_on_is_a_reward_that_failed(monkeypatch, part):
+    monkeypatch.setattr(ObservedAgentLoopWorker, "_parts", ("form",))
+    whole = {"score": 1.0, "form": 0.5}
+    output = generated(flaky(*[{"score": 1.0, "form": part}] * 3, whole), rows(2))
+    words = "form (algorithm.gdpo_reward_keys) in the reward of prompt uid0 is"
+    assert words in output.non_tensor_batch["sample_error"][0]
+    assert generated(flaky({"score": 1.0, "form": part}, whole), rows(2)).non_tensor_batch["form"].tolist() == [0.5]
+    assert not generated(flaky({"score": 1.0, "form": part}), rows(2), validate=True).batch["rm_scores"].isnan().any()

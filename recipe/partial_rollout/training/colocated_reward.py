@@ -153,6 +153,10 @@ class _Calls:
 
     async def _score(self, row: int) -> tuple[float, dict[str, Any]]:
         prompt = self._prompt(row)
-        result = await reward_of(self._workers.remote(self._batch.slice(row, row + 1)), prompt)
-        info = dict(result.get("reward_extra_info") or {})
-        return checked(result["reward_score"], prompt, info, self._parts), info
+
+        async def said() -> tuple[Any, dict[str, Any]]:
+            result = await self._workers.remote(self._batch.slice(row, row + 1))
+            return result["reward_score"], dict(result.get("reward_extra_info") or {})
+
+        score, info = await reward_of(said(), prompt)
+        return checked(score, prompt, info, self._parts), info
