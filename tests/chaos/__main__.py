@@ -105,7 +105,7 @@ def _live(args: argparse.Namespace, dice: random.Random, outcomes: list[Outcome]
 def _forget_unfinished(run_dir: Path) -> None:
     """A kill in the first save leaves nothing to resume from, and a training does not start over by itself."""
     try:
-        RunCheckpoints(run_dir).to_resume("auto", None)
+        RunCheckpoints(run_dir)
     except TornCheckpointError as error:
         print(f"starting over: {error}", flush=True)
         for step_dir in run_dir.glob("global_step_*"):

@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
@@ -120,7 +121,7 @@ class ScriptedTraining:
             samples_per_group=N,
             deadlines=Deadlines(stall_s=60, interrupt_s=30),
         )
-        self.session = session = RunSession(settings, run_dir, "auto")
+        self.session = session = RunSession(settings, RunCheckpoints(run_dir))
         loader = StatefulDataLoader(data or rows(steps * BATCH, 15), batch_size=BATCH, collate_fn=collate)
         filters = settings.group_filter is not None
         session.offer(loader, TrainingSteps(steps, 1, steps, drains=True, filters=filters))

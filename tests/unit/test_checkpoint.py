@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer.ppo.utils import create_rl_sampler
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
+from recipe.partial_rollout.checkpoint import manifest
 from recipe.partial_rollout.checkpoint import run_checkpoints as checkpoint
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
 from recipe.partial_rollout.checkpoint.snapshot import write_snapshot
@@ -71,7 +72,7 @@ def trainer(run_dir, **keys):
     config = {"trainer": {"default_local_dir": str(run_dir), **unset, **keys}}
     ours.config = OmegaConf.create(config | {"actor_rollout_ref": {"actor": {"checkpoint": {"async_save": False}}}})
     keep = claim_retention(ours.config.trainer, critic=True)
-    ours.session = session = RunSession(SimpleNamespace(enable=True), run_dir, "auto", keep=keep)
+    ours.session = session = RunSession(SimpleNamespace(enable=True), RunCheckpoints(run_dir, keep=keep))
     ours.actor_rollout_wg, ours.critic_wg, ours.use_critic = Weights(), Weights(), True
     ours.train_dataloader = SlotLoader(10, 2)
     session.source = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
@@ -109,8 +110,16 @@ def test_kill_between_verls_save_and_the_seal_leaves_the_older_checkpoints_whole
         with pytest.raises(Killed):
             save(ours, 5)
     assert steps_of(tmp_path) == list(range(5 - kept, 6)), "nothing is removed before the next one is whole"
-    found = RunCheckpoints(tmp_path).to_resume("auto", None)
+    found = RunCheckpoints(tmp_path).chosen
     assert found == tmp_path / "global_step_4" and (found / "critic" / "weights").read_text() == "4"
+
+
+def test_resume_checks_each_file_once(tmp_path, monkeypatch):
+    save(trainer(tmp_path), 1, 2)
+    read = []
+    monkeypatch.setattr(manifest, "checksum", lambda path, of=manifest.checksum: read.append(path.name) or of(path))
+    trainer(tmp_path).session.begin()
+    assert len(read) == 2 and {name.partition("-")[0] for name in read} == {"manager", "source"}
 
 
 @pytest.mark.parametrize(("keys", "kept"), KEYS)
@@ -163,7 +172,7 @@ def test_weights_are_saved_where_what_is_in_flight_cannot_be(tmp_path, step):
     step_dir, message = tmp_path / f"global_step_{step}", str(caught.value)
     assert (step_dir / "actor" / "weights").read_text() == str(step)
     assert f"{step_dir}/actor" in message and "verl.model_merger" in message and "\n" not in message
-    assert RunCheckpoints(tmp_path).to_resume("auto", None) == tmp_path / "global_step_1"
+    assert RunCheckpoints(tmp_path).chosen == tmp_path / "global_step_1"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -176,7 +185,7 @@ def test_resumed_baseline_sees_the_rows_in_the_order_of_one_that_never_stopped(t
         trainer["del_local_ckpt_after_load"] = False
         config = {"trainer": trainer, "actor_rollout_ref": {"actor": {"checkpoint": {"async_save": False}}}}
         ours.config, ours.use_critic, ours.actor_rollout_wg = OmegaConf.create(config), False, Weights()
-        ours.session = RunSession(SimpleNamespace(enable=False), tmp_path, "auto")
+        ours.session = RunSession(SimpleNamespace(enable=False), RunCheckpoints(tmp_path))
         ours.session.log = Mock()
         rows = list(range(8))
         sampler = create_rl_sampler(OmegaConf.create({"shuffle": True, "seed": 1}), rows)

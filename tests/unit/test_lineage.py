@@ -12,6 +12,7 @@ import pytest
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from recipe.partial_rollout.checkpoint import lineage
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError, write_snapshot
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.calls import RolloutPhase
@@ -61,7 +62,9 @@ def live(tmp_path, resolved_config, monkeypatch):
         keys = "data.train_batch_size=1", f"trainer.default_local_dir={directory}", "actor_rollout_ref.rollout.n=2"
         config = resolved_config("quickstart_cpu", *keys, f"partial_rollout.enable={arm == 'PR'}")
         directory.mkdir(exist_ok=True)
-        session = RunSession(PartialRolloutConfig.from_config(config), directory, mode, path and str(path), keep)
+        session = RunSession(
+            PartialRolloutConfig.from_config(config), RunCheckpoints(directory, mode, path and str(path), keep)
+        )
         session.offer([], TrainingSteps(STEPS, 1, STEPS, drains=True, filters=False))
         session.begin()
         slots = ReplicaSlots(4, given=True, kv_tokens=None, prompt=4, response=64)

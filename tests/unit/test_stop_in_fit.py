@@ -18,6 +18,7 @@ from verl.trainer.ppo import ray_trainer as verl_trainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
 from recipe.partial_rollout.records.run_log import Checkpoint, Ended
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
@@ -235,10 +236,11 @@ def test_stop_anywhere_in_a_step_leaves_a_checkpoint_of_a_whole_step(life, tmp_p
     held = step - 1 if moment == "round" else step
     assert first.stopped and log_of(first)[-1] == ("stopped", held)
     if held:
-        found = first.session.checkpoints.to_resume("auto", None)
+        resumable = RunCheckpoints(tmp_path)
+        found = resumable.chosen
         assert found == tmp_path / f"global_step_{held}"
         assert int((found / "actor" / "weights").read_text()) == held
-        manager = read_snapshot(first.session.checkpoints.take(found).manager)
+        manager = read_snapshot(resumable.take().manager)
         assert manager["counters"]["trained_groups"] == 2 * held and manager["version"] == held
     assert logged_steps(tmp_path) == list(range(1, held + 1)), "the metrics of a trained step are not lost"
     second = life(*VALIDATES, "trainer.save_freq=1")

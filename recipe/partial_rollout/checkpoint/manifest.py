@@ -152,8 +152,8 @@ def _read(step_dir: Path) -> Manifest:
     return Manifest(fields["step"], fields["life"], fields["facts"], files)
 
 
-def newest_whole(run_dir: Path, lineage: Lineage) -> tuple[Path | None, list[str]]:
-    """The newest whole ``global_step_N`` of ``lineage`` in ``run_dir``, and a line for each newer one that is torn.
+def newest_whole(run_dir: Path, lineage: Lineage) -> tuple[Manifest | None, list[str]]:
+    """The manifest of the newest whole ``global_step_N`` of ``lineage`` in ``run_dir``, and a line for each newer torn one.
 
     Steps grow along a lineage, so the newest is the highest.
 
@@ -164,8 +164,7 @@ def newest_whole(run_dir: Path, lineage: Lineage) -> tuple[Path | None, list[str
     for step, step_dir in sorted(steps_in(run_dir), reverse=True):
         try:
             if lineage.holds(_read(step_dir).life, step):
-                verify(step_dir)
-                return step_dir, refused
+                return verify(step_dir), refused
         except TornCheckpointError as error:
             refused.append(str(error))
     return None, refused

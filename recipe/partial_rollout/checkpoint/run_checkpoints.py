@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,12 @@ class SavedState:
     """for ``PromptSource.load_state_dict``"""
 
 
+def chosen_checkpoints(trainer: Any, *, critic: bool) -> RunCheckpoints:
+    """What verl's ``config.trainer`` asks for; its keys of retention stay, in the config that is saved with the run."""
+    keep = claim_retention(deepcopy(trainer), critic=critic)
+    return RunCheckpoints(Path(trainer.default_local_dir), trainer.resume_mode, trainer.get("resume_from_path"), keep)
+
+
 def claim_retention(trainer: Any, *, critic: bool) -> int | None:
     """Number of checkpoints to keep, from verl's keys of ``config.trainer``, which it clears; None: keep all.
 
@@ -63,22 +70,34 @@ def claim_retention(trainer: Any, *, critic: bool) -> int | None:
 
 
 class RunCheckpoints:
-    """The checkpoints of one run directory.
+    """The checkpoints of one run directory, and which of them to resume.
 
-    ``to_resume`` chooses what to go on from, ``begin`` makes the choice the run's lineage, before the first ``save``.
+    Its files are checked here, once. ``begin`` makes the choice the run's lineage, before the first ``save``.
 
     Args:
         run_dir: ``trainer.default_local_dir``.
+        mode, path: ``trainer.resume_mode`` and ``resume_from_path``.
         keep: whole checkpoints to keep, the newest included, of those saved under this limit; None: all.
+
+    Raises:
+        TornCheckpointError: the checkpoint given by path is not whole, or checkpoints exist and none is whole.
+        ForeignCheckpointError: something else made it.
     """
 
-    def __init__(self, run_dir: Path, keep: int | None = None) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, mode: str = "auto", path: str | None = None, keep: int | None = None) -> None:
+        self.run_dir = run_dir
         self._keep = keep
+        self._by_path = mode == "resume_path"
         self.lineage = Lineage(run_dir)
+        self.chosen: Path | None = None
+        """the checkpoint to resume; None: from scratch"""
         self.resumed: Manifest | None = None
-        """of the checkpoint that ``to_resume`` chose"""
-        self._chosen: Path | None = None
+        """its manifest"""
+        if self._by_path:
+            self.chosen = Path(str(path))
+            self.resumed = verify(self.chosen)
+        elif mode != "disable":
+            self._choose_newest()
         self._life: str | None = None
         """id of this process in the lineage, once it has begun"""
         self._on_disk: int | None = None
@@ -87,30 +106,20 @@ class RunCheckpoints:
 
     def step_dir(self, step: int) -> Path:
         """verl's directory of the checkpoint of ``step``."""
-        return self._run_dir / f"global_step_{step}"
+        return self.run_dir / f"global_step_{step}"
 
     # -- what to go on from ------------------------------------------------------------------------------------------
 
-    def to_resume(self, mode: str, path: str | None) -> Path | None:
-        """The checkpoint that ``trainer.resume_mode`` and ``resume_from_path`` ask for; None to start from scratch.
-
-        Raises:
-            TornCheckpointError: the checkpoint given by path is not whole, or checkpoints exist and none is whole.
-            ForeignCheckpointError: something else made it.
-        """
-        self._chosen = {"disable": lambda: None, "resume_path": lambda: Path(str(path))}.get(mode, self._newest)()
-        self.resumed = None if self._chosen is None else verify(self._chosen)
-        return self._chosen
-
-    def _newest(self) -> Path | None:
+    def _choose_newest(self) -> None:
         """The checkpoint of the present lineage that was sealed last: one of this directory, or the one it began from."""
-        found, torn = newest_whole(self._run_dir, self.lineage)
+        found, torn = newest_whole(self.run_dir, self.lineage)
         last = next((life for life in reversed(self.lineage.lives) if life.origin), None)
-        if last is not None and (found is None or int(found.name.rpartition("_")[2]) < last.step):
+        if last is not None and (found is None or found.step < last.step):
             origin = Path(str(last.origin))
             if not origin.is_dir():
                 raise TornCheckpointError(f"{origin}, which the run went on from, is gone; disable starts it over")
-            return origin
+            self.chosen, self.resumed = origin, verify(origin)
+            return
         if torn and found is None:
             raise TornCheckpointError(
                 f"no checkpoint is whole: {', '.join(line.partition(';')[0] for line in torn)}; "
@@ -118,18 +127,18 @@ class RunCheckpoints:
             )
         for line in torn:
             logger.warning("%s", line)
-        return found
+        self.chosen, self.resumed = found and self.step_dir(found.step), found
 
     @property
     def goes_on(self) -> bool:
         """Whether the checkpoint to resume leads to the present of this directory's run."""
-        if self._chosen is None or self.resumed is None:
+        if self.chosen is None or self.resumed is None:
             return False
         return self.lineage.holds(self.resumed.life, self.resumed.step) if self.lineage.lives else self._is_here
 
     @property
     def _is_here(self) -> bool:
-        return self._chosen is not None and self._chosen.resolve().parent == self._run_dir.resolve()
+        return self.chosen is not None and self.chosen.resolve().parent == self.run_dir.resolve()
 
     def begin(self) -> Path:
         """Make the choice the run's lineage, then set aside the checkpoints that it supersedes; returns where they go.
@@ -137,16 +146,16 @@ class RunCheckpoints:
         ``latest_checkpointed_iteration.txt``, which verl's own tools read, follows.
         """
         step = self.resumed.step if self.resumed else 0
-        newest = newest_whole(self._run_dir, self.lineage)[0] if self.goes_on else None
-        branches = not self.goes_on or (newest is not None and newest.name != f"global_step_{step}")
+        newest = newest_whole(self.run_dir, self.lineage)[0] if self._by_path and self.goes_on else None
+        branches = not self.goes_on or (newest is not None and newest.step != step)
         life = self.lineage.begin(
             self.resumed and self.resumed.life,
             step,
-            origin=None if self._is_here else self._chosen,
+            origin=None if self._is_here else self.chosen,
             branches=branches,
         )
-        aside = self._run_dir / SUPERSEDED / life.id
-        set_aside(superseded(self._run_dir, self.lineage, unsealed=branches), aside)
+        aside = self.run_dir / SUPERSEDED / life.id
+        set_aside(superseded(self.run_dir, self.lineage, unsealed=branches), aside)
         self._life = life.id
         if self.resumed is not None and self.step_dir(step).is_dir():
             self._on_disk, self._kept = step, [*self.resumed.facts.get("kept", ())]
@@ -154,16 +163,16 @@ class RunCheckpoints:
         return aside
 
     def _track(self, step: int | None) -> None:
-        tracker = self._run_dir / "latest_checkpointed_iteration.txt"
+        tracker = self.run_dir / "latest_checkpointed_iteration.txt"
         if step is None:
             tracker.unlink(missing_ok=True)
         else:
             write_atomically(tracker, [str(step).encode()])
 
-    def take(self, step_dir: Path) -> SavedState:
-        """PR: what was in flight at ``step_dir``, which ``to_resume`` chose."""
-        assert step_dir == self._chosen and self.resumed is not None
-        name, ours = self.resumed.facts["state"], step_dir / DIRECTORY
+    def take(self) -> SavedState:
+        """PR: what was in flight at the chosen checkpoint."""
+        assert self.chosen is not None and self.resumed is not None
+        name, ours = self.resumed.facts["state"], self.chosen / DIRECTORY
         return SavedState(ours / f"manager-{name}.state", read_snapshot(ours / f"source-{name}.state"))
 
     # -- saving ------------------------------------------------------------------------------------------------------
@@ -192,8 +201,8 @@ class RunCheckpoints:
         if self._life is None:
             self.begin()
         assert self._life is not None
-        if Lineage(self._run_dir).lives[-1:] != self.lineage.lives[-1:]:
-            raise RuntimeError(f"another process has begun to train in {self._run_dir}: step {step} is not saved")
+        if Lineage(self.run_dir).lives[-1:] != self.lineage.lives[-1:]:
+            raise RuntimeError(f"another process has begun to train in {self.run_dir}: step {step} is not saved")
         step_dir, ours = self.step_dir(step), self.step_dir(step) / DIRECTORY
         if step != self._on_disk:
             begin(step_dir)
@@ -233,6 +242,6 @@ class RunCheckpoints:
         for path in (step_dir / DIRECTORY).glob("*.state"):
             if not path.stem.endswith(name):
                 path.unlink()
-        for other in self._run_dir.glob("global_step_*"):
+        for other in self.run_dir.glob("global_step_*"):
             if (other / DIRECTORY).is_dir() and not (other / "actor").is_dir():
                 shutil.rmtree(other)

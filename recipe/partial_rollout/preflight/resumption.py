@@ -15,8 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic
 
-from recipe.partial_rollout.checkpoint.manifest import verify
-from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, chosen_checkpoints
 from recipe.partial_rollout.checkpoint.snapshot import ForeignCheckpointError, TornCheckpointError
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, trainer_devices
@@ -60,14 +59,20 @@ _WORDS = "*token*", "vocab.*", "merges.txt", "*.model", "*.jinja"
 """files of a tokenizer and of its chat template"""
 
 
-def check_checkpoints(config: DictConfig) -> dict[str, Any]:
-    """What this run is made of, by key, but for its rows; a seed that the config leaves open is filled in, in place.
+def check_checkpoints(config: DictConfig) -> tuple[RunCheckpoints, dict[str, Any]]:
+    """The run's checkpoints, and what it is made of, by key, but for its rows.
+
+    A seed that the config leaves open is filled in, in place.
 
     Raises:
         ConfigError: the checkpoint that ``trainer.resume_mode`` asks for cannot be resumed, or not with these settings.
     """
-    found = _found(config)
-    saved = {} if found is None else verify(found).facts.get("made_of", {})
+    trainer = config.trainer
+    try:
+        checkpoints = chosen_checkpoints(trainer, critic=need_critic(config))
+    except (TornCheckpointError, ForeignCheckpointError) as error:
+        raise fail("trainer.resume_mode", trainer.resume_mode, str(error)) from error
+    found, saved = checkpoints.chosen, _made_of_saved(checkpoints)
     if found is not None:
         _check_trainers(found, trainer_devices(config))
         _check_critic(found, config)
@@ -75,28 +80,23 @@ def check_checkpoints(config: DictConfig) -> dict[str, Any]:
     made_of = _made_of(config)
     for key in _LOADED if config.trainer.get("val_only") else made_of:
         _compare(key, made_of[key], saved, found)
-    return made_of
+    return checkpoints, made_of
 
 
-def check_made_of_rows(config: DictConfig, dataset: Sequence[Any]) -> dict[str, Any]:
+def check_made_of_rows(config: DictConfig, checkpoints: RunCheckpoints, dataset: Sequence[Any]) -> dict[str, Any]:
     """The rows that this run is made of, by key.
 
     Raises:
         ConfigError: those of the checkpoint that it resumes are others.
     """
-    found, here = _found(config), rows_identity(dataset)
-    if found is not None and not config.trainer.get("val_only"):
-        _compare(_ROWS, here, verify(found).facts.get("made_of", {}), found)
+    here = rows_identity(dataset)
+    if not config.trainer.get("val_only"):
+        _compare(_ROWS, here, _made_of_saved(checkpoints), checkpoints.chosen)
     return {_ROWS: here}
 
 
-def _found(config: DictConfig) -> Path | None:
-    trainer = config.trainer
-    try:
-        checkpoints = RunCheckpoints(Path(trainer.default_local_dir))
-        return checkpoints.to_resume(trainer.resume_mode, trainer.get("resume_from_path"))
-    except (TornCheckpointError, ForeignCheckpointError) as error:
-        raise fail("trainer.resume_mode", trainer.resume_mode, str(error)) from error
+def _made_of_saved(checkpoints: RunCheckpoints) -> dict[str, Any]:
+    return {} if checkpoints.resumed is None else checkpoints.resumed.facts.get("made_of", {})
 
 
 def _compare(key: str, here: Any, saved: Mapping[str, Any], found: Path | None) -> None:

@@ -15,8 +15,6 @@ import gc
 import time
 from collections import deque
 from contextlib import nullcontext
-from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import need_critic
 
 import recipe.partial_rollout.engine.replica as replica
-from recipe.partial_rollout.checkpoint.run_checkpoints import claim_retention
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, chosen_checkpoints, claim_retention
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices
 from recipe.partial_rollout.records.run_log import Ended, Phase
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
@@ -48,21 +46,18 @@ from verl_ext.standalone_engines import standalone_engines
 from verl_ext.tracking_observer import observed_tracking
 
 
-def session_of(config: DictConfig, made_of: dict[str, Any] | None = None) -> RunSession:
+def session_of(
+    config: DictConfig, checkpoints: RunCheckpoints | None = None, made_of: dict[str, Any] | None = None
+) -> RunSession:
     """The run that ``config`` asks for.
 
     Args:
-        made_of: ``RunSession``'s.
+        checkpoints: those of the run, if they are known already. made_of: ``RunSession``'s.
     """
-    trainer = config.trainer
     return RunSession(
         PartialRolloutConfig.from_config(config),
-        Path(trainer.default_local_dir),
-        trainer.resume_mode,
-        trainer.get("resume_from_path"),
-        # verl's own keys stay in the config that is saved with the run.
-        claim_retention(deepcopy(trainer), critic=need_critic(config)),
-        trains=not trainer.get("val_only"),
+        checkpoints or chosen_checkpoints(config.trainer, critic=need_critic(config)),
+        trains=not config.trainer.get("val_only"),
         made_of=made_of,
     )
 

@@ -2,7 +2,7 @@
 
 It knows no verl. Whatever trains holds one, and calls it in this order::
 
-    session = RunSession(...)                        finds the checkpoint to resume from
+    session = RunSession(settings, checkpoints)      of which one may be chosen to resume from
     session.begin()                                  makes it the run's past; what else was in its directory is set aside
     session.offer(loader, steps)                     PR: the data as a stream of prompts
     session.open(control, slots, trainers, ...)      opens the run's log; then the driver is connected
@@ -94,34 +94,26 @@ class RunSession:
     """A run, of either arm.
 
     Args:
-        resume_mode, resume_path: ``trainer.resume_mode`` and ``trainer.resume_from_path``.
-        keep: whole checkpoints to keep; None: all.
+        checkpoints: those of its directory, and the one to resume.
         trains: False: it validates only (``trainer.val_only``), and leaves no record in ``run_dir``.
         made_of: what its checkpoints say of it, by key of the config.
-
-    Raises:
-        TornCheckpointError: see ``RunCheckpoints.to_resume``.
-        ForeignCheckpointError: see there.
     """
 
     def __init__(
         self,
         settings: PartialRolloutConfig,
-        run_dir: Path,
-        resume_mode: str,
-        resume_path: str | None = None,
-        keep: int | None = None,
+        checkpoints: RunCheckpoints,
         *,
         trains: bool = True,
         made_of: dict[str, Any] | None = None,
     ) -> None:
         self.settings = settings
-        self.run_dir = run_dir
+        self.checkpoints = checkpoints
+        self.run_dir = run_dir = checkpoints.run_dir
         self.trains = trains
         self.made_of = made_of or {}
         self.stop = StopSignals.of_process()
-        self.checkpoints = RunCheckpoints(run_dir, keep)
-        self.resume_from = self.checkpoints.to_resume(resume_mode, resume_path)
+        self.resume_from = checkpoints.chosen
         """the checkpoint to resume"""
         self.completed_step = step_of(self.resume_from)
         """the last step whose batch is trained; a checkpoint is of this step"""
@@ -257,8 +249,8 @@ class RunSession:
 
     def load(self) -> None:
         """PR: restore what was in flight at ``resume_from``; the trainer has loaded its part."""
-        assert self.source is not None and self.resume_from is not None
-        state = self.checkpoints.take(self.resume_from)
+        assert self.source is not None
+        state = self.checkpoints.take()
         self.source.load_state_dict(state.source)
         finished(self.driver.load(state.manager, self.resumed_step))
 

@@ -124,8 +124,7 @@ def _check_contents(config: DictConfig) -> str:
     check_engine(config)
     check_critic(config)
     size_bucket(config)
-    if not config.trainer.use_v1:
-        check_checkpoints(config)
+    checkpoints = None if config.trainer.use_v1 else check_checkpoints(config)[0]
     tokenizer = hf_tokenizer(model.get("tokenizer_path") or model.path, trust_remote_code=model.trust_remote_code)
     tokenizer.chat_template = model.get("custom_chat_template") or tokenizer.chat_template
     unfiltered: Any = OmegaConf.merge(data, {"filter_overlong_prompts": False})
@@ -134,8 +133,8 @@ def _check_contents(config: DictConfig) -> str:
     lengths = prompt_lengths(config, tokenizer, dataset)
     check_lengths(config, lengths)
     check_rows(config, dataset)
-    if not (config.trainer.use_v1 or data.filter_overlong_prompts):
-        check_made_of_rows(config, dataset)
+    if checkpoints is not None and not data.filter_overlong_prompts:
+        check_made_of_rows(config, checkpoints, dataset)
     over = int((lengths > data.max_prompt_length).sum())
     held_out: Any = create_rl_dataset(data.val_files, data, tokenizer, None, is_train=False)
     check_steps(config, len(lengths) - over, len(held_out))
