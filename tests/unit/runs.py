@@ -111,12 +111,12 @@ def write_lines(path, objects):
     path.write_bytes(b"".join(msgspec.json.encode(o) + b"\n" for o in objects))
 
 
-def write_training(path, *steps, **facts):
-    """What is read of a complete run whose ``steps`` logged these metrics."""
+def write_training(path, *steps, complete=True, **facts):
+    """What is read of a run whose ``steps`` logged these metrics."""
     path.mkdir(parents=True, exist_ok=True)
     lines = [{"step": i, "data": {"training/global_step": i, **step}} for i, step in enumerate(steps, 1)]
     write_lines(path / "metrics.jsonl", lines)
-    write_lines(path / "run.jsonl", [begun(**facts), ended(len(steps))])
+    write_lines(path / "run.jsonl", [begun(**facts), *[ended(len(steps))] * complete])
 
 
 def halves(step):

@@ -216,7 +216,8 @@ def test_only_what_verl_reads_is_taken_for_data(files):
 
 
 def test_a_batch_needs_as_many_prompts_and_validation_one():
-    config = OmegaConf.create({"data": {"train_batch_size": 8, "val_files": "v.parquet", "max_prompt_length": 5}})
+    data = {"train_batch_size": 8, "val_files": "v.parquet", "max_prompt_length": 5, "filter_overlong_prompts": False}
+    config = OmegaConf.create({"data": data})
     check_steps(config, 8, 1)
     with pytest.raises(
         ConfigError, match=r"data\.train_batch_size=8: at most 7, the prompts .*that data\.train_files gives"
@@ -224,3 +225,6 @@ def test_a_batch_needs_as_many_prompts_and_validation_one():
         check_steps(config, 7)
     with pytest.raises(ConfigError, match=r"data\.val_files=v\.parquet: a file with prompts of at most .*=5 tokens"):
         check_steps(config, 8, 0)
+    config.data.filter_overlong_prompts = True
+    with pytest.raises(ConfigError, match=r"at most 0, .* which the chat template takes, that data\.train_files gives"):
+        check_steps(config, 0)

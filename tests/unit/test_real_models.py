@@ -70,18 +70,15 @@ def test_prompts_are_measured_as_verls_agent_loops_make_them(config, template, t
 
 
 @pytest.mark.parametrize(
-    ("template", "rows", "said"),
+    ("template", "said"),
     [
-        (NO_SYSTEM, CHATS, r"^data\.train_files=.*System role not supported"),
-        (None, CHATS, r"^data\.train_files=.*chat_template is not set"),
-        # verl's filter takes a prompt that the template refuses for too long.
-        (NO_SYSTEM, [], r"^data\.max_prompt_length=512: .* left none"),
+        (NO_SYSTEM, r"^data\.train_files=.*System role not supported"),
+        (None, r"^data\.train_files=.*chat_template is not set"),
     ],
 )
-def test_prompts_that_the_template_refuses_are_one_line(config, template, rows, said):
-    config.data.filter_overlong_prompts = not rows
+def test_prompts_that_the_template_refuses_are_one_line(config, template, said):
     with pytest.raises(ConfigError, match=said) as caught:
-        check_prompts(config, tokenizer_of(template), Rows(rows))
+        check_prompts(config, tokenizer_of(template), Rows(CHATS))
     assert "\n" not in str(caught.value)
 
 

@@ -95,7 +95,8 @@ def test_tools_that_are_missing_or_do_not_load_end_every_start_in_a_line(build, 
     for given, message in files.items():
         with pytest.raises((ConfigError, SystemExit)) as caught:
             check(build(f"{AT}.tool_config_path={given}"))
-        (line,) = (capsys.readouterr().err or f"config error: {caught.value}").splitlines()
+        refused = isinstance(caught.value, ConfigError)
+        (line,) = (f"config error: {caught.value}" if refused else capsys.readouterr().err).splitlines()
         assert line.startswith(f"config error: {AT}.tool_config_path={given}: {message}")
 
 

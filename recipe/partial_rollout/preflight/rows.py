@@ -45,6 +45,9 @@ def check_steps(config: DictConfig, prompts: int, held_out: int | None = None) -
     batch = config.data.train_batch_size
     if prompts < batch:
         fitting = f"the prompts of at most data.max_prompt_length={config.data.max_prompt_length} tokens"
+        if config.data.filter_overlong_prompts:
+            # verl's filter takes a prompt that the template refuses for too long.
+            fitting += ", which the chat template takes,"
         raise fail("data.train_batch_size", batch, f"at most {prompts}, {fitting} that data.train_files gives")
     if held_out == 0:
         words = f"a file with prompts of at most data.max_prompt_length={config.data.max_prompt_length} tokens"
