@@ -38,7 +38,7 @@ shift 2
 python=${PYTHON:-${PARTIAL_ROLLOUT_VENV:-.venv}/bin/python}
 command -v "$python" >/dev/null ||
   die "no Python at $python: run PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh, or set PYTHON to one that has verl"
-if [[ ${VERL_PLATFORM:-} != cpu && -z ${DRY_RUN:-} && -z ${RAY_ADDRESS:-} ]] && ! command -v nvidia-smi >/dev/null; then
+if [[ ${VERL_PLATFORM:-} != cpu && ${DRY_RUN:-0} == 0 && -z ${RAY_ADDRESS:-} ]] && ! command -v nvidia-smi >/dev/null; then
   die "no GPU (nvidia-smi not found): set RAY_ADDRESS to a cluster that has them, or DRY_RUN=1 to check without"
 fi
 
@@ -58,7 +58,7 @@ set_from LOGGER trainer.logger '[console,file,' ']'
 
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
 recipe=(-m recipe.partial_rollout.main_ppo --config-name recipe)
-if [[ -n ${DRY_RUN:-} ]]; then
+if [[ ${DRY_RUN:-0} != 0 ]]; then
   exec "$python" "${recipe[@]}" --check "${overrides[@]}" "$@"
 fi
 if [[ $arm != colocate_async ]]; then

@@ -61,7 +61,7 @@ export PYTHON=$python NNODES=${#nodes[@]} GPUS_PER_NODE=$gpus
 size=(--num-gpus="$gpus" ${SLURM_CPUS_PER_TASK:+--num-cpus="$SLURM_CPUS_PER_TASK"})
 step=(srun --nodes=1 --ntasks=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"})
 
-if [[ -n ${DRY_RUN:-} ]]; then
+if [[ ${DRY_RUN:-0} != 0 ]]; then
   address=${HEAD_IP:-${nodes[0]}}:$port
   say "${nodes[0]}: ray start --head --port=$port ${size[*]}"
   for node in "${nodes[@]:1}"; do

@@ -129,13 +129,17 @@ def run_script(*arguments, **variables):
     return subprocess.run(command, env={**env, **variables}, capture_output=True, text=True, timeout=300)
 
 
+NO_GPU = {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}
+
+
 @pytest.mark.parametrize(
     ("experiment", "arm", "variables", "message"),
     [
         ("gsm8k", "pr", {}, "experiment 'gsm8k': one of dapo_math17k_1gpu_0.6b"),
         ("gsm8k_8gpu_4b", "PR", {}, "arm 'PR': one of colocate_async nopr pr"),
         ("gsm8k_8gpu_4b", "pr", {"PYTHON": "/nowhere/python"}, "no Python at /nowhere/python: run PARTIAL_ROLLOUT_EX"),
-        ("gsm8k_8gpu_4b", "pr", {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}, "no GPU (nvidia-smi not found)"),
+        ("gsm8k_8gpu_4b", "pr", NO_GPU, "no GPU (nvidia-smi not found)"),
+        ("gsm8k_8gpu_4b", "pr", NO_GPU | {"DRY_RUN": "0"}, "no GPU (nvidia-smi not found)"),
     ],
 )
 def test_script_says_in_a_line_what_is_missing(experiment, arm, variables, message):
