@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
@@ -73,3 +75,18 @@ def shared(key: str, count: Count, by: Count, times: str, what: str, when: Test 
 
 def share(key: str) -> Rule:
     return Rule(key, lambda value, _: 0 < value <= 1, "above 0, at most 1")
+
+
+def writable(folder: Any) -> bool:
+    """Whether files can be made at ``folder``, or in the folder above it where it is not there yet."""
+    try:
+        path = Path(str(folder)).expanduser().absolute()
+        there = next(each for each in (path, *path.parents) if each.exists())
+        with tempfile.TemporaryDirectory(dir=there):
+            return True
+    except OSError:
+        return False
+
+
+def folder(key: str) -> Rule:
+    return Rule(key, lambda path, _: path is None or writable(path), "a directory that this user can write")

@@ -7,7 +7,6 @@ first that is broken is told.
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Collection, Iterator
 from math import prod
 from pathlib import Path
@@ -31,6 +30,7 @@ from recipe.partial_rollout.preflight.rule import (
     Test,
     always,
     at,
+    folder,
     least,
     off,
     one_of,
@@ -159,21 +159,6 @@ def _divided(mini: str, engine: str, when: Test = always) -> Iterator[Rule]:
     )
 
 
-def writable(folder: Any) -> bool:
-    """Whether files can be made at ``folder``, or in the folder above it where it is not there yet."""
-    try:
-        path = Path(str(folder)).expanduser().absolute()
-        there = next(each for each in (path, *path.parents) if each.exists())
-        with tempfile.TemporaryDirectory(dir=there):
-            return True
-    except OSError:
-        return False
-
-
-def _folder(key: str) -> Rule:
-    return Rule(key, lambda path, _: path is None or writable(path), "a directory that this user can write")
-
-
 def loggers(given: Any) -> list[str]:
     """Names in ``trainer.logger``, which may be one."""
     return list(given) if OmegaConf.is_list(given) or isinstance(given, list) else [given]
@@ -214,7 +199,7 @@ _DRAFTS = f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
 _DRAFTS_KILL = "0.24.0"
 """the vLLM whose asynchronous scheduler loses count of draft tokens when it preempts"""
 _FILTER = "algorithm.filter_groups"
-_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+_KL = [name + end for name in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3") for end in ("", "+")]
 _DTYPES = {name for name in (*HALF_LIST, *FLOAT_LIST, *BFLOAT_LIST) if isinstance(name, str)}
 _MEANS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _LOSS = f"{ACTOR}.policy_loss.loss_mode"
@@ -227,6 +212,14 @@ def _uses_groups(config: DictConfig) -> bool:
 
 def _fsdp(config: DictConfig) -> bool:
     return config.actor_rollout_ref.actor.strategy != "megatron"
+
+
+def _names_files(files: Any, _: DictConfig) -> bool:
+    return bool(files) and not isinstance(files, int)
+
+
+def _synchronous(config: DictConfig) -> bool:
+    return not config.partial_rollout.enable
 
 
 def _overlong(config: DictConfig) -> bool:
@@ -268,14 +261,7 @@ RULES = (
             f"rollout.max_model_len={c.actor_rollout_ref.rollout.max_model_len}"
         ),
     ),
-    *(
-        Rule(
-            f"data.{split}_files",
-            lambda files, _: files and not isinstance(files, int),
-            "a parquet file, or a list of them",
-        )
-        for split in ("train", "val")
-    ),
+    *(Rule(f"data.{part}_files", _names_files, "a parquet file, or a list of them") for part in ("train", "val")),
     Rule(
         f"{ROLLOUT}.prompt_length",
         lambda tokens, c: tokens >= c.data.max_prompt_length,
@@ -326,17 +312,10 @@ RULES = (
         lambda mode, _: mode != "geo_mean",
         "any other: verl averages it in each micro-batch and adds these up, so its gradient grows with their number",
     ),
-    one_of(
-        f"{ACTOR}.kl_loss_type", {*_KL, *(f"{name}+" for name in _KL)}, lambda c: c.actor_rollout_ref.actor.use_kl_loss
-    ),
-    one_of("algorithm.kl_penalty", {*_KL, *(f"{name}+" for name in _KL)}, lambda c: c.algorithm.use_kl_in_reward),
+    one_of(f"{ACTOR}.kl_loss_type", _KL, lambda c: c.actor_rollout_ref.actor.use_kl_loss),
+    one_of("algorithm.kl_penalty", _KL, lambda c: c.algorithm.use_kl_in_reward),
     one_of("algorithm.kl_ctrl.type", ("fixed", "adaptive"), lambda c: c.algorithm.use_kl_in_reward),
-    Rule(
-        f"{ACTOR}.clip_ratio_c",
-        lambda c, _: c and c > 1,
-        "above 1: verl asserts it",
-        lambda c: not c.partial_rollout.enable,
-    ),
+    Rule(f"{ACTOR}.clip_ratio_c", lambda c, _: c and c > 1, "above 1: verl asserts it", _synchronous),
     one_of(f"{ACTOR}.loss_agg_mode", _MEANS),
     Rule(
         "algorithm.rollout_correction.rollout_rs",
@@ -352,11 +331,7 @@ RULES = (
         "a list of model, optimizer, extra, hf_model, with model: a resume would go on from the first weights",
     ),
     one_of(f"{ACTOR}.strategy", ("fsdp", "fsdp2", "megatron"), why=" (engine=fsdp2, engine=megatron)"),
-    one_of(
-        f"{ACTOR}.optim.lr_scheduler_type",
-        ("constant", "cosine"),
-        _fsdp,
-    ),
+    one_of(f"{ACTOR}.optim.lr_scheduler_type", ("constant", "cosine"), _fsdp),
     one_of("trainer.device", ("cpu", "cuda", "npu")),
     one_of(f"{ACTOR}.fsdp_config.model_dtype", _DTYPES, lambda c: at(c, f"{ACTOR}.fsdp_config") is not None),
     # how a batch is divided
@@ -465,8 +440,7 @@ RULES = (
         lambda c: c.trainer.resume_mode == "resume_path",
     ),
     unset("trainer.default_hdfs_dir", "checkpoints are saved locally only"),
-    off(f"{ACTOR}.checkpoint.async_save", "a checkpoint is sealed when it is whole"),
-    off("critic.checkpoint.async_save", "a checkpoint is sealed when it is whole"),
+    *(off(f"{node}.checkpoint.async_save", "a checkpoint is sealed when it is whole") for node in (ACTOR, "critic")),
     Rule("trainer.default_local_dir", lambda path, _: path, "a directory"),
-    *(_folder(f"trainer.{name}") for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir")),
+    *(folder(f"trainer.{name}") for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir")),
 )
