@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, _agent_loop_registry
 from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
+from verl.experimental.reward_loop.reward_model import RewardModelManager
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import extract_reward
@@ -305,13 +306,27 @@ class BatchWorker:
         return await reward_worker(self.function).compute_score(data)
 
 
-def colocated(function, batch, *, reward_s=5.0, **limits):
+class ModelReplica:
+    """One of verl's replicas of a reward model, which takes ``seconds`` to wake up."""
+
+    def __init__(self, awake, seconds):
+        self.awake, self.seconds = awake, seconds
+
+    async def wake_up(self):
+        await asyncio.sleep(self.seconds)
+        self.awake.append(True)
+
+    async def sleep(self):
+        self.awake.append(False)
+
+
+def colocated(function, batch, *, reward_s=5.0, wakes_in_s=0.0, **limits):
     """``batch`` as verl's trainer goes on with it, and the worker that has scored it."""
     scorer, awake = BatchWorker(function), []
     trainer = object.__new__(PartialRolloutRayPPOTrainer)
     limits = FailureLimits(**{"max_masked_fraction": 1.0, **limits})
     trainer.session = SimpleNamespace(
-        settings=SimpleNamespace(failures=limits, deadlines=SimpleNamespace(reward_s=reward_s))
+        settings=SimpleNamespace(failures=limits, deadlines=SimpleNamespace(reward_s=reward_s, interrupt_s=1.0))
     )
     trainer.reward_loop_manager = manager = object.__new__(RewardLoopManager)
     manager.config = OmegaConf.create(
@@ -322,13 +337,12 @@ def colocated(function, batch, *, reward_s=5.0, **limits):
         }
     )
     manager.reward_loop_workers, manager.reward_manager_cls = [scorer], NaiveRewardManager
-    manager.reward_model_manager = SimpleNamespace(
-        wake_up=lambda: awake.append(True), sleep=lambda: awake.append(False)
-    )
+    manager.reward_model_manager = model = object.__new__(RewardModelManager)
+    model.rollout_replicas = [ModelReplica(awake, wakes_in_s)]
     try:
         return batch.union(trainer._compute_reward_colocate(batch)), scorer
     finally:
-        assert awake == [True, False]
+        assert awake == [True, False] or wakes_in_s
 
 
 def unscored(batch, *, validate=False):
@@ -375,6 +389,11 @@ def test_colocated_reward_that_hangs_is_named_with_its_deadline():
         "gave no score for 1 samples, one of prompt uid2, within 1 s of the last (partial_rollout.deadlines.reward_s)"
     )
     assert words in output.non_tensor_batch["sample_error"][2]
+
+
+def test_colocated_model_that_does_not_wake_up_is_named_with_its_deadline():
+    with pytest.raises(TimeoutError, match=r"wake_up of the reward model took more than 1 s .*deadlines\.interrupt_s"):
+        colocated(flaky(), unscored(rows(2)), wakes_in_s=30.0)
 
 
 def test_sample_that_failed_before_is_not_scored_by_a_colocated_model():

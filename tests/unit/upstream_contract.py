@@ -68,6 +68,8 @@ verl.experimental.reward_loop.reward_loop:RewardLoopWorker <- agent_loop_worker 
 verl.experimental.reward_loop.reward_loop:RewardLoopManager <- reward_workers colocated_reward
     has: reward_loop_workers_class _init_reward_loop_workers reward_loop_workers reward_manager_cls reward_model_manager
         config
+verl.experimental.reward_loop.reward_model:RewardModelManager <- colocated_reward
+    has: rollout_replicas wake_up sleep
 verl.workers.rollout.llm_server:LLMServerClient <- llm_client
     has: config _load_balancer __init__ generate _acquire_server _release_server _vllm_request_id
 verl.workers.rollout.llm_server:LLMServerManager <- ray_trainer standalone_engines

@@ -10,8 +10,8 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDict
@@ -21,7 +21,7 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.policies import FailureVerdict, retry_delay_s, verdict_on
 from recipe.partial_rollout.rollout.step_book import check_masked
 from recipe.partial_rollout.training.reward_info import info_columns, objects
-from recipe.partial_rollout.waits import finished, one_line
+from recipe.partial_rollout.waits import finished, one_line, wait
 from recipe.partial_rollout.worker.rewards import (
     REWARD_INFO,
     RewardError,
@@ -32,6 +32,8 @@ from recipe.partial_rollout.worker.rewards import (
 )
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Scored = dict[int, tuple[float, dict[str, Any]]]
 """by row: the score, and what the reward says beside it"""
@@ -50,16 +52,15 @@ def score_batch(manager: Any, batch: DataProto, settings: PartialRolloutConfig) 
         RolloutFailedError: too many rows have no score.
         RewardError: one has none, and ``failures.sample_retries`` is null.
         RewardWorkersLostError: no reward worker is left.
+        NoAnswerError: the reward model does not wake up, or go to sleep again.
     """
     validate = bool(batch.meta_info.get("validate"))
     errors = list(batch.non_tensor_batch.get("sample_error", [None] * len(batch)))
     calls = _Calls(manager, batch, settings, () if validate else parts_of_reward(manager.config))
-    model = manager.reward_model_manager
-    model.wake_up()
-    try:
-        scored, failed = finished(calls.make([row for row, error in enumerate(errors) if error is None]))
-    finally:
-        model.sleep()
+    rows = [row for row, error in enumerate(errors) if error is None]
+    scored, failed = finished(
+        _awake(manager.reward_model_manager, lambda: calls.make(rows), settings.deadlines.interrupt_s)
+    )
     for row, error in failed.items():
         errors[row] = one_line(error)
     told = [error for error in errors if error is not None]
@@ -71,6 +72,20 @@ def score_batch(manager: Any, batch: DataProto, settings: PartialRolloutConfig) 
     scores = [scored[row][0] if row in scored else nothing for row in range(len(batch))]
     infos = [scored[row][1] if row in scored else {} for row in range(len(batch))]
     return _told(batch, manager.reward_manager_cls.assemble_rm_scores(batch, scores), infos, errors, validate)
+
+
+async def _awake(model: Any, work: Callable[[], Awaitable[T]], deadline_s: float) -> T:
+    """``work``'s result, for which the replicas of ``model``, verl's ``RewardModelManager``, are awake."""
+
+    async def have(verb: str) -> None:
+        asked = asyncio.gather(*[getattr(replica, verb)() for replica in model.rollout_replicas])
+        await wait(asked, deadline_s, f"{verb} of the reward model", "interrupt_s")
+
+    await have("wake_up")
+    try:
+        return await work()
+    finally:
+        await have("sleep")
 
 
 def _told(
