@@ -118,7 +118,7 @@ def run(config: DictConfig) -> None:
     from recipe.partial_rollout.preflight.inputs import fetch_model
     from recipe.partial_rollout.preflight.rows import check_files
     from recipe.partial_rollout.preflight.settings_check import check_config
-    from recipe.partial_rollout.training.swanlab_run import choose_mode
+    from recipe.partial_rollout.training.trackers import choose_mode
 
     prepare(config)
     if problem := no_device(config.trainer.device, config.ray_kwargs.ray_init.get("address")):

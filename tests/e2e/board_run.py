@@ -18,7 +18,7 @@ from recipe.partial_rollout.records.figures import overview
 from recipe.partial_rollout.records.run_log import Round
 from recipe.partial_rollout.records.trained_group import TrainedGroup
 from recipe.partial_rollout.training.step_log import StepLog
-from recipe.partial_rollout.training.swanlab_run import open_run
+from recipe.partial_rollout.training.trackers import open_run
 from verl_ext.tracking_observer import observed_tracking
 
 

@@ -158,7 +158,7 @@ verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceive
     calls: _init_socket()
 verl.utils.tracking:Tracking <- tracking_observer
     has: logger __init__ log
-verl.utils.tracking <- tracking_observer main_ppo swanlab_run
+verl.utils.tracking <- tracking_observer main_ppo trackers
     has: Tracking
     reads: VERL_FILE_LOGGER_PATH SWANLAB_MODE SWANLAB_LOG_DIR
 verl.workers.config.engine:McoreEngineConfig <- megatron_cpu

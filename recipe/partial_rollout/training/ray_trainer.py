@@ -39,7 +39,7 @@ from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.reward_info import averaged, per_sample
 from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
 from recipe.partial_rollout.training.step_log import StepLog
-from recipe.partial_rollout.training.swanlab_run import open_run
+from recipe.partial_rollout.training.trackers import open_run
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
 from recipe.partial_rollout.waits import ERROR_LOG, finished
 from verl_ext.standalone_engines import standalone_engines

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.figures import overview
 from recipe.partial_rollout.records.run_log import Round
-from recipe.partial_rollout.training.swanlab_run import SWANLAB
+from recipe.partial_rollout.training.trackers import SWANLAB
 
 PICTURES = "1_pictures"
 """section of the pictures"""

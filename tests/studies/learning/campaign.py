@@ -18,7 +18,7 @@ from pathlib import Path
 
 from recipe.partial_rollout.tasks.clock10.prepare import source_fingerprint
 from recipe.partial_rollout.tools.reading.run_log import iter_lines
-from recipe.partial_rollout.training.swanlab_run import commit_of
+from recipe.partial_rollout.training.trackers import commit_of
 from tests.studies.arm import Arm
 from tests.studies.learning.run import LearningRun, read_run
 from tests.studies.processes import WarmProcess

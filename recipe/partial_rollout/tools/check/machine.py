@@ -231,7 +231,7 @@ def hub() -> Finding:
 
 def swanlab() -> Finding:
     """Where SwanLab would log."""
-    from recipe.partial_rollout.training.swanlab_run import has_key
+    from recipe.partial_rollout.training.trackers import has_key
 
     return Finding("SwanLab", "a key: runs go to the cloud" if has_key() else "no key: runs go to the local board")
 

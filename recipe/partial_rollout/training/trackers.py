@@ -1,4 +1,4 @@
-"""How a run appears in the trackers: SwanLab's in the cloud or on this machine, under which id, with which configuration.
+"""How a run appears in the trackers: under which id, with which configuration, SwanLab's in the cloud or on this machine.
 
 ``SWANLAB_MODE`` is the one variable: ``cloud`` (or ``online``), ``local``, ``offline`` (files for ``swanlab sync``) or
 ``disabled``. Where it is not set, a user with a key gets the cloud, and anybody else the local board.

@@ -1,4 +1,4 @@
-"""A run in SwanLab: where it is logged, under which id, what its table shows."""
+"""A run in the trackers: where it is logged, under which id, what SwanLab's table shows."""
 
 import json
 import os
@@ -10,8 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.training import swanlab_run
-from recipe.partial_rollout.training.swanlab_run import LONGEST, choose_mode, config_table, open_run
+from recipe.partial_rollout.training import trackers
+from recipe.partial_rollout.training.trackers import LONGEST, choose_mode, config_table, open_run
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def test_resumed_run_goes_on_in_trackio_and_is_told_to_be_a_second_one_in_mlflow
 
 def test_the_table_has_what_the_command_line_sets_flat_and_short(monkeypatch):
     """The rest of it: tests/e2e/test_dashboard_page.py."""
-    monkeypatch.setattr(swanlab_run, "_overridden", lambda: iter(["trainer.nested"]))
+    monkeypatch.setattr(trackers, "_overridden", lambda: iter(["trainer.nested"]))
     nested = {"a": {"b": 1}, "path": "/models/" + "x" * 3000}
     table = config_table(OmegaConf.create({"partial_rollout": {"enable": True}, "trainer": {"nested": nested}}))
     assert table["trainer.nested.a.b"] == 1 and len(table["trainer.nested.path"]) <= LONGEST
