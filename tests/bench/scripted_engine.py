@@ -153,7 +153,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
 
     def ready(self) -> int:
         """Samples that hold a slot and wait for the round to open."""
-        return sum(self._claims._seats[sample].granted.is_set() for sample in self._at_gate)
+        return sum(self._claims.samples[sample].granted.is_set() for sample in self._at_gate)
 
     def waited(self) -> tuple[float, float, int]:
         """What the slots waited before they decoded in this round: seconds in all, those of the last one, and slots."""

@@ -177,7 +177,7 @@ class Life:
         for task in (self.serving, *self.worker._claims._tasks):
             task.cancel()
         # Its process would end with it, threads included.
-        self.dying += [asyncio.ensure_future(seat.sample.end()) for seat in self.worker._claims._seats.values()]
+        self.dying += [asyncio.ensure_future(sample.end()) for sample in self.worker._claims.samples.values()]
 
     async def die(self):
         """The worker dies in the round, if it is open, and is replaced."""

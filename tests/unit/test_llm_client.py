@@ -349,7 +349,7 @@ def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
     [([], "0/0@"), ([3, 4], "0/0@3"), ([-1, 4], "0/0@")],
 )
 async def test_request_names_its_group_and_the_weights_of_its_samples_first_token(versions, named):
-    sample = live(group="0/0")
+    sample = live()
     sample.segments = journal(*[([5], version, None, 0) for version in versions])
     LIVE_SAMPLE.set(sample)
     assert client_of()._vllm_request_id("r").rpartition("@")[0] == named

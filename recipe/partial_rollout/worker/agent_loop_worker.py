@@ -418,7 +418,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             client.clock = SampleClock(f"validation row {trajectory['sample_index']}", timeout_s)
             return await client.clock.run(run)
         except SampleTimeoutError as error:
-            held = f"{self._claims.live} training samples that began are carried meanwhile, with what their loops hold"
+            held = f"{len(self._claims.samples)} training samples that began are carried meanwhile, with what they hold"
             raise SampleTimeoutError(f"{error}; it awaits {ToldError.of(error).place}; {held}") from error
 
     def _loop_tools(self) -> list[Any]:

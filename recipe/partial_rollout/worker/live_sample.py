@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import InitVar, dataclass, field, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -124,6 +125,17 @@ def digest_of(context: bytes, sampling_params: Mapping[str, Any]) -> str:
     return hashlib.blake2b(context + params.encode(), digest_size=16).hexdigest()
 
 
+@dataclass(slots=True)
+class Request:
+    """What a call asks of a replica."""
+
+    address: str = ""
+    server: Any = None
+    """handle of the replica's server"""
+    id: str = ""
+    """vLLM's"""
+
+
 @dataclass(slots=True, eq=False)
 class Turn:
     """One answer of the engine to an agent loop: one call, or several if it was interrupted."""
@@ -139,6 +151,10 @@ class Turn:
     segments: list[Segment]
     given_up: bool = False
     """whether the loop no longer awaits it; it is not trained"""
+    task: asyncio.Task[Any] | None = None
+    """asks for it, in as many requests as it takes"""
+    request: Request | None = None
+    """that a replica has not answered"""
 
     def __len__(self) -> int:
         return sum(map(len, self.segments))
@@ -172,42 +188,17 @@ class ToolState:
     """held by the call that may change it"""
 
 
-@dataclass(slots=True)
-class Request:
-    """What a call asks of a replica."""
+class SlotState(StrEnum):
+    """Of a live sample, as its worker knows it."""
 
-    address: str = ""
-    server: Any = None
-    """handle of the replica's server"""
-    id: str = ""
-    """vLLM's"""
-
-
-class Call:
-    """An engine call of an agent loop: one turn, in as many requests as it takes."""
-
-    task: asyncio.Task[Any]
-
-    def __init__(self, sample: LiveSample, turn: Turn) -> None:
-        self.sample, self.turn = sample, turn
-        self.request: Request | None = None
-        """that a replica has not answered"""
-        sample.pending.add(self)
-
-    def give_up(self) -> None:
-        """Nobody awaits the answer: leave the queue for the slot, or have the replica end the request."""
-        if self.task.done():
-            return
-        self.sample.give_up(self.turn)
-        if self.request is None:
-            self.task.cancel()
-        elif self.request.server is not None:
-            # Its answer, the tokens so far, comes as that of any request; so nobody waits for this one.
-            self.request.server.withdraw.remote(self.request.id)
-
-    async def over(self) -> None:
-        """Return once no replica has anything of it."""
-        await asyncio.wait({self.task})
+    HELD = "held"
+    """It may call the engine."""
+    GIVING_BACK = "giving back"
+    """A call was interrupted; the slot goes back once no other call of the sample runs."""
+    ASKED = "asked for"
+    """The manager will grant it."""
+    AWAY = "away"
+    """The sample has made no engine call for a while, and goes on without a slot until it makes one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -218,8 +209,6 @@ class LiveSample:
     keeper: ClaimLoop
     """grants its slots, and reports what happens to it"""
     priority: int
-    group: str = ""
-    """uid of its group; its own id if it has none"""
     restored: InitVar[Iterable[Segment]] = ()
     """journal from before a crash, a worker's death or a retry; an engine call that asks the same is answered from it"""
     restored_tools: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -244,8 +233,16 @@ class LiveSample:
     """what the journal has put there: number of the tool call, by when it ended"""
     calls: int = 0
     """requests to replicas"""
-    pending: set[Call] = field(default_factory=set)
-    """engine calls that run or wait for the slot"""
+    slot: SlotState = SlotState.HELD
+    """written by ``ClaimLoop`` alone, as are the next four"""
+    granted: asyncio.Event = field(default_factory=asyncio.Event)
+    """set while HELD"""
+    calling: int = 0
+    """engine calls that run or wait for the slot, which they share"""
+    running: int = 0
+    """of these, those that a replica has not answered"""
+    late: asyncio.TimerHandle | None = None
+    """makes it AWAY"""
     ended: bool = False
     """whether its agent loop has ended; what it has left behind is not heard any more"""
     replica: str | None = None
@@ -263,7 +260,6 @@ class LiveSample:
     _unsent_tools: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self, restored: Iterable[Segment], deadline_s: float | None) -> None:
-        self.group = self.group or self.id
         self.clock = SampleClock(f"sample {self.id}", deadline_s)
         self._journal, self._next_turn = defaultdict(dict), 0
         for segment in restored:
@@ -273,6 +269,11 @@ class LiveSample:
         taken = frozenset(self.restored_tools)
         self._tool_numbers = (number for number in itertools.count() if number not in taken)
         self.tools_ended = max((entry.get("ended", 0) for entry in self.restored_tools.values()), default=0)
+
+    @property
+    def group(self) -> str:
+        """uid of its group"""
+        return self.id.partition("#")[0]
 
     @property
     def first_version(self) -> int | None:
@@ -304,21 +305,30 @@ class LiveSample:
             self._unsent.append(segment)
 
     def give_up(self, turn: Turn) -> None:
-        """Close ``turn``, which its loop no longer awaits: it leaves the journal, and what comes of it is only counted."""
-        if turn.given_up:
+        """Close ``turn``, whose answer nobody awaits, unless it is there.
+
+        It leaves the journal, and what comes of it is only counted.
+        """
+        if turn.task is None or turn.task.done():
             return
-        turn.given_up = True
-        nothing = np.empty(0, np.float32)
-        self._unsent.append(Segment(nothing.astype(np.int32), nothing, -1, GIVEN_UP, turn.number, turn.asked))
+        if not turn.given_up:
+            turn.given_up = True
+            nothing = np.empty(0, np.float32)
+            self._unsent.append(Segment(nothing.astype(np.int32), nothing, -1, GIVEN_UP, turn.number, turn.asked))
+        if turn.request is None:
+            turn.task.cancel()
+        elif turn.request.server is not None:
+            # Its answer, the tokens so far, comes as that of any request; so nobody waits for this one.
+            turn.request.server.withdraw.remote(turn.request.id)
 
     async def end(self) -> None:
         """Its agent loop has ended: give up what it has left behind; returns once no engine has anything of it."""
         self.ended = True
-        pending = list(self.pending)
-        for call in pending:
-            call.give_up()
-        for call in pending:
-            await call.over()
+        asking = [turn.task for turn in self.turns if turn.task is not None and not turn.task.done()]
+        for turn in self.turns:
+            self.give_up(turn)
+        if asking:
+            await asyncio.wait(asking)
 
     def next_tool_call(self, tool: str, asked: str, *, in_order: bool) -> tuple[int, dict[str, Any] | None]:
         """The number of the next call of ``tool``, and what the journal has about it.

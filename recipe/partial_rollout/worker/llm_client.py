@@ -28,7 +28,6 @@ from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.waits import ReplicaError, answer_of, means_death, one_line
 from recipe.partial_rollout.worker.live_sample import (
     LIVE_SAMPLE,
-    Call,
     LiveSample,
     OneOfASample,
     Request,
@@ -264,39 +263,37 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         prompt = np.asarray(prompt_ids, np.int32)
         context = context_hash(prompt).digest()
         turn = sample.start_turn(len(prompt), context, digest_of(context, sampling_params))
-        call = Call(sample, turn)
-        call.task = asyncio.create_task(
-            self._answer(call, prompt.tolist(), sampling_params, min(known, len(prompt)), kwargs)
+        turn.task = asyncio.create_task(
+            self._complete(sample, turn, prompt.tolist(), sampling_params, min(known, len(prompt)), kwargs)
         )
         try:
-            return await asyncio.shield(call.task)
+            last = await asyncio.shield(turn.task)
         except asyncio.CancelledError:
-            call.give_up()
+            sample.give_up(turn)
             raise
-
-    async def _answer(
-        self, call: Call, prompt_ids: list[int], params: dict[str, Any], known: int, kwargs: dict[str, Any]
-    ) -> TokenOutput:
-        """The answer to ``call``, of whose prompt the engines have seen ``known`` tokens."""
-        sample, turn = call.sample, call.turn
-        try:
-            last = await self._complete(call, prompt_ids, params, known, kwargs)
-        except Exception:
+        except Exception as error:
             if not turn.given_up:
                 raise
-            last = None
-        finally:
-            sample.pending.discard(call)
+            raise asyncio.CancelledError from error
         if turn.given_up:
-            # Nobody reads an answer, or an error.
             raise asyncio.CancelledError
         return self._merge(turn.segments, last)
 
     async def _complete(
-        self, call: Call, prompt_ids: list[int], params: dict[str, Any], known: int, kwargs: dict[str, Any]
+        self,
+        sample: LiveSample,
+        turn: Turn,
+        prompt_ids: list[int],
+        params: dict[str, Any],
+        known: int,
+        kwargs: dict[str, Any],
     ) -> TokenOutput | None:
-        """Ask until the turn of ``call`` is complete or given up; returns the last answer, None if none was needed."""
-        sample, turn, last, stops = call.sample, call.turn, None, None
+        """Ask until ``turn`` is complete or given up; returns the last answer, None if none was needed.
+
+        Args:
+            known: tokens of the prompt that the engines have seen.
+        """
+        last, stops = None, None
         if self.config.actor_rollout_ref.rollout.scheduling_policy == "priority":
             kwargs["priority"] = sample.priority
         budget = self._budget(prompt_ids, params)
@@ -308,11 +305,11 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             asked = time.time()
             async with sample.keeper.engine_call(sample):
                 sample.calls += 1
-                call.request = Request()
+                turn.request = request = Request()
                 try:
                     last = await super().generate(
                         f"{sample.id}@{sample.calls}",
-                        request=call.request,
+                        request=request,
                         resumed_tokens=len(prompt_ids) + len(done) if turn.segments else known,
                         begins=not turn.segments,
                         waited_s=time.time() - asked,
@@ -321,10 +318,10 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                         **kwargs,
                     )
                 except ReplicaError as error:
-                    self._leave(sample, call.request.address, error)
+                    self._leave(sample, request.address, error)
                     continue
                 finally:
-                    call.request = None
+                    turn.request = None
                 complete = self._add(sample, turn, self._segments(sample.id, last, budget - len(done)), stops)
                 if not complete and not turn.given_up:
                     sample.resumes = True
