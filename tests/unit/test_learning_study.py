@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.studies import good_and_bad
 from tests.studies.learning.arms import at_rates
 from tests.studies.learning.campaign import Campaign
 from tests.studies.learning.delayed_weights import delay
@@ -90,16 +89,6 @@ def test_a_run_in_the_ledger_is_read_from_its_metrics_and_not_trained_again(tmp_
     assert (run.staleness_mean, run.staleness_max, run.series["k3_kl"]) == (1.0, 6, ())
 
 
-def test_runs_that_share_engines_follow_each_other_and_no_start_waits_for_another(tmp_path):
-    study = Study(tmp_path, at_rates(("noPR", "PR_bounded_1.5"), (3e-4,)), (1, 2), STEPS, "quickstart_cpu")
-    order = [
-        (seed, start, arm.name.partition("@")[0])
-        for start, arm, seed in Campaign(study, (0, 1), tmp_path / "runs.jsonl").missing()
-    ]
-    assert [arm for _, _, arm in order] == ["noPR", "PR_bounded_1.5", "PR_bounded_1.5", "noPR"] * 2
-    assert [(seed, start) for seed, start, _ in order[::2]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
-
-
 def test_figures_of_a_run_are_means_of_three_validations():
     run = build_run((0.1, 0.2, 0.3, 0.6, 0.9))
     assert run.final == pytest.approx(0.6), "the last three"
@@ -151,12 +140,3 @@ def test_arms_are_compared_within_pairs():
     _, ours = compare([build_run(late), build_run(late, arm="PR_overtake_0_3", step_s=1.0)])
     assert ours.time_ratios(lambda base: 0.9) == [0.5]
     assert ours.time_ratios(lambda base: base.final + 1) == [], "neither reaches it"
-
-
-def test_pictures_of_a_good_and_a_bad_run_are_of_one_that_held_and_one_whose_fall_was_warned_of(tmp_path):
-    runs = good_and_bad.chosen()
-    good, bad = runs[good_and_bad.GOOD], runs[good_and_bad.BAD]
-    assert not good.fell and good.warned_at is None
-    assert bad.fell and bad.warned_at < bad.falls_at
-    assert good_and_bad.main(["--out", str(tmp_path)]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.png", "good.png"]

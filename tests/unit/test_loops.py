@@ -114,23 +114,6 @@ def test_call_that_its_loop_no_longer_awaits_is_withdrawn_from_the_engine_and_no
     assert len(life.engine.asked) <= 5 and output.metrics["untrained_tokens"] < 60
 
 
-@pytest.mark.parametrize("error", [KeyError("city"), SystemExit(2), asyncio.CancelledError()])
-def test_loop_that_raises_beside_its_call_costs_its_sample_alone(error):
-    async def raises(client, row, params):
-        async def tool():
-            await asyncio.sleep(0.01)
-            raise error
-
-        call = asyncio.ensure_future(ask(client, params, 60))
-        await asyncio.sleep(0)
-        await tool()
-        await call
-
-    output, life = trained(raises)
-    assert output.masked and type(error).__name__ in output.extra_fields["sample_error"]
-    assert life.figures()["failures/masked_total"] == 1
-
-
 def test_what_a_loop_has_left_behind_may_ask_for_nothing_more():
     said, ended = [], asyncio.Event()
 
@@ -218,6 +201,9 @@ def test_validation_that_waits_for_what_carried_samples_hold_ends_in_words_and_m
 
 # -- outputs -------------------------------------------------------------------------------------------------------------
 
+OWN = [1] * 5 + [0]
+"""the mask of five tokens of the model's, and one that is not"""
+
 
 @pytest.mark.parametrize(
     ("returned", "said"),
@@ -232,7 +218,13 @@ def test_validation_that_waits_for_what_carried_samples_hold_ends_in_words_and_m
         (lambda ids: output_of(PROMPT, ids, [1]), "5 tokens with a mask of 1"),
         (lambda ids: output_of([7] * 17, ids), "a prompt of 17 tokens (actor_rollout_ref.rollout.prompt_length=16)"),
         (lambda ids: output_of(PROMPT, [*ids, *[2] * 60], [1] * 5 + [0] * 60), "a response of 65 tokens"),
-        (lambda ids: output_of(PROMPT, [*ids, 2], [1] * 5 + [0]), None),
+        (lambda ids: output_of(PROMPT, [*ids, -100], OWN), "token -100, and the model knows those from 0 to 999"),
+        (lambda ids: output_of(PROMPT, [*ids, 1000], OWN), "token 1000, and"),
+        (lambda ids: output_of(PROMPT, [*ids, 2**40], OWN), f"token {2**40}, and"),
+        (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, 2]), "a mask with 2, which is neither 0 nor 1"),
+        (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, 256]), "a mask with 256"),
+        (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, -1]), "a mask with -1"),
+        (lambda ids: output_of(PROMPT, [*ids, 2], OWN), None),
         (lambda ids: output_of(PROMPT, ids, [0, 0, 1, 1, 1]), None),
         (lambda ids: output_of(PROMPT, ids[:2]), None),
         (lambda ids: output_of(PROMPT, []), None),

@@ -54,12 +54,6 @@ def test_run_with_other_overrides_is_not_taken_for_one_of_the_study(tmp_path, mo
     assert not replace(small, steps=STEPS + 1).is_complete(PR, 1), "more of the same is no other study"
 
 
-def test_what_a_run_learns_does_not_depend_on_where_it_lies(tmp_path):
-    here, there = build_study(tmp_path / "here"), build_study(tmp_path / "there")
-    assert here.alike(PR, 1) == there.alike(PR, 1)
-    assert "data.seed=1" in here.alike(PR, 1) and here.alike(PR, 1) != here.alike(PR, 2)
-
-
 WARM = f"""
 import json, os, pathlib, socket
 line, engines = socket.socket(fileno=0), None
