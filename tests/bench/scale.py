@@ -15,7 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ray.exceptions import GetTimeoutError
 from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.output_store import RayObjects, fetch_groups
+from recipe.partial_rollout.manager.output_store import RayObjects
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.tools.lengths import lognormal
 from recipe.partial_rollout.tools.planner.engine_curve import PRESETS
@@ -187,7 +187,8 @@ class _Drive:
         ended = self._unless_a_worker_ends(self._manager.wait_batch.remote(True))
         _get([*self._ask("close_round"), *self._ask("interrupt")], "workers and replicas to stop")
         quiet, quiet_at = time.monotonic(), time.time()
-        groups = fetch_groups(ended.groups, self._store.fetch)
+        outputs = self._store.fetch({group.uid: group.outputs for group in ended.groups})
+        groups = [replace(group, outputs=outputs[group.uid]) for group in ended.groups]
         take_s = time.monotonic() - quiet
         waits = self._all("waited")
         if (started := sum(slots for _, _, slots in waits)) < expected:

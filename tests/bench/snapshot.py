@@ -58,7 +58,7 @@ def _measure(manager: PromptsManager, groups: int, path: Path) -> dict[str, floa
     began = time.perf_counter()
     captured = manager.capture()
     blocked = time.perf_counter()
-    state = encode(captured)
+    state = encode(captured, dict)
     encoded = time.perf_counter()
     written = write_snapshot(path, state)
     saved = time.perf_counter()

@@ -10,8 +10,8 @@ import ray
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.output_store import RayObjects, _Bundle, fetch_groups
-from recipe.partial_rollout.manager.types import Prompt, Report, RolloutFailedError, SampleOutput, StoredOutput
+from recipe.partial_rollout.manager.output_store import RayObjects
+from recipe.partial_rollout.manager.types import Prompt, Report, RolloutFailedError, SampleOutput
 
 # Ray's workers cannot import a test module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -90,6 +90,10 @@ def take(actor):
     return batch.groups
 
 
+def fetch(taken):
+    return STORE.fetch({group.uid: group.outputs for group in taken})
+
+
 def objects_known(_):
     """Objects of which the manager's process knows, the one that holds its answer left out."""
     gc.collect()
@@ -112,22 +116,20 @@ def test_outputs_outlive_their_worker_and_are_freed_once_trained(start, length):
         ray.get(actor.report.remote(Report("w0", finished=[("0/0#0", output_of(LARGE))])))
     ray.get(actor.release_worker.remote("w0"))
     taken = take(actor)
-    fetched = fetch_groups(taken, STORE.fetch)
-    assert sorted(group.uid for group in fetched) == ["0/0", "0/1", "0/2"]
-    for seed, output in enumerate(output for group in fetched for output in group.outputs):
+    fetched = fetch(taken)
+    assert sorted(fetched) == ["0/0", "0/1", "0/2"]
+    for seed, output in enumerate(output for outputs in fetched.values() for output in outputs):
         assert_is_output(output, length, seed)
     ray.get(actor.finish_step.remote([group.uid for group in taken]))
     del taken, fetched, output
     assert_soon(lambda: ray.get(actor.__ray_call__.remote(objects_known)) == before)
 
 
-def test_outputs_of_many_reports_travel_as_references_to_objects_of_two_megabytes(start):
+def test_batch_travels_as_one_reference_a_group(start):
     actor = start(groups=6)
-    for grant in ray.get(actor.claim.remote("w0")):
-        ray.get(actor.report.remote(Report("w0", finished=[(grant.sample_id, output_of(LARGE))])))
+    assert finish_all(actor, LARGE) == 12
     taken = take(actor)
-    references = [output.handle[0].reference for group in taken for output in group.outputs]
-    assert [references.count(reference) for reference in dict.fromkeys(references)] == [6, 6]
+    assert len({group.outputs.hex() for group in taken}) == 6
     assert len(ray.cloudpickle.dumps(taken)) < 12_000, "no array travels"
 
 
@@ -141,23 +143,22 @@ def test_checkpoint_brings_outputs_back_to_the_store_and_those_lost_with_the_man
     ray.get(restored.load.remote(path))
     ray.get(restored.begin_version.remote(0, [], False))
     taken = take(restored)
-    assert all(isinstance(output, StoredOutput) for group in taken for output in group.outputs)
-    (group,) = fetch_groups(taken, STORE.fetch)
-    for seed, output in enumerate(group.outputs):
+    (outputs,) = fetch(taken).values()
+    for seed, output in enumerate(outputs):
         assert_is_output(output, LARGE, seed)
-    del group, output
+    del outputs, output
     ray.kill(restored)
 
     def lost():
         # Ray frees the objects of a process shortly after its death.
         try:
-            fetch_groups(taken, STORE.fetch)
+            fetch(taken)
         except RolloutFailedError as error:
             return str(error)
         return ""
 
     assert_soon(lost)
-    assert "lost: 0/0#0, 0/0#1; resume from the last checkpoint" in lost()
+    assert "lost: 0/0; resume from the last checkpoint" in lost()
 
 
 def test_outputs_that_do_not_arrive_are_named():
@@ -166,7 +167,6 @@ def test_outputs_that_do_not_arrive_are_named():
         time.sleep(60)
 
     reference = never.remote()
-    late = StoredOutput("0/7#1", (_Bundle(reference=reference), 0), 5, 1.0, {}, False)
-    with pytest.raises(TimeoutError, match=r"took more than 0.3 s .*interrupt_s.*; awaited: 0/7#1"):
-        RayObjects(deadline_s=0.3).fetch([late])
+    with pytest.raises(TimeoutError, match=r"took more than 0.3 s .*interrupt_s.*; awaited: 0/7"):
+        RayObjects(deadline_s=0.3).fetch({"0/6": ray.put([]), "0/7": reference})
     ray.cancel(reference, force=True)

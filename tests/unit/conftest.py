@@ -73,11 +73,12 @@ def build_manager(
     prompts=100,
     workers=1,
     capacity=64,
+    put=tuple,
     **keys,
 ):
     clock = itertools.count()
     run = settings_of(batch, n, scheduling=Scheduling(policy, overtake), **keys)
-    manager = PromptsManager(run, lambda: float(next(clock)))
+    manager = PromptsManager(run, lambda: float(next(clock)), put=put)
     manager.reserve.offer(build_prompts(prompts))
     for i in range(workers):
         manager.slots.register(f"w{i}", capacity)

@@ -27,7 +27,7 @@ from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker
-from tests.unit.shared import Local, script_replicas, settings_of
+from tests.unit.shared import InProcess, Local, script_replicas, settings_of
 
 RETRY = FailureLimits(sample_retries=2)
 
@@ -158,7 +158,7 @@ class Life:
         self.functions = functions
         sizes = {"overlap": (len(rows) - batch) / batch, "max_staleness": 99, "scheduling": scheduling}
         settings = settings_of(batch, n, failures=RETRY, stall_s=stall_s, away_s=stall_s, **sizes)
-        self.build = lambda: ManagerActor(settings)
+        self.build = lambda: ManagerActor(settings, InProcess())
         self.actor, self.engine = self.build(), Engine(tick)
         self.version, self.lives, self.open = 0, 0, False
         self.worker, self.dying, self.replacing = None, [], asyncio.Lock()

@@ -19,6 +19,13 @@ def settings_of(batch=1, n=1, *, stall_s=30.0, away_s=None, failures=FailureLimi
     return PartialRolloutConfig(batch_groups=batch, samples_per_group=n, failures=failures, deadlines=deadlines, **keys)
 
 
+class InProcess:
+    """An output store without Ray."""
+
+    put = staticmethod(tuple)
+    fetch = staticmethod(dict)
+
+
 def tokens_in(manager):
     """Response tokens of all samples that ``manager`` has."""
     return sum(group.length for group in manager.groups.by_order.values())

@@ -20,7 +20,7 @@ from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker, output_of
 from tests.chaos.workspace import Workspace
-from tests.unit.shared import Local, script_replicas, settings_of
+from tests.unit.shared import InProcess, Local, script_replicas, settings_of
 from tests.unit.test_turn_alignment import ASSISTANT, OBSERVATION, USER, config_of, loop_of
 from tests.unit.test_worker import CURVE, RETRY, finish_round
 
@@ -135,7 +135,7 @@ async def converse(engine, root, cuts, deadly):
     engine.moments, engine.aborting = moments, aborting = Moments(cuts), asyncio.Event()
     prompts = len(cuts) + 1
     limits = {"failures": RETRY, "stall_s": 20.0, "away_s": 20.0}
-    actor = ManagerActor(settings_of(overlap=float(len(cuts)), max_staleness=99, **limits))
+    actor = ManagerActor(settings_of(overlap=float(len(cuts)), max_staleness=99, **limits), InProcess())
     groups, version = {}, 0
     # Nobody asks what a dead worker's calls have raised.
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)

@@ -11,7 +11,6 @@ import pytest
 from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.codec import InProcess
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.records.run_log import Phase
@@ -22,7 +21,7 @@ from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from tests.bench.scripted_engine import ScriptedWorker
-from tests.unit.shared import Local, settings_of, tokens_in
+from tests.unit.shared import InProcess, Local, settings_of, tokens_in
 
 STEPS = 4
 both = pytest.mark.parametrize("placement", list(Placement))
@@ -71,7 +70,7 @@ class Source:
 
 
 def new_manager():
-    return ManagerActor(settings_of(stall_s=20.0))
+    return ManagerActor(settings_of(stall_s=20.0), InProcess())
 
 
 class Life:

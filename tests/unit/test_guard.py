@@ -24,7 +24,7 @@ from recipe.partial_rollout.rollout import stop as stop_module
 from recipe.partial_rollout.rollout.guard import Guard, TrainerLostError
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.rollout.workers import WorkerLostError, WorkerPool
-from tests.unit.shared import Local, hangs, settings_of
+from tests.unit.shared import InProcess, Local, hangs, settings_of
 
 QUICK = Deadlines(stall_s=0.4, interrupt_s=0.2, weight_sync_s=0.2)
 
@@ -266,7 +266,7 @@ async def test_engines_that_make_tokens_are_noted_and_those_that_make_none_are_n
 
 
 async def test_round_of_one_long_response_lasts_while_it_is_decoded_and_ends_by_its_deadline_then(prompts):
-    actor = ManagerActor(settings_of(overlap=0.0, stall_s=QUICK.stall_s))
+    actor = ManagerActor(settings_of(overlap=0.0, stall_s=QUICK.stall_s), InProcess())
     await actor.register_worker("w0", 4)
     await actor.begin_version(0, prompts(1), False)
     await actor.claim("w0")

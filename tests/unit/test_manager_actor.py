@@ -13,13 +13,13 @@ from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager import policies
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import Progress, PromptsWanted, Report, RolloutFailedError
-from tests.unit.shared import settings_of
+from tests.unit.shared import InProcess, settings_of
 
 BOTH = pytest.mark.parametrize("stop", [True, False], ids=["stops", "runs on"])
 
 
 def actor_of(**settings):
-    actor = ManagerActor(settings_of(**settings))
+    actor = ManagerActor(settings_of(**settings), InProcess())
     actor.SHARE_WAIT_S = 0.05
     return actor
 

@@ -1,59 +1,69 @@
-"""The manager never looks into an output that lies elsewhere, and its checkpoint is the same wherever outputs lie."""
+"""The manager keeps no output of a READY group, and its checkpoint is the same wherever outputs lie."""
 
 import weakref
 
 from recipe.partial_rollout.checkpoint.plain_codec import pack
 from recipe.partial_rollout.config.settings import FilterSettings
-from recipe.partial_rollout.manager.codec import InProcess, encode
-from recipe.partial_rollout.manager.types import StoredOutput
-from tests.unit.shared import begin, tokens_in
+from recipe.partial_rollout.manager.codec import encode
+from tests.unit.shared import InProcess, begin, tokens_in
 
 
 class Handle:
-    def __init__(self, output):
-        self.output = output
+    def __init__(self, outputs):
+        self.outputs = tuple(outputs)
 
 
 class Shelf:
-    """An output store without Ray; ``outputs`` live for as long as somebody holds what ``put`` returned."""
+    """An output store without Ray; the outputs of a group live for as long as somebody holds what ``put`` returned."""
 
     def __init__(self):
-        self.outputs = weakref.WeakValueDictionary()
+        self.handles = weakref.WeakSet()
 
-    def put(self, finished):
-        stored = []
-        for sample_id, output in finished:
-            handle = self.outputs[sample_id] = Handle(output)
-            said = output.response_length, output.reward_score, output.reward_extra_info, output.masked
-            stored.append(StoredOutput(sample_id, handle, *said))
-        return stored
+    def put(self, outputs):
+        handle = Handle(outputs)
+        self.handles.add(handle)
+        return handle
 
-    def fetch(self, outputs):
-        return [output.handle.output for output in outputs]
+    def fetch(self, stored):
+        return {uid: handle.outputs for uid, handle in stored.items()}
 
 
-def finish_some(m, output, store, count):
+def finish_some(m, output, count):
     """Finish the first ``count`` samples; the i-th has 2 + i tokens."""
     begin(m)
-    finished = [(grant.sample_id, output(2 + i)) for i, grant in enumerate(m.claim("w0")[:count])]
-    for (sample_id, _), held in zip(finished, store.put(finished), strict=True):
-        m.finish(sample_id, held)
+    for i, grant in enumerate(m.claim("w0")[:count]):
+        m.finish(grant.sample_id, output(2 + i))
+
+
+def held_by(m):
+    return [sample.id for group in m.groups.by_order.values() for sample in group.samples if sample.output is not None]
 
 
 def test_figures_and_checkpoint_do_not_tell_where_outputs_lay(manager, output):
     packed, figures = [], []
     for store in (InProcess(), Shelf()):
-        m = manager(prompts=4)
-        finish_some(m, output, store, 5)
-        packed.append(b"".join(bytes(chunk) for chunk in pack(encode(m.capture(), store.fetch))))
+        m = manager(prompts=4, put=store.put)
+        finish_some(m, output, 5)
+        assert held_by(m) == ["0/2#0"], "those of groups that are ready are in the store"
+        state = encode(m.capture(), store.fetch)
+        packed.append(b"".join(bytes(chunk) for chunk in pack(state)))
+        resumed = manager(prompts=0, put=store.put)
+        resumed.load_state_dict(state)
+        assert held_by(resumed) == held_by(m)
         m.groups.train([group.uid for group in m.take_batch(stop=True)])
-        figures.append((tokens_in(m), m.counters, m.metrics()))
+        figures.append((tokens_in(m), tokens_in(resumed), m.counters, m.metrics()))
     assert packed[0] == packed[1] and figures[0] == figures[1]
     # A trained group's outputs are let go at once: until its round ends, the manager's process collects no garbage.
-    assert sorted(store.outputs) == ["0/2#0"]
+    assert len(store.handles) == 2, "those of the resumed manager"
 
 
-def test_filtered_groups_are_judged_by_what_the_manager_holds_and_their_outputs_let_go(manager, output):
-    m, shelf = manager(batch=1, prompts=4, group_filter=FilterSettings("acc")), Shelf()
-    finish_some(m, output, shelf, 2)
-    assert m.counters.filtered_groups == 1 and not shelf.outputs
+def test_filtered_group_is_not_stored_and_its_outputs_are_let_go(manager, output):
+    shelf = Shelf()
+    m = manager(batch=1, prompts=4, group_filter=FilterSettings("acc"), put=shelf.put)
+    first = output(2)
+    alive = weakref.ref(first.response_ids)
+    begin(m)
+    for grant, each in zip(m.claim("w0")[:2], (first, output(3)), strict=True):
+        m.finish(grant.sample_id, each)
+    del first, each
+    assert m.counters.filtered_groups == 1 and not shelf.handles and alive() is None

@@ -25,7 +25,7 @@ from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.rewards import RewardError
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker, output_of
-from tests.unit.shared import Local, hangs, lets_a_cancellation_out, settings_of, tokens_in
+from tests.unit.shared import InProcess, Local, hangs, lets_a_cancellation_out, settings_of, tokens_in
 
 CURVE = EngineCurve(step_s=0.002, sample_s=0.0)
 NO_LIMIT = contextlib.nullcontext()
@@ -70,7 +70,7 @@ async def life(
     overlap = len(lengths) - 1
     limits = {"failures": failures, "stall_s": stall_s, "away_s": away_s}
     settings = settings_of(1, n, overlap=overlap, max_staleness=max(4, overlap), **limits)
-    manager = Local(ManagerActor(settings))
+    manager = Local(ManagerActor(settings, InProcess()))
     worker = kind(CURVE, 1)
     worker.config.partial_rollout.failures.sample_timeout_s = sample_s
     worker.config.trainer.save_freq = save_freq

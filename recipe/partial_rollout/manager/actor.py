@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from recipe.partial_rollout.checkpoint.snapshot import Written, read_snapshot, write_snapshot
 from recipe.partial_rollout.manager import garbage
-from recipe.partial_rollout.manager.codec import HERE, encode
-from recipe.partial_rollout.manager.output_store import OutputStore
+from recipe.partial_rollout.manager.codec import encode
+from recipe.partial_rollout.manager.output_store import RayObjects
 from recipe.partial_rollout.manager.policies import FailureVerdict, retry_delay_s
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.stall_clock import StallClock
@@ -80,7 +80,7 @@ class ManagerActor:
 
     Args:
         settings: the run's; a wait for a batch is watched by ``StallClock``.
-        store: keeps the outputs of finished samples; ``HERE`` needs no Ray.
+        store: keeps the outputs of READY groups.
         train_groups: see ``Admission``.
     """
 
@@ -94,13 +94,13 @@ class ManagerActor:
     def __init__(
         self,
         settings: PartialRolloutConfig,
-        store: OutputStore = HERE,
+        store: RayObjects,
         train_groups: int | None = None,
     ) -> None:
         self._changed = ManagerCondition()
         self._progress = StallClock(settings.deadlines.stall_s, settings.away_s)
         self._store = store
-        self._manager = PromptsManager(settings, time.monotonic, train_groups)
+        self._manager = PromptsManager(settings, time.monotonic, train_groups, store.put)
         self._retries: set[asyncio.Task[None]] = set()
         self._unflushed: set[str] = set()
         """workers that may still have something to report before the flush ends"""
@@ -176,7 +176,6 @@ class ManagerActor:
             self._changed.raise_failure()
             decided_at = time.time()
             self._metrics_at_flush = None
-            self._store.seal()
             groups, admitted = self._manager.take_batch(stop=stop), self._manager.admitted
             if stop:
                 self._expect_flush()
@@ -281,7 +280,6 @@ class ManagerActor:
         """
         start = time.perf_counter()
         async with self._changed:
-            self._store.seal()
             captured = self._manager.capture()
             blocked_s = time.perf_counter() - start
         written = await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured, self._store.fetch)))
@@ -297,7 +295,7 @@ class ManagerActor:
         state = await asyncio.to_thread(read_snapshot, Path(path))
 
         def restore() -> int:
-            self._manager.load_state_dict(state, self._store.put)
+            self._manager.load_state_dict(state)
             return self._manager.counters.spared_groups
 
         return await self._changed.change(restore)
@@ -392,7 +390,7 @@ class ManagerActor:
             self._manager.leave(sample_id)
         for sample_id in report.back:
             self._manager.come_back(sample_id)
-        for (sample_id, _), output in zip(report.finished, self._store.put(report.finished), strict=True):
+        for sample_id, output in report.finished:
             self._manager.finish(sample_id, output)
         self._manager.counters.failed += report.rescored
         self._manager.counters.retried += report.rescored

@@ -11,7 +11,7 @@ acknowledged is restored as ready.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -21,7 +21,6 @@ from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
 from recipe.partial_rollout.manager.groups import Groups, Reserve
 from recipe.partial_rollout.manager.types import (
     FilteredGroup,
-    FinishedOutput,
     GroupState,
     Prompt,
     PromptGroup,
@@ -33,33 +32,11 @@ from recipe.partial_rollout.manager.types import (
 
 LAYOUT = 5
 
-Put = Callable[[Sequence[tuple[str, SampleOutput]]], Sequence[FinishedOutput]]
-"""stores outputs, each given with its sample's id; returns what the manager keeps in their place"""
-Fetch = Callable[[Sequence[FinishedOutput]], Sequence[SampleOutput]]
-"""brings the outputs themselves from where they are stored"""
+Fetch = Callable[[Mapping[str, Any]], Mapping[str, Sequence[SampleOutput]]]
+"""brings the outputs of stored groups, by uid"""
 
 _RUNS = ("response_mask", "versions")
 """fields of ``SampleOutput`` that are run-length coded"""
-
-
-class InProcess:
-    """No output store: outputs stay with the manager, as they are. ``RayObjects`` is one."""
-
-    def put(self, finished: Sequence[tuple[str, SampleOutput]]) -> Sequence[FinishedOutput]:
-        """Store the outputs of these samples; returns what the manager holds in place of each, in order."""
-        return [output for _, output in finished]
-
-    def seal(self) -> None:
-        """From here on outputs that were put may be passed to others, or fetched."""
-
-    def fetch(self, outputs: Sequence[FinishedOutput]) -> Sequence[SampleOutput]:
-        """The outputs themselves, in order."""
-        here = [output for output in outputs if isinstance(output, SampleOutput)]
-        assert len(here) == len(outputs)
-        return here
-
-
-HERE = InProcess()
 
 
 # -- encoding ----------------------------------------------------------------------------------------------------------
@@ -67,6 +44,8 @@ HERE = InProcess()
 
 def capture(version: int, reserve: Reserve, groups: Groups) -> dict[str, Any]:
     """The dictionary described above as of now, but with segments and outputs as the manager holds them.
+
+    ``stored`` of a READY group stands for its outputs.
 
     It takes milliseconds, because no token is copied: what it shares with the manager never changes.
     """
@@ -85,6 +64,7 @@ def capture(version: int, reserve: Reserve, groups: Groups) -> dict[str, Any]:
                 "prompt": _fields(group.prompt),
                 "order": group.order,
                 "birth": group.birth,
+                "stored": group.stored,
                 "samples": [
                     {
                         "segments": list(sample.segments),
@@ -109,15 +89,17 @@ def check_saveable(sample_id: str, output: SampleOutput) -> None:
         raise error.within(f"sample {sample_id}") from None
 
 
-def encode(captured: dict[str, Any], fetch: Fetch = HERE.fetch) -> dict[str, Any]:
-    """``captured``, completed in place; ``fetch`` brings the outputs from where they are stored."""
-    samples = [sample for group in captured["groups"] for sample in group["samples"]]
-    outputs = iter(fetch([sample["output"] for sample in samples if sample["output"] is not None]))
-    for sample in samples:
-        sample["segments"] = [_fields(segment) for segment in sample["segments"]]
-        if sample["output"] is not None:
-            output = next(outputs)
-            sample["output"] = _fields(output) | {name: _runs(getattr(output, name)) for name in _RUNS}
+def encode(captured: dict[str, Any], fetch: Fetch) -> dict[str, Any]:
+    """``captured``, completed in place."""
+    stored = {group["prompt"]["uid"]: group.pop("stored") for group in captured["groups"]}
+    fetched = fetch({uid: outputs for uid, outputs in stored.items() if outputs is not None})
+    for group in captured["groups"]:
+        for sample, output in zip(group["samples"], fetched.get(group["prompt"]["uid"], ()), strict=False):
+            sample["output"] = output
+        for sample in group["samples"]:
+            sample["segments"] = [_fields(segment) for segment in sample["segments"]]
+            if (output := sample["output"]) is not None:
+                sample["output"] = _fields(output) | {name: _runs(getattr(output, name)) for name in _RUNS}
     return captured
 
 
@@ -135,7 +117,7 @@ def _runs(values: np.ndarray) -> dict[str, np.ndarray]:
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
-def decode(state: dict[str, Any], samples_per_group: int, reserve: Reserve, groups: Groups, put: Put) -> int:
+def decode(state: dict[str, Any], samples_per_group: int, reserve: Reserve, groups: Groups) -> int:
     """Fill ``reserve`` and ``groups`` with the encoded state; no sample has an owner afterwards. Returns the version.
 
     The source is open again: a resumed training may have more steps than the one that drained.
@@ -152,24 +134,24 @@ def decode(state: dict[str, Any], samples_per_group: int, reserve: Reserve, grou
     groups.trained = dict(state["trained"].tolist())
     groups.admitted = list(state["admitted"])
     groups.filtered = [FilteredGroup(**row) for row in state["filtered"]]
-    groups.restore(_groups(state, samples_per_group, put))
+    groups.restore(_groups(state, samples_per_group))
     return state["version"]
 
 
-def _groups(state: dict[str, Any], size: int, put: Put) -> Iterator[PromptGroup]:
+def _groups(state: dict[str, Any], size: int) -> Iterator[PromptGroup]:
     for row in state["groups"]:
         group = PromptGroup(Prompt(**row["prompt"]), row["order"], birth=row["birth"])
         if len(row["samples"]) != size:
             raise ValueError(f"manager state: group {group.uid} has {len(row['samples'])} samples: {size}")
-        group.samples += [_sample(f"{group.uid}#{i}", group, saved, put) for i, saved in enumerate(row["samples"])]
+        group.samples += [_sample(f"{group.uid}#{i}", group, saved) for i, saved in enumerate(row["samples"])]
         yield group
 
 
-def _sample(sample_id: str, group: PromptGroup, saved: dict[str, Any], put: Put) -> Sample:
+def _sample(sample_id: str, group: PromptGroup, saved: dict[str, Any]) -> Sample:
     output = saved["output"]
     if output is not None:
         runs = {name: np.repeat(output[name]["values"], output[name]["lengths"]) for name in _RUNS}
-        (output,) = put([(sample_id, SampleOutput(**{**output, **runs}))])
+        output = SampleOutput(**{**output, **runs})
     state = SampleState.WAITING if output is None else SampleState.FINISHED
     segments = [Segment(**fields) for fields in saved["segments"]]
     return Sample(sample_id, group, state, **{**saved, "segments": segments, "output": output})

@@ -19,18 +19,18 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 from recipe.partial_rollout.manager.types import (
     FilteredGroup,
-    FinishedOutput,
     GroupState,
     Prompt,
     PromptGroup,
     Sample,
+    SampleOutput,
     TakenGroup,
     position_of,
 )
@@ -123,6 +123,8 @@ class Groups:
     RuntimeError: group 0/0 is taken: active follows waiting
     """
 
+    put: Callable[[Sequence[SampleOutput]], Any] = tuple
+    """stores the outputs of a READY group; returns what stands for them in the store"""
     counters: Counters = field(default_factory=Counters)
     by_order: dict[int, PromptGroup] = field(default_factory=dict)
     """all groups, by dispatch order, ascending"""
@@ -158,15 +160,14 @@ class Groups:
     def restore(self, groups: Iterable[PromptGroup]) -> None:
         """Add ``groups`` of a checkpoint; none is with the trainer."""
         for group in groups:
-            outputs = group.outputs
-            group.unfinished = len(group.samples) - len(outputs)
-            group.finished_length = sum(output.response_length for output in outputs)
+            group.unfinished = len(group.samples) - len(group.outputs)
+            group.finished_length = sum(output.response_length for output in group.outputs)
             if group.unfinished:
                 group.state = GroupState.WAITING if group.birth is None else GroupState.ACTIVE
                 self.unfinished[group.birth] += 1
             else:
                 group.state = GroupState.READY
-                self._queue(group)
+                self._store(group)
             self.by_order[group.order] = group
         self.by_order = dict(sorted(self.by_order.items()))
 
@@ -189,9 +190,12 @@ class Groups:
     def ready(self, group: PromptGroup) -> None:
         """ACTIVE -> READY: every sample has ended."""
         self._end(group, GroupState.READY)
-        self._queue(group)
+        self._store(group)
 
-    def _queue(self, group: PromptGroup) -> None:
+    def _store(self, group: PromptGroup) -> None:
+        outputs = group.outputs
+        group.drop_outputs()
+        group.stored = self.put(outputs)
         assert group.birth is not None
         insort(self.ready_queue, group, key=attrgetter("order"))
         self.ready_births[group.birth] += 1
@@ -200,13 +204,13 @@ class Groups:
         """ACTIVE -> FILTERED: every sample has ended, all with the score ``value``."""
         self._end(group, GroupState.FILTERED)
         del self.by_order[group.order]
-        lengths = [sample.length for sample in group.samples]
+        lengths = [output.response_length for output in group.outputs]
         self.filtered.append(FilteredGroup(group.uid, group.order, group.birth, value, lengths))
         self.counters.filtered_groups += 1
         self.counters.filtered_tokens += group.finished_length
         group.drop_outputs()
 
-    def take(self, count: int) -> list[TakenGroup[FinishedOutput]]:
+    def take(self, count: int) -> list[TakenGroup]:
         """READY -> TAKEN: the trainer gets the first ``count`` groups; fewer only if there are no more."""
         batch = self.ready_queue[:count]
         del self.ready_queue[:count]
@@ -215,7 +219,7 @@ class Groups:
             _less(self.ready_births, group.birth)
             self.taken[group.uid] = group
         self.told = len(self.admitted)
-        return [TakenGroup(g.uid, g.order, g.prompt.epoch, g.prompt.row, g.outputs, g.birth) for g in batch]
+        return [TakenGroup(g.uid, g.order, g.prompt.epoch, g.prompt.row, g.stored, g.birth) for g in batch]
 
     def train(self, uids: Iterable[str]) -> None:
         """TAKEN -> TRAINED: the trainer has updated on them."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recipe.partial_rollout.manager.types import FinishedOutput, SampleOutput, Segment
+from recipe.partial_rollout.manager.types import SampleOutput, Segment
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.config.sections import FailureLimits
@@ -100,15 +100,15 @@ SCORES = ("reward", "seq_reward", "seq_final_reward")
 """names of ``algorithm.filter_groups.metric`` for the score itself; any other is a key of the reward's extra information"""
 
 
-def common_value(metric: str, outputs: Sequence[FinishedOutput]) -> float | None:
+def common_value(metric: str, outputs: Sequence[SampleOutput]) -> float | None:
     """The value of ``metric`` that all samples share; None if they differ, or if fewer than two are known.
 
     Masked samples have no value. A group with fewer than two unmasked samples is not judged: it trains, so that
     its failures count against ``partial_rollout.failures.max_masked_fraction``.
 
-    >>> from recipe.partial_rollout.manager.types import StoredOutput
+    >>> from dataclasses import replace
     >>> def outputs(*rewards):
-    ...     return [StoredOutput(f"0/0#{i}", None, 9, reward, {}, False) for i, reward in enumerate(rewards)]
+    ...     return [replace(masked_output([], None), reward_score=reward, masked=False) for reward in rewards]
     >>> [common_value("reward", outputs(*rewards)) for rewards in ((1, 1, 1, 1), (1, 0, 1, 1), (1,))]
     [1.0, None, None]
     """

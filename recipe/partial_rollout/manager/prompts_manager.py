@@ -22,23 +22,23 @@ Both take N groups a version and admit at its start, so pacing and the bound on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from recipe.partial_rollout.manager.admission import Admission, Load, in_time, pacing_load
-from recipe.partial_rollout.manager.codec import HERE, Put, capture, decode, encode
+from recipe.partial_rollout.manager.codec import capture, decode, encode
 from recipe.partial_rollout.manager.groups import Groups, Reserve
 from recipe.partial_rollout.manager.policies import FailureVerdict, common_value, masked_output, verdict_on
 from recipe.partial_rollout.manager.samples import Samples
 from recipe.partial_rollout.manager.scheduling import ClaimQueue, Slots, priority_of
 from recipe.partial_rollout.manager.types import (
     GIVEN_UP,
-    FinishedOutput,
     Grant,
     GroupState,
     PromptGroup,
     Sample,
+    SampleOutput,
     SampleState,
     Segment,
     TakenGroup,
@@ -88,17 +88,22 @@ class PromptsManager:
         settings: the run's; of them mode and sizes, scheduling, failures and dynamic sampling.
         clock: seconds; stamped on state changes for stall reports.
         train_groups: see ``Admission``.
+        put: see ``Groups``.
     """
 
     def __init__(
-        self, settings: PartialRolloutConfig, clock: Callable[[], float], train_groups: int | None = None
+        self,
+        settings: PartialRolloutConfig,
+        clock: Callable[[], float],
+        train_groups: int | None = None,
+        put: Callable[[Sequence[SampleOutput]], Any] = tuple,
     ) -> None:
         self._settings = settings
         self._admission = Admission(settings, train_groups)
         self._filter = settings.group_filter
         self.version = 0
         """policy version that decodes the claimed samples"""
-        self.groups = Groups()
+        self.groups = Groups(put)
         self.counters = self.groups.counters
         self.reserve = Reserve()
         self.slots = Slots(ClaimQueue(priority_of(settings.scheduling, settings.batch_groups)))
@@ -167,7 +172,7 @@ class PromptsManager:
         self.slots.free(sample)
         self.slots.queue.push(sample)
 
-    def finish(self, sample_id: str, output: FinishedOutput) -> None:
+    def finish(self, sample_id: str, output: SampleOutput) -> None:
         """Free its slot; ``output`` replaces the journal. After the last sample its group is READY, or FILTERED."""
         sample = self.samples.move(sample_id, "finish")
         self.slots.free(sample)
@@ -207,7 +212,7 @@ class PromptsManager:
         sample.worker = None
         self.slots.queue.push(sample)
 
-    def _end(self, sample: Sample, output: FinishedOutput) -> None:
+    def _end(self, sample: Sample, output: SampleOutput) -> None:
         group = sample.group
         sample.output = output
         sample.segments, sample.tool_results = [], []
@@ -250,7 +255,7 @@ class PromptsManager:
     def _enter(self, group: PromptGroup) -> None:
         """Add the unfinished samples of ``group``, new or restored; any worker may claim them."""
         for sample in group.samples:
-            if sample.output is None:
+            if sample.state is not SampleState.FINISHED:
                 self.samples.unfinished[sample.id] = sample
                 self._requeue(sample.id, "admit")
 
@@ -343,7 +348,7 @@ class PromptsManager:
             return True
         return self.groups.ready_queue[size - 1].order <= oldest.order + positions
 
-    def take_batch(self, *, stop: bool) -> list[TakenGroup[FinishedOutput]]:
+    def take_batch(self, *, stop: bool) -> list[TakenGroup]:
         """The N oldest ready groups, READY -> TAKEN; fewer only once the data ran out.
 
         OPEN -> CLOSED with ``stop``: running samples are about to be interrupted. Else OPEN -> AHEAD: they run on.
@@ -384,9 +389,9 @@ class PromptsManager:
 
     def state_dict(self) -> dict[str, Any]:
         """All but the workers, in plain Python and numpy; layout in ``codec``."""
-        return encode(self.capture())
+        return encode(self.capture(), dict)
 
-    def load_state_dict(self, state: dict[str, Any], put: Put = HERE.put) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state``: unfinished samples are claimable, groups that were with the trainer are ready again.
 
         Raises:
@@ -395,7 +400,7 @@ class PromptsManager:
         """
         if self.reserve.prompts or self.counters.admitted_groups:
             raise RuntimeError("load_state_dict: the manager has prompts already; load before the first offer")
-        self.version = decode(state, self._settings.samples_per_group, self.reserve, self.groups, put)
+        self.version = decode(state, self._settings.samples_per_group, self.reserve, self.groups)
         for group in self.groups.by_order.values():
             self._enter(group)
 

@@ -5,12 +5,12 @@ Each lifecycle is one enum field: only ``Samples`` writes that of a sample, only
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from typing_extensions import TypeVar
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.waits import ToldError
@@ -125,26 +125,6 @@ class SampleOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredOutput:
-    """What the manager keeps of a finished sample while an output store has its ``SampleOutput``; no arrays."""
-
-    sample_id: str
-    handle: Any
-    """location in the store; opaque to everyone else"""
-    response_length: int
-    """tokens"""
-    reward_score: float | None
-    reward_extra_info: dict[str, Any]
-    masked: bool
-
-
-FinishedOutput = SampleOutput | StoredOutput
-"""The output of a finished sample as the manager holds it: whole, or as metadata while a store has it."""
-
-Held = TypeVar("Held", bound=FinishedOutput, default=SampleOutput)
-
-
-@dataclass(frozen=True, slots=True)
 class Prompt:
     """One dataset row of one epoch."""
 
@@ -180,7 +160,8 @@ class Sample:
     """times that its agent loop raised"""
     error: str | None = None
     """the last error that its agent loop raised, in one line"""
-    output: FinishedOutput | None = None
+    output: SampleOutput | None = None
+    """once it has finished, until its group is READY"""
     since: float = 0.0
     """clock reading (s) of the last state change"""
 
@@ -191,11 +172,6 @@ class Sample:
     @property
     def has_journal(self) -> bool:
         return bool(self.segments or self.tool_results)
-
-    @property
-    def length(self) -> int:
-        """Response tokens so far: those of its output if it has finished, else the cached ones."""
-        return self.output.response_length if self.output is not None else self.cached_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -214,20 +190,22 @@ class PromptGroup:
     """samples that have not finished"""
     finished_length: int = 0
     """sum of the finished samples' response lengths, tokens"""
+    stored: Any = None
+    """what the store has returned for the outputs, once it is READY"""
 
     @property
     def length(self) -> int:
         """Response tokens of all samples so far."""
-        return sum(sample.length for sample in self.samples)
+        return self.finished_length + sum(sample.cached_tokens for sample in self.samples)
 
     @property
     def uid(self) -> str:
         return self.prompt.uid
 
     @property
-    def outputs(self) -> tuple[FinishedOutput, ...]:
-        """Outputs of the samples that have finished."""
-        return tuple(sample.output for sample in self.samples if sample.output is not None)
+    def outputs(self) -> list[SampleOutput]:
+        """Outputs of the samples that have finished; none once they are stored."""
+        return [sample.output for sample in self.samples if sample.output is not None]
 
     @property
     def mean_finished_length(self) -> float:
@@ -237,6 +215,7 @@ class PromptGroup:
 
     def drop_outputs(self) -> None:
         """Drop the outputs now: group and samples refer to each other and would keep them until garbage collection."""
+        self.stored = None
         for sample in self.samples:
             sample.output = None
 
@@ -282,14 +261,15 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenGroup(Generic[Held]):
-    """A group in the trainer's batch; its outputs are as the manager holds them, until they are fetched."""
+class TakenGroup:
+    """A group in the trainer's batch."""
 
     uid: str
     order: int
     epoch: int
     row: dict[str, Any]
-    outputs: tuple[Held, ...]
+    outputs: Sequence[SampleOutput]
+    """of its samples, in order; as long as they are not fetched, what stands for them all in the output store"""
     birth: int | None = None
     """policy version under which its first sample started"""
 
@@ -351,7 +331,7 @@ class ReadyBatch:
 
     decided_at: float
     """unix seconds"""
-    groups: list[TakenGroup[FinishedOutput]] = field(default_factory=list)
+    groups: list[TakenGroup] = field(default_factory=list)
     """empty if the rollout was suspended; the caller fetches their outputs from the store"""
     admitted: tuple[str, ...] = ()
     """uids of the groups admitted since the batch before, in order; a checkpoint keeps them until the batch is trained"""

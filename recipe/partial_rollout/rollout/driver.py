@@ -29,11 +29,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe.partial_rollout.manager.output_store import OutputStore, fetch_groups
+from recipe.partial_rollout.manager.output_store import RayObjects
 from recipe.partial_rollout.manager.types import Prompt, Standing, StepAccount, TakenGroup, VersionStart
 from recipe.partial_rollout.records.run_log import Begin, Phase
 from recipe.partial_rollout.rollout.progress import show_round
@@ -70,7 +71,7 @@ class Driver:
     Args:
         context: of the run; its ``source`` is there.
         manager: handle of the manager actor.
-        store: holds the outputs of finished samples.
+        store: holds the outputs of the groups taken.
         pool: the agent-loop workers, connected to ``manager``.
         roster: announces restarted replicas.
         book: books what is trained.
@@ -81,7 +82,7 @@ class Driver:
         self,
         context: RolloutContext,
         manager: Any,
-        store: OutputStore,
+        store: RayObjects,
         pool: WorkerPool,
         roster: ReplicaRoster,
         book: StepBook,
@@ -243,8 +244,9 @@ class Driver:
         else:
             since, waits = self._since, {"wait_s": taken_at - asked_at}
             context.log.add(Phase("wait", step, asked_at, taken_at))
-        fetching = asyncio.to_thread(fetch_groups, ready.groups, self._store.fetch)
-        groups = await self._guard.wait(fetching, "fetching the batch", key=None)
+        fetching = asyncio.to_thread(self._store.fetch, {group.uid: group.outputs for group in ready.groups})
+        outputs = await self._guard.wait(fetching, "fetching the batch", key=None)
+        groups = [replace(group, outputs=outputs[group.uid]) for group in ready.groups]
         batch = StepBatch(step, start, ready.admitted, groups, since, opened_at, taken_at, waits)
         batch.check(context.settings.batch_groups, context.settings.failures.max_masked_fraction)
         self._batch, self._step, self._since, self._wanted = batch, step, taken_at, ready.wanted

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from recipe.partial_rollout.manager.types import FinishedOutput, Grant, Prompt, SampleOutput, TakenGroup
+from recipe.partial_rollout.manager.types import Grant, Prompt, SampleOutput, TakenGroup
 from recipe.partial_rollout.tools.planner.replica_model import Decoding
 
 Waits = tuple[tuple[float, float], ...]
@@ -208,7 +208,7 @@ class PlayedSamples:
         for sample in self.live.values():
             sample.made_before = sample.made
 
-    def train(self, groups: Sequence[TakenGroup[FinishedOutput]], version: int) -> TrainedBatch:
+    def train(self, groups: Sequence[TakenGroup], version: int) -> TrainedBatch:
         """Train ``groups`` from ``version``, and forget them."""
         trained = [[self.live.pop(f"{group.uid}#{i}") for i in range(len(group.outputs))] for group in groups]
         for group in groups:
