@@ -1,4 +1,4 @@
-"""``plan``: what it recommends, prints and refuses; replays of a run with separate placement."""
+"""``plan``: what it recommends, prints and refuses; replays of a run."""
 
 import json
 import re
@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.tools import plan
 from recipe.partial_rollout.tools.plan_table import Option, advice
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
-from recipe.partial_rollout.tools.replay import measured_steps, replay, trainer_of
+from recipe.partial_rollout.tools.replay import replay
 from recipe.partial_rollout.tools.run_record import load_run
-from tests.unit.runs import PHASES, interrupted_run, separate_run
+from tests.unit.runs import build_run, default_rounds, interrupted_run, separate_run
 from tests.unit.shared import settings_of
 
 LOGNORMAL = ["--lognormal", "300", "360", "1838", "--batch", "8", "--group", "4", "--slots", "16", "--rounds", "4"]
@@ -91,32 +90,22 @@ def test_options_that_make_no_sense_are_refused_in_a_line(capsys, arguments, mes
     assert out.startswith(f"error: {message}") and out.count("\n") == 1
 
 
-def build(path, *, more=()):
-    return load_run(separate_run(path, phases=[*PHASES, *more]))
-
-
-def test_trainer_works_from_batch_to_batch_but_for_waits_staging_and_holds(tmp_path):
-    steps = measured_steps(build(tmp_path / "a"))
-    assert steps.whole_s == pytest.approx([12, 20]) and steps.train_s == pytest.approx([7, 7])
-    assert steps.trained_tokens == [200, 200]
-    assert (steps.update.stage_s, steps.update.hold_s) == (pytest.approx(2), pytest.approx(1))
-    assert trainer_of(steps)(200) == pytest.approx(7)
-    steps = measured_steps(build(tmp_path / "b", more=[("validate", 1, 12, 14), ("flush", 2, 24, 25)]))
-    assert steps.whole_s == pytest.approx([10, 19]) and steps.train_s == pytest.approx([5, 6])
-
-
-def test_replay_is_as_long_as_the_training_where_engines_are_fast(tmp_path, monkeypatch):
-    settings = settings_of(2, 2, slots_per_replica=8, resume_kv=ResumeKV.KEEP)
-    made = {"PartialRolloutConfig.from_config": settings, "fit": EngineCurve(0.001, 0.0)}
+def test_replay_lasts_as_long_as_the_steps_of_the_curve(tmp_path, monkeypatch, capsys):
+    settings = settings_of(2, 2, overlap=0.0, max_staleness=0, slots_per_replica=8)
+    made = {"PartialRolloutConfig.from_config": settings, "fit": EngineCurve(0.06, 0.0)}
     for name, value in made.items():
         monkeypatch.setattr(f"recipe.partial_rollout.tools.replay.{name}", lambda _, value=value: value)
-    run = build(tmp_path / "a")
-    with pytest.raises(ValueError, match=r"config\.yaml is missing"):
-        replay(run)
-    OmegaConf.save({}, tmp_path / "a" / "config.yaml")
-    # 400 tokens in 32 s; of each of the two steps between batches 7 s are training, 2 s staging, and 1 s a hold.
-    found = replay(run)
-    assert (found.measured_ms, found.forecast_ms) == (pytest.approx(80e3), pytest.approx(50e3, rel=1e-3))
+    path = build_run(tmp_path / "a", arm="PR", rounds=default_rounds(steps=3))
+    assert plan.main(["--validate", str(path)]) == 2
+    assert "config.yaml is missing" in capsys.readouterr().out
+    OmegaConf.save({}, path / "config.yaml")
+    # Rounds of 100 tokens a sample, 400 in all, took 10 s each.
+    found = replay(load_run(path))
+    assert (found.measured_ms, found.forecast_ms) == (pytest.approx(25e3), pytest.approx(15e3))
+    assert plan.main(["--validate", str(path)]) == 1
+    assert "forecast 0.60 of what it took (NOT within 15%)" in capsys.readouterr().out
+    assert plan.main(["--validate", str(separate_run(tmp_path / "separate"))]) == 2
+    assert "placement=separate: the simulation plays engines and trainer in turns" in capsys.readouterr().out
 
 
 def test_plan_from_a_run_with_tools_says_what_giving_slots_away_gains(tmp_path, monkeypatch, capsys):

@@ -12,20 +12,13 @@ from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.tools.lengths import lognormal, of_run
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster, CurveError, EngineCurve, fit
 from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel
-from recipe.partial_rollout.tools.planner.rounds import (
-    SeparateTrainer,
-    Simulation,
-    WeightUpdate,
-    forecast,
-    smallest_worthwhile,
-)
+from recipe.partial_rollout.tools.planner.rounds import Simulation, forecast, smallest_worthwhile
 from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from recipe.partial_rollout.tools.run_record import load_run
 from tests.unit.runs import interrupted_run
 from tests.unit.shared import settings_of
 
 LENGTHS = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
-FREE = WeightUpdate(0.0, 0.0)
 POLICIES = [Scheduling(policy) for policy in SchedulingPolicy]
 
 
@@ -130,21 +123,19 @@ def test_calls_under_one_load_show_no_curve():
         fit([call(0, 0.0, 1.0, 10), call(0, 1.0, 3.0, 20)])
 
 
-# -- rounds that engines and trainer share in turns ---------------------------------------------------------------------
+# -- rounds -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("train_s", [None, 0.1, 3.0], ids=["in turns", "separate, slow", "separate, fast"])
 @pytest.mark.parametrize("release_after_s", [0.1, np.inf], ids=["slots given away", "slots held"])
 @pytest.mark.parametrize("scheduling", [*POLICIES, Scheduling(overtake=0)], ids=str)
-def test_simulation_trains_every_group_once_within_the_bound(scheduling, train_s, release_after_s):
+def test_simulation_trains_every_group_once_within_the_bound(scheduling, release_after_s):
     # Every other group calls tools: one call takes longer than a slot is held for, one does not.
     tools = ((), (), ((0.3, 2.0), (0.6, 0.05)), ((0.5, 30.0),)) * 20
     lengths = replace(lognormal(median=60, mean=100, cap=900, samples_per_group=2, groups=40), tools=tools)
     curve = EngineCurve(1e-2, 1e-4, kv_tokens=2_000)
     cluster = Cluster(curve, replicas=2, slots_per_replica=4, release_after_s=release_after_s)
-    trainer = () if train_s is None else (SeparateTrainer(lambda _: train_s, WeightUpdate(0.1, 0.1)),)
     settings = sized(max_staleness=2, scheduling=scheduling)
-    simulation = Simulation(settings, cluster, lengths, *trainer, seed=None, groups=40)
+    simulation = Simulation(settings, cluster, lengths, seed=None, groups=40)
     rounds = list(simulation.rounds(100))
     assert list(simulation.rounds(100)) == []
     trained = np.concatenate([round_.batch.lengths for round_ in rounds])
@@ -165,42 +156,6 @@ def test_mean_staleness_is_the_overlap_while_every_sample_has_a_slot(scheduling)
 def test_smallest_overlap_whose_next_step_does_not_pay():
     speeds = [(0.0, 100.0), (0.5, 150.0), (1.0, 160.0), (2.0, 161.0)]
     assert [smallest_worthwhile(speeds, least) for least in (0.05, 0.10, 0.001)] == [1.0, 0.5, 2.0]
-
-
-# -- separate placement -------------------------------------------------------------------------------------------------
-
-
-def play(lengths, count, *, batch=1, n=1, overlap=1.0, max_staleness=4, replicas=1, train_s=0.0, update=FREE, **engine):
-    """Steps of 1 s a decoding step, with lengths in their order."""
-    curve = EngineCurve(1.0, 0.0, prefill_s=engine.pop("prefill_s", 0.0))
-    cluster = Cluster(curve, replicas, engine.pop("slots", 8), **engine)
-    settings = sized(batch, n, overlap, max_staleness)
-    trace = LengthTrace(np.array(lengths))
-    trainer = SeparateTrainer(lambda tokens: train_s, update)
-    simulation = Simulation(settings, cluster, trace, trainer, seed=None, groups=len(lengths))
-    return list(simulation.rounds(count))
-
-
-def test_engines_decode_while_the_trainer_trains():
-    # 0/0 and 0/1 start at 0 s; 0/0 is taken at 4 s, trains until 9 s, and 0/1 has ended by then.
-    first, second = play([[4], [8]], 2, train_s=5.0)
-    assert (first.seconds, first.waiting_s) == (9.0, 4.0)
-    assert (second.seconds, second.waiting_s) == (5.0, 0.0)
-    assert second.batch.staleness.tolist() == [[1]] and second.batch.token_ages == 8
-
-
-def test_all_engines_stand_still_for_the_weights_once_their_step_has_ended():
-    # 0/0 ends at 4 s and trains until 6.5 s; the step of 0/1 ends at 7 s, and the load at 9 s.
-    first, second = play([[4], [10]], 2, train_s=2.0, update=WeightUpdate(0.5, 2.0))
-    assert (first.seconds, first.held_s) == (9.0, 2.0)
-    # 3 tokens are left of 0/1.
-    assert second.waiting_s == 3.0 and second.batch.token_ages == 7
-
-
-def test_without_staleness_the_sides_take_turns():
-    steps = play([[3], [5], [2]], 3, overlap=0.0, max_staleness=0, train_s=4.0, update=WeightUpdate(0.0, 1.0))
-    assert [step.seconds for step in steps] == [3 + 4 + 1, 5 + 4 + 1, 2 + 4 + 1]
-    assert not any(step.batch.token_ages for step in steps)
 
 
 # -- tools --------------------------------------------------------------------------------------------------------------

@@ -105,18 +105,6 @@ class ReplicaModel:
         self._queued.clear()
         return given_back
 
-    def hold(self, until: float, *, reads: bool) -> None:
-        """Stand still until ``until``, all samples staying in place; with ``reads`` their contexts are prefilled then.
-
-        Brings ``context`` and ``left`` of the running samples up to date.
-        """
-        for _, _, sample in self._ends:
-            made = self._steps - self._began[sample.id]
-            sample.context += made
-            sample.left -= made
-            self._began[sample.id] = self._steps
-        self.clock = until + self._curve.prefill_s * self._context * reads
-
     def _preempt(self) -> None:
         """Return the sample dispatched last to the queue; its context is prefilled again later."""
         last = max(self._ends, key=lambda end: (end[2].order, end[1]))

@@ -1,4 +1,4 @@
-"""Plays rounds of partial rollout in either placement, and forecasts the cost of colocated ones in the long run.
+"""Plays rounds of colocated partial rollout, and forecasts their cost in the long run.
 
 The real ``PromptsManager`` decides, a model of the engine decodes.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -36,54 +36,18 @@ class _Tool(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class WeightUpdate:
-    """What new weights cost in separate placement."""
-
-    stage_s: float
-    """from the end of the update until all replicas have the weights at hand; they decode meanwhile"""
-    hold_s: float
-    """in which all engines stand still and load them"""
-
-
-@dataclass(frozen=True, slots=True)
-class SeparateTrainer:
-    """A trainer with devices of its own."""
-
-    train_s: Callable[[int], float]
-    """seconds that it takes for a batch of so many tokens"""
-    update: WeightUpdate
-
-
-@dataclass(frozen=True, slots=True)
 class SimulatedRound:
-    """One version and the batch that it trains.
-
-    Colocated, it is a rollout phase; else it lasts from when the engines decode with it until they decode with the next.
-    """
+    """A rollout phase and the batch that it trains."""
 
     seconds: float
-    waiting_s: float
-    """of them, in which the trainer waited for its batch"""
-    held_s: float
-    """in which a replica stood still for new weights, its samples waiting; mean over the replicas"""
-    idle_s: float
-    """in which a replica had no sample; mean over the replicas"""
     batch: TrainedBatch
 
 
 class Simulation:
     """Plays rounds, one after the other.
 
-    With a trainer on its own devices a round never ends: samples run through the weight updates, at which every engine
-    stands still together::
-
-        engines   |==decode=====================|hold|==decode=====================|hold|==
-        trainer   |wait| log-probs, update |stage     |wait| log-probs, update |stage
-                       ^ take_batch                  ^ begin_version
-
     Args:
         settings: mode, sizes and scheduling are played; dynamic sampling is not.
-        trainer: None: it shares the replicas' devices, so that each round ends with its batch.
         lengths, seed, groups: see ``PlayedSamples``.
 
     Raises:
@@ -95,13 +59,11 @@ class Simulation:
         settings: PartialRolloutConfig,
         cluster: Cluster,
         lengths: LengthTrace,
-        trainer: SeparateTrainer | None = None,
         *,
         seed: int | None = 0,
         groups: int | None = None,
     ) -> None:
         self._cluster = cluster
-        self._trainer = trainer
         self._samples = PlayedSamples(lengths, settings.samples_per_group, seed=seed, groups=groups)
         self._manager = PromptsManager(replace(settings, group_filter=None), clock=lambda: 0.0)
         self._manager.slots.register(_WORKER, cluster.slots_per_replica * cluster.replicas)
@@ -111,7 +73,6 @@ class Simulation:
         """heap of what becomes of samples in tools: moment, event, id"""
         self._away: set[str] = set()
         """samples in tools that have left their slot"""
-        self._start_engines()
 
     @property
     def dispatched(self) -> list[np.ndarray]:
@@ -123,16 +84,21 @@ class Simulation:
         for _ in range(count):
             if self._samples.all_trained:
                 return
-            if not self._manager.round_open:
-                self._start_engines()
-                self._begin()
             yield self._round()
 
-    def _start_engines(self) -> None:
+    def _round(self) -> SimulatedRound:
         self._replicas = [ReplicaModel(self._cluster.curve) for _ in range(self._cluster.replicas)]
         # The clock starts again with each round, and no time passes between rounds.
         self._tools = [(moment - self._now, event, sample_id) for moment, event, sample_id in self._tools]
-        self._now = self._idle_s = self._held_s = 0.0
+        self._now = 0.0
+        self._begin()
+        self._decode()
+        groups, version = self._manager.take_batch(stop=True), self._manager.version
+        self._interrupt_all()
+        batch = self._samples.train(groups, version)
+        self._manager.groups.train([group.uid for group in groups])
+        self._version += 1
+        return SimulatedRound(self._now, batch)
 
     def _begin(self) -> None:
         self._manager.reserve.offer(self._samples.prompts(self._manager.wanted))
@@ -142,36 +108,11 @@ class Simulation:
         self._samples.begin_version()
         self._claim()
 
-    def _round(self) -> SimulatedRound:
-        manager, trainer, began = self._manager, self._trainer, self._now
-        self._idle_s = self._held_s = 0.0
-        self._decode(math.inf)
-        waited = self._now - began
-        groups, version = manager.take_batch(stop=trainer is None), manager.version
-        if trainer is None:
-            self._interrupt_all()
-        batch = self._samples.train(groups, version)
-        updated = self._now
-        if trainer is not None:
-            updated += trainer.train_s(batch.tokens) + trainer.update.stage_s
-            self._decode(updated)
-        manager.groups.train([group.uid for group in groups])
-        self._version += 1
-        if trainer is not None:
-            self._hold(updated, trainer.update.hold_s)
-            self._begin()
-        replicas = len(self._replicas)
-        return SimulatedRound(self._now - began, waited, self._held_s / replicas, self._idle_s / replicas, batch)
-
-    def _decode(self, until: float) -> None:
-        """Decode until the clock is ``until``; if that is infinity, until the batch is complete."""
-        waiting = math.isinf(until)
-        while not (waiting and self._manager.round_complete()):
+    def _decode(self) -> None:
+        """Decode until the batch is complete."""
+        while not self._manager.round_complete():
             busy = min(self._replicas, key=ReplicaModel.next_end)
             end, tool = busy.next_end(), self._tools[0][0] if self._tools else math.inf
-            if not waiting and min(end, tool) > until:
-                self._now = until
-                return
             assert min(end, tool) < math.inf, "no sample is in a replica or a tool, and the batch is not complete"
             if tool < end:
                 self._now = max(self._now, tool)
@@ -214,14 +155,9 @@ class Simulation:
     def _run_on(self, sample: PlayedSample, *, resumed: bool) -> None:
         """Run it at the replica that has the fewest."""
         replica = min(self._replicas, key=len)
-        self._advance(replica, self._now)
+        replica.advance(self._now)
         cached = self._cluster.keeps_kv or sample.cached_by == self._manager.version
         replica.add(sample.engine, reads=not (resumed and cached))
-
-    def _advance(self, replica: ReplicaModel, clock: float) -> None:
-        if not len(replica):
-            self._idle_s += max(0.0, clock - replica.clock)
-        replica.advance(clock)
 
     def _interrupt_all(self) -> None:
         for replica in self._replicas:
@@ -238,21 +174,6 @@ class Simulation:
         zeros = np.broadcast_to(np.float32(0), self._samples.live[sample_id].made_now)
         self._manager.add_segment(sample_id, Segment(zeros.astype(np.int32), zeros, self._manager.version))
         self._manager.interrupt(sample_id)
-
-    def _hold(self, at: float, hold_s: float) -> None:
-        """Every replica ends the step that it is in, and loads the weights once all have."""
-        for replica in self._replicas:
-            self._advance(replica, at)
-            while replica.next_end() <= replica.clock:
-                self._run_to_event(replica)
-        self._now = max(replica.clock for replica in self._replicas) + hold_s
-        for replica in self._replicas:
-            if len(replica):
-                self._held_s += self._now - replica.clock
-            else:
-                self._idle_s += self._now - replica.clock
-            replica.hold(self._now, reads=not self._cluster.keeps_kv)
-        self._samples.end_version(self._manager.version)
 
 
 _FIRST = 5
