@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import msgspec
+from msgspec import structs
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
@@ -23,10 +25,9 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig, default
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.lengths import lognormal, of_run
 from recipe.partial_rollout.tools.plan_table import Option, advice, of_default_policy, plan_table
-from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, Cluster, CurveError, EngineCurve, fit
+from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, Cluster, EngineCurve, fit
 from recipe.partial_rollout.tools.planner.rounds import baseline, forecast
 from recipe.partial_rollout.tools.planner.samples import LengthTrace
-from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 from recipe.partial_rollout.tools.replay import replay, replay_table
 from recipe.partial_rollout.tools.run_record import RunRecord, load_run
 
@@ -161,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return _validate(options) if options.validate else _plan(options)
-    except (RunRecordError, CurveError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}")
         return 2
 
@@ -173,7 +174,7 @@ def _plan(options: argparse.Namespace) -> int:
     run_record = load_run(options.run_directory) if options.run_directory else None
     lengths, cluster, settings = _inputs(options, run_record)
     if options.save_curve:
-        options.save_curve.write_text(json.dumps(asdict(cluster.curve), indent=2) + "\n")
+        options.save_curve.write_bytes(msgspec.json.format(msgspec.json.encode(cluster.curve)))
     seats = replace(cluster, release_after_s=0.0)
     base = forecast(baseline(settings), seats, lengths, rounds=options.rounds)
     plans = [Option("noPR", 0.0, None, base), *_options(options, settings, cluster, lengths)]
@@ -183,7 +184,7 @@ def _plan(options: argparse.Namespace) -> int:
     if lengths.tools:
         print(_tools_line(options, of_default_policy(plans[1:]), settings, cluster, lengths))
     print(f"\n{_curve_source(options.curve)}")
-    figures = {"curve": asdict(cluster.curve), "plans": [asdict(plan) for plan in plans]}
+    figures = {"curve": structs.asdict(cluster.curve), "plans": [asdict(plan) for plan in plans]}
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0

@@ -34,36 +34,24 @@ class Option:
 def plan_table(plans: list[Option]) -> Table:
     """A row for each of ``plans``; the first is noPR, the reference of all columns."""
     base = plans[0].forecast
-    rows = [
-        [
-            plan.name,
-            f"{plan.forecast.round_s:.1f}",
-            f"{plan.forecast.trained_tokens_per_s:,.0f}",
-            f"{plan.forecast.trained_tokens_per_s / base.trained_tokens_per_s:.2f}",
-            f"{plan.forecast.efficiency:.2f}",
-            f"{plan.forecast.staleness_mean:.2f}",
-            f"{plan.forecast.staleness_p95:.0f}",
-            f"{plan.forecast.staleness_max}",
-            f"{plan.forecast.token_age_mean:.2f}",
-            f"{plan.forecast.off_policy_fraction:.2f}",
-            f"{plan.forecast.first_length:.2f}",
-        ]
-        for plan in plans
-    ]
-    header = [
-        "policy, overlap",
-        "round s",
-        "tokens/s",
-        "x noPR",
-        "efficiency",
-        "staleness",
-        "p95",
-        "max",
-        "token age",
-        "off-policy",
-        "first 5 length",
-    ]
-    return Table("Forecast of the rollout", header, rows)
+
+    def over_base(plan: Option) -> str:
+        return f"{plan.forecast.trained_tokens_per_s / base.trained_tokens_per_s:.2f}"
+
+    columns = (
+        ("policy, overlap", lambda plan: plan.name),
+        ("round s", lambda plan: f"{plan.forecast.round_s:.1f}"),
+        ("tokens/s", lambda plan: f"{plan.forecast.trained_tokens_per_s:,.0f}"),
+        ("x noPR", over_base),
+        ("efficiency", lambda plan: f"{plan.forecast.efficiency:.2f}"),
+        ("staleness", lambda plan: f"{plan.forecast.staleness_mean:.2f}"),
+        ("p95", lambda plan: f"{plan.forecast.staleness_p95:.0f}"),
+        ("max", lambda plan: f"{plan.forecast.staleness_max}"),
+        ("token age", lambda plan: f"{plan.forecast.token_age_mean:.2f}"),
+        ("off-policy", lambda plan: f"{plan.forecast.off_policy_fraction:.2f}"),
+        ("first 5 length", lambda plan: f"{plan.forecast.first_length:.2f}"),
+    )
+    return Table.of("Forecast of the rollout", plans, columns)
 
 
 def of_default_policy(options: list[Option]) -> list[Option]:

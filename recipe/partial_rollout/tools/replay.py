@@ -83,16 +83,12 @@ def replay(run: RunRecord) -> Replay:
 
 def replay_table(replays: list[Replay]) -> Table:
     """Measured and forecast figures, a row for each run."""
-    rows = [
-        [
-            r.name,
-            f"{r.measured_ms:.0f}",
-            f"{r.forecast_ms:.0f}",
-            f"{r.ratio:.2f}",
-            f"{r.measured_staleness:.2f} / {r.measured_staleness_max}",
-            f"{r.forecast_staleness:.2f} / {r.forecast_staleness_max}",
-        ]
-        for r in replays
-    ]
-    header = ["run", "ms per 1,000 tokens", "forecast", "ratio", "staleness mean / max", "forecast"]
-    return Table("Runs, and what the simulation says of them", header, rows)
+    columns = (
+        ("run", lambda r: r.name),
+        ("ms per 1,000 tokens", lambda r: f"{r.measured_ms:.0f}"),
+        ("forecast", lambda r: f"{r.forecast_ms:.0f}"),
+        ("ratio", lambda r: f"{r.ratio:.2f}"),
+        ("staleness mean / max", lambda r: f"{r.measured_staleness:.2f} / {r.measured_staleness_max}"),
+        ("forecast", lambda r: f"{r.forecast_staleness:.2f} / {r.forecast_staleness_max}"),
+    )
+    return Table.of("Runs, and what the simulation says of them", replays, columns)

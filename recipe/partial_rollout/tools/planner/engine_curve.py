@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 from scipy.optimize import nnls
 
 from recipe.partial_rollout.records.calls import EngineCall
@@ -27,18 +29,20 @@ class CurveError(ValueError):
     """There is no curve: too few calls to fit one, or a bad file."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCurve:
+_Cost = Annotated[float, Meta(ge=0)]
+
+
+class EngineCurve(Struct, frozen=True, forbid_unknown_fields=True):
     """One replica: a step takes ``step_s + sample_s * running + context_s * context`` and gives each sample a token."""
 
-    step_s: float
-    sample_s: float
+    step_s: _Cost
+    sample_s: _Cost
     """per running sample"""
-    context_s: float = 0.0
+    context_s: _Cost = 0.0
     """per token in the contexts of all running samples"""
-    prefill_s: float = 0.0
+    prefill_s: _Cost = 0.0
     """per token of a context that is prefilled, for the first time or again"""
-    kv_tokens: int | None = None
+    kv_tokens: Annotated[int, Meta(ge=0)] | None = None
     """context tokens that fit into the KV cache; None: more than is ever needed"""
 
     def decode_s(self, running: float, context: float) -> float:
@@ -57,16 +61,9 @@ class EngineCurve:
             CurveError: it is not such a file; names the file.
         """
         try:
-            curve = cls(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError) as error:
             raise CurveError(f"{path} is no engine curve: {error}") from error
-        for item in fields(cls):
-            value = getattr(curve, item.name)
-            if item.name == "kv_tokens" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-                raise CurveError(f"{path} is no engine curve: {item.name}={value!r} is not a number of at least 0")
-        return curve
 
 
 PRESETS = {

@@ -64,7 +64,7 @@ class Simulation:
         groups: int | None = None,
     ) -> None:
         self._cluster = cluster
-        self._samples = PlayedSamples(lengths, settings.samples_per_group, seed=seed, groups=groups)
+        self.samples = PlayedSamples(lengths, settings.samples_per_group, seed=seed, groups=groups)
         self._manager = PromptsManager(replace(settings, group_filter=None), clock=lambda: 0.0)
         self._manager.slots.register(_WORKER, cluster.slots_per_replica * cluster.replicas)
         self._version = 0
@@ -74,15 +74,10 @@ class Simulation:
         self._away: set[str] = set()
         """samples in tools that have left their slot"""
 
-    @property
-    def dispatched(self) -> list[np.ndarray]:
-        """See ``PlayedSamples.dispatched``."""
-        return self._samples.dispatched
-
     def rounds(self, count: int) -> Iterator[SimulatedRound]:
         """The next ``count`` rounds; fewer if the data runs out."""
         for _ in range(count):
-            if self._samples.all_trained:
+            if self.samples.all_trained:
                 return
             yield self._round()
 
@@ -95,17 +90,16 @@ class Simulation:
         self._decode()
         groups, version = self._manager.take_batch(stop=True), self._manager.version
         self._interrupt_all()
-        batch = self._samples.train(groups, version)
+        batch = self.samples.train(groups, version)
         self._manager.groups.train([group.uid for group in groups])
         self._version += 1
         return SimulatedRound(self._now, batch)
 
     def _begin(self) -> None:
-        self._manager.reserve.offer(self._samples.prompts(self._manager.wanted))
-        if self._samples.all_offered:
+        self._manager.reserve.offer(self.samples.prompts(self._manager.wanted))
+        if self.samples.all_offered:
             self._manager.reserve.note_source(0)
         self._manager.begin_version(self._version)
-        self._samples.begin_version()
         self._claim()
 
     def _decode(self) -> None:
@@ -118,19 +112,16 @@ class Simulation:
                 self._now = max(self._now, tool)
                 self._run_tool()
             else:
-                self._run_to_event(busy)
+                for sample_id in busy.run_to_event():
+                    self._end_turn(sample_id, busy.clock)
                 self._now = busy.clock
             self._manager.admit()
             self._claim()
 
-    def _run_to_event(self, replica: ReplicaModel) -> None:
-        for sample_id in replica.run_to_event():
-            self._end_turn(sample_id, replica.clock)
-
     def _end_turn(self, sample_id: str, clock: float) -> None:
-        tool_s = self._samples.live[sample_id].end_turn(self._manager.version)
+        tool_s = self.samples.live[sample_id].end_turn(self._manager.version)
         if tool_s is None:
-            self._manager.finish(sample_id, self._samples.end(sample_id, self._manager.version))
+            self._manager.finish(sample_id, self.samples.end(sample_id, self._manager.version))
             return
         heapq.heappush(self._tools, (clock + tool_s, _Tool.RETURNS, sample_id))
         if tool_s > self._cluster.release_after_s:
@@ -145,11 +136,11 @@ class Simulation:
             self._away.remove(sample_id)
             self._manager.come_back(sample_id)
         else:
-            self._run_on(self._samples.live[sample_id], resumed=True)
+            self._run_on(self.samples.live[sample_id], resumed=True)
 
     def _claim(self) -> None:
         for grant in self._manager.claim(_WORKER):
-            sample, resumed = self._samples.start(grant)
+            sample, resumed = self.samples.start(grant)
             self._run_on(sample, resumed=resumed)
 
     def _run_on(self, sample: PlayedSample, *, resumed: bool) -> None:
@@ -167,11 +158,11 @@ class Simulation:
                 else:
                     # The step that the interruption completes has made the last token.
                     self._end_turn(decoding.id, replica.clock)
-        self._samples.end_version(self._manager.version)
+        self.samples.end_version(self._manager.version)
         self._now = max(replica.clock for replica in self._replicas)
 
     def _interrupt(self, sample_id: str) -> None:
-        zeros = np.broadcast_to(np.float32(0), self._samples.live[sample_id].made_now)
+        zeros = np.broadcast_to(np.float32(0), self.samples.live[sample_id].made_now)
         self._manager.add_segment(sample_id, Segment(zeros.astype(np.int32), zeros, self._manager.version))
         self._manager.interrupt(sample_id)
 
@@ -182,7 +173,7 @@ _FIRST = 5
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Figures of one schedule, over the rounds after the warm-up unless a field says otherwise."""
+    """Figures of one schedule, over the rounds after those that fill the window unless a field says otherwise."""
 
     round_s: float
     """mean"""
@@ -208,45 +199,27 @@ def forecast(
     lengths: LengthTrace,
     *,
     rounds: int = 24,
-    warmup: int | None = None,
 ) -> Forecast:
-    """The forecast of ``rounds`` rounds after ``warmup`` ones, by default as many as the window takes to fill."""
-    warmup = warmup_rounds(settings.overlap) if warmup is None else warmup
+    """The forecast of ``rounds`` rounds after those in which the window fills."""
+    filling = 2 + math.ceil(2 * settings.overlap)
     simulation = Simulation(settings, cluster, lengths)
-    played = list(simulation.rounds(warmup + max(rounds, _FIRST)))
+    played = list(simulation.rounds(filling + max(rounds, _FIRST)))
     first = np.concatenate([round_.batch.lengths for round_ in played[:_FIRST]])
-    dispatched = np.array(simulation.dispatched[: len(first)])
-    full = cluster.full_tokens_per_s(settings.batch_samples, lengths.mean_context)
-    return _summarize(played, warmup, float(first.mean() / dispatched.mean()), full)
-
-
-def _summarize(
-    played: Sequence[SimulatedRound],
-    warmup: int,
-    first_length: float,
-    full_tokens_per_s: float,
-) -> Forecast:
-    """Summarize rounds; the first ``warmup`` count only for the largest staleness."""
-    steady = played[warmup:]
+    steady = played[filling:]
     seconds, tokens = sum(r.seconds for r in steady), sum(r.batch.tokens for r in steady)
     staleness = spread(np.concatenate([r.batch.staleness.ravel() for r in steady]))
     assert staleness is not None
     return Forecast(
         round_s=seconds / len(steady),
         trained_tokens_per_s=tokens / seconds,
-        efficiency=tokens / seconds / full_tokens_per_s,
+        efficiency=tokens / seconds / cluster.full_tokens_per_s(settings.batch_samples, lengths.mean_context),
         staleness_mean=staleness.mean,
         staleness_p95=staleness.p95,
         staleness_max=max(int(r.batch.staleness.max()) for r in played),
         token_age_mean=sum(r.batch.token_ages for r in steady) / tokens,
         off_policy_fraction=1 - sum(r.batch.on_policy_tokens for r in steady) / tokens,
-        first_length=first_length,
+        first_length=float(first.mean() / np.array(simulation.samples.dispatched[: len(first)]).mean()),
     )
-
-
-def warmup_rounds(overlap: float) -> int:
-    """Number of first rounds that differ from the later ones."""
-    return 2 + math.ceil(2 * overlap)
 
 
 def baseline(settings: PartialRolloutConfig) -> PartialRolloutConfig:

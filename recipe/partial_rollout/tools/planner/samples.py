@@ -198,15 +198,11 @@ class PlayedSamples:
         return SampleOutput(zeros[:0], zeros, zeros, zeros, zeros, 1, None, {}, 2, {})
 
     def end_version(self, version: int) -> None:
-        """Note what ``version`` made of the samples that run on."""
+        """Note what ``version`` made of the samples that go on; what they make from here on is the next version's."""
         for sample in self.live.values():
             if sample.ended_version is None:
                 sample.note_made(version)
-
-    def begin_version(self) -> None:
-        """What is made from here on is made by the next version."""
-        for sample in self.live.values():
-            sample.made_before = sample.made
+                sample.made_before = sample.made
 
     def train(self, groups: Sequence[TakenGroup], version: int) -> TrainedBatch:
         """Train ``groups`` from ``version``, and forget them."""
