@@ -111,6 +111,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
     """
 
     tools = ()
+    llm_client = SimpleNamespace()  # type: ignore[assignment]
     reward_loop_worker_handles = None
     vocabulary = 1_000_000
     rollout_config = SimpleNamespace(prompt_length=10_000, response_length=1_000_000)  # type: ignore[assignment]
@@ -131,9 +132,6 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
         self._at_gate: set[str] = set()
         self._idle_since = 0.0
         self._waited: list[float] = []
-
-    def use_replicas(self, replicas: ReplicaChoice) -> None:
-        """They are its own."""
 
     def begin(self, version: int, at: float) -> None:
         """The replicas hold the weights of ``version``; they idle since ``at`` (monotonic seconds)."""

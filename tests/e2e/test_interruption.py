@@ -89,7 +89,7 @@ async def leave_calls(engine, server):
     from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 
     client = PartialRolloutLLMClient(config_of())
-    client.use_replicas(ReplicaChoice({"here": Actor(server)}))
+    client.replicas = ReplicaChoice({"here": Actor(server)})
     sample = LiveSample("0/0#0", keeper=Keeper(), priority=0)
     ask, counts = SampleClient(client, sample).generate, []
     sampling = {"temperature": 1.0, "ignore_eos": True, "logprobs": True, "max_tokens": RESPONSE}

@@ -75,8 +75,8 @@ class Server:
 async def response_of(engine, interrupt_after, **sampling):
     """(tokens, log-probs, segments, tokens read again) of one response, greedy by default, through the recipe's client."""
     client = PartialRolloutLLMClient(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT)))
-    client.use_replicas(ReplicaChoice({"replica": Server(engine, interrupt_after)}))
-    client.use_tokenizer(build_tokenizer())
+    client.replicas = ReplicaChoice({"replica": Server(engine, interrupt_after)})
+    client.tokenizer = build_tokenizer()
     sample = LiveSample(f"s{interrupt_after}", Keeper(), priority=0)
     LIVE_SAMPLE.set(sample)
     output = await client.generate(

@@ -22,9 +22,9 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.training.batch import assemble_batch
+from recipe.partial_rollout.worker.agent_loop_worker import _require_one
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
-from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker
 from tests.unit.shared import InProcess, Local, script_replicas, settings_of
@@ -123,6 +123,7 @@ class LoopWorker(ScriptedWorker):
         row = {**kwargs, "tools": {tool.name: tool for tool in self._loop_tools()}, "life": self.life}
         client = self._loop_client()
         output = await self._output(self.life.loop(client, row, sampling_params), client, trajectory)
+        _require_one(output)
         if trajectory["validate"]:
             return output
         return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
@@ -192,7 +193,7 @@ class Life:
             await self.actor.release_worker(self.name)
         self.lives += 1
         self.name, self.handle, self.worker = f"w{self.lives}", Remote(self.actor), LoopWorker(self)
-        self.worker.connect(self.name, self.handle, self.slots, ReplicaChoice({}))
+        self.worker.connect(self.name, self.handle, self.slots, None)
         self.serving = asyncio.create_task(self.worker.serve())
         self.serving.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.sleep(0.002)

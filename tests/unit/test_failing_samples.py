@@ -29,7 +29,6 @@ from recipe.partial_rollout.worker.agent_loop_worker import (
     OverlongError,
     PartialRolloutAgentLoopWorker,
     RewardError,
-    _LocalRewardHandle,
 )
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from tests.unit.shared import byte_tokenizer
@@ -81,6 +80,11 @@ def reward_worker(function):
     return made
 
 
+def local(worker):
+    """Called like an actor handle."""
+    return SimpleNamespace(compute_score=SimpleNamespace(remote=worker.compute_score))
+
+
 def worker(function, *, kind=ObservedAgentLoopWorker, sample_retries=2, reward_s=5.0, handles=()):
     made = object.__new__(kind)
     limits = FailureLimits(sample_retries=sample_retries)
@@ -96,7 +100,7 @@ def worker(function, *, kind=ObservedAgentLoopWorker, sample_retries=2, reward_s
         tokenizer=tokenizer,
         tools=[],
         distillation_enabled=False,
-        reward_loop_worker_handles=[_LocalRewardHandle(reward_worker(function))] if handles is not None else None,
+        reward_loop_worker_handles=[local(reward_worker(function))] if handles is not None else None,
         _rewards=contextlib.nullcontext(),
     )
     for name in ("processor", "llm_client", "hf_model_type", "dataset_cls", "mm_processor_kwargs"):

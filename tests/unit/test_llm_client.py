@@ -54,9 +54,9 @@ def tokens(*ids, stop="completed", version=0, log_probs=True, marks=None, **fiel
 def client_of(replicas="", tokenizer=None):
     """A client that chooses among ``replicas``, or leaves that to verl."""
     client = PartialRolloutLLMClient(CONFIG)
-    client.use_tokenizer(tokenizer)
+    client.tokenizer = tokenizer
     if replicas:
-        client.use_replicas(ReplicaChoice(dict.fromkeys(replicas)))
+        client.replicas = ReplicaChoice(dict.fromkeys(replicas))
     return client
 
 

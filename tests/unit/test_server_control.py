@@ -97,8 +97,8 @@ def test_preemptions_are_counted_since_they_were_last_asked_for():
 
 
 def test_workers_meet_a_restarted_replica_although_the_load_balancer_is_dead(monkeypatch):
-    async def ask_each(verb, argument):
-        told.append((verb, argument(0).servers))
+    async def ask(verb, servers):
+        told.append((verb, servers))
 
     told, traced, warning = [], [], MagicMock()
     monkeypatch.setattr(replicas.logger, "warning", warning)
@@ -107,6 +107,6 @@ def test_workers_meet_a_restarted_replica_although_the_load_balancer_is_dead(mon
     balancer = SimpleNamespace(remove_servers=dead, add_servers=dead)
     roster = ReplicaRoster(control, balancer, SimpleNamespace(use_replicas=traced.append), 1)
     control.addresses, control.servers, control.restarted = ["a", "c"], {"a": 1, "c": 3}, 1
-    asyncio.run(roster.announce_restarted(SimpleNamespace(ask_each=ask_each)))
+    asyncio.run(roster.announce_restarted(SimpleNamespace(ask=ask)))
     assert told == [("use_replicas", {"a": 1, "c": 3})] and traced == [["a", "c"]]
     assert "load balancer is dead" in warning.call_args.args[0]

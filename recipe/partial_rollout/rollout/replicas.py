@@ -241,6 +241,6 @@ class ReplicaRoster:
         except RayActorError as error:
             # Ray may have placed it on a node that has died.
             logger.warning("verl's load balancer is dead, and the workers do without it: %s", one_line(error))
-        await pool.ask_each("use_replicas", self.choice_of)
+        await pool.ask("use_replicas", control.servers)
         self._addresses = control.addresses
         self._log.use_replicas(control.addresses)

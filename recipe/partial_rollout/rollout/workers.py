@@ -173,11 +173,6 @@ class WorkerPool:
         """
         return await self.answers(verb, self.begin(verb, *args), *args)
 
-    async def ask_each(self, verb: str, argument: Callable[[int], Any]) -> None:
-        """As ``ask``, with ``argument(i)`` for worker ``i``; nobody needs the answers."""
-        own = [(i, worker, argument(i)) for i, worker in enumerate(self._workers)]
-        await asyncio.gather(*[self._answer(i, verb, getattr(worker, verb).remote(arg), arg) for i, worker, arg in own])
-
     def begin(self, verb: str, *args: Any) -> list[Any]:
         """Ask every worker without waiting; returns references for ``answers``."""
         return [getattr(worker, verb).remote(*args) for worker in self._workers]

@@ -7,11 +7,12 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -66,9 +67,8 @@ from recipe.partial_rollout.worker.turn_alignment import sample_output
 _AGENT_LOOP: ContextVar[str] = ContextVar("agent_loop", default="of a sample")
 """name of the agent loop that runs"""
 
-_EXITS, _EXITED = (SystemExit, KeyboardInterrupt), "the agent loop or a tool of it raises {}"
-_THREADS = 1024
-"""of the event loop, made as they are needed: samples that are carried keep theirs, and the others need some, too"""
+_THREADS = 2**20
+"""most of the event loop, made as they are needed: none that a tool or a carried sample holds keeps another from its own"""
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,9 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.config.partial_rollout.reward_in_worker:
-            self.reward_loop_worker_handles = [_LocalRewardHandle(RewardLoopWorker(self.config))]  # type: ignore[assignment]
+            # verl's reward worker in this process, called like an actor handle.
+            local = SimpleNamespace(remote=RewardLoopWorker(self.config).compute_score)
+            self.reward_loop_worker_handles = [SimpleNamespace(compute_score=local)]  # type: ignore[assignment]
         elif self.reward_loop_worker_handles:
             self.reward_loop_worker_handles = [RewardWorkers(self.reward_loop_worker_handles, self.config)]  # type: ignore[assignment]
         most = reward_places(self.config)
@@ -294,45 +296,20 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         return {"agent_name": self.rollout_config.agent.default_agent_loop, **row}
 
 
-def trajectory_of(row: dict[str, Any]) -> dict[str, Any]:
-    """What verl's tracing needs to know about a sample of dataset row ``row``."""
-    return {"step": -1, "sample_index": row.get("index", 0), "rollout_n": 0, "validate": False}
+async def _contained(work: Awaitable[Any]) -> Any:
+    """``work``'s result. To exit is an error: asyncio lets SystemExit out of its event loop, which then ends."""
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"the agent loop or a tool of it raises {one_line(error)}") from error
 
 
-class _LocalRewardHandle:
-    """verl's reward worker in this process, called like an actor handle."""
-
-    def __init__(self, worker: RewardLoopWorker) -> None:
-        self.compute_score = self
-        self._worker = worker
-
-    def remote(self, data: DataProto) -> Awaitable[dict]:
-        return self._worker.compute_score(data)
-
-
-class _Contained(Coroutine[Any, Any, Any]):
-    """A task's coroutine in which to exit is an error: asyncio lets SystemExit out of its event loop, which then ends."""
-
-    def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
-        self._work = work
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-    def __await__(self) -> Any:
-        return self._work.__await__()
-
-    def send(self, value: Any) -> Any:
-        try:
-            return self._work.send(value)
-        except _EXITS as error:
-            raise RuntimeError(_EXITED.format(one_line(error))) from error
-
-    def throw(self, *thrown: Any) -> Any:
-        try:
-            return self._work.throw(*thrown)
-        except _EXITS as error:
-            raise RuntimeError(_EXITED.format(one_line(error))) from error
+def _task(loop: asyncio.AbstractEventLoop, work: Any, **how: Any) -> asyncio.Task[Any]:
+    """A task of the worker's event loop."""
+    task = asyncio.Task(_contained(work), loop=loop, **how)
+    # Python warns of work that was never awaited: a task may be cancelled before it begins.
+    task.add_done_callback(lambda _: work.close())
+    return task
 
 
 class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
@@ -349,11 +326,11 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self.tools = journaled(self.tools, ours.failures.tool_timeout_s)
         self._filter = FilterSettings.from_config(self.config)
         self.vocabulary = self.model_config.hf_config.get_text_config().vocab_size
-        self.llm_client.use_tokenizer(self.tokenizer)
+        self.llm_client.tokenizer = self.tokenizer
 
     def connect(self, name: str, manager: Any, capacity: int, replicas: ReplicaChoice) -> None:
         """Claim from ``manager`` as ``name``, with ``capacity`` slots, and run on ``replicas``; called first."""
-        self.use_replicas(replicas)
+        self.llm_client.replicas = replicas
         settings = self.config.partial_rollout
         self._claims = ClaimLoop(
             name,
@@ -364,15 +341,16 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             release_after_s=settings.tools.release_after_s,
         )
 
-    def use_replicas(self, replicas: ReplicaChoice) -> None:
-        """From here on the replicas are these."""
-        self.llm_client.use_replicas(replicas)
+    def use_replicas(self, servers: dict[str, Any]) -> None:
+        """From here on the replicas are these, of which some were restarted; by address."""
+        assert self.llm_client.replicas is not None
+        self.llm_client.replicas.use(servers)
 
     async def serve(self) -> None:
         """``ClaimLoop.serve``; a driver that lost its connection asks again, and awaits the same."""
         if self._serving is None:
             home = asyncio.get_running_loop()
-            home.set_task_factory(lambda loop, work, **how: asyncio.Task(_Contained(work), loop=loop, **how))  # type: ignore[arg-type]
+            home.set_task_factory(_task)
             home.set_default_executor(ThreadPoolExecutor(_THREADS))
             self._serving = asyncio.create_task(self._claims.serve())
         await asyncio.shield(self._serving)
@@ -396,7 +374,8 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     async def _run_granted(self, grant: Grant) -> SampleOutput:
         # Samples of a group share their row, and a loop or its reward may write into it.
         kwargs = self._kwargs({**deepcopy(grant.row), "uid": grant.group_uid})
-        output = await self._run_agent_loop(self._sampling_params(), trajectory_of(grant.row), trace=False, **kwargs)
+        trajectory = {"step": -1, "sample_index": grant.row.get("index", 0), "rollout_n": 0, "validate": False}
+        output = await self._run_agent_loop(self._sampling_params(), trajectory, trace=False, **kwargs)
         if self.config.trainer.save_freq > 0:
             check_saveable(grant.sample_id, output)
             return output
@@ -430,7 +409,6 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         if sample is None:
             return await super()._agent_loop_postprocess(output, validate, **kwargs)
         await sample.end()
-        _require_one(output)
         if output.multi_modal_data:
             raise ValueError(
                 f"sample {sample.id} has multi-modal data ({', '.join(output.multi_modal_data)}): "

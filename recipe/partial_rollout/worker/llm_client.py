@@ -190,25 +190,13 @@ class PartialRolloutLLMClient(ObservedLLMClient):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._replicas: ReplicaChoice | None = None
+        self.replicas: ReplicaChoice | None = None
+        """chooses for training samples, and for all other calls once verl's load balancer has died"""
+        self.tokenizer: Any = None
+        """the model's; finds stop strings"""
         self._balancer_lives = True
-        self._tokenizer: Any = None
         custom = getattr(self.config.actor_rollout_ref.rollout, "custom", None) or {}
         self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
-
-    def use_replicas(self, replicas: ReplicaChoice) -> None:
-        """Let ``replicas`` choose for training samples, and for all other calls once verl's load balancer has died.
-
-        Calls that go on keep their place in the counts of those that stay.
-        """
-        if self._replicas is None:
-            self._replicas = replicas
-        else:
-            self._replicas.use(replicas.servers)
-
-    def use_tokenizer(self, tokenizer: Any) -> None:
-        """Find stop strings with ``tokenizer``, the model's."""
-        self._tokenizer = tokenizer
 
     def _vllm_request_id(self, request_id: str) -> str:
         sample, request = LIVE_SAMPLE.get(), _REQUEST.get()
@@ -221,21 +209,21 @@ class PartialRolloutLLMClient(ObservedLLMClient):
 
     async def _choose_server(self, request_id: str, **extra: Any):
         sample = LIVE_SAMPLE.get()
-        if self._replicas is None:
+        if self.replicas is None:
             return await super()._choose_server(request_id, **extra)
         if sample is not None:
-            return self._replicas.take(sample)
+            return self.replicas.take(sample)
         if self._balancer_lives:
             try:
                 return await super()._choose_server(request_id, **extra)
             except RayActorError as error:
                 # It died with its node, which may be any.
                 self._balancer_lives = not means_death(error)
-        return self._replicas.of_request(request_id)
+        return self.replicas.of_request(request_id)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-        if LIVE_SAMPLE.get() is not None and self._replicas is not None:
-            self._replicas.release(server_id)
+        if LIVE_SAMPLE.get() is not None and self.replicas is not None:
+            self.replicas.release(server_id)
         elif self._balancer_lives:
             super()._release_server(server_id, request_id)
 
@@ -258,7 +246,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             last.extra_fields.pop(_MARKS, None)
             return last
         sample.require_life()
-        check_sampling(sample.id, sampling_params, self._tokenizer)
+        check_sampling(sample.id, sampling_params, self.tokenizer)
         known = sample.turns[-1].start + sum(map(len, sample.turns[-1].segments)) if sample.turns else 0
         prompt = np.asarray(prompt_ids, np.int32)
         context = context_hash(prompt).digest()
@@ -299,7 +287,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         budget = self._budget(prompt_ids, params)
         params = {key: value for key, value in params.items() if key != "max_new_tokens"}
         if params.get("stop"):
-            stops = StopStrings(self._tokenizer, prompt_ids, params, turn.segments)
+            stops = StopStrings(self.tokenizer, prompt_ids, params, turn.segments)
         while not turn.given_up and (not turn.segments or turn.segments[-1].stop_reason is None):
             done = [int(token) for segment in turn.segments for token in segment.token_ids]
             asked = time.time()
@@ -333,7 +321,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
 
     def _leave(self, sample: LiveSample, address: str, error: ReplicaError) -> None:
         """Move to another replica if that at ``address`` is dead; raises if that does not help."""
-        if not error.dead or self._replicas is None or not self._replicas.leave(sample, address):
+        if not error.dead or self.replicas is None or not self.replicas.leave(sample, address):
             raise error
 
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:

@@ -16,7 +16,7 @@ class ReplicaChoice:
 
     A sample that has blocks cached at a replica (``LiveSample.replica``) goes back to it, unless it resumes after an
     interruption and that replica has many more running samples than the emptiest. Any other sample goes to the replica
-    with the fewest running samples. The choice takes constant time: a round at scale starts with 100,000 of them.
+    with the fewest running samples; of equals, to the one that no sample has gone to for longest.
 
     Args:
         servers: address to server handle.
@@ -25,32 +25,26 @@ class ReplicaChoice:
     """
 
     def __init__(self, servers: dict[str, Any], place: float = 0.0) -> None:
-        self.servers = dict(servers)
+        self.servers = servers
         addresses = list(servers)
         first = int(place * len(addresses))
         self._running = dict.fromkeys(addresses[first:] + addresses[:first], 0)
-        self._with: dict[int, dict[str, None]] = {0: dict.fromkeys(self._running)}
-        """addresses by number of running samples; of equals, the one that has had that number longest comes first"""
-        self._fewest = 0
+        """running samples by address; the one that was taken last comes last"""
 
     def use(self, servers: dict[str, Any]) -> None:
         """From here on the replicas are ``servers``; those that stay keep their counts, whose calls may be held."""
-        self.servers = dict(servers)
-        for address in [address for address in self._running if address not in servers]:
-            self._withdraw(address, self._running.pop(address))
-        for address in servers:
-            if address not in self._running:
-                self._running[address] = 0
-                self._with.setdefault(0, {})[address] = None
-        self._fewest = min(self._with, default=0)
+        self.servers = servers
+        living = {address: count for address, count in self._running.items() if address in servers}
+        self._running = {**living, **dict.fromkeys(servers.keys() - living.keys(), 0)}
 
     def take(self, sample: LiveSample) -> tuple[str, Any]:
         """Address and handle for the next call of ``sample``, which counts as running there until ``release``."""
-        own = sample.replica if sample.replica in self._running else None
-        if own is None or (sample.resumes and self._running[own] > _MOVE_ABOVE * (self._fewest + 1)):
-            own = next(iter(self._with[self._fewest]))
+        fewest = min(self._running, key=self._running.__getitem__)
+        own = sample.replica if sample.replica in self._running else fewest
+        if sample.resumes and self._running[own] > _MOVE_ABOVE * (self._running[fewest] + 1):
+            own = fewest
         sample.replica, sample.resumes = own, False
-        self._move(own, self._running[own] + 1)
+        self._running[own] = self._running.pop(own) + 1
         return own, self.servers[own]
 
     def of_request(self, request_id: str) -> tuple[str, Any]:
@@ -62,26 +56,11 @@ class ReplicaChoice:
     def release(self, address: str) -> None:
         """Note that a call at ``address`` has ended."""
         if address in self._running:
-            self._move(address, self._running[address] - 1)
+            self._running[address] -= 1
 
     def leave(self, sample: LiveSample, address: str) -> bool:
         """Drop the dead replica at ``address``, where ``sample`` was; returns whether any other is left."""
-        if address in self._running:
-            self._withdraw(address, self._running.pop(address))
-            self._fewest = min(self._with, default=0)
+        self._running.pop(address, None)
         if sample.replica == address:
             sample.replica = None
         return bool(self._running)
-
-    def _move(self, address: str, running: int) -> None:
-        before, self._running[address] = self._running[address], running
-        self._withdraw(address, before)
-        self._with.setdefault(running, {})[address] = None
-        # Counts change by one: if no replica has the fewest any more, this one's new count is the fewest.
-        if running < self._fewest or self._fewest not in self._with:
-            self._fewest = running
-
-    def _withdraw(self, address: str, running: int) -> None:
-        del self._with[running][address]
-        if not self._with[running]:
-            del self._with[running]
