@@ -18,7 +18,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import collate_fn
 
 from recipe.partial_rollout.config.keys import fail
-from recipe.partial_rollout.preflight.placement_check import check_cpus, check_devices_of_ray
+from recipe.partial_rollout.preflight.inputs import check_cpus, check_devices_of_ray
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes, accepts
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer

@@ -1,6 +1,6 @@
 """vLLM's n-gram proposer changes what a CPU engine samples: why speculative decoding is refused there.
 
-The day the second test fails, the engine has been mended: lift the refusal in ``preflight/settings_check.py``.
+The day the second test fails, the engine has been mended: lift the refusal in ``preflight/rules.py``.
 """
 
 from functools import cache

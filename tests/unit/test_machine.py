@@ -9,8 +9,7 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight import inputs, rules
-from recipe.partial_rollout.preflight.inputs import PACKAGES, missing_packages
-from recipe.partial_rollout.preflight.placement_check import check_cpus
+from recipe.partial_rollout.preflight.inputs import PACKAGES, check_cpus, missing_packages
 from recipe.partial_rollout.preflight.rule import check_rules
 from recipe.partial_rollout.preflight.rules import RULES
 from recipe.partial_rollout.tools import verl_trainer

@@ -3,9 +3,9 @@
 import pytest
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.preflight import placement_check
-from recipe.partial_rollout.preflight.placement_check import check_devices_of_ray, check_placement
+from recipe.partial_rollout.preflight import rules
+from recipe.partial_rollout.preflight.inputs import check_devices_of_ray
+from recipe.partial_rollout.preflight.settings_check import check_settings
 from verl_ext.guard import Pair
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -25,18 +25,24 @@ def placed(resolved_config):
     return build
 
 
-def check(config):
-    check_placement(config, PartialRolloutConfig.from_config(config))
-
-
 MODEL, TP = "actor_rollout_ref.model", f"{ROLLOUT}.tensor_model_parallel_size"
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((f"{ROLLOUT}.free_cache_engine=True",), "False with partial_rollout.placement=separate"),
-        (("reward.reward_model.enable=True", "reward.reward_model.enable_resource_pool=False"), "True with"),
+        (
+            ("partial_rollout.resume_kv=recompute", f"{ROLLOUT}.free_cache_engine=True"),
+            "False with partial_rollout.placement=separate",
+        ),
+        (
+            (
+                "partial_rollout.reward_in_worker=False",
+                "reward.reward_model.enable=True",
+                "reward.reward_model.enable_resource_pool=False",
+            ),
+            "True with",
+        ),
         (("trainer.critic_warmup=2",), "0 with partial_rollout.placement=separate and no critic"),
         ((f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=False"), "True with"),
         ((f"{ROLLOUT}.nnodes=0",), "at least 1 with partial_rollout.placement=separate"),
@@ -45,21 +51,21 @@ MODEL, TP = "actor_rollout_ref.model", f"{ROLLOUT}.tensor_model_parallel_size"
         ((*ONE_NODE, f"{BACKEND}=naive"), "shm (one node) or nccl (GPUs) with partial_rollout.placement=separate"),
         ((*ONE_NODE, "trainer.nnodes=2"), f"1 with {BACKEND}=shm"),
         ((*ONE_NODE, f"{ROLLOUT}.nnodes=2"), f"1 with {BACKEND}=shm"),
-        ((COLOCATED, f"{BACKEND}=nccl"), "with partial_rollout.enable=True it must be naive"),
+        ((COLOCATED, f"{BACKEND}=nccl"), "naive with partial_rollout.enable=True"),
     ],
 )
 def test_split_that_cannot_work_is_refused_in_one_line(placed, overrides, message):
     with pytest.raises(ConfigError) as refused:
-        check(placed(*overrides))
+        check_settings(placed(*overrides))
     assert str(refused.value).startswith(f"{overrides[-1]}: {message}") and "\n" not in str(refused.value)
 
 
 def test_placement_is_one_override_and_a_small_overlap_is_warned_of(placed, capsys):
     config = placed("partial_rollout.overlap=0.5")
-    check(config)
+    check_settings(config)
     assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == "shm"
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: partial_rollout.overlap=0.5 with partial_rollout.placement=separate")
+    assert line.startswith("warning: partial_rollout.overlap=0.5: at least 1 with partial_rollout.placement=separate")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +77,7 @@ def test_placement_is_one_override_and_a_small_overlap_is_warned_of(placed, caps
     ],
 )
 def test_any_ratio_of_trainers_to_engines_passes(placed, overrides, capsys):
-    check(placed(*ONE_NODE, *overrides))
+    check_settings(placed(*ONE_NODE, *overrides))
     assert not capsys.readouterr().err
 
 
@@ -81,6 +87,6 @@ def test_more_devices_than_ray_has_and_a_vllm_that_cannot_hold_are_refused(place
     with pytest.raises(ConfigError, match=r"n_gpus_per_node=3: .* it needs 5 in Ray, which has 4"):
         check_devices_of_ray(config, available=4)
     check_devices_of_ray(placed(COLOCATED, "trainer.n_gpus_per_node=8"), available=1)
-    monkeypatch.setattr(placement_check, "installed_pair", lambda: Pair("0.11.0", "2.8.0"))
+    monkeypatch.setattr(rules, "installed_pair", lambda: Pair("0.11.0", "2.8.0"))
     with pytest.raises(ConfigError, match=r"placement=separate: colocated with vLLM 0\.11\.0: only the pinned"):
-        check(config)
+        check_settings(config)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight.pr_rules import PR_RULES
 from recipe.partial_rollout.preflight.rule import check_rules
+from recipe.partial_rollout.preflight.rules import RULES
 from tests.studies.arm import BASELINE, Arm
 from tests.studies.learning.arms import ARMS, COMMON, at_rates
 from tests.studies.processes import UNFIT, WarmProcess
@@ -30,7 +30,7 @@ def test_every_arm_of_the_learning_study_composes_and_passes_the_recipes_checks(
     for arm in study.arms:
         config = composed_config("quickstart_cpu", *study.command(arm, 1)[5:])
         if config.partial_rollout.enable:
-            check_rules(PR_RULES, config)
+            check_rules(RULES, config)
         assert config.data.seed == config.actor_rollout_ref.rollout.seed == 1
         assert config.actor_rollout_ref.actor.optim.lr == 3e-4
 

@@ -24,11 +24,13 @@ from tqdm import tqdm
 
 from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
 from recipe.partial_rollout.config.keys import ConfigError, fail
-from recipe.partial_rollout.config.settings import CONF_DIR
-from recipe.partial_rollout.preflight.rules import loggers
+from recipe.partial_rollout.config.settings import CONF_DIR, engine_devices, trainer_devices
+from recipe.partial_rollout.preflight.facts import loggers
 from recipe.partial_rollout.waits import one_line
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+CPUS_PER_TRAINER, CPUS_PER_ENGINE = 3, 2
+"""that verl's placement groups reserve with each device; the second, where engines have devices of their own"""
 BUCKET = f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 _LEAST_MIB, _VERLS_MIB = 64, 2048
 """a bucket for small models, and verl's default, for a model whose sizes are not known"""
@@ -328,6 +330,46 @@ def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
         if name in LOGGERS and find_spec(LOGGERS[name]) is None:
             words = f"loggers that are installed; {name} needs `pip install {LOGGERS[name]}`"
             yield fail("trainer.logger", given, words)
+
+
+# -- devices and CPUs of Ray ---------------------------------------------------------------------------------------------
+
+
+def check_devices_of_ray(config: DictConfig, available: int) -> None:
+    """Refuse a split that needs more devices than Ray's ``available`` ones.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    engines, trainers = engine_devices(config), trainer_devices(config)
+    if engines and trainers + engines > available:
+        rollout = config.actor_rollout_ref.rollout
+        raise fail(
+            f"{_ROLLOUT}.n_gpus_per_node",
+            rollout.n_gpus_per_node,
+            f"with rollout.nnodes={rollout.nnodes} and {trainers} device(s) for the trainer it needs {trainers + engines} "
+            f"in Ray, which has {available}",
+        )
+
+
+def cpus_for_ray(config: DictConfig) -> int:
+    """CPUs without which Ray would wait for ever to place trainers, engines and the rest."""
+    return CPUS_PER_TRAINER * trainer_devices(config) + CPUS_PER_ENGINE * engine_devices(config) + 1
+
+
+def check_cpus(config: DictConfig, available: int) -> None:
+    """Refuse more devices than the ``available`` CPUs of Ray can serve.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    if (needed := cpus_for_ray(config)) > available:
+        raise fail(
+            "trainer.n_gpus_per_node",
+            config.trainer.n_gpus_per_node,
+            f"fewer devices, or {needed} CPUs for Ray, which has {available}: verl reserves {CPUS_PER_TRAINER} for a "
+            f"device of the trainer and {CPUS_PER_ENGINE} for one of separate engines, and waits for them without end",
+        )
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------------

@@ -1,23 +1,44 @@
-"""How a check of the configuration is written: a key, what holds of its value, what is allowed, and where that applies."""
+"""How a check of the configuration is written: a key, what holds of its value, what is allowed, and where and why.
+
+A key of ``actor_rollout_ref`` is written without that, such as ``rollout.n``. What is allowed may quote a value of the
+configuration, such as ``{rollout.n}``, or a function of ``facts``, such as ``{replica_devices}``.
+"""
 
 from __future__ import annotations
 
-import tempfile
+import re
 from collections.abc import Callable, Collection, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from recipe.partial_rollout.config.keys import fail
+from recipe.partial_rollout.config.keys import ConfigError, fail
+from recipe.partial_rollout.preflight import facts
+from recipe.partial_rollout.preflight.facts import at, full
 
-ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
-Test = Callable[[DictConfig], Any]
+_QUOTED = re.compile(r"(?<!\$)\{([\w.]+)\}")
 Count = Callable[[DictConfig], int]
 
 
-def always(config: DictConfig) -> bool:
-    return True
+class When(NamedTuple):
+    """Where a rule applies."""
+
+    applies: Callable[[DictConfig], Any]
+    words: str = ""
+    """what the message says of it"""
+
+    def also(self, other: When) -> When:
+        return When(lambda config: self.applies(config) and other.applies(config), other.words)
+
+    def but(self, other: When, words: str = "") -> When:
+        return When(lambda config: self.applies(config) and not other.applies(config), self.words + words)
+
+
+ALWAYS = When(lambda config: True)
+
+
+def on(key: str, value: Any = True) -> When:
+    return When(lambda config: at(config, key) == value, f"with {full(key)}={value}")
 
 
 class Rule(NamedTuple):
@@ -27,66 +48,69 @@ class Rule(NamedTuple):
     holds: Callable[[Any, DictConfig], Any]
     """of value and config"""
     allowed: str | Callable[[DictConfig], str]
-    when: Test = always
+    why: str = ""
+    when: When = ALWAYS
 
-    def broken(self, config: DictConfig) -> bool:
-        return bool(self.when(config)) and not self.holds(at(config, self.key), config)
+    def refusal(self, config: DictConfig) -> ConfigError | None:
+        value = at(config, self.key)
+        if not self.when.applies(config) or self.holds(value, config):
+            return None
+        allowed = self.allowed if isinstance(self.allowed, str) else self.allowed(config)
+        words = _QUOTED.sub(lambda found: _quoted(config, found[1]), f"{allowed} {self.when.words}".rstrip())
+        return fail(full(self.key), value, words + (f": {self.why}" if self.why else ""))
+
+
+def _quoted(config: DictConfig, name: str) -> str:
+    fact = getattr(facts, name, None)
+    value = fact(config) if fact else at(config, name)
+    return ", ".join(sorted(value)) if isinstance(value, Collection) and not isinstance(value, str) else str(value)
+
+
+def where(when: When, *rules: Rule) -> list[Rule]:
+    return [rule._replace(when=when) for rule in rules]
 
 
 def check_rules(rules: Iterable[Rule], config: DictConfig) -> None:
     """Raise ``ConfigError`` for the first of ``rules`` that is broken."""
     for rule in rules:
-        if rule.broken(config):
-            allowed = rule.allowed if isinstance(rule.allowed, str) else rule.allowed(config)
-            raise fail(rule.key, at(config, rule.key), allowed)
+        if error := rule.refusal(config):
+            raise error
 
 
-def at(config: DictConfig, key: str) -> Any:
-    """The value of ``key``; None if it is not there."""
-    return OmegaConf.select(config, key)
+# -- rules of a kind ---------------------------------------------------------------------------------------------------
 
 
-def one_of(key: str, words: Collection[str], when: Test = always, why: str = "") -> Rule:
-    return Rule(key, lambda value, _: value in words, lambda _: "one of " + ", ".join(sorted(words)) + why, when)
+def only(key: str, wanted: Any, why: str = "") -> Rule:
+    """One value; null counts as False."""
+    words = "null" if wanted is None else str(wanted)
+    return Rule(key, lambda value, _: (value or False) == (wanted or False), words, why)
 
 
-def least(key: str, bound: float, *, or_null: bool = False, why: str = "") -> Rule:
-    words = f"at least {bound:g}" + (", or null" if or_null else "") + why
-    return Rule(key, lambda value, _: (or_null and value is None) or value >= bound, words)
+def other_than(key: str, refused: Any, why: str = "") -> Rule:
+    return Rule(key, lambda value, _: value != refused, "any other", why)
 
 
-def unset(key: str, why: str) -> Rule:
-    return Rule(key, lambda value, _: not value, f"null: {why}")
+def one_of(key: str, names: Collection[str], why: str = "") -> Rule:
+    return Rule(key, lambda value, _: value in names, lambda _: "one of " + ", ".join(sorted(names)), why)
 
 
-def off(key: str, why: str) -> Rule:
-    return Rule(key, lambda on, _: not on, f"False: {why}")
+def least(key: str, bound: float, why: str = "") -> Rule:
+    return Rule(key, lambda value, _: value >= bound, f"at least {bound:g}", why)
 
 
-def shared(key: str, count: Count, by: Count, times: str, what: str, when: Test = always) -> Rule:
-    """``count``, which is ``key`` times another key, must be divisible by ``by``."""
-    return Rule(
-        key,
-        lambda _, c: count(c) % by(c) == 0,
-        lambda c: f"times {times}={at(c, times)} it must be divisible by {by(c)} {what}",
-        when,
-    )
+def least_or_null(key: str, bound: float) -> Rule:
+    return Rule(key, lambda value, _: value is None or value >= bound, f"at least {bound:g}, or null")
 
 
 def share(key: str) -> Rule:
     return Rule(key, lambda value, _: 0 < value <= 1, "above 0, at most 1")
 
 
-def writable(folder: Any) -> bool:
-    """Whether files can be made at ``folder``, or in the folder above it where it is not there yet."""
-    try:
-        path = Path(str(folder)).expanduser().absolute()
-        there = next(each for each in (path, *path.parents) if each.exists())
-        with tempfile.TemporaryDirectory(dir=there):
-            return True
-    except OSError:
-        return False
-
-
-def folder(key: str) -> Rule:
-    return Rule(key, lambda path, _: path is None or writable(path), "a directory that this user can write")
+def divisible(key: str, times: str, by: Count, what: str, why: str = "") -> Rule:
+    """The product of two keys must be divisible by a number of ``what``."""
+    return Rule(
+        key,
+        lambda value, c: value * at(c, times) % by(c) == 0,
+        lambda c: f"times {full(times)}={at(c, times)} it must be divisible by {by(c)} {what}",
+        why,
+    )

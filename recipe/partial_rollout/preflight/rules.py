@@ -1,446 +1,447 @@
-"""What verl's trainer needs of its own keys, with and without partial rollout: a rule a row.
+"""What verl's trainer and partial rollout need of the configuration: a rule a row.
 
-verl finds out about these in a worker, a minute after the start, or not at all. Rules do not depend on their order: the
-first that is broken is told.
+verl finds out about these in a worker, a minute after the start, or not at all. Its rollout correction is off by default,
+and several settings make it ignore the correction without a warning: nothing trains uncorrected without being told. Rules
+do not depend on their order: the first that is broken is told.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from math import prod
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.torch_dtypes import BFLOAT_LIST, FLOAT_LIST, HALF_LIST
 from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig
 
+from recipe.partial_rollout.config.choices import Correction, Placement, ResumeKV, TrustRegion
 from recipe.partial_rollout.config.settings import OVERLONG, engine_devices, trainer_devices
+from recipe.partial_rollout.preflight import facts
+from recipe.partial_rollout.preflight.facts import at
 from recipe.partial_rollout.preflight.rule import (
-    ACTOR,
-    REF,
-    ROLLOUT,
+    ALWAYS,
     Rule,
-    Test,
-    always,
-    at,
-    folder,
+    When,
+    divisible,
     least,
-    off,
+    least_or_null,
+    on,
     one_of,
+    only,
+    other_than,
     share,
-    shared,
-    unset,
+    where,
 )
-from verl_ext.guard import installed_pair
+from recipe.partial_rollout.training.loss import DECOUPLED_PPO
+from verl_ext.guard import TESTED, installed_pair
 
-# -- sizes -------------------------------------------------------------------------------------------------------------
-
-
-def replica_devices(config: DictConfig) -> int:
-    """Devices of an engine replica."""
-    rollout = config.actor_rollout_ref.rollout
-    return prod((rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.pipeline_model_parallel_size))
-
-
-def longest(config: DictConfig) -> int:
-    """Tokens of the longest sample."""
-    rollout = config.actor_rollout_ref.rollout
-    return rollout.prompt_length + rollout.response_length
-
-
-def split(config: DictConfig, engine: str) -> tuple[int, int]:
-    """Devices that share the model of ``engine`` (actor, ref or critic), and those of them that share a sequence."""
-    node = at(config, engine)
-    if node.strategy == "megatron":
-        megatron = node.megatron
-        context = megatron.context_parallel_size
-        return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * context, context
-    inner = node.get("fsdp_config") or node.get("fsdp") or {}
-    sequence = max(node.get("ulysses_sequence_parallel_size") or 1, inner.get("ulysses_sequence_parallel_size") or 1)
-    return sequence, sequence
-
-
-def copies(config: DictConfig, engine: str) -> int:
-    """Parts that ``engine`` divides a batch into."""
-    return max(1, trainer_devices(config) // split(config, engine)[0])
-
-
-def samples(config: DictConfig, key: str) -> int:
-    """Samples of a batch of as many prompts as ``key`` says."""
-    return at(config, key) * config.actor_rollout_ref.rollout.n
-
-
-def with_critic(config: DictConfig) -> bool:
-    return need_critic(config)
-
-
-def with_reference(config: DictConfig) -> bool:
-    return bool(need_reference_policy(config))
-
-
-def filters(config: DictConfig) -> bool:
-    """Whether groups of equal rewards are replaced."""
-    return bool(at(config, "algorithm.filter_groups.enable"))
-
-
-def scores_early(config: DictConfig) -> bool:
-    """Whether rewards come while engines decode: a colocated reward model scores once they sleep."""
-    model = config.reward.reward_model
-    return not model.enable or model.enable_resource_pool
-
-
-# -- rules -------------------------------------------------------------------------------------------------------------
-
-
-def _budget(key: str, engine: str, when: Test, default: int = 0) -> Rule:
-    """Tokens of a micro-batch, which cannot split a sample."""
-    return Rule(
-        key,
-        lambda tokens, c: (tokens or default) * split(c, engine)[1] >= longest(c),
-        lambda c: (
-            f"at least {-(-longest(c) // split(c, engine)[1]):,}, the tokens of the longest sample "
-            "(rollout.prompt_length + rollout.response_length)"
-            + (f" on each of the {way} devices that share it" if (way := split(c, engine)[1]) > 1 else "")
-        ),
-        when,
-    )
-
-
-def _micro_batch(key: str, batch: str, engine: str, when: Test) -> Rule:
-    """Samples of a micro-batch, of which a device gets a whole number."""
-
-    def of_device(config: DictConfig) -> int:
-        return samples(config, batch) // copies(config, engine)
-
-    return Rule(
-        key,
-        lambda size, c: size and size > 0 and of_device(c) % size == 0,
-        lambda c: f"a divisor of {of_device(c)}, a device's samples of {batch}; or actor.use_dynamic_bsz=True",
-        when,
-    )
-
-
-def _passes() -> Iterator[Rule]:
-    """Rules of the passes over a batch: update, log-probs, reference, values."""
-    for node, name, flag, batch, engine, applies in (
-        (ACTOR, "ppo", "use_dynamic_bsz", f"{ACTOR}.ppo_mini_batch_size", ACTOR, always),
-        (ROLLOUT, "log_prob", "log_prob_use_dynamic_bsz", "data.train_batch_size", ACTOR, always),
-        (REF, "log_prob", "log_prob_use_dynamic_bsz", "data.train_batch_size", REF, with_reference),
-    ):
-        dynamic = f"{node}.{flag}"
-        yield _budget(f"{node}.{name}_max_token_len_per_gpu", engine, lambda c, a=applies, d=dynamic: a(c) and at(c, d))
-        fixed: Test = lambda c, a=applies, d=dynamic: a(c) and not at(c, d)  # noqa: E731
-        yield _micro_batch(f"{node}.{name}_micro_batch_size_per_gpu", batch, engine, fixed)
-    # Values are always computed by tokens.
-    yield _budget("critic.ppo_max_token_len_per_gpu", "critic", with_critic)
-    yield _budget(
-        "critic.ppo_infer_max_token_len_per_gpu", "critic", with_critic, CriticConfig.ppo_infer_max_token_len_per_gpu
-    )
-
-
-def _divided(mini: str, engine: str, when: Test = always) -> Iterator[Rule]:
-    """Batch, mini-batch ``mini`` and devices of ``engine``."""
-    yield Rule(
-        mini,
-        lambda size, c: size >= 1 and c.data.train_batch_size % size == 0,
-        lambda c: f"a divisor of data.train_batch_size={c.data.train_batch_size}",
-        when,
-    )
-    yield shared(mini, lambda c: samples(c, mini), lambda c: copies(c, engine), _N, "device(s)", when)
-    yield shared(
-        _GPUS, trainer_devices, lambda c: split(c, engine)[0], "trainer.nnodes", f"devices that share {engine}", when
-    )
-
-
-def loggers(given: Any) -> list[str]:
-    """Names in ``trainer.logger``, which may be one."""
-    return list(given) if OmegaConf.is_list(given) or isinstance(given, list) else [given]
-
-
-def load_formats() -> Collection[str]:
-    """Those that the installed vLLM knows, with any that a plugin of the user's has registered."""
-    from vllm.model_executor import model_loader
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-    return model_loader._LOAD_FORMAT_TO_MODEL_LOADER
-
-
-def _rejects(config: DictConfig) -> bool:
-    """Whether verl can reject samples as ``algorithm.rollout_correction`` says."""
-    correction, zeros = config.algorithm.rollout_correction, torch.zeros(1, 1)
-    try:
-        compute_rollout_rejection_mask(zeros, zeros + 1, correction.rollout_rs, correction.rollout_rs_threshold)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-_BATCH, _GPUS, _N = "data.train_batch_size", "trainer.n_gpus_per_node", f"{ROLLOUT}.n"
-_GROUPED = (
-    "grpo",
-    "grpo_passk",
-    "grpo_vectorized",
-    "rloo",
-    "rloo_vectorized",
-    "opo",
-    "gpg",
-    "reinforce_plus_plus_baseline",
-)
-"""advantage estimators with a baseline made of a prompt's other samples"""
-_DRAFTS = f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
+_BATCH, _GPUS, _BACKEND = "data.train_batch_size", "trainer.n_gpus_per_node", "rollout.checkpoint_engine.backend"
+_FILTER, _CORRECTION, _LOSS = "algorithm.filter_groups", "algorithm.rollout_correction", "actor.policy_loss.loss_mode"
+_LONGEST_RESPONSE = "reward.reward_kwargs.max_resp_len"
+_DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
 _DRAFTS_KILL = "0.24.0"
 """the vLLM whose asynchronous scheduler loses count of draft tokens when it preempts"""
-_FILTER = "algorithm.filter_groups"
+_GROUPED = [
+    "grpo", "grpo_passk", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline",
+]  # fmt: skip
+"""advantage estimators with a baseline made of a prompt's other samples"""
+_ROUTES = "routes are not kept over interruptions"
 _KL = [name + end for name in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3") for end in ("", "+")]
 _DTYPES = {name for name in (*HALF_LIST, *FLOAT_LIST, *BFLOAT_LIST) if isinstance(name, str)}
 _MEANS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-_LOSS = f"{ACTOR}.policy_loss.loss_mode"
-_SAMPLING = (ROLLOUT, f"{ROLLOUT}.val_kwargs")
+
+_PR, _NO_PR = on("partial_rollout.enable"), on("partial_rollout.enable", False)
+_SEPARATE = on("partial_rollout.placement", Placement.SEPARATE)
+_COLOCATED = _PR.but(_SEPARATE)
+_UNCORRECTED = _PR.also(on("partial_rollout.correction", Correction.NONE))
+_CRITIC, _REFERENCE = When(need_critic), When(need_reference_policy)
+_CPU = on("trainer.device", "cpu")
 
 
-def _uses_groups(config: DictConfig) -> bool:
-    return config.algorithm.adv_estimator in _GROUPED
+def _budget(key: str, engine: str, when: When = ALWAYS, default: int = 0) -> Rule:
+    """Tokens of a micro-batch, which cannot split a sample."""
+
+    def words(config: DictConfig) -> str:
+        sharing, tokens = facts.split(config, engine)[1], facts.longest(config)
+        shared = f" on each of the {sharing} devices that share it" if sharing > 1 else ""
+        sample = "the tokens of the longest sample (rollout.prompt_length + rollout.response_length)"
+        return f"at least {-(-tokens // sharing):,}, {sample}{shared}"
+
+    return Rule(key, lambda v, c: (v or default) * facts.split(c, engine)[1] >= facts.longest(c), words, when=when)
 
 
-def _fsdp(config: DictConfig) -> bool:
-    return config.actor_rollout_ref.actor.strategy != "megatron"
+def _micro_batch(key: str, batch: str, engine: str, when: When) -> Rule:
+    """Samples of a micro-batch, of which a device gets a whole number."""
+
+    def of_device(config: DictConfig) -> int:
+        return at(config, batch) * at(config, "rollout.n") // facts.copies(config, engine)
+
+    def words(config: DictConfig) -> str:
+        return f"a divisor of {of_device(config)}, a device's samples of {batch},"
+
+    return Rule(key, lambda v, c: v and v > 0 and of_device(c) % v == 0, words, when=when)
 
 
-def _names_files(files: Any, _: DictConfig) -> bool:
-    return bool(files) and not isinstance(files, int)
+def _passes() -> Iterator[Rule]:
+    """Update, log-probs and reference: by tokens, or by samples."""
+    for node, name, flag, batch, engine, when in (
+        ("actor", "ppo", "use_dynamic_bsz", "actor.ppo_mini_batch_size", "actor", ALWAYS),
+        ("rollout", "log_prob", "log_prob_use_dynamic_bsz", _BATCH, "actor", ALWAYS),
+        ("ref", "log_prob", "log_prob_use_dynamic_bsz", _BATCH, "ref", _REFERENCE),
+    ):
+        by_tokens, by_samples = (when.also(on(f"{node}.{flag}", value)) for value in (True, False))
+        yield _budget(f"{node}.{name}_max_token_len_per_gpu", engine, by_tokens)
+        yield _micro_batch(f"{node}.{name}_micro_batch_size_per_gpu", batch, engine, by_samples)
 
 
-def _synchronous(config: DictConfig) -> bool:
-    return not config.partial_rollout.enable
+def _divided(engine: str) -> Iterator[Rule]:
+    """Batch, mini-batch and devices of ``engine``."""
+    mini = f"{engine}.ppo_mini_batch_size"
+    yield Rule(mini, lambda v, c: v >= 1 and at(c, _BATCH) % v == 0, f"a divisor of {_BATCH}={{{_BATCH}}}")
+    yield divisible(mini, "rollout.n", lambda c: facts.copies(c, engine), "device(s)")
+    yield divisible(_GPUS, "trainer.nnodes", lambda c: facts.split(c, engine)[0], f"devices that share {engine}")
 
 
-def _overlong(config: DictConfig) -> bool:
-    overlong = at(config, OVERLONG)
-    return bool(overlong and overlong.enable) and config.reward.reward_manager.name == "dapo"
+def _clips_once(config: DictConfig) -> bool:
+    """Whether the loss has a dual clip that can be left out."""
+    return _PR.applies(config) and at(config, _LOSS) in ("vanilla", DECOUPLED_PPO)
 
 
-def _drafts_kill(config: DictConfig) -> bool:
-    method = str(at(config, f"{_DRAFTS}.method") or "")
-    return installed_pair().vllm == _DRAFTS_KILL and (method.startswith("eagle") or "mtp" in method)
-
-
-RULES = (
-    # what there is to train
-    Rule("trainer.use_v1", lambda v1, _: v1 is False, "False: the recipe subclasses verl's RayPPOTrainer"),
-    Rule(
-        "model_engine",
-        lambda engine, _: engine in (None, "dp"),
-        "dp: the recipe switches engines by engine=fsdp2 or engine=megatron",
+_TRAINING = (
+    only("trainer.use_v1", False, "the recipe subclasses verl's RayPPOTrainer"),
+    Rule("model_engine", lambda v, _: v in (None, "dp"), "dp", "engine=fsdp2 or engine=megatron switches engines"),
+    *(least(key, 1) for key in ("trainer.total_epochs", _BATCH, "rollout.n", _GPUS, "trainer.nnodes")),
+    *(least(f"rollout.{part}_length", 1) for part in ("prompt", "response")),
+    *(least(f"rollout.{way}_parallel_size", 1) for way in ("tensor_model", "data", "pipeline_model")),
+    *(least_or_null(key, 1) for key in ("trainer.total_training_steps", "data.val_batch_size")),
+    *(least_or_null(key, 0) for key in ("data.seed", "rollout.seed", "data.dataloader_num_workers")),
+    *(
+        Rule(key, lambda v, _: v and not isinstance(v, int), "a parquet file, or a list of them")
+        for key in ("data.train_files", "data.val_files")
     ),
-    least("trainer.total_epochs", 1),
-    least("trainer.total_training_steps", 1, or_null=True),
-    *(least(key, 1) for key in (_BATCH, _N, _GPUS, "trainer.nnodes")),
-    *(least(f"{ROLLOUT}.{part}_length", 1) for part in ("prompt", "response")),
-    *(least(f"{ROLLOUT}.{way}_parallel_size", 1) for way in ("tensor_model", "data", "pipeline_model")),
-    least("data.val_batch_size", 1, or_null=True),
-    *(least(key, 0, or_null=True) for key in ("data.seed", f"{ROLLOUT}.seed", "data.dataloader_num_workers")),
-    shared(_BATCH, lambda c: samples(c, _BATCH), trainer_devices, _N, "device(s)"),
+    divisible(_BATCH, "rollout.n", trainer_devices, "device(s)"),
+    Rule("data.gen_batch_size", lambda v, c: v in (None, at(c, _BATCH)), f"null, or {_BATCH}={{{_BATCH}}}"),
     Rule(
-        "data.gen_batch_size",
-        lambda batch, c: batch in (None, c.data.train_batch_size),
-        lambda c: f"null, or data.train_batch_size={c.data.train_batch_size}",
+        "rollout.response_length",
+        lambda _, c: (most := at(c, "rollout.max_model_len")) is None or facts.longest(c) <= most,
+        "with prompt_length={rollout.prompt_length} it must fit rollout.max_model_len={rollout.max_model_len}",
     ),
     Rule(
-        f"{ROLLOUT}.response_length",
-        lambda _, c: (most := c.actor_rollout_ref.rollout.max_model_len) is None or longest(c) <= most,
-        lambda c: (
-            f"with prompt_length={c.actor_rollout_ref.rollout.prompt_length} it must fit "
-            f"rollout.max_model_len={c.actor_rollout_ref.rollout.max_model_len}"
+        "rollout.prompt_length",
+        lambda v, c: v >= at(c, "data.max_prompt_length"),
+        "at least data.max_prompt_length={data.max_prompt_length}: longer prompts would be cut",
+    ),
+    # how a batch is divided
+    *_divided("actor"),
+    Rule(
+        "rollout.log_prob_use_dynamic_bsz",
+        lambda v, c: v == at(c, "actor.use_dynamic_bsz"),
+        "as actor_rollout_ref.actor.use_dynamic_bsz={actor.use_dynamic_bsz}: verl's worker asserts it",
+    ),
+    *_passes(),
+    *where(
+        _CRITIC,
+        *_divided("critic"),
+        # Values are always computed by tokens.
+        _budget("critic.ppo_max_token_len_per_gpu", "critic"),
+        _budget(
+            "critic.ppo_infer_max_token_len_per_gpu", "critic", default=CriticConfig.ppo_infer_max_token_len_per_gpu
+        ),
+        Rule(
+            "critic.ppo_micro_batch_size_per_gpu",
+            lambda v, c: c.critic.use_dynamic_bsz or (v and v > 0),
+            "at least 1, or critic.use_dynamic_bsz=True",
+        ),
+        Rule(
+            "critic.forward_max_token_len_per_gpu",
+            lambda v, c: v == c.critic.ppo_max_token_len_per_gpu,
+            "that of critic.ppo_max_token_len_per_gpu",
+            "verl reads critic.ppo_infer_max_token_len_per_gpu instead",
         ),
     ),
-    *(Rule(f"data.{part}_files", _names_files, "a parquet file, or a list of them") for part in ("train", "val")),
-    Rule(
-        f"{ROLLOUT}.prompt_length",
-        lambda tokens, c: tokens >= c.data.max_prompt_length,
-        lambda c: f"at least data.max_prompt_length={c.data.max_prompt_length}: longer prompts would be cut",
+    # what a run writes
+    *where(
+        When(lambda c: "swanlab" in facts.loggers(c.trainer.logger)),
+        Rule(
+            "trainer.project_name",
+            lambda v, _: re.fullmatch(r"[\w+.-]{1,100}", str(v), re.ASCII),
+            "up to 100 letters, digits and _ + - ., as swanlab takes it",
+        ),
     ),
+    Rule(
+        "trainer.logger",
+        lambda v, _: v is not None and {*facts.loggers(v)} <= {*Tracking.supported_backend, "tracking"},
+        "a list of " + ", ".join(Tracking.supported_backend),
+    ),
+    one_of("trainer.resume_mode", ("auto", "disable", "resume_path")),
+    *where(
+        on("trainer.resume_mode", "resume_path"),
+        Rule(
+            "trainer.resume_from_path",
+            lambda v, _: v and re.fullmatch(r"global_step_\d+", Path(str(v)).name) and Path(str(v)).is_dir(),
+            "an existing .../global_step_K",
+        ),
+    ),
+    only("trainer.default_hdfs_dir", None, "checkpoints are saved locally only"),
+    only("trainer.checkpoint_callback_class", None, "verl's v1 trainer alone calls it"),
+    *(
+        only(f"{node}.checkpoint.async_save", False, "a checkpoint is sealed once whole")
+        for node in ("actor", "critic")
+    ),
+    Rule(
+        "actor.checkpoint.save_contents",
+        lambda v, _: "model" in v and {*v} <= {"model", "optimizer", "extra", "hf_model"},
+        "a list of model, optimizer, extra, hf_model, with model: a resume would go on from the first weights",
+    ),
+    Rule("trainer.default_local_dir", lambda v, _: v, "a directory"),
+    *(
+        Rule(f"trainer.{key}", lambda v, _: v is None or facts.writable(v), "a directory that this user can write")
+        for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir")
+    ),
+)
+_LEARNING = (
     # dynamic sampling
-    Rule(
-        f"{_FILTER}.enable",
-        lambda on, c: not on or c.partial_rollout.enable,
-        "False with partial_rollout.enable=False: verl's v0 trainer ignores it",
-    ),
-    Rule(
-        f"{_FILTER}.enable",
-        lambda on, c: not on or c.actor_rollout_ref.rollout.n >= 2,
-        "False with actor_rollout_ref.rollout.n=1: a sample is equal to itself",
-    ),
-    Rule(
-        f"{_FILTER}.enable",
-        lambda on, c: not on or scores_early(c),
-        "False, or reward.reward_model.enable_resource_pool=True: colocated it scores too late",
-    ),
-    Rule(
-        f"{_FILTER}.max_inflight_gen_batches",
-        lambda batches, _: batches in (None, 1),
-        "1: partial_rollout.overlap says how much is in flight",
-        filters,
-    ),
-    Rule(
-        f"{_FILTER}.metric",
-        lambda metric, c: not (metric == "seq_final_reward" and c.algorithm.use_kl_in_reward),
-        "reward with use_kl_in_reward=True: its penalty is known in training only",
-        filters,
+    *where(_NO_PR, only(f"{_FILTER}.enable", False, "verl's v0 trainer ignores it")),
+    *where(on("rollout.n", 1), only(f"{_FILTER}.enable", False, "a sample is equal to itself")),
+    *where(
+        When(lambda c: at(c, f"{_FILTER}.enable")),
+        Rule(
+            f"{_FILTER}.enable",
+            lambda _, c: facts.scores_early(c),
+            "False, or reward.reward_model.enable_resource_pool=True: colocated it scores too late",
+        ),
+        Rule(
+            f"{_FILTER}.max_inflight_gen_batches",
+            lambda v, _: v in (None, 1),
+            "1: partial_rollout.overlap says how much is in flight",
+        ),
+        Rule(
+            f"{_FILTER}.metric",
+            lambda v, c: not (v == "seq_final_reward" and c.algorithm.use_kl_in_reward),
+            "reward with use_kl_in_reward=True: its penalty is known in training only",
+        ),
     ),
     # algorithm and loss
     one_of("algorithm.adv_estimator", ADV_ESTIMATOR_REGISTRY),
     Rule(
-        f"{ROLLOUT}.n",
-        lambda n, _: n >= 2,
-        lambda c: (
-            f"at least 2 with algorithm.adv_estimator={c.algorithm.adv_estimator}, whose baseline is a prompt's other "
-            "samples (1 is verl's default; the recipes have 8)"
-        ),
-        _uses_groups,
+        "rollout.n",
+        lambda v, c: v >= 2 or at(c, "algorithm.adv_estimator") not in _GROUPED,
+        "at least 2 with algorithm.adv_estimator={algorithm.adv_estimator}, whose baseline is a prompt's other samples "
+        "(1 is verl's default; the recipes have 8)",
     ),
     one_of(_LOSS, POLICY_LOSS_REGISTRY),
-    Rule(
+    other_than(
         _LOSS,
-        lambda mode, _: mode != "geo_mean",
-        "any other: verl averages it in each micro-batch and adds these up, so its gradient grows with their number",
+        "geo_mean",
+        "verl averages it in each micro-batch and adds these up: its gradient grows with their number",
     ),
-    one_of(f"{ACTOR}.kl_loss_type", _KL, lambda c: c.actor_rollout_ref.actor.use_kl_loss),
-    one_of("algorithm.kl_penalty", _KL, lambda c: c.algorithm.use_kl_in_reward),
-    one_of("algorithm.kl_ctrl.type", ("fixed", "adaptive"), lambda c: c.algorithm.use_kl_in_reward),
-    Rule(f"{ACTOR}.clip_ratio_c", lambda c, _: c and c > 1, "above 1: verl asserts it", _synchronous),
-    one_of(f"{ACTOR}.loss_agg_mode", _MEANS),
     Rule(
-        "algorithm.rollout_correction.rollout_rs",
-        lambda rejection, c: rejection is None or _rejects(c),
+        "actor.clip_ratio_c",
+        lambda v, c: v > 1 if v is not None else _clips_once(c),
+        lambda c: (
+            "a number above 1" + (", or null for no dual clip" if _clips_once(c) else f" with loss_mode={at(c, _LOSS)}")
+        ),
+    ),
+    *where(on("actor.use_kl_loss"), one_of("actor.kl_loss_type", _KL)),
+    *where(
+        on("algorithm.use_kl_in_reward"),
+        one_of("algorithm.kl_penalty", _KL),
+        one_of("algorithm.kl_ctrl.type", ("fixed", "adaptive")),
+    ),
+    one_of("actor.loss_agg_mode", _MEANS),
+    Rule(
+        f"{_CORRECTION}.rollout_rs",
+        lambda v, c: v is None or facts.rejects(v, c),
         "null, or modes such as token_k1 or seq_mean_k3 with a rollout_rs_threshold that fits them",
     ),
-    least(f"{ACTOR}.ppo_epochs", 1),
-    least(f"{ACTOR}.optim.lr", 0),
-    Rule(f"{ACTOR}.optim.clip_grad", lambda norm, _: norm and norm > 0, "above 0: a gradient's largest norm", _fsdp),
-    Rule(
-        f"{ACTOR}.checkpoint.save_contents",
-        lambda parts, _: "model" in parts and {*parts} <= {"model", "optimizer", "extra", "hf_model"},
-        "a list of model, optimizer, extra, hf_model, with model: a resume would go on from the first weights",
-    ),
-    one_of(f"{ACTOR}.strategy", ("fsdp", "fsdp2", "megatron"), why=" (engine=fsdp2, engine=megatron)"),
-    one_of(f"{ACTOR}.optim.lr_scheduler_type", ("constant", "cosine"), _fsdp),
+    least("actor.ppo_epochs", 1),
+    least("actor.optim.lr", 0),
+    one_of("actor.strategy", ("fsdp", "fsdp2", "megatron"), "engine=fsdp2, engine=megatron"),
     one_of("trainer.device", ("cpu", "cuda", "npu")),
-    one_of(f"{ACTOR}.fsdp_config.model_dtype", _DTYPES, lambda c: at(c, f"{ACTOR}.fsdp_config") is not None),
-    # how a batch is divided
-    *_divided(f"{ACTOR}.ppo_mini_batch_size", ACTOR),
-    *_divided("critic.ppo_mini_batch_size", "critic", with_critic),
-    Rule(
-        f"{ROLLOUT}.log_prob_use_dynamic_bsz",
-        lambda flag, c: flag == c.actor_rollout_ref.actor.use_dynamic_bsz,
-        lambda c: f"as {ACTOR}.use_dynamic_bsz={c.actor_rollout_ref.actor.use_dynamic_bsz}: verl's worker asserts it",
+    *where(
+        When(lambda c: at(c, "actor.strategy") != "megatron"),
+        Rule("actor.optim.clip_grad", lambda v, _: v and v > 0, "above 0: a gradient's largest norm"),
+        one_of("actor.optim.lr_scheduler_type", ("constant", "cosine")),
+        one_of("actor.fsdp_config.model_dtype", _DTYPES),
     ),
-    *_passes(),
-    Rule(
-        "critic.ppo_micro_batch_size_per_gpu",
-        lambda size, _: size and size > 0,
-        "at least 1, or critic.use_dynamic_bsz=True",
-        lambda c: with_critic(c) and not c.critic.use_dynamic_bsz,
+    # rewards
+    *where(on("reward.reward_model.enable"), only("partial_rollout.reward_in_worker", False)),
+    *where(
+        When(facts.penalises_length),
+        Rule(_LONGEST_RESPONSE, lambda v, _: isinstance(v, int) and v >= 1, "tokens: ${data.max_response_length}"),
+        Rule(
+            f"{OVERLONG}.len",
+            lambda v, c: v is None or 0 < v <= at(c, _LONGEST_RESPONSE),
+            f"1 to {_LONGEST_RESPONSE}={{{_LONGEST_RESPONSE}}}, or null for a fifth of it",
+        ),
     ),
-    Rule(
-        "critic.forward_max_token_len_per_gpu",
-        lambda tokens, c: tokens == c.critic.ppo_max_token_len_per_gpu,
-        "that of critic.ppo_max_token_len_per_gpu: verl reads critic.ppo_infer_max_token_len_per_gpu instead",
-        with_critic,
+)
+_ENGINES = (
+    only("rollout.mode", "async", "verl has no other"),
+    *where(
+        When(lambda c: not engine_devices(c)),
+        Rule(
+            "rollout.tensor_model_parallel_size",
+            lambda _, c: trainer_devices(c) % facts.replica_devices(c) == 0,
+            "whole replicas on {trainer_devices} device(s); one has {replica_devices}",
+        ),
     ),
-    # engines
-    Rule(f"{ROLLOUT}.mode", lambda mode, _: mode == "async", "async: verl has no other"),
-    Rule(
-        f"{ROLLOUT}.tensor_model_parallel_size",
-        lambda _, c: trainer_devices(c) % replica_devices(c) == 0,
-        lambda c: f"whole replicas on {trainer_devices(c)} device(s); one has {replica_devices(c)}",
-        lambda c: not engine_devices(c),
+    Rule("rollout.temperature", lambda v, _: v > 0, "above 0: log-probs are taken at it"),
+    least("rollout.val_kwargs.temperature", 0),
+    *(
+        Rule(f"{node}.top_k", lambda v, _: v == -1 or v >= 1, "-1 for all tokens, or at least 1")
+        for node in ("rollout", "rollout.val_kwargs")
     ),
-    Rule(f"{ROLLOUT}.temperature", lambda value, _: value > 0, "above 0: log-probs are taken at it"),
-    least(f"{ROLLOUT}.val_kwargs.temperature", 0),
-    least(f"{ROLLOUT}.val_kwargs.n", 1),
-    *(Rule(f"{node}.top_k", lambda k, _: k == -1 or k >= 1, "-1 for all tokens, or at least 1") for node in _SAMPLING),
-    *(share(f"{node}.top_p") for node in _SAMPLING),
-    *(least(f"{ROLLOUT}.max_num_{name}", 1) for name in ("seqs", "batched_tokens")),
-    one_of(f"{ROLLOUT}.scheduling_policy", ("fcfs", "priority")),
-    share(f"{ROLLOUT}.gpu_memory_utilization"),
+    *(share(f"rollout.{key}") for key in ("top_p", "val_kwargs.top_p", "gpu_memory_utilization")),
+    *(least(f"rollout.{key}", 1) for key in ("val_kwargs.n", "max_num_seqs", "max_num_batched_tokens")),
+    *(least(key, 1) for key in ("rollout.agent.num_workers", "reward.num_workers")),
+    one_of("rollout.scheduling_policy", ("fcfs", "priority")),
+    one_of("rollout.dtype", ("auto", "half", "float16", "bfloat16", "float", "float32")),
+    *where(
+        on("rollout.name", "vllm"),
+        Rule(
+            "rollout.load_format",
+            lambda v, c: v == "dummy" or v.lower() in facts.load_formats(c),
+            "one of {load_formats}",
+        ),
+    ),
     Rule(
         f"{_DRAFTS}.method",
-        lambda _, c: not _drafts_kill(c),
+        lambda v, _: installed_pair().vllm != _DRAFTS_KILL or not re.match("eagle|.*mtp", str(v)),
         f"null or ngram with vLLM {_DRAFTS_KILL}, whose engine can die with it when it preempts (vllm#48245)",
     ),
-    Rule(
-        _DRAFTS,
-        lambda drafts, _: not drafts,
-        "null with trainer.device=cpu: vLLM's proposers change there what is sampled "
-        "(python -m tests.bench distribution shows it)",
-        lambda c: c.trainer.device == "cpu",
-    ),
-    Rule(
-        f"{ROLLOUT}.load_format",
-        lambda name, _: name.lower() in load_formats(),
-        lambda _: "one of " + ", ".join(sorted(load_formats())),
-        lambda c: c.actor_rollout_ref.rollout.name == "vllm" and c.actor_rollout_ref.rollout.load_format != "dummy",
-    ),
-    one_of(f"{ROLLOUT}.dtype", ("auto", "half", "float16", "bfloat16", "float", "float32")),
-    least(f"{ROLLOUT}.agent.num_workers", 1),
-    least("reward.num_workers", 1),
-    # rewards
-    Rule(
-        "partial_rollout.reward_in_worker",
-        lambda inside, c: not (inside and c.reward.reward_model.enable),
-        "False with reward.reward_model.enable=True",
-    ),
-    Rule(
-        "reward.reward_kwargs.max_resp_len",
-        lambda limit, _: isinstance(limit, int) and limit >= 1,
-        "tokens: ${data.max_response_length}",
-        _overlong,
-    ),
-    Rule(
-        f"{OVERLONG}.len",
-        lambda length, c: length is None or 0 < length <= c.reward.reward_kwargs.max_resp_len,
-        lambda c: (
-            f"1 to reward.reward_kwargs.max_resp_len={c.reward.reward_kwargs.max_resp_len}, or null for a fifth of it"
-        ),
-        _overlong,
-    ),
+    *where(_CPU, only(_DRAFTS, None, "vLLM's proposers change there what is sampled")),
     # the recipe has parts of its own there
     Rule(
-        f"{ROLLOUT}.agent.agent_loop_manager_class",
-        lambda name, _: name is None or name.startswith("recipe.partial_rollout."),
+        "rollout.agent.agent_loop_manager_class",
+        lambda v, _: v is None or v.startswith("recipe.partial_rollout."),
         "null: the recipe has its own; loops of yours go into agent_loop_config_path",
     ),
-    unset(f"{ROLLOUT}.checkpoint_manager_class", "the recipe has its own"),
-    unset("trainer.checkpoint_callback_class", "verl's v1 trainer alone calls it"),
-    # what a run writes
-    Rule(
-        "trainer.project_name",
-        lambda name, _: re.fullmatch(r"[\w+.-]{1,100}", str(name), re.ASCII),
-        "up to 100 letters, digits and _ + - ., as swanlab takes it",
-        lambda c: "swanlab" in loggers(c.trainer.logger),
-    ),
-    Rule(
-        "trainer.logger",
-        lambda given, _: given is not None and {*loggers(given)} <= {*Tracking.supported_backend, "tracking"},
-        "a list of " + ", ".join(Tracking.supported_backend),
-    ),
-    one_of("trainer.resume_mode", ("auto", "disable", "resume_path")),
-    Rule(
-        "trainer.resume_from_path",
-        lambda path, _: path and re.fullmatch(r"global_step_\d+", Path(str(path)).name) and Path(str(path)).is_dir(),
-        "an existing .../global_step_K with trainer.resume_mode=resume_path",
-        lambda c: c.trainer.resume_mode == "resume_path",
-    ),
-    unset("trainer.default_hdfs_dir", "checkpoints are saved locally only"),
-    *(off(f"{node}.checkpoint.async_save", "a checkpoint is sealed when it is whole") for node in (ACTOR, "critic")),
-    Rule("trainer.default_local_dir", lambda path, _: path, "a directory"),
-    *(folder(f"trainer.{name}") for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir")),
+    only("rollout.checkpoint_manager_class", None, "the recipe has its own"),
 )
+_PARTIAL_ROLLOUT = (
+    *where(
+        _PR,
+        only("rollout.name", "vllm", "other engines are not interrupted by it"),
+        only(
+            "rollout.calculate_log_probs", True, "samples span policy versions: the engine's own log-probs are needed"
+        ),
+        only("rollout.logprobs_mode", "processed_logprobs", "others are not log-probs of what was sampled"),
+        only("rollout.enable_rollout_routing_replay", False, "an interrupted sample loses the routes of its tokens"),
+        only("rollout.disaggregation.enabled", False, "an interrupted sample is prefilled again where it is decoded"),
+        only("rollout.full_determinism", False, "every request is seeded alike: a resumed sample would draw old noise"),
+        *(
+            Rule(f"actor.{engine}.router_replay.mode", lambda v, _: v in (None, "disabled"), "disabled", _ROUTES)
+            for engine in ("megatron", "veomni")
+        ),
+        Rule(
+            "partial_rollout.resume_kv",
+            lambda v, c: v != ResumeKV.KEEP or facts.keeps_kv(c),
+            "recompute, or rollout.enable_prefix_caching=True and free_cache_engine=False",
+            "an engine that sleeps gives its KV cache up, and the recipe does not use vLLM's KV offloading",
+        ),
+        Rule(
+            "partial_rollout.slots_per_replica",
+            lambda v, c: v is None or v <= facts.most_calls(c),
+            "at most {most_calls}, which verl's server takes at once (more with a larger rollout.max_num_seqs)",
+        ),
+        only("distillation.enabled", False, "its loss has no correction"),
+        other_than("algorithm.adv_estimator", "remax", "its greedy baseline needs the synchronous rollout"),
+        Rule(
+            _CORRECTION,
+            lambda v, _: v is not None,
+            "verl's node of that name",
+            "partial_rollout.correction=none switches the correction off",
+        ),
+        only(
+            f"{_CORRECTION}.bypass_mode",
+            False,
+            "verl changes the driver's loss once the workers have theirs, so loss_type, rollout_is and rollout_rs never "
+            "act; partial_rollout.trust_region=mask bounds the ratio to the behaviour policy",
+        ),
+    ),
+    *where(
+        _UNCORRECTED,
+        one_of("partial_rollout.trust_region", (TrustRegion.AUTO, TrustRegion.NONE)),
+        only(f"{_CORRECTION}.rollout_is", None),
+        other_than(_LOSS, DECOUPLED_PPO),
+    ),
+    *where(
+        _PR.but(_UNCORRECTED)._replace(words=""),
+        Rule(
+            f"{_CORRECTION}.rollout_is",
+            lambda v, c: v is None or v in facts.levels(c),
+            f"one of {{levels}}, or null for {{fitting_level}}, with loss_mode={{{_LOSS}}}",
+        ),
+        Rule(
+            f"{_CORRECTION}.rollout_is_threshold",
+            facts.keeps_on_policy_tokens,
+            "a number above 0 (caps the weights), or lower_upper around 1 (masks tokens outside)",
+        ),
+        Rule(_LOSS, lambda _, c: not facts.needed_of_loss(c), facts.needed_of_loss),
+    ),
+    # where the engines run
+    *where(_COLOCATED, only(_BACKEND, "naive", "trainer and engines share their devices")),
+    Rule(
+        "partial_rollout.placement",
+        lambda v, _: v != Placement.SEPARATE or installed_pair().vllm in [pair.vllm for pair in TESTED],
+        lambda _: f"colocated with vLLM {installed_pair().vllm}: only the pinned set's engines have been held",
+    ),
+    *where(
+        _SEPARATE,
+        only("rollout.free_cache_engine", False, "the engines never sleep"),
+        Rule(
+            "reward.reward_model.enable_resource_pool",
+            lambda _, c: facts.scores_early(c),
+            "True",
+            "a colocated reward model scores when the engines sleep, and they never do",
+        ),
+        *(least(f"rollout.{key}", 1, "the engines' devices") for key in ("nnodes", "n_gpus_per_node")),
+        Rule(
+            "rollout.n_gpus_per_node",
+            facts.makes_whole_replicas,
+            "with rollout.nnodes={rollout.nnodes} it must make whole replicas of {replica_devices} devices each",
+        ),
+        divisible(_GPUS, "trainer.nnodes", facts.replica_devices, "devices of a replica", "verl's workers assert it"),
+        Rule(_BACKEND, lambda v, _: v != "naive", "shm (one node) or nccl (GPUs)", "naive needs shared devices"),
+        Rule(
+            "model.lora.merge",
+            lambda v, c: v or not facts.trains_adapters(c),
+            "True",
+            "whole weights are transferred, no adapters",
+        ),
+    ),
+    *where(
+        # Its steps would begin a version without an update of anything, and so without an end of their batch.
+        _SEPARATE.but(_CRITIC, " and no critic"),
+        only("trainer.critic_warmup", 0),
+    ),
+    *where(
+        _SEPARATE.also(on(_BACKEND, "shm")),
+        *(
+            only(key, 1, "other nodes do not see its file; nccl crosses nodes")
+            for key in ("trainer.nnodes", "rollout.nnodes")
+        ),
+    ),
+)
+RULES = (*_TRAINING, *_LEARNING, *_ENGINES, *_PARTIAL_ROLLOUT)
+
+WARNINGS = (
+    *where(
+        _SEPARATE,
+        least(
+            "partial_rollout.overlap",
+            1,
+            "fewer than N groups are in flight while the trainer holds N, so it waits for them",
+        ),
+    ),
+    *where(
+        When(lambda c: _PR.applies(c) and c.trainer.save_freq <= 0, "with trainer.save_freq=-1"),
+        only("partial_rollout.drain", True, "no checkpoint keeps what is in flight at the end"),
+    ),
+)
+"""rules of runs that start all the same"""

@@ -16,10 +16,8 @@ from recipe.partial_rollout.preflight.inputs import (
     missing_packages,
     size_bucket,
 )
-from recipe.partial_rollout.preflight.placement_check import check_placement
-from recipe.partial_rollout.preflight.pr_rules import PR_RULES
 from recipe.partial_rollout.preflight.rule import check_rules
-from recipe.partial_rollout.preflight.rules import RULES
+from recipe.partial_rollout.preflight.rules import RULES, WARNINGS
 from recipe.partial_rollout.preflight.user_code import check_by_verl, check_code, import_libraries
 from recipe.partial_rollout.preflight.verl_keys import check_verl_keys
 
@@ -48,18 +46,7 @@ def check_settings(config: DictConfig) -> PartialRolloutConfig:
     settings = PartialRolloutConfig.from_config(config)
     import_libraries(config)
     check_rules(RULES, config)
-    if settings.enable:
-        check_rules(PR_RULES, config)
-        check_placement(config, settings)
-        _warn_of_lost_prompts(config)
+    for warning in filter(None, (rule.refusal(config) for rule in WARNINGS)):
+        print(f"warning: {warning}", file=sys.stderr)
     check_by_verl(config)
     return settings
-
-
-def _warn_of_lost_prompts(config: DictConfig) -> None:
-    if not config.partial_rollout.drain and config.trainer.save_freq <= 0:
-        print(
-            "warning: partial_rollout.drain=False with trainer.save_freq=-1: "
-            "no checkpoint keeps what is in flight at the end",
-            file=sys.stderr,
-        )

@@ -19,7 +19,7 @@ from verl_ext import attention, chunked_log_probs
 
 
 def wire_correction(config: DictConfig) -> None:
-    """Fill in verl's keys for the correction asked for; ``config`` has passed ``preflight/pr_rules.py``."""
+    """Fill in verl's keys for the correction asked for; ``config`` has passed ``preflight/rules.py``."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     if config.partial_rollout.correction == Correction.NONE:
         print(

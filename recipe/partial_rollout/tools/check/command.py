@@ -17,22 +17,22 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices, trainer_devices
 from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.preflight.facts import replica_devices
 from recipe.partial_rollout.preflight.inputs import (
     check_critic,
     check_engine,
     check_lengths,
     check_rows,
     check_vocabulary,
+    cpus_for_ray,
     find_tools,
     missing_inputs,
     missing_packages,
     prompt_lengths,
     size_bucket,
 )
-from recipe.partial_rollout.preflight.placement_check import cpus_for_ray
 from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
 from recipe.partial_rollout.preflight.rows import check_files, check_steps
-from recipe.partial_rollout.preflight.rules import replica_devices
 from recipe.partial_rollout.preflight.settings_check import check_settings
 from recipe.partial_rollout.preflight.user_code import check_code
 from recipe.partial_rollout.tools.check import machine

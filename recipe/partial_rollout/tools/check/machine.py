@@ -17,8 +17,7 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight.inputs import INSTALL_GPU, PACKAGES, reach_hub
-from recipe.partial_rollout.preflight.placement_check import CPUS_PER_TRAINER, check_cpus
+from recipe.partial_rollout.preflight.inputs import CPUS_PER_TRAINER, INSTALL_GPU, PACKAGES, check_cpus, reach_hub
 from recipe.partial_rollout.tools.check.memory import GIB, QWEN3, STATE, checkpoint_gib
 from recipe.partial_rollout.waits import one_line
 from verl_ext import attention, check, command

@@ -1,0 +1,197 @@
+"""What rules ask of a configuration, and of verl, vLLM and the machine about it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights, compute_rollout_rejection_mask
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import ActorConfig
+from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
+
+from recipe.partial_rollout.config.settings import OVERLONG, trainer_devices
+from recipe.partial_rollout.training.loss import DECOUPLED_PPO, WeightLevel, weight_level
+
+_LOSS, _CORRECTION = "actor.policy_loss.loss_mode", "algorithm.rollout_correction"
+_PROBED_FIELDS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
+
+
+def full(key: str) -> str:
+    """``key`` as verl has it; a part of ``actor_rollout_ref`` may be written without that, such as ``rollout.n``."""
+    return f"actor_rollout_ref.{key}" if key.partition(".")[0] in ("actor", "model", "ref", "rollout") else key
+
+
+def at(config: DictConfig, key: str) -> Any:
+    """The value of ``key``; None if it is not there."""
+    return OmegaConf.select(config, full(key))
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def replica_devices(config: DictConfig) -> int:
+    """Devices of an engine replica."""
+    rollout = config.actor_rollout_ref.rollout
+    return prod((rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.pipeline_model_parallel_size))
+
+
+def longest(config: DictConfig) -> int:
+    """Tokens of the longest sample."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.prompt_length + rollout.response_length
+
+
+def split(config: DictConfig, engine: str) -> tuple[int, int]:
+    """Devices that share the model of ``engine`` (actor, ref or critic), and those of them that share a sequence."""
+    node = at(config, engine)
+    if node.strategy == "megatron":
+        megatron = node.megatron
+        context = megatron.context_parallel_size
+        return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * context, context
+    inner = node.get("fsdp_config") or node.get("fsdp") or {}
+    sequence = max(node.get("ulysses_sequence_parallel_size") or 1, inner.get("ulysses_sequence_parallel_size") or 1)
+    return sequence, sequence
+
+
+def copies(config: DictConfig, engine: str) -> int:
+    """Parts that ``engine`` divides a batch into."""
+    return max(1, trainer_devices(config) // split(config, engine)[0])
+
+
+def makes_whole_replicas(devices: int, config: DictConfig) -> bool:
+    size = replica_devices(config)
+    whole = max(size, devices) % min(size, devices) == 0
+    return whole and config.actor_rollout_ref.rollout.nnodes * devices % size == 0
+
+
+def most_calls(config: DictConfig) -> int:
+    """Samples that verl's server takes at once, beside calls that control it."""
+    server: Any = RolloutReplica.max_concurrency
+    return server.fget(SimpleNamespace(config=config.actor_rollout_ref.rollout)) - CONTROL_METHOD_CONCURRENCY
+
+
+# -- rewards, loggers, engines and directories --------------------------------------------------------------------------
+
+
+def penalises_length(config: DictConfig) -> bool:
+    overlong = at(config, OVERLONG)
+    return bool(overlong and overlong.enable) and config.reward.reward_manager.name == "dapo"
+
+
+def keeps_kv(config: DictConfig) -> bool:
+    """Whether an engine has the keys and values of before, once a round resumes."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.enable_prefix_caching and not rollout.free_cache_engine
+
+
+def trains_adapters(config: DictConfig) -> bool:
+    return max(at(config, "model.lora_rank") or 0, at(config, "model.lora.rank") or 0) > 0
+
+
+def scores_early(config: DictConfig) -> bool:
+    """Whether rewards come while engines decode: a colocated reward model scores once they sleep."""
+    model = config.reward.reward_model
+    return not model.enable or model.enable_resource_pool
+
+
+def loggers(given: Any) -> list[str]:
+    """Names in ``trainer.logger``, which may be one."""
+    return list(given) if OmegaConf.is_list(given) or isinstance(given, list) else [given]
+
+
+def load_formats(config: DictConfig) -> Collection[str]:
+    """Those that the installed vLLM knows, with any that a plugin of the user's has registered."""
+    from vllm.model_executor import model_loader
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    return model_loader._LOAD_FORMAT_TO_MODEL_LOADER
+
+
+def writable(folder: Any) -> bool:
+    """Whether files can be made at ``folder``, or in the folder above it where it is not there yet."""
+    try:
+        path = Path(str(folder)).expanduser().absolute()
+        there = next(each for each in (path, *path.parents) if each.exists())
+        with tempfile.TemporaryDirectory(dir=there):
+            return True
+    except OSError:
+        return False
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+def rejects(rejection: Any, config: DictConfig) -> bool:
+    """Whether verl can reject samples as ``algorithm.rollout_correction`` says."""
+    zeros = torch.zeros(1, 1)
+    try:
+        compute_rollout_rejection_mask(zeros, zeros + 1, rejection, at(config, f"{_CORRECTION}.rollout_rs_threshold"))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def fitting_level(config: DictConfig) -> WeightLevel:
+    return weight_level(at(config, _LOSS))
+
+
+def levels(config: DictConfig) -> list[WeightLevel]:
+    """Those that fit the loss."""
+    token = fitting_level(config) is WeightLevel.TOKEN
+    return [level for level in WeightLevel if token or level is not WeightLevel.TOKEN]
+
+
+def keeps_on_policy_tokens(threshold: Any, config: DictConfig) -> bool:
+    """Whether verl accepts the threshold, and a token of weight 1 keeps it."""
+    level = at(config, f"{_CORRECTION}.rollout_is") or fitting_level(config)
+    on_policy, mask = torch.zeros(1, 1), torch.ones(1, 1)
+    try:
+        weights, _ = compute_rollout_correction_weights(on_policy, mask, level, rollout_is_threshold=threshold)
+    except (TypeError, ValueError):
+        return False
+    return bool(weights.any())
+
+
+def needed_of_loss(config: DictConfig) -> str:
+    """What the policy loss lacks; nothing if it changes when the behaviour weights of all tokens are halved."""
+    actor, losses = config.actor_rollout_ref.actor, []
+    mode = DECOUPLED_PPO if at(config, _LOSS) == "vanilla" else at(config, _LOSS)
+    try:
+        probed = ActorConfig(
+            strategy="none",
+            rollout_n=1,
+            use_dynamic_bsz=True,
+            policy_loss=omega_conf_to_dataclass(actor.policy_loss),
+            **{key: actor[key] for key in _PROBED_FIELDS},
+        )
+        for weight in (1.0, 0.5):
+            # clip_cov draws tokens at random: it must draw the same ones both times and leave the caller's generator alone.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                advantages = torch.tensor([[1.0] * 8, [-1.0] * 8])
+                log_prob = -torch.rand(2, 8)
+                old_log_prob = log_prob - 0.01 * torch.rand(2, 8)
+                loss, _ = POLICY_LOSS_REGISTRY[mode](
+                    old_log_prob=old_log_prob,  # type: ignore[call-arg]
+                    log_prob=log_prob,
+                    advantages=advantages,
+                    response_mask=torch.ones(2, 8),
+                    loss_agg_mode="token-mean",
+                    config=probed,
+                    rollout_is_weights=torch.full((2, 8), weight),
+                )
+            losses.append(float(loss))
+    except (AssertionError, TypeError, ValueError) as error:
+        return f"a loss that takes rollout_is_weights; it raises: {error}"
+    if abs(losses[0] - losses[1]) > 1e-3 * abs(losses[0]):
+        return ""
+    return "a loss that uses rollout_is_weights; this one ignores them (partial_rollout.correction=none allows it)"
