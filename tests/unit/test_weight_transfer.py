@@ -103,7 +103,7 @@ class Versions:
         async def answer(*args):
             if verb == "begin_version":
                 self.log.append(f"version {args[0]} begins")
-                return VersionStart(1, 0)
+                return VersionStart(0)
             return 1
 
         return SimpleNamespace(remote=answer)

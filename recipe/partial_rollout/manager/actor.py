@@ -1,8 +1,8 @@
 """``PromptsManager`` behind Ray: adds waiting, deadlines and failure propagation; it makes no decisions.
 
-One condition guards the state, and every change notifies it. ``claim`` waits on it for work, ``wait_batch`` for the batch,
-``flush`` and what needs one for the workers' last reports. The first failure that anyone reports is raised to everyone who
-waits. The verbs of a step::
+Nothing else runs between two awaits, so no lock guards the state; every change wakes everyone who waits. ``claim`` waits
+for work, ``wait_batch`` for the batch, ``flush`` and what needs one for the workers' last reports. The first failure that
+anyone reports is raised to all of them. The verbs of a step::
 
     begin_version ----> wait_batch ----> finish_step            separate: the next version begins after the step
                           |  stop: flush ----> begin_version    colocated: it begins while the trainer updates
@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from recipe.partial_rollout.checkpoint.snapshot import Written, read_snapshot, write_snapshot
 from recipe.partial_rollout.manager import garbage
@@ -25,7 +26,6 @@ from recipe.partial_rollout.manager.codec import encode
 from recipe.partial_rollout.manager.output_store import RayObjects
 from recipe.partial_rollout.manager.policies import FailureVerdict, retry_delay_s
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.stall_clock import StallClock
 from recipe.partial_rollout.manager.types import (
     Grant,
     Prompt,
@@ -42,44 +42,14 @@ from recipe.partial_rollout.waits import FirstErrors, ToldError
 if TYPE_CHECKING:
     from recipe.partial_rollout.config.settings import PartialRolloutConfig
 
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
-
-
-class ManagerCondition(asyncio.Condition):
-    """Guards the manager's state; whoever waits is woken by every change, and by a failure."""
-
-    failure: str | None = None
-    """the first reason for which everyone who waits, now or later, fails"""
-
-    async def change(self, verb: Callable[[], T]) -> T:
-        """Run ``verb`` under the condition, then wake everyone who waits."""
-        async with self:
-            result = verb()
-            self.notify_all()
-        return result
-
-    async def wait_at_most(self, timeout_s: float) -> None:
-        """Wait until something changes or ``timeout_s`` pass; the caller holds the condition."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.wait(), timeout_s)
-
-    def fail(self, reason: str) -> None:
-        """Make everyone who waits, now or later, fail with ``reason``; only the first reason counts."""
-        self.failure = self.failure or reason
-
-    def raise_failure(self) -> None:
-        """Raise ``RolloutFailedError`` with the first reason, if there is one."""
-        if self.failure is not None:
-            raise RolloutFailedError(self.failure)
 
 
 class ManagerActor:
     """Ray actor (``ray.remote(ManagerActor)``) around one ``PromptsManager``.
 
     Args:
-        settings: the run's; a wait for a batch is watched by ``StallClock``.
+        settings: the run's.
         store: keeps the outputs of READY groups.
         train_groups: see ``Admission``.
     """
@@ -97,21 +67,59 @@ class ManagerActor:
         store: RayObjects,
         train_groups: int | None = None,
     ) -> None:
-        self._changed = ManagerCondition()
-        self._progress = StallClock(settings.deadlines.stall_s, settings.away_s)
+        self._changed = asyncio.Event()
+        """set by the next change"""
+        self._failure: str | None = None
+        """the first reason for which everyone who waits, now or later, fails"""
+        self._stall_s = settings.deadlines.stall_s
+        self._away_s = max(self._stall_s, settings.away_s or 0.0)
+        """longest deadline of what a sample that is away may await; a tool without one is no excuse"""
+        self._moved_at = time.monotonic()
+        """when a sample last reported or an engine made a token"""
         self._store = store
         self._manager = PromptsManager(settings, time.monotonic, train_groups, store.put)
-        self._retries: set[asyncio.Task[None]] = set()
+        self._retries = 0
+        """failed samples that wait for their retry"""
         self._unflushed: set[str] = set()
         """workers that may still have something to report before the flush ends"""
         self._errors = FirstErrors()
         self._new_errors: list[ToldError] = []
         """of the present step"""
-        self._suspended = False
         self._flushed_at = time.time()
         """when the last flush ended, unix seconds"""
         self._metrics_at_flush: dict[str, float] | None = None
         """of the last flush, if it followed a stop; until the next batch"""
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Wake everyone who waits, because the state has changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait_at_most(self, timeout_s: float) -> None:
+        """Wait until something changes or ``timeout_s`` pass."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise RolloutFailedError(self._failure)
+
+    def _stalls_in(self) -> float:
+        """Seconds until the round counts as stalled; 0 or less: it is."""
+        allowed_s = self._away_s if self._manager.slots.away else self._stall_s
+        return self._moved_at + allowed_s - time.monotonic()
+
+    def _stall(self) -> RolloutFailedError:
+        """The error for a round in which nothing moves."""
+        away, limit = self._manager.slots.away, f"partial_rollout.deadlines.stall_s={self._stall_s:g}"
+        if away and self._away_s > self._stall_s:
+            limit += f"; {self._away_s:g} s with {away} in a tool or reward, the longest deadline of either"
+        idle_s = time.monotonic() - self._moved_at
+        return RolloutFailedError(
+            f"no sample reported and no engine made a token for {idle_s:.0f} s ({limit}); {self._manager.samples.report()}"
+        )
 
     # -- driver ----------------------------------------------------------------------------------------------------
 
@@ -121,14 +129,11 @@ class ManagerActor:
 
     async def offer(self, prompts: list[Prompt], source_left: int) -> None:
         """Answer to ``PromptsWanted``: these prompts replace filtered groups."""
-
-        def book() -> None:
-            self._manager.reserve.offer(prompts)
-            self._manager.reserve.note_source(source_left)
-            if self._manager.round_open and not self._manager.round_complete():
-                self._manager.admit()
-
-        await self._changed.change(book)
+        self._manager.reserve.offer(prompts)
+        self._manager.reserve.note_source(source_left)
+        if self._manager.round_open and not self._manager.round_complete():
+            self._manager.admit()
+        self._wake()
 
     async def begin_version(self, version: int, prompts: list[Prompt], source_left: int) -> VersionStart:
         """Begin ``version`` once the workers have reported everything of a stopped round.
@@ -140,18 +145,15 @@ class ManagerActor:
         Raises:
             RuntimeError: see ``PromptsManager.begin_version``.
         """
-        async with self._changed:
-            await self._until_flushed()
-            manager = self._manager
-            manager.reserve.offer(prompts)
-            manager.reserve.note_source(source_left)
-            carried = manager.groups.carried
-            if manager.exhausted:
-                return VersionStart(0, carried, exhausted=True)
-            admitted = manager.begin_version(version)
-            self._suspended = False
-            self._changed.notify_all()
-            return VersionStart(admitted, carried)
+        await self._until_flushed()
+        manager = self._manager
+        manager.reserve.offer(prompts)
+        manager.reserve.note_source(source_left)
+        carried = manager.groups.carried
+        if not manager.exhausted:
+            manager.begin_version(version)
+            self._wake()
+        return VersionStart(carried, exhausted=manager.exhausted)
 
     async def wait_batch(self, stop: bool) -> ReadyBatch | PromptsWanted:
         """Wait until the batch of this version is complete, and take it.
@@ -165,91 +167,76 @@ class ManagerActor:
             RuntimeError: the trainer has this version's batch already, or there is no version yet.
             RolloutFailedError: something failed, or nothing moved for ``stall_s``.
         """
-        async with self._changed:
-            self._changed.raise_failure()
-            if not self._suspended:
-                self._manager.require_open("wait_batch")
-            if wanted := await self._until_complete():
-                return wanted
-            if self._suspended:
-                return ReadyBatch(time.time())
-            self._changed.raise_failure()
-            decided_at = time.time()
-            self._metrics_at_flush = None
-            groups, admitted = self._manager.take_batch(stop=stop), self._manager.admitted
-            if stop:
-                self._expect_flush()
-            else:
-                garbage.release()
-                self._manager.admit()
-            self._changed.notify_all()
-            return ReadyBatch(decided_at, groups, admitted, self._manager.wanted)
-
-    async def _until_complete(self) -> PromptsWanted | None:
-        """Wait until the batch is complete or the rollout suspended."""
+        manager = self._manager
+        self._raise_failure()
+        manager.require_open("wait_batch")
         garbage.hold()
-        self._progress.touch()
-        while not self._suspended and not self._manager.round_complete():
-            self._changed.raise_failure()
-            if self._manager.short_of_prompts:
-                return PromptsWanted(self._manager.wanted)
-            away = self._manager.slots.away
-            if self._progress.left_s(away) <= 0 and not self._retries:
-                raise RolloutFailedError(f"{self._progress.words(away)}; {self._manager.samples.report()}")
-            await self._changed.wait_at_most(max(0.1, self._progress.left_s(away)))
-        return None
+        self._moved_at = time.monotonic()
+        while True:
+            self._raise_failure()
+            if not manager.round_open:
+                return ReadyBatch(time.time())
+            if manager.round_complete():
+                break
+            if manager.short_of_prompts:
+                return PromptsWanted(manager.wanted)
+            if (left_s := self._stalls_in()) <= 0 and not self._retries:
+                raise self._stall()
+            await self._wait_at_most(max(0.1, left_s))
+        decided_at = time.time()
+        self._metrics_at_flush = None
+        groups, admitted = manager.take_batch(stop=stop), manager.admitted
+        if stop:
+            self._await_reports(manager.slots.workers)
+        else:
+            garbage.release()
+            manager.admit()
+            self._wake()
+        return ReadyBatch(decided_at, groups, admitted, manager.wanted)
 
     async def note_decoding(self) -> None:
         """Note that an engine has made tokens that no worker has reported yet."""
-        self._progress.touch()
+        self._moved_at = time.monotonic()
 
     async def finish_step(self, uids: list[str]) -> StepAccount:
         """The trainer has updated on these groups; if the round was stopped, wait for its flush first."""
-        async with self._changed:
-            if not self._manager.round_open:
-                await self._until_flushed()
-            # The batch's own figures are known only while the trainer has it.
-            metrics = self._metrics_at_flush or self._manager.metrics()
-            self._metrics_at_flush = None
-            self._manager.groups.train(uids)
-            errors, self._new_errors = tuple(self._new_errors), []
-            return StepAccount(self._manager.groups.take_filtered(), self._manager.wanted, metrics, errors)
+        if not self._manager.round_open:
+            await self._until_flushed()
+        # The batch's own figures are known only while the trainer has it.
+        metrics = self._metrics_at_flush or self._manager.metrics()
+        self._metrics_at_flush = None
+        self._manager.groups.train(uids)
+        errors, self._new_errors = tuple(self._new_errors), []
+        return StepAccount(self._manager.groups.take_filtered(), self._manager.wanted, metrics, errors)
 
     async def suspend(self) -> None:
         """End the round without a batch, to checkpoint and stop: no sample can be claimed from here on."""
-
-        def close() -> None:
-            self._suspended = True
-            self._manager.suspend()
-            self._expect_flush()
-
-        await self._changed.change(close)
+        self._manager.suspend()
+        self._await_reports(self._manager.slots.workers)
 
     async def begin_flush(self) -> None:
         """The workers are about to report everything that they have, and ``flush`` waits for it; claims go on."""
-        await self._changed.change(self._expect_flush)
+        self._await_reports(self._manager.slots.workers)
 
     async def flush(self) -> float:
         """Wait until every worker has reported everything; returns when the last one had (unix seconds)."""
-        async with self._changed:
-            await self._until_flushed()
-            return self._flushed_at
+        await self._until_flushed()
+        return self._flushed_at
 
     async def _until_flushed(self) -> None:
         while self._unflushed:
-            self._changed.raise_failure()
-            await self._changed.wait_at_most(self.CLAIM_WAIT_S)
+            self._raise_failure()
+            await self._wait_at_most(self.CLAIM_WAIT_S)
 
-    def _expect_flush(self) -> None:
-        self._unflushed = set(self._manager.slots.workers)
+    def _await_reports(self, workers: Iterable[str]) -> None:
+        """The flush ends once all of ``workers`` have reported everything; now if there are none."""
+        self._unflushed = set(workers)
         if not self._unflushed:
-            self._note_flushed()
-
-    def _note_flushed(self) -> None:
-        garbage.release()
-        self._flushed_at = time.time()
-        if not self._manager.round_open:
-            self._metrics_at_flush = self._manager.metrics()
+            garbage.release()
+            self._flushed_at = time.time()
+            if not self._manager.round_open:
+                self._metrics_at_flush = self._manager.metrics()
+        self._wake()
 
     async def standing(self) -> Standing:
         """How far the round is; it waits for nobody, and nobody for it."""
@@ -260,7 +247,11 @@ class ManagerActor:
     async def abandon(self, reason: str, error: ToldError | None = None) -> None:
         """Fail everyone who waits, because something outside the manager has died."""
         self._note_errors([error] if error else [])
-        await self._changed.change(lambda: self._changed.fail(reason))
+        self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        self._wake()
 
     async def first_errors(self) -> list[str]:
         """Tracebacks of the errors that workers have told, the first of each kind."""
@@ -279,9 +270,8 @@ class ManagerActor:
             RolloutFailedError, TimeoutError: outputs are lost, or do not arrive.
         """
         start = time.perf_counter()
-        async with self._changed:
-            captured = self._manager.capture()
-            blocked_s = time.perf_counter() - start
+        captured = self._manager.capture()
+        blocked_s = time.perf_counter() - start
         written = await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured, self._store.fetch)))
         return replace(written, seconds=time.perf_counter() - start, blocked_s=blocked_s)
 
@@ -293,12 +283,8 @@ class ManagerActor:
             ValueError: see ``PromptsManager.load_state_dict``.
         """
         state = await asyncio.to_thread(read_snapshot, Path(path))
-
-        def restore() -> int:
-            self._manager.load_state_dict(state)
-            return self._manager.counters.spared_groups
-
-        return await self._changed.change(restore)
+        self._manager.load_state_dict(state)
+        return self._manager.counters.spared_groups
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -308,67 +294,50 @@ class ManagerActor:
 
     async def resize_workers(self, capacity: int) -> None:
         """Every worker has ``capacity`` slots from here on."""
-
-        def resize() -> None:
-            for load in self._manager.slots.workers.values():
-                load.capacity = capacity
-
-        await self._changed.change(resize)
+        for load in self._manager.slots.workers.values():
+            load.capacity = capacity
+        self._wake()
 
     async def release_worker(self, worker: str) -> int:
         """Requeue the samples of a worker that is gone; returns how many."""
-        requeued = await self._changed.change(lambda: self._manager.release_worker(worker))
+        requeued = self._manager.release_worker(worker)
+        self._wake()
         await self.flushed(worker)
         return requeued
 
     async def flushed(self, worker: str) -> None:
         """Note that ``worker`` has reported everything that a flush waits for, or never will."""
-
-        def book() -> None:
-            self._unflushed.discard(worker)
-            if not self._unflushed:
-                self._note_flushed()
-
         if worker in self._unflushed:
-            await self._changed.change(book)
+            self._await_reports(self._unflushed - {worker})
 
     async def claim(self, worker: str) -> list[Grant]:
         """Wait for samples to run; empty after ``CLAIM_WAIT_S`` without any."""
-        began = time.monotonic()
         claimant = self._manager.slots.incarnation(worker)
-        left_since: float | None = None
-        async with self._changed:
-            while True:
-                self._changed.raise_failure()
-                # The caller may have died while its claim waited, and a new worker may have taken its name.
-                if self._manager.slots.incarnation(worker) is not claimant:
-                    return []
-                now = time.monotonic()
-                patient = left_since is None or now < left_since + self.SHARE_WAIT_S
-                if grants := self._manager.claim(worker, self.CLAIM_SAMPLES, beyond_share=not patient):
-                    return grants
-                if now >= began + self.CLAIM_WAIT_S:
-                    return []
-                until = began + self.CLAIM_WAIT_S
-                if self._manager.round_open and self._manager.slots.held_back(worker):
-                    left_since = now if left_since is None else left_since
-                    until = min(until, left_since + self.SHARE_WAIT_S)
-                else:
-                    left_since = None
-                await self._changed.wait_at_most(until - now)
+        until, patient_until = time.monotonic() + self.CLAIM_WAIT_S, math.inf
+        while True:
+            self._raise_failure()
+            # The caller may have died while its claim waited, and a new worker may have taken its name.
+            if self._manager.slots.incarnation(worker) is not claimant:
+                return []
+            now = time.monotonic()
+            if grants := self._manager.claim(worker, self.CLAIM_SAMPLES, beyond_share=now >= patient_until):
+                return grants
+            if now >= until:
+                return []
+            held_back = self._manager.round_open and self._manager.slots.held_back(worker)
+            patient_until = min(patient_until, now + self.SHARE_WAIT_S) if held_back else math.inf
+            await self._wait_at_most(min(until, patient_until) - now)
 
     async def report(self, report: Report) -> list[Grant]:
         """Book what happened to a worker's samples; answers with new ones for the slots that came free."""
-
-        def book() -> list[Grant]:
-            self._book(report)
-            if self._manager.round_open and not self._manager.round_complete():
-                self._manager.admit()
-                return self._manager.claim(report.worker, self.CLAIM_SAMPLES)
-            return []
-
-        self._progress.touch()
-        return await self._changed.change(book)
+        self._moved_at = time.monotonic()
+        self._book(report)
+        grants = []
+        if self._manager.round_open and not self._manager.round_complete():
+            self._manager.admit()
+            grants = self._manager.claim(report.worker, self.CLAIM_SAMPLES)
+        self._wake()
+        return grants
 
     def _book(self, report: Report) -> None:
         """Book progress first: it includes the last progress of samples that the other fields name.
@@ -401,16 +370,14 @@ class ManagerActor:
         verdict = self._manager.fail(sample_id, error, times)
         logger.warning("sample %s on %s failed: %s (verdict: %s)", sample_id, worker, error, verdict)
         if verdict is FailureVerdict.RETRY:
-            self._retry_later(sample_id, retry_delay_s(self._manager.samples.unfinished[sample_id].failures))
+            self._retries += 1
+            delay_s = retry_delay_s(self._manager.samples.unfinished[sample_id].failures)
+            asyncio.get_running_loop().call_later(delay_s, self._retry, sample_id)
         elif verdict is FailureVerdict.RAISE:
-            self._changed.fail(f"sample {sample_id} on {worker} failed: {error}")
+            self._fail(f"sample {sample_id} on {worker} failed: {error}")
 
-    def _retry_later(self, sample_id: str, delay_s: float) -> None:
-        async def retry() -> None:
-            await asyncio.sleep(delay_s)
-            self._progress.touch()
-            await self._changed.change(lambda: self._manager.retry(sample_id))
-
-        task = asyncio.create_task(retry())
-        self._retries.add(task)
-        task.add_done_callback(self._retries.discard)
+    def _retry(self, sample_id: str) -> None:
+        self._retries -= 1
+        self._moved_at = time.monotonic()
+        self._manager.retry(sample_id)
+        self._wake()

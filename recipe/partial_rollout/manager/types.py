@@ -308,7 +308,6 @@ class Report:
 class VersionStart:
     """What a policy version begins with."""
 
-    admitted: int
     carried_groups: int
     exhausted: bool = False
     """the version did not begin, because the data ended with fewer prompts left than a batch needs"""

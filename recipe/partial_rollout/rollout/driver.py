@@ -104,7 +104,7 @@ class Driver:
         """the newest that the manager was asked to begin"""
         self._beginning: Awaitable[VersionStart] | None = None
         """of it, until it has begun"""
-        self._start = VersionStart(0, 0)
+        self._start = VersionStart(carried_groups=0)
         """what it began with"""
         self._flushing: list[Any] = []
         """references to the workers' reports, one a worker"""
