@@ -1,7 +1,6 @@
 """An interrupted sample carries exactly the engine's log-probs: a real vLLM engine, interrupted at every token."""
 
 import asyncio
-import contextlib
 from itertools import chain
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from recipe.partial_rollout.tasks.clock10.tokenizer import VOCABULARY_SIZE, buil
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from tests.unit.shared import Keeper
 
 PROMPT, RESPONSE, BLOCK = [4, 7, 8, 9, 10, 11], 48, 32
 ODD = (40, 41, 42)
@@ -23,17 +23,6 @@ ODD = (40, 41, 42)
 UNCACHED = {"skip_reading_prefix_cache": True}
 """sampling of a request that finds no kept blocks"""
 ROLLOUT = SimpleNamespace(response_length=RESPONSE, prompt_length=16, scheduling_policy="fcfs", name="vllm")
-
-
-class Keeper:
-    """Grants at once."""
-
-    @contextlib.asynccontextmanager
-    async def engine_call(self, sample):
-        yield
-
-    def release_slot(self, sample):
-        pass
 
 
 class Server:

@@ -1,12 +1,8 @@
-"""The embedded task with today's transformers: tokenizer, model, rows.
+"""The embedded task with today's transformers: its tokenizer.
 
 What else it does cannot change unseen: the warm start that ships names the SHA-256 of its sources (``test_ready_start``).
 """
 
-import pandas as pd
-import torch
-
-from recipe.partial_rollout.tasks.clock10 import prepare
 from recipe.partial_rollout.tasks.clock10.expression import Problem
 from recipe.partial_rollout.tasks.clock10.tokenizer import CHARACTERS, build_tokenizer
 
@@ -18,14 +14,3 @@ def test_text_in_the_alphabet_round_trips_and_a_turn_costs_three_tokens_more():
     assert other == [tokenizer.convert_tokens_to_ids("3"), tokenizer.unk_token_id, tokenizer.eos_token_id]
     ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], return_dict=False)
     assert len(ids) == len(prompt) + 1 + len(["start", "newline", "end", "newline"])
-
-
-def test_the_prepared_folder_loads_with_plain_transformers(tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    assert prepare.main(["--out", str(tmp_path / "task"), "--tiny", "--steps", "4"]) == 0
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "task/model")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "task/model", dtype=torch.float32)
-    assert len(tokenizer) == model.config.vocab_size == 64
-    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert len(pd.read_parquet(tmp_path / "task/data/val.parquet")) == 8
