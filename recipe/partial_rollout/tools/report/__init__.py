@@ -1,6 +1,6 @@
 """Reports of runs: `python -m recipe.partial_rollout.tools report RUN [RUN ...] [--out DIR]`.
 
-    run directory -> run_record -> summary -> comparison -> findings, rows, table -> report.md, report.json, console
+    run directory -> run_record -> summary -> comparison -> findings, table -> report.md, report.json, console
                                                          -> timeline, panels      -> timeline.png, report.png
                                                          -> segments, page        -> report.html
 

@@ -7,20 +7,19 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
 from recipe.partial_rollout.records.run_log import Arm
-from recipe.partial_rollout.tools.report.run_names import names_of
-from recipe.partial_rollout.tools.report.summary import Summary, ratio, summarize
+from recipe.partial_rollout.tools.report.summary import ROWS, Summary, ratio, summarize
+from recipe.partial_rollout.tools.run_record import RunRecord
 from recipe.partial_rollout.training.step_log import PolicyDrift
-
-if TYPE_CHECKING:
-    from recipe.partial_rollout.tools.run_record import RunRecord
 
 PARTS = 4
 """of a run, over which the range of a ratio is taken"""
+COMPARED = ("rollout_s", "train_s", "step_s", *(name for name, row in ROWS.items() if row.compared))
 SHARED_SETTINGS = ("batch_groups", "samples_per_group", "replicas", "slots_per_replica", "verl", "vllm")
 
 
@@ -29,26 +28,9 @@ class Side:
     """One of the runs."""
 
     name: str
-    """Its arm, or what its directory has in no other run's; see `run_names`."""
+    """Its arm, or what its directory has in no other run's; see `names_of`."""
     run: RunRecord
     summary: Summary
-
-
-@dataclass(frozen=True, slots=True)
-class EqualWork:
-    """Whether a run trained the same prompts as the base, equally often."""
-
-    trained_groups_equal: bool
-    same_prompts: bool
-    """The same multiset of (epoch, prompt)."""
-    each_prompt_once: dict[str, bool]
-    """By side: no prompt is trained twice in an epoch."""
-    differences: list[str]
-    """In words; empty when the work is equal."""
-
-    @property
-    def equal(self) -> bool:
-        return self.trained_groups_equal and self.same_prompts and all(self.each_prompt_once.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +39,11 @@ class Contrast:
 
     side: Side
     ratios: dict[str, float | None]
-    """The run's figure over the base's."""
+    """The run's figure over the base's, by the figure's name."""
     ranges: dict[str, tuple[float, float]]
     """Smallest and largest of a ratio among quarters, each over the base's same quarter; of runs of eight steps or more."""
-    equal_work: EqualWork
+    differences: list[str]
+    """In words, how the work differs; empty if both trained the same (epoch, prompt), in any order, each once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +60,22 @@ class Comparison:
     def sides(self) -> tuple[Side, ...]:
         return self.base, *(contrast.side for contrast in self.others)
 
+    @property
+    def separate(self) -> bool:
+        """Whether a run has separate placement, whose rollout has no end."""
+        return any(side.run.settings.separate for side in self.sides)
+
 
 def compare(runs: Sequence[RunRecord]) -> Comparison:
     """The base is the first run of noPR, wherever it stands; without one it is the first run."""
     base_run = next((run for run in runs if run.settings.arm is Arm.NOPR), runs[0])
     runs = [base_run, *(run for run in runs if run is not base_run)]
-    base, *others = (Side(name, run, summarize(run)) for name, run in zip(names_of(runs), runs, strict=True))
+    sides = [Side(name, run, summarize(run)) for name, run in zip(names_of(runs), runs, strict=True)]
+    base, *others = sides
     contrasts = tuple(
-        Contrast(side, _ratios(base.summary, side.summary), _ranges(base, side), _equal_work(base, side))
+        Contrast(side, _ratios(base.summary, side.summary), _ranges(base, side), _differences(base, side))
         for side in others
     )
-    sides = (base, *others)
     return Comparison(
         base=base,
         others=contrasts,
@@ -100,17 +88,28 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
     )
 
 
+def names_of(runs: Sequence[RunRecord]) -> list[str]:
+    """Their arms if these differ, else what differs in their directories, else numbers.
+
+    Of ``out/noPR/seed_1`` and ``out/PR/seed_1`` it is ``noPR`` and ``PR``.
+    """
+    arms = [str(run.settings.arm) for run in runs]
+    paths = [Path(run.directory).absolute().parts for run in runs]
+    start = _shared(paths)
+    end = _shared([path[start:][::-1] for path in paths])
+    differing = ["/".join(path[start : len(path) - end]) for path in paths]
+    numbers = [f"run {number}" for number in range(1, len(runs) + 1)]
+    return next(names for names in (arms, differing, numbers) if all(names) and len(set(names)) == len(runs))
+
+
+def _shared(paths: Sequence[Sequence[str]]) -> int:
+    """Number of first parts that all have in common."""
+    columns = zip(*paths, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda parts: len(set(parts)) == 1, columns))
+
+
 def _ratios(base: Summary, other: Summary) -> dict[str, float | None]:
-    pair = [summary.wall and summary.wall.per_token for summary in (other, base)]
-    ratios: dict[str, float | None] = {"wall_s_per_trained_token": ratio(*pair)}
-    for name in ("rollout_s", "train_s", "step_s"):
-        mine, theirs = getattr(other, name), getattr(base, name)
-        ratios[name] = ratio(mine, theirs)
-        ratios[f"{name}_per_trained_token"] = ratio(
-            ratio(mine, other.trained_tokens), ratio(theirs, base.trained_tokens)
-        )
-    for name in ("decoded_tokens_per_s", "trained_tokens", "decoded_tokens", "mean_trained_length"):
-        ratios[name] = ratio(getattr(other, name), getattr(base, name))
+    ratios = {name: ratio(getattr(other, name), getattr(base, name)) for name in COMPARED}
     if (base.rollout_s is None) is not (other.rollout_s is None):
         # One is per second of rollout, the other per second of the run.
         ratios["decoded_tokens_per_s"] = None
@@ -136,32 +135,22 @@ def _by_parts(run: RunRecord, timer: str) -> list[float]:
     return [sum(step.seconds(timer) for step in part) / max(1, n) for part, n in zip(parts, tokens, strict=True)]
 
 
-def _equal_work(base: Side, other: Side) -> EqualWork:
-    counts = {
-        side.name: Counter((group.epoch, group.prompt) for group in side.run.trained_groups) for side in (base, other)
-    }
-    of_base, of_other = counts[base.name], counts[other.name]
-    differences = []
-    if base.summary.trained_groups != other.summary.trained_groups:
-        differences.append(
-            f"{base.name} trained {base.summary.trained_groups:,} groups, {other.name} {other.summary.trained_groups:,}"
-        )
+def _differences(base: Side, other: Side) -> list[str]:
+    of_base, of_other = (
+        Counter((group.epoch, group.prompt) for group in side.run.trained_groups) for side in (base, other)
+    )
+    found = []
     for side, extra in ((base, of_base - of_other), (other, of_other - of_base)):
         if extra:
-            differences.append(f"{extra.total():,} prompts only {side.name} trained, e.g. {_prompt(min(extra))}")
-    for name, count in counts.items():
+            found.append(f"{extra.total():,} prompts only {side.name} trained, e.g. {_prompt(min(extra))}")
+    for side, count in ((base, of_base), (other, of_other)):
         if repeats := {key: times for key, times in count.items() if times > 1}:
             example = min(repeats)
-            differences.append(
-                f"{name} trained {len(repeats):,} prompts more than once in an epoch, "
+            found.append(
+                f"{side.name} trained {len(repeats):,} prompts more than once in an epoch, "
                 f"e.g. {_prompt(example)} {repeats[example]} times"
             )
-    return EqualWork(
-        trained_groups_equal=base.summary.trained_groups == other.summary.trained_groups,
-        same_prompts=of_base == of_other,
-        each_prompt_once={name: max(count.values(), default=0) <= 1 for name, count in counts.items()},
-        differences=differences,
-    )
+    return found
 
 
 def _prompt(key: tuple[int, str]) -> str:
@@ -203,25 +192,24 @@ def _drift_warnings(sides: Sequence[Side]) -> list[str]:
 def as_json(comparison: Comparison) -> dict[str, object]:
     """The content of `report.json`, but for the findings."""
     return {
-        "runs": {side.name: _side_json(side) for side in comparison.sides},
+        "runs": {
+            side.name: {
+                **dataclasses.asdict(side.summary),
+                "run": {"directory": side.run.directory, **facts_of(side.run)},
+            }
+            for side in comparison.sides
+        },
         "base": comparison.base.name,
         "against_base": {
             contrast.side.name: {
                 "ratios": contrast.ratios,
                 "ranges": contrast.ranges,
-                "equal_work": {"equal": contrast.equal_work.equal, **dataclasses.asdict(contrast.equal_work)},
+                "differences": contrast.differences,
             }
             for contrast in comparison.others
         },
         "unlike": comparison.unlike,
         "warnings": comparison.warnings,
-    }
-
-
-def _side_json(side: Side) -> dict[str, object]:
-    return {
-        **dataclasses.asdict(side.summary),
-        "run": {"directory": side.run.directory, **facts_of(side.run)},
     }
 
 

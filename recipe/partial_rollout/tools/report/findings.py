@@ -13,7 +13,7 @@ def headline(comparison: Comparison, *, ranges: bool = False) -> list[str]:
     """
     if not comparison.others:
         return [_alone(comparison.base)]
-    by_wall = any(side.run.settings.separate for side in comparison.sides)
+    by_wall = comparison.separate
     return [_against(comparison.base, contrast, by_wall=by_wall, ranges=ranges) for contrast in comparison.others]
 
 
@@ -36,7 +36,7 @@ def _against(base: Side, contrast: Contrast, *, by_wall: bool, ranges: bool) -> 
         low, high = contrast.ranges[name]
         return f" ({low:.2f} to {high:.2f} by quarters of the run)"
 
-    work = f"The same {other.summary.trained_groups:,} groups" if contrast.equal_work.equal else "Not equal work"
+    work = f"The same {other.summary.trained_groups:,} groups" if not contrast.differences else "Not equal work"
     if by_wall:
         return (
             f"{work}: per trained token, {other.name} took {_part(ratios['wall_s_per_trained_token'])} "
@@ -58,9 +58,9 @@ def cautions(comparison: Comparison) -> list[str]:
             if not side.run.complete
         ),
         *(
-            "The work differs: " + "; ".join(contrast.equal_work.differences)
+            "The work differs: " + "; ".join(contrast.differences)
             for contrast in comparison.others
-            if not contrast.equal_work.equal
+            if contrast.differences
         ),
         *(line[0].upper() + line[1:] for line in comparison.unlike),
     ]
@@ -95,11 +95,13 @@ def _why(base: Side, other: Side) -> str:
 
 def _who_waits(base: Side, other: Side) -> list[str]:
     """A sentence where a run has separate placement."""
-    mine, theirs = other.summary.lanes, base.summary.lanes
-    if mine is None or theirs is None or not any(side.run.settings.separate for side in (base, other)):
+    mine, theirs = other.summary, base.summary
+    if None in (mine.trainer_waits, theirs.trainer_waits):
+        return []
+    if not any(side.run.settings.separate for side in (base, other)):
         return []
     holds = [
-        f"; {side.name} held its engines {units.share(side.summary.lanes and side.summary.lanes.held)} of it, "
+        f"; {side.name} held its engines {units.share(side.summary.engines_held)} of it, "
         f"{units.seconds(side.summary.hold_s.mean)} for each update of the weights"
         for side in (base, other)
         if side.summary.hold_s
@@ -120,7 +122,7 @@ def _cost(base: Side, other: Side) -> str:
             f"(mean {summary.staleness.mean:.2f}), "
             f"{units.share(summary.off_policy_token_fraction)} of its tokens off-policy"
         )
-    first, later = summary.length_bias["step_1"], summary.length_bias["steps_1_to_5"]
+    first, later = summary.length_bias_step_1, summary.length_bias_steps_1_to_5
     if first:
         upto = f", {later:.2f} over the first five" if later else ""
         parts.append(f"mean trained over dispatched length {first:.2f} in its first step{upto}")

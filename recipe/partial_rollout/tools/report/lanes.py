@@ -13,16 +13,13 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from recipe.partial_rollout.records.figures import running_curve
 from recipe.partial_rollout.records.run_log import PhaseName
 from recipe.partial_rollout.tools.reading.columns import Span, union
-
-if TYPE_CHECKING:
-    from recipe.partial_rollout.tools.run_record import RunRecord
+from recipe.partial_rollout.tools.run_record import RunRecord
 
 
 def without(spans: Iterable[Span], *cuts: Iterable[Span]) -> list[Span]:
@@ -82,40 +79,23 @@ class Lanes:
     decoding: list[list[Span]]
     """[replica] it runs a training sample's call and is not held"""
 
-    def within(self, start: float, end: float) -> Lanes:
-        """The lanes between two moments."""
-        return Lanes(
-            {state: within(spans, start, end) for state, spans in self.trainer.items()},
-            within(self.held, start, end),
-            [within(spans, start, end) for spans in self.decoding],
-        )
 
-    def idle(self, start: float, end: float) -> list[list[Span]]:
-        """[replica] when, between two moments, it neither decodes nor is held nor serves a validation"""
-        busy = self.held, self.trainer[Trainer.VALIDATE]
-        return [without([(start, end)], spans, *busy) for spans in self.decoding]
+def lane_shares(run: RunRecord) -> tuple[float | None, float | None, float | None]:
+    """Shares of the time from the first batch to the last, 0 to 1; None if the run has one batch only.
 
-
-@dataclass(frozen=True, slots=True)
-class LaneShares:
-    """Shares of the time from the first batch to the last, 0 to 1."""
-
-    trainer_waits: float
-    engines_idle: float
-    """Mean over the replicas; a held or a validating engine is not idle."""
-    held: float | None
-    """None without separate placement."""
-
-
-def lane_shares(run: RunRecord) -> LaneShares | None:
-    """The shares of a run of any arm; None if it has one batch only."""
+    The trainer waits. An engine is idle, in the mean over replicas; one that is held or validates is not. All engines are
+    held; None without separate placement.
+    """
     start, end = (run.rounds[at].phase.end for at in (0, -1))
     if end <= start:
-        return None
-    lanes = lanes_of(run).within(start, end)
-    idle = statistics.fmean(map(seconds, lanes.idle(start, end)))
-    held = seconds(lanes.held) / (end - start) if run.settings.separate else None
-    return LaneShares(seconds(lanes.trainer[Trainer.WAIT]) / (end - start), idle / (end - start), held)
+        return None, None, None
+    lanes, span = lanes_of(run), end - start
+    waits, held, validates = (
+        within(spans, start, end)
+        for spans in (lanes.trainer[Trainer.WAIT], lanes.held, lanes.trainer[Trainer.VALIDATE])
+    )
+    idle = statistics.fmean(seconds(without([(start, end)], spans, held, validates)) for spans in lanes.decoding)
+    return seconds(waits) / span, idle / span, seconds(held) / span if run.settings.separate else None
 
 
 def lanes_of(run: RunRecord) -> Lanes:

@@ -58,7 +58,7 @@ def page(comparison: Comparison, panels: bytes, *, made: str, reload_s: float | 
         "refresh": f'<meta http-equiv="refresh" content="{reload_s:g}">' if reload_s else "",
         "cautions": "\n".join(f'<p class="caution"><b>{html.escape(line)}.</b></p>' for line in cautions(comparison)),
         "tools": TOOLS_LEGEND if any(of_tools for run in runs for *_, of_tools in run["lanes"]) else "",
-        "separate": SEPARATE_LEGEND if any(side.run.settings.separate for side in comparison.sides) else "",
+        "separate": SEPARATE_LEGEND if comparison.separate else "",
         "lead": "\n".join(f'<p class="lead">{html.escape(line)}</p>' for line in said[:lead]),
         "findings": "\n".join(f"<p>{html.escape(line)}</p>" for line in said[lead:]),
         "tables": "\n".join(table_html(table) for table in tables(comparison)),

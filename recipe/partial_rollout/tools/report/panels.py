@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +23,6 @@ SMOOTHED_SHARE = 12
 """The running mean spans the number of steps over this."""
 
 
-class Over(StrEnum):
-    """What the figures of the engines are over; the same for all runs of a picture."""
-
-    ROLLOUT = "in rollout"
-    STEP = "over the whole step"
-    """Where a run has separate placement, whose rollout has no end."""
-
-
 @dataclass(frozen=True, slots=True)
 class Shown:
     """A step of a run, as a panel needs it."""
@@ -40,13 +31,14 @@ class Shown:
     step: Step
     decoding: RolloutPhase
     """What the engines ran in the span of its round."""
-    over: Over
+    whole: bool
+    """Whether figures of the engines are over whole steps, not over rollouts: one run's rollout has no end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
     title: str
-    """``{over}`` in it is for an ``Over``."""
+    """``{over}`` in it is for what the figures of the engines are over."""
     figure: Callable[[Shown], float | None]
     peak: Callable[[Shown], float | None] | None = None
     """A second, thin line of each run."""
@@ -62,7 +54,7 @@ def _seconds(shown: Shown) -> float:
     """Those that the figures of the engines are over."""
     if shown.settings.separate:
         return shown.decoding.seconds
-    return shown.step.seconds("gen" if shown.over is Over.ROLLOUT else "step")
+    return shown.step.seconds("step" if shown.whole else "gen")
 
 
 def _speed(shown: Shown) -> float | None:
@@ -71,7 +63,7 @@ def _speed(shown: Shown) -> float | None:
 
 def _bubble(shown: Shown) -> float | None:
     empty = bubble_fraction([shown.decoding], shown.settings.full_concurrency)
-    if empty is None or shown.settings.separate or shown.over is Over.ROLLOUT:
+    if empty is None or shown.settings.separate or not shown.whole:
         return empty
     return 1 - (1 - empty) * (ratio(shown.step.seconds("gen"), shown.step.seconds("step")) or 0.0)
 
@@ -94,9 +86,12 @@ PANELS = (
 def draw_panels(comparison: Comparison, title: str, path: Path) -> None:
     figure = Figure(figsize=(14, 8), dpi=DPI, layout="constrained")
     grid = figure.subplots(2, 3, sharex=True)
-    over = Over.STEP if any(side.run.settings.separate for side in comparison.sides) else Over.ROLLOUT
+    over = "over the whole step" if comparison.separate else "in rollout"
     runs = [
-        [Shown(side.run.settings, *pair, over) for pair in zip(side.run.steps, side.run.decoding, strict=True)]
+        [
+            Shown(side.run.settings, *pair, comparison.separate)
+            for pair in zip(side.run.steps, side.run.decoding, strict=True)
+        ]
         for side in comparison.sides
     ]
     for axes, panel in zip(grid.flat, PANELS, strict=True):

@@ -1,18 +1,17 @@
-"""The figures of one run."""
+"""The figures of one run: what each is, how it is computed, and how a table shows it."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from recipe.partial_rollout.records.figures import SECTION, Spread, bubble_fraction, spread
 from recipe.partial_rollout.records.run_log import PhaseName
-from recipe.partial_rollout.tools.report.lanes import LaneShares, lane_shares
-
-if TYPE_CHECKING:
-    from recipe.partial_rollout.tools.run_record import RunRecord, Step
+from recipe.partial_rollout.tools.report import units
+from recipe.partial_rollout.tools.report.lanes import lane_shares
+from recipe.partial_rollout.tools.run_record import RunRecord, Step
 
 REWARD_STEPS = 3
 """The first and last reward are means over this many steps."""
@@ -20,56 +19,38 @@ STEP_PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_w
 """verl's timers inside `timing_s/step`, in order."""
 OUTSIDE_PHASES = ("testing",)
 """verl's timers that run after the step's own has stopped."""
-
 LENGTH_BIAS = f"{SECTION}/length_bias"
 """Both arms log it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """Seconds."""
+class Row:
+    """How the table of figures shows a figure."""
 
-    median: float
-    max: float
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Seconds, over the updates of the weights."""
-
-    mean: float
-    max: float
+    label: str
+    words: Callable[[Any], str]
+    means: str
+    """What it is, in a line."""
+    compared: bool = False
+    """Its ratio to the base stands beside it."""
+    always: bool = True
+    """Shown even if no run has it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wall:
-    """Everything between two moments, validation and checkpoints included; of a resumed run, its pauses too."""
-
-    seconds: float
-    """From the first batch to the last."""
-    tokens: int
-    """Trained ones of the batches after the first."""
-
-    @property
-    def per_token(self) -> float | None:
-        return ratio(self.seconds, self.tokens)
+_BIAS = (
+    "Mean length of what was trained over that of as many groups first dispatched, those that run with what they have; "
+    "below 1, short ones came first."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Seconds are verl's timers, summed over the steps that count."""
+    """Those with a ``Row`` stand in the table of figures, in this order.
 
-    steps: int
-    trained_groups: int
+    Seconds are verl's timers, summed over the steps that count; None: the run does not have the figure.
+    """
+
     trained_samples: int
-    trained_tokens: int
-    decoded_tokens: int
-    wall: Wall | None
-    """None if the run has one batch only."""
-    lanes: LaneShares | None
-    """None if the run has one batch only."""
-    hold_s: Hold | None
-    """None where engines are never held."""
     rollout_s: float | None
     """None under separate placement, where all of the run is rollout."""
     train_s: float
@@ -77,24 +58,180 @@ class Summary:
     step_s: float
     phases_s: dict[str, float]
     """By verl's timer name; `other` is what no listed timer covers."""
-    decoded_tokens_per_s: float | None
-    """In rollout; under separate placement from the first moment to the last batch."""
-    bubble_fraction: float | None
-    staleness: Spread | None
-    """Per trained sample, in versions."""
-    off_policy_token_fraction: float | None
-    mean_trained_length: float | None
-    length_bias: dict[str, float | None]
-    """As logged after the first step, the fifth and the last; None if a step does not have it."""
-    reward_first: float | None
-    reward_last: float | None
-    segments_per_sample: Spread | None
-    interrupt_s: Wait | None
-    resume_s: Wait | None
-    carried_groups: Spread | None
-    """Per round."""
-    lost_samples: int
-    """The most that any round counted as lost; 0 in a sound run."""
+    steps: Annotated[int, Row("steps", units.count, "Training steps that have both a round and timers.")]
+    trained_groups: Annotated[int, Row("trained groups", units.count, "Prompts trained, each with all its samples.")]
+    trained_tokens: Annotated[
+        int, Row("trained tokens", units.count, "Tokens that the model generated in trained samples.", compared=True)
+    ]
+    decoded_tokens: Annotated[
+        int,
+        Row(
+            "decoded tokens",
+            units.count,
+            "Tokens that the engines made; unfinished samples and lost work included.",
+            compared=True,
+        ),
+    ]
+    wall_s_per_trained_token: Annotated[
+        float | None,
+        Row(
+            "wall time per 1,000 trained tokens",
+            units.kilo_seconds,
+            "From the first batch to the last, validation, checkpoints and a resumed run's pauses included: the figure to "
+            "compare placements by.",
+            compared=True,
+        ),
+    ]
+    trainer_waits: Annotated[
+        float | None,
+        Row(
+            "trainer waits for batches",
+            units.share,
+            "Share of that time; where engines and trainer take turns, it is that of rollout.",
+        ),
+    ]
+    engines_idle: Annotated[
+        float | None,
+        Row(
+            "engines idle",
+            units.share,
+            "Share of that time in which a replica ran no sample, mean over replicas; held or validating is not idle.",
+        ),
+    ]
+    engines_held: Annotated[
+        float | None,
+        Row(
+            "engines held",
+            units.share,
+            "Share of that time in which all engines stood still for new weights or a checkpoint (separate placement).",
+            always=False,
+        ),
+    ]
+    hold_s: Annotated[
+        Spread | None,
+        Row(
+            "a hold, mean / p95 / max",
+            units.spread_s,
+            "From the request to hold all engines for new weights until they go on, loading included (separate placement).",
+            always=False,
+        ),
+    ]
+    rollout_s_per_trained_token: Annotated[
+        float | None,
+        Row(
+            "rollout per 1,000 trained tokens",
+            units.kilo_seconds,
+            "Seconds of rollout for equal work; none under separate placement, where all of the run is rollout.",
+            compared=True,
+        ),
+    ]
+    train_s_per_trained_token: Annotated[
+        float | None,
+        Row(
+            "training per 1,000 trained tokens",
+            units.kilo_seconds,
+            "Seconds of a step outside rollout (separate: outside the wait for the batch), for equal work.",
+            compared=True,
+        ),
+    ]
+    step_s_per_trained_token: Annotated[
+        float | None,
+        Row(
+            "step per 1,000 trained tokens",
+            units.kilo_seconds,
+            "Seconds of whole steps, for equal work.",
+            compared=True,
+        ),
+    ]
+    decoded_tokens_per_s: Annotated[
+        float | None,
+        Row(
+            "decoded tokens/s in rollout",
+            units.count,
+            "Decoded tokens over the seconds of rollout; under separate placement over those of the run.",
+            compared=True,
+        ),
+    ]
+    bubble_fraction: Annotated[
+        float | None,
+        Row(
+            "empty slots in rollout (bubble)",
+            units.share,
+            "Share of the slots that a full batch fills which stood empty, averaged over rollout time.",
+        ),
+    ]
+    staleness: Annotated[
+        Spread | None,
+        Row(
+            "staleness, mean / p95 / max",
+            units.spread,
+            "Policy versions from a trained sample's first token to the update that trains it.",
+        ),
+    ]
+    off_policy_token_fraction: Annotated[
+        float | None,
+        Row(
+            "off-policy tokens",
+            units.share,
+            "Share of trained tokens that older weights made than those that the update starts from.",
+        ),
+    ]
+    segments_per_sample: Annotated[
+        Spread | None,
+        Row(
+            "segments a sample, mean / p95 / max",
+            units.spread,
+            "Engine calls of a trained sample: one, and one more for each interruption, each tool turn and each hold.",
+        ),
+    ]
+    mean_trained_length: Annotated[
+        float | None,
+        Row(
+            "mean trained length",
+            units.count,
+            "Response tokens of a trained sample; with tools, theirs included.",
+            compared=True,
+        ),
+    ]
+    length_bias_step_1: Annotated[float | None, Row("trained / dispatched length, step 1", units.decimal, _BIAS)]
+    length_bias_steps_1_to_5: Annotated[
+        float | None, Row("trained / dispatched length, steps 1-5", units.decimal, _BIAS)
+    ]
+    length_bias: Annotated[float | None, Row("trained / dispatched length, run", units.decimal, _BIAS)]
+    reward_first: Annotated[
+        float | None, Row("reward, first 3 steps", units.precise, "Mean reward of the trained samples.")
+    ]
+    reward_last: Annotated[
+        float | None, Row("reward, last 3 steps", units.precise, "Mean reward of the trained samples.")
+    ]
+    interrupt_s: Annotated[
+        Spread | None,
+        Row(
+            "interrupt, mean / p95 / max",
+            units.spread_s,
+            "From the decision to interrupt a round until every engine was quiet.",
+        ),
+    ]
+    resume_s: Annotated[
+        Spread | None,
+        Row("resume, mean / p95 / max", units.spread_s, "From the opening of a round to its first engine call."),
+    ]
+    carried_groups: Annotated[
+        Spread | None,
+        Row("carried groups a round, mean / p95 / max", units.spread, "Unfinished groups that a round started with."),
+    ]
+    lost_samples: Annotated[
+        int,
+        Row("lost samples", units.count, "The most that a round counted as unaccounted for; a sound run loses none."),
+    ]
+
+
+ROWS: dict[str, Row] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(Summary, include_extras=True).items()
+    if get_origin(hint) is Annotated
+}
+"""The rows of the table of figures, by the figure's name."""
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
@@ -102,29 +239,20 @@ def ratio(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
-def wait(values: Sequence[float | None]) -> Wait | None:
-    known = [value for value in values if value is not None]
-    return Wait(statistics.median(known), max(known)) if known else None
-
-
-def _wall(run: RunRecord) -> Wall | None:
+def _wall_s_per_token(run: RunRecord) -> float | None:
     first, *later = run.steps
-    if not later:
-        return None
     tokens = sum(group.tokens for step in later for group in step.round.trained)
-    return Wall(later[-1].round.phase.end - first.round.phase.end, tokens)
+    return ratio(run.rounds[-1].phase.end - first.round.phase.end, tokens)
 
 
-def _hold(run: RunRecord) -> Hold | None:
+def _holds(run: RunRecord) -> list[float]:
     first = run.rounds[0].phase.start
     # The first weights are loaded before anything decodes.
-    holds = [phase.end - phase.start for phase in run.phases if phase.name == PhaseName.HOLD and phase.start >= first]
-    return Hold(statistics.fmean(holds), max(holds)) if holds else None
+    return [phase.end - phase.start for phase in run.phases if phase.name == PhaseName.HOLD and phase.start >= first]
 
 
-def _length_bias(run: RunRecord) -> dict[str, float | None]:
-    logged = [step.metrics.get(LENGTH_BIAS) for step in run.steps]
-    return {"step_1": logged[0], "steps_1_to_5": logged[4] if len(logged) > 4 else None, "run": logged[-1]}
+def _known_spread(values: Sequence[float | None]) -> Spread | None:
+    return spread([value for value in values if value is not None])
 
 
 def _mean_reward(steps: Sequence[Step]) -> float | None:
@@ -147,31 +275,40 @@ def summarize(run: RunRecord) -> Summary:
     step_s = sum(step.seconds("step") for step in run.steps)
     gen_s = sum(step.seconds("gen") for step in run.steps)
     separate = run.settings.separate
-    speed = ratio(decoded, sum(round_.phase.seconds for round_ in run.rounds) if separate else gen_s)
+    rollout_s = None if separate else gen_s
+    waits, idle, held = lane_shares(run)
+    biases = [step.metrics.get(LENGTH_BIAS) for step in run.steps]
     return Summary(
-        steps=len(run.steps),
-        trained_groups=len(groups),
         trained_samples=len(lengths),
-        trained_tokens=tokens,
-        decoded_tokens=decoded,
-        wall=_wall(run),
-        lanes=lane_shares(run),
-        hold_s=_hold(run),
-        rollout_s=None if separate else gen_s,
+        rollout_s=rollout_s,
         train_s=step_s - gen_s,
         step_s=step_s,
         phases_s=_phases(run, step_s),
-        decoded_tokens_per_s=speed,
+        steps=len(run.steps),
+        trained_groups=len(groups),
+        trained_tokens=tokens,
+        decoded_tokens=decoded,
+        wall_s_per_trained_token=_wall_s_per_token(run),
+        trainer_waits=waits,
+        engines_idle=idle,
+        engines_held=held,
+        hold_s=spread(_holds(run)),
+        rollout_s_per_trained_token=ratio(rollout_s, tokens),
+        train_s_per_trained_token=ratio(step_s - gen_s, tokens),
+        step_s_per_trained_token=ratio(step_s, tokens),
+        decoded_tokens_per_s=ratio(decoded, sum(round_.phase.seconds for round_ in run.rounds) if separate else gen_s),
         bubble_fraction=bubble_fraction(run.decoding, run.settings.full_concurrency),
         staleness=spread([age for step in run.steps for age in step.staleness]),
         off_policy_token_fraction=ratio(sum(group.off_policy_tokens for group in groups), tokens),
+        segments_per_sample=spread([count for group in groups for count in group.segments]),
         mean_trained_length=statistics.fmean(lengths) if lengths else None,
-        length_bias=_length_bias(run),
+        length_bias_step_1=biases[0],
+        length_bias_steps_1_to_5=biases[4] if len(biases) > 4 else None,
+        length_bias=biases[-1],
         reward_first=_mean_reward(run.steps[:REWARD_STEPS]),
         reward_last=_mean_reward(run.steps[-REWARD_STEPS:]),
-        segments_per_sample=spread([count for group in groups for count in group.segments]),
-        interrupt_s=wait([round_.interrupt_s for round_ in run.rounds]),
-        resume_s=wait([round_.resume_s for round_ in run.rounds]),
+        interrupt_s=_known_spread([round_.interrupt_s for round_ in run.rounds]),
+        resume_s=_known_spread([round_.resume_s for round_ in run.rounds]),
         carried_groups=spread([round_.carried_groups for round_ in run.rounds]),
         lost_samples=max(round_.lost_samples for round_ in run.rounds),
     )

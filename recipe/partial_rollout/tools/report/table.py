@@ -5,9 +5,47 @@ from collections.abc import Sequence
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side, facts_of
 from recipe.partial_rollout.tools.report.findings import cautions, findings
-from recipe.partial_rollout.tools.report.rows import FIGURES, PHASES, SETTINGS, Figure
-from recipe.partial_rollout.tools.report.summary import ratio
+from recipe.partial_rollout.tools.report.summary import ROWS, ratio
 from recipe.partial_rollout.tools.table import Table
+
+PHASES = {
+    "gen": (
+        "rollout",
+        "Generation; under PR until the batch is complete and the engines are quiet. Under separate placement the wait "
+        "for the batch.",
+    ),
+    "reward": ("reward", "Rewards that the trainer computes; those of the workers are part of the rollout."),
+    "old_log_prob": (
+        "log-probs before the update",
+        "The trainer's own log-probs of the batch, where it recomputes them.",
+    ),
+    "adv": ("advantage", "Advantages, on the driver."),
+    "update_actor": ("actor update", "Forward, backward and optimizer steps of the policy."),
+    "update_weights": ("weight sync", "Sending the new weights to the replicas."),
+    "save_checkpoint": ("checkpoint", "Saving a checkpoint."),
+    "other": ("other", "What no timer above covers."),
+    "testing": ("validation (outside the step)", "Validation; its time is no part of the step."),
+}
+"""By verl's timer: label, and what it is."""
+
+SETTINGS = {
+    "experiment": "trainer.experiment_name",
+    "arm": "noPR: verl's synchronous rollout. PR: partial rollout.",
+    "placement": "Whether engines and trainer take turns or have devices of their own: partial_rollout.placement.",
+    "mode": "How many prompts may be in flight, and since when: partial_rollout.mode.",
+    "policy": "Which samples get slots first: partial_rollout.scheduling.policy.",
+    "overtake": "How far a group may overtake an older one, as a share of a batch: partial_rollout.scheduling.overtake.",
+    "max_staleness": "Bound on staleness, in policy versions.",
+    "batch_groups": "Groups that a step trains.",
+    "samples_per_group": "Samples of each prompt: rollout.n.",
+    "replicas": "Engine replicas.",
+    "slots_per_replica": "Samples that one replica runs at a time.",
+    "full_concurrency": "Running samples when no slot is wasted: a whole batch, or all slots if the batch is larger.",
+    "verl": "Its version.",
+    "vllm": "Its version.",
+    "complete": "Whether the training reached its end.",
+}
+"""Row of the table of runs, and what it is."""
 
 
 def report_markdown(comparison: Comparison, pictures: Sequence[str]) -> str:
@@ -36,8 +74,7 @@ def report_console(comparison: Comparison) -> str:
 
 def tables(comparison: Comparison) -> list[Table]:
     """The tables of a report; each row has a note that says what it is."""
-    work = [_work(comparison)] if comparison.others else []
-    return [_figures(comparison), _phases(comparison), *work, _settings(comparison)]
+    return [_figures(comparison), _phases(comparison), _settings(comparison)]
 
 
 def _header(comparison: Comparison, *after_value: str) -> list[str]:
@@ -47,19 +84,19 @@ def _header(comparison: Comparison, *after_value: str) -> list[str]:
 
 
 def _figures(comparison: Comparison) -> Table:
-    shown = [figure for figure in FIGURES if figure.always or any(_known(figure, comparison))]
+    shown = {
+        name: row
+        for name, row in ROWS.items()
+        if row.always or any(getattr(side.summary, name) is not None for side in comparison.sides)
+    }
     rows = []
-    for figure in shown:
-        row = [figure.label, figure.show(comparison.base.summary)]
+    for name, row in shown.items():
+        cells = [row.label, row.words(getattr(comparison.base.summary, name))]
         for contrast in comparison.others:
-            against = units.decimal(contrast.ratios[figure.ratio]) if figure.ratio else ""
-            row += [figure.show(contrast.side.summary), against]
-        rows.append(row)
-    return Table("Figures", _header(comparison), rows, [figure.means for figure in shown])
-
-
-def _known(figure: Figure, comparison: Comparison) -> list[bool]:
-    return [figure.show(side.summary) != units.UNKNOWN for side in comparison.sides]
+            against = units.decimal(contrast.ratios[name]) if row.compared else ""
+            cells += [row.words(getattr(contrast.side.summary, name)), against]
+        rows.append(cells)
+    return Table("Figures", _header(comparison), rows, [row.means for row in shown.values()])
 
 
 def _phases(comparison: Comparison) -> Table:
@@ -69,7 +106,7 @@ def _phases(comparison: Comparison) -> Table:
         spent = base.summary.phases_s[name]
         if not any(side.summary.phases_s[name] for side in comparison.sides):
             continue
-        if name == "gen" and any(side.run.settings.separate for side in comparison.sides):
+        if name == "gen" and comparison.separate:
             label += " (separate: wait)"
         row = [label, *_share_of_step(name, base)]
         for contrast in comparison.others:
@@ -92,29 +129,6 @@ def _phases(comparison: Comparison) -> Table:
 def _share_of_step(name: str, side: Side) -> tuple[str, str]:
     inside, seconds = name != "testing", side.summary.phases_s[name]
     return units.seconds(seconds), units.share(ratio(seconds, side.summary.step_s)) if inside else ""
-
-
-def _work(comparison: Comparison) -> Table:
-    works = [contrast.equal_work for contrast in comparison.others]
-    names = [contrast.side.name for contrast in comparison.others]
-    base = comparison.base.name
-    answers = {
-        "equally many trained groups": [work.trained_groups_equal for work in works],
-        "the same prompts in the same epochs": [work.same_prompts for work in works],
-        f"{base}: each prompt once in an epoch": [work.each_prompt_once[base] for work in works],
-        "each prompt once in an epoch": [work.each_prompt_once[name] for work, name in zip(works, names, strict=True)],
-    }
-    rows = [[label, *("yes" if yes else "NO" for yes in held)] for label, held in answers.items()]
-    differences = [difference for work in works for difference in work.differences]
-    rows += [[f"- {difference}", *("" for _ in names)] for difference in differences]
-    notes = [
-        "Ratios per token compare runs that did equal work.",
-        "As multisets of (epoch, prompt); the order does not matter.",
-        "A prompt that an epoch trains twice counts twice in its gradient.",
-        "A prompt that an epoch trains twice counts twice in its gradient.",
-        *("" for _ in differences),
-    ]
-    return Table(f"Equal work, against {base}", ["holds for", *names], rows, notes)
 
 
 def _settings(comparison: Comparison) -> Table:

@@ -4,7 +4,7 @@ Where a run has too many rounds to see each, `timeline_close.png` shows some fro
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from recipe.partial_rollout.records.figures import RunningCurve, running_curve
 from recipe.partial_rollout.tools.reading.columns import CallColumns
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
-from recipe.partial_rollout.tools.report.lane_strip import Strip, strip_of
-from recipe.partial_rollout.tools.report.lanes import Trainer
+from recipe.partial_rollout.tools.report.lanes import Lanes, Trainer, lanes_of
 from recipe.partial_rollout.tools.report.picture import (
     DPI,
     HELD_COLOUR,
@@ -36,8 +35,10 @@ from recipe.partial_rollout.tools.report.picture import (
 from recipe.partial_rollout.tools.report.summary import ratio, summarize
 from recipe.partial_rollout.tools.run_record import RunRecord
 
-PANEL_HEIGHT = 3.5
+PANEL_HEIGHT, LANE_HEIGHT = 3.5, 0.45
 """Inches."""
+LEAST_PIXELS = 1.0
+"""A hold is drawn at least this wide."""
 MAX_ROUND_LABELS = 26
 CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS = 30, 10
 """A run of more than 30 rounds gets a close-up of 10."""
@@ -47,21 +48,22 @@ Span = tuple[float, float]
 
 
 def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
-    """A panel a run; below that of a run with separate placement, a strip with the lanes of engines and trainer."""
+    """A panel a run; below that of a run with separate placement the trainer's lane."""
     sides = comparison.sides
-    strips = [strip_of(side.run, side.run.rounds[0].phase.start, run_end(side.run)) for side in sides]
-    heights = [height for strip in strips for height in (PANEL_HEIGHT, *([strip.HEIGHT] if strip else []))]
+    heights = [h for side in sides for h in (PANEL_HEIGHT, *([LANE_HEIGHT] if side.run.settings.separate else []))]
     figure = Figure(figsize=(14, 1 + sum(heights)), dpi=DPI, layout="constrained")
     rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     longest = max(_duration(side.run) for side in sides)
     places, panels = iter(rows), []
-    for index, (side, strip) in enumerate(zip(sides, strips, strict=True)):
+    for index, side in enumerate(sides):
         panels.append(axes := next(places))
         _draw_side(axes, side, hue(index))
         _label_rounds(axes, side.run, longest)
         _label_end(axes, side.run, longest)
-        if strip:
-            strip.draw(next(places), hue(index), longest)
+        if side.run.settings.separate:
+            lanes, origin = lanes_of(side.run), side.run.rounds[0].phase.start
+            _draw_holds(axes, lanes, origin, longest, side.run.settings.full_concurrency)
+            _draw_trainer(next(places), lanes, origin)
     tallest = max(axes.get_ylim()[1] for axes in panels)
     for axes in panels:
         axes.set_ylim(0, tallest)
@@ -70,7 +72,7 @@ def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
     lower.set_xlabel(f"seconds from the start of round {comparison.base.run.rounds[0].step}")
     lower.xaxis.set_major_formatter("{x:,.0f}")
     figure.suptitle(title, fontsize=14, fontweight="bold")
-    _draw_legend(figure, comparison, strips)
+    _draw_legend(figure, comparison)
     figure.savefig(path)
 
 
@@ -106,10 +108,10 @@ def _draw_side(axes: Axes, side: Side, colour: str) -> None:
     settings, origin = side.run.settings, side.run.rounds[0].phase.start
     full, curve = settings.full_concurrency, _whole_curve(side.run)
     layers = np.vstack([np.zeros(len(curve.times)), np.cumsum(curve.running, axis=0)])
-    training, validation = ([], []) if settings.separate else _between_rounds(side.run)
-    whole_height = {"yrange": (0, 1), "transform": axes.get_xaxis_transform(), "linewidth": 0, "antialiased": False}
-    axes.broken_barh(training, color=TRAIN_COLOUR, zorder=0, **whole_height)
-    axes.broken_barh(validation, color=VALIDATE_COLOUR, zorder=0, **whole_height)
+    if not settings.separate:
+        whole_height = {"yrange": (0, 1), "transform": axes.get_xaxis_transform()}
+        for bars, background in zip(_between_rounds(side.run), (TRAIN_COLOUR, VALIDATE_COLOUR), strict=True):
+            axes.broken_barh(bars, color=background, linewidth=0, antialiased=False, zorder=0, **whole_height)
     rollouts = [(round_.phase.start - origin, round_.phase.seconds) for round_ in side.run.rounds]
     axes.broken_barh(rollouts, (0, full), color=IDLE_COLOUR, linewidth=0, antialiased=False, zorder=0)
     style = {"step": "post", "linewidth": 0, "antialiased": False, "zorder": 2}
@@ -123,13 +125,34 @@ def _draw_side(axes: Axes, side: Side, colour: str) -> None:
     axes.set_title(_figures(side), loc="left", fontsize=11, color=colour, fontweight="bold", pad=8)
 
 
+def _draw_holds(axes: Axes, lanes: Lanes, origin: float, longest: float, full: int) -> None:
+    """Over all that runs: it goes on, but makes no token."""
+    pixel = longest * LEAST_PIXELS / max(1.0, axes.get_window_extent().width)
+    held = [(start, max(length, pixel)) for start, length in _bars(lanes.held, origin)]
+    axes.broken_barh(held, (0, full), color=HELD_COLOUR, linewidth=0, antialiased=False, zorder=3)
+
+
+def _draw_trainer(axes: Axes, lanes: Lanes, origin: float) -> None:
+    for state in Trainer:
+        bars = _bars(lanes.trainer[state], origin)
+        axes.broken_barh(bars, (0, 1), color=TRAINER_COLOURS[state], linewidth=0, antialiased=False)
+    axes.set_ylim(0, 1)
+    axes.set_yticks([0.5], ["trainer"])
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _bars(spans: Iterable[tuple[float, float]], origin: float) -> list[Span]:
+    """From start and end in unix seconds."""
+    return [(start - origin, end - start) for start, end in spans]
+
+
 def _figures(side: Side) -> str:
     summary = side.summary
-    if summary.lanes is not None and side.run.settings.separate:
-        shares = summary.lanes
+    if side.run.settings.separate:
         return (
-            f"{side.name}, separate: trainer waits {units.share(shares.trainer_waits)}, engines idle "
-            f"{units.share(shares.engines_idle)}, held {units.share(shares.held)}; "
+            f"{side.name}, separate: trainer waits {units.share(summary.trainer_waits)}, engines idle "
+            f"{units.share(summary.engines_idle)}, held {units.share(summary.engines_held)}; "
             f"slots empty {units.share(summary.bubble_fraction)}; {units.count(summary.decoded_tokens_per_s)} tokens/s"
         )
     return (
@@ -178,16 +201,11 @@ def _between_rounds(run: RunRecord) -> tuple[list[Span], list[Span]]:
     """Training: what lies between rounds. Validation: the part of it that the run traced as such."""
     origin, end = run.rounds[0].phase.start, run_end(run)
     next_starts = [*(round_.phase.start for round_ in run.rounds[1:]), end]
-    training = [
-        (round_.phase.end - origin, start - round_.phase.end)
-        for round_, start in zip(run.rounds, next_starts, strict=True)
-    ]
-    validation = [
-        (phase.start - origin, phase.end - phase.start)
-        for phase in run.phases
-        if phase.name == "validate" and origin <= phase.start <= end
-    ]
-    return training, validation
+    training = zip((round_.phase.end for round_ in run.rounds), next_starts, strict=True)
+    validation = (
+        (phase.start, phase.end) for phase in run.phases if phase.name == "validate" and origin <= phase.start <= end
+    )
+    return _bars(training, origin), _bars(validation, origin)
 
 
 def _shades(colour: str, count: int) -> list[tuple[float, float, float]]:
@@ -221,7 +239,7 @@ def _label_end(axes: Axes, run: RunRecord, longest: float) -> None:
         axes.text(*place, words, transform=axes.get_xaxis_transform(), fontsize=11, color="#555555", va="center")
 
 
-def _draw_legend(figure: Figure, comparison: Comparison, strips: Sequence[Strip | None]) -> None:
+def _draw_legend(figure: Figure, comparison: Comparison) -> None:
     handles: list[Any] = []
     labels: list[str] = []
     for index, side in enumerate(comparison.sides):

@@ -1,4 +1,6 @@
-"""Numbers formatted for reading; `-` if a figure is unknown."""
+"""Figures formatted for reading; `-` if one is unknown."""
+
+from recipe.partial_rollout.records.figures import Spread
 
 UNKNOWN = "-"
 
@@ -7,6 +9,11 @@ def seconds(value: float | None) -> str:
     if value is None:
         return UNKNOWN
     return f"{value:,.0f} s" if abs(value) >= 100 else f"{value:.1f} s" if abs(value) >= 1 else f"{value * 1000:.0f} ms"
+
+
+def kilo_seconds(value: float | None) -> str:
+    """Of a thousand, from the seconds of one."""
+    return seconds(None if value is None else 1000 * value)
 
 
 def share(value: float | None) -> str:
@@ -23,3 +30,11 @@ def decimal(value: float | None) -> str:
 
 def precise(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.3f}"
+
+
+def spread(value: Spread | None) -> str:
+    return f"{value.mean:.2f} / {value.p95:.0f} / {value.max:.0f}" if value else UNKNOWN
+
+
+def spread_s(value: Spread | None) -> str:
+    return " / ".join(map(seconds, (value.mean, value.p95, value.max))) if value else UNKNOWN
