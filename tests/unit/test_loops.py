@@ -282,6 +282,27 @@ def test_thread_whose_loop_has_given_up_is_told_so():
     assert output.masked and over.wait(5) and set(said) == {"CancelledError"}
 
 
+def test_synchronous_tools_that_hang_keep_no_other_from_its_thread():
+    """However many: a thread cannot be ended from outside."""
+    release = threading.Event()
+
+    def look(city):
+        return "it rains" if city == "b" or release.wait(30) else "late"
+
+    async def travels(client, row, params):
+        hung = [asyncio.ensure_future(row["tools"]["look"].call({"city": "a"})) for _ in range(50)]
+        answer, *_ = await asyncio.wait_for(row["tools"]["look"].call({"city": "b"}), 5)
+        release.set()
+        assert {answer.text, *[(await each)[0].text for each in hung]} == {"it rains"}
+        return output_of(PROMPT, (await ask(client, params, 5)).token_ids)
+
+    try:
+        output, _ = trained(travels, functions=[function("look", look)])
+    finally:
+        release.set()
+    assert not output.masked, output.extra_fields
+
+
 # -- replays -------------------------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,8 @@
-"""A tool call is made once: its result is journaled, and a replay returns it. A hung tool takes no other call's thread."""
+"""A tool call is made once: its result is journaled, and a replay returns it."""
 
 import asyncio
 import hashlib
-import threading
 import time
-from contextvars import ContextVar
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -16,7 +14,7 @@ from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import ToolResponse
 
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.worker.tool_journal import ToolThreads, ToolTimeoutError, journaled, repeatable
+from recipe.partial_rollout.worker.tool_journal import ToolTimeoutError, journaled, repeatable
 from tests.unit.shared import Keeper, hangs, lets_a_cancellation_out, tool_schema
 
 SCHEMA = tool_schema("add")
@@ -284,41 +282,9 @@ def test_parallel_calls_of_a_stateful_tool_come_after_one_another():
 # -- threads of synchronous tools ----------------------------------------------------------------------------------------
 
 
-async def give_up(threads, call):
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(threads.run(call), 0.05)
+def test_call_in_a_thread_has_the_context_and_the_error_of_its_own():
+    def add():
+        raise LookupError(LIVE_SAMPLE.get().id)
 
-
-async def test_calls_that_hang_keep_no_other_from_its_thread_and_lose_none_that_is_under_way():
-    release, threads = threading.Event(), ToolThreads(size=2)
-    try:
-        slow = asyncio.ensure_future(threads.run(lambda: release.wait(30)))
-        for _ in range(3):
-            await give_up(threads, lambda: release.wait(30))
-        assert await asyncio.wait_for(threads.run(lambda: "answered"), 5) == "answered"
-    finally:
-        release.set()
-    assert await asyncio.wait_for(slow, 5)
-
-
-async def test_call_that_waits_for_a_thread_when_it_is_given_up_is_never_made():
-    release, made, threads = threading.Event(), [], ToolThreads(size=1)
-    try:
-        first = asyncio.ensure_future(threads.run(lambda: release.wait(30)))
-        await give_up(threads, lambda: made.append("too late"))
-        # The thread that is busy is not lost: the next call waits for it.
-        after = asyncio.ensure_future(threads.run(lambda: "after"))
-    finally:
-        release.set()
-    assert await asyncio.wait_for(asyncio.gather(first, after), 5) == [True, "after"] and made == []
-
-
-async def test_call_in_a_thread_has_the_context_and_the_error_of_its_own():
-    who = ContextVar("who")
-
-    def call():
-        raise LookupError(who.get())
-
-    with pytest.raises(LookupError, match="sample 0/0#0"):
-        who.set("sample 0/0#0")
-        await ToolThreads().run(call)
+    (tool,) = journaled([tool_of(add, is_async=False)])
+    assert run(live(), lambda: answers_of([tool.call({})])) == ["0/0#0"]

@@ -29,20 +29,18 @@ All but a ``repeatable`` tool's calls are journaled before they are made, once t
 
 A call that takes too long, with all that belongs to it, ends its sample. (Raising inside the tool would not do: agent
 loops turn a tool's exception into its answer, and a hung tool gave none.) The call is cancelled if possible. A synchronous
-function runs in a thread (``ToolThreads``), which continues until the function returns. A coroutine that blocks the event
-loop stops its worker, and only ``deadlines.stall_s`` detects that.
+function runs in a thread, which continues until the function returns; no other call waits for it. A coroutine that blocks
+the event loop stops its worker, and only ``deadlines.stall_s`` detects that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import hashlib
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -63,33 +61,6 @@ Result = tuple[ToolResponse, float | None, dict[str, Any]]
 logger = logging.getLogger(__name__)
 
 
-class ToolThreads:
-    """Threads for synchronous tools, apart from the event loop's, so that a hung tool takes none from tokenizers.
-
-    A thread cannot be ended from outside: a call that is given up keeps its own until it returns. Later calls get a new
-    pool, and the old one ends with its calls.
-
-    Args:
-        size: threads; None: as many as the event loop's own pool has.
-    """
-
-    def __init__(self, size: int | None = None) -> None:
-        self._size = size
-        self._pool = ThreadPoolExecutor(size, thread_name_prefix="tool")
-
-    async def run(self, call: Callable[[], T]) -> T:
-        """``call``'s result, in a thread, with the caller's context variables (as ``asyncio.to_thread``)."""
-        pool = self._pool
-        running = pool.submit(contextvars.copy_context().run, call)
-        try:
-            return await asyncio.wrap_future(running)
-        except asyncio.CancelledError:
-            if running.running() and pool is self._pool:
-                self._pool = ThreadPoolExecutor(self._size, thread_name_prefix="tool")
-                pool.shutdown(wait=False)
-            raise
-
-
 class ToolError(RuntimeError):
     """A replayed tool call that failed the first time, or was cut off; or one that leaves what no journal can hold."""
 
@@ -100,11 +71,10 @@ class ToolTimeoutError(TimeoutError):
 
 def journaled(tools: list[Any], timeout_s: float | None = None) -> list[Any]:
     """``tools`` as verl loads them (``load_all_tools``), each with a journal, and ``timeout_s`` for a call."""
-    threads = ToolThreads()
     return [
-        _journaled_function(tool, _Calls(tool.name, tool.fn, threads, timeout_s))
+        _journaled_function(tool, _Calls(tool.name, tool.fn, timeout_s))
         if isinstance(tool, FunctionTool)
-        else JournaledTool(tool, _Calls(tool.name, tool, threads, timeout_s))
+        else JournaledTool(tool, _Calls(tool.name, tool, timeout_s))
         for tool in tools
     ]
 
@@ -135,13 +105,11 @@ class _Calls:
     Args:
         name: of the tool.
         tool: what has the optional attributes (see the module).
-        threads: for those of its functions that are synchronous.
         timeout_s: for one call; None: no limit.
     """
 
-    def __init__(self, name: str, tool: Any, threads: ToolThreads, timeout_s: float | None) -> None:
+    def __init__(self, name: str, tool: Any, timeout_s: float | None) -> None:
         self._name = name
-        self._threads = threads
         self._timeout_s = timeout_s
         self._repeatable = repeatable(tool)
         self._status, self._snapshot, self._restore = (
@@ -152,7 +120,7 @@ class _Calls:
         """``function`` of the tool, synchronous or not."""
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
-        result = await self._threads.run(partial(function, *args, **kwargs))
+        result = await asyncio.to_thread(function, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
     async def within(self, call: Awaitable[T]) -> T:
@@ -202,40 +170,24 @@ class _Calls:
         entry = _Entry(sample, {"call": number, "tool": self._name, "asked": digest}, fields)
         # Parallel calls that share a state come after one another, so that each journals its own.
         async with state.turn if self._restore is not None else contextlib.nullcontext():
-            return await self.within(self._settled(entry, call, cut_off=recorded is not None))
+            return await self.within(self._answer(entry, call, cut_off=recorded is not None))
 
-    async def _settled(
-        self, entry: _Entry, call: Callable[[str | None], Awaitable[Result]], *, cut_off: bool
-    ) -> Result:
-        if cut_off and (result := await self._outcome(entry)) is not None:
-            return result
-        return await self._make(entry, call, again=cut_off)
-
-    async def _outcome(self, entry: _Entry) -> Result | None:
-        """Result of a call that was cut off; None: it is to be made again."""
-        sample = entry.sample
-        if self._status is not None:
+    async def _answer(self, entry: _Entry, call: Callable[[str | None], Awaitable[Result]], *, cut_off: bool) -> Result:
+        """What ``call`` returns, or, if it was ``cut_off`` and the tool knows, what it has returned; journaled."""
+        sample, state = entry.sample, entry.sample.tool_states[self._name]
+        if cut_off and self._status is not None:
             sample.calls_asked += 1
             found = await self.run(self._status, entry.call_id)
-            if found is None:
-                return None
-            sample.tool_states[self._name].in_place = True
-            result = normalize_function_tool_return(found)
-            await self._record(entry, result)
-            return result
-        if self._restore is not None or self._repeatable:
-            return None
-        logger.warning("call %s, of %s, was cut off and is not made again", entry.call_id, self._name)
-        error = "the call was cut off before its result was known; it may have had its effect, and is not made again"
-        await self._journal(entry, error=error)
-        raise ToolError(error)
-
-    async def _make(self, entry: _Entry, call: Callable[[str | None], Awaitable[Result]], *, again: bool) -> Result:
-        sample, state = entry.sample, entry.sample.tool_states[self._name]
+            if found is not None:
+                state.in_place = True
+                return await self._record(entry, normalize_function_tool_return(found))
+        elif cut_off and self._restore is None and not self._repeatable:
+            logger.warning("call %s, of %s, was cut off and is not made again", entry.call_id, self._name)
+            raise await self._failed(entry, "the call was cut off before its result was known")
         if self._restore is not None and not state.in_place:
             await self.run(self._restore, sample.id, state.handle)
             state.in_place = True
-        if not (self._repeatable or again):
+        if not (self._repeatable or cut_off):
             await sample.start_tool_call({**entry.head, "started": True})
         try:
             result = await call(entry.call_id)
@@ -243,17 +195,21 @@ class _Calls:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 # Its time is over, or the sample itself is being ended: there is no answer.
                 raise
-            cancelled = "the call was cancelled from within; it may have had its effect, and is not made again"
-            await self._journal(entry, error=cancelled)
-            raise ToolError(cancelled) from error
+            raise await self._failed(entry, "the call was cancelled from within") from error
         except Exception as error:
             sample.keeper.outbox.note_error(error)
             await self._journal(entry, error=str(error))
             raise
-        await self._record(entry, result)
-        return result
+        return await self._record(entry, result)
 
-    async def _record(self, entry: _Entry, result: Result) -> None:
+    async def _failed(self, entry: _Entry, why: str) -> ToolError:
+        """The journaled answer to a call that may have had its effect."""
+        error = f"{why}; it may have had its effect, and is not made again"
+        await self._journal(entry, error=error)
+        return ToolError(error)
+
+    async def _record(self, entry: _Entry, result: Result) -> Result:
+        """``result``, journaled."""
         response, reward, metrics = result
         if response.image or response.video:
             raise ValueError(
@@ -262,16 +218,24 @@ class _Calls:
             )
         reward = None if reward is None else float(reward)
         await self._journal(entry, text=response.text, reward=reward, **({"metrics": metrics} if metrics else {}))
+        return result
 
     async def _journal(self, entry: _Entry, **answer: Any) -> None:
+        """Journal ``answer``, and the fields that have changed since the call began."""
+        sample = entry.sample
         if self._snapshot is not None:
-            answer["state"] = await self.run(self._snapshot, entry.sample.id)
+            answer["state"] = await self.run(self._snapshot, sample.id)
         try:
-            entry.write(answer)
+            if changed := entry.changed():
+                # The loop goes on changing them. Of parallel calls the one that ended last decides.
+                sample.tools_ended += 1
+                answer |= {"fields": unpack(b"".join(pack(changed))), "ended": sample.tools_ended}
+            pack(answer)
         except UnsaveableError as error:
-            refused = str(error.within(f"sample {entry.sample.id}: what tool {self._name} leaves"))
-            entry.sample.add_tool_result({**entry.head, "refused": refused})
-            raise _refusal(entry.sample, refused) from None
+            refused = str(error.within(f"sample {sample.id}: what tool {self._name} leaves"))
+            sample.add_tool_result({**entry.head, "refused": refused})
+            raise _refusal(sample, refused) from None
+        sample.add_tool_result({**entry.head, **answer})
 
 
 class _Entry:
@@ -286,19 +250,9 @@ class _Entry:
         self.call_id = f"{sample.id}/{head['call']}"
         self._before = {name: _frozen(value) for name, value in self._fields.items()}
 
-    def write(self, answer: dict[str, Any]) -> None:
-        """Journal ``answer``, and the fields that have changed since the call began.
-
-        Raises:
-            UnsaveableError: names a value that no checkpoint can hold.
-        """
-        changed = {name: value for name, value in self._fields.items() if _frozen(value) != self._before.get(name)}
-        if changed:
-            # The loop goes on changing them. Of parallel calls the one that ended last decides.
-            self.sample.tools_ended += 1
-            answer["fields"], answer["ended"] = unpack(b"".join(pack(changed))), self.sample.tools_ended
-        pack(answer)
-        self.sample.add_tool_result({**self.head, **answer})
+    def changed(self) -> dict[str, Any]:
+        """The fields that are not as they were when the call began."""
+        return {name: value for name, value in self._fields.items() if _frozen(value) != self._before.get(name)}
 
 
 def _frozen(value: Any) -> Any:
