@@ -32,8 +32,10 @@ def respond(server, name, prompts=PROMPTS, **sampling):
 
 async def until(server, tokens):
     """Wait until ``REQUESTS`` requests have made ``tokens`` each on average; the engine may be within a step."""
+    from recipe.partial_rollout.engine.hold import tokens_made
+
     async with asyncio.timeout(60):
-        while await server.running_tokens() < tokens * REQUESTS:
+        while sum(tokens_made(server.engine).values()) < tokens * REQUESTS:
             await asyncio.sleep(0.001)
 
 

@@ -49,13 +49,14 @@ async def interrupt_in_full_run(server, name):
 
 async def resume_to_the_end(server):
     """Requests that an end token ends, interrupted on their way and resumed; (tokens before, tokens after) of each."""
+    from recipe.partial_rollout.engine.hold import tokens_made
     from recipe.partial_rollout.worker.resumption import sampling_of_call
 
     await server.resume_generation()
     sampling = {"temperature": 1.0, "min_tokens": LEAST, "logprobs": True}
     requests = start(server, 4 * SEATS, "cut", **sampling, ignore_eos=False)
     async with asyncio.timeout(60):
-        while await server.running_tokens() < SEATS * LEAST // 4:
+        while sum(tokens_made(server.engine).values()) < SEATS * LEAST // 4:
             await asyncio.sleep(0.002)
     await server.abort_all_requests()
     cut = [list(output.token_ids) for output in await asyncio.wait_for(asyncio.gather(*requests), 60)]

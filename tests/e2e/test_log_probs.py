@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.engine.kept_kv import SaltedEngine, request_id_of
+from recipe.partial_rollout.engine.admitting_engine import AdmittingEngine
+from recipe.partial_rollout.engine.kept_kv import request_id_of, salt_of
 from recipe.partial_rollout.tasks.clock10.tokenizer import VOCABULARY_SIZE, build_tokenizer
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
@@ -45,6 +46,8 @@ class Server:
         tokens, log_probs, stop_reason = [], [], "completed"
         prompt = TokensPrompt(prompt_token_ids=prompt_ids)
         async for output in self._engine.generate(prompt=prompt, sampling_params=params, request_id=request_id):
+            if output is None:
+                continue
             part = output.outputs[0]
             tokens += part.token_ids
             log_probs += [row[token].logprob for token, row in zip(part.token_ids, part.logprobs, strict=True)]
@@ -86,14 +89,14 @@ async def found_by(engine, request_id, prompt):
     async for output in engine.generate(
         prompt=tokens, sampling_params=SamplingParams(max_tokens=1), request_id=request_id
     ):
-        found = output.num_cached_tokens
+        found = output and output.num_cached_tokens
     return found
 
 
 async def kept_by(engine):
     """A response interrupted after every 7 tokens whose KV blocks are kept; who finds how many of them."""
     version = 0
-    salted = SaltedEngine(engine, lambda: version)
+    salted = AdmittingEngine(engine, lambda request_id: salt_of(request_id, version))
     response = await response_of(salted, 7)
     whole = [*PROMPT, *response[0].tolist()]
     version = 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipe.partial_rollout.engine import replica
-from recipe.partial_rollout.engine.version_marks import spans
+from recipe.partial_rollout.engine.hold import spans
 
 HERE = Path(__file__).parent
 E2E = HERE.parent / "e2e"

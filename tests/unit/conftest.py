@@ -88,11 +88,10 @@ def build_manager(
 def build_server(engine=None, *, version=None, **custom):
     """A ``RecipeVLLMServer`` before ``engine``, without a process of its own; ``custom`` is the rollout's."""
     from recipe.partial_rollout.engine.replica import RecipeVLLMServer
-    from recipe.partial_rollout.engine.version_marks import VersionMarks
 
     made = object.__new__(RecipeVLLMServer)
     made.config = SimpleNamespace(custom=custom)
-    made.engine, made.global_steps, made._marks = engine, version, VersionMarks()
+    made.engine, made.global_steps, made._marks = engine, version, {}
     made.node_rank = made._admitting = 0
     made._submission_paused = made._rejecting = False
     made._resume_event = asyncio.Event()

@@ -40,7 +40,6 @@ ENDED_BY = {
     "engine/replica.py hold_generation": "ServerControl._all, within interrupt_s",
     "engine/replica.py launch_servers": "verl at the start, ServerControl.restart_dead later",
     "engine/replica.py relaunch": "ServerControl.restart_dead, within START_S",
-    "engine/replica.py running_tokens": "ServerControl.running_tokens, within interrupt_s",
     "worker/live_sample.py give_up": "nobody: the request's own call returns what there is",
     "worker/claim_loop.py _fail": "the guard, which asks the manager: a worker lives as long as its driver",
     "worker/agent_loop_worker.py flush": "the guard, as above",

@@ -81,4 +81,4 @@ async def test_request_that_fails_leaves_nothing_at_its_server(server, monkeypat
     ours = server(SimpleNamespace(take_queued_s=lambda request_id: 0.0, expect=lambda request_id: None))
     with pytest.raises(OSError):
         await ours.generate([1], {}, "r")
-    assert ours._marks._of == {}
+    assert ours._marks == {}

@@ -1,20 +1,23 @@
 """Kept KV blocks serve the sample they are of and nobody else."""
 
-from types import SimpleNamespace
+import asyncio
 
-from recipe.partial_rollout.engine.kept_kv import SaltedEngine, request_id_of, salt_of
+from recipe.partial_rollout.engine.admitting_engine import AdmittingEngine
+from recipe.partial_rollout.engine.kept_kv import request_id_of, salt_of
+from tests.unit.test_admitting_engine import PARAMS, Engine, read
 
 
 def salts(*request_ids, version=3):
     """Of requests to an engine with the weights of ``version``."""
-    engine = SimpleNamespace(generate=lambda *, prompt, **options: (prompt, options))
-    salted = SaltedEngine(engine, lambda: version)
-    made = [salted.generate(prompt={"tokens": [1]}, request_id=name, priority=7) for name in request_ids]
-    assert all(
-        options == {"request_id": name, "priority": 7} for name, (_, options) in zip(request_ids, made, strict=True)
-    )
-    assert all(prompt["tokens"] == [1] for prompt, _ in made)
-    return [prompt["cache_salt"] for prompt, _ in made]
+    engine = Engine("last")
+    salted = AdmittingEngine(engine, lambda name: salt_of(name, version))
+    for name in request_ids:
+        asyncio.run(read(salted.generate(prompt={"tokens": [1]}, sampling_params=PARAMS, request_id=name, priority=7)))
+    assert [(name, options) for name, _, _, options in engine.added] == [
+        (name, {"priority": 7}) for name in request_ids
+    ]
+    assert all(prompt["tokens"] == [1] for _, prompt, _, _ in engine.added)
+    return [prompt["cache_salt"] for _, prompt, _, _ in engine.added]
 
 
 def test_siblings_that_start_under_the_same_weights_share_their_blocks_with_no_other_group():

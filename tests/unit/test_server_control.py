@@ -63,9 +63,12 @@ def test_replica_that_does_not_answer_ends_the_wait_by_name(asked, verb, what):
 
 
 def test_replica_that_does_not_answer_hides_no_other_that_decodes_or_stands_still():
-    living, dead = replica("a"), replica("b", running_tokens=ENGINE_DEAD, hold_generation=ENGINE_DEAD)
-    living.running_tokens.return_value = 7
-    hung = replica("c", running_tokens=hangs)
+    loads = [AsyncMock(return_value=(1, 7)), AsyncMock(side_effect=ENGINE_DEAD), hangs]
+    living, dead, hung = [
+        replica(name, handle=SimpleNamespace(load=SimpleNamespace(remote=load)))
+        for name, load in zip("abc", loads, strict=True)
+    ]
+    dead.hold_generation.side_effect = ENGINE_DEAD
     assert play(ServerControl([living, dead, hung], 0.1), "running_tokens") == [{"a": 7}]
     control = ServerControl([living, dead], 5.0)
     play(control, "hold", "hold")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.partial_rollout.engine.version_marks import UNKNOWN, VersionMarks, spans
+from recipe.partial_rollout.engine.hold import UNKNOWN, note_marks, spans
 
 
 @given(
@@ -16,15 +16,13 @@ from recipe.partial_rollout.engine.version_marks import UNKNOWN, VersionMarks, s
 )
 def test_every_token_has_the_version_that_made_it(holds, last, told):
     """``holds``: tokens made before each hold, and whether weights change in it; ``told``: the server knows them."""
-    marks, made, version = VersionMarks(), [], 3
-    marks.begin("r")
+    marks, made, version = {"r": []}, [], 3
     for tokens, changes in holds:
         made += [version if told else UNKNOWN] * tokens
-        marks.note({"r": len(made)}, version if told else None)
+        note_marks(marks, {"r": len(made)}, version if told else None)
         version += changes
     made += [version] * last
-    taken = marks.take("r")
-    found = spans(len(made), taken, version)
+    found = spans(len(made), marks["r"], version)
     assert list(itertools.chain(*[[span.version] * (span.stop - span.start) for span in found])) == made
     assert [span.start for span in found] == [0, *[span.stop for span in found[:-1]]]
     assert all(span.stop > span.start for span in found) or (not made and len(found) == 1)

@@ -166,7 +166,7 @@ verl.workers.config.engine:McoreEngineConfig <- megatron_cpu
 torch.distributed <- cpu
     calls: init_process_group(backend)
 # vLLM
-vllm.v1.engine.async_llm:AsyncLLM <- admitting_engine hold kept_kv replica vllm_preemptions
+vllm.v1.engine.async_llm:AsyncLLM <- admitting_engine hold replica vllm_preemptions
     has: output_processor engine_core vllm_config errored dead_error
     calls: check_health() add_request(request_id, prompt, params, *, lora_request, priority) abort(request_id, *,
         internal) generate(*, prompt, sampling_params, request_id, lora_request, priority) reset_mm_cache()
@@ -205,7 +205,7 @@ vllm.sampling_params:RequestOutputKind <- admitting_engine
     has: CUMULATIVE FINAL_ONLY
 vllm.v1.metrics.stats:RequestStateStats <- admitting_engine
     has: queued_ts scheduled_ts
-vllm.inputs:TokensPrompt <- kept_kv distribution
+vllm.inputs:TokensPrompt <- admitting_engine distribution
     has: prompt_token_ids cache_salt
 vllm.engine.arg_utils:AsyncEngineArgs <- replica
     has: watermark

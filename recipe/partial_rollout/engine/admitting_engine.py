@@ -14,7 +14,7 @@ vLLM's ``stream_interval`` does not help: it holds back outputs of kind DELTA, a
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +31,12 @@ class AdmittingEngine:
 
     Args:
         engine: the ``AsyncLLM``.
+        salt: of a request, by its id: it finds only KV blocks of requests with the same (``kept_kv``). None: of any.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, salt: Callable[[str], str] | None = None) -> None:
         self._engine = engine
+        self._salt = salt
         self._queued_s: dict[str, float] = {}
         self._coming: dict[str, bool] = {}
         """requests that the engine does not have yet, and whether they are withdrawn"""
@@ -78,6 +80,8 @@ class AdmittingEngine:
             EngineDeadError: the engine has died. Other errors of the engine pass through unchanged.
         """
         queue, ended, began = None, False, time.monotonic()
+        if self._salt is not None:
+            prompt = {**prompt, "cache_salt": self._salt(request_id)}
         self.expect(request_id)
         try:
             queue = await self._engine.add_request(request_id, prompt, _last_only(sampling_params), **options)

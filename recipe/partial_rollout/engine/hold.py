@@ -6,6 +6,12 @@ their tokens, and go on after ``resume_generation``. Requests that arrive meanwh
 ``freeze`` returns when every token of the old weights is counted: the engine core answers once no step is in flight,
 asynchronous scheduling included, and sends its answer behind the tokens; then they are awaited at the output processor.
 
+verl's server names one version for a request, the one in force when it ends. So the server notes at each hold how many
+tokens every request has, and the version that made the last of them. ``version_marks`` of an answer are these pairs:
+
+    a request of 12 tokens, held after 5 under version 3, and after 9 under version 4, ends under version 5:
+    [(5, 3), (9, 4)]  ->  tokens 0-4 by version 3, 5-8 by version 4, 9-11 by version 5
+
 With ``resume_kv=recompute`` a hold also empties the KV cache. vLLM preempts the running requests for that: they queue
 again in their order, and prefill prompt and tokens under the new weights. With ``keep`` they go on over the old blocks.
 """
@@ -13,7 +19,26 @@ again in their order, and prefill prompt and tokens under the new weights. With 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+UNKNOWN = -1
+"""version of a server that was not told any"""
+
+
+class Mark(NamedTuple):
+    """The first ``tokens`` tokens of a request were made by ``version``, but for those of earlier marks."""
+
+    tokens: int
+    version: int
+
+
+class Span(NamedTuple):
+    """Tokens ``start`` to ``stop`` (exclusive) of a request were made by ``version``."""
+
+    start: int
+    stop: int
+    version: int
 
 
 async def freeze(engine: Any, *, clear_kv: bool) -> None:
@@ -59,3 +84,44 @@ def tokens_made(engine: Any) -> dict[str, int]:
         for state in states
         if state.detokenizer is not None
     }
+
+
+def note_marks(marks: Mapping[str, list[Mark]], made: Mapping[str, int], version: int | None) -> None:
+    """Add to ``marks`` of each request that the tokens it has ``made`` since the last call are of ``version``.
+
+    >>> marks = {"a": []}
+    >>> note_marks(marks, {"a": 5, "of another": 7}, version=3)
+    >>> note_marks(marks, {"a": 5}, version=4)
+    >>> marks
+    {'a': [Mark(tokens=5, version=3)]}
+    """
+    for request_id, own in marks.items():
+        tokens = made.get(request_id, 0)
+        if tokens > (own[-1].tokens if own else 0):
+            own.append(Mark(tokens, UNKNOWN if version is None else version))
+
+
+def spans(tokens: int, marks: Sequence[tuple[int, int]], version: int) -> list[Span]:
+    """A request's tokens by the versions that made them, in order: at least one span, empty only without any token.
+
+    >>> spans(12, [(5, 3), (9, 4)], version=5)
+    [Span(start=0, stop=5, version=3), Span(start=5, stop=9, version=4), Span(start=9, stop=12, version=5)]
+    >>> spans(5, [(5, 3)], version=4)
+    [Span(start=0, stop=5, version=3)]
+
+    Args:
+        tokens: of the request. marks: of the holds, in order. version: in force when it ended.
+
+    Raises:
+        RuntimeError: the marks do not ascend, or count more tokens than there are.
+    """
+    found: list[Span] = []
+    for stop, made_by in [*marks, (tokens, version)]:
+        start = found[-1].stop if found else 0
+        if not start <= stop <= tokens:
+            raise RuntimeError(f"version marks {list(marks)} do not fit a request of {tokens} tokens")
+        if found and found[-1].version == made_by:
+            found[-1] = Span(found[-1].start, stop, made_by)
+        elif stop > start:
+            found.append(Span(start, stop, made_by))
+    return found or [Span(0, tokens, version)]

@@ -18,8 +18,7 @@ behaviour log-probs are the engine's own, so the decoupled loss stays correct; `
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 if TYPE_CHECKING:
@@ -43,26 +42,6 @@ def salt_of(request_id: str, version: int | None) -> str:
     if not mark:
         return f"version {version}"
     return f"group {group} begun {call.partition(_MARK)[0] or version}"
-
-
-class SaltedEngine:
-    """vLLM's ``AsyncLLM`` whose requests find only blocks of their ``salt_of``; everything else is the engine's own.
-
-    Args:
-        engine: the ``AsyncLLM``. version: the policy version that it holds.
-    """
-
-    def __init__(self, engine: Any, version: Callable[[], int | None]) -> None:
-        self._engine = engine
-        self._version = version
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def generate(self, *, prompt: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
-        """``AsyncLLM.generate`` for a prompt of tokens, with its salt."""
-        salted = {**prompt, "cache_salt": salt_of(request_id, self._version())}
-        return self._engine.generate(prompt=salted, request_id=request_id, **options)
 
 
 def newest_of_older(versions: torch.Tensor, version: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 It also reports the size of its KV cache, and how often the engine preempted a request for lack of blocks.
 
 Interruption does not wait for requests that the engine still queues: see ``admitting_engine``. A hold keeps the requests
-while the weights change: see ``hold``, and ``version_marks`` for what the caller learns of it.
+while the weights change, and tells their callers which version made which token: see ``hold``.
 
 verl's sender waits for the receiver's answer without looking at the receiver's error, so a sync that fails in the engine
 would hang the trainer. The server keeps the error, and ``RecipeCheckpointManager`` asks for it while it waits.
@@ -25,9 +25,8 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from recipe.partial_rollout.config.choices import ResumeKV
 from recipe.partial_rollout.engine.admitting_engine import AdmittingEngine
-from recipe.partial_rollout.engine.hold import freeze, tokens_made
-from recipe.partial_rollout.engine.kept_kv import SaltedEngine
-from recipe.partial_rollout.engine.version_marks import VersionMarks
+from recipe.partial_rollout.engine.hold import Mark, freeze, note_marks, tokens_made
+from recipe.partial_rollout.engine.kept_kv import salt_of
 from recipe.partial_rollout.waits import one_line
 from verl_ext.vllm_preemptions import preemptions_of
 
@@ -62,7 +61,7 @@ class RecipeVLLMServer(vLLMHttpServer):
     _decoded = 0
     """tokens of the calls that have returned"""
     _held = False
-    _marks: VersionMarks
+    _marks: dict[str, list[Mark]]
     """of the requests in the engine"""
 
     @property
@@ -78,11 +77,10 @@ class RecipeVLLMServer(vLLMHttpServer):
         self.front_engine()
 
     def front_engine(self) -> None:
-        """Wrap vLLM's engine in the recipe's own engines, and note what they do."""
-        self._marks = VersionMarks()
-        self.engine = AdmittingEngine(self.engine)
-        if self._keeps_kv:
-            self.engine = SaltedEngine(self.engine, lambda: self.global_steps)
+        """Wrap vLLM's engine in the recipe's, and note what it does."""
+        self._marks = {}
+        salt = (lambda request_id: salt_of(request_id, self.global_steps)) if self._keeps_kv else None
+        self.engine = AdmittingEngine(self.engine, salt)
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **options: Any
@@ -91,13 +89,13 @@ class RecipeVLLMServer(vLLMHttpServer):
 
         ``queued_s``: seconds that the engine queued the request. ``version_marks``, if it was held: see ``spans``.
         """
-        self._marks.begin(request_id)
+        self._marks[request_id] = []
         self.engine.expect(request_id)
         try:
             output = await super().generate(prompt_ids, sampling_params, request_id, **options)
         finally:
             queued_s = self.engine.take_queued_s(request_id)
-            marks = self._marks.take(request_id)
+            marks = self._marks.pop(request_id)
         output.extra_fields["queued_s"] = queued_s
         if marks:
             output.extra_fields["version_marks"] = [tuple(mark) for mark in marks]
@@ -125,7 +123,7 @@ class RecipeVLLMServer(vLLMHttpServer):
             return
         self._held = True
         await freeze(self.engine, clear_kv=not self._keeps_kv)
-        self._marks.note(tokens_made(self.engine), self.global_steps)
+        note_marks(self._marks, tokens_made(self.engine), self.global_steps)
 
     async def resume_engine_generation(self) -> None:
         """As verl's; ends a hold."""
@@ -163,18 +161,15 @@ class RecipeVLLMServer(vLLMHttpServer):
         if self.node_rank == 0:
             await self.engine.check_health()
 
-    async def running_tokens(self) -> int:
-        """Tokens made so far by the requests in this server's engine; the number changes with every token.
+    async def load(self) -> tuple[int, int]:
+        """Requests in this server's engine, and tokens decoded since its start: more with every token.
 
         Counted on request, from the engine's output processor, so that it does not depend on how often outputs are sent.
         """
-        return sum(tokens_made(self.engine).values()) if self.node_rank == 0 else 0
-
-    async def load(self) -> tuple[int, int]:
-        """Requests in this server's engine, and tokens decoded since its start."""
         if self.node_rank != 0:
             return 0, 0
-        return len(self.engine.output_processor.request_states), self._decoded + await self.running_tokens()
+        made = sum(tokens_made(self.engine).values())
+        return len(self.engine.output_processor.request_states), self._decoded + made
 
     async def child_processes(self) -> list[ProcessId]:
         """The engine's processes; they outlive a killed server."""
@@ -235,10 +230,6 @@ class RecipeVLLMReplica(vLLMReplica):
     async def check_alive(self) -> None:
         """Raises ``RayActorError`` or ``EngineDeadError`` (as Ray wraps it) if a server or its engine has died."""
         await asyncio.gather(*[server.check_alive.remote() for server in self.servers])
-
-    async def running_tokens(self) -> int:
-        """Tokens made so far by the requests that it runs."""
-        return sum(await asyncio.gather(*[server.running_tokens.remote() for server in self.servers]))
 
     async def hold_generation(self) -> None:
         """Freeze its requests until ``resume_generation``; returns when its engine is idle."""

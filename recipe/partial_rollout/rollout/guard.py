@@ -146,7 +146,7 @@ class Guard:
 
     async def _watch_engines(self) -> NoReturn:
         """Tell the manager, for ever, that engines decode: a sample of 60,000 tokens may report nothing for longer than
-        ``deadlines.stall_s``, and is no stall. Requests that run already count as progress once."""
+        ``deadlines.stall_s``, and is no stall. What they have made before counts as progress once."""
         before: dict[str, int] = {}
         while True:
             await asyncio.sleep(self._deadlines.stall_s / ASKED_IN_A_STALL)

@@ -38,7 +38,6 @@ class Replica(Protocol):
     async def resume_generation(self) -> object: ...
     async def sleep(self) -> object: ...
     async def wake_up(self) -> object: ...
-    async def running_tokens(self) -> int: ...
     async def check_alive(self) -> object: ...
     async def relaunch(self) -> object: ...
 
@@ -106,11 +105,12 @@ class ServerControl:
         await self._all("waking up", lambda replica: replica.wake_up())
 
     async def running_tokens(self) -> dict[str, int]:
-        """Address to the tokens made so far by the requests at a replica, for the replicas that answer."""
+        """Address to the tokens that a replica has decoded since its start, for the replicas that answer."""
 
         async def ask(replica: Replica) -> tuple[str, int] | None:
+            asked = result_of(replica.server_handle.load.remote())
             try:
-                return replica.server_address, await asyncio.wait_for(replica.running_tokens(), self._deadline_s)
+                return replica.server_address, (await asyncio.wait_for(asked, self._deadline_s))[1]
             except Exception as error:
                 # Its failure surfaces where its answer to a request is awaited, or at the next interruption.
                 logger.warning(
