@@ -43,7 +43,7 @@ def test_masked_samples_have_no_say_and_failures_are_not_filtered_away(manager, 
 def test_equal_groups_are_trained_where_the_data_has_no_other(manager, output, prompts, left, ended, spared):
     """With one prompt left in the source and none in reserve, one group may go, not all."""
     m = manager(batch=2, prompts=prompts, group_filter=ACC)
-    m.reserve.note_source(left)
+    m.reserve.offer([], left)
     begin(m)
     for grant in m.claim("w0")[: 2 * ended]:
         m.finish(grant.sample_id, output())

@@ -119,10 +119,9 @@ class ScriptedRun:
 
     def open_round(self):
         count = min(self.manager.wanted, self.total - self.offered)
-        self.manager.reserve.offer(Prompt(f"0/{i}", 0, {"index": i}) for i in range(self.offered, self.offered + count))
+        prompts = [Prompt(f"0/{i}", 0, {"index": i}) for i in range(self.offered, self.offered + count)]
         self.offered += count
-        if self.offered == self.total:
-            self.manager.reserve.note_source(0)
+        self.manager.reserve.offer(prompts, self.total - self.offered)
         self.manager.begin_version(len(self.trained) // self.batch)
 
     def play_samples(self):

@@ -386,9 +386,8 @@ class ManagerLife(RuleBasedStateMachine):
     def offer(self):
         count = min(self.manager.wanted, self.supply - self.model.offered)
         first = self.model.offered
-        self.manager.reserve.offer(self.prompts(first, first + count))
         self.model.offered += count
-        self.manager.reserve.note_source(self.supply - self.model.offered)
+        self.manager.reserve.offer(self.prompts(first, first + count), self.supply - self.model.offered)
 
     def prompts(self, first, end):
         return [Prompt(f"0/{i}", 0, {"index": i}) for i in range(first, end)]
@@ -582,8 +581,8 @@ class ManagerLife(RuleBasedStateMachine):
         assert [g.order for g in groups.by_order.values()] == sorted(groups.by_order) == list(groups.by_order)
         assert set(groups.ready_queue) == set(ready) and len(groups.ready_queue) == len(ready)
         assert set(groups.taken.values()) == set(taken) and set(groups.taken) == set(self.model.taken)
-        births = Counter(group.birth for group in waiting + active)
-        assert {birth: count for birth, count in groups.unfinished.items() if count} == births
+        births = Counter(group.birth for group in waiting + active + ready)
+        assert {birth: count for birth, count in groups.births.items() if count} == births
         assert all(group.birth is None for group in waiting)
         assert all(group.birth is not None and group.unfinished for group in active)
         assert not any(group.unfinished for group in ready + taken)

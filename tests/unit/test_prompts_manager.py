@@ -192,7 +192,7 @@ def test_state_is_loaded_before_the_first_prompt_under_the_same_or_a_larger_boun
 
 def test_training_that_drained_goes_on_where_it_is_resumed_with_more_steps(manager, prompts, output):
     m = manager(batch=2, n=1, prompts=2)
-    m.reserve.note_source(0)
+    m.reserve.offer([], 0)
     begin(m)
     for grant in m.claim("w0"):
         m.finish(grant.sample_id, output())

@@ -129,8 +129,7 @@ class ManagerActor:
 
     async def offer(self, prompts: list[Prompt], source_left: int) -> None:
         """Answer to ``PromptsWanted``: these prompts replace filtered groups."""
-        self._manager.reserve.offer(prompts)
-        self._manager.reserve.note_source(source_left)
+        self._manager.reserve.offer(prompts, source_left)
         if self._manager.round_open and not self._manager.round_complete():
             self._manager.admit()
         self._wake()
@@ -147,8 +146,7 @@ class ManagerActor:
         """
         await self._until_flushed()
         manager = self._manager
-        manager.reserve.offer(prompts)
-        manager.reserve.note_source(source_left)
+        manager.reserve.offer(prompts, source_left)
         carried = manager.groups.carried
         if not manager.exhausted:
             manager.begin_version(version)

@@ -19,17 +19,15 @@ at most (w + K - v + 1) N left: by 2 for the version before, or by 1 if w = v. N
     Ready: one of 4 and one of 5. Left would be one of 4: 1 > 0 * 2, it waits. Ready: both of 4. It takes them, and
     leaves two of 5, to be trained by version 6: 2 <= 1 * 2.
 
-    >>> in_time(ready={5: 2}, unfinished={4: 2}, batch=2, version=5, max_staleness=1)
-    False
-    >>> in_time({4: 1, 5: 1}, {4: 1, 5: 1}, 2, 5, 1), in_time({4: 2}, {5: 2}, 2, 5, 1)
-    (False, True)
+    >>> [in_time({4: 2, 5: 2}, batch, version=5, max_staleness=1) for batch in ([5, 5], [4, 5], [4, 4])]
+    [False, False, True]
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,22 +37,19 @@ if TYPE_CHECKING:
     from recipe.partial_rollout.config.settings import PartialRolloutConfig
 
 
-def in_time(
-    ready: Mapping[int, int], unfinished: Mapping[int | None, int], batch: int, version: int, max_staleness: int
-) -> bool:
-    """Whether all other groups can still be trained in time after ``version`` takes the ``batch`` oldest ready ones.
+def in_time(births: Mapping[int | None, int], batch: Sequence[int | None], version: int, max_staleness: int) -> bool:
+    """Whether all other groups can still be trained in time after ``version`` takes the batch.
 
-    ``ready``, ``unfinished``: number of groups by birth; those under None are not born.
+    Args:
+        births: number of groups in flight by birth; those under None are not born.
+        batch: births of the N groups.
     """
-    left, to_take = Counter({birth: count for birth, count in unfinished.items() if birth is not None}), batch
-    for birth in sorted(ready):
-        taken = min(to_take, ready[birth])
-        left[birth] += ready[birth] - taken
-        to_take -= taken
+    left = Counter(births)
+    left.subtract(batch)
     due = 0
-    for birth in sorted(left):
+    for birth in sorted(birth for birth in left if birth is not None):
         due += left[birth]
-        if due > max(0, birth + max_staleness - version) * batch:
+        if due > max(0, birth + max_staleness - version) * len(batch):
             return False
     return True
 

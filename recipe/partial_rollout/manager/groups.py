@@ -17,6 +17,7 @@ the indexes always agree with the states. Trained and filtered groups are counte
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,13 +53,14 @@ class Reserve:
     prompts: deque[Prompt] = field(default_factory=deque)
     last_offered: str | None = None
     """uid; prompts come in order, so this shows whether a prompt was already offered"""
-    source_open: bool = True
-    """whether more prompts may be offered"""
-    source_left: int = 0
-    """prompts left in the source, as last noted; only dynamic sampling uses it"""
+    source_left: float = math.inf
+    """prompts that may still be offered"""
 
-    def offer(self, prompts: Iterable[Prompt]) -> None:
+    def offer(self, prompts: Iterable[Prompt], source_left: float = math.inf) -> None:
         """Put prompts in reserve, in training order; they start when admission allows.
+
+        Args:
+            source_left: prompts that the source has after them; with none, what is in flight drains.
 
         Raises:
             RuntimeError: a prompt does not come after the last one.
@@ -69,11 +71,7 @@ class Reserve:
                 raise RuntimeError(f"prompt {prompt.uid} was offered twice, or out of order: the last one was {last}")
             self.prompts.append(prompt)
             self.last_offered = prompt.uid
-
-    def note_source(self, left: int) -> None:
-        """Note that the source has ``left`` more prompts to offer; with none, what is in flight drains."""
-        self.source_left = left
-        self.source_open = self.source_open and left > 0
+        self.source_left = source_left
 
 
 @dataclass(slots=True)
@@ -111,7 +109,7 @@ class Groups:
     >>> groups = Groups()
     >>> first, second = (groups.enter(Prompt(f"0/{i}", 0, {}), samples=1) for i in range(2))
     >>> groups.start(first, version=3)
-    >>> print(first.state, second.state, dict(groups.unfinished))
+    >>> print(first.state, second.state, dict(groups.births))
     active waiting {None: 1, 3: 1}
     >>> groups.end_sample(first, tokens=100)
     >>> groups.ready(first)
@@ -128,12 +126,10 @@ class Groups:
     counters: Counters = field(default_factory=Counters)
     by_order: dict[int, PromptGroup] = field(default_factory=dict)
     """all groups, by dispatch order, ascending"""
-    unfinished: Counter[int | None] = field(default_factory=Counter)
-    """number of ACTIVE groups by birth version; under None, the number of WAITING ones"""
+    births: Counter[int | None] = field(default_factory=Counter)
+    """number of groups in flight by birth version; under None, the number of WAITING ones"""
     ready_queue: list[PromptGroup] = field(default_factory=list)
     """READY groups in dispatch order, which is the order of birth, and in which they are trained"""
-    ready_births: Counter[int] = field(default_factory=Counter)
-    """number of these by birth version"""
     trained: dict[int, int] = field(default_factory=dict)
     """response tokens of the trained groups that one in flight was dispatched before, by dispatch order"""
     taken: dict[str, PromptGroup] = field(default_factory=dict)
@@ -152,7 +148,7 @@ class Groups:
         group = PromptGroup(prompt, order=self.counters.admitted_groups, unfinished=samples)
         group.samples = [Sample(f"{prompt.uid}#{i}", group) for i in range(samples)]
         self.by_order[group.order] = group
-        self.unfinished[None] += 1
+        self.births[None] += 1
         self.counters.admitted_groups += 1
         self.admitted.append(group.uid)
         return group
@@ -164,10 +160,10 @@ class Groups:
             group.finished_length = sum(output.response_length for output in group.outputs)
             if group.unfinished:
                 group.state = GroupState.WAITING if group.birth is None else GroupState.ACTIVE
-                self.unfinished[group.birth] += 1
             else:
                 group.state = GroupState.READY
                 self._store(group)
+            self.births[group.birth] += 1
             self.by_order[group.order] = group
         self.by_order = dict(sorted(self.by_order.items()))
 
@@ -177,8 +173,8 @@ class Groups:
         assert before is None or before.state is not GroupState.WAITING, f"{group.uid} starts before {before.uid}"
         self._move(group, GroupState.ACTIVE)
         group.birth = version
-        _less(self.unfinished, None)
-        self.unfinished[version] += 1
+        self._no_longer(None)
+        self.births[version] += 1
 
     def end_sample(self, group: PromptGroup, tokens: int) -> None:
         """Note that a sample of an ACTIVE group ended with ``tokens``; after the last one call ``ready`` or ``filter``."""
@@ -196,13 +192,12 @@ class Groups:
         outputs = group.outputs
         group.drop_outputs()
         group.stored = self.put(outputs)
-        assert group.birth is not None
         insort(self.ready_queue, group, key=attrgetter("order"))
-        self.ready_births[group.birth] += 1
 
     def filter(self, group: PromptGroup, value: float) -> None:
         """ACTIVE -> FILTERED: every sample has ended, all with the score ``value``."""
         self._end(group, GroupState.FILTERED)
+        self._no_longer(group.birth)
         del self.by_order[group.order]
         lengths = [output.response_length for output in group.outputs]
         self.filtered.append(FilteredGroup(group.uid, group.order, group.birth, value, lengths))
@@ -216,7 +211,7 @@ class Groups:
         del self.ready_queue[:count]
         for group in batch:
             self._move(group, GroupState.TAKEN)
-            _less(self.ready_births, group.birth)
+            self._no_longer(group.birth)
             self.taken[group.uid] = group
         self.told = len(self.admitted)
         return [TakenGroup(g.uid, g.order, g.prompt.epoch, g.prompt.row, g.stored, g.birth) for g in batch]
@@ -256,7 +251,12 @@ class Groups:
         if group.unfinished:
             raise RuntimeError(f"group {group.uid} has {group.unfinished} unfinished samples: it is not {state}")
         self._move(group, state)
-        _less(self.unfinished, group.birth)
+
+    def _no_longer(self, birth: int | None) -> None:
+        """A group of this birth is no longer in flight, or no longer WAITING."""
+        self.births[birth] -= 1
+        if not self.births[birth]:
+            del self.births[birth]
 
     # -- readers ---------------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class Groups:
     @property
     def carried(self) -> int:
         """Groups that are ACTIVE or READY: in flight, and started."""
-        return self.in_flight - self.unfinished[None]
+        return self.in_flight - self.births[None]
 
     @property
     def lost(self) -> int:
@@ -287,8 +287,7 @@ class Groups:
 
     def oldest_birth(self, default: int) -> int:
         """Birth version of the oldest group in flight; ``default`` if none is born."""
-        births = [birth for birth in (*self.unfinished, *self.ready_births) if birth is not None]
-        return min(births, default=default)
+        return min((birth for birth in self.births if birth is not None), default=default)
 
     def length_bias(self) -> dict[str, float]:
         """Mean response length of what was trained over that of as many groups in dispatch order: short ones finish first.
@@ -311,9 +310,3 @@ class Groups:
         if in_order:
             biases["length/batch_bias"] = batch_tokens / in_order
         return biases
-
-
-def _less(births: Counter[Any], birth: int | None) -> None:
-    births[birth] -= 1
-    if not births[birth]:
-        del births[birth]

@@ -271,12 +271,12 @@ class PromptsManager:
         """Prompts to offer so that the next version never runs short; replacements for filtered groups are not counted."""
         spare = self._settings.batch_groups if self._filter is not None else 0
         missing = self._admission.most_per_version() + spare - len(self.reserve.prompts)
-        return max(0, missing) if self.reserve.source_open else 0
+        return max(0, missing) if self.reserve.source_left else 0
 
     @property
     def short_of_prompts(self) -> bool:
         """Whether more groups may soon be filtered than the reserve can replace."""
-        filters = self._filter is not None and self.reserve.source_open
+        filters = self._filter is not None and self.reserve.source_left
         return self.round_open and filters and len(self.reserve.prompts) < self._settings.batch_groups
 
     @property
@@ -285,7 +285,7 @@ class PromptsManager:
 
         This only happens with dynamic sampling, which consumes more prompts than it trains.
         """
-        ended = self._filter is not None and not self.reserve.source_open
+        ended = self._filter is not None and not self.reserve.source_left
         return ended and self.groups.in_flight + len(self.reserve.prompts) < self._settings.batch_groups
 
     # -- versions and batches --------------------------------------------------------------------------------------
@@ -335,9 +335,9 @@ class PromptsManager:
             return False
         groups, size = self.groups, self._settings.batch_groups
         if len(groups.ready_queue) < size:
-            return not (self.reserve.source_open or self.reserve.prompts or groups.waiting_or_active)
-        bound = self._settings.max_staleness
-        return in_time(groups.ready_births, groups.unfinished, size, self.version, bound) and self._in_turn()
+            return not (self.reserve.source_left or self.reserve.prompts or groups.waiting_or_active)
+        batch = [group.birth for group in groups.ready_queue[:size]]
+        return in_time(groups.births, batch, self.version, self._settings.max_staleness) and self._in_turn()
 
     def _in_turn(self) -> bool:
         """Whether the batch overtakes no unfinished group by more positions than ``scheduling`` allows."""

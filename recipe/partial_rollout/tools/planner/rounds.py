@@ -96,9 +96,8 @@ class Simulation:
         return SimulatedRound(self._now, batch)
 
     def _begin(self) -> None:
-        self._manager.reserve.offer(self.samples.prompts(self._manager.wanted))
-        if self.samples.all_offered:
-            self._manager.reserve.note_source(0)
+        prompts = self.samples.prompts(self._manager.wanted)
+        self._manager.reserve.offer(prompts, 0 if self.samples.all_offered else math.inf)
         self._manager.begin_version(self._version)
         self._claim()
 
