@@ -64,7 +64,7 @@ class Drive:
     def round(self) -> None:
         """One whole round: fill, finish until the batch is complete, interrupt, train."""
         m, wanted = self.manager, self.manager.wanted
-        m.reserve.offer(Prompt(f"0/{self.offered + i}", 0, {}) for i in range(wanted))
+        m.reserve.offer(Prompt(f"0/{self.offered + i}", {}) for i in range(wanted))
         self.offered += wanted
         self.timed("begin_version", lambda: m.begin_version(self.version), items=int)
         self._claim_all()

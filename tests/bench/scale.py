@@ -176,7 +176,7 @@ class _Drive:
     @staticmethod
     def _prompts_of(lengths: LengthTrace) -> Iterator[Prompt]:
         for i, at in zip(count(), lengths.replay(), strict=False):
-            yield Prompt(f"0/{i}", 0, {"lengths": lengths.groups[at].tolist()})
+            yield Prompt(f"0/{i}", {"lengths": lengths.groups[at].tolist()})
 
     def round(self, version: int) -> dict[str, float]:
         """One round, from its preparation to its last report; seconds, tokens and the manager's CPU seconds."""

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _fill(groups: int, tokens: int) -> PromptsManager:
     manager = manager_of(groups, _GROUP)
     row = {"raw_prompt": [{"role": "user", "content": "x" * 400}], "index": 0, "extra_info": {"split": "train"}}
-    manager.reserve.offer(Prompt(f"0/{i}", 0, row) for i in range(manager.wanted))
+    manager.reserve.offer(Prompt(f"0/{i}", row) for i in range(manager.wanted))
     manager.slots.register("w0", groups * _GROUP)
     manager.begin_version(0)
     random = np.random.default_rng(0)

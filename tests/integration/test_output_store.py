@@ -58,7 +58,7 @@ def start():
         actors.append(actor)
         ray.get(actor.register_worker.remote("w0", 64))
         if offer:
-            ray.get(actor.begin_version.remote(0, [Prompt(f"0/{i}", 0, {}) for i in range(groups)], False))
+            ray.get(actor.begin_version.remote(0, [Prompt(f"0/{i}", {}) for i in range(groups)], False))
         return actor
 
     yield build

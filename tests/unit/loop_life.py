@@ -202,7 +202,7 @@ class Life:
 
     async def start(self):
         await self.serve()
-        prompts = [Prompt(f"0/{i}", 0, row) for i, row in enumerate(self.rows)]
+        prompts = [Prompt(f"0/{i}", row) for i, row in enumerate(self.rows)]
         await self.actor.begin_version(0, prompts, False)
         self.open_round()
 

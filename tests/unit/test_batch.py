@@ -14,7 +14,7 @@ from recipe.partial_rollout.training.batch import assemble_batch
 def groups(output, *, count=2, n=2, lengths=(3, 5), reward=1.0):
     row = {"data_source": "t", "reward_model": {"ground_truth": "g"}, "index": 7}
     return [
-        TakenGroup(f"0/{i}", i, 0, row, tuple(output(length, version=i, reward=reward) for length in lengths[:n]))
+        TakenGroup(f"0/{i}", i, row, tuple(output(length, version=i, reward=reward) for length in lengths[:n]))
         for i in range(count)
     ]
 

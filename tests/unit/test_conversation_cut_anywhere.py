@@ -149,7 +149,7 @@ async def converse(engine, root, cuts, deadly):
         return handle, worker, serving
 
     handle, worker, serving = await serve("w0")
-    await actor.begin_version(0, [Prompt(f"0/{i}", 0, {"lengths": [0]}) for i in range(prompts)], False)
+    await actor.begin_version(0, [Prompt(f"0/{i}", {"lengths": [0]}) for i in range(prompts)], False)
     for version in range(1, prompts):
         await asyncio.wait_for(moments.reached.wait(), 20)
         if deadly:

@@ -47,7 +47,7 @@ def random_phase():
 
 def test_dashboard_and_report_give_the_same_bubble_and_staleness(tmp_path, output):
     groups = [
-        TakenGroup(f"0/{i}", i, 0, {}, tuple(output(3, version=9 - age) for age in ages))
+        TakenGroup(f"0/{i}", i, {}, tuple(output(3, version=9 - age) for age in ages))
         for i, ages in enumerate([(0, 0), (1, 0), (0, 2), (5, 7)])
     ]
     phase = random_phase()

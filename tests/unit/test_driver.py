@@ -58,7 +58,7 @@ class Source:
     """Prompts of one sample each."""
 
     def __init__(self, lengths):
-        self.prompts = [Prompt(f"0/{i}", 0, {"lengths": [length]}) for i, length in enumerate(lengths)]
+        self.prompts = [Prompt(f"0/{i}", {"lengths": [length]}) for i, length in enumerate(lengths)]
 
     @property
     def left(self):

@@ -119,7 +119,7 @@ class ScriptedRun:
 
     def open_round(self):
         count = min(self.manager.wanted, self.total - self.offered)
-        prompts = [Prompt(f"0/{i}", 0, {"index": i}) for i in range(self.offered, self.offered + count)]
+        prompts = [Prompt(f"0/{i}", {"index": i}) for i in range(self.offered, self.offered + count)]
         self.offered += count
         self.manager.reserve.offer(prompts, self.total - self.offered)
         self.manager.begin_version(len(self.trained) // self.batch)

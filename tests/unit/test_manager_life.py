@@ -319,7 +319,7 @@ class ManagerLife(RuleBasedStateMachine):
         sample_id = list(self.model.away)[pick % len(self.model.away)]
         if result:
             self.tool_result(sample_id)
-        self.manager.come_back(sample_id)
+        self.manager.interrupt(sample_id)
         del self.model.away[sample_id]
 
     @precondition(some_end)
@@ -390,7 +390,7 @@ class ManagerLife(RuleBasedStateMachine):
         self.manager.reserve.offer(self.prompts(first, first + count), self.supply - self.model.offered)
 
     def prompts(self, first, end):
-        return [Prompt(f"0/{i}", 0, {"index": i}) for i in range(first, end)]
+        return [Prompt(f"0/{i}", {"index": i}) for i in range(first, end)]
 
     @precondition(lambda self: started(self) and self.manager.short_of_prompts)
     @rule()

@@ -18,7 +18,7 @@ def call(start, end, tokens=10):
 
 
 def group(output, *versions, order=0):
-    return TakenGroup(f"1/{order}", order, 1, {}, tuple(output(4, version=v) for v in versions))
+    return TakenGroup(f"1/{order}", order, {}, tuple(output(4, version=v) for v in versions))
 
 
 def metrics_of(groups, trained_at):
@@ -29,7 +29,7 @@ def test_tools_are_shown_where_there_are_any(output):
     def used(tool_s, untrained=0):
         answered = {"calls_replayed": 2, "calls_asked": 1, "untrained_tokens": untrained}
         timed = replace(output(4), metrics={"tool_calls": tool_s, "generate_sequences": 3.0, **answered}, num_turns=6)
-        return metrics_of([TakenGroup("1/0", 0, 1, {}, (timed, timed))], 5)
+        return metrics_of([TakenGroup("1/0", 0, {}, (timed, timed))], 5)
 
     assert not any(name.startswith("agent/") for name in used(0.0))
     assert used(0.0, untrained=7)["agent/untrained_tokens"] == used(1.0, untrained=7)["agent/untrained_tokens"] == 14
@@ -66,7 +66,7 @@ def test_staleness_counts_from_the_first_generated_token(output):
     metrics = metrics_of([taken], 5)
     assert metrics["staleness/max"] == 2 and metrics["staleness/mean"] == 1.0
     assert metrics["off_policy_token_fraction"] == pytest.approx(0.5) and metrics["trained/tokens"] == 8
-    assert metrics_of([TakenGroup("0/0", 0, 0, {}, (output(0),))], 9)["staleness/max"] == 0, "it has no token"
+    assert metrics_of([TakenGroup("0/0", 0, {}, (output(0),))], 9)["staleness/max"] == 0, "it has no token"
     record = TrainedGroup.of(taken, 5)
     assert (record.order, record.epoch) == (7, 1) and record.prompt.startswith("0-")
     assert record.staleness == [0, 2] and record.off_policy_tokens == 4 and record.lengths == [4, 4]

@@ -8,6 +8,7 @@ from verl.trainer.ppo.utils import create_rl_sampler
 from verl.utils.dataset.rl_dataset import collate_fn
 
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
+from recipe.partial_rollout.manager.types import position_of
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, SlotLoader
 
 ROWS = [
@@ -34,7 +35,7 @@ def names(prompts):
 
 def test_every_epoch_has_each_of_its_prompts_once_in_an_order_of_its_own():
     taken = PromptSource(loader(), total=16).take(16)
-    first, second = [[p.row["index"] for p in taken if p.epoch == epoch] for epoch in (0, 1)]
+    first, second = [[p.row["index"] for p in taken if position_of(p.uid)[0] == epoch] for epoch in (0, 1)]
     assert len(set(first)) == len(set(second)) == 8
     assert first != second
 

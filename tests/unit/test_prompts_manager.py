@@ -160,13 +160,13 @@ def one_running(manager):
     return m, grant.sample_id
 
 
-GROUP = {"prompt": {"uid": "0/0", "epoch": 0, "row": {}}, "order": 0, "birth": None}
+GROUP = {"prompt": {"uid": "0/0", "row": {}}, "order": 0, "birth": None}
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"layout": 1}, "manager state has layout=1: this version of the recipe reads 5"),
+        ({"layout": 1}, "manager state has layout=1: this version of the recipe reads 6"),
         ({"groups": [GROUP | {"samples": []}]}, "group 0/0 has 0 samples: 1"),
     ],
 )

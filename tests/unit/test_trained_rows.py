@@ -30,7 +30,7 @@ def sample(fate, reward, length):
 def batch_of(groups, *, colocated=False):
     """The trainer's batch of ``groups``, lists of (fate, reward, length), before its advantages."""
     taken = [
-        TakenGroup(f"0/{i}", i, 0, {"index": i}, tuple(sample(*each) for each in group), 0)
+        TakenGroup(f"0/{i}", i, {"index": i}, tuple(sample(*each) for each in group), 0)
         for i, group in enumerate(groups)
     ]
     data = assemble_batch(taken, [f"slot{i}" for i in range(len(taken))], 4, R, 0)

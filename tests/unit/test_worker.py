@@ -79,7 +79,7 @@ async def life(
     serving = asyncio.create_task(worker.serve())
     await asyncio.sleep(0.01)
     worker.begin(0, time.monotonic())
-    prompts = [Prompt(f"0/{i}", 0, {"lengths": group}) for i, group in enumerate(lengths)]
+    prompts = [Prompt(f"0/{i}", {"lengths": group}) for i, group in enumerate(lengths)]
     await manager.actor.begin_version(0, prompts, False)
     try:
         yield manager, worker

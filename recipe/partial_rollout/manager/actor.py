@@ -351,12 +351,10 @@ class ManagerActor:
                 self._manager.add_segment(progress.sample_id, segment)
             for result in progress.tool_results:
                 self._manager.add_tool_result(progress.sample_id, result)
-        for sample_id in report.interrupted:
-            self._manager.interrupt(sample_id)
         for sample_id in report.away:
             self._manager.leave(sample_id)
-        for sample_id in report.back:
-            self._manager.come_back(sample_id)
+        for sample_id in report.interrupted:
+            self._manager.interrupt(sample_id)
         for sample_id, output in report.finished:
             self._manager.finish(sample_id, output)
         self._manager.counters.failed += report.rescored

@@ -1,9 +1,9 @@
 """The manager's state as plain Python and numpy, and back.
 
-Layout of the dictionary: scalars and ``counters``, ``trained``, ``filtered``; ``reserve``, prompts of ``{uid, epoch, row}``
-each; ``groups``, of ``{prompt, order, birth, samples}`` each: with the trainer, then ready, then unfinished. A sample has
-its journal (``segments``, ``tool_results``), ``failures``, ``error`` and, once it has finished, its ``output``. Arrays
-that repeat themselves, masks and versions, are run-length coded.
+Layout of the dictionary: scalars and ``counters``, ``trained``, ``filtered``; ``reserve``, prompts of ``{uid, row}`` each;
+``groups``, of ``{prompt, order, birth, samples}`` each: with the trainer, then ready, then unfinished. A sample has its
+journal (``segments``, ``tool_results``), ``failures``, ``error`` and, once it has finished, its ``output``. Arrays that
+repeat themselves, masks and versions, are run-length coded.
 
 Workers are left out: a running sample is restored as interrupted, and a group that the trainer had taken but not
 acknowledged is restored as ready.
@@ -30,7 +30,7 @@ from recipe.partial_rollout.manager.types import (
     Segment,
 )
 
-LAYOUT = 5
+LAYOUT = 6
 
 Fetch = Callable[[Mapping[str, Any]], Mapping[str, Sequence[SampleOutput]]]
 """brings the outputs of stored groups, by uid"""

@@ -107,7 +107,7 @@ class Groups:
     """Every group that is neither trained nor filtered, and the totals of the others.
 
     >>> groups = Groups()
-    >>> first, second = (groups.enter(Prompt(f"0/{i}", 0, {}), samples=1) for i in range(2))
+    >>> first, second = (groups.enter(Prompt(f"0/{i}", {}), samples=1) for i in range(2))
     >>> groups.start(first, version=3)
     >>> print(first.state, second.state, dict(groups.births))
     active waiting {None: 1, 3: 1}
@@ -214,7 +214,7 @@ class Groups:
             self._no_longer(group.birth)
             self.taken[group.uid] = group
         self.told = len(self.admitted)
-        return [TakenGroup(g.uid, g.order, g.prompt.epoch, g.prompt.row, g.stored, g.birth) for g in batch]
+        return [TakenGroup(g.uid, g.order, g.prompt.row, g.stored, g.birth) for g in batch]
 
     def train(self, uids: Iterable[str]) -> None:
         """TAKEN -> TRAINED: the trainer has updated on them."""

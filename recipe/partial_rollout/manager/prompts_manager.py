@@ -72,7 +72,7 @@ class PromptsManager:
     >>> from recipe.partial_rollout.manager.types import Prompt, SampleOutput
     >>> settings = PartialRolloutConfig(batch_groups=1, samples_per_group=2)
     >>> manager = PromptsManager(settings, clock=lambda: 0.0)
-    >>> manager.reserve.offer(Prompt(f"0/{i}", 0, {}) for i in range(3))
+    >>> manager.reserve.offer(Prompt(f"0/{i}", {}) for i in range(3))
     >>> manager.slots.register("w0", capacity=3)
     >>> manager.begin_version(0), [grant.sample_id for grant in manager.claim("w0")]
     (2, ['0/0#0', '0/0#1', '0/1#0'])
@@ -155,21 +155,14 @@ class PromptsManager:
         """Cache the JSON-able result of a finished tool call, so that the call is not made again."""
         self.samples.in_state(sample_id, "add_tool_result", _LIVE).tool_results.append(result)
 
-    def interrupt(self, sample_id: str) -> None:
-        """Free its slot; the worker keeps the conversation until the sample is granted again."""
-        sample = self.samples.move(sample_id, "interrupt")
-        self.slots.free(sample)
-        self.slots.queue.push(sample)
-        self.counters.interrupted += 1
-
     def leave(self, sample_id: str) -> None:
         """Free its slot; the worker goes on with it, and no token follows until it has come back."""
         self.slots.leave(self.samples.move(sample_id, "leave"))
 
-    def come_back(self, sample_id: str) -> None:
-        """It needs a slot again, in its worker, before any new prompt."""
-        sample = self.samples.move(sample_id, "come_back")
-        self.slots.free(sample)
+    def interrupt(self, sample_id: str) -> None:
+        """It needs a slot again, before any new prompt, in its worker, which keeps the conversation; free what it has."""
+        sample = self.samples.move(sample_id, "interrupt")
+        self.counters.interrupted += self.slots.free(sample)
         self.slots.queue.push(sample)
 
     def finish(self, sample_id: str, output: SampleOutput) -> None:
@@ -276,7 +269,7 @@ class PromptsManager:
     @property
     def short_of_prompts(self) -> bool:
         """Whether more groups may soon be filtered than the reserve can replace."""
-        filters = self._filter is not None and self.reserve.source_left
+        filters = self._filter is not None and self.reserve.source_left > 0
         return self.round_open and filters and len(self.reserve.prompts) < self._settings.batch_groups
 
     @property

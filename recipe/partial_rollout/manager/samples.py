@@ -16,9 +16,8 @@ _BY_JOURNAL = None
 VERBS: dict[str, tuple[Sequence[SampleState], SampleState | None]] = {
     "admit": ((SampleState.WAITING,), _BY_JOURNAL),
     "claim": ((SampleState.WAITING, SampleState.INTERRUPTED), SampleState.RUNNING),
-    "interrupt": ((SampleState.RUNNING,), SampleState.INTERRUPTED),
     "leave": ((SampleState.RUNNING,), SampleState.AWAY),
-    "come_back": ((SampleState.AWAY,), SampleState.INTERRUPTED),
+    "interrupt": ((SampleState.RUNNING, SampleState.AWAY), SampleState.INTERRUPTED),
     "finish": ((SampleState.RUNNING, SampleState.AWAY), SampleState.FINISHED),
     "fail": ((SampleState.RUNNING, SampleState.AWAY), SampleState.FAILED),
     "mask": ((SampleState.FAILED,), SampleState.FINISHED),
@@ -33,8 +32,8 @@ class Samples:
 
     >>> from recipe.partial_rollout.manager.types import Prompt, PromptGroup
     >>> samples = Samples(Counters(), clock=lambda: 0.0)
-    >>> samples.unfinished["0/0#0"] = Sample("0/0#0", PromptGroup(Prompt("0/0", 0, {}), order=0))
-    >>> [str(samples.move("0/0#0", verb).state) for verb in ("claim", "leave", "come_back")]
+    >>> samples.unfinished["0/0#0"] = Sample("0/0#0", PromptGroup(Prompt("0/0", {}), order=0))
+    >>> [str(samples.move("0/0#0", verb).state) for verb in ("claim", "leave", "interrupt")]
     ['running', 'away', 'interrupted']
     >>> samples.move("0/0#0", "finish")
     Traceback (most recent call last):

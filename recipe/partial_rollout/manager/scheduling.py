@@ -62,7 +62,7 @@ class ClaimQueue:
     >>> from recipe.partial_rollout.manager.types import Prompt
     >>> queue = ClaimQueue(get_scheduling_priority)
     >>> for order, (birth, owner) in enumerate([(3, "w0"), (4, None), (None, None)]):
-    ...     group = PromptGroup(Prompt(f"0/{order}", 0, {}), order, birth=birth, unfinished=1)
+    ...     group = PromptGroup(Prompt(f"0/{order}", {}), order, birth=birth, unfinished=1)
     ...     queue.push(Sample(f"0/{order}#0", group, worker=owner))
     >>> [queue.pop("w1").id, queue.pop("w0").id]
     ['0/1#0', '0/0#0']
@@ -170,7 +170,7 @@ class Slots:
     """The slots of all workers, and the queue of samples that wait for one.
 
     >>> from recipe.partial_rollout.manager.types import Prompt
-    >>> group = PromptGroup(Prompt("0/0", 0, {}), order=0, unfinished=4)
+    >>> group = PromptGroup(Prompt("0/0", {}), order=0, unfinished=4)
     >>> group.samples = [Sample(f"0/0#{i}", group) for i in range(4)]
     >>> slots = Slots(ClaimQueue(get_scheduling_priority))
     >>> slots.register("fast", 6)
@@ -227,11 +227,13 @@ class Slots:
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
-    def free(self, sample: Sample) -> None:
-        """Free the slot of ``sample``, if it still has it; its worker no longer has it."""
+    def free(self, sample: Sample) -> bool:
+        """Free the slot of ``sample``, which its worker no longer has; returns whether it had one."""
         assert sample.worker is not None
         slots = self.workers[sample.worker]
-        del (slots.running if sample.id in slots.running else slots.away)[sample.id]
+        has_slot = sample.id in slots.running
+        del (slots.running if has_slot else slots.away)[sample.id]
+        return has_slot
 
     def leave(self, sample: Sample) -> None:
         """Free the slot of ``sample``, which lives on in its worker."""

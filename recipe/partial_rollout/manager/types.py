@@ -130,7 +130,6 @@ class Prompt:
 
     uid: str
     """``epoch/position``, where position counts the rows in the epoch's order"""
-    epoch: int
     row: dict[str, Any]
     """non-tensor fields of verl's dataset row"""
 
@@ -266,7 +265,6 @@ class TakenGroup:
 
     uid: str
     order: int
-    epoch: int
     row: dict[str, Any]
     outputs: Sequence[SampleOutput]
     """of its samples, in order; as long as they are not fetched, what stands for them all in the output store"""
@@ -284,12 +282,10 @@ class Report:
     worker: str
     progress: list[Progress] = field(default_factory=list)
     """booked first, because it includes the last progress of samples that the other fields name"""
-    interrupted: list[str] = field(default_factory=list)
-    """ids of samples that gave their slot back"""
     away: list[str] = field(default_factory=list)
     """ids of samples that gave their slot back and live on: their reward or a tool takes long"""
-    back: list[str] = field(default_factory=list)
-    """ids of samples that were away and need a slot again"""
+    interrupted: list[str] = field(default_factory=list)
+    """ids of samples that need a slot again: an engine call was interrupted and gave it back, or they were away"""
     finished: list[tuple[str, SampleOutput]] = field(default_factory=list)
     failed: list[tuple[str, str, int]] = field(default_factory=list)
     """sample id, the error that its agent loop or reward raised, in one line, and how many times in a row"""
@@ -300,7 +296,7 @@ class Report:
 
     def __bool__(self) -> bool:
         """Whether anything happened."""
-        happened = self.progress, self.interrupted, self.away, self.back, self.finished, self.failed
+        happened = self.progress, self.away, self.interrupted, self.finished, self.failed
         return any((*happened, self.rescored, self.errors))
 
 

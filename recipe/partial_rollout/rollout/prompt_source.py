@@ -80,7 +80,7 @@ class PromptSource:
     def _next(self) -> Prompt:
         while not self._rows:
             self._refill()
-        prompt = Prompt(f"{self._epoch}/{self._position}", self._epoch, self._rows.popleft())
+        prompt = Prompt(f"{self._epoch}/{self._position}", self._rows.popleft())
         self._position += 1
         return prompt
 

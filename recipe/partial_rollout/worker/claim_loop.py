@@ -270,7 +270,7 @@ class ClaimLoop:
         sample.require_life()
         sample.calling += 1
         if sample.slot is SlotState.AWAY:
-            self._ask_for_slot(sample, self.outbox.unsent.back)
+            self._ask_for_slot(sample)
         try:
             with sample.clock.stopped():
                 async with self._grant_in_time(sample):
@@ -325,14 +325,14 @@ class ClaimLoop:
         if sample.running or sample.id not in self.samples:
             return
         if sample.slot is SlotState.GIVING_BACK and not sample.ended:
-            self._ask_for_slot(sample, self.outbox.unsent.interrupted)
+            self._ask_for_slot(sample)
         elif not sample.calling and self._release_after_s < math.inf:
             sample.late = asyncio.get_running_loop().call_later(self._release_after_s, self._leave, sample)
 
-    def _ask_for_slot(self, sample: LiveSample, told: list[str]) -> None:
-        """Have the manager grant a slot again; ``told`` of the report says why there is none."""
+    def _ask_for_slot(self, sample: LiveSample) -> None:
+        """Have the manager grant a slot again."""
         sample.slot = SlotState.ASKED
-        told.append(sample.id)
+        self.outbox.unsent.interrupted.append(sample.id)
         self.outbox.report_now(sample)
 
     def _leave(self, sample: LiveSample) -> None:

@@ -133,7 +133,7 @@ class Simulation:
             self._away.add(sample_id)
         elif sample_id in self._away:
             self._away.remove(sample_id)
-            self._manager.come_back(sample_id)
+            self._manager.interrupt(sample_id)
         else:
             self._run_on(self.samples.live[sample_id], resumed=True)
 

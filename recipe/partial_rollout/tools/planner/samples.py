@@ -172,7 +172,7 @@ class PlayedSamples:
         """The next ``wanted`` prompts; fewer if the data runs out."""
         first = len(self.dispatched)
         count = wanted if self._groups is None else min(wanted, self._groups - first)
-        prompts = [Prompt(f"0/{i}", 0, {}) for i in range(first, first + count)]
+        prompts = [Prompt(f"0/{i}", {}) for i in range(first, first + count)]
         for prompt in prompts:
             at = next(self._order)
             self.dispatched.append(self._lengths.groups[at])
