@@ -58,7 +58,7 @@ def task(tmp_path_factory, worker_id):
     """The embedded task after a minimal warm start: enough to load, sample and train. Workers of pytest-xdist share one."""
     own = tmp_path_factory.getbasetemp()
     directory = (own if worker_id == "master" else own.parent) / "shared_task"
-    command = [sys.executable, "-m", "recipe.partial_rollout.tasks.clock10.prepare"]
+    command = [sys.executable, "-m", "recipe.partial_rollout.tasks.ready_start"]
     command += ["--out", str(directory / "task"), "--tiny"]
     directory.mkdir(exist_ok=True)
     with FileLock(directory / "lock", timeout=320):

@@ -20,5 +20,5 @@ source run_scripts/env_cpu.sh
 export PYTHONWARNINGS=ignore
 
 out=${OUT:-outputs/peers}
-python -m recipe.partial_rollout.tasks.clock10.prepare --out "$out/task"
+python -m recipe.partial_rollout.tasks.ready_start --train --out "$out/task"
 exec python -m tests.studies peers --out "$out" "$@"

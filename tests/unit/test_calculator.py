@@ -12,11 +12,11 @@ from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.tools.tool_registry import load_all_tools
 
 from recipe.partial_rollout.tasks import ready_start
-from recipe.partial_rollout.tasks.calculator import prepare
 from recipe.partial_rollout.tasks.calculator.conversation import Conversations, call, own_turns
 from recipe.partial_rollout.tasks.calculator.tokenizer import build_tokenizer
 from recipe.partial_rollout.tasks.clock10.dataset import draw_validation
 from recipe.partial_rollout.tasks.clock10.expression import Problem, draw_problem
+from recipe.partial_rollout.tasks.clock10.prepare import Parameters
 from recipe.partial_rollout.tasks.clock10.reward import compute_score
 from tests.unit.shared import converse
 
@@ -91,7 +91,7 @@ def test_latency_is_that_of_the_call_in_every_run_and_none_is_below_0(monkeypatc
 def test_warm_start_that_ships_calls_well_and_has_something_to_learn(composed, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    made = ready_start.make_task(tmp_path / "task", prepare.Parameters(), task="calculator")
+    made = ready_start.make_task(tmp_path / "task", Parameters(), task="calculator")
     assert made == "unpacked from the package"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "task" / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "task" / "model")

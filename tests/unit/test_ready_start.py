@@ -1,4 +1,4 @@
-"""The warm start that ships: it fits the sources, unpacks to what `prepare` leaves, and is refused where it does not."""
+"""The warm start that ships: it fits the sources, unpacks to what a training leaves, and is refused where it does not."""
 
 import json
 from dataclasses import replace
@@ -18,9 +18,9 @@ TINY = prepare.Parameters(steps=4, train_rows=32, val_rows=8)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder as `prepare` leaves it."""
+    """A folder whose weights were trained."""
     folder = tmp_path_factory.mktemp("trained") / "task"
-    assert prepare.build(folder, TINY)
+    assert ready_start.make_task(folder, TINY, train=True) == "trained"
     return folder
 
 
@@ -34,8 +34,12 @@ def packed(trained, tmp_path_factory):
 @pytest.fixture
 def builds(monkeypatch):
     """Parameters of the folders that were trained; nothing trains."""
-    seen = []
-    monkeypatch.setattr(prepare, "_write_content", lambda folder, parameters: seen.append(parameters))
+    seen, write = [], ready_start._write
+
+    def note(folder, task, parameters, weights):
+        return seen.append(parameters) if weights is None else write(folder, task, parameters, weights)
+
+    monkeypatch.setattr(ready_start, "_write", note)
     return seen
 
 
@@ -46,7 +50,7 @@ def files(folder):
 @pytest.mark.parametrize("task", ready_start.TASKS)
 def test_file_that_ships_fits_the_sources_and_the_model(task):
     weights, manifest, error = ready_start.read_packed(ready_start.packed_file(task))
-    problem = ready_start.misfit(manifest, ready_start.TASKS[task].Parameters(), task)
+    problem = ready_start.misfit(manifest, ready_start.manifest_of(task, prepare.Parameters()))
     command = f"python -m {ready_start.__name__} --task {task}"
     assert problem is None, f"{problem}: {command} --train --out FOLDER, then {command} --pack FOLDER"
     state = build_model(0).state_dict()
@@ -63,13 +67,12 @@ def test_no_weight_is_off_by_more_than_half_a_level(rows):
     assert (np.abs(levels * scale - weight) <= scale * 0.5001).all()
 
 
-def test_unpacked_folder_is_what_prepare_leaves_but_for_the_weights_by_the_stated_error(trained, packed, tmp_path):
+def test_unpacked_folder_is_the_trained_one_but_for_the_weights_by_the_stated_error(trained, packed, tmp_path):
     (file, error), made = packed, tmp_path / "task"
     made.mkdir()
     # Weights of older sources are replaced.
     (made / "manifest.json").write_text('{"fingerprint": "older"}')
     assert ready_start.make_task(made, TINY, file=file) == "unpacked from the package"
-    assert not prepare.build(made, TINY), "prepare says: up to date"
     assert ready_start.make_task(made, TINY, file=file) == "up to date"
     before, after = files(trained), files(made)
     assert after.keys() - before.keys() == {"ready_start.json"}

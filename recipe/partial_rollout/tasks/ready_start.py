@@ -1,13 +1,14 @@
-"""An embedded task with a warm start that ships in the package, in seconds instead of the four minutes of its training.
+"""An embedded task: `model/`, `data/train.parquet`, `data/val.parquet` and `manifest.json`, without a download.
 
-    python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task           unpack it
-    python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task --train   train it anew
+    python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task           unpack the warm start
+    python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task --train   train it anew, 4 minutes
     python -m recipe.partial_rollout.tasks.ready_start --pack outputs/quickstart/task          make the package file
 
-The task is `clock10`; `--task calculator` is the other one. The folder is what its `prepare` leaves, manifest included, so
-`prepare` finds it up to date. One more file, `ready_start.json`, says where the weights are from. Weights are unpacked only
-if `prepare` would write the very manifest that they were packed with: after a change of the task's sources or of a default
-parameter, the command trains.
+The task is `clock10`; `--task calculator` is the other one. The folder is complete or absent: everything is written beside
+it and renamed at the end. Its manifest has the parameters and a fingerprint of the task's sources; a call that would write
+the same manifest does nothing. Weights are unpacked only if they were packed with that manifest; after a change of the
+task's sources, or with another parameter, the command trains. `ready_start.json` in the folder says that its weights were
+unpacked.
 
 Only weights are stored; data, tokenizer and config come from the sources. Each matrix is stored in int8 with a float32
 scale per row, each vector in float32: 0.59 MB instead of 2.40 MB. So the unpacked weights are not the trained ones. No
@@ -23,9 +24,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,11 @@ import numpy as np
 
 from recipe.partial_rollout.tasks.calculator import prepare as calculator
 from recipe.partial_rollout.tasks.clock10 import prepare as clock10
-from recipe.partial_rollout.tasks.clock10.prepare import MANIFEST, Parameters
+from recipe.partial_rollout.tasks.clock10.prepare import TINY, Parameters
 
 TASKS = {"clock10": clock10, "calculator": calculator}
 """Modules `prepare` by the name of their package; its `tokenizer` is used too."""
+MANIFEST = "manifest.json"
 ORIGIN = "ready_start.json"
 """in the folder: which package file its weights are from, and the largest error of a weight"""
 _SCALE = ":scale"
@@ -105,12 +105,17 @@ def read_packed(file: Path) -> tuple[Weights, dict[str, Any], float]:
     return _restore(stored), manifest, error
 
 
-def misfit(packed: dict[str, Any], parameters: Parameters, task: str = "clock10") -> str | None:
-    """Why weights packed with the manifest `packed` are not those of today's sources and `parameters`; None if they are."""
-    if packed["fingerprint"] != TASKS[task].source_fingerprint():
+def manifest_of(task: str, parameters: Parameters) -> dict[str, Any]:
+    """What determines the content of the task's folder."""
+    return {"parameters": asdict(parameters), "fingerprint": TASKS[task].source_fingerprint()}
+
+
+def misfit(packed: dict[str, Any], wanted: dict[str, Any]) -> str | None:
+    """Why weights packed with one manifest are not those of another; None if they are."""
+    if packed["fingerprint"] != wanted["fingerprint"]:
         return "the task's sources have changed since it was packed"
-    packed_with, wanted = packed["parameters"], asdict(parameters)
-    different = sorted(name for name in packed_with | wanted if packed_with.get(name) != wanted.get(name))
+    known = packed["parameters"]
+    different = [name for name, value in wanted["parameters"].items() if known.get(name) != value]
     return f"it was packed with other parameters: {', '.join(different)}" if different else None
 
 
@@ -122,21 +127,31 @@ def make_task(
     Raises:
         ValueError: `out` exists and is not a folder of an embedded task.
     """
-    manifest = {"parameters": asdict(parameters), "fingerprint": TASKS[task].source_fingerprint()}
+    manifest = manifest_of(task, parameters)
     # The manifest of an unpacked folder is that of a trained one.
     if _is_current(out, manifest) and not (train and (out / ORIGIN).exists()):
         return "up to date"
-    if not train:
-        file = file or packed_file(task)
-        weights, packed, error = read_packed(file)
-        problem = misfit(packed, parameters, task)
-        if problem is None:
-            origin = {"weights": file.name, "largest_weight_error": error}
-            _place(out, manifest, partial(_unpack, task=task, parameters=parameters, weights=weights, origin=origin))
-            return "unpacked from the package"
+    if out.exists() and not (out / MANIFEST).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out={out}: exists and was not made by this command; choose another folder or remove it")
+    file = file or packed_file(task)
+    weights, packed, error = read_packed(file)
+    problem = misfit(packed, manifest)
+    if problem and not train:
         print(f"ready warm start not used: {problem}; training one", file=sys.stderr)
-    _place(out, manifest, partial(TASKS[task]._write_content, parameters=parameters))
-    return "trained"
+    facts = {MANIFEST: manifest}
+    if unpacks := not (problem or train):
+        facts[ORIGIN] = {"weights": file.name, "largest_weight_error": error}
+    staging = out.with_name(f".{out.name}.new-{os.getpid()}")
+    try:
+        staging.mkdir(parents=True)
+        _write(staging, task, parameters, weights if unpacks else None)
+        for name, noted in facts.items():
+            (staging / name).write_text(json.dumps(noted, indent=2) + "\n")
+        shutil.rmtree(out, ignore_errors=True)
+        staging.rename(out)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return "unpacked from the package" if unpacks else "trained"
 
 
 def _is_current(out: Path, manifest: dict[str, Any]) -> bool:
@@ -147,23 +162,9 @@ def _is_current(out: Path, manifest: dict[str, Any]) -> bool:
     return found == manifest and (out / "model").is_dir() and (out / "data").is_dir()
 
 
-def _place(out: Path, manifest: dict[str, Any], write: Callable[[Path], None]) -> None:
-    """Make `out` a folder with `manifest` and what `write` puts into it, or leave it as it is."""
-    if out.exists() and not (out / MANIFEST).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"out={out}: exists and was not made by this command; choose another folder or remove it")
-    staging = out.with_name(f".{out.name}.new-{os.getpid()}")
-    try:
-        staging.mkdir(parents=True)
-        write(staging)
-        (staging / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        shutil.rmtree(out, ignore_errors=True)
-        staging.rename(out)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _unpack(folder: Path, task: str, parameters: Parameters, weights: Weights, origin: dict[str, Any]) -> None:
-    """What `prepare` writes, with `weights` in place of the training."""
+def _write(folder: Path, task: str, parameters: Parameters, weights: Weights | None) -> None:
+    """Data and model; a training in place of ``weights`` if these are None."""
+    # Imported late: these load torch and transformers, which takes longer than finding that nothing is to be done.
     import torch
 
     from recipe.partial_rollout.tasks.clock10.dataset import draw_validation, write_dataset
@@ -174,12 +175,14 @@ def _unpack(folder: Path, task: str, parameters: Parameters, weights: Weights, o
     write_dataset(folder / "data", parameters.train_rows, validation, parameters.seed)
     model = build_model(parameters.seed)
     tokenizer = import_module(f"{__package__}.{task}.tokenizer").build_tokenizer()
-    tensors = {name: torch.from_numpy(weight) for name, weight in weights.items()}
-    # The head is the embedding, and the file has it once.
-    model.load_state_dict({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
+    if weights is None:
+        TASKS[task].warm_start(model, tokenizer, parameters)
+    else:
+        tensors = {name: torch.from_numpy(weight) for name, weight in weights.items()}
+        # The head is the embedding, and the file has it once.
+        model.load_state_dict({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    (folder / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -190,6 +193,8 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument("--pack", type=Path, metavar="FOLDER", help="trained folder to make the file that ships from")
     parser.add_argument("--task", choices=TASKS, default="clock10")
     parser.add_argument("--train", action="store_true", help="with --out: train the warm start, and use nothing packed")
+    parser.add_argument("--tiny", action="store_true", help="a model that merely loads, trained in seconds, for tests")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, demonstrations and data; others than 0 train")
     options, started = parser.parse_args(arguments), time.monotonic()
     try:
         if options.pack:
@@ -197,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
             error = pack(options.pack, file)
             print(f"{file}: {file.stat().st_size / 1e6:.2f} MB, no weight off by more than {error:.4f}")
         else:
-            parameters = TASKS[options.task].Parameters()
+            parameters = replace(TINY if options.tiny else Parameters(), seed=options.seed)
             done = make_task(options.out, parameters, task=options.task, train=options.train)
             print(f"{options.task} task at {options.out}: {done} in {time.monotonic() - started:.0f} s")
     except (ValueError, OSError) as error:

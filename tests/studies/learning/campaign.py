@@ -25,7 +25,7 @@ from tests.studies.processes import WarmProcess
 from tests.studies.runner import Study, StudyError
 
 LEDGER = "runs.jsonl"
-_PREPARE = "recipe.partial_rollout.tasks.clock10.prepare"
+_PREPARE = ("recipe.partial_rollout.tasks.ready_start", "--train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Campaign:
 
     def _run(self, start: int, arm: Arm, seed: int, process: WarmProcess) -> None:
         study = replace(self._study(start), process=process.run)
-        prepare = [sys.executable, "-m", _PREPARE, "--out", str(study.out / "task"), "--seed", str(start)]
+        prepare = [sys.executable, "-m", *_PREPARE, "--out", str(study.out / "task"), "--seed", str(start)]
         if subprocess.run(prepare).returncode:
             raise StudyError(f"the warm start of seed {start} failed: {' '.join(prepare)}")
         if not study.is_complete(arm, seed):

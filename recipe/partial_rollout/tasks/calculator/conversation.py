@@ -52,19 +52,10 @@ def call(expression: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Conversations(Mixture):
-    """Who demonstrates, and how carelessly.
-
-    Raises:
-        ValueError: as `Mixture`, or no call allowed.
-    """
+    """Who demonstrates, and how carelessly."""
 
     max_calls: int = 23
     """Most calls of a conversation; a longer one is drawn again."""
-
-    def __post_init__(self) -> None:
-        Mixture.__post_init__(self)
-        if self.max_calls < 1:
-            raise ValueError(f"max_calls={self.max_calls}: want at least 1")
 
     def respond(self, problem: Problem, rng: random.Random) -> str:
         """Return all that follows the prompt of a solvable `problem`, tool turns included, without the last turn's end."""

@@ -1,14 +1,13 @@
-"""What the task's folder holds: clock10's data and model, with a tokenizer and a warm start of its own.
+"""What the task's folder depends on: clock10's parameters, data and model, with a tokenizer and a warm start of its own.
 
 `python -m recipe.partial_rollout.tasks.ready_start --task calculator` builds it.
 """
 
 import hashlib
-import random
 from pathlib import Path
+from typing import Any
 
 from recipe.partial_rollout.tasks.clock10 import prepare as clock10
-from recipe.partial_rollout.tasks.clock10.prepare import Parameters as Parameters
 
 FROZEN = ("conversation.py", "prepare.py", "tokenizer.py")
 """Modules that the weights depend on: not the tool."""
@@ -22,25 +21,15 @@ def source_fingerprint() -> str:
     return digest.hexdigest()
 
 
-def _write_content(folder: Path, parameters: Parameters) -> None:
+def warm_start(model: Any, tokenizer: Any, parameters: clock10.Parameters) -> None:
+    """Train `model` in place."""
     from recipe.partial_rollout.tasks.calculator.conversation import Conversations, mute_the_tool
-    from recipe.partial_rollout.tasks.calculator.tokenizer import build_tokenizer
-    from recipe.partial_rollout.tasks.clock10.dataset import draw_training, draw_validation, write_dataset
-    from recipe.partial_rollout.tasks.clock10.model import build_model
     from recipe.partial_rollout.tasks.clock10.warm_start import WarmStart, train
 
-    validation = draw_validation(parameters.val_rows, parameters.seed)
-    (folder / "data").mkdir()
-    write_dataset(folder / "data", parameters.train_rows, validation, parameters.seed)
-
-    model, tokenizer = build_model(parameters.seed), build_tokenizer()
-    problems = draw_training(random.Random(f"demonstrated-{parameters.seed}"), frozenset(validation))
     mixture = Conversations(parameters.careful_share, parameters.false_accept)
     # Answers are few among calls, more in short conversations: else the model does not learn to copy operators into them.
     settings = WarmStart(
         steps=parameters.steps, threads=parameters.threads, mixture=mixture, short_share=0.6, short_length=128
     )
     with model.register_forward_hook(mute_the_tool, with_kwargs=True):
-        train(model, tokenizer, problems, settings, parameters.seed)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+        train(model, tokenizer, clock10.demonstrated(parameters), settings, parameters.seed)

@@ -4,6 +4,7 @@ A problem has one canonical text, its prompt: `parse_problem(problem.prompt) == 
 other text parses. The prompt doubles as the ground truth in the data files.
 """
 
+import operator
 import random
 import re
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from itertools import product
 
 MODULUS = 10
 OPERATORS = "+-*"
+_APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 DIGIT_COUNT_WEIGHTS = {3: 0.40, 4: 0.35, 5: 0.25}
 """Number of digits -> probability. Longer problems have more candidates and so longer searches."""
 
@@ -19,22 +21,12 @@ _PROMPT = re.compile(r"([1-9])((?:\?[1-9]=_)+)-([0-9])=0")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem: put an operator between neighbouring digits so that the result is the target.
-
-    Raises:
-        ValueError: fewer than two digits, a digit outside 1..9, or a target outside 0..9.
-    """
+    """One problem: put an operator between neighbouring digits so that the result is the target."""
 
     digits: tuple[int, ...]
     """Operands in order, each 1..9, `[n]`."""
     target: int
     """Wanted result, 0..9."""
-
-    def __post_init__(self) -> None:
-        if len(self.digits) < 2 or any(not 1 <= digit <= 9 for digit in self.digits):
-            raise ValueError(f"digits={self.digits}: want at least two, each in 1..9")
-        if not 0 <= self.target < MODULUS:
-            raise ValueError(f"target={self.target}: want 0..{MODULUS - 1}")
 
     @property
     def operator_count(self) -> int:
@@ -52,30 +44,17 @@ class Problem:
         return len(operators) == self.operator_count and partial_results(self.digits, operators)[-1] == self.target
 
 
-def apply_operator(left: int, operator: str, right: int) -> int:
-    """Return `left operator right` modulo 10; ValueError for an operator outside `+-*`."""
-    match operator:
-        case "+":
-            return (left + right) % MODULUS
-        case "-":
-            return (left - right) % MODULUS
-        case "*":
-            return (left * right) % MODULUS
-    raise ValueError(f"operator={operator!r}: want one of {OPERATORS}")
+def apply_operator(left: int, sign: str, right: int) -> int:
+    """Return `left sign right` modulo 10."""
+    return _APPLY[sign](left, right) % MODULUS
 
 
 def partial_results(digits: tuple[int, ...], operators: str) -> list[int]:
-    """Return the running results, left to right, `[n - 1]`; the last one is the value of the expression.
-
-    Raises:
-        ValueError: the operators are not one fewer than the digits, or one is unknown.
-    """
-    if len(operators) != len(digits) - 1:
-        raise ValueError(f"operators={operators!r}: want {len(digits) - 1} for digits={digits}")
+    """Return the running results, left to right, `[n - 1]`; the last one is the value of the expression."""
     results: list[int] = []
     value = digits[0]
-    for operator, digit in zip(operators, digits[1:], strict=True):
-        value = apply_operator(value, operator, digit)
+    for sign, digit in zip(operators, digits[1:], strict=True):
+        value = apply_operator(value, sign, digit)
         results.append(value)
     return results
 
@@ -84,7 +63,7 @@ def reachable_targets(digits: tuple[int, ...]) -> list[int]:
     """Return every value that some choice of operators reaches, ascending."""
     reached = {digits[0]}
     for digit in digits[1:]:
-        reached = {apply_operator(value, operator, digit) for value, operator in product(reached, OPERATORS)}
+        reached = {apply_operator(value, sign, digit) for value, sign in product(reached, OPERATORS)}
     return sorted(reached)
 
 

@@ -30,11 +30,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """Settings of the warm start.
-
-    Raises:
-        ValueError: a count below 1, a share outside 0..1, or a learning rate that is not positive.
-    """
+    """Settings of the warm start."""
 
     steps: int = 1500
     """Optimiser steps."""
@@ -54,18 +50,6 @@ class WarmStart:
     """Torch threads while training. One and two gave bit-equal weights on one machine; others may differ."""
     mixture: Mixture = field(default_factory=Mixture)
     """Who demonstrates."""
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "tokens_per_step", "pool_size", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: want at least 1")
-        if not 0.0 <= self.short_share <= 1.0:
-            raise ValueError(f"short_share={self.short_share}: want 0..1")
-        if self.short_length < 128:
-            raise ValueError(f"short_length={self.short_length}: want at least 128, so that most demonstrations fit")
-        for name in ("matrix_lr", "other_lr"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: want above 0")
 
     def lr_scale(self, step: int) -> float:
         """Share of the peak learning rate at `step`: 1 for the first half, then linearly towards 0."""
