@@ -84,8 +84,6 @@ class Control:
     async def load(self):
         return {}
 
-    running_tokens = load
-
 
 async def nothing(*_):
     pass

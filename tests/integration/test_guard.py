@@ -59,7 +59,7 @@ def guarded():
     def spawn(i):
         return ray.remote(Worker).options(num_cpus=0).remote()
 
-    async def no_tokens():
+    async def no_load():
         return {}
 
     pool = WorkerPool(workers, spawn, connect, 2, deadlines, stop)
@@ -67,7 +67,7 @@ def guarded():
         settings=SimpleNamespace(deadlines=deadlines),
         stop=stop,
         trainers=[],
-        control=SimpleNamespace(running_tokens=no_tokens),
+        control=SimpleNamespace(load=no_load),
     )
     asyncio.run(pool.start())
     yield workers, pool, Guard(context, manager, pool, look_every_s=0.2)

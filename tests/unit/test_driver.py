@@ -80,7 +80,7 @@ class Life:
         self.separate, self.manager = placement is Placement.SEPARATE, new_manager()
         self.worker = ScriptedWorker(EngineCurve(step_s=0.001, sample_s=0.0), 1, placement)
         self.source, self.stop, self.log = Source(lengths), StopSignals(), MagicMock()
-        self.control = AsyncMock(**{"running_tokens.return_value": {}, "interrupt.side_effect": self.worker.interrupt})
+        self.control = AsyncMock(**{"load.return_value": {}, "interrupt.side_effect": self.worker.interrupt})
         self.book = MagicMock(**{"note.return_value": {"length/bias": 1.0}})
         settings = SimpleNamespace(
             deadlines=Deadlines(interrupt_s=5.0, stall_s=20.0, weight_sync_s=5.0),

@@ -79,14 +79,14 @@ class Life:
             self.workers, lambda i: FakeWorker(), self._connect, restarts, deadlines, self.stop, kill=self._kill
         )
 
-        async def running_tokens():
-            return {"a": next(tokens)}
+        async def load():
+            return {"a": (1, next(tokens))}
 
         self.context = SimpleNamespace(
             settings=SimpleNamespace(deadlines=deadlines),
             stop=self.stop,
             trainers=trainers,
-            control=SimpleNamespace(running_tokens=running_tokens),
+            control=SimpleNamespace(load=load),
             source=None,
         )
         self.guard = Guard(self.context, handle, self.pool, look_every_s=0.02)
@@ -250,16 +250,17 @@ async def test_manager_that_wants_prompts_gets_what_the_source_has():
 @pytest.mark.parametrize(
     ("readings", "progress"),
     [
-        # Tokens of the requests that run: those of a new round, more, none more, fewer as requests end, none left.
-        ([{"a": 5, "b": 0}, {"a": 5, "b": 1}, {"a": 5, "b": 1}], 2),
-        ([{"a": 5}, {"a": 3}, {"a": 0}, {"a": 0}], 3),
+        # Tokens since the engine's start: one more, none more; a restarted engine begins anew, and makes one.
+        ([{"a": 5, "b": 0}, {"a": 5, "b": 1}, {"a": 5, "b": 1}], 1),
+        ([{"a": 5}, {"a": 0}, {"a": 1}], 1),
         # b does not answer once, and has made nothing meanwhile.
-        ([{"a": 1, "b": 4}, {"a": 1}, {"a": 1, "b": 4}], 1),
+        ([{"a": 1, "b": 4}, {"a": 1}, {"a": 1, "b": 4}], 0),
     ],
 )
 async def test_engines_that_make_tokens_are_noted_and_those_that_make_none_are_not(readings, progress):
     async with life(deadlines=Deadlines(stall_s=0.004)) as one:
-        one.context.control = AsyncMock(**{"running_tokens.side_effect": [*readings, asyncio.CancelledError]})
+        loads = [{address: (1, tokens) for address, tokens in reading.items()} for reading in readings]
+        one.context.control = AsyncMock(**{"load.side_effect": [*loads, asyncio.CancelledError]})
         with pytest.raises(asyncio.CancelledError):
             await one.guard._watch_engines()
         assert one.manager.note_decoding.await_count == progress

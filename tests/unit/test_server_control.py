@@ -63,13 +63,8 @@ def test_replica_that_does_not_answer_ends_the_wait_by_name(asked, verb, what):
 
 
 def test_replica_that_does_not_answer_hides_no_other_that_decodes_or_stands_still():
-    loads = [AsyncMock(return_value=(1, 7)), AsyncMock(side_effect=ENGINE_DEAD), hangs]
-    living, dead, hung = [
-        replica(name, handle=SimpleNamespace(load=SimpleNamespace(remote=load)))
-        for name, load in zip("abc", loads, strict=True)
-    ]
-    dead.hold_generation.side_effect = ENGINE_DEAD
-    assert play(ServerControl([living, dead, hung], 0.1), "running_tokens") == [{"a": 7}]
+    assert play(control_over("load", [(2, 7)], [ENGINE_DEAD], hangs, deadline_s=0.1), "load") == [{"0": (2, 7)}]
+    living, dead = replica("a"), replica("b", hold_generation=ENGINE_DEAD)
     control = ServerControl([living, dead], 5.0)
     play(control, "hold", "hold")
     assert living.hold_generation.await_count == 2 and list(control.servers) == ["a"]
@@ -83,13 +78,13 @@ def test_replica_that_ray_cannot_reach_for_a_moment_is_asked_again(monkeypatch):
     assert away.abort_all_requests.await_count == 3 and control.restarted == 0
 
 
-def control_over(verb, *answers):
-    """Of replicas whose servers give these answers to ``verb``, one after another; one without any does not know it."""
-    methods = [{verb: SimpleNamespace(remote=AsyncMock(side_effect=each))} if each else {} for each in answers]
-    return ServerControl([replica(str(i), handle=SimpleNamespace(**each)) for i, each in enumerate(methods)], 5.0)
+def control_over(verb, *answers, deadline_s=5.0):
+    """Of replicas whose servers give these answers to ``verb``, one after another."""
+    handles = [SimpleNamespace(**{verb: SimpleNamespace(remote=AsyncMock(side_effect=each))}) for each in answers]
+    return ServerControl([replica(str(i), handle=handle) for i, handle in enumerate(handles)], deadline_s)
 
 
-@pytest.mark.parametrize(("other", "smallest"), [([700], 700), ([None], None), ([], None), ([RayActorError()], 900)])
+@pytest.mark.parametrize(("other", "smallest"), [([700], 700), ([None], None), ([RayActorError()], 900)])
 def test_smallest_kv_cache_counts_where_all_are_known(other, smallest):
     assert play(control_over("kv_tokens", [900], other), "kv_tokens") == [smallest]
 

@@ -162,14 +162,13 @@ class RecipeVLLMServer(vLLMHttpServer):
             await self.engine.check_health()
 
     async def load(self) -> tuple[int, int]:
-        """Requests in this server's engine, and tokens decoded since its start: more with every token.
+        """Requests in this server's engine, and tokens decoded since its start, which change with every token.
 
         Counted on request, from the engine's output processor, so that it does not depend on how often outputs are sent.
+        Asked of a replica's first server.
         """
-        if self.node_rank != 0:
-            return 0, 0
-        made = sum(tokens_made(self.engine).values())
-        return len(self.engine.output_processor.request_states), self._decoded + made
+        running = len(self.engine.output_processor.request_states)
+        return running, self._decoded + sum(tokens_made(self.engine).values())
 
     async def child_processes(self) -> list[ProcessId]:
         """The engine's processes; they outlive a killed server."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from ray.exceptions import RayActorError
 
 from recipe.partial_rollout.manager.types import PromptsWanted, RolloutFailedError
+from recipe.partial_rollout.rollout.progress import Load, decoded_between
 from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of, wait, whole
 
 if TYPE_CHECKING:
@@ -146,12 +147,12 @@ class Guard:
 
     async def _watch_engines(self) -> NoReturn:
         """Tell the manager, for ever, that engines decode: a sample of 60,000 tokens may report nothing for longer than
-        ``deadlines.stall_s``, and is no stall. What they have made before counts as progress once."""
-        before: dict[str, int] = {}
+        ``deadlines.stall_s``, and is no stall."""
+        before: Load = {}
         while True:
             await asyncio.sleep(self._deadlines.stall_s / ASKED_IN_A_STALL)
-            now = await self._context.control.running_tokens()
-            if any(tokens != before.get(address, 0) for address, tokens in now.items()):
+            now = await self._context.control.load()
+            if decoded_between(before, now):
                 await self._manager.note_decoding.remote()
             before |= now
 

@@ -104,61 +104,39 @@ class ServerControl:
         """Let the replicas take their device memory again."""
         await self._all("waking up", lambda replica: replica.wake_up())
 
-    async def running_tokens(self) -> dict[str, int]:
-        """Address to the tokens that a replica has decoded since its start, for the replicas that answer."""
-
-        async def ask(replica: Replica) -> tuple[str, int] | None:
-            asked = result_of(replica.server_handle.load.remote())
-            try:
-                return replica.server_address, (await asyncio.wait_for(asked, self._deadline_s))[1]
-            except Exception as error:
-                # Its failure surfaces where its answer to a request is awaited, or at the next interruption.
-                logger.warning(
-                    "vLLM replica %s does not say what it decodes: %s", replica.server_address, one_line(error)
-                )
-                return None
-
-        answers = await asyncio.gather(*[ask(replica) for replica in self._living])
-        return dict(answer for answer in answers if answer is not None)
-
     async def load(self) -> dict[str, tuple[int, int]]:
-        """Address to the requests that a replica runs and the tokens it has decoded since its start."""
-        return {address: load for address, load in (await self._asked("load")).items() if load is not None}
+        """Address to the requests that a replica runs and the tokens it has decoded since its start, of those that answer.
+
+        The failure of another surfaces where its answer to a request is awaited, or at the next interruption.
+        """
+        answers = await self._asked("load")
+        return {address: load for address, load in answers.items() if not isinstance(load, BaseException)}
 
     async def kv_tokens(self) -> int | None:
         """Tokens that the smallest KV cache of all replicas holds; None if a replica does not say."""
-        answers = await self._asked("kv_tokens")
-        known = [answer for answer in answers.values() if answer is not None]
-        return min(known) if len(known) == len(answers) else None
+        known = _of_the_living(await self._asked("kv_tokens"))
+        return None if None in known.values() else min(known.values(), default=None)
 
     async def new_preemptions(self) -> int | None:
         """Requests that the replicas preempted for lack of KV blocks since the last call; None if they are not counted."""
-        answers = await self._asked("preemptions")
-        if not answers or None in answers.values():
+        counts = _of_the_living(await self._asked("preemptions"))
+        if not counts or None in counts.values():
             return None
-        new = sum(count - self._preemptions.get(address, 0) for address, count in answers.items())
-        self._preemptions |= answers
+        new = sum(count - self._preemptions.get(address, 0) for address, count in counts.items())
+        self._preemptions |= counts
         return new
 
     async def _asked(self, verb: str) -> dict[str, Any]:
-        """Address to answer of each living replica; the answer of one that does not know ``verb`` is None."""
+        """Address to answer of each living replica, or to the error in its place."""
 
-        async def ask(address: str, server: Any) -> tuple[str, Any]:
-            method = getattr(server, verb, None)
-            return address, None if method is None else await answer_of(lambda: result_of(method.remote()))
+        async def ask(address: str, server: Any) -> Any:
+            what = f"asking the vLLM replica {address} for its {verb}"
+            asking = answer_of(lambda: result_of(getattr(server, verb).remote()))
+            return await wait(asking, self._deadline_s, what, "interrupt_s")
 
-        living = self.servers.items()
-        answers = await wait(
-            asyncio.gather(*[ask(*item) for item in living], return_exceptions=True),
-            self._deadline_s,
-            f"asking the vLLM replicas {', '.join(self.servers)} for their {verb}",
-            "interrupt_s",
-        )
-        for answer in answers:
-            if isinstance(answer, BaseException) and not means_death(answer):
-                raise answer
-        # A replica that has died is noticed, and named, at the next interruption.
-        return dict(answer for answer in answers if not isinstance(answer, BaseException))
+        living = self.servers
+        answers = await asyncio.gather(*[ask(*item) for item in living.items()], return_exceptions=True)
+        return dict(zip(living, answers, strict=True))
 
     async def restart_dead(self) -> None:
         """Restart the dead replicas, under new addresses and without the trainer's weights.
@@ -198,6 +176,14 @@ class ServerControl:
                 logger.warning("vLLM replica %s died: %s", replica.server_address, one_line(answer))
         if not self._living:
             raise ReplicaError(f"no vLLM replica is alive ({', '.join(self.addresses)})", dead=True)
+
+
+def _of_the_living(answers: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``answers`` that are none, or raise what is no death: that is noticed, and named, at the next interruption."""
+    for answer in answers.values():
+        if isinstance(answer, BaseException) and not means_death(answer):
+            raise answer
+    return {address: answer for address, answer in answers.items() if not isinstance(answer, BaseException)}
 
 
 class ReplicaRoster:
