@@ -16,9 +16,7 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.output_store import RayObjects
 from recipe.partial_rollout.rollout.driver import Driver
-from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
-from recipe.partial_rollout.rollout.step_book import StepBook
 from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
@@ -135,8 +133,7 @@ class ScriptedTraining:
             await worker.connect.remote(name, self.manager, 4, ReplicaChoice({}))
 
         self.pool = WorkerPool(self.workers, None, connect, 0, settings.deadlines, session.stop)
-        guard = Guard(context, self.manager, self.pool)
-        self.driver = Driver(context, self.manager, store, self.pool, Nothing(), StepBook(context), guard)
+        self.driver = Driver(context, self.manager, store, self.pool, Nothing())
         session.connect(self.driver)
         finished(self.pool.start())
         if session.resume_from is not None:
@@ -155,7 +152,7 @@ class ScriptedTraining:
         groups = finished(self.driver.next_batch(step))
         assert len(groups) == BATCH
         self.session.complete_step(step)
-        figures = self.driver.take_step_metrics()
+        figures = dict(self.session.figures)
         self.sync(step)
         return figures
 

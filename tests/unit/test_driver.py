@@ -16,7 +16,6 @@ from recipe.partial_rollout.records.calls import EngineCall
 from recipe.partial_rollout.records.run_log import Phase
 from recipe.partial_rollout.rollout import driver
 from recipe.partial_rollout.rollout.driver import Driver, RolloutState
-from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
@@ -44,10 +43,8 @@ class Pool:
     def begin(self, verb):
         return [asyncio.ensure_future(getattr(self.worker, verb)())]
 
-    async def answers(self, verb, asked):
-        return await asyncio.gather(*asked)
-
-    async def ask(self, verb):
+    async def ask(self, verb, begun=()):
+        await asyncio.gather(*begun)
         return [self.calls] if verb == "take_calls" else []
 
     async def ended(self):
@@ -89,7 +86,7 @@ class Life:
             separate=self.separate,
             failures=SimpleNamespace(max_masked_fraction=0.0),
         )
-        context = SimpleNamespace(
+        self.context = context = SimpleNamespace(
             settings=settings,
             control=self.control,
             log=self.log,
@@ -98,11 +95,12 @@ class Life:
             trainers=[],
             last_step=last_step,
             engine_metrics=AsyncMock(return_value={}),
+            figures={},
             slots=MagicMock(**{"reckon.return_value": False}),
         )
         manager, self.pool, others = Local(self.manager), Pool(self.worker), AsyncMock()
-        guard = Guard(context, manager, self.pool)
-        self.driver = Driver(context, manager, InProcess(), self.pool, others, self.book, guard)
+        self.driver = Driver(context, manager, InProcess(), self.pool, others)
+        self.driver._book = self.book
 
     async def start(self):
         self.worker.connect("w0", Local(self.manager), 4, ReplicaChoice({}))
@@ -161,19 +159,17 @@ async def life(*lengths, placement=Placement.SEPARATE, last_step=STEPS, started=
 
 
 @both
-async def test_batch_its_figures_a_checkpoint_and_validation_wait_for_the_update(placement):
+async def test_next_batch_a_checkpoint_and_validation_wait_for_the_update(placement):
     async with life(5, 5, 5, 5, placement=placement) as one:
         await one.batch(1)
         driver = one.driver
         for too_early in (lambda: one.batch(2), lambda: driver.save(None), driver.before_validation):
             with pytest.raises(RuntimeError, match="step 1 is not trained: it is too early for"):
                 await too_early()
-        with pytest.raises(RuntimeError, match="too early for its figures"):
-            driver.take_step_metrics()
         await driver.finish_step()
         with pytest.raises(RuntimeError, match="the trainer has no batch: there is nothing to finish"):
             await driver.finish_step()
-        figures = driver.take_step_metrics()
+        figures = one.context.figures
         assert figures.pop("timing/hold_s", 0) >= 0
         assert figures == {"length/bias": 1.0, "failures/workers_restarted_total": 0}
 

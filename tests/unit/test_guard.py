@@ -192,10 +192,10 @@ async def test_stop_signal_shortens_the_wait_for_a_worker_that_does_not_answer(m
         hung = one.workers[0]
         hung.hangs.add("close_round")
         asyncio.get_running_loop().call_later(0.05, setattr, one.stop, "_number", signal.SIGTERM)
-        await one.guard.ask("close_round")
+        await one.guard.wait(one.pool.ask("close_round"), "closing the round", key=None)
         await one.guard.wait(asyncio.sleep(0.02), "the next wait", key=None)
         assert one.workers[0] is hung and one.released == ["agent_loop_worker_0"], "its samples go into the checkpoint"
-        assert await one.guard.ask("flush") == ["flush"]
+        assert await one.pool.ask("flush") == ["flush"]
 
 
 # -- what else ends a wait -----------------------------------------------------------------------------------------------

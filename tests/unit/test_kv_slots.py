@@ -62,7 +62,7 @@ def test_workers_get_their_part_of_the_slots_that_were_reckoned_anew():
     control.__len__.return_value = 2
     control.new_preemptions = AsyncMock(side_effect=[4, None])
     settings = SimpleNamespace(batch_samples=96, deadlines=Deadlines())
-    context = RolloutContext(settings, control, chosen, *[None] * 4, steps_per_epoch=1, last_step=1)
+    context = RolloutContext(settings, control, chosen, *[None] * 4, steps_per_epoch=1, last_step=1, figures={})
     assert context.full_concurrency == 74 and context.slots_of_a_worker(3) == math.ceil(74 / 3)
     assert asyncio.run(context.engine_metrics()) == {"rollout/slots_per_replica": 37, "rollout/preemptions": 4}
     changed = [chosen.reckon((call(100, 64), call(300, 114))) for _ in range(2)]

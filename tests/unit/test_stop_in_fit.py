@@ -107,9 +107,17 @@ class Rollout:
     async def load(self, path, step):
         self.manager.load_state_dict(read_snapshot(Path(path)))
 
-    def take_step_metrics(self):
-        self._require_trained("its figures")
-        return {}
+
+class Figures(dict):
+    """Of a step, which is finished before they are logged."""
+
+    def __init__(self, rollout):
+        super().__init__()
+        self.rollout = rollout
+
+    def items(self):
+        self.rollout._require_trained("its figures")
+        return super().items()
 
 
 def build_trainer(config, run_dir, manager, output, *, moment):
@@ -134,6 +142,7 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
     trainer.async_rollout_manager = Rollout(trainer, manager, output, moment)
     session.connect(trainer.async_rollout_manager)
+    session.figures = Figures(trainer.async_rollout_manager)
     trainer.checkpoint_manager = SimpleNamespace(
         update_weights=lambda step: moment("sync"), sleep_replicas=lambda: None
     )

@@ -13,7 +13,6 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.manager.types import VersionStart
 from recipe.partial_rollout.rollout.driver import Driver
-from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.training import weight_transfer
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager, WeightSyncError, transfer_of
@@ -123,10 +122,11 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
     replicas, versions = [Replica("a", log), Replica("b", log, **b)], Versions(log)
     control = ServerControl(replicas, 5.0, restarts=1)
     settings = SimpleNamespace(separate=placement == "separate", deadlines=Deadlines(), batch_groups=1)
-    context = SimpleNamespace(settings=settings, control=control, log=versions, source=versions.source, last_step=99)
+    context = SimpleNamespace(
+        settings=settings, control=control, log=versions, source=versions.source, last_step=99, figures={}
+    )
     pool = SimpleNamespace(ended=lambda: asyncio.sleep(1e6), open_round=nothing)
-    roster, guard = SimpleNamespace(announce_restarted=nothing), Guard(context, versions, pool)
-    driver = Driver(context, versions, None, pool, roster, None, guard)
+    driver = Driver(context, versions, None, pool, SimpleNamespace(announce_restarted=nothing))
     driver.begin()
     trainers = Trainers(replicas, log, **(trainer or {}))
     verls = verls_manager(backend, ShmCheckpointEngine, trainers, replicas)

@@ -205,7 +205,7 @@ class ManagerActor:
         self._metrics_at_flush = None
         self._manager.groups.train(uids)
         errors, self._new_errors = tuple(self._new_errors), []
-        return StepAccount(self._manager.groups.take_filtered(), self._manager.wanted, metrics, errors)
+        return StepAccount(self._manager.groups.take_filtered(), metrics, errors)
 
     async def suspend(self) -> None:
         """End the round without a batch, to checkpoint and stop: no sample can be claimed from here on."""

@@ -348,8 +348,6 @@ class StepAccount:
 
     filtered: tuple[FilteredGroup, ...]
     """filtered since the step before, of those whose admission a batch has told"""
-    wanted: int
-    """prompts to offer with the next version (``PromptsManager.wanted``)"""
     metrics: dict[str, float]
     """``PromptsManager.metrics`` of the last flush if the round was stopped, else those before the batch was forgotten"""
     errors: tuple[ToldError, ...] = ()

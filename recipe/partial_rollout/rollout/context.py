@@ -32,6 +32,8 @@ class RolloutContext:
     steps_per_epoch: int
     last_step: int
     """last step of the training; no version is rolled out after it"""
+    figures: dict[str, float]
+    """metrics of the step that is logged next, without the ``partial_rollout/`` prefix"""
 
     def slots_of_a_worker(self, workers: int) -> int:
         """The share of the replicas' slots that each of ``workers`` has."""

@@ -18,8 +18,8 @@ Separate: samples run on while the trainer has its batch. A weight sync *holds* 
 load, and go on with the same samples. Only a checkpoint or the end of training aborts them, so that the manager knows
 every token.
 
-A step ends in ``finish_step``, after the update. Whatever needs a finished step (the next batch, its figures, a
-checkpoint) fails before that; it never waits. The ``Guard`` watches every wait.
+A step ends in ``finish_step``, after the update. Whatever needs a finished step (the next batch, a checkpoint) fails
+before that; it never waits. The ``Guard`` watches every wait.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 from recipe.partial_rollout.manager.output_store import RayObjects
 from recipe.partial_rollout.manager.types import Prompt, Standing, StepAccount, TakenGroup, VersionStart
 from recipe.partial_rollout.records.run_log import Begin, Phase
+from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.progress import show_round
 from recipe.partial_rollout.rollout.step_book import StepBatch, StepBook
 from recipe.partial_rollout.rollout.stop import StopTraining
@@ -44,7 +45,6 @@ from recipe.partial_rollout.waits import result_of
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.context import RolloutContext
-    from recipe.partial_rollout.rollout.guard import Guard
     from recipe.partial_rollout.rollout.replicas import ReplicaRoster
     from recipe.partial_rollout.rollout.workers import WorkerPool
 
@@ -74,32 +74,22 @@ class Driver:
         store: holds the outputs of the groups taken.
         pool: the agent-loop workers, connected to ``manager``.
         roster: announces restarted replicas.
-        book: books what is trained.
-        guard: of all waits.
     """
 
     def __init__(
-        self,
-        context: RolloutContext,
-        manager: Any,
-        store: RayObjects,
-        pool: WorkerPool,
-        roster: ReplicaRoster,
-        book: StepBook,
-        guard: Guard,
+        self, context: RolloutContext, manager: Any, store: RayObjects, pool: WorkerPool, roster: ReplicaRoster
     ) -> None:
         self._context, self._control = context, context.control
         self._stops = not context.settings.separate
         """whether the engines stop after each batch"""
         self._manager, self._store = manager, store
-        self._pool, self._roster, self._book, self._guard = pool, roster, book, guard
+        self._pool, self._roster = pool, roster
+        self._book, self._guard = StepBook(context), Guard(context, manager, pool)
         self._state = RolloutState.QUIET
         self._trains = False
         """whether ``begin`` was called"""
         self._prompts: list[Prompt] = []
         """of the next version, taken from the source"""
-        self._wanted: int | None = None
-        """prompts that the next version needs; None: the manager is asked"""
         self._version = -1
         """the newest that the manager was asked to begin"""
         self._beginning: Awaitable[VersionStart] | None = None
@@ -114,7 +104,6 @@ class Driver:
         """whose batch was taken last"""
         self._since = self._held_at = 0.0
         """when the last batch was taken, or the engines first ran; when they were held (unix seconds)"""
-        self._figures: dict[str, float] = {}
 
     @property
     def exhausted(self) -> bool:
@@ -140,15 +129,15 @@ class Driver:
             what = f"beginning policy version {self._version}, once the workers have reported of the one before,"
             self._start, self._beginning = await self._guard.wait(self._beginning, what), None
 
-    async def _take_prompts(self) -> None:
-        """Read the prompts that the next version admits."""
-        source, wanted, self._wanted = self._context.source, self._wanted, None
+    async def _take_prompts(self, wanted: int | None = None) -> None:
+        """Read the prompts that the next version admits; None: as many as the manager wants now."""
+        source = self._context.source
         assert source is not None
-        if wanted is None:
-            wanted = await self._guard.wait(
-                self._manager.wanted.remote(), "asking the manager how many prompts it wants"
-            )
-        self._prompts = source.take(wanted)
+        if wanted is not None:
+            self._prompts = source.take(wanted)
+            return
+        what = "asking the manager how many prompts it wants"
+        self._prompts = source.take(await self._guard.wait(self._manager.wanted.remote(), what))
 
     async def _open(self) -> None:
         """Let the workers call the engines."""
@@ -203,7 +192,7 @@ class Driver:
     def note_phase(self, name: str, version: int, start: float, end: float) -> None:
         """Note a phase of the sync of ``version``: ``stage`` or ``hold``; moments in unix seconds."""
         self._context.log.add(Phase(name, version, start, end))
-        self._figures[f"timing/{name}_s"] = end - start
+        self._context.figures[f"timing/{name}_s"] = end - start
 
     async def _announce_restarted(self) -> None:
         await self._guard.wait(self._roster.announce_restarted(self._pool), "announcing restarted replicas", key=None)
@@ -249,9 +238,9 @@ class Driver:
         groups = [replace(group, outputs=outputs[group.uid]) for group in ready.groups]
         batch = StepBatch(step, start, ready.admitted, groups, since, opened_at, taken_at, waits)
         batch.check(context.settings.batch_groups, context.settings.failures.max_masked_fraction)
-        self._batch, self._step, self._since, self._wanted = batch, step, taken_at, ready.wanted
+        self._batch, self._step, self._since = batch, step, taken_at
         if self._stops and self._goes_on(step):
-            await self._take_prompts()
+            await self._take_prompts(ready.wanted)
             self._begin_version(step)
         return groups
 
@@ -282,7 +271,7 @@ class Driver:
             batch.waits["collect_s"] = max(0.0, reported_at - batch.until)
             batch.waits["flush_s"] = time.time() - waiting_since
         # Validation's have other names, and may have been made beside.
-        ended = await self._guard.ask("take_calls")
+        ended = await self._guard.wait(self._pool.ask("take_calls"), "asking the workers for their calls", key=None)
         calls = [call for calls in ended for call in calls if "#" in call.sample]
         if self._stops:
             first_call = min((call.start for call in calls), default=batch.opened_at)
@@ -293,28 +282,14 @@ class Driver:
         )
         for error in account.errors:
             logger.warning("in a sample of step %d, %s raised the first %s", batch.step, error.place, error.line)
-        if not self._stops:
-            self._wanted = account.wanted
-        self._figures = {
-            **self._book.note(batch, account, calls),
-            "failures/workers_restarted_total": self._pool.restarted,
-            **await context.engine_metrics(),
-        }
+        context.figures.update(self._book.note(batch, account, calls))
+        context.figures["failures/workers_restarted_total"] = self._pool.restarted
+        context.figures.update(await context.engine_metrics())
         if context.slots.reckon(calls):
             # Samples that are granted keep their slots.
             resizing = self._manager.resize_workers.remote(context.slots_of_a_worker(len(self._pool)))
             await self._guard.wait(resizing, "telling the manager of the workers' slots")
         self._batch = None
-
-    def take_step_metrics(self) -> dict[str, float]:
-        """Metrics of the last step, without the ``partial_rollout/`` prefix.
-
-        Raises:
-            RuntimeError: its batch is not trained.
-        """
-        self._require_trained("its figures")
-        taken, self._figures = self._figures, {}
-        return taken
 
     def _require_trained(self, what: str) -> None:
         if self._batch is not None:
@@ -390,7 +365,7 @@ class Driver:
     async def _collect(self) -> float:
         """Wait until the manager knows every token; unix seconds when it did."""
         what = "collecting the interrupted samples from the agent-loop workers"
-        await self._guard.wait(self._pool.answers("flush", self._flushing), what, key=None)
+        await self._guard.wait(self._pool.ask("flush", begun=self._flushing), what, key=None)
         reported_at: float = await self._guard.wait(self._manager.flush.remote(), what)
         self._state = RolloutState.QUIET
         return reported_at

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError
 
 from recipe.partial_rollout.manager.types import PromptsWanted, RolloutFailedError
 from recipe.partial_rollout.rollout.progress import Load, decoded_between
-from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of, wait, whole
+from recipe.partial_rollout.waits import answer_of, one_line, result_of, wait, whole
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.context import RolloutContext
@@ -79,10 +79,6 @@ class Guard:
             return await wait(awaitable, deadline_s, what, key, watches=(self._watch_workers(what), *watches))
         except RayActorError as error:
             raise RolloutFailedError(f"an actor died during {what}: {one_line(error)}") from error
-
-    async def ask(self, verb: str, *args: Any) -> list[Any]:
-        """The answers of the workers to ``verb``; see ``WorkerPool.ask``."""
-        return await self.wait(self._pool.ask(verb, *args), f"asking the workers to {verb}", key=None)
 
     async def wait_batch(
         self, ask: Callable[[], Awaitable[T | PromptsWanted]], *watches: Callable[[], Coroutine[Any, Any, Any]]
@@ -159,9 +155,6 @@ class Guard:
 
 async def _look_after(trainers: Sequence[Any], rank: int) -> None:
     try:
-        await result_of(trainers[rank].__ray_ready__.remote())
+        await answer_of(lambda: result_of(trainers[rank].__ray_ready__.remote()))
     except RayActorError as error:
-        if not is_out_of_reach(error):
-            raise TrainerLostError(
-                f"trainer {rank} of {len(trainers)} died during the round: {one_line(error)}"
-            ) from error
+        raise TrainerLostError(f"trainer {rank} of {len(trainers)} died during the round: {one_line(error)}") from error

@@ -179,7 +179,7 @@ class ServerControl:
 
 
 def _of_the_living(answers: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``answers`` that are none, or raise what is no death: that is noticed, and named, at the next interruption."""
+    """``answers`` without deaths, which the next interruption notices and names; any other error is raised."""
     for answer in answers.values():
         if isinstance(answer, BaseException) and not means_death(answer):
             raise answer

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -145,11 +145,11 @@ class WorkerPool:
         self._workers[i] = self._spawn(i)
         await self._start(i)
         if self._open:
-            await self._answer(i, "open_round", self._workers[i].open_round.remote())
+            await self._answer(i, "open_round")
 
     async def _is_back(self, i: int) -> bool:
         """Whether worker ``i``, to which Ray lost its connection, answers again; its samples have gone on."""
-        answers = await self._answer(i, "__ray_ready__", self._workers[i].__ray_ready__.remote())
+        answers = await self._answer(i, "__ray_ready__")
         if answers:
             logger.warning("Ray lost its connection to %s for a moment; it goes on", self._names[i])
         return bool(answers)
@@ -166,25 +166,24 @@ class WorkerPool:
         self._open = False
         await self.ask("close_round")
 
-    async def ask(self, verb: str, *args: Any) -> list[Any]:
+    async def ask(self, verb: str, *args: Any, begun: Sequence[Any] = ()) -> list[Any]:
         """The answers of the living workers to a question that may be asked twice.
 
         A worker that gives none within ``deadlines.interrupt_s`` is ended, and then replaced.
+
+        Args:
+            begun: references from ``begin``, if the question was asked before.
         """
-        return await self.answers(verb, self.begin(verb, *args), *args)
-
-    def begin(self, verb: str, *args: Any) -> list[Any]:
-        """Ask every worker without waiting; returns references for ``answers``."""
-        return [getattr(worker, verb).remote(*args) for worker in self._workers]
-
-    async def answers(self, verb: str, asked: list[Any], *args: Any) -> list[Any]:
-        """See ``ask``; ``asked`` are the references that ``begin`` returned."""
-        found = await asyncio.gather(*[self._answer(i, verb, ref, *args) for i, ref in enumerate(asked)])
+        found = await asyncio.gather(*[self._answer(i, verb, *args, begun=begun) for i in range(len(self))])
         return [answer for answers in found for answer in answers]
 
-    async def _answer(self, i: int, verb: str, reference: Any, *args: Any) -> list[Any]:
+    def begin(self, verb: str) -> list[Any]:
+        """Ask every worker without waiting."""
+        return [getattr(worker, verb).remote() for worker in self._workers]
+
+    async def _answer(self, i: int, verb: str, *args: Any, begun: Sequence[Any] = ()) -> list[Any]:
         """The answer of worker ``i``; none if it is lost."""
-        worker, asked = self._workers[i], [reference]
+        worker, asked = self._workers[i], list(begun[i : i + 1])
 
         def ask() -> Awaitable[Any]:
             return result_of(asked.pop() if asked else getattr(worker, verb).remote(*args))

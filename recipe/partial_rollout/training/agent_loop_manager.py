@@ -20,10 +20,9 @@ from recipe.partial_rollout.records.run_log import Phase, Round
 from recipe.partial_rollout.records.trained_group import TrainedGroup, prompt_identity
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.driver import Driver
-from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.progress import show_round
 from recipe.partial_rollout.rollout.replicas import ReplicaRoster
-from recipe.partial_rollout.rollout.step_book import StepBook, check_masked, phase_metrics
+from recipe.partial_rollout.rollout.step_book import check_masked, phase_metrics
 from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.training.batch import assemble_batch
 from recipe.partial_rollout.training.reward_info import spread_infos
@@ -49,7 +48,6 @@ class ObservedAgentLoopManager(AgentLoopManager):
         self.agent_loop_workers_class = ray.remote(self.worker_class)
         super().__init__(*args, **kwargs)
         self.llm_client = self.client_class.over(self.llm_client)
-        self._figures: dict[str, float] = {}
 
     def connect(self, context: RolloutContext, pad_id: int) -> None:
         """Observe the run of ``context``; call it once, after the workers are up.
@@ -75,7 +73,8 @@ class ObservedAgentLoopManager(AgentLoopManager):
         output = await wait(super().generate_sequences(prompts), None, "the round", None, watches=[showing])
         self._settle(output, validate=False)
         phase = RolloutPhase(start, time.time(), await self._take_calls())
-        self._figures = {**self._note(phase, prompts, output), **await self.context.engine_metrics()}
+        self.context.figures.update(self._note(phase, prompts, output))
+        self.context.figures.update(await self.context.engine_metrics())
         self.context.slots.reckon(phase.calls)
         return output
 
@@ -113,11 +112,6 @@ class ObservedAgentLoopManager(AgentLoopManager):
         if errors:
             fate = "count in no mean" if validate else "are masked"
             print(f"warning: {len(errors)} of the {len(output)} samples of a {what} {fate}; one of them: {errors[0]}")
-
-    def take_step_metrics(self) -> dict[str, float]:
-        """Metrics of the last batch, without the ``partial_rollout/`` prefix."""
-        taken, self._figures = self._figures, {}
-        return taken
 
     def _note(self, phase: RolloutPhase, prompts: DataProto, output: DataProto) -> dict[str, Any]:
         """Note a phase of noPR, in which every sample started and ended, under one version."""
@@ -179,8 +173,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             deadlines=settings.deadlines,
             stop=context.stop,
         )
-        guard = Guard(context, manager, pool)
-        self.driver = Driver(context, manager, store, pool, roster, StepBook(context), guard)
+        self.driver = Driver(context, manager, store, pool, roster)
         auto_await(pool.start)()
 
     def _spawn(self, i: int) -> Any:
@@ -200,10 +193,6 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         rollout = self.config.actor_rollout_ref.rollout
         uids = prompts.non_tensor_batch["uid"][:: rollout.n]
         return assemble_batch(groups, uids, rollout.prompt_length, rollout.response_length, self._pad_id)
-
-    def take_step_metrics(self) -> dict[str, float]:
-        """``Driver.take_step_metrics``."""
-        return self.driver.take_step_metrics()
 
 
 def _start_manager(context: RolloutContext, store: RayObjects) -> Any:

@@ -254,7 +254,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         """Add the recipe's metrics to what verl logs for a step."""
         if "training/global_step" in data:
             self._complete_step()
-        ours = {f"partial_rollout/{key}": value for key, value in self._rollout.take_step_metrics().items()}
+        ours = {f"partial_rollout/{key}": value for key, value in self.session.figures.items()}
+        self.session.figures.clear()
         return self.step_log.extend({**self.proximal.metrics(data, step), **ours}, step)
 
     def _after_log(self, data: dict[str, Any], step: int) -> None:

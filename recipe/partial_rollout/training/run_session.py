@@ -119,6 +119,8 @@ class RunSession:
         """the last step whose batch is trained; a checkpoint is of this step"""
         self.source: PromptSource | None = None
         """None under noPR, as is the driver"""
+        self.figures: dict[str, float] = {}
+        """``RolloutContext.figures``"""
         self.log: RunLog
         self.steps: TrainingSteps
         self._driver: Driver | None = None
@@ -213,6 +215,7 @@ class RunSession:
             trainers=trainers,
             steps_per_epoch=self.steps.per_epoch,
             last_step=self.steps.last,
+            figures=self.figures,
         )
 
     def connect(self, driver: Driver) -> None:
