@@ -239,7 +239,9 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         for times in itertools.count(1):
             try:
                 await self._compute_score([output], kwargs)
-                self._check_score(output, kwargs, validate)
+                # Without a score here one comes later, of a colocated reward model.
+                if output.reward_score is not None or self.reward_loop_worker_handles is not None:
+                    self._check_score(output, kwargs.get("uid"), validate)
                 return
             except RewardError as error:
                 error.times = times
@@ -251,15 +253,12 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             output.reward_score = None
             await asyncio.sleep(retry_delay_s(times))
 
-    def _check_score(self, output: AgentLoopOutput, kwargs: dict, validate: bool) -> None:
-        """Refuse a score that cannot be trained, or that says too little for the algorithm; None: one comes later."""
-        score, prompt, info = output.reward_score, kwargs.get("uid"), output.extra_fields.get(REWARD_INFO) or {}
-        if score is None and self.reward_loop_worker_handles is None:
-            return
+    def _check_score(self, output: AgentLoopOutput, prompt: Any, validate: bool) -> None:
+        """Refuse a score that cannot be trained, or that says too little for the algorithm."""
+        score, info = output.reward_score, output.extra_fields.get(REWARD_INFO) or {}
         output.reward_score = checked(score, prompt, info, () if validate else self._parts)
         # Groups of a validation are not filtered.
-        judges = None if validate else self._filter
-        if judges is not None and (lacks := missing(judges.metric, score, info)):
+        if self._filter and not validate and (lacks := missing(self._filter.metric, score, info)):
             raise RewardError(f"reward of prompt {prompt}: {lacks}")
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:

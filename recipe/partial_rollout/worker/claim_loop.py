@@ -175,19 +175,16 @@ class ClaimLoop:
             self.run(await result_of(self.manager.claim.remote(self.name)))
 
     async def reported(self) -> None:
-        """Wait until no engine call runs and the manager knows everything."""
-        while not self._all_reported():
+        """Wait until no engine call runs and the manager knows everything; sends what it does not know."""
+        while True:
             self._ended.clear()
+            if not self._running:
+                for sample in self.samples.values():
+                    # A sample in a tool or reward call, which may outlast a checkpoint, has a finished turn to report.
+                    self.outbox.note(sample)
+                if self.outbox.empty():
+                    return
             await self._ended.wait()
-
-    def _all_reported(self) -> bool:
-        """Whether no engine call runs and the manager knows everything; sends what it does not know."""
-        if self._running:
-            return False
-        for sample in self.samples.values():
-            # A sample in a tool or reward call, which may outlast a checkpoint, has a finished turn to report.
-            self.outbox.note(sample)
-        return self.outbox.empty()
 
     # -- samples ---------------------------------------------------------------------------------------------------
 

@@ -160,6 +160,10 @@ class Turn:
         return sum(map(len, self.segments))
 
     @property
+    def complete(self) -> bool:
+        return bool(self.segments) and self.segments[-1].stop_reason is not None
+
+    @property
     def token_ids(self) -> np.ndarray:
         """int32 [length]"""
         return np.concatenate([segment.token_ids for segment in self.segments] or [np.empty(0, np.int32)])
@@ -251,8 +255,8 @@ class LiveSample:
     """whether its last call was interrupted, so that the next one may run elsewhere"""
     clock: SampleClock = field(init=False)
     """seconds that its agent loop spends between engine calls"""
-    _journal: defaultdict[str, dict[int, list[Segment]]] = field(init=False)
-    """segments that no call has asked for yet: by what was asked, then by turn"""
+    _journal: defaultdict[int, list[Segment]] = field(init=False)
+    """segments that no call has asked for yet, by turn"""
     _next_turn: int = field(init=False)
     _tool_numbers: Iterator[int] = field(init=False)
     """of tool calls that are not in the journal"""
@@ -261,11 +265,11 @@ class LiveSample:
 
     def __post_init__(self, restored: Iterable[Segment], deadline_s: float | None) -> None:
         self.clock = SampleClock(f"sample {self.id}", deadline_s)
-        self._journal, self._next_turn = defaultdict(dict), 0
+        self._journal = defaultdict(list)
         for segment in restored:
-            self._journal[segment.asked].setdefault(segment.turn, []).append(segment)
-            self._next_turn = max(self._next_turn, segment.turn + 1)
+            self._journal[segment.turn].append(segment)
             self.decoded += len(segment)
+        self._next_turn = max(self._journal, default=-1) + 1
         taken = frozenset(self.restored_tools)
         self._tool_numbers = (number for number in itertools.count() if number not in taken)
         self.tools_ended = max((entry.get("ended", 0) for entry in self.restored_tools.values()), default=0)
@@ -285,18 +289,18 @@ class LiveSample:
 
         Its last segment has a stop reason if it was complete. Of equal questions the first asked is answered first.
         """
-        known = self._journal.get(asked)
-        number = min(known, default=None) if known else None
-        segments = [] if number is None or known is None else known.pop(number)
-        if number is None:
-            number, self._next_turn = self._next_turn, self._next_turn + 1
-        turn = Turn(number, start, context, asked, segments)
+        equal = [number for number, segments in self._journal.items() if segments[0].asked == asked]
+        number = min(equal, default=self._next_turn)
+        self._next_turn = max(self._next_turn, number + 1)
+        turn = Turn(number, start, context, asked, self._journal.pop(number, []))
         self.turns.append(turn)
-        self.segments.extend(segments)
+        self.segments.extend(turn.segments)
         return turn
 
     def add(self, turn: Turn, segment: Segment) -> None:
-        """Add tokens of ``turn`` that the engine has just made."""
+        """Add tokens of ``turn`` that the engine has just made; none, if it was aborted before the first."""
+        if not len(segment) and segment.stop_reason is None:
+            return
         segment = replace(segment, turn=turn.number, asked=turn.asked)
         self.decoded += len(segment)
         if not turn.given_up:
@@ -384,18 +388,22 @@ class OneOfASample:
 LIVE_SAMPLE: ContextVar[LiveSample | None] = ContextVar("live_sample", default=None)
 
 
-async def at_home(
-    home: asyncio.AbstractEventLoop, sample: LiveSample | None, work: Callable[[], Coroutine[Any, Any, T]]
-) -> T:
-    """The result of ``work`` for ``sample`` in the event loop ``home``, from whichever thread and loop it is awaited.
+def at_home(sample: LiveSample | None, verb: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Any]:
+    """``verb``, for ``sample`` and in the event loop that runs now, from whichever thread and loop it is called.
 
     Agent loops may run their parts in threads, which have event loops and contexts of their own.
     """
+    home = asyncio.get_running_loop()
 
-    async def named() -> T:
+    async def named(*args: Any, **kwargs: Any) -> T:
         LIVE_SAMPLE.set(sample)
-        return await work()
+        return await verb(*args, **kwargs)
 
-    if asyncio.get_running_loop() is home:
-        return await (work() if LIVE_SAMPLE.get() is sample else home.create_task(named()))
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(named(), home))
+    async def call(*args: Any, **kwargs: Any) -> T:
+        if asyncio.get_running_loop() is not home:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(named(*args, **kwargs), home))
+        if LIVE_SAMPLE.get() is not sample:
+            return await home.create_task(named(*args, **kwargs))
+        return await verb(*args, **kwargs)
+
+    return call

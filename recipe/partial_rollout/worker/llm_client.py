@@ -56,12 +56,6 @@ def _version(output: TokenOutput) -> int:
     return -1 if version is None else int(version)
 
 
-def _sample_of(request_id: str) -> str:
-    """The running sample; one of noPR has no other name than the request id that verl keeps for all its turns."""
-    sample = LIVE_SAMPLE.get()
-    return request_id[:_ID_DIGITS] if sample is None else sample.id
-
-
 class ObservedLLMClient(LLMServerClient):
     """verl's client; remembers what each engine call cost."""
 
@@ -113,7 +107,7 @@ class ObservedLLMClient(LLMServerClient):
         if not params.get("stop"):
             # Tokens in, tokens out: no one reads the text that the server would otherwise decode token by token.
             kwargs["sampling_params"] = {"detokenize": False, **params}
-        request, start = request or Request(), time.time()
+        sample, request, start = LIVE_SAMPLE.get(), request or Request(), time.time()
         output = await self._asked(request_id, request, kwargs)
         # A call that was aborted in the engine's queue prefilled nothing.
         prefilled = resumed_tokens if output.token_ids else 0
@@ -127,7 +121,8 @@ class ObservedLLMClient(LLMServerClient):
                 resumed_tokens=max(0, prefilled - (output.extra_fields.get("num_cached_tokens") or 0)),
                 context_tokens=len(kwargs.get("prompt_ids", ())),
                 queued_s=float(output.extra_fields.pop("queued_s", None) or 0.0),
-                sample=_sample_of(request_id),
+                # A sample of noPR has no other name than the request id that verl keeps for all its turns.
+                sample=request_id[:_ID_DIGITS] if sample is None else sample.id,
                 interrupted=output.stop_reason in ABORTED,
                 earlier_tokens=prefilled if begins else 0,
                 waited_s=round(waited_s, 3),
@@ -163,9 +158,9 @@ class SampleClient(OneOfASample):
     def __init__(self, client: PartialRolloutLLMClient, sample: LiveSample | None) -> None:
         self._client = client
         self._sample = sample
-        self._home = asyncio.get_running_loop()
         self.clock = SampleClock("validation") if sample is None else sample.clock
         """stands while the loop awaits an engine"""
+        self.generate = at_home(sample, self._generate)
 
     @property
     def sample_id(self) -> str | None:
@@ -175,14 +170,9 @@ class SampleClient(OneOfASample):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    async def generate(self, request_id: str, **request: Any) -> TokenOutput:
-        """``PartialRolloutLLMClient.generate``, in the event loop of the worker."""
-
-        async def answer() -> TokenOutput:
-            with self.clock.stopped():
-                return await self._client.generate(request_id, **request)
-
-        return await at_home(self._home, self._sample, answer)
+    async def _generate(self, request_id: str, **request: Any) -> TokenOutput:
+        with self.clock.stopped():
+            return await self._client.generate(request_id, **request)
 
 
 class PartialRolloutLLMClient(ObservedLLMClient):
@@ -247,7 +237,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             return last
         sample.require_life()
         check_sampling(sample.id, sampling_params, self.tokenizer)
-        known = sample.turns[-1].start + sum(map(len, sample.turns[-1].segments)) if sample.turns else 0
+        known = sample.turns[-1].start + len(sample.turns[-1]) if sample.turns else 0
         prompt = np.asarray(prompt_ids, np.int32)
         context = context_hash(prompt).digest()
         turn = sample.start_turn(len(prompt), context, digest_of(context, sampling_params))
@@ -288,7 +278,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         params = {key: value for key, value in params.items() if key != "max_new_tokens"}
         if params.get("stop"):
             stops = StopStrings(self.tokenizer, prompt_ids, params, turn.segments)
-        while not turn.given_up and (not turn.segments or turn.segments[-1].stop_reason is None):
+        while not (turn.complete or turn.given_up):
             done = [int(token) for segment in turn.segments for token in segment.token_ids]
             asked = time.time()
             async with sample.keeper.engine_call(sample):
@@ -310,8 +300,10 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                     continue
                 finally:
                     turn.request = None
-                complete = self._add(sample, turn, self._segments(sample.id, last, budget - len(done)), stops)
-                if not complete and not turn.given_up:
+                for segment in self._segments(sample.id, last, budget - len(done)):
+                    if not turn.complete:
+                        sample.add(turn, stops.end(segment) if stops else segment)
+                if not (turn.complete or turn.given_up):
                     sample.resumes = True
                     if not self._keeps_kv:
                         # The replica's cache is emptied with its weights, so the sample may resume anywhere.
@@ -331,17 +323,6 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                 return int(sampling_params[key])
         rollout = self.config.actor_rollout_ref.rollout
         return min(rollout.response_length, rollout.prompt_length + rollout.response_length - len(prompt_ids))
-
-    @staticmethod
-    def _add(sample: LiveSample, turn: Turn, segments: list[Segment], stops: StopStrings | None) -> bool:
-        """Add a call's ``segments`` to the turn, up to a stop string; whether the turn is complete."""
-        for segment in segments:
-            segment = stops.end(segment) if stops else segment
-            if len(segment) or segment.stop_reason is not None:
-                sample.add(turn, segment)
-            if segment.stop_reason is not None:
-                return True
-        return False
 
     @staticmethod
     def _segments(sample_id: str, output: TokenOutput, budget: int) -> list[Segment]:

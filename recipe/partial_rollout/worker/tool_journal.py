@@ -40,7 +40,7 @@ import contextlib
 import hashlib
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -81,14 +81,7 @@ def journaled(tools: list[Any], timeout_s: float | None = None) -> list[Any]:
 
 def of_sample(tools: list[Any], sample: LiveSample) -> list[Any]:
     """``tools``, journaled, for the agent loop of ``sample``, in whatever thread it calls them."""
-    home = asyncio.get_running_loop()
-
-    def bound(verb: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            return await at_home(home, sample, partial(verb, *args, **kwargs))
-
-        return call
-
+    bound = partial(at_home, sample)
     return [
         replace(tool, fn=bound(tool.fn)) if isinstance(tool, FunctionTool) else tool.through(bound) for tool in tools
     ]
