@@ -26,6 +26,7 @@ from recipe.partial_rollout.checkpoint import plain_codec
 from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
 from recipe.partial_rollout.config.sections import FailureLimits, Scheduling
 from recipe.partial_rollout.config.settings import FilterSettings
+from recipe.partial_rollout.manager.admission import pacing_load
 from recipe.partial_rollout.manager.policies import FailureVerdict, masked_output
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import GroupState, Prompt, SampleState, Segment
@@ -605,11 +606,11 @@ class ManagerLife(RuleBasedStateMachine):
     @invariant()
     def pacing_counts_what_is_in_flight_and_with_the_trainer(self):
         """No more than can be trained in time; where each version before has its batch, these are the groups in flight."""
-        load, counters = self.manager.load(), self.manager.counters
-        kept = counters.admitted_groups - counters.filtered_groups
-        assert load.groups == kept - self.batch * self.model.version
-        assert load.groups == self.manager.groups.in_flight + self.with_the_trainer()
-        assert load.groups <= (1 + self.max_staleness) * self.batch
+        groups = self.manager.groups
+        counted = pacing_load(groups.kept, groups.in_flight, self.batch, self.model.version)
+        assert counted == groups.kept - self.batch * self.model.version
+        assert counted == groups.in_flight + self.with_the_trainer()
+        assert counted <= (1 + self.max_staleness) * self.batch
 
     @precondition(started)
     @invariant()

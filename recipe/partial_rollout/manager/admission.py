@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from recipe.partial_rollout.config.choices import Mode
+from recipe.partial_rollout.manager.groups import Groups
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.config.settings import PartialRolloutConfig
@@ -76,20 +77,6 @@ def pacing_load(kept: int, in_flight: int, batch_groups: int, version: int) -> i
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What the manager holds when admission is asked."""
-
-    groups: int
-    """``pacing_load``: unfinished, ready, or in the batch that the present version trains"""
-    unfinished_groups: int
-    unfinished_samples: int
-    kept: int = 0
-    """groups admitted over the whole run, less the filtered ones"""
-    to_replace: int = 0
-    """groups filtered since the version began that nothing has replaced yet"""
-
-
-@dataclass(frozen=True, slots=True)
 class Admission:
     """Decides whether one more prompt may be admitted.
 
@@ -100,17 +87,17 @@ class Admission:
         at any time         at most (1 + max_staleness) * 4 = 12
 
     >>> from recipe.partial_rollout.config.settings import PartialRolloutConfig
+    >>> from recipe.partial_rollout.manager.types import Prompt
     >>> sizes = {"batch_groups": 4, "samples_per_group": 8, "overlap": 0.5, "max_staleness": 2}
-    >>> window = Admission(PartialRolloutConfig(**sizes))
-    >>> five, six = (Load(groups, unfinished_groups=3, unfinished_samples=20) for groups in (5, 6))
-    >>> window.allows(five, version_begins=True), window.allows(six, version_begins=True)
-    (True, False)
-    >>> window.allows(five, version_begins=False)
-    False
+    >>> window, groups, admitted = Admission(PartialRolloutConfig(**sizes)), Groups(), 0
+    >>> while window.allows(groups, 8 * admitted, version=0, version_begins=True):
+    ...     _, admitted = groups.enter(Prompt(f"0/{admitted}", {}), samples=8), admitted + 1
+    >>> admitted, window.allows(groups, 20, version=0, version_begins=False)
+    (6, False)
 
     Mode ``ssim`` counts samples, and refills throughout: 20 + 8 fit into 4 * 8.
 
-    >>> Admission(PartialRolloutConfig(mode=Mode.SSIM, **sizes)).allows(five, version_begins=False)
+    >>> Admission(PartialRolloutConfig(mode=Mode.SSIM, **sizes)).allows(groups, 20, version=0, version_begins=False)
     True
     """
 
@@ -129,19 +116,26 @@ class Admission:
         """Most groups, unfinished or ready, that can all be trained before they are older than ``max_staleness``."""
         return (1 + self.settings.max_staleness) * self.settings.batch_groups
 
-    def allows(self, load: Load, *, version_begins: bool) -> bool:
-        """Whether one more group may start under ``load``, when a version begins or later."""
+    def allows(
+        self, groups: Groups, unfinished_samples: int, version: int, *, version_begins: bool, to_replace: int = 0
+    ) -> bool:
+        """Whether one more group may start under ``version``, when it begins or later.
+
+        Args:
+            to_replace: groups filtered since the version began that nothing has replaced yet.
+        """
         settings = self.settings
-        if load.groups >= self.ceiling or (self.train_groups is not None and load.kept >= self.train_groups):
+        counted = pacing_load(groups.kept, groups.in_flight, settings.batch_groups, version)
+        if counted >= self.ceiling or (self.train_groups is not None and groups.kept >= self.train_groups):
             return False
         if settings.mode is Mode.SSIM:
-            fits = load.unfinished_samples + settings.samples_per_group <= settings.batch_samples
-            return fits or load.groups < settings.batch_groups
+            fits = unfinished_samples + settings.samples_per_group <= settings.batch_samples
+            return fits or counted < settings.batch_groups
         # ssim's budget of samples already refills the place of a filtered group.
-        if load.to_replace:
+        if to_replace:
             return True
-        counted = load.unfinished_groups if settings.mode is Mode.APRIL else load.groups
-        return version_begins and counted < self.window
+        in_window = groups.waiting_or_active if settings.mode is Mode.APRIL else counted
+        return version_begins and in_window < self.window
 
     def most_per_version(self) -> int:
         """Upper bound of the prompts that one version can admit."""

@@ -1,9 +1,7 @@
-"""All prompts between the data source and the trainer: what a checkpoint keeps.
+"""All prompts between the data source and the trainer: the states of groups and of samples, and who alone writes them.
 
-A prompt waits in the ``Reserve``, and is a group from admission to training. Workers, their slots and the claim queue are
-no part of it: after a crash no sample has an owner. The states of a group, and the verbs of ``Groups``
-
-::
+A prompt waits in the ``Reserve``, and is a group from admission to training: what a checkpoint keeps. Workers, their slots
+and the claim queue are no part of it: after a crash no sample has an owner. The states of a group, and its verbs::
 
     enter           start           ready          take          train
     ----> WAITING  ----->  ACTIVE  ----->  READY  ---->  TAKEN  ----->  TRAINED
@@ -11,8 +9,8 @@ no part of it: after a crash no sample has an owner. The states of a group, and 
                               |   filter
                               +-------->  FILTERED
 
-Only ``Groups`` writes ``PromptGroup.state``. Each verb checks the group's present state before it changes anything, so
-the indexes always agree with the states. Trained and filtered groups are counted and forgotten.
+Trained and filtered groups are counted and forgotten. ``VERBS`` has those of a sample. Each verb checks the present state
+before it changes anything, so a message that comes twice or late is an error, and the indexes agree with the states.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ from recipe.partial_rollout.manager.types import (
     PromptGroup,
     Sample,
     SampleOutput,
+    SampleState,
     TakenGroup,
     position_of,
 )
@@ -43,7 +42,22 @@ _FOLLOWS = {
     GroupState.TAKEN: GroupState.READY,
     GroupState.TRAINED: GroupState.TAKEN,
 }
-"""the only state from which each state can be entered; a group begins as WAITING"""
+"""the only state from which each state of a group can be entered; it begins as WAITING"""
+_BY_JOURNAL = None
+"""INTERRUPTED if the sample has a journal, from which any worker may continue; else WAITING"""
+
+VERBS: dict[str, tuple[Sequence[SampleState], SampleState | None]] = {
+    "admit": ((SampleState.WAITING,), _BY_JOURNAL),
+    "claim": ((SampleState.WAITING, SampleState.INTERRUPTED), SampleState.RUNNING),
+    "leave": ((SampleState.RUNNING,), SampleState.AWAY),
+    "interrupt": ((SampleState.RUNNING, SampleState.AWAY), SampleState.INTERRUPTED),
+    "finish": ((SampleState.RUNNING, SampleState.AWAY), SampleState.FINISHED),
+    "fail": ((SampleState.RUNNING, SampleState.AWAY), SampleState.FAILED),
+    "mask": ((SampleState.FAILED,), SampleState.FINISHED),
+    "retry": ((SampleState.FAILED,), _BY_JOURNAL),
+    "release_worker": ((SampleState.RUNNING, SampleState.INTERRUPTED, SampleState.AWAY), _BY_JOURNAL),
+}
+"""by verb: the states that a sample may leave by it, and the one that it enters"""
 
 
 @dataclass(slots=True)
@@ -266,6 +280,11 @@ class Groups:
         return len(self.by_order) - len(self.taken)
 
     @property
+    def kept(self) -> int:
+        """Groups admitted over the whole run, less the filtered ones."""
+        return self.counters.admitted_groups - self.counters.filtered_groups
+
+    @property
     def waiting_or_active(self) -> int:
         """Groups with a sample that has not finished."""
         return self.in_flight - len(self.ready_queue)
@@ -278,8 +297,7 @@ class Groups:
     @property
     def lost(self) -> int:
         """Number of admitted groups that are neither here nor trained nor filtered: always 0."""
-        counters = self.counters
-        return counters.admitted_groups - counters.trained_groups - counters.filtered_groups - len(self.by_order)
+        return self.kept - self.counters.trained_groups - len(self.by_order)
 
     def in_state(self, *states: GroupState) -> Iterator[PromptGroup]:
         """Groups in one of ``states``, by dispatch order."""
@@ -310,3 +328,60 @@ class Groups:
         if in_order:
             biases["length/batch_bias"] = batch_tokens / in_order
         return biases
+
+
+class Samples:
+    """The samples that have not finished.
+
+    >>> samples = Samples(Counters(), clock=lambda: 0.0)
+    >>> samples.unfinished["0/0#0"] = Sample("0/0#0", PromptGroup(Prompt("0/0", {}), order=0))
+    >>> [str(samples.move("0/0#0", verb).state) for verb in ("claim", "leave", "interrupt")]
+    ['running', 'away', 'interrupted']
+    >>> samples.move("0/0#0", "finish")
+    Traceback (most recent call last):
+    RuntimeError: finish: sample 0/0#0 is interrupted, not running or away
+
+    Args:
+        counters: their seconds without a slot are counted here.
+        clock: seconds; stamped on state changes for stall reports.
+    """
+
+    def __init__(self, counters: Counters, clock: Callable[[], float]) -> None:
+        self._counters = counters
+        self._clock = clock
+        self.unfinished: dict[str, Sample] = {}
+        """by id"""
+
+    def move(self, sample_id: str, verb: str) -> Sample:
+        """Have a sample leave its state and enter another, as ``VERBS`` says; returns it.
+
+        Raises:
+            RuntimeError: ``verb`` does not leave its state, or it has finished.
+        """
+        leaves, enters = VERBS[verb]
+        sample, now = self.in_state(sample_id, verb, leaves), self._clock()
+        if sample.state is SampleState.AWAY:
+            self._counters.away_s += now - sample.since
+        if enters is None:
+            enters = SampleState.INTERRUPTED if sample.has_journal else SampleState.WAITING
+        sample.state, sample.since = enters, now
+        return sample
+
+    def in_state(self, sample_id: str, verb: str, states: Sequence[SampleState]) -> Sample:
+        """The sample; RuntimeError, which names ``verb``, unless it is in one of ``states``."""
+        sample = self.unfinished.get(sample_id)
+        if sample is None or sample.state not in states:
+            actual = "unknown or finished" if sample is None else sample.state
+            raise RuntimeError(f"{verb}: sample {sample_id} is {actual}, not {' or '.join(states)}")
+        return sample
+
+    def report(self, limit: int = 8) -> str:
+        """One line for an error: the unfinished samples, longest unchanged first."""
+        live, now = sorted(self.unfinished.values(), key=lambda sample: sample.since), self._clock()
+        rows = [
+            f"{s.id} {s.state} on {s.worker or 'no worker'} for {now - s.since:.0f} s ({s.cached_tokens} tokens cached"
+            + (f"; failed {s.failures} times, last: {s.error})" if s.error is not None else ")")
+            for s in live[:limit]
+        ]
+        more = f" and {len(live) - limit} more" if len(live) > limit else ""
+        return f"{len(live)} unfinished samples: " + "; ".join(rows) + more

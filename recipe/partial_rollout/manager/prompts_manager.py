@@ -8,7 +8,7 @@ A pure state machine, driven by verbs: no Ray, no asyncio, no torch, no clock of
 * no group is trained later than ``max_staleness`` versions after its first sample started (``admission`` has the theorem);
 * a sample has one owner: it is claimable, or one worker has it (RUNNING, AWAY), or it awaits its retry, or it has ended.
 
-``samples`` has the verbs of samples.
+``groups`` has the states of samples and groups.
 
 The verbs of versions. Where trainer and engines share their devices each batch stops the round (colocated placement);
 where each side has its own, everything else runs on (separate placement)::
@@ -26,11 +26,10 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from recipe.partial_rollout.manager.admission import Admission, Load, in_time, pacing_load
+from recipe.partial_rollout.manager.admission import Admission, in_time
 from recipe.partial_rollout.manager.codec import capture, decode, encode
-from recipe.partial_rollout.manager.groups import Groups, Reserve
+from recipe.partial_rollout.manager.groups import Groups, Reserve, Samples
 from recipe.partial_rollout.manager.policies import FailureVerdict, common_value, masked_output, verdict_on
-from recipe.partial_rollout.manager.samples import Samples
 from recipe.partial_rollout.manager.scheduling import ClaimQueue, Slots, priority_of
 from recipe.partial_rollout.manager.types import (
     GIVEN_UP,
@@ -237,10 +236,16 @@ class PromptsManager:
 
     def admit(self, *, version_begins: bool = False) -> int:
         """Move prompts from the reserve into flight as far as the mode allows; returns how many."""
-        admitted = 0
-        while self.reserve.prompts and self._admission.allows(self.load(), version_begins=version_begins):
+        admitted, groups = 0, self.groups
+        while self.reserve.prompts and self._admission.allows(
+            groups,
+            len(self.samples.unfinished),
+            self.version,
+            version_begins=version_begins,
+            to_replace=self._to_replace,
+        ):
             prompt = self.reserve.prompts.popleft()
-            self._enter(self.groups.enter(prompt, self._settings.samples_per_group))
+            self._enter(groups.enter(prompt, self._settings.samples_per_group))
             self._to_replace = max(0, self._to_replace - 1)
             admitted += 1
         return admitted
@@ -251,13 +256,6 @@ class PromptsManager:
             if sample.state is not SampleState.FINISHED:
                 self.samples.unfinished[sample.id] = sample
                 self._requeue(sample.id, "admit")
-
-    def load(self) -> Load:
-        """What admission is asked with."""
-        groups, counters = self.groups, self.counters
-        kept = counters.admitted_groups - counters.filtered_groups
-        counted = pacing_load(kept, groups.in_flight, self._settings.batch_groups, self.version)
-        return Load(counted, groups.waiting_or_active, len(self.samples.unfinished), kept, self._to_replace)
 
     @property
     def wanted(self) -> int:
