@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from hypothesis import settings
+from ray._private import auto_init_hook
 
 from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
@@ -27,6 +28,12 @@ settings.load_profile("project")
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch):
     monkeypatch.setattr(policies, "RETRY_AFTER_S", 0.005)
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch):
+    """A question to Ray, which would start one, is an error."""
+    monkeypatch.setattr(auto_init_hook, "enable_auto_connect", False)
 
 
 @pytest.fixture

@@ -5,9 +5,11 @@ import contextlib
 import math
 import re
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
+import ray
 import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
@@ -304,6 +306,7 @@ class BatchWorker:
     def __init__(self, function):
         self.function, self.calls = function, 0
         self.compute_score = SimpleNamespace(remote=self.ask)
+        self.__ray_call__ = SimpleNamespace(remote=AsyncMock(return_value=False))
 
     async def ask(self, data):
         self.calls += 1
@@ -380,8 +383,10 @@ def test_colocated_reward_that_fails_is_asked_for_again_then_masked_and_named(br
         colocated(flaky(*[broken] * 3), unscored(rows(2, 3)), max_masked_fraction=0.25)
 
 
-def test_colocated_reward_that_hangs_is_named_with_its_deadline():
+def test_colocated_reward_that_hangs_is_named_with_its_deadline(monkeypatch):
     """It begins with each answer anew: verl's workers queue what they are asked at once."""
+    # Ray's own would start a Ray.
+    monkeypatch.setattr(ray, "cancel", lambda call: call.close())
 
     async def slow(data_source, solution_str, ground_truth, extra_info):
         await asyncio.sleep([0.0, 0.7, 3600.0, 1.4][ground_truth])

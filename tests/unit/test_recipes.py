@@ -174,8 +174,8 @@ def test_shape_of_a_model_is_known_by_its_name_or_config():
         assert shape.kv_bytes == 2 * 3 * 2 * 16 * 2
 
 
-@pytest.mark.parametrize("name", ["modèle", "a=b", "two (words)", "a,b", "it's"])
-def test_folder_may_have_any_name(tmp_path, name):
+def test_folder_may_have_any_name(tmp_path):
+    name = "modèle, a=b (it's)"
     places = {
         "MODEL": str(tmp_path / name),
         "DATA": str(tmp_path / f"{name} data"),

@@ -113,36 +113,23 @@ main_ppo.main()
 """
 
 
-def start_and_signal(*numbers, before=None):
-    """Exit code and standard error of a start that gets the signals."""
+def test_signal_while_the_engines_start_ends_the_run_in_one_line_whatever_handlers_libraries_set_and_nohup_is_obeyed():
+    """``tests/integration/test_stop.py`` has each signal, and Ray's own handlers."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", STARTING],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=before,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
     )
     try:
         assert process.stdout is not None and process.stdout.readline() == "starting\n"
-        for number in numbers:
+        for number in (signal.SIGHUP, signal.SIGINT):
             process.send_signal(number)
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    return process.returncode, errors
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_signal_while_the_engines_start_ends_the_run_in_one_line_whatever_handlers_libraries_set(number, code):
-    assert start_and_signal(number) == (code, f"training stopped by {number.name}\n")
-
-
-def test_hangup_is_ignored_under_nohup():
-    def nohup():
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-    code, errors = start_and_signal(signal.SIGHUP, signal.SIGINT, before=nohup)
-    assert (code, errors) == (130, "training stopped by SIGINT\n")
+    assert (process.returncode, errors) == (130, "training stopped by SIGINT\n")
 
 
 @pytest.mark.parametrize("starts", [True, False])
