@@ -44,7 +44,7 @@ class MatrixTrainer(PartialRolloutRayPPOTrainer):
             config, settings = self.stretches[self.global_steps]
             self.config.algorithm = config.algorithm
             self.config.actor_rollout_ref.actor = config.actor_rollout_ref.actor
-            self.proximal = proximal.ProximalPolicy.of(config, settings)
+            self.proximal = proximal.ProximalPolicy(config, settings)
             self.proximal.from_update = self.global_steps >= FIRST_FROM_UPDATE
             self.send_loss()
         return super()._get_gen_batch(batch)

@@ -16,7 +16,6 @@ WAITS = {"_watched", "wait", "wait_batch", "wait_for"}
 
 ENDED_BY = {
     "rollout/driver.py _begin_version": "_begun, by the guard",
-    "rollout/driver.py _stands": "the progress line, for whose answer nobody waits",
     "rollout/driver.py finish_step": "the guard, in the next line",
     "rollout/guard.py wait_batch": "_watch_manager_and_workers",
     "rollout/guard.py _watch_engines": "_watch_manager_and_workers, beside it",

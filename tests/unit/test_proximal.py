@@ -2,19 +2,29 @@
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from verl.protocol import DataProto
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.loss import UpdateOrder, WeightLevel, weight_level
 from recipe.partial_rollout.training.proximal import ProximalPolicy, needs_pass
+from tests.unit.shared import settings_of
 from verl_ext.reported_entropy import ASKED
 
-CORRECTION = type("Correction", (), {"rollout_is": "token", "rollout_is_threshold": 2.0})
+CORRECTION = {
+    "rollout_is": "token",
+    "rollout_is_threshold": 2.0,
+    "rollout_rs": None,
+    "rollout_is_batch_normalize": False,
+}
 
 
 def build(*, from_update=True):
-    return ProximalPolicy(from_update=from_update, rollout_correction=CORRECTION)
+    actor = {"ppo_epochs": 1 if from_update else 2, "ppo_mini_batch_size": 8}
+    algorithm = {"rollout_correction": CORRECTION, "use_kl_in_reward": False, "adv_estimator": "grpo"}
+    config = {"actor_rollout_ref": {"actor": actor}, "algorithm": algorithm, "data": {"train_batch_size": 8}}
+    return ProximalPolicy(OmegaConf.create(config), settings_of())
 
 
 def build_batch():
@@ -38,7 +48,7 @@ def build_batch():
 def test_pass_is_left_out_but_in_every_tenth_step_unless_something_needs_it(composed_config, override, needed):
     config = composed_config("quickstart_cpu", override)
     assert needs_pass(config) is bool(needed)
-    proximal = ProximalPolicy.of(config, PartialRolloutConfig.from_config(config))
+    proximal = ProximalPolicy(config, PartialRolloutConfig.from_config(config))
     runs = [step for step in range(1, 22) if proximal.recomputes(step)]
     assert runs == ([1, 11, 21] if needed is False else list(range(1, 22)))
 

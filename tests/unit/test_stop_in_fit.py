@@ -21,7 +21,6 @@ from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
 from recipe.partial_rollout.records.run_log import Checkpoint, Ended
-from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.batch import assemble_batch
@@ -129,8 +128,8 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     session.begin()
     session.steps = TrainingSteps(per_epoch=STEPS, epochs=1, total=STEPS, drains=True, filters=False)
     trainer._phase_started = None
-    trainer.proximal = ProximalPolicy.of(config, trainer.settings)
-    trainer.nodes = ClusterNodes(table=list)
+    trainer.proximal = ProximalPolicy(config, trainer.settings)
+    trainer.nodes = MagicMock()
     session.log = MagicMock(last_round=None)
     session.source = MagicMock(**{"state_dict.return_value": {}})
     trainer.step_log = StepLog(config, trainer.settings, STEPS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -37,18 +36,9 @@ class ClusterNodes:
     """The nodes of Ray's cluster; made while Ray is up.
 
     Nodes that are dead by then are of no interest, nor are those whose death the run has outlived.
-
-    Args:
-        table: Ray's table of nodes, one mapping a node.
-        answers: whether the raylet at an address and port accepts a connection. A node whose machine is gone does not,
-            some 15 s before Ray's health checks mark it dead.
     """
 
-    def __init__(
-        self, table: Callable[[], list[dict[str, Any]]] = ray.nodes, answers: Callable[[str, int], bool] = accepts
-    ) -> None:
-        self._table = table
-        self._answers = answers
+    def __init__(self) -> None:
         self._done_with: set[str] = set()
         self.outlive()
 
@@ -58,27 +48,13 @@ class ClusterNodes:
 
     def _nodes(self) -> list[dict[str, Any]]:
         try:
-            return [node for node in self._table() if node["NodeID"] not in self._done_with]
+            return [node for node in ray.nodes() if node["NodeID"] not in self._done_with]
         except Exception as error:
             logger.warning("Ray does not say which of its nodes are alive: %s", one_line(error))
             return []
 
-    def lost(self) -> list[str]:
-        """Name, address and reason of each node that has died since; none if Ray itself no longer answers."""
-        found = []
-        for node in self._nodes():
-            name, address = node["NodeName"], node["NodeManagerAddress"]
-            # Without ``ray start --node-name`` a node's name is its address.
-            place = address if name in ("", address) else f"{name} ({address})"
-            if not node["Alive"]:
-                reason = " ".join(node.get("DeathReasonMessage", "").split())
-                found.append(f"{place}: {reason or 'Ray gives no reason'}")
-            elif not self._answers(address, node["NodeManagerPort"]):
-                found.append(f"{place}: its raylet does not answer")
-        return found
-
     def blame(self, error: Exception, remedy: str) -> None:
-        """Return if all nodes live.
+        """Return if all nodes live, or Ray itself no longer answers.
 
         Args:
             error: ends the run.
@@ -87,8 +63,19 @@ class ClusterNodes:
         Raises:
             NodeLostError: names the lost nodes, ``error`` and ``remedy``, in one line.
         """
-        if lost := self.lost():
+        if lost := [said for node in self._nodes() if (said := _loss_of(node))]:
             plural = "s" if len(lost) > 1 else ""
             raise NodeLostError(
                 f"Ray lost node{plural} {'; '.join(lost)}. The run ends with {one_line(error).rstrip('.')}; {remedy}"
             ) from error
+
+
+def _loss_of(node: dict[str, Any]) -> str | None:
+    """Name, address and reason if ``node`` has died; None if it lives."""
+    name, address = node["NodeName"], node["NodeManagerAddress"]
+    # Without ``ray start --node-name`` a node's name is its address.
+    place = address if name in ("", address) else f"{name} ({address})"
+    if not node["Alive"]:
+        return f"{place}: {' '.join(node.get('DeathReasonMessage', '').split()) or 'Ray gives no reason'}"
+    # A machine that is gone takes no connection, some 15 s before Ray's health checks mark its node dead.
+    return None if accepts(address, node["NodeManagerPort"]) else f"{place}: its raylet does not answer"

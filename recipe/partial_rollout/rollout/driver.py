@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe.partial_rollout.manager.output_store import RayObjects
-from recipe.partial_rollout.manager.types import Prompt, Standing, StepAccount, TakenGroup, VersionStart
+from recipe.partial_rollout.manager.types import Prompt, StepAccount, TakenGroup, VersionStart
 from recipe.partial_rollout.records.run_log import Begin, Phase
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.progress import show_round
@@ -220,7 +220,9 @@ class Driver:
         try:
             ready = await self._guard.wait_batch(
                 lambda: self._manager.wait_batch.remote(self._stops),
-                lambda: show_round(step, began, context.settings.batch_groups, self._control.load, self._stands),
+                lambda: show_round(
+                    step, began, context.settings.batch_groups, self._control.load, self._manager.standing.remote
+                ),
             )
         except StopTraining:
             await self._suspend()
@@ -243,9 +245,6 @@ class Driver:
             await self._take_prompts(ready.wanted)
             self._begin_version(step)
         return groups
-
-    async def _stands(self) -> Standing:
-        return await self._manager.standing.remote()
 
     async def _start_round(self, step: int) -> None:
         """Colocated: begin the version unless that is done, and open the engines to its samples."""

@@ -7,34 +7,25 @@ there, rows that do not fill the last batch of an epoch are left out of that epo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from recipe.partial_rollout.manager.types import Prompt
-
-
-class BatchLoader(Sized, Protocol):
-    """verl's training dataloader."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class PromptSource:
     """Hands out prompts one by one until the training needs no more.
 
     Args:
-        loader: yields batches as verl's ``collate_fn`` makes them.
+        loader: verl's training dataloader; yields batches as verl's ``collate_fn`` makes them.
         total: prompts that the training will use: steps times batch.
     """
 
-    def __init__(self, loader: BatchLoader, total: int) -> None:
+    def __init__(self, loader: StatefulDataLoader, total: int) -> None:
         self._loader = loader
         self._total = total
         self._taken = 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
 
@@ -26,22 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Replica(Protocol):
-    """A vLLM replica as ``engine/replica`` makes it."""
-
-    @property
-    def server_address(self) -> str: ...
-    @property
-    def server_handle(self) -> Any: ...
-    async def abort_all_requests(self, *, reject_request: bool) -> object: ...
-    async def hold_generation(self) -> object: ...
-    async def resume_generation(self) -> object: ...
-    async def sleep(self) -> object: ...
-    async def wake_up(self) -> object: ...
-    async def check_alive(self) -> object: ...
-    async def relaunch(self) -> object: ...
-
-
 class ServerControl:
     """Interrupts, holds, resumes and restarts a set of replicas.
 
@@ -50,13 +34,14 @@ class ServerControl:
     must go through here, including those of verl's ``fit``.
 
     Args:
+        replicas: as ``engine/replica`` makes them.
         deadline_s: seconds for any request to all of them.
         restarts: replica restarts allowed over the whole run.
     """
 
-    def __init__(self, replicas: Sequence[Replica], deadline_s: float, restarts: int = 0) -> None:
+    def __init__(self, replicas: Sequence[Any], deadline_s: float, restarts: int = 0) -> None:
         self._replicas = list(replicas)
-        self._dead: list[Replica] = []
+        self._dead: list[Any] = []
         self._deadline_s = deadline_s
         self._restarts = restarts
         self._preemptions: dict[str, int] = {}
@@ -77,7 +62,7 @@ class ServerControl:
         return {replica.server_address: replica.server_handle for replica in self._living}
 
     @property
-    def _living(self) -> list[Replica]:
+    def _living(self) -> list[Any]:
         return [replica for replica in self._replicas if replica not in self._dead]
 
     async def interrupt(self) -> None:
@@ -160,7 +145,7 @@ class ServerControl:
             await wait(replica.relaunch(), START_S, f"restarting {address}")
             logger.warning("vLLM replica %s is back as %s", address, replica.server_address)
 
-    async def _all(self, what: str, verb: Callable[[Replica], Awaitable[object]]) -> None:
+    async def _all(self, what: str, verb: Callable[[Any], Awaitable[object]]) -> None:
         living = self._living
         answers = await wait(
             asyncio.gather(*[answer_of(lambda r=replica: verb(r)) for replica in living], return_exceptions=True),

@@ -53,19 +53,13 @@ class ProximalPolicy:
     """Decides where a step's proximal log-probs come from.
 
     Args:
-        from_update: whether the update's forward pass gives them.
-        rollout_correction: verl's ``algorithm.rollout_correction``.
+        config: of the run; checked, or one of noPR.
     """
 
-    def __init__(self, *, from_update: bool, rollout_correction: Any) -> None:
-        self.from_update = from_update
-        self._correction = rollout_correction
-
-    @classmethod
-    def of(cls, config: DictConfig, settings: PartialRolloutConfig) -> ProximalPolicy:
-        """For a run; ``config`` has been checked, or is one of noPR."""
-        from_update = settings.enable and not needs_pass(config)
-        return cls(from_update=from_update, rollout_correction=config.algorithm.rollout_correction)
+    def __init__(self, config: DictConfig, settings: PartialRolloutConfig) -> None:
+        self.from_update = settings.enable and not needs_pass(config)
+        """whether the update's forward pass gives them"""
+        self._correction = config.algorithm.rollout_correction
 
     def recomputes(self, step: int) -> bool:
         """Whether step ``step``, of 1, 2, ..., runs the pass over the batch."""

@@ -81,7 +81,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     ) -> None:
         self.nodes = nodes or ClusterNodes()
         self.session = session or session_of(config)
-        self.proximal = ProximalPolicy.of(config, self.settings)
+        self.proximal = ProximalPolicy(config, self.settings)
         replica.register()
         claim_retention(config.trainer, critic=need_critic(config))
         super().__init__(config, *args, **kwargs)
@@ -91,11 +91,6 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     @property
     def settings(self) -> PartialRolloutConfig:
         return self.session.settings
-
-    @property
-    def _rollout(self) -> Any:
-        """The recipe's agent-loop manager."""
-        return self.async_rollout_manager
 
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
         super()._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
@@ -120,17 +115,18 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         if self.settings.enable:
             self.send_loss()
         context = self._open_session()
+        rollout: Any = self.async_rollout_manager
         tokenizer: Any = self.tokenizer
-        self._rollout.connect(context, tokenizer.pad_token_id)
+        rollout.connect(context, tokenizer.pad_token_id)
         if self.settings.enable:
-            self.session.connect(self._rollout.driver)
+            self.session.connect(rollout.driver)
         verls: Any = self.checkpoint_manager
         self.checkpoint_manager: Any = RecipeCheckpointManager(
             verls,
             self.settings.deadlines.weight_sync_s,
             # A validation alone starts no version: the engines load the weights as under noPR.
             driver=self.session.driver if self.settings.enable and self.session.trains else None,
-            note=lambda *span: self.session.log.add(Phase("sync", *span)),
+            log=self.session.log,
         )
 
     def _open_session(self) -> RolloutContext:
@@ -278,7 +274,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         return score_batch(self.reward_loop_manager, batch, self.settings)
 
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float | None]:
-        if self.settings.enable and not self.proximal.recomputes(self.global_steps):
+        if not self.proximal.recomputes(self.global_steps):
             return self.proximal.stand_in(batch), 0.0
         return super()._compute_old_log_prob(batch)
 

@@ -22,6 +22,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from torchdata.stateful_dataloader import StatefulDataLoader
+
 from recipe.partial_rollout.checkpoint.lineage import cut_steps, set_aside
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
@@ -29,7 +31,7 @@ from recipe.partial_rollout.records.run_log import METRICS, Arm, Checkpoint, End
 from recipe.partial_rollout.records.run_log import NAME as LOG
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.driver import Driver
-from recipe.partial_rollout.rollout.prompt_source import BatchLoader, PromptSource
+from recipe.partial_rollout.rollout.prompt_source import PromptSource
 from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopSignals
@@ -183,7 +185,7 @@ class RunSession:
         if aside.exists():
             print(f"{aside} has what this start supersedes; nothing reads it, delete it when you like")
 
-    def offer(self, loader: BatchLoader, steps: TrainingSteps) -> None:
+    def offer(self, loader: StatefulDataLoader, steps: TrainingSteps) -> None:
         """The data of the run; under PR its prompts come from ``source``."""
         self.steps = steps
         if self.settings.enable:

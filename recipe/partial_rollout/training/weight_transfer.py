@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
@@ -30,6 +30,7 @@ from verl.checkpoint_engine.base import CheckpointEngineWithCache
 from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.replica import RolloutReplica
 
+from recipe.partial_rollout.records.run_log import Phase, RunLog
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of, wait
 
@@ -213,20 +214,14 @@ class RecipeCheckpointManager:
         verls: the checkpoint manager that verl made.
         deadline_s: seconds that each part of a sync may take.
         driver: None under noPR.
-        note: called after each sync with its version, start and end (unix seconds).
+        log: of the run.
     """
 
-    def __init__(
-        self,
-        verls: CheckpointEngineManager,
-        deadline_s: float,
-        driver: Driver | None,
-        note: Callable[[int, float, float], None] | None = None,
-    ) -> None:
+    def __init__(self, verls: CheckpointEngineManager, deadline_s: float, driver: Driver | None, log: RunLog) -> None:
         self._verls = verls
         self._transfer = transfer_of(verls, deadline_s)
         self._driver = driver
-        self._note = note
+        self._log = log
 
     @auto_await
     async def sleep_replicas(self) -> None:
@@ -246,16 +241,16 @@ class RecipeCheckpointManager:
             WeightSyncError: a replica or the trainer failed; the message names it.
             NoAnswerError: the deadline passed.
         """
-        start = time.time()
-        sent = await self._send(global_steps)
-        if self._note is not None:
-            self._note(global_steps or 0, start, time.time())
+        version, start, sent = global_steps or 0, time.time(), {}
+        if self._driver is None and self._verls.backend != "naive":
+            sent = await self._verls.update_weights(global_steps)  # type: ignore[arg-type]
+        else:
+            await self._send(version)
+        self._log.add(Phase("sync", version, start, time.time()))
         return sent
 
-    async def _send(self, version: int | None) -> dict[str, Any]:
-        if self._driver is None and self._verls.backend != "naive":
-            return await self._verls.update_weights(version)  # type: ignore[arg-type]
-        version, start = version or 0, time.time()
+    async def _send(self, version: int) -> None:
+        start = time.time()
         staged = await self._transfer.stage(version)
         if self._driver is not None:
             if staged:
@@ -264,4 +259,3 @@ class RecipeCheckpointManager:
         await self._transfer.load(version)
         if self._driver is not None:
             await self._driver.after_load(version)
-        return {}
