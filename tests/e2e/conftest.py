@@ -23,6 +23,7 @@ ENGINE = {
     "skip_tokenizer_init": True,
     "max_num_seqs": 8,
     "max_model_len": 128,
+    "scheduler_cls": "verl_ext.piecewise_scheduler.piecewise_scheduler",
     # of a device that is to be accepted: `tools accept`
     **json.loads(os.environ.get("PARTIAL_ROLLOUT_TEST_ENGINE", "{}")),
 }

@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from vllm import SamplingParams
@@ -74,6 +75,7 @@ def test_request_is_admitted_before_its_first_output_and_its_callers_parameters_
     ((request_id, prompt, used, options),) = engine.added
     assert (request_id, prompt, options) == ("r", "p", {"priority": 3})
     assert used.output_kind is RequestOutputKind[sent] and used.max_tokens == 5
+    assert used.flat_logprobs == (sent == "FINAL_ONLY")
     assert params.output_kind is RequestOutputKind[asked]
     assert engine.aborted == [] and engine.queues[0].closed
 
@@ -137,7 +139,7 @@ async def test_request_under_admission_when_the_gate_closes_is_covered_by_the_pa
         told.append("paused")
         engine.queues[0].outputs.append("last")
 
-    engine.pause_generation = pause
+    engine.pause_generation, engine.engine_core = pause, AsyncMock()
     engine.output_processor = SimpleNamespace(request_states={})
     fronted = server(engine)
     fronted.front_engine()

@@ -208,11 +208,25 @@ vllm.v1.metrics.stats:RequestStateStats <- admitting_engine
 vllm.inputs:TokensPrompt <- admitting_engine distribution
     has: prompt_token_ids cache_salt
 vllm.engine.arg_utils:AsyncEngineArgs <- replica
-    has: watermark
+    has: watermark scheduler_cls
+vllm.v1.core.sched.scheduler:Scheduler <- piecewise_scheduler
+    calls: update_from_output(scheduler_output, model_runner_output) has_finished_requests()
+        finish_requests(request_ids, finished_status)
+    has: pause_state __init__
+vllm.v1.core.sched.async_scheduler:AsyncScheduler <- piecewise_scheduler
+vllm.v1.core.sched.interface:PauseState <- piecewise_scheduler
+    has: PAUSED_ALL
+vllm.v1.engine:EngineCoreOutput <- piecewise_scheduler
+    has: request_id new_token_ids new_logprobs finish_reason events new_prompt_logprobs_tensors prefill_stats routed_experts
+vllm.v1.engine:EngineCoreOutputs <- piecewise_scheduler
+    has: outputs scheduler_stats finished_requests
+vllm.v1.outputs:LogprobsLists <- piecewise_scheduler
+vllm.v1.request:RequestStatus <- piecewise_scheduler
+    has: FINISHED_ABORTED
 vllm:SamplingParams <- llm_client agent_loop_worker resumption admitting_engine distribution
     has: temperature top_p top_k repetition_penalty logprobs n max_tokens detokenize stop min_tokens seed
         presence_penalty frequency_penalty bad_words thinking_token_budget structured_outputs repetition_detection
-        skip_special_tokens spaces_between_special_tokens output_kind
+        skip_special_tokens spaces_between_special_tokens output_kind flat_logprobs
 vllm.v1.engine.detokenizer:IncrementalDetokenizer <- resumption hold replica
     calls: num_output_tokens() from_new_request(tokenizer, request) update(new_token_ids, *, stop_terminated)
 vllm.engine.arg_utils:EngineArgs <- distribution

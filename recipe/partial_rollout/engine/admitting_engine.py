@@ -7,8 +7,8 @@ a minute. But ``AsyncLLM.add_request`` returns once the request is in the engine
 in order. A pause that is sent afterwards finds the request, running or queued, and aborts it.
 
 verl's server reads only the last output of a request, yet asks for all of them, each with every token so far. Here it
-gets only the last one, so vLLM does not make outputs that nobody reads (tests/studies/results/log.md has their cost).
-vLLM's ``stream_interval`` does not help: it holds back outputs of kind DELTA, and verl's are not.
+gets only the last one, so vLLM does not make outputs that nobody reads (tests/studies/results/log.md has their cost), and
+its core sends tokens in pieces (``verl_ext.piecewise_scheduler``).
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ class AdmittingEngine:
         else:
             await self._engine.abort(request_id)
 
+    async def pause_generation(self, **options: Any) -> None:
+        """As vLLM's; the tokens that its core keeps back (``verl_ext.piecewise_scheduler``) are sent before it aborts."""
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        await self._engine.pause_generation(**options)
+
     async def generate(
         self, *, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput | None, None]:
@@ -107,10 +112,13 @@ class AdmittingEngine:
 
 
 def _last_only(params: SamplingParams) -> SamplingParams:
-    """``params``, or a copy that asks only for the last output if they ask for every output with all tokens so far."""
+    """``params``, or a copy that asks only for the last output if they ask for every output with all tokens so far.
+
+    Its log-probs are kept in lists of numbers, not in objects for each token, which Python's garbage collector walks.
+    """
     if params.output_kind is RequestOutputKind.CUMULATIVE:
         params = copy(params)
-        params.output_kind = RequestOutputKind.FINAL_ONLY
+        params.output_kind, params.flat_logprobs = RequestOutputKind.FINAL_ONLY, True
     return params
 
 

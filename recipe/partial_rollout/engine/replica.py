@@ -28,6 +28,7 @@ from recipe.partial_rollout.engine.admitting_engine import AdmittingEngine
 from recipe.partial_rollout.engine.hold import Mark, freeze, note_marks, tokens_made
 from recipe.partial_rollout.engine.kept_kv import salt_of
 from recipe.partial_rollout.waits import one_line
+from verl_ext.piecewise_scheduler import PIECEWISE
 from verl_ext.vllm_preemptions import preemptions_of
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class RecipeVLLMServer(vLLMHttpServer):
     async def run_server(self, args: argparse.Namespace) -> None:
         """As verl's; the first replica says what vLLM has chosen."""
         leave_headroom(args, (self.config.custom or {}).get("kv_headroom", 0.0))
+        # A scheduler of the user's stays.
+        args.scheduler_cls = args.scheduler_cls or PIECEWISE
         await super().run_server(args)
         if self.replica_rank == 0:
             print(f"engine: {chosen_by(self.engine.vllm_config)}")

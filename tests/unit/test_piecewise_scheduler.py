@@ -1,0 +1,353 @@
+"""Tokens sent in pieces are exactly those sent one by one, whatever ends or stops their requests.
+
+vLLM's engine core, schedulers, encoder, decoder and output processor in this process; an executor without a model.
+"""
+
+import queue
+import random
+import time
+from collections import Counter
+from copy import copy
+from types import SimpleNamespace
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind as Kind
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.metrics.stats import IterationStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from tests.bench.instant_executor import InstantExecutor, engine_args, log_prob_at, token_at
+from verl_ext import piecewise_scheduler
+from verl_ext.piecewise_scheduler import PIECE_TOKENS, PIECEWISE, Piece, PiecewiseScheduler
+
+LENGTHS = (1, 2, PIECE_TOKENS - 1, PIECE_TOKENS, PIECE_TOKENS + 1, 2 * PIECE_TOKENS + 1, 80, 200)
+ROOM = {"plentiful": 2000, "scarce": 60}
+"""KV blocks of 16 tokens, for up to 24 requests"""
+
+
+class Core(EngineCoreProc):
+    """vLLM's core whose loop the test turns; no sockets, no threads."""
+
+    def __init__(self, config):
+        self.input_queue, self.output_queue = queue.Queue(), queue.Queue()
+        self.engines_running = self.process_input_queue_block = self.publish_dp_lb_stats = False
+        self.engine_index = 0
+        EngineCore.__init__(self, config, InstantExecutor, True, None)
+        self.step_fn = self.step if self.batch_queue is None else self.step_with_batch_queue
+
+    def turn(self):
+        if self.has_work():
+            self._process_engine_step()
+        else:
+            self._notify_idle_state_callbacks()
+
+
+class Request:
+    """What was asked, and what has arrived."""
+
+    def __init__(self, name, prompt, **asked):
+        self.name, self.prompt = name, prompt
+        self.params = SamplingParams(temperature=1.0, ignore_eos=True, logprobs=0, detokenize="stop" in asked, **asked)
+        self.collector = RequestOutputCollector(self.params.output_kind, name)
+        self.tokens, self.log_probs, self.reason = [], [], None
+
+    def take(self, output):
+        answer = output.outputs[0]
+        # vLLM gives all log-probs with a DELTA output that has no tokens.
+        said = [row[token].logprob for token, row in zip(answer.token_ids, answer.logprobs, strict=False)]
+        earlier = self.params.output_kind is Kind.DELTA
+        self.tokens = self.tokens * earlier + list(answer.token_ids)
+        self.log_probs = self.log_probs * earlier + said
+        self.reason = answer.finish_reason
+
+    def faults(self):
+        at = range(len(self.prompt), len(self.prompt) + len(self.tokens))
+        wanted = [token_at(self.prompt[0], position) for position in at]
+        stop = next((i for i, token in enumerate(wanted, 1) if token in (self.params.stop_token_ids or ())), None)
+        whole = {"length": self.params.max_tokens, "stop": stop}.get(self.reason, len(self.tokens))
+        if self.tokens != wanted or len(self.tokens) != whole or (self.reason == "length" and stop):
+            return [f"{self.name}: {self.reason} after {self.tokens}"]
+        right = self.log_probs == pytest.approx([log_prob_at(position) for position in at], abs=1e-6)
+        return [] if right else [f"{self.name}: log-probs {self.log_probs}"]
+
+
+class Bench:
+    """An engine and its front end; ``faults`` collects whatever should not be."""
+
+    def __init__(self, directory, blocks, *, asynchronous=True, pieces=True):
+        own = {"scheduler_cls": PIECEWISE} if pieces else {}
+        args = engine_args(
+            directory,
+            async_scheduling=asynchronous,
+            max_num_seqs=24,
+            block_size=16,
+            num_gpu_blocks_override=blocks,
+            max_model_len=512,
+            max_num_batched_tokens=512,
+            **own,
+        )
+        config = args.create_engine_config()
+        # The CPU platform turns it off.
+        config.scheduler_config.async_scheduling = asynchronous
+        self.core = Core(config)
+        self.encode, self.decode = MsgpackEncoder().encode, MsgpackDecoder(EngineCoreOutputs).decode
+        self.front = OutputProcessor(None, log_stats=True, stream_interval=1)
+        self.live, self.ended, self.outputs, self.faults, self.seen = {}, [], 0, [], Counter()
+
+    @property
+    def scheduler(self):
+        return self.core.scheduler
+
+    @property
+    def kept(self):
+        return getattr(self.scheduler, "_kept", {})
+
+    def ask(self, name, prompt, **asked):
+        request = self.live[name] = Request(name, prompt, **asked)
+        sent = EngineCoreRequest(
+            request_id=name,
+            external_req_id=name,
+            prompt_token_ids=prompt,
+            mm_features=None,
+            sampling_params=request.params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        parent = ParentRequest(sent) if request.params.n > 1 else None
+        for i in range(request.params.n):
+            part = sent
+            if parent is not None:
+                part = copy(sent)
+                part.request_id, part.sampling_params = parent.get_child_info(i)
+            self.front.add_request(part, None, parent, i, request.collector)
+            self.core.add_request(*self.core.preprocess_add_request(part))
+        return request
+
+    def turn(self):
+        self.core.turn()
+        self.take()
+
+    def take_messages(self):
+        """What the core has sent goes to the front."""
+        while not self.core.output_queue.empty():
+            _, message = self.core.output_queue.get_nowait()
+            message = self.decode([bytes(part) for part in self.encode(message)])
+            self.outputs += len(message.outputs)
+            self.front.process_outputs(message.outputs, message.timestamp, IterationStats())
+
+    def take(self):
+        """What the core has sent goes to the front, and from there to whoever asked."""
+        self.take_messages()
+        for name, request in list(self.live.items()):
+            while (output := request.collector.get_nowait()) is not None:
+                request.take(output)
+                if output.finished:
+                    self.ended.append(self.live.pop(name))
+                    self.faults += request.faults()
+                    self.seen[request.reason] += 1
+
+    def pause(self, mode):
+        done = self.core.pause_scheduler(mode=mode, clear_cache=False)
+        for _ in range(50):
+            if done is None or done.done():
+                break
+            self.turn()
+        else:
+            self.faults.append(f"a pause with {mode} does not end")
+        self.take()
+
+    def made(self):
+        return {name: request.num_output_tokens for name, request in self.scheduler.requests.items()}
+
+    def arrived(self):
+        return {name: state.detokenizer.num_output_tokens() for name, state in self.front.request_states.items()}
+
+    def hold(self, empty_cache):
+        self.pause("keep")
+        if self.made() != self.arrived() or self.kept:
+            self.faults.append(f"held with {self.made()} made and {self.arrived()} arrived")
+        if empty_cache:
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.core.resume_scheduler()
+
+    def interrupt(self):
+        made = self.made()
+        self.pause("keep")
+        lost = {name for name, count in self.arrived().items() if count < made.get(name, 0)}
+        self.pause("abort")
+        if lost or self.live or self.kept or self.scheduler.requests:
+            self.faults.append(f"interrupted: lost tokens of {lost}, left {self.live or self.kept}")
+        self.core.resume_scheduler()
+
+    def withdraw(self, name):
+        self.front.abort_requests([name], internal=True)
+        self.core.abort_requests([name])
+        self.take()
+
+    def finish(self):
+        for _ in range(5000):
+            if not self.live:
+                break
+            self.turn()
+        for _ in range(5):
+            self.turn()
+        left = self.live or self.kept or getattr(self.scheduler, "_due", {}) or self.scheduler.requests
+        if left:
+            self.faults.append(f"left: {left}")
+
+
+def play(bench, seed, turns=1500):
+    """A storm: requests of every kind, holds with and without the cache, interruptions, requests that are withdrawn."""
+    chance = random.Random(seed)
+    for turn in range(turns):
+        if len(bench.live) < 40 and chance.random() < 0.5:
+            first, length = chance.randrange(4, 90), chance.randrange(2, 40)
+            stop = token_at(first, chance.randrange(length, length + 90))
+            bench.ask(
+                f"r{turn}",
+                [first, *range(5, 4 + length)],
+                max_tokens=chance.choice(LENGTHS),
+                output_kind=Kind.DELTA if chance.random() < 0.1 else Kind.FINAL_ONLY,
+                stop_token_ids=[stop] if chance.random() < 0.3 else None,
+            )
+        bench.turn()
+        event = chance.random()
+        if event < 0.02:
+            bench.hold(empty_cache=chance.random() < 0.4)
+            bench.seen["holds"] += 1
+        elif event < 0.025:
+            bench.interrupt()
+            bench.seen["interruptions"] += 1
+        elif event < 0.03 and bench.live:
+            bench.withdraw(chance.choice(list(bench.live)))
+            bench.seen["withdrawn"] += 1
+    bench.finish()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize("room", ROOM)
+def test_a_storm_of_holds_and_interruptions_leaves_every_token_exact(tmp_path, room, asynchronous):
+    bench = Bench(tmp_path, ROOM[room], asynchronous=asynchronous)
+
+    play(bench, seed=0)
+
+    assert bench.faults == []
+    assert {"length", "stop", "abort", "holds", "interruptions", "withdrawn"} <= set(bench.seen)
+    assert (bench.scheduler.preempted > 0) == (room == "scarce")
+
+
+FAULTS = {
+    "log-probs of the first step are lost": (Piece, "into", lambda *args: _last(*args)),
+    "tokens in another order": (Piece, "add", lambda piece, output: piece.output.new_token_ids.insert(0, 11)),
+    "a pause does not send": (PiecewiseScheduler, "_is_paused", False),
+    "an abort leaves pieces": (PiecewiseScheduler, "finish_requests", lambda *args: _aborted(*args)),
+}
+
+
+def _last(piece, output):
+    output.new_token_ids, output.new_logprobs = piece.output.new_token_ids, piece.log_probs[-1]
+    return output
+
+
+def _aborted(scheduler, *args):
+    return super(PiecewiseScheduler, scheduler).finish_requests(*args)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_storm_finds_a_planted_fault(tmp_path, monkeypatch, fault):
+    monkeypatch.setattr(*FAULTS[fault])
+    bench = Bench(tmp_path, ROOM["plentiful"])
+
+    try:
+        play(bench, seed=0, turns=600)
+    except (AssertionError, KeyError, ValueError) as error:
+        bench.faults.append(error)
+
+    assert bench.faults
+
+
+def messages(directory, *, pieces=True, count=20, tokens=200, **asked):
+    """Outputs that the core sends for ``count`` requests that begin together."""
+    bench = Bench(directory, ROOM["plentiful"], pieces=pieces)
+    asked = {"output_kind": Kind.FINAL_ONLY, **asked}
+    requests = [bench.ask(f"r{i}", [i + 4, 5, 6], max_tokens=tokens, **asked) for i in range(count)]
+    bench.finish()
+    assert [len(request.tokens) for request in requests] == [tokens] * count and bench.faults == []
+    return bench.outputs
+
+
+def test_pieces_are_a_tenth_of_the_messages(tmp_path):
+    assert messages(tmp_path, pieces=False) == 20 * 200
+    assert messages(tmp_path) < 20 * 200 / 10
+
+
+@pytest.mark.parametrize(
+    ("asked", "piece_s"),
+    [({"output_kind": Kind.DELTA}, 1), ({"output_kind": Kind.CUMULATIVE}, 1), ({"stop": ["x"]}, 1), ({}, 0)],
+    ids=["DELTA", "CUMULATIVE", "a stop string", "steps slower than PIECE_S"],
+)
+def test_what_is_read_as_it_comes_is_sent_as_it_comes(tmp_path, monkeypatch, asked, piece_s):
+    monkeypatch.setattr(piecewise_scheduler, "PIECE_S", piece_s)
+    assert messages(tmp_path, tokens=40, **asked) == 20 * 40
+
+
+def test_several_answers_to_one_prompt_arrive_whole(tmp_path):
+    bench = Bench(tmp_path, ROOM["plentiful"])
+    request = bench.ask("r", [4, 5, 6], max_tokens=50, output_kind=Kind.FINAL_ONLY, n=3)
+    while not (output := request.collector.get_nowait()):
+        bench.core.turn()
+        bench.take_messages()
+    wanted = [token_at(4, position) for position in range(3, 53)]
+    assert [list(answer.token_ids) for answer in output.outputs] == [wanted] * 3
+    assert bench.outputs < 3 * 50 / 5
+
+
+class Steps(Scheduler):
+    """A scheduler whose steps make what the test says."""
+
+    pause_state = PauseState.UNPAUSED
+
+    def __init__(self):
+        params = SamplingParams(output_kind=Kind.FINAL_ONLY)
+        self.requests = {"r": SimpleNamespace(sampling_params=params, resumable=False)}
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        return {0: EngineCoreOutputs(outputs=[model_runner_output])}
+
+
+class PiecewiseSteps(PiecewiseScheduler, Steps):
+    pass
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"events": ["preempted"]},
+        {"prefill_stats": "again"},
+        {"routed_experts": "of its tokens"},
+        {"finish_reason": "error"},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_an_output_that_says_more_than_tokens_is_sent_with_those_before_it(more):
+    scheduler = PiecewiseSteps()
+    scheduler._turn = PIECE_TOKENS - 2
+
+    def step(*tokens, **said):
+        sent = scheduler.update_from_output(None, EngineCoreOutput("r", list(tokens), **said))
+        return [output for message in sent.values() for output in message.outputs]
+
+    assert [output.new_token_ids for output in step(1)] == [[1]]
+    assert step(2) == step(3) == []
+    (output,) = step(4, **more)
+    assert output.new_token_ids == [2, 3, 4]
+    assert {name: getattr(output, name) for name in more} == more
