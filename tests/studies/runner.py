@@ -60,7 +60,7 @@ class Study:
         """
         directory = self.directory(arm, seed)
         try:
-            lines, _ = read_metrics(directory / METRICS)
+            lines = read_metrics(directory / METRICS, [])
             ended = arm.program != MAIN or _has_ended(directory)
             steps = [line.step for line in lines if line.trained]
         except RunRecordError:

@@ -38,22 +38,20 @@ class StepMetrics(Struct, frozen=True):
         return "training/global_step" in self.values
 
 
-def read_metrics(path: Path) -> tuple[list[StepMetrics], list[str]]:
-    """The lines in order, and a warning if the last one is torn.
+def read_metrics(path: Path, warnings: list[str]) -> list[StepMetrics]:
+    """The lines in order.
+
+    Args:
+        warnings: gets a line if the last one is torn.
 
     Raises:
         RunRecordError: the file cannot be read, or a line holds no metrics; names it.
     """
-    warnings: list[str] = []
     found = []
     for _, line in iter_lines(path, StepMetrics, warnings):
         numbers = {key: float(value) for key, value in line.values.items() if isinstance(value, int | float)}
         found.append(structs.replace(line, values=numbers))
-    return found, warnings
-
-
-CLOCK_TOLERANCE = 0.05
-"""verl's rollout timer and the rounds may differ by this share before the report warns."""
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,25 +185,17 @@ def load_run(directory: Path) -> RunRecord:
         warnings.append(
             f"{directory}: steps {_ranges({*undone})} were begun again (a resumed run); the last attempt counts"
         )
-    metrics, metric_warnings = _read_metrics(directory / METRICS)
-    steps, join_warnings = _join(directory, standing, metrics)
-    warnings += metric_warnings + join_warnings
-    if not settings.separate:
-        # There verl's timer is the trainer's wait, and the rounds cover the run.
-        warnings += _clock_warnings(directory, steps)
+    # Later lines override earlier ones, as a step may be validated again by a resumed run.
+    metrics: dict[int, dict[str, float]] = {}
+    for line in read_metrics(directory / METRICS, warnings):
+        metrics.setdefault(line.step, {}).update(line.values)
+    steps = _join(directory, standing, metrics, warnings)
     return RunRecord(str(directory), settings, complete, steps, phases, warnings)
 
 
-def _read_metrics(path: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
-    """Metrics by step; later lines override earlier ones, as a step may be validated again by a resumed run."""
-    metrics: dict[int, dict[str, float]] = {}
-    lines, warnings = read_metrics(path)
-    for line in lines:
-        metrics.setdefault(line.step, {}).update(line.values)
-    return metrics, warnings
-
-
-def _join(directory: Path, rounds: list[Round], metrics: dict[int, dict[str, float]]) -> tuple[list[Step], list[str]]:
+def _join(
+    directory: Path, rounds: list[Round], metrics: dict[int, dict[str, float]], warnings: list[str]
+) -> list[Step]:
     timed = {step for step, values in metrics.items() if "timing_s/step" in values}
     steps = [Step(round_, metrics[round_.step]) for round_ in rounds if round_.step in timed]
     if not steps:
@@ -214,20 +204,11 @@ def _join(directory: Path, rounds: list[Round], metrics: dict[int, dict[str, flo
             "let the run finish a step, and keep 'file' in trainer.logger"
         )
     traced = {round_.step for round_ in rounds}
-    warnings = []
     if untimed := traced - timed:
         warnings.append(f"{directory}: steps {_ranges(untimed)} have a round but no timers in metrics.jsonl; left out")
     if untraced := timed - traced:
         warnings.append(f"{directory}: steps {_ranges(untraced)} have timers but no round in run.jsonl; left out")
-    return steps, warnings
-
-
-def _clock_warnings(directory: Path, steps: list[Step]) -> list[str]:
-    timer = sum(step.seconds("gen") for step in steps)
-    traced = sum(step.round.phase.seconds for step in steps)
-    if abs(timer - traced) <= CLOCK_TOLERANCE * max(timer, traced):
-        return []
-    return [f"{directory}: timing_s/gen adds up to {timer:,.1f} s but the rounds of run.jsonl to {traced:,.1f} s"]
+    return steps
 
 
 def _ranges(numbers: set[int]) -> str:

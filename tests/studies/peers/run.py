@@ -77,7 +77,7 @@ def read_run(directory: Path, arm: str, seed: int, samples_per_step: int) -> Pee
     Raises:
         ValueError: a step lacks a figure; the message names both.
     """
-    lines, _ = read_metrics(directory / "metrics.jsonl")
+    lines = read_metrics(directory / "metrics.jsonl", [])
     steps = [line.values for line in lines if line.trained]
 
     def column(key: str) -> np.ndarray:

@@ -100,15 +100,13 @@ def _run_data(side: Side, colour: str) -> dict[str, Any]:
     start = np.maximum(segments.start - origin, 0.0)
     length = np.maximum(segments.end - origin, start) - start
     state = "" if run.complete else ", not complete"
-    sizes = f"{len(run.steps):,} steps, {segments.engine_calls:,} segments"
+    calls = sum(count for _, _, count, tools in segments.lanes if not tools)
+    sizes = f"{len(run.steps):,} steps, {calls:,} segments"
     return {
         "title": f"{side.name}: {run.settings.experiment}, {sizes}{state}",
         "colour": colour,
         "ends": _ms(run_end(run) - origin),
-        "lanes": [
-            [lane.replica, lane.slot, int(count), lane.tools]
-            for lane, count in zip(segments.lanes, segments.counts, strict=True)
-        ],
+        "lanes": segments.lanes,
         "samples": segments.samples,
         "rounds": _rounds(run, origin),
         "phases": [

@@ -10,23 +10,13 @@ from recipe.partial_rollout.tools.run_record import RunRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """A slot of a replica; its calls do not overlap."""
-
-    replica: int
-    slot: int
-    """From 0; the lowest one that was free. The engines do not say which they used."""
-    tools: bool = False
-    """It is no slot: its bars are samples between two turns, in a tool or in their agent loop."""
-
-
-@dataclass(frozen=True, slots=True)
 class Segments:
     """The calls of the rounds that count, by lane and, within a lane, by start."""
 
-    lanes: list[Lane]
-    counts: np.ndarray
-    """int [lane]: calls; those of lane 0 come first, then those of lane 1."""
+    lanes: list[tuple[int, int, int, bool]]
+    """Replica, slot, number of calls, and whether it is no slot but has samples between two turns, in a tool or in their
+    agent loop. The calls of lane 0 come first. A slot is the lowest that was free: engines do not say which they used.
+    """
     start: np.ndarray
     """float64 [call]: unix seconds at which the engine began to run it"""
     end: np.ndarray
@@ -40,27 +30,6 @@ class Segments:
     """int [call]: index into `samples`"""
     samples: list[str]
     """Names; the empty one if the run does not say."""
-
-    def __len__(self) -> int:
-        return len(self.start)
-
-    @property
-    def engine_calls(self) -> int:
-        """Number of those that are no tools."""
-        return sum(int(count) for lane, count in zip(self.lanes, self.counts, strict=True) if not lane.tools)
-
-    @property
-    def lane(self) -> np.ndarray:
-        """int [call]: index into `lanes`"""
-        return np.repeat(np.arange(len(self.lanes)), self.counts)
-
-    def resumptions(self) -> list[tuple[int, int]]:
-        """Pairs of calls: one that was interrupted, and the next one of the same sample."""
-        order = np.lexsort((self.start, self.sample))
-        follows = (self.sample[order][1:] == self.sample[order][:-1]) & self.interrupted[order][:-1]
-        named = np.array([bool(name) for name in self.samples], dtype=bool)
-        follows &= named[self.sample[order][:-1]] if len(self) else False
-        return [(int(order[i]), int(order[i + 1])) for i in np.flatnonzero(follows)]
 
 
 def segments_of(run: RunRecord) -> Segments:
@@ -84,8 +53,10 @@ def segments_of(run: RunRecord) -> Segments:
         return calls.column(name)[source].astype(np.int64)[order]
 
     return Segments(
-        lanes=[Lane(at // 2, number, bool(at % 2)) for at, number in places.T.tolist()],
-        counts=counts,
+        lanes=[
+            (at // 2, number, count, bool(at % 2))
+            for (at, number), count in zip(places.T.tolist(), counts.tolist(), strict=True)
+        ],
         start=start[order],
         end=end[order],
         tokens=np.where(tools[order], 0, ordered("tokens")),

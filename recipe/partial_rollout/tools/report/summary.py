@@ -50,7 +50,6 @@ class Summary:
     Seconds are verl's timers, summed over the steps that count; None: the run does not have the figure.
     """
 
-    trained_samples: int
     rollout_s: float | None
     """None under separate placement, where all of the run is rollout."""
     train_s: float
@@ -279,7 +278,6 @@ def summarize(run: RunRecord) -> Summary:
     waits, idle, held = lane_shares(run)
     biases = [step.metrics.get(LENGTH_BIAS) for step in run.steps]
     return Summary(
-        trained_samples=len(lengths),
         rollout_s=rollout_s,
         train_s=step_s - gen_s,
         step_s=step_s,
