@@ -19,7 +19,7 @@ from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snap
 from recipe.partial_rollout.config.sections import FailureLimits
 from recipe.partial_rollout.manager.policies import FailureVerdict
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.types import Prompt, Segment
+from recipe.partial_rollout.manager.types import Progress, Prompt, Segment
 from tests.unit.shared import output_of, settings_of
 
 CHUNK = 3
@@ -166,14 +166,14 @@ class ScriptedRun:
         self.engine_tokens[sample_id] += count
 
         def verb():
-            self.manager.add_segment(sample_id, segment)
+            self.manager.add(Progress(sample_id, (segment,)))
             segments.append(segment)
 
         self.step("segment", verb, sample_id)
 
     def tool_result(self, sample_id, results):
         results.append({"text": sample_id})
-        self.manager.add_tool_result(sample_id, results[-1])
+        self.manager.add(Progress(sample_id, tool_results=(results[-1],)))
 
     def leave(self, sample_id):
         worker = dict(self.running)[sample_id]

@@ -29,7 +29,7 @@ from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.admission import pacing_load
 from recipe.partial_rollout.manager.policies import FailureVerdict, masked_output
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.types import GroupState, Prompt, SampleState, Segment
+from recipe.partial_rollout.manager.types import GroupState, Progress, Prompt, SampleState, Segment
 from recipe.partial_rollout.records.calls import RolloutPhase
 from recipe.partial_rollout.records.run_log import Ended, Round, RunLog
 from recipe.partial_rollout.records.trained_group import TrainedGroup
@@ -282,7 +282,7 @@ class ManagerLife(RuleBasedStateMachine):
     def extend(self, sample_id, length, stop=None):
         journal = self.model.journals.setdefault(sample_id, [])
         segment = segment_of(sample_id, sum(map(len, journal)), length, self.model.version, stop)
-        self.manager.add_segment(sample_id, segment)
+        self.manager.add(Progress(sample_id, (segment,)))
         if length:
             journal.append(segment)
 
@@ -294,7 +294,7 @@ class ManagerLife(RuleBasedStateMachine):
     def tool_result(self, sample_id):
         results = self.model.tools.setdefault(sample_id, [])
         results.append({"text": f"result {len(results)}", "reward": None})
-        self.manager.add_tool_result(sample_id, results[-1])
+        self.manager.add(Progress(sample_id, tool_results=(results[-1],)))
 
     @precondition(some_run)
     @rule(pick=PICK, length=st.integers(0, 4))

@@ -347,10 +347,7 @@ class ManagerActor:
         self._manager.slots.incarnation(report.worker)
         self._note_errors(report.errors)
         for progress in report.progress:
-            for segment in progress.segments:
-                self._manager.add_segment(progress.sample_id, segment)
-            for result in progress.tool_results:
-                self._manager.add_tool_result(progress.sample_id, result)
+            self._manager.add(progress)
         for sample_id in report.away:
             self._manager.leave(sample_id)
         for sample_id in report.interrupted:

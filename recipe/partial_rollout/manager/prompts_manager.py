@@ -35,11 +35,11 @@ from recipe.partial_rollout.manager.types import (
     GIVEN_UP,
     Grant,
     GroupState,
+    Progress,
     PromptGroup,
     Sample,
     SampleOutput,
     SampleState,
-    Segment,
     TakenGroup,
 )
 
@@ -141,18 +141,16 @@ class PromptsManager:
         sample.worker = worker
         return Grant(sample.id, group.uid, group.order, group.prompt.row, *journals, held=held)
 
-    def add_segment(self, sample_id: str, segment: Segment) -> None:
-        """Cache tokens of a running sample, so that they survive its worker; forget those of a turn that is given up."""
-        given_up = segment.stop_reason == GIVEN_UP
-        sample = self.samples.in_state(sample_id, "add_segment", _LIVE if given_up else (SampleState.RUNNING,))
-        if given_up:
-            sample.segments = [kept for kept in sample.segments if kept.turn != segment.turn]
-        elif len(segment):
-            sample.segments.append(segment)
-
-    def add_tool_result(self, sample_id: str, result: dict[str, Any]) -> None:
-        """Cache the JSON-able result of a finished tool call, so that the call is not made again."""
-        self.samples.in_state(sample_id, "add_tool_result", _LIVE).tool_results.append(result)
+    def add(self, progress: Progress) -> None:
+        """Cache what a sample has made, so that it survives its worker; forget the turns that are given up."""
+        for segment in progress.segments:
+            given_up = segment.stop_reason == GIVEN_UP
+            sample = self.samples.in_state(progress.sample_id, "add", _LIVE if given_up else (SampleState.RUNNING,))
+            if given_up:
+                sample.segments = [kept for kept in sample.segments if kept.turn != segment.turn]
+            elif len(segment):
+                sample.segments.append(segment)
+        self.samples.in_state(progress.sample_id, "add", _LIVE).tool_results += progress.tool_results
 
     def leave(self, sample_id: str) -> None:
         """Free its slot; the worker goes on with it, and no token follows until it has come back."""

@@ -18,7 +18,7 @@ from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.types import Segment
+from recipe.partial_rollout.manager.types import Progress, Segment
 from recipe.partial_rollout.records.figures import spread
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster
 from recipe.partial_rollout.tools.planner.replica_model import ReplicaModel
@@ -162,7 +162,8 @@ class Simulation:
 
     def _interrupt(self, sample_id: str) -> None:
         zeros = np.broadcast_to(np.float32(0), self.samples.live[sample_id].made_now)
-        self._manager.add_segment(sample_id, Segment(zeros.astype(np.int32), zeros, self._manager.version))
+        segment = Segment(zeros.astype(np.int32), zeros, self._manager.version)
+        self._manager.add(Progress(sample_id, (segment,)))
         self._manager.interrupt(sample_id)
 
 
