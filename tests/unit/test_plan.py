@@ -58,12 +58,12 @@ def options(*overlaps, policy="bounded"):
 
 
 def test_only_what_learning_was_tested_with_is_recommended_and_at_its_price():
-    said = advice(options(0.5, 1.0, 1.5, 3.0), 0.05, 8)
+    said = advice(options(0.5, 1.0, 1.5, 3.0), 8)
     assert "partial_rollout.overlap=1.5 with scheduling.policy=bounded, max_staleness=8: rollout 1.73 x noPR" in said
     assert "the largest planned whose learning was tested" in said
     assert "It costs mean staleness 1.73: the reward comes about as many steps later" in said
     for plans, bound in ((options(2.0, 3.0), 8), (options(1.0, policy="seed"), 4), (options(1.0), 9)):
-        assert advice(plans, 0.05, bound).startswith("nothing to recommend: ")
+        assert advice(plans, bound).startswith("nothing to recommend: ")
 
 
 @pytest.mark.parametrize("value", ["-1", "0", "inf", "many"])

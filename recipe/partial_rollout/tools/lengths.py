@@ -55,12 +55,10 @@ def lognormal(
     mean: float,
     cap: int,
     samples_per_group: int,
-    correlation: float = 0.5,
     groups: int = 4096,
     prompt_tokens: int = 0,
-    seed: int = 0,
 ) -> LengthTrace:
-    """Lognormal lengths cut off at ``cap``; ``correlation`` is that of the logarithms within a group.
+    """Lognormal lengths cut off at ``cap``; within a group their logarithms have a correlation of .5.
 
     Raises:
         ValueError: the mean is not above the median: a lognormal distribution has a long right tail.
@@ -68,8 +66,8 @@ def lognormal(
     if not 0 < median < mean:
         raise ValueError(f"lognormal lengths need 0 < median < mean, not median {median:g} and mean {mean:g}")
     sigma = np.sqrt(2 * np.log(mean / median))
-    rng = np.random.default_rng(seed)
-    shared = rng.standard_normal((groups, 1)) * np.sqrt(correlation)
-    own = rng.standard_normal((groups, samples_per_group)) * np.sqrt(1 - correlation)
+    rng = np.random.default_rng(0)
+    shared = rng.standard_normal((groups, 1)) * np.sqrt(0.5)
+    own = rng.standard_normal((groups, samples_per_group)) * np.sqrt(0.5)
     drawn = median * np.exp(sigma * (shared + own))
     return LengthTrace(np.clip(np.rint(drawn), 1, cap).astype(int), prompt_tokens)

@@ -92,9 +92,6 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
         help="distribution of response lengths, in tokens",
     )
     parser.add_argument(
-        "--correlation", type=float, default=0.5, metavar="R", help="correlation of log lengths within a group"
-    )
-    parser.add_argument(
         "--prompt-tokens", type=int, metavar="N", help="tokens of each prompt (default: those of --run, else 0)"
     )
     parser.add_argument(
@@ -142,13 +139,6 @@ def _add_schedules(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--keep-kv", action="store_true", help="assume partial_rollout.resume_kv=keep")
     parser.add_argument(
-        "--min-gain",
-        type=float,
-        default=0.05,
-        metavar="SHARE",
-        help="recommend the next larger overlap only if it adds this share of speed",
-    )
-    parser.add_argument(
         "--rounds",
         type=int,
         default=24,
@@ -180,7 +170,7 @@ def _plan(options: argparse.Namespace) -> int:
     plans = [Option("noPR", 0.0, None, base), *_options(options, settings, cluster, lengths)]
     print(_describe(cluster, lengths))
     print(plan_table(plans).console())
-    print(f"\n{advice(plans, options.min_gain, settings.max_staleness)}")
+    print(f"\n{advice(plans, settings.max_staleness)}")
     if lengths.tools:
         print(_tools_line(options, of_default_policy(plans[1:]), settings, cluster, lengths))
     print(f"\n{_curve_source(options.curve)}")
@@ -206,7 +196,6 @@ def _inputs(options: argparse.Namespace, record: RunRecord | None) -> tuple[Leng
             mean=mean,
             cap=int(cap),
             samples_per_group=n,
-            correlation=options.correlation,
             prompt_tokens=options.prompt_tokens or 0,
         )
     elif record:

@@ -12,6 +12,8 @@ TESTED: dict[str, float] = {SchedulingPolicy.BOUNDED: 1.5}
 """largest overlap by policy that several pairs of runs have (docs/learning.md); what is beyond it is never recommended"""
 TESTED_BOUND = 8
 """largest ``max_staleness`` of them"""
+MIN_GAIN = 0.05
+"""share of speed that the next larger overlap must gain to be recommended"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,10 @@ def of_default_policy(options: list[Option]) -> list[Option]:
     return [plan for plan in options if (plan.policy, plan.overtake) == (policy, overtake)]
 
 
-def advice(plans: list[Option], min_gain: float, bound: int) -> str:
+def advice(plans: list[Option], bound: int) -> str:
     """The recommendation, for the default policy and its default limit on overtaking, or the first ones planned.
 
     Args:
-        min_gain: share of speed that the next larger overlap must gain.
         bound: ``max_staleness``.
     """
     base = plans[0].forecast.trained_tokens_per_s
@@ -80,13 +81,13 @@ def advice(plans: list[Option], min_gain: float, bound: int) -> str:
     rows = {plan.overlap: plan for plan in of_default_policy(options)}
     policy, overtake = next((plan.policy, plan.overtake) for plan in rows.values())
     speeds = [(0.0, base), *((overlap, plan.forecast.trained_tokens_per_s) for overlap, plan in rows.items())]
-    overlap = smallest_worthwhile(speeds, min_gain)
+    overlap = smallest_worthwhile(speeds, MIN_GAIN)
     if overlap not in rows:
-        return f"recommended: partial_rollout.enable=False; the smallest overlap planned gains less than {min_gain:.0%}"
+        return f"recommended: partial_rollout.enable=False; the smallest overlap planned gains less than {MIN_GAIN:.0%}"
     found = rows[overlap].forecast
     limit = "" if overtake is None else f", scheduling.overtake={overtake:g}"
     largest = "the largest planned whose learning was tested" if overlap == max(rows) else None
-    why = largest or f"the next one gains less than {min_gain:.0%}"
+    why = largest or f"the next one gains less than {MIN_GAIN:.0%}"
     return (
         f"recommended: partial_rollout.overlap={overlap:g} with scheduling.policy={policy}{limit}, max_staleness={bound}: "
         f"rollout {found.trained_tokens_per_s / base:.2f} x noPR; {why}. It costs mean staleness "

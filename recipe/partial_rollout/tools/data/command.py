@@ -13,16 +13,8 @@ from tqdm import tqdm
 
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.data.made import MADE, add_options, write_made
-from recipe.partial_rollout.tools.data.named import DATA_SETS, DataSet, NamedProblem, problem_of
-from recipe.partial_rollout.tools.data.raw_files import (
-    DataError,
-    Row,
-    batches_of,
-    count_rows,
-    download,
-    files_of,
-    write_rows,
-)
+from recipe.partial_rollout.tools.data.named import DATA_SETS, DataSet, NamedProblem
+from recipe.partial_rollout.tools.data.raw_files import DataError, count_rows, download, files_of, rows_of, write_rows
 from recipe.partial_rollout.tools.table import Table
 
 _QUANTILES = (0.5, 0.95, 1.0)
@@ -105,20 +97,13 @@ def unique_problems(data_set: DataSet, files: list[Path]) -> tuple[list[NamedPro
     """
     found: dict[str, NamedProblem] = {}
     seen = 0
-    with tqdm(total=count_rows(files), desc=data_set.repository, unit=" rows", leave=False) as bar:
-        for batch in batches_of(files):
-            _add(found, data_set, batch, seen)
-            seen += len(batch)
-            bar.update(len(batch))
+    for row in tqdm(rows_of(files), total=count_rows(files), desc=data_set.repository, unit=" rows", leave=False):
+        problem = data_set.problem_of(row, seen)
+        found.setdefault(problem.content, problem)
+        seen += 1
     if not found:
         raise DataError(f"{files[0]}: no rows")
     return list(found.values()), seen - len(found)
-
-
-def _add(found: dict[str, NamedProblem], data_set: DataSet, batch: list[Row], seen: int) -> None:
-    for i, row in enumerate(batch):
-        problem = problem_of(data_set, row, f"row {seen + i}")
-        found.setdefault(problem.content, problem)
 
 
 def _tokenizer(model: str) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from recipe.partial_rollout.tools.data.raw_files import DataError, Row
 
@@ -63,6 +62,18 @@ class DataSet:
     folder: str | None = None
     """configuration of the hub data set, if it has several"""
 
+    def problem_of(self, row: Row, at: int) -> NamedProblem:
+        """The problem of a raw row.
+
+        Raises:
+            DataError: the row is not in the data set's schema; says which one.
+        """
+        try:
+            return self.problem(row)
+        except (KeyError, TypeError, ValueError) as error:
+            why = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise DataError(f"row {at} is not in the schema of {self.repository}: {why}") from error
+
 
 def gsm8k(row: Row) -> NamedProblem:
     """A row of ``openai/gsm8k``: question, and an answer that ends in ``#### 1,234``."""
@@ -91,35 +102,22 @@ DATA_SETS = {
         repository="openai/gsm8k",
         files="main/*",
         folder="main",
-        splits=MappingProxyType({"train": "train", "test": "test"}),
+        splits={"train": "train", "test": "test"},
         data_source="openai/gsm8k",
         problem=gsm8k,
     ),
     "dapo_math17k": DataSet(
         repository="BytedTsinghua-SIA/DAPO-Math-17k",
         files="data/*",
-        splits=MappingProxyType({"train": "train"}),
+        splits={"train": "train"},
         data_source="math_dapo",
         problem=math_dapo,
     ),
     "aime24": DataSet(
         repository="BytedTsinghua-SIA/AIME-2024",
         files="data/*",
-        splits=MappingProxyType({"test": "train"}),
+        splits={"test": "train"},
         data_source="aime_2024",
         problem=math_dapo,
     ),
 }
-
-
-def problem_of(data_set: DataSet, row: Row, at: str) -> NamedProblem:
-    """The problem of a raw row.
-
-    Raises:
-        DataError: the row is not in the data set's schema; ``at`` says which one.
-    """
-    try:
-        return data_set.problem(row)
-    except (KeyError, TypeError, ValueError) as error:
-        why = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise DataError(f"{at} is not in the schema of {data_set.repository}: {why}") from error

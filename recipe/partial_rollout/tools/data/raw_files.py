@@ -1,8 +1,7 @@
-"""Rows of raw files, parquet or JSON lines, in batches, from this machine or the hub's cache; and of the files written."""
+"""Rows of raw files, parquet or JSON lines, from this machine or the hub's cache; and of the files written."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -14,8 +13,6 @@ import pyarrow.parquet as pq
 
 Row = dict[str, Any]
 
-_BATCH = 10_000
-"""rows read at once: the 1.8 million of DAPO-Math-17k would fill a small machine as Python objects"""
 SUFFIXES = (".parquet", ".jsonl")
 
 
@@ -73,8 +70,8 @@ def count_rows(files: list[Path]) -> int | None:
     return sum(pq.ParquetFile(path).metadata.num_rows for path in files)
 
 
-def batches_of(files: list[Path]) -> Iterator[list[Row]]:
-    """The rows in order, in batches.
+def rows_of(files: list[Path]) -> Iterator[Row]:
+    """The rows in order.
 
     Raises:
         DataError: a file is not what its suffix says.
@@ -82,17 +79,14 @@ def batches_of(files: list[Path]) -> Iterator[list[Row]]:
     for path in files:
         try:
             if path.suffix == ".parquet":
-                yield from (batch.to_pylist() for batch in pq.ParquetFile(path).iter_batches(_BATCH))
+                # The 1.8 million rows of DAPO-Math-17k would fill a small machine as Python objects.
+                for batch in pq.ParquetFile(path).iter_batches():
+                    yield from batch.to_pylist()
             else:
                 with path.open() as lines:
-                    yield from _batched(json.loads(line) for line in lines if line.strip())
+                    yield from (json.loads(line) for line in lines if line.strip())
         except (ValueError, OSError) as error:
             raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-
-
-def _batched(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    while batch := list(itertools.islice(rows, _BATCH)):
-        yield batch
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
