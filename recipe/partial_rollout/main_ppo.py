@@ -144,13 +144,13 @@ def _run_in(directory: Path, config: DictConfig) -> None:
     from recipe.partial_rollout.training.ray_trainer import session_of
 
     check_ray_address(config)
-    checkpoints, made_of = check_checkpoints(config)
-    session = session_of(config, checkpoints, made_of)
+    checkpoints = check_checkpoints(config)
+    session = session_of(config, checkpoints)
     runner = TaskRunner(config, session)
     check_steps(config, len(runner.train_dataset), len(runner.val_dataset))
     check_prompts(config, runner.tokenizer, runner.train_dataset)
     check_rows(config, runner.train_dataset)
-    made_of |= check_made_of_rows(config, checkpoints, runner.train_dataset)
+    check_made_of_rows(config, checkpoints, runner.train_dataset)
     session.begin()
     if session.trains:
         OmegaConf.save(config, directory / "config.yaml", resolve=True)

@@ -61,7 +61,7 @@ class FaultyAgentLoop(ToolAgentLoop):
             transcripts.mkdir(exist_ok=True)
             # Tokens of the model and of its tools' answers.
             said = str(_checksum(output.response_ids)).encode()
-            write_atomically(transcripts / sample.id.replace("/", "_"), [said])
+            write_atomically(transcripts / sample.id.replace("/", "_"), said)
         return output
 
 

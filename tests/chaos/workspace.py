@@ -64,7 +64,7 @@ class Workspace(BaseTool):
         live = self._live(conversation)
         (live / "calls" / f"{number}.begun").touch()
         text = await self._run(str(parameters["command"]), live / "files")
-        await asyncio.to_thread(write_atomically, live / "calls" / f"{number}.json", [json.dumps(text).encode()])
+        await asyncio.to_thread(write_atomically, live / "calls" / f"{number}.json", json.dumps(text).encode())
         return ToolResponse(text=text), 0.0, {}
 
     def status(self, call_id: str) -> str | None:
@@ -85,7 +85,7 @@ class Workspace(BaseTool):
         kept = self._kept(conversation, name)
         if not kept.exists():
             kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(kept, [content])
+            write_atomically(kept, content)
         return name
 
     def restore(self, conversation: str, handle: str | None) -> None:

@@ -118,6 +118,7 @@ class ScriptedTraining:
             deadlines=Deadlines(stall_s=60, interrupt_s=30),
         )
         self.session = session = RunSession(settings, RunCheckpoints(run_dir))
+        session.begin()
         loader = StatefulDataLoader(data or rows(steps * BATCH, 15), batch_size=BATCH, collate_fn=collate)
         filters = settings.group_filter is not None
         session.offer(loader, TrainingSteps(steps, 1, steps, drains=True, filters=filters))
@@ -134,14 +135,14 @@ class ScriptedTraining:
 
         self.pool = WorkerPool(self.workers, None, connect, 0, settings.deadlines, session.stop)
         self.driver = Driver(context, self.manager, store, self.pool, Nothing())
-        session.connect(self.driver)
+        session.driver = self.driver
         finished(self.pool.start())
-        if session.resume_from is not None:
+        if session.checkpoints.chosen is not None:
             session.load()
 
     def begin(self):
         self.driver.begin()
-        self.sync(self.session.resumed_step)
+        self.sync(self.session.checkpoints.resumed_step)
 
     def sync(self, version):
         finished(self.driver.before_load(version))
@@ -162,7 +163,7 @@ class ScriptedTraining:
     def train(self, until):
         """The steps from the resumed one to ``until``, each with a checkpoint."""
         self.begin()
-        for step in range(self.session.resumed_step + 1, until + 1):
+        for step in range(self.session.checkpoints.resumed_step + 1, until + 1):
             self.step(step)
             self.save()
 

@@ -24,7 +24,7 @@ def test_every_prompt_is_trained_once_through_a_crash_and_a_change_of_placement(
     crashed.kill()
 
     resumed = ScriptedTraining(tmp_path, then, STEPS)
-    assert resumed.session.resumed_step == 3
+    assert resumed.session.checkpoints.resumed_step == 3
     resumed.train(STEPS)
     resumed.end()
     found, _ = audit(tmp_path)

@@ -76,9 +76,10 @@ def trainer(run_dir, **keys):
     ours.actor_rollout_wg, ours.critic_wg, ours.use_critic = Weights(), Weights(), True
     ours.train_dataloader = SlotLoader(10, 2)
     session.source = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    session.begin()
     session.log = Mock()
-    session.connect(Saves({}))
-    if session.resume_from is not None:
+    session.driver = Saves({})
+    if session.checkpoints.chosen is not None:
         session.load()
     return ours
 
@@ -117,8 +118,8 @@ def test_kill_between_verls_save_and_the_seal_leaves_the_older_checkpoints_whole
 def test_resume_checks_each_file_once(tmp_path, monkeypatch):
     save(trainer(tmp_path), 1, 2)
     read = []
-    monkeypatch.setattr(manifest, "checksum", lambda path, of=manifest.checksum: read.append(path.name) or of(path))
-    trainer(tmp_path).session.begin()
+    monkeypatch.setattr(manifest, "_checksum", lambda path, of=manifest._checksum: read.append(path.name) or of(path))
+    trainer(tmp_path)
     assert len(read) == 2 and {name.partition("-")[0] for name in read} == {"manager", "source"}
 
 
@@ -166,7 +167,7 @@ def test_column_that_no_checkpoint_can_hold_is_refused_by_name_before_ray_starts
 def test_weights_are_saved_where_what_is_in_flight_cannot_be(tmp_path, step):
     ours = trainer(tmp_path)
     save(ours, 1)
-    ours.session.connect(Saves({"row": {"created": object()}}))
+    ours.session.driver = Saves({"row": {"created": object()}})
     with pytest.raises(RuntimeError, match=r"row.created: builtins.object cannot be saved") as caught:
         save(ours, step)
     step_dir, message = tmp_path / f"global_step_{step}", str(caught.value)
@@ -186,6 +187,7 @@ def test_resumed_baseline_sees_the_rows_in_the_order_of_one_that_never_stopped(t
         config = {"trainer": trainer, "actor_rollout_ref": {"actor": {"checkpoint": {"async_save": False}}}}
         ours.config, ours.use_critic, ours.actor_rollout_wg = OmegaConf.create(config), False, Weights()
         ours.session = RunSession(SimpleNamespace(enable=False), RunCheckpoints(tmp_path))
+        ours.session.begin()
         ours.session.log = Mock()
         rows = list(range(8))
         sampler = create_rl_sampler(OmegaConf.create({"shuffle": True, "seed": 1}), rows)

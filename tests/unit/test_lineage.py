@@ -71,13 +71,13 @@ def live(tmp_path, resolved_config, monkeypatch):
         session.source = session.source and SimpleNamespace(state_dict=dict)
         session.open(Control([1]), slots, [], "scripted")
         if arm == "PR":
-            session.connect(Driver())
-        weights = session.resume_from and (session.resume_from / "actor" / "weights").read_text()
+            session.driver = Driver()
+        weights = session.checkpoints.chosen and (session.checkpoints.chosen / "actor" / "weights").read_text()
         with observed_tracking(lambda data, step: data, file=session.metrics):
             import verl.utils.tracking as tracking
 
             log = tracking.Tracking("project", "scripted", ["file"])
-        for step in range(session.resumed_step + 1, until + 1):
+        for step in range(session.checkpoints.resumed_step + 1, until + 1):
             weights = f"{weights or ''}{who}"
             group = group_of(step, 2)
             phase = RolloutPhase(10.0 * step, 10.0 * step + 5, ())
@@ -129,7 +129,7 @@ def test_run_that_went_back_resumes_its_newer_branch(live, tmp_path, arm):
     assert saved_steps(run) == [2, 4, 6] and trained_by(run) == "aaaabbb"
     agrees(run, second, arm)
     third = live("c", until=STEPS, arm=arm)
-    assert third.resume_from == run / "global_step_6"
+    assert third.checkpoints.chosen == run / "global_step_6"
     assert (run / "global_step_8" / "actor" / "weights").read_text() == "aaaabbcc" == trained_by(run)
     agrees(run, third, arm)
     assert third.branch == second.branch != first.branch, "one run for a tracker from where it went back"
@@ -144,7 +144,7 @@ def test_run_that_went_back_and_was_killed_before_a_save_stays_on_its_new_branch
     first = live("a", until=STEPS, arm=arm)
     second = live("b", until=5, arm=arm, mode="resume_path", path=run / "global_step_4")
     third = live("c", until=STEPS, arm=arm)
-    assert third.resumed_step == 4 and trained_by(run) == "aaaacccc"
+    assert third.checkpoints.resumed_step == 4 and trained_by(run) == "aaaacccc"
     agrees(run, third, arm)
     assert third.branch == second.branch != first.branch, "the first one's tracker has these steps already"
 
@@ -158,7 +158,7 @@ def test_run_that_went_back_can_return_to_the_branch_that_it_left(live, tmp_path
     third = live("c", until=7, arm=arm, mode="resume_path", path=left)
     assert trained_by(run) == "aaaaaac" and third.branch != second.branch
     fourth = live("d", until=STEPS, arm=arm)
-    assert fourth.resume_from == left, "it has sealed none of its own"
+    assert fourth.checkpoints.chosen == left, "it has sealed none of its own"
     assert (run / "global_step_8" / "actor" / "weights").read_text() == "aaaaaadd" == trained_by(run)
     agrees(run, fourth, arm)
     aside = {trained_by(path.parent) for path in run.glob("superseded/*/run.jsonl")}
@@ -203,7 +203,7 @@ def test_run_that_started_over_resumes_itself_and_not_the_one_before(live, tmp_p
     assert saved_steps(run) == [2] and trained_by(run) == "bbb"
     agrees(run, second, arm)
     third = live("c", until=STEPS, arm=arm)
-    assert third.resume_from == run / "global_step_2" and trained_by(run) == "bbcccccc"
+    assert third.checkpoints.chosen == run / "global_step_2" and trained_by(run) == "bbcccccc"
     agrees(run, third, arm)
     assert third.branch == second.branch != first.branch
     (aside,) = (path for path in (run / "superseded").iterdir() if (path / "run.jsonl").exists())
@@ -214,7 +214,7 @@ def test_run_that_started_over_resumes_itself_and_not_the_one_before(live, tmp_p
 def test_run_that_was_killed_keeps_its_history_and_its_place_in_a_tracker(live, tmp_path, arm):
     run = tmp_path / "run"
     processes = [live(who, until=until, arm=arm) for who, until in (("a", 3), ("b", 5), ("c", 5), ("d", STEPS))]
-    assert [each.resumed_step for each in processes] == [0, 2, 4, 4] and trained_by(run) == "aabbdddd"
+    assert [each.checkpoints.resumed_step for each in processes] == [0, 2, 4, 4] and trained_by(run) == "aabbdddd"
     assert len({each.branch for each in processes}) == 1
     agrees(run, processes[-1], arm)
 
@@ -237,7 +237,7 @@ def test_run_that_goes_on_from_another_runs_checkpoint_takes_its_history_along(l
     live("b", until=5, arm=arm, mode="resume_path", path=other / "global_step_4")
     assert saved_steps(run) == [] and trained_by(run) == "aaaab" and trained_by(other) == "aaaaaa"
     last = live("c", until=STEPS, arm=arm)
-    assert last.resume_from == other / "global_step_4", "it has sealed none of its own"
+    assert last.checkpoints.chosen == other / "global_step_4", "it has sealed none of its own"
     assert trained_by(run) == "aaaacccc"
     agrees(run, last, arm)
 
@@ -286,4 +286,4 @@ def test_checkpoint_of_a_life_that_another_process_has_overtaken_is_not_sealed(l
 def test_finished_run_that_is_started_again_stays_complete(live, tmp_path, arm):
     live("a", until=STEPS, arm=arm)
     session = live("b", until=STEPS, arm=arm)
-    assert session.resumed_step == STEPS and load_run(tmp_path / "run").complete
+    assert session.checkpoints.resumed_step == STEPS and load_run(tmp_path / "run").complete

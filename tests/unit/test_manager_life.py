@@ -538,7 +538,7 @@ class ManagerLife(RuleBasedStateMachine):
     @precondition(lambda self: started(self) and self.may_save())
     @rule()
     def checkpoint(self):
-        data = b"".join(plain_codec.pack(self.manager.state_dict()))
+        data = plain_codec.pack(self.manager.state_dict())
         self.checkpoints.append((data, self.model.copy_without_owners()))
 
     @precondition(lambda self: started(self) and self.checkpoints)

@@ -13,20 +13,21 @@ from tests.unit.shared import damaged
 
 def checkpoint(run_dir, step, *, seal=True):
     step_dir = run_dir / f"global_step_{step}"
-    ours = manifest.begin(step_dir)
+    manifest.begin(step_dir)
     (step_dir / "actor").mkdir(exist_ok=True)
     (step_dir / "actor" / "weights.pt").write_bytes(b"w" * 100)
-    write_snapshot(ours / "manager.snapshot", {"step": step})
+    for state in ("old", "new"):
+        write_snapshot(manifest.state_file(step_dir, "manager", state), {"step": step})
     if seal:
-        manifest.seal(step_dir, step, "a", {"arm": "PR"})
+        manifest.seal(step_dir, manifest.Manifest(step=step, life="a", state="new", made_of={"rows": 3}, kept=[step]))
     return step_dir
 
 
 def test_checkpoint_is_torn_from_its_beginning_until_it_is_sealed(tmp_path):
     step_dir = checkpoint(tmp_path, 4)
     whole = manifest.verify(step_dir)
-    assert (whole.step, whole.life, whole.facts) == (4, "a", {"arm": "PR"})
-    assert whole.files.keys() == {"actor/weights.pt", "partial_rollout/manager.snapshot"}
+    assert (whole.step, whole.life, whole.made_of, whole.kept) == (4, "a", {"rows": 3}, [4])
+    assert whole.files.keys() == {"actor/weights.pt", "partial_rollout/manager-new.state"}
     manifest.begin(step_dir)
     for unsealed in (step_dir, checkpoint(tmp_path, 5, seal=False)):
         with pytest.raises(TornCheckpointError, match="it has no manifest: the checkpoint was not finished"):
@@ -43,7 +44,7 @@ def test_directory_without_our_mark_or_under_another_steps_name_is_foreign(tmp_p
 
 def test_file_that_is_missing_cut_off_or_changed_is_named(tmp_path):
     step_dir = checkpoint(tmp_path, 4)
-    for name in ("actor/weights.pt", "partial_rollout/manager.snapshot"):
+    for name in ("actor/weights.pt", "partial_rollout/manager-new.state"):
         path, data = step_dir / name, (step_dir / name).read_bytes()
         path.write_bytes(data[:-1])
         with pytest.raises(TornCheckpointError, match=f"{name} has {len(data) - 1} bytes of {len(data)}"):
@@ -52,9 +53,10 @@ def test_file_that_is_missing_cut_off_or_changed_is_named(tmp_path):
         with pytest.raises(TornCheckpointError, match=f"{name} is missing"):
             manifest.verify(step_dir)
         path.write_bytes(data)
-    path.write_bytes(bytes(reversed(data)))
-    with pytest.raises(TornCheckpointError, match=r"the checksum of partial_rollout/manager.snapshot"):
-        manifest.verify(step_dir)
+    for each in damaged(data, flips=(0x01, 0x80, 0xFF)):
+        path.write_bytes(each)
+        with pytest.raises(TornCheckpointError, match=r"partial_rollout/manager-new.state"):
+            manifest.verify(step_dir)
 
 
 def test_manifest_cut_off_or_changed_anywhere_never_verifies_as_something_else(tmp_path):
@@ -67,14 +69,13 @@ def test_manifest_cut_off_or_changed_anywhere_never_verifies_as_something_else(t
             assert manifest.verify(step_dir) == whole
 
 
-def test_manifest_cannot_name_files_outside_its_directory(tmp_path):
+def test_manifest_of_an_earlier_version_is_foreign(tmp_path):
     step_dir = checkpoint(tmp_path, 4)
     path = step_dir / "partial_rollout" / "manifest.json"
-    fields = json.loads(path.read_text())
-    del fields["blake2b"]
-    fields["files"] = {"../../secret": {"size": 1, "blake2b": None}}
-    path.write_text(json.dumps({"blake2b": manifest._digest(fields), **fields}))
-    with pytest.raises(ForeignCheckpointError, match="names files outside"):
+    path.write_text(json.dumps({"blake2b": "0", "format": 3, "step": 4, "life": "a", "facts": {}, "files": {}}))
+    with pytest.raises(
+        ForeignCheckpointError, match=r"^[^\n]*is not of this version's format[^\n]*disable to start over$"
+    ):
         manifest.verify(step_dir)
 
 

@@ -69,8 +69,8 @@ def start(tmp_path, inputs, resolved_config, monkeypatch):
             session = runner.session
             if save is not None:
                 step_dir = session.checkpoints.step_dir(save)
-                in_flight = (lambda path: write_snapshot(path, {}), {}) if arm == "PR" else (None, None)
-                session.checkpoints.save(save, *in_flight, (step_dir / "actor").mkdir, session.made_of)
+                in_flight = {"manager": lambda path: write_snapshot(path, {})} if arm == "PR" else {}
+                session.checkpoints.save(save, in_flight, (step_dir / "actor").mkdir)
 
         monkeypatch.setattr(task_runner, "start_ray", lambda *_: None)
         monkeypatch.setattr(task_runner.TaskRunner, "train", train)
@@ -138,7 +138,7 @@ def test_key_that_the_checkpoint_was_made_with_is_kept_or_the_start_is_refused(s
 def test_rows_that_have_changed_are_refused_with_both_counts_and_moved_ones_are_not(start, inputs, arm, changed):
     start(arm=arm, save=2)
     moved = shutil.copy(inputs.files, inputs.files.with_name("moved.parquet"))
-    assert start(f"data.train_files={moved}", arm=arm).session.resumed_step == 2
+    assert start(f"data.train_files={moved}", arm=arm).session.checkpoints.resumed_step == 2
     inputs.write(rows(*changed))
     words = rf"^data.train_files={len(changed)} rows, hash \w+: 24 rows, hash \w+, as in [^\n]*global_step_2"
     with pytest.raises(ConfigError, match=words):
@@ -150,7 +150,7 @@ def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(start, input
     start(arm=arm, save=2)
     moved = shutil.copytree(inputs.model, tmp_path / "moved")
     here = f"actor_rollout_ref.model.path={moved}"
-    assert start(here, arm=arm).session.resumed_step == 2
+    assert start(here, arm=arm).session.checkpoints.resumed_step == 2
     with (moved / "model.safetensors").open("r+b") as weights:
         weights.seek(-1, 2)
         weights.write(b"!")
@@ -172,8 +172,8 @@ def test_rows_are_the_same_however_a_file_is_written(start, inputs, tmp_path):
     pq.write_table(pa.table(pd.DataFrame(made)).slice(0, 10), tmp_path / "first.parquet")
     pq.write_table(pa.table(pd.DataFrame(made)).slice(10), tmp_path / "rest.parquet")
     files = "grouped.parquet", "[{0}/first.parquet,{0}/rest.parquet]"
-    assert start(f"data.train_files={tmp_path}/{files[0]}").session.resumed_step == 2
-    assert start(f"data.train_files={files[1].format(tmp_path)}").session.resumed_step == 2
+    assert start(f"data.train_files={tmp_path}/{files[0]}").session.checkpoints.resumed_step == 2
+    assert start(f"data.train_files={files[1].format(tmp_path)}").session.checkpoints.resumed_step == 2
     with pytest.raises(ConfigError, match=r"^data.train_files=24 rows, hash \w+: 24 rows"):
         start(f"data.train_files=[{tmp_path}/rest.parquet,{tmp_path}/first.parquet]")
 
@@ -183,7 +183,7 @@ def test_chat_template_and_tokenizer_are_part_of_a_model_and_what_is_not_loaded_
     moved = shutil.copytree(inputs.model, tmp_path / "moved")
     (moved / "README.md").write_text("words")
     (moved / "pytorch_model.bin").write_bytes(b"the same weights, for who has no safetensors")
-    assert start(f"actor_rollout_ref.model.path={moved}").session.resumed_step == 2
+    assert start(f"actor_rollout_ref.model.path={moved}").session.checkpoints.resumed_step == 2
     template = moved / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
     words = r"^actor_rollout_ref.model.path=(config \w+), tokenizer \w+, (weights \w+): \1, tokenizer \w+, \2, as in"
@@ -197,7 +197,7 @@ def test_validation_alone_needs_the_checkpoints_model_and_nothing_of_its_trainin
     inputs.write(rows(*range(12)))
     alone = "trainer.val_only=True", "actor_rollout_ref.rollout.n=4", "data.max_response_length=32", "data.seed=9"
     for arm in ARMS:
-        assert start(*alone, arm=arm).session.resumed_step == 2
+        assert start(*alone, arm=arm).session.checkpoints.resumed_step == 2
     with pytest.raises(ConfigError, match=r"^actor_rollout_ref.model.lora_rank=8: 0, as in"):
         start(*alone, "actor_rollout_ref.model.lora_rank=8")
 
@@ -216,7 +216,7 @@ def test_other_arms_checkpoint_is_refused_by_the_key_that_goes_on_from_it(start,
     words = rf"^partial_rollout.enable={ARMS[arm]}: {ARMS[other]}, as in .*global_step_2; trainer.resume_mode=disable"
     with pytest.raises(ConfigError, match=words):
         start(arm=arm)
-    assert start(arm=other).session.resumed_step == 2
+    assert start(arm=other).session.checkpoints.resumed_step == 2
 
 
 def test_critic_that_the_checkpoint_does_not_hold_is_refused(start, inputs):
@@ -229,7 +229,7 @@ def test_critic_that_the_checkpoint_does_not_hold_is_refused(start, inputs):
 def test_longer_samples_and_more_steps_go_on(start):
     start(save=2)
     longer = "data.max_response_length=2000", "actor_rollout_ref.rollout.max_model_len=3000"
-    assert start(*longer, "trainer.total_epochs=9").session.resumed_step == 2
+    assert start(*longer, "trainer.total_epochs=9").session.checkpoints.resumed_step == 2
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -267,7 +267,7 @@ def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(star
     assert listing(tmp_path / "run") == before, "a validation needs no lock and leaves nothing"
     ours.send("end")
     other.join(60)
-    assert start().session.resumed_step == 2
+    assert start().session.checkpoints.resumed_step == 2
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])

@@ -140,7 +140,7 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     trainer.use_rm = trainer.use_critic = trainer.use_reference_policy = False
     trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
     trainer.async_rollout_manager = Rollout(trainer, manager, output, moment)
-    session.connect(trainer.async_rollout_manager)
+    session.driver = trainer.async_rollout_manager
     session.figures = Figures(trainer.async_rollout_manager)
     trainer.checkpoint_manager = SimpleNamespace(
         update_weights=lambda step: moment("sync"), sleep_replicas=lambda: None
@@ -178,8 +178,8 @@ def life(tmp_path, monkeypatch, resolved_config, manager, output, prompts):
         (actor / "weights").write_text(str(at.weights))
 
     def load(self):
-        self.global_steps = self.session.resumed_step
-        at.weights = int((self.session.resume_from / "actor" / "weights").read_text())
+        self.global_steps = self.session.checkpoints.resumed_step
+        at.weights = int((self.session.checkpoints.chosen / "actor" / "weights").read_text())
 
     for name, fake in (
         ("_compute_old_log_prob", log_probs),
@@ -204,7 +204,7 @@ def life(tmp_path, monkeypatch, resolved_config, manager, output, prompts):
         keys = *OVERRIDES, f"trainer.default_local_dir={tmp_path}", *overrides
         config = resolved_config("quickstart_cpu", *keys)
         trainer = build_trainer(config, tmp_path, manager(batch=2, n=2, prompts=0), output, moment=moment)
-        if trainer.session.resume_from is None:
+        if trainer.session.checkpoints.chosen is None:
             trainer.async_rollout_manager.manager.reserve.offer(prompts(2 * STEPS))
         trainer.stopped = False
         try:
@@ -248,7 +248,7 @@ def test_stop_anywhere_in_a_step_leaves_a_checkpoint_of_a_whole_step(life, tmp_p
         found = resumable.chosen
         assert found == tmp_path / f"global_step_{held}"
         assert int((found / "actor" / "weights").read_text()) == held
-        manager = read_snapshot(resumable.take().manager)
+        manager = read_snapshot(resumable.resumed_state("manager"))
         assert manager["counters"]["trained_groups"] == 2 * held and manager["version"] == held
     assert logged_steps(tmp_path) == list(range(1, held + 1)), "the metrics of a trained step are not lost"
     second = life(*VALIDATES, "trainer.save_freq=1")

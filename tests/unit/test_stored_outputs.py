@@ -46,7 +46,7 @@ def test_figures_and_checkpoint_do_not_tell_where_outputs_lay(manager, output):
         finish_some(m, output, 5)
         assert held_by(m) == ["0/2#0"], "those of groups that are ready are in the store"
         state = encode(m.capture(), store.fetch)
-        packed.append(b"".join(bytes(chunk) for chunk in pack(state)))
+        packed.append(pack(state))
         resumed = manager(prompts=0, put=store.put)
         resumed.load_state_dict(state)
         assert held_by(resumed) == held_by(m)

@@ -3,7 +3,7 @@
 ``lineage.json`` lists them, each with the step that it went on from. Here a second process went on from step 4 of the
 first, and whatever the first one did after step 4 does not count::
 
-    [{"id": "9f1c", "branch": "9f1c", "step": 0}, {"id": "02ab", "branch": "9f1c", "step": 4}]
+    [{"id": "9f1c", "branch": "9f1c"}, {"id": "02ab", "branch": "9f1c", "step": 4}]
 
 What is superseded is moved to ``superseded/ID/``, where nothing reads it and nothing deletes it. The list is written first,
 so a start that is cut off in between leaves things that no longer belong to the lineage: the next start moves them.
@@ -18,13 +18,14 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from errno import ENOLCK, EOPNOTSUPP
 from itertools import pairwise
 from pathlib import Path
 from uuid import uuid4
 
+import msgspec
 from filelock import FileLock, SoftFileLock, Timeout
+from msgspec import Struct
 
 from recipe.partial_rollout.checkpoint.snapshot import write_atomically
 from recipe.partial_rollout.config.keys import fail
@@ -32,8 +33,7 @@ from recipe.partial_rollout.config.keys import fail
 NAME, LOCK, SUPERSEDED = "lineage.json", "run.lock", "superseded"
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
+class Life(Struct, frozen=True, omit_defaults=True):
     """A process that trains."""
 
     id: str
@@ -56,7 +56,7 @@ class Lineage:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / NAME
-        self.lives = [Life(**life) for life in json.loads(self._path.read_bytes())] if self._path.exists() else []
+        self.lives = msgspec.json.decode(self._path.read_bytes(), type=list[Life]) if self._path.exists() else []
 
     def holds(self, life: str | None, step: int) -> bool:
         """Whether the checkpoint that ``life`` sealed at ``step`` leads to the present; any does if no life is recorded."""
@@ -80,7 +80,7 @@ class Lineage:
         # Its last life may have begun at this very checkpoint, on a branch of its own, and sealed none.
         branch = (self.lives or lives)[-1].branch if lives and not branches else new
         self.lives = [*lives, Life(new, branch, step, origin and str(origin.resolve()))]
-        write_atomically(self._path, [json.dumps([asdict(life) for life in self.lives], indent=1).encode()])
+        write_atomically(self._path, msgspec.json.encode(self.lives))
         return self.lives[-1]
 
 
@@ -103,7 +103,7 @@ def cut_steps(metrics: Path, step: int, aside: Path) -> None:
     if cut:
         aside.mkdir(parents=True, exist_ok=True)
         (aside / f"{metrics.stem}_beyond_{step}.jsonl").write_bytes(b"".join(cut))
-        write_atomically(metrics, kept)
+        write_atomically(metrics, b"".join(kept))
 
 
 @contextmanager

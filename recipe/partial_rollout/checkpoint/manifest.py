@@ -2,7 +2,7 @@
 
 ``begin`` marks a directory before anything is written to it, ``seal`` ends it::
 
-    begin(step_dir) -> verl's files, snapshots -> seal(step_dir)
+    begin(step_dir) -> verl's files, state files -> seal(step_dir, manifest)
 
 A directory that was begun and not sealed is torn; one that was never begun is foreign: verl's own.
 """
@@ -10,19 +10,18 @@ A directory that was begun and not sealed is torn; one that was never begun is f
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct, structs
 
 from recipe.partial_rollout.checkpoint.lineage import Lineage
 from recipe.partial_rollout.checkpoint.snapshot import (
-    PART,
     ForeignCheckpointError,
     TornCheckpointError,
-    checksum,
     foreign,
     sync,
     torn,
@@ -32,13 +31,13 @@ from recipe.partial_rollout.checkpoint.snapshot import (
 DIRECTORY = "partial_rollout"
 """directory of the recipe's own files within a step directory"""
 NAME = "manifest.json"
-FORMAT = 3
+Format = Literal[4]
+"""of manifest and state files, whatever of them changes"""
 
 _STEP = re.compile(r"global_step_([0-9]+)")
 
 
-@dataclass(frozen=True, slots=True)
-class ListedFile:
+class ListedFile(Struct, frozen=True):
     """A file of the checkpoint."""
 
     size: int
@@ -47,66 +46,60 @@ class ListedFile:
     """256 bits, hex; None if only its size is checked"""
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Struct, frozen=True, kw_only=True):
     """What a whole checkpoint consists of."""
 
+    format: Format = 4
     step: int
     life: str
     """id of the process that sealed it (``lineage``)"""
-    facts: dict[str, Any]
-    """what the trainer wants to record; JSON-able"""
-    files: dict[str, ListedFile]
+    state: str
+    """what the names of its state files end with (``state_file``): those of an earlier seal may lie beside them"""
+    made_of: dict[str, Any] = {}
+    """what a run that resumes from it is compared with, by key of the config; JSON-able"""
+    kept: list[int] = []
+    """steps whose checkpoints a limit applies to, oldest first (``RunCheckpoints``)"""
+    files: dict[str, ListedFile] = {}
     """by path relative to the step directory"""
 
 
-def begin(step_dir: Path) -> Path:
-    """Mark ``step_dir`` as a checkpoint of the recipe in progress; returns the directory of the recipe's own files.
+class _Sealed(Struct):
+    blake2b: str
+    """of ``manifest``, byte for byte"""
+    manifest: msgspec.Raw
 
-    Call it before anything else is written there. An earlier checkpoint of the same step is then no longer whole.
+
+def begin(step_dir: Path) -> None:
+    """Mark ``step_dir`` as a checkpoint of the recipe in progress, before anything else is written there.
+
+    An earlier checkpoint of the same step is then no longer whole.
     """
     ours = step_dir / DIRECTORY
     ours.mkdir(parents=True, exist_ok=True)
     (ours / NAME).unlink(missing_ok=True)
     for directory in (ours, step_dir, step_dir.parent):
         sync(directory)
-    return ours
 
 
-def seal(
-    step_dir: Path,
-    step: int,
-    life: str,
-    facts: dict[str, Any],
-    *,
-    leave_out: frozenset[str] = frozenset(),
-) -> Manifest:
-    """Make the checkpoint of ``step`` whole: its files are synced to disk, then the manifest that lists them.
-
-    Args:
-        leave_out: files (relative to ``step_dir``) that an older manifest names and that are about to be removed.
-    """
-    files: dict[str, ListedFile] = {}
-    directories = {step_dir, step_dir.parent}
-    for path in sorted(step_dir.rglob("*")):
-        name = path.relative_to(step_dir).as_posix()
-        if path.is_dir():
-            directories.add(path)
-        elif name != f"{DIRECTORY}/{NAME}" and name not in leave_out and not name.endswith(PART):
-            sync(path)
-            wanted = name.startswith(f"{DIRECTORY}/")
-            files[name] = ListedFile(path.stat().st_size, checksum(path) if wanted else None)
-    for directory in directories:
-        sync(directory)
-    manifest = Manifest(step, life, facts, files)
-    fields = {"format": FORMAT, **asdict(manifest)}
-    text = json.dumps({"blake2b": _digest(fields), **fields}, indent=1)
-    write_atomically(step_dir / DIRECTORY / NAME, [text.encode()])
-    return manifest
+def state_file(step_dir: Path, part: str, state: str) -> Path:
+    """The file of ``part`` (``manager``, ``source``) in the checkpoint whose manifest says ``state``."""
+    return step_dir / DIRECTORY / f"{part}-{state}.state"
 
 
-def _digest(fields: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=32).hexdigest()
+def seal(step_dir: Path, manifest: Manifest) -> None:
+    """Make the checkpoint whole: its files are synced to disk, then ``manifest``, which gets their list."""
+    ours = step_dir / DIRECTORY
+    own = {path: _checksum(path) for path in ours.glob(f"*-{manifest.state}.state")}
+    within = [path for path in step_dir.rglob("*") if ours not in path.parents]
+    listed = [*filter(Path.is_file, within), *own]
+    for path in (*listed, *filter(Path.is_dir, within), step_dir, step_dir.parent):
+        sync(path)
+    files = {
+        path.relative_to(step_dir).as_posix(): ListedFile(path.stat().st_size, own.get(path)) for path in sorted(listed)
+    }
+    content = msgspec.json.encode(structs.replace(manifest, files=files))
+    sealed = _Sealed(hashlib.blake2b(content, digest_size=32).hexdigest(), msgspec.Raw(content))
+    write_atomically(ours / NAME, msgspec.json.encode(sealed))
 
 
 def verify(step_dir: Path) -> Manifest:
@@ -126,30 +119,31 @@ def verify(step_dir: Path) -> Manifest:
             raise torn(step_dir, f"{name} is missing")
         if path.stat().st_size != listed.size:
             raise torn(step_dir, f"{name} has {path.stat().st_size} bytes of {listed.size}")
-        if listed.blake2b is not None and checksum(path) != listed.blake2b:
+        if listed.blake2b is not None and _checksum(path) != listed.blake2b:
             raise torn(step_dir, f"the checksum of {name} does not agree with its content")
     return manifest
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
 def _read(step_dir: Path) -> Manifest:
     if not (step_dir / DIRECTORY).is_dir():
         raise foreign(step_dir, f"it has no {DIRECTORY}/: another trainer made it")
-    path = step_dir / DIRECTORY / NAME
+    changed = f"{DIRECTORY}/{NAME} is cut off or changed"
     try:
-        fields = json.loads(path.read_bytes())
-        whole = isinstance(fields, dict) and fields.pop("blake2b", None) == _digest(fields)
+        sealed = msgspec.json.decode((step_dir / DIRECTORY / NAME).read_bytes(), type=_Sealed)
+        if sealed.blake2b != hashlib.blake2b(sealed.manifest, digest_size=32).hexdigest():
+            raise torn(step_dir, changed)
+        return msgspec.json.decode(sealed.manifest, type=Manifest)
     except FileNotFoundError:
         raise torn(step_dir, "it has no manifest: the checkpoint was not finished") from None
-    except (ValueError, RecursionError):
-        whole = False
-    if not whole:
-        raise torn(step_dir, f"{DIRECTORY}/{NAME} is cut off or changed")
-    if fields.pop("format", None) != FORMAT:
-        raise foreign(step_dir, f"its manifest is not of format {FORMAT}")
-    if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in fields["files"]):
-        raise foreign(step_dir, "its manifest names files outside of it")
-    files = {name: ListedFile(**listed) for name, listed in fields["files"].items()}
-    return Manifest(fields["step"], fields["life"], fields["facts"], files)
+    except msgspec.ValidationError as error:
+        raise foreign(step_dir, f"its manifest is not of this version's format ({error})") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise torn(step_dir, changed) from None
 
 
 def newest_whole(run_dir: Path, lineage: Lineage) -> tuple[Manifest | None, list[str]]:
@@ -161,7 +155,7 @@ def newest_whole(run_dir: Path, lineage: Lineage) -> tuple[Manifest | None, list
         ForeignCheckpointError: a newer one was made by something else; the message says what to do.
     """
     refused: list[str] = []
-    for step, step_dir in sorted(steps_in(run_dir), reverse=True):
+    for step, step_dir in sorted(_steps_in(run_dir), reverse=True):
         try:
             if lineage.holds(_read(step_dir).life, step):
                 return verify(step_dir), refused
@@ -172,7 +166,7 @@ def newest_whole(run_dir: Path, lineage: Lineage) -> tuple[Manifest | None, list
 
 def superseded(run_dir: Path, lineage: Lineage, *, unsealed: bool) -> Iterator[Path]:
     """The checkpoints in ``run_dir`` that do not lead to the present; torn ones if ``unsealed``."""
-    for step, step_dir in steps_in(run_dir):
+    for step, step_dir in _steps_in(run_dir):
         try:
             stands = lineage.holds(_read(step_dir).life, step)
         except TornCheckpointError:
@@ -183,7 +177,6 @@ def superseded(run_dir: Path, lineage: Lineage, *, unsealed: bool) -> Iterator[P
             yield step_dir
 
 
-def steps_in(run_dir: Path) -> list[tuple[int, Path]]:
-    """Number and directory of each ``global_step_N`` in ``run_dir``."""
+def _steps_in(run_dir: Path) -> list[tuple[int, Path]]:
     found = ((_STEP.fullmatch(path.name), path) for path in run_dir.glob("global_step_*"))
     return [(int(match[1]), path) for match, path in found if match and path.is_dir()]

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -24,28 +23,14 @@ from recipe.partial_rollout.checkpoint.manifest import (
     begin,
     newest_whole,
     seal,
+    state_file,
     superseded,
     verify,
 )
-from recipe.partial_rollout.checkpoint.snapshot import (
-    TornCheckpointError,
-    read_snapshot,
-    write_atomically,
-    write_snapshot,
-)
+from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError, write_atomically
 from recipe.partial_rollout.waits import one_line
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedState:
-    """What was in flight at one checkpoint."""
-
-    manager: Path
-    """file of the manager's state"""
-    source: dict[str, Any]
-    """for ``PromptSource.load_state_dict``"""
 
 
 def chosen_checkpoints(trainer: Any, *, critic: bool) -> RunCheckpoints:
@@ -98,11 +83,16 @@ class RunCheckpoints:
             self.resumed = verify(self.chosen)
         elif mode != "disable":
             self._choose_newest()
-        self._life: str | None = None
-        """id of this process in the lineage, once it has begun"""
+        self.made_of: dict[str, Any] = {}
+        """what a run that resumes from its checkpoints is compared with, by key of the config; filled in from outside"""
         self._on_disk: int | None = None
         self._kept: list[int] = []
         """steps whose checkpoints ``keep`` applies to, oldest first; saved in each manifest for a process that resumes"""
+
+    @property
+    def resumed_step(self) -> int:
+        """The step of the checkpoint to resume; 0 from scratch."""
+        return self.resumed.step if self.resumed else 0
 
     def step_dir(self, step: int) -> Path:
         """verl's directory of the checkpoint of ``step``."""
@@ -145,20 +135,15 @@ class RunCheckpoints:
 
         ``latest_checkpointed_iteration.txt``, which verl's own tools read, follows.
         """
-        step = self.resumed.step if self.resumed else 0
+        step = self.resumed_step
         newest = newest_whole(self.run_dir, self.lineage)[0] if self._by_path and self.goes_on else None
         branches = not self.goes_on or (newest is not None and newest.step != step)
-        life = self.lineage.begin(
-            self.resumed and self.resumed.life,
-            step,
-            origin=None if self._is_here else self.chosen,
-            branches=branches,
-        )
+        origin = None if self._is_here else self.chosen
+        life = self.lineage.begin(self.resumed and self.resumed.life, step, origin=origin, branches=branches)
         aside = self.run_dir / SUPERSEDED / life.id
         set_aside(superseded(self.run_dir, self.lineage, unsealed=branches), aside)
-        self._life = life.id
         if self.resumed is not None and self.step_dir(step).is_dir():
-            self._on_disk, self._kept = step, [*self.resumed.facts.get("kept", ())]
+            self._on_disk, self._kept = step, [*self.resumed.kept]
         self._track(self._on_disk)
         return aside
 
@@ -167,80 +152,62 @@ class RunCheckpoints:
         if step is None:
             tracker.unlink(missing_ok=True)
         else:
-            write_atomically(tracker, [str(step).encode()])
+            write_atomically(tracker, str(step).encode())
 
-    def take(self) -> SavedState:
-        """PR: what was in flight at the chosen checkpoint."""
+    def resumed_state(self, part: str) -> Path:
+        """PR: the state file of ``part`` in the chosen checkpoint."""
         assert self.chosen is not None and self.resumed is not None
-        name, ours = self.resumed.facts["state"], self.chosen / DIRECTORY
-        return SavedState(ours / f"manager-{name}.state", read_snapshot(ours / f"source-{name}.state"))
+        return state_file(self.chosen, part, self.resumed.state)
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def save(
-        self,
-        step: int,
-        save_manager: Callable[[Path], object] | None,
-        source: dict[str, Any] | None,
-        save_verl: Callable[[], object],
-        made_of: dict[str, Any],
+        self, step: int, in_flight: Mapping[str, Callable[[Path], object]], save_verl: Callable[[], object]
     ) -> None:
         """Write and seal the checkpoint of ``step``.
 
         Args:
-            save_manager: PR: writes the manager's state to the path it is given.
-            source: PR: ``PromptSource.state_dict``.
+            in_flight: PR: by part, what writes its state to the path that it is given.
             save_verl: writes verl's part; not called for the step that this process last saved or loaded: its weights
                 are already on disk, and only what is in flight has changed since.
-            made_of: what a run that resumes from it is compared with, by key of the config.
 
         Raises:
             RuntimeError: what is in flight cannot be saved; the weights are, and the message says what to do with them.
                 Or another process has begun in the directory.
         """
-        if self._life is None:
-            self.begin()
-        assert self._life is not None
-        if Lineage(self.run_dir).lives[-1:] != self.lineage.lives[-1:]:
+        life = self.lineage.lives[-1]
+        if Lineage(self.run_dir).lives[-1:] != [life]:
             raise RuntimeError(f"another process has begun to train in {self.run_dir}: step {step} is not saved")
-        step_dir, ours = self.step_dir(step), self.step_dir(step) / DIRECTORY
+        step_dir = self.step_dir(step)
         if step != self._on_disk:
             begin(step_dir)
             save_verl()
             # verl's save has named the step there; it counts from its seal on.
             self._track(self._on_disk)
-        old = frozenset(f"{DIRECTORY}/{path.name}" for path in ours.glob("*.state"))
-        name = uuid4().hex[:8]
-        if save_manager is not None and source is not None:
-            self._save_in_flight(step_dir, name, save_manager, source)
-        kept = [*(other for other in self._kept if other != step), step] if self._keep else []
-        seal(step_dir, step, self._life, {"state": name, "made_of": made_of, "kept": kept}, leave_out=old)
-        self._track(step)
-        self._on_disk, self._kept = step, kept
-        self._tidy(step_dir, name)
-
-    def _save_in_flight(
-        self, step_dir: Path, name: str, save_manager: Callable[[Path], object], source: dict[str, Any]
-    ) -> None:
-        ours = step_dir / DIRECTORY
+        state = uuid4().hex[:8]
         try:
-            save_manager(ours / f"manager-{name}.state")
-            write_snapshot(ours / f"source-{name}.state", source)
+            for part, write in in_flight.items():
+                write(state_file(step_dir, part, state))
         except Exception as error:
             raise RuntimeError(
                 f"what is in flight at {step_dir.name} cannot be saved: {one_line(error)}; trainer.resume_mode=auto "
                 f"resumes from the newest whole checkpoint, and `python -m verl.model_merger merge` makes a model of the "
                 f"weights in {step_dir}/actor, to start another training from (actor_rollout_ref.model.path)"
             ) from error
+        kept = [*(other for other in self._kept if other != step), step] if self._keep else []
+        seal(step_dir, Manifest(step=step, life=life.id, state=state, made_of=self.made_of, kept=kept))
+        self._track(step)
+        self._on_disk, self._kept = step, kept
+        self._tidy(step_dir, state)
 
-    def _tidy(self, step_dir: Path, name: str) -> None:
+    def _tidy(self, step_dir: Path, state: str) -> None:
         """Remove old checkpoints, replaced states, and unfinished checkpoints without a model."""
         if self._keep:
             for step in self._kept[: -self._keep]:
                 shutil.rmtree(self.step_dir(step), ignore_errors=True)
             self._kept = self._kept[-self._keep :]
         for path in (step_dir / DIRECTORY).glob("*.state"):
-            if not path.stem.endswith(name):
+            if not path.stem.endswith(state):
                 path.unlink()
         for other in self.run_dir.glob("global_step_*"):
             if (other / DIRECTORY).is_dir() and not (other / "actor").is_dir():

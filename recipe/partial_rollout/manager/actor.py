@@ -16,11 +16,10 @@ import logging
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipe.partial_rollout.checkpoint.snapshot import Written, read_snapshot, write_snapshot
+from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
 from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.codec import encode
 from recipe.partial_rollout.manager.output_store import RayObjects
@@ -260,18 +259,15 @@ class ManagerActor:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    async def save(self, path: str) -> Written:
+    async def save(self, path: str) -> None:
         """Write the present state to ``path``; samples may run, and what they report later is not part of it.
 
         Raises:
             UnsaveableError: a dataset row or an output holds a value that cannot be saved; the message names it.
             RolloutFailedError, TimeoutError: outputs are lost, or do not arrive.
         """
-        start = time.perf_counter()
         captured = self._manager.capture()
-        blocked_s = time.perf_counter() - start
-        written = await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured, self._store.fetch)))
-        return replace(written, seconds=time.perf_counter() - start, blocked_s=blocked_s)
+        await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured, self._store.fetch)))
 
     async def load(self, path: str) -> int:
         """Restore the snapshot at ``path``, before the first version; returns its ``Counters.spared_groups``.

@@ -2,8 +2,7 @@
 
 Layout of the dictionary: scalars and ``counters``, ``trained``, ``filtered``; ``reserve``, prompts of ``{uid, row}`` each;
 ``groups``, of ``{prompt, order, birth, samples}`` each: with the trainer, then ready, then unfinished. A sample has its
-journal (``segments``, ``tool_results``), ``failures``, ``error`` and, once it has finished, its ``output``. Arrays that
-repeat themselves, masks and versions, are run-length coded.
+journal (``segments``, ``tool_results``), ``failures``, ``error`` and, once it has finished, its ``output``.
 
 Workers are left out: a running sample is restored as interrupted, and a group that the trainer had taken but not
 acknowledged is restored as ready.
@@ -30,13 +29,8 @@ from recipe.partial_rollout.manager.types import (
     Segment,
 )
 
-LAYOUT = 6
-
 Fetch = Callable[[Mapping[str, Any]], Mapping[str, Sequence[SampleOutput]]]
 """brings the outputs of stored groups, by uid"""
-
-_RUNS = ("response_mask", "versions")
-"""fields of ``SampleOutput`` that are run-length coded"""
 
 
 # -- encoding ----------------------------------------------------------------------------------------------------------
@@ -51,7 +45,6 @@ def capture(version: int, reserve: Reserve, groups: Groups) -> dict[str, Any]:
     """
     unfinished = groups.in_state(GroupState.WAITING, GroupState.ACTIVE)
     return {
-        "layout": LAYOUT,
         "version": version,
         "last_offered": reserve.last_offered,
         "admitted": list(groups.admitted),
@@ -86,7 +79,7 @@ def check_saveable(sample_id: str, output: SampleOutput) -> None:
     try:
         pack(_fields(output))
     except UnsaveableError as error:
-        raise error.within(f"sample {sample_id}") from None
+        raise UnsaveableError(f"sample {sample_id}.{error}") from None
 
 
 def encode(captured: dict[str, Any], fetch: Fetch) -> dict[str, Any]:
@@ -99,19 +92,13 @@ def encode(captured: dict[str, Any], fetch: Fetch) -> dict[str, Any]:
         for sample in group["samples"]:
             sample["segments"] = [_fields(segment) for segment in sample["segments"]]
             if (output := sample["output"]) is not None:
-                sample["output"] = _fields(output) | {name: _runs(getattr(output, name)) for name in _RUNS}
+                sample["output"] = _fields(output)
     return captured
 
 
 def _fields(record: Prompt | Segment | SampleOutput) -> dict[str, Any]:
     """Its fields by name; ``asdict`` would copy every token."""
     return {each.name: getattr(record, each.name) for each in fields(record)}
-
-
-def _runs(values: np.ndarray) -> dict[str, np.ndarray]:
-    """Run-length code of ``values``."""
-    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1)) if len(values) else np.empty(0, np.int64)
-    return {"values": values[starts], "lengths": np.diff(starts, append=len(values))}
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
@@ -123,10 +110,8 @@ def decode(state: dict[str, Any], samples_per_group: int, reserve: Reserve, grou
     The source is open again: a resumed training may have more steps than the one that drained.
 
     Raises:
-        ValueError: the layout is another, or a group has another number of samples.
+        ValueError: a group has another number of samples.
     """
-    if state.get("layout") != LAYOUT:
-        raise ValueError(f"manager state has layout={state.get('layout')}: this version of the recipe reads {LAYOUT}")
     reserve.prompts.extend(Prompt(**row) for row in state["reserve"])
     reserve.last_offered = state["last_offered"]
     for name, total in state["counters"].items():
@@ -148,10 +133,7 @@ def _groups(state: dict[str, Any], size: int) -> Iterator[PromptGroup]:
 
 
 def _sample(sample_id: str, group: PromptGroup, saved: dict[str, Any]) -> Sample:
-    output = saved["output"]
-    if output is not None:
-        runs = {name: np.repeat(output[name]["values"], output[name]["lengths"]) for name in _RUNS}
-        output = SampleOutput(**{**output, **runs})
+    output = None if saved["output"] is None else SampleOutput(**saved["output"])
     state = SampleState.WAITING if output is None else SampleState.FINISHED
     segments = [Segment(**fields) for fields in saved["segments"]]
     return Sample(sample_id, group, state, **{**saved, "segments": segments, "output": output})

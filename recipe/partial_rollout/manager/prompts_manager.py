@@ -384,7 +384,7 @@ class PromptsManager:
         """Restore ``state``: unfinished samples are claimable, groups that were with the trainer are ready again.
 
         Raises:
-            ValueError: its layout is another, or its groups have another number of samples.
+            ValueError: its groups have another number of samples.
             RuntimeError: this manager already has prompts.
         """
         if self.reserve.prompts or self.counters.admitted_groups:

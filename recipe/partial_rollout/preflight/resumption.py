@@ -59,8 +59,8 @@ _WORDS = "*token*", "vocab.*", "merges.txt", "*.model", "*.jinja"
 """files of a tokenizer and of its chat template"""
 
 
-def check_checkpoints(config: DictConfig) -> tuple[RunCheckpoints, dict[str, Any]]:
-    """The run's checkpoints, and what it is made of, by key, but for its rows.
+def check_checkpoints(config: DictConfig) -> RunCheckpoints:
+    """The run's checkpoints, which know what it is made of, but for its rows.
 
     A seed that the config leaves open is filled in, in place.
 
@@ -72,31 +72,30 @@ def check_checkpoints(config: DictConfig) -> tuple[RunCheckpoints, dict[str, Any
         checkpoints = chosen_checkpoints(trainer, critic=need_critic(config))
     except (TornCheckpointError, ForeignCheckpointError) as error:
         raise fail("trainer.resume_mode", trainer.resume_mode, str(error)) from error
-    found, saved = checkpoints.chosen, _made_of_saved(checkpoints)
+    found, saved = checkpoints.chosen, _saved(checkpoints)
     if found is not None:
         _check_trainers(found, trainer_devices(config))
         _check_critic(found, config)
     _settle_seed(config, saved)
-    made_of = _made_of(config)
+    made_of = checkpoints.made_of = _made_of(config)
     for key in _LOADED if config.trainer.get("val_only") else made_of:
         _compare(key, made_of[key], saved, found)
-    return checkpoints, made_of
+    return checkpoints
 
 
-def check_made_of_rows(config: DictConfig, checkpoints: RunCheckpoints, dataset: Sequence[Any]) -> dict[str, Any]:
-    """The rows that this run is made of, by key.
+def check_made_of_rows(config: DictConfig, checkpoints: RunCheckpoints, dataset: Sequence[Any]) -> None:
+    """Note which rows the run is made of.
 
     Raises:
         ConfigError: those of the checkpoint that it resumes are others.
     """
-    here = rows_identity(dataset)
+    here = checkpoints.made_of[_ROWS] = rows_identity(dataset)
     if not config.trainer.get("val_only"):
-        _compare(_ROWS, here, _made_of_saved(checkpoints), checkpoints.chosen)
-    return {_ROWS: here}
+        _compare(_ROWS, here, _saved(checkpoints), checkpoints.chosen)
 
 
-def _made_of_saved(checkpoints: RunCheckpoints) -> dict[str, Any]:
-    return {} if checkpoints.resumed is None else checkpoints.resumed.facts.get("made_of", {})
+def _saved(checkpoints: RunCheckpoints) -> dict[str, Any]:
+    return checkpoints.resumed.made_of if checkpoints.resumed else {}
 
 
 def _compare(key: str, here: Any, saved: Mapping[str, Any], found: Path | None) -> None:

@@ -307,21 +307,22 @@ class Driver:
         self._require_trained("validation")
         await self._announce_restarted()
 
-    async def save(self, path: Path) -> Any:
-        """Write the manager's state to ``path``, every token decoded so far included; returns its account (``Written``).
+    async def save(self, path: Path) -> None:
+        """Write the manager's state to ``path``, every token decoded so far included.
 
         Raises:
             RuntimeError: the batch that the trainer has is not trained.
         """
         self._require_trained("a checkpoint")
         if self._state is RolloutState.QUIET:
-            return await self._write(path)
+            await self._write(path)
+            return
         began = time.time()
         await self._guard.wait(self._manager.begin_flush.remote(), "beginning to collect the samples")
         await self._interrupt()
         await self._collect()
         try:
-            return await self._write(path)
+            await self._write(path)
         finally:
             await self._guard.wait(self._control.resume(), "resuming the replicas", key=None)
             await self._open()
@@ -345,8 +346,8 @@ class Driver:
             await self._suspend()
             await self._guard.wait(self._control.resume(), "resuming the replicas", key=None)
 
-    async def _write(self, path: Path) -> Any:
-        return await self._guard.wait(self._manager.save.remote(str(path)), f"saving {path}", "weight_sync_s")
+    async def _write(self, path: Path) -> None:
+        await self._guard.wait(self._manager.save.remote(str(path)), f"saving {path}", "weight_sync_s")
 
     async def _suspend(self) -> None:
         """Stop without a batch: no sample can be claimed any more, and the manager knows everything decoded."""

@@ -46,19 +46,12 @@ from verl_ext.standalone_engines import standalone_engines
 from verl_ext.tracking_observer import observed_tracking
 
 
-def session_of(
-    config: DictConfig, checkpoints: RunCheckpoints | None = None, made_of: dict[str, Any] | None = None
-) -> RunSession:
-    """The run that ``config`` asks for.
-
-    Args:
-        checkpoints: those of the run, if they are known already. made_of: ``RunSession``'s.
-    """
+def session_of(config: DictConfig, checkpoints: RunCheckpoints | None = None) -> RunSession:
+    """The run that ``config`` asks for; ``checkpoints`` are its, if they are known already."""
     return RunSession(
         PartialRolloutConfig.from_config(config),
         checkpoints or chosen_checkpoints(config.trainer, critic=need_critic(config)),
         trains=not config.trainer.get("val_only"),
-        made_of=made_of,
     )
 
 
@@ -119,7 +112,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         tokenizer: Any = self.tokenizer
         rollout.connect(context, tokenizer.pad_token_id)
         if self.settings.enable:
-            self.session.connect(rollout.driver)
+            self.session.driver = rollout.driver
         verls: Any = self.checkpoint_manager
         self.checkpoint_manager: Any = RecipeCheckpointManager(
             verls,
@@ -166,8 +159,8 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             return
         with session.stop.caught():
             (session.run_dir / ERROR_LOG).unlink(missing_ok=True)
-            if session.resumed_step >= self.total_training_steps:
-                print(f"nothing to do: {session.resume_from} is the checkpoint of the last step")
+            if session.checkpoints.resumed_step >= self.total_training_steps:
+                print(f"nothing to do: {session.checkpoints.chosen} is the checkpoint of the last step")
                 session.complete()
                 return
             try:
@@ -206,10 +199,11 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
 
     def _load_checkpoint(self) -> None:
         session, trainer, loader = self.session, self.config.trainer, self.train_dataloader
-        if session.resume_from is None:
+        chosen = session.checkpoints.chosen
+        if chosen is None:
             return
         asked = trainer.resume_mode, trainer.get("resume_from_path")
-        trainer.resume_mode, trainer.resume_from_path = "resume_path", str(session.resume_from)
+        trainer.resume_mode, trainer.resume_from_path = "resume_path", str(chosen)
         super()._load_checkpoint()
         trainer.resume_mode, trainer.resume_from_path = asked
         if not session.trains:
@@ -220,7 +214,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             loader.start_at(step_of_epoch)  # type: ignore[attr-defined]
         elif step_of_epoch == 0:
             # verl starts the sampler over at the end of an epoch, so the next one would repeat the order of the first.
-            loader.load_state_dict(torch.load(session.resume_from / "data.pt", weights_only=False))
+            loader.load_state_dict(torch.load(chosen / "data.pt", weights_only=False))
             deque(loader, maxlen=0)
 
     def _save_where_data_ended(self) -> None:
@@ -230,7 +224,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             f"the data ends after step {step} of {self.session.steps.last}: dynamic sampling has consumed it "
             f"(trainer.total_epochs={self.config.trainer.total_epochs})"
         )
-        if every > 0 and step % every and step > self.session.resumed_step:
+        if every > 0 and step % every and step > self.session.checkpoints.resumed_step:
             self.global_steps = step
             self._save_checkpoint()
 

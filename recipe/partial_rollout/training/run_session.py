@@ -5,8 +5,9 @@ It knows no verl. Whatever trains holds one, and calls it in this order::
     session = RunSession(settings, checkpoints)      of which one may be chosen to resume from
     session.begin()                                  makes it the run's past; what else was in its directory is set aside
     session.offer(loader, steps)                     PR: the data as a stream of prompts
-    session.open(control, slots, trainers, ...)      opens the run's log; then the driver is connected
-    session.load()                                   if it resumes
+    session.open(control, slots, trainers, ...)      opens the run's log; PR: what it returns makes a driver
+    session.driver = ...                             PR
+    session.load()                                   PR, if it resumes
     each step:  driver.next_batch -> update -> complete_step -> save
     session.end, session.complete
 """
@@ -26,6 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from recipe.partial_rollout.checkpoint.lineage import cut_steps, set_aside
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
+from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import METRICS, Arm, Checkpoint, Ended, RunLog, RunSettings
 from recipe.partial_rollout.records.run_log import NAME as LOG
@@ -42,15 +44,6 @@ METRICS_PATH = "VERL_FILE_LOGGER_PATH"
 """variable that names the file of verl's file logger"""
 _RECORDS = (LOG, CONFIG, ERROR_LOG)
 """what a run that starts anew sets aside, besides checkpoints and metrics"""
-
-
-def step_of(checkpoint: Path | None) -> int:
-    """The step of ``global_step_K``; 0 from scratch.
-
-    >>> step_of(Path("outputs/global_step_12"))
-    12
-    """
-    return 0 if checkpoint is None else int(checkpoint.name.removeprefix("global_step_"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,57 +90,35 @@ class RunSession:
 
     Args:
         checkpoints: those of its directory, and the one to resume.
-        trains: False: it validates only (``trainer.val_only``), and leaves no record in ``run_dir``.
-        made_of: what its checkpoints say of it, by key of the config.
+        trains: False: it validates only (``trainer.val_only``), and leaves no record in its directory.
     """
 
-    def __init__(
-        self,
-        settings: PartialRolloutConfig,
-        checkpoints: RunCheckpoints,
-        *,
-        trains: bool = True,
-        made_of: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, settings: PartialRolloutConfig, checkpoints: RunCheckpoints, *, trains: bool = True) -> None:
         self.settings = settings
         self.checkpoints = checkpoints
-        self.run_dir = run_dir = checkpoints.run_dir
+        self.run_dir = checkpoints.run_dir
         self.trains = trains
-        self.made_of = made_of or {}
         self.stop = StopSignals.of_process()
-        self.resume_from = checkpoints.chosen
-        """the checkpoint to resume"""
-        self.completed_step = step_of(self.resume_from)
+        self.completed_step = checkpoints.resumed_step
         """the last step whose batch is trained; a checkpoint is of this step"""
         self.source: PromptSource | None = None
-        """None under noPR, as is the driver"""
+        """PR"""
+        self.driver: Driver
+        """PR; set by whoever makes it"""
         self.figures: dict[str, float] = {}
         """``RolloutContext.figures``"""
         self.log: RunLog
         self.steps: TrainingSteps
-        self._driver: Driver | None = None
-        self._records = run_dir
-        self._begun = False
-
-    @property
-    def driver(self) -> Driver:
-        """Of PR, once it is connected."""
-        assert self._driver is not None
-        return self._driver
-
-    @property
-    def resumed_step(self) -> int:
-        return step_of(self.resume_from)
 
     @property
     def branch(self) -> str | None:
         """Id of the run for a tracker: a run that goes back to an earlier step has another; None: it only validates."""
-        return self.checkpoints.lineage.lives[-1].branch if self._begun else None
+        return self.checkpoints.lineage.lives[-1].branch if self.trains else None
 
     @property
     def continues(self) -> bool:
         """Whether a tracker has a run of id ``branch``, from an earlier process."""
-        return self._begun and self.checkpoints.lineage.lives[-1].id != self.branch
+        return self.trains and self.checkpoints.lineage.lives[-1].id != self.branch
 
     @property
     def metrics(self) -> Path:
@@ -162,26 +133,24 @@ class RunSession:
     # -- its parts -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Record what the run goes on from, and set aside what that supersedes; done once, before any other record.
+        """Record what the run goes on from, and set aside what that supersedes; before any other record.
 
         A run that goes on keeps its records, without metrics beyond the resumed step: in the log the resume undoes them.
         One that goes on from another run's checkpoint takes that run's records along.
         """
-        if self._begun or not self.trains:
+        if not self.trains:
             return
-        self._begun = True
-        metrics = self.metrics
-        goes_on = self.checkpoints.goes_on
+        metrics, chosen, goes_on = self.metrics, self.checkpoints.chosen, self.checkpoints.goes_on
         aside = self.checkpoints.begin()
         records = {name: self.run_dir / name for name in _RECORDS} | {METRICS: metrics}
         if not goes_on:
             set_aside(records.values(), aside)
-            if self.resume_from is not None:
-                _copy({self.resume_from.parent / name: records[name] for name in (LOG, METRICS)})
+            if chosen is not None:
+                _copy({chosen.parent / name: records[name] for name in (LOG, METRICS)})
         elif aside.exists():
             # With its records, what is superseded is a run that resume_path can return to.
             _copy({record: aside / name for name, record in records.items()})
-        cut_steps(metrics, self.resumed_step, aside)
+        cut_steps(metrics, self.checkpoints.resumed_step, aside)
         if aside.exists():
             print(f"{aside} has what this start supersedes; nothing reads it, delete it when you like")
 
@@ -201,12 +170,12 @@ class RunSession:
             experiment: name of the run, for the report.
         """
         self.settings = settings = replace(self.settings, slots_per_replica=slots.per_replica)
-        self.begin()
+        directory = self.run_dir
         if not self.trains:
             self._scratch = TemporaryDirectory()
-            self._records = Path(self._scratch.name)
-        facts = run_settings(settings, experiment, len(control), self.steps, self.resumed_step)
-        self.log = RunLog(self._records, facts, control.addresses)
+            directory = Path(self._scratch.name)
+        facts = run_settings(settings, experiment, len(control), self.steps, self.checkpoints.resumed_step)
+        self.log = RunLog(directory, facts, control.addresses)
         return RolloutContext(
             settings=settings,
             control=control,
@@ -220,18 +189,14 @@ class RunSession:
             figures=self.figures,
         )
 
-    def connect(self, driver: Driver) -> None:
-        """PR: the driver, made from the context that ``open`` returned."""
-        self._driver = driver
-
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def complete_step(self, step: int) -> bool:
         """The batch of ``step`` is trained: from now on a checkpoint is of this step. False if that is known already."""
         if self.completed_step == step:
             return False
-        if self._driver is not None:
-            finished(self._driver.finish_step())
+        if self.settings.enable:
+            finished(self.driver.finish_step())
         self.completed_step = step
         return True
 
@@ -241,33 +206,31 @@ class RunSession:
         Args:
             save_trainer: writes the trainer's part into ``checkpoints.step_dir(completed_step)``.
         """
-        source, step = self.source, self.completed_step
-        in_flight = self.settings.enable
-        self.checkpoints.save(
-            step,
-            save_manager=(lambda path: finished(self.driver.save(path))) if in_flight else None,
-            source=source.state_dict() if source is not None else None,
-            save_verl=save_trainer,
-            made_of=self.made_of,
-        )
-        self.log.add(Checkpoint(step), sync=True)
+        in_flight = {}
+        if (source := self.source) is not None:
+            in_flight = {
+                "source": lambda path: write_snapshot(path, source.state_dict()),
+                "manager": lambda path: finished(self.driver.save(path)),
+            }
+        self.checkpoints.save(self.completed_step, in_flight, save_trainer)
+        self.log.add(Checkpoint(self.completed_step), sync=True)
 
     def load(self) -> None:
-        """PR: restore what was in flight at ``resume_from``; the trainer has loaded its part."""
+        """PR: restore what was in flight at the checkpoint to resume; the trainer has loaded its part."""
         assert self.source is not None
-        state = self.checkpoints.take()
-        self.source.load_state_dict(state.source)
-        finished(self.driver.load(state.manager, self.resumed_step))
+        checkpoints = self.checkpoints
+        self.source.load_state_dict(read_snapshot(checkpoints.resumed_state("source")))
+        finished(self.driver.load(checkpoints.resumed_state("manager"), checkpoints.resumed_step))
 
     def end(self) -> None:
         """The last step is trained, or the data has ended: interrupt what still runs."""
-        if self._driver is not None:
-            finished(self._driver.end())
+        if self.settings.enable:
+            finished(self.driver.end())
 
     def explain(self, error: Exception) -> None:
         """Add to ``error``, which ends the run, the tracebacks of what samples raised: their errors travel as one line."""
-        if self._driver is not None:
-            for traceback in finished(self._driver.first_errors()):
+        if self.settings.enable:
+            for traceback in finished(self.driver.first_errors()):
                 error.add_note(f"\nThe first error of its kind in a sample:\n{traceback}")
 
     def complete(self) -> None:

@@ -222,10 +222,10 @@ class _Calls:
             if changed := entry.changed():
                 # The loop goes on changing them. Of parallel calls the one that ended last decides.
                 sample.tools_ended += 1
-                answer |= {"fields": unpack(b"".join(pack(changed))), "ended": sample.tools_ended}
+                answer |= {"fields": unpack(pack(changed)), "ended": sample.tools_ended}
             pack(answer)
         except UnsaveableError as error:
-            refused = str(error.within(f"sample {sample.id}: what tool {self._name} leaves"))
+            refused = f"sample {sample.id}: what tool {self._name} leaves.{error}"
             sample.add_tool_result({**entry.head, "refused": refused})
             raise _refusal(sample, refused) from None
         sample.add_tool_result({**entry.head, **answer})
@@ -251,7 +251,7 @@ class _Entry:
 def _frozen(value: Any) -> Any:
     """``value`` as it is now; itself if it cannot be packed."""
     try:
-        return b"".join(pack(value))
+        return pack(value)
     except UnsaveableError:
         return value
 

@@ -124,7 +124,7 @@ def _check_contents(config: DictConfig) -> str:
     check_engine(config)
     check_critic(config)
     size_bucket(config)
-    checkpoints = None if config.trainer.use_v1 else check_checkpoints(config)[0]
+    checkpoints = None if config.trainer.use_v1 else check_checkpoints(config)
     tokenizer = hf_tokenizer(model.get("tokenizer_path") or model.path, trust_remote_code=model.trust_remote_code)
     tokenizer.chat_template = model.get("custom_chat_template") or tokenizer.chat_template
     unfiltered: Any = OmegaConf.merge(data, {"filter_overlong_prompts": False})
