@@ -40,7 +40,8 @@ def pack(value: Any) -> bytes:
 
 def _packed(value: Any) -> bytes:
     # Strictly: a tuple, and what derives from a plain type, go to ``_extended`` and not out as that type.
-    return msgpack.packb(value, default=_extended, strict_types=True, unicode_errors=_ERRORS)
+    packed: Any = msgpack.packb(value, default=_extended, strict_types=True, unicode_errors=_ERRORS)
+    return packed
 
 
 def _extended(value: Any) -> msgpack.ExtType:
