@@ -1,14 +1,95 @@
-"""Entry point ``vllm.general_plugins``: vLLM calls ``register`` in every one of its processes before a model loads."""
+"""Entry point ``vllm.general_plugins``: vLLM calls ``register`` in every one of its processes before a model loads.
 
-from verl_ext import vllm_preemptions
-from verl_ext.guard import require_tested_pair, when_imported
+Its patches of the scheduler: it counts what it preempts for want of KV blocks, and 0.24.0 tells all that it preempts. vLLM
+counts with its statistics only, which cost every step, which verl switches off (``rollout.disable_log_stats=True``),
+and which a stat-logger plugin would switch on in every engine. They also count what is preempted while the scheduler is
+paused, by which vLLM empties its cache: a hold, not a want of blocks. The count may go when vLLM's tells the two apart;
+the telling, with 0.24.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from verl_ext.guard import GPU_PAIR, TESTED, installed_pair, require_tested_pair, when_imported
 from verl_ext.plugin import cpu_requested
+
+_SCHEDULER, _CORE = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.core"
+_UTILITY = "partial_rollout_preemptions"
+
+logger = logging.getLogger(__name__)
+
+
+def count_preempted(module: Any) -> None:
+    """The scheduler counts in ``preempted``; this costs nothing while nothing is preempted."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    original = module.Scheduler._preempt_request
+
+    @functools.wraps(original)
+    def _preempt_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.preempted += self.pause_state is PauseState.UNPAUSED
+        return original(self, *args, **kwargs)
+
+    module.Scheduler.preempted = 0
+    module.Scheduler._preempt_request = _preempt_request
+
+
+def answer_in_core(module: Any) -> None:
+    """The engine core answers ``preemptions_of``."""
+    setattr(module.EngineCore, _UTILITY, lambda core: getattr(core.scheduler, "preempted", None))
+
+
+def tell_preempted(module: Any) -> None:
+    """The scheduler tells its workers of the requests that an emptied KV cache preempts, as releases after 0.24.0 do.
+
+    A hold with ``resume_kv=recompute`` empties the cache, and so preempts every running request. 0.24.0 reports only those
+    that it preempts while it plans a step. So model runner V2, which has as many places as seats, keeps the places of the
+    others. A request of better priority that arrives during the hold then finds no place, and the engine dies ("No free
+    indices").
+    """
+    scheduler = module.Scheduler
+    reset, schedule = scheduler.reset_prefix_cache, scheduler.schedule
+
+    @functools.wraps(reset)
+    def reset_prefix_cache(self: Any, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
+        if reset_running_requests:
+            self._untold = getattr(self, "_untold", set()) | {request.request_id for request in self.running}
+        return reset(self, reset_running_requests, *args, **kwargs)
+
+    @functools.wraps(schedule)
+    def schedule_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(self, *args, **kwargs)
+        output.preempted_req_ids = (output.preempted_req_ids or set()) | self.__dict__.pop("_untold", set())
+        return output
+
+    scheduler.reset_prefix_cache, scheduler.schedule = reset_prefix_cache, schedule_and_tell
 
 
 def register() -> None:
-    """Patch vLLM's scheduler, and on the CPU platform its layers."""
-    vllm_preemptions.install()
+    """Patch vLLM's scheduler, and on the CPU platform its layers; of an untested pair of vLLM and torch, only warn."""
+    found = installed_pair()
+    if found in TESTED:
+        when_imported(_SCHEDULER, count_preempted, require_tested_pair)
+        when_imported(_CORE, answer_in_core, require_tested_pair)
+    else:
+        logger.warning("preemptions are not counted: written for %s, found %s", ", or ".join(map(str, TESTED)), found)
+    if found == GPU_PAIR:
+        when_imported(_SCHEDULER, tell_preempted, require_tested_pair)
     if cpu_requested():
         from verl_ext import cpu
 
         when_imported("vllm.model_executor.layers.utils", cpu.keep_weights, require_tested_pair)
+
+
+async def preemptions_of(engine: Any) -> int | None:
+    """Requests that the core of ``engine`` (vLLM's ``AsyncLLM``) has preempted since its start; of several, the first's.
+
+    None: it does not count them.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    # The engine's process loads the same plugins as this one.
+    return await engine.engine_core.call_utility_async(_UTILITY) if hasattr(EngineCore, _UTILITY) else None

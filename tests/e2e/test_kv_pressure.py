@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
-from verl_ext.vllm_preemptions import preemptions_of
+from verl_ext.vllm_plugin import preemptions_of
 
 PROMPT, BLOCK = [4, 7, 8, 9, 10, 11], 32
 SAMPLES, SEATS, ROOM = 64, 48, 100

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_ext import guard, like_length_batches, vllm_preemptions, weight_socket
+from verl_ext import guard, like_length_batches, vllm_plugin, weight_socket
 from verl_ext.guard import UnsupportedVersionError, require, require_tested_pair
 
 pytestmark = pytest.mark.skipif(os.environ.get("VERL_PLATFORM") != "cpu", reason="VERL_PLATFORM=cpu is not set")
@@ -176,10 +176,11 @@ def test_vllm_still_does_not_say_how_often_a_request_was_preempted():
 
 def test_preemptions_of_an_untested_vllm_are_not_counted(monkeypatch):
     hooks, told = [], []
-    monkeypatch.setattr(vllm_preemptions.logger, "warning", lambda text, *args: told.append(text % args))
-    monkeypatch.setattr(vllm_preemptions, "when_imported", lambda *hook: hooks.append(hook))
-    monkeypatch.setattr(vllm_preemptions, "installed_pair", lambda: guard.Pair("9.9.9", "2.13.0"))
-    vllm_preemptions.install()
+    monkeypatch.setattr(vllm_plugin.logger, "warning", lambda text, *args: told.append(text % args))
+    monkeypatch.setattr(vllm_plugin, "when_imported", lambda *hook: hooks.append(hook))
+    monkeypatch.setattr(vllm_plugin, "installed_pair", lambda: guard.Pair("9.9.9", "2.13.0"))
+    monkeypatch.setattr(vllm_plugin, "cpu_requested", lambda: False)
+    vllm_plugin.register()
     assert hooks == [] and "found vLLM 9.9.9 with torch 2.13.0" in told[0]
 
 
@@ -193,7 +194,7 @@ def test_ids_that_an_emptied_cache_preempts_are_told_once_with_those_of_the_step
         def schedule(self):
             return SimpleNamespace(preempted_req_ids={"c"})
 
-    vllm_preemptions.tell_preempted(SimpleNamespace(Scheduler=Scheduler))
+    vllm_plugin.tell_preempted(SimpleNamespace(Scheduler=Scheduler))
     scheduler = Scheduler()
     told = []
     for running_too in (False, True, False):

@@ -166,7 +166,7 @@ verl.workers.config.engine:McoreEngineConfig <- megatron_cpu
 torch.distributed <- cpu
     calls: init_process_group(backend)
 # vLLM
-vllm.v1.engine.async_llm:AsyncLLM <- admitting_engine hold replica vllm_preemptions
+vllm.v1.engine.async_llm:AsyncLLM <- admitting_engine hold replica vllm_plugin
     has: output_processor engine_core vllm_config errored dead_error
     calls: check_health() add_request(request_id, prompt, params, *, lora_request, priority) abort(request_id, *,
         internal) generate(*, prompt, sampling_params, request_id, lora_request, priority) reset_mm_cache()
@@ -178,19 +178,19 @@ vllm.v1.engine.output_processor:OutputProcessor <- hold replica
     has: request_states
 vllm.v1.engine.output_processor:RequestState <- hold replica
     has: detokenizer external_req_id
-vllm.v1.engine.core_client:AsyncMPClient <- hold vllm_preemptions
+vllm.v1.engine.core_client:AsyncMPClient <- hold vllm_plugin
     has: outputs_queue engine_ranks_managed
     calls: call_utility_async(method) pause_scheduler_async(*, mode, clear_cache)
 vllm.v1.engine:EngineCoreOutputs <- hold
     has: engine_index
-vllm.v1.core.sched.interface:PauseState <- vllm_preemptions
+vllm.v1.core.sched.interface:PauseState <- vllm_plugin
     has: UNPAUSED
-vllm.v1.engine.core:EngineCore <- vllm_preemptions
+vllm.v1.engine.core:EngineCore <- vllm_plugin
     has: scheduler
-vllm.v1.core.sched.scheduler:Scheduler <- vllm_preemptions
+vllm.v1.core.sched.scheduler:Scheduler <- vllm_plugin
     has: pause_state running
     calls: _preempt_request(request, timestamp) reset_prefix_cache(reset_running_requests, reset_connector) schedule()
-vllm.v1.core.sched.output:SchedulerOutput <- vllm_preemptions
+vllm.v1.core.sched.output:SchedulerOutput <- vllm_plugin
     has: preempted_req_ids
 vllm.config:VllmConfig <- replica
     has: cache_config parallel_config

@@ -29,7 +29,7 @@ from recipe.partial_rollout.engine.hold import Mark, freeze, note_marks, tokens_
 from recipe.partial_rollout.engine.kept_kv import salt_of
 from recipe.partial_rollout.waits import one_line
 from verl_ext.piecewise_scheduler import PIECEWISE
-from verl_ext.vllm_preemptions import preemptions_of
+from verl_ext.vllm_plugin import preemptions_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -15,7 +15,7 @@ from verl.trainer.ppo.utils import need_critic
 from recipe.partial_rollout.config.choices import Correction
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.training.loss import DECOUPLED_PPO, weight_level
-from verl_ext import attention, chunked_log_probs
+from verl_ext import check, chunked_log_probs
 
 
 def wire_correction(config: DictConfig) -> None:
@@ -53,8 +53,8 @@ def choose_attention(config: DictConfig) -> None:
         # Megatron brings its own.
         return
     print(f"log-probs of the trainer: {chunked_log_probs.in_force()}")
-    problem = attention.flash_attn_problem()
-    remedy = f"{problem}: {attention.INSTALL}"
+    problem = check.flash_attn_problem()
+    remedy = f"{problem}: {check.INSTALL}"
     models: dict[str, tuple[str, ...]] = {
         "actor_rollout_ref.model": ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
     }
@@ -63,22 +63,22 @@ def choose_attention(config: DictConfig) -> None:
     fallen = []
     for path, engines in models.items():
         asked = OmegaConf.select(config, f"{path}.{_ATTENTION}")
-        if problem and asked == attention.FLASH:
-            raise fail(f"{path}.{_ATTENTION}", asked, f"{attention.FALLBACK}, or null: {remedy}")
+        if problem and asked == check.FLASH:
+            raise fail(f"{path}.{_ATTENTION}", asked, f"{check.FALLBACK}, or null: {remedy}")
         if problem and asked is None:
             _fall_back(config, path)
             fallen.append(path)
-        if problem or asked not in (None, attention.FLASH):
+        if problem or asked not in (None, check.FLASH):
             _refuse_sequence_parallelism(config, engines, remedy if problem else f"{path}.{_ATTENTION}=null")
     if fallen:
         print(
-            f"attention of {' and '.join(fallen)}: torch's own ({attention.FALLBACK}), unpacked; for verl's default, "
-            f"{attention.FLASH}, {remedy}"
+            f"attention of {' and '.join(fallen)}: torch's own ({check.FALLBACK}), unpacked; for verl's default, "
+            f"{check.FLASH}, {remedy}"
         )
 
 
 def _fall_back(config: DictConfig, path: str) -> None:
-    OmegaConf.update(config, f"{path}.{_ATTENTION}", attention.FALLBACK, force_add=True)
+    OmegaConf.update(config, f"{path}.{_ATTENTION}", check.FALLBACK, force_add=True)
     OmegaConf.update(config, f"{path}.use_remove_padding", False, force_add=True)
 
 
@@ -87,4 +87,4 @@ def _refuse_sequence_parallelism(config: DictConfig, engines: tuple[str, ...], r
     for engine in engines:
         for key in (f"{engine}.{_SEQUENCE_PARALLEL}", f"{engine}.fsdp_config.{_SEQUENCE_PARALLEL}"):
             if (size := OmegaConf.select(config, key) or 1) > 1:
-                raise fail(key, size, f"1 with any attention but {attention.FLASH} ({remedy})")
+                raise fail(key, size, f"1 with any attention but {check.FLASH} ({remedy})")

@@ -20,7 +20,7 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight.inputs import CPUS_PER_TRAINER, INSTALL_GPU, PACKAGES, check_cpus, reach_hub
 from recipe.partial_rollout.tools.check.memory import GIB, QWEN3, STATE, checkpoint_gib
 from recipe.partial_rollout.waits import one_line
-from verl_ext import attention, check, command
+from verl_ext import check, command
 from verl_ext.guard import GPU_PAIR, installed, installed_pair
 
 _ANSWER_S = 20.0
@@ -141,11 +141,11 @@ def compiler() -> Finding:
 
 def flash_attention() -> Finding:
     """What the trainer's models are built with."""
-    problem = attention.flash_attn_problem()
-    said = attention.FLASH if problem is None else f"{attention.FALLBACK}, unpacked"
+    problem = check.flash_attn_problem()
+    said = check.FLASH if problem is None else f"{check.FALLBACK}, unpacked"
     if problem is None or not wants_gpu():
         return Finding("attention", said)
-    return Finding("attention", f"{said}: {problem}", attention.INSTALL)
+    return Finding("attention", f"{said}: {problem}", check.INSTALL)
 
 
 def packages() -> Iterator[Finding]:
