@@ -79,13 +79,13 @@ verl.trainer.ppo.ray_trainer <- standalone_engines trained_rows
     calls: compute_spec_decode_metrics(spec_drafts, spec_accepts, spec_verifies, *, non_padding_mask)
 verl.trainer.ppo.core_algos <- trained_rows
     has: get_adv_estimator_fn compute_gae_advantage_return compute_grpo_outcome_advantage
-verl.workers.rollout.replica <- standalone_engines pr_rules
+verl.workers.rollout.replica <- standalone_engines facts
     has: RayWorkerGroup CONTROL_METHOD_CONCURRENCY
 verl.workers.rollout.router:GlobalRequestLoadBalancer <- replicas
     calls: add_servers(servers) remove_servers(server_ids)
 verl.workers.rollout.replica:TokenOutput <- llm_client
     has: token_ids log_probs stop_reason num_preempted extra_fields
-verl.workers.rollout.replica:RolloutReplica <- replicas weight_transfer pr_rules
+verl.workers.rollout.replica:RolloutReplica <- replicas weight_transfer facts
     has: server_address server_handle workers max_concurrency
     calls: abort_all_requests(*, reject_request) resume_generation() sleep() wake_up()
 verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMReplica <- replica replicas
