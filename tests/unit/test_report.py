@@ -16,7 +16,7 @@ from recipe.partial_rollout.tools.report.findings import cautions, findings
 from recipe.partial_rollout.tools.report.lanes import Trainer, lanes_of, seconds, within, without
 from recipe.partial_rollout.tools.report.panels import Shown, _bubble, _speed
 from recipe.partial_rollout.tools.report.table import report_markdown, tables
-from recipe.partial_rollout.tools.report.timeline import CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS, _cut, close_up, run_end
+from recipe.partial_rollout.tools.report.timeline import CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS, _cut, close_up
 from recipe.partial_rollout.tools.run_record import dealt, load_run
 from tests.unit.runs import ZERO, begun, build_group, build_round, build_run, default_rounds, halves, separate_run
 
@@ -122,7 +122,7 @@ def test_long_runs_get_a_close_up_of_the_middle(tmp_path, run):
     # Calls that go on are cut where the last round of the close-up ends.
     separate = _cut(compare([run]).base, slice(0, 2)).run
     assert sum(call.tokens for round_ in separate.rounds for call in round_.phase.calls) == 100 + 100 + 120 + 90
-    assert run_end(separate) - ZERO == 22
+    assert separate.end - ZERO == 22
 
 
 def test_unequal_work_is_flagged_in_words(tmp_path):

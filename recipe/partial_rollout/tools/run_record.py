@@ -98,6 +98,20 @@ class RunRecord:
         return [step.round for step in self.steps]
 
     @property
+    def start(self) -> float:
+        """Unix seconds, of the first round."""
+        return self.steps[0].round.phase.start
+
+    @property
+    def end(self) -> float:
+        """Unix seconds at which the training of the last step ends."""
+        last = self.steps[-1]
+        trained = last.round.phase.end
+        if not self.settings.separate:
+            trained += last.seconds("step") - last.seconds("gen")
+        return max([trained, *(phase.end for phase in self.phases if phase.step == last.number)])
+
+    @property
     def decoding(self) -> list[RolloutPhase]:
         """[step] what the engines ran in the span of each round; computed anew each time."""
         phases = [round_.phase for round_ in self.rounds]

@@ -19,8 +19,6 @@ from recipe.partial_rollout.tools.report.findings import cautions, findings, hea
 from recipe.partial_rollout.tools.report.picture import TOOLS_COLOUR, hue
 from recipe.partial_rollout.tools.report.segments import segments_of
 from recipe.partial_rollout.tools.report.table import tables
-from recipe.partial_rollout.tools.report.timeline import run_end
-from recipe.partial_rollout.tools.run_record import RunRecord
 from recipe.partial_rollout.tools.table import Table
 
 LONGEST_MS = 2**32 - 1
@@ -95,7 +93,7 @@ def _warnings(warnings: list[str]) -> str:
 def _run_data(side: Side, colour: str) -> dict[str, Any]:
     """What the timeline of a run needs; times in ms from its first round."""
     run = side.run
-    origin = run.rounds[0].phase.start
+    origin = run.start
     segments = segments_of(run)
     start = np.maximum(segments.start - origin, 0.0)
     length = np.maximum(segments.end - origin, start) - start
@@ -105,10 +103,20 @@ def _run_data(side: Side, colour: str) -> dict[str, Any]:
     return {
         "title": f"{side.name}: {run.settings.experiment}, {sizes}{state}",
         "colour": colour,
-        "ends": _ms(run_end(run) - origin),
+        "ends": _ms(run.end - origin),
         "lanes": segments.lanes,
         "samples": segments.samples,
-        "rounds": _rounds(run, origin),
+        "rounds": [
+            [
+                round_.step,
+                round_.version,
+                *map(
+                    _ms, (round_.phase.start - origin, round_.phase.end - origin, round_.interrupt_s, round_.resume_s)
+                ),
+                round_.carried_groups,
+            ]
+            for round_ in run.rounds
+        ],
         "phases": [
             [phase.name, phase.step, _ms(phase.start - origin), _ms(phase.end - origin)]
             for phase in sorted(run.phases, key=_drawn)
@@ -128,23 +136,8 @@ def _drawn(phase: Phase) -> tuple[int, int]:
     return phase.step, PHASE_ORDER.index(phase.name) if phase.name in PHASE_ORDER else len(PHASE_ORDER)
 
 
-def _rounds(run: RunRecord, origin: float) -> list[list[int | None]]:
-    return [
-        [
-            round_.step,
-            round_.version,
-            _ms(round_.phase.start - origin),
-            _ms(round_.phase.end - origin),
-            None if round_.interrupt_s is None else _ms(round_.interrupt_s),
-            None if round_.resume_s is None else _ms(round_.resume_s),
-            round_.carried_groups,
-        ]
-        for round_ in run.rounds
-    ]
-
-
-def _ms(seconds: float) -> int:
-    return min(LONGEST_MS, max(0, round(seconds * 1e3)))
+def _ms(seconds: float | None) -> int | None:
+    return None if seconds is None else min(LONGEST_MS, max(0, round(seconds * 1e3)))
 
 
 def _column(values: np.ndarray, kind: type[np.generic]) -> str:

@@ -245,9 +245,8 @@ def _wall_s_per_token(run: RunRecord) -> float | None:
 
 
 def _holds(run: RunRecord) -> list[float]:
-    first = run.rounds[0].phase.start
     # The first weights are loaded before anything decodes.
-    return [phase.end - phase.start for phase in run.phases if phase.name == PhaseName.HOLD and phase.start >= first]
+    return [p.end - p.start for p in run.phases if p.name == PhaseName.HOLD and p.start >= run.start]
 
 
 def _known_spread(values: Sequence[float | None]) -> Spread | None:

@@ -18,6 +18,7 @@ from matplotlib.patches import Patch
 from msgspec import structs
 
 from recipe.partial_rollout.records.figures import RunningCurve, running_curve
+from recipe.partial_rollout.records.run_log import PhaseName
 from recipe.partial_rollout.tools.reading.columns import CallColumns
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
@@ -53,7 +54,7 @@ def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
     heights = [h for side in sides for h in (PANEL_HEIGHT, *([LANE_HEIGHT] if side.run.settings.separate else []))]
     figure = Figure(figsize=(14, 1 + sum(heights)), dpi=DPI, layout="constrained")
     rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    longest = max(_duration(side.run) for side in sides)
+    longest = max(side.run.end - side.run.start for side in sides)
     places, panels = iter(rows), []
     for index, side in enumerate(sides):
         panels.append(axes := next(places))
@@ -61,7 +62,7 @@ def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
         _label_rounds(axes, side.run, longest)
         _label_end(axes, side.run, longest)
         if side.run.settings.separate:
-            lanes, origin = lanes_of(side.run), side.run.rounds[0].phase.start
+            lanes, origin = lanes_of(side.run), side.run.start
             _draw_holds(axes, lanes, origin, longest, side.run.settings.full_concurrency)
             _draw_trainer(next(places), lanes, origin)
     tallest = max(axes.get_ylim()[1] for axes in panels)
@@ -105,7 +106,7 @@ def _cut_separate(run: RunRecord, rounds: slice) -> RunRecord:
 
 
 def _draw_side(axes: Axes, side: Side, colour: str) -> None:
-    settings, origin = side.run.settings, side.run.rounds[0].phase.start
+    settings, origin = side.run.settings, side.run.start
     full, curve = settings.full_concurrency, _whole_curve(side.run)
     layers = np.vstack([np.zeros(len(curve.times)), np.cumsum(curve.running, axis=0)])
     if not settings.separate:
@@ -119,7 +120,7 @@ def _draw_side(axes: Axes, side: Side, colour: str) -> None:
         axes.fill_between(curve.times - origin, below, above, color=shade, **style)
     times, running, in_tools = tools_above(side.run, curve)
     axes.fill_between(times - origin, running, running + in_tools, color=TOOLS_COLOUR, **style)
-    axes.plot([0, _duration(side.run)], [full, full], color="black", linestyle="--", linewidth=1.2, zorder=3)
+    axes.plot([0, side.run.end - side.run.start], [full, full], color="black", linestyle="--", linewidth=1.2, zorder=3)
     axes.set_ylabel("running samples")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(_figures(side), loc="left", fontsize=11, color=colour, fontweight="bold", pad=8)
@@ -183,29 +184,16 @@ def _between_turns(run: RunRecord) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return CallColumns.joined(round_.phase.calls for round_ in run.rounds).between_turns()
 
 
-def run_end(run: RunRecord) -> float:
-    """Where training of the last step ends."""
-    last = run.steps[-1]
-    ends = [phase.end for phase in run.phases if phase.step == last.number]
-    if run.settings.separate:
-        return max([*ends, last.round.phase.end])
-    return max([*ends, last.round.phase.end + last.seconds("step") - last.seconds("gen")])
-
-
-def _duration(run: RunRecord) -> float:
-    """Seconds from the first round's start to the end of training."""
-    return run_end(run) - run.rounds[0].phase.start
-
-
 def _between_rounds(run: RunRecord) -> tuple[list[Span], list[Span]]:
     """Training: what lies between rounds. Validation: the part of it that the run traced as such."""
-    origin, end = run.rounds[0].phase.start, run_end(run)
-    next_starts = [*(round_.phase.start for round_ in run.rounds[1:]), end]
+    next_starts = [*(round_.phase.start for round_ in run.rounds[1:]), run.end]
     training = zip((round_.phase.end for round_ in run.rounds), next_starts, strict=True)
     validation = (
-        (phase.start, phase.end) for phase in run.phases if phase.name == "validate" and origin <= phase.start <= end
+        (phase.start, phase.end)
+        for phase in run.phases
+        if phase.name == PhaseName.VALIDATE and run.start <= phase.start <= run.end
     )
-    return _bars(training, origin), _bars(validation, origin)
+    return _bars(training, run.start), _bars(validation, run.start)
 
 
 def _shades(colour: str, count: int) -> list[tuple[float, float, float]]:
@@ -217,7 +205,7 @@ def _shades(colour: str, count: int) -> list[tuple[float, float, float]]:
 
 def _label_rounds(axes: Axes, run: RunRecord, longest: float) -> None:
     """The number of every round above its middle, or of as many as fit."""
-    origin = run.rounds[0].phase.start
+    origin = run.start
     places: list[float] = []
     labels: list[str] = []
     for round_ in run.rounds:
@@ -233,9 +221,9 @@ def _label_rounds(axes: Axes, run: RunRecord, longest: float) -> None:
 
 def _label_end(axes: Axes, run: RunRecord, longest: float) -> None:
     """Says when the shorter run ended, where the picture leaves room."""
-    if _duration(run) < 0.85 * longest:
-        place = (_duration(run) + 0.008 * longest, 0.5)
-        words = f"ends after {units.seconds(_duration(run))}"
+    if (duration := run.end - run.start) < 0.85 * longest:
+        place = (duration + 0.008 * longest, 0.5)
+        words = f"ends after {units.seconds(duration)}"
         axes.text(*place, words, transform=axes.get_xaxis_transform(), fontsize=11, color="#555555", va="center")
 
 
@@ -263,7 +251,7 @@ def _legend_colours(comparison: Comparison) -> dict[str, str]:
     """What the colours mean besides those of the runs."""
     runs = [side.run for side in comparison.sides]
     separate, in_turns = ([run for run in runs if run.settings.separate is wanted] for wanted in (True, False))
-    validates = any(phase.name == "validate" for run in runs for phase in run.phases)
+    validates = any(phase.name == PhaseName.VALIDATE for run in runs for phase in run.phases)
     return {
         **({"between two turns, in tools": TOOLS_COLOUR} if any(len(_between_turns(run)[0]) for run in runs) else {}),
         ("slots empty, trainer waits" if separate else "rollout, slots empty"): IDLE_COLOUR,
