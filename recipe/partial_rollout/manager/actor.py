@@ -105,20 +105,21 @@ class ManagerActor:
         if self._failure is not None:
             raise RolloutFailedError(self._failure)
 
-    def _stalls_in(self) -> float:
-        """Seconds until the round counts as stalled; 0 or less: it is."""
-        allowed_s = self._away_s if self._manager.slots.away else self._stall_s
-        return self._moved_at + allowed_s - time.monotonic()
+    def _stall_left_s(self) -> float:
+        """Seconds until the round counts as stalled.
 
-    def _stall(self) -> RolloutFailedError:
-        """The error for a round in which nothing moves."""
-        away, limit = self._manager.slots.away, f"partial_rollout.deadlines.stall_s={self._stall_s:g}"
-        if away and self._away_s > self._stall_s:
-            limit += f"; {self._away_s:g} s with {away} in a tool or reward, the longest deadline of either"
-        idle_s = time.monotonic() - self._moved_at
-        return RolloutFailedError(
-            f"no sample reported and no engine made a token for {idle_s:.0f} s ({limit}); {self._manager.samples.report()}"
-        )
+        Raises:
+            RolloutFailedError: it is, and no sample waits for its retry.
+        """
+        away, idle_s = self._manager.slots.away, time.monotonic() - self._moved_at
+        left_s = (self._away_s if away else self._stall_s) - idle_s
+        if left_s <= 0 and not self._retries:
+            limit = f"partial_rollout.deadlines.stall_s={self._stall_s:g}"
+            if away and self._away_s > self._stall_s:
+                limit += f"; {self._away_s:g} s with {away} in a tool or reward, the longest deadline of either"
+            idle = f"no sample reported and no engine made a token for {idle_s:.0f} s"
+            raise RolloutFailedError(f"{idle} ({limit}); {self._manager.samples.report()}")
+        return left_s
 
     # -- driver ----------------------------------------------------------------------------------------------------
 
@@ -177,9 +178,7 @@ class ManagerActor:
                 break
             if manager.short_of_prompts:
                 return PromptsWanted(manager.wanted)
-            if (left_s := self._stalls_in()) <= 0 and not self._retries:
-                raise self._stall()
-            await self._wait_at_most(max(0.1, left_s))
+            await self._wait_at_most(max(0.1, self._stall_left_s()))
         decided_at = time.time()
         self._metrics_at_flush = None
         groups, admitted = manager.take_batch(stop=stop), manager.admitted

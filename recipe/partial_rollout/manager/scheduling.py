@@ -66,7 +66,7 @@ class ClaimQueue:
     ...     queue.push(Sample(f"0/{order}#0", group, worker=owner))
     >>> [queue.pop("w1").id, queue.pop("w0").id]
     ['0/1#0', '0/0#0']
-    >>> queue.pop("w1", own_only=True) is None, queue.size(None)
+    >>> queue.pop("w1", own_only=True) is None, queue.sizes[None]
     (True, 1)
 
     Args:
@@ -81,17 +81,14 @@ class ClaimQueue:
         """by owner, and by their group's ``order``"""
         self._heaps: defaultdict[str | None, list[Key]] = defaultdict(list)
         """by owner: keys of its groups, and stale ones"""
-        self._sizes: Counter[str | None] = Counter()
-
-    def size(self, owner: str | None) -> int:
-        """Number of samples that only ``owner`` can claim; with None, of those that any worker can claim."""
-        return self._sizes[owner]
+        self.sizes: Counter[str | None] = Counter()
+        """by owner: number of samples; under None, of those that any worker can claim"""
 
     def push(self, sample: Sample) -> None:
         """Offer ``sample`` to its worker, or to all when it has none."""
         owner, group = sample.worker, sample.group
         self._claimable[owner].setdefault(group.order, deque()).append(sample)
-        self._sizes[owner] += 1
+        self.sizes[owner] += 1
         heapq.heappush(self._heaps[owner], self._key(owner, group))
 
     def refresh(self, group: PromptGroup) -> None:
@@ -122,7 +119,7 @@ class ClaimQueue:
         (*_, order), owner = min(tops, key=itemgetter(0))
         samples = self._claimable[owner][order]
         sample = samples.popleft()
-        self._sizes[owner] -= 1
+        self.sizes[owner] -= 1
         if not samples:
             del self._claimable[owner][order]
         return sample
@@ -131,7 +128,7 @@ class ClaimQueue:
         """Withdraw every sample that only ``owner`` could claim."""
         held = self._claimable.pop(owner, {})
         self._heaps.pop(owner, None)
-        del self._sizes[owner]
+        del self.sizes[owner]
         return [sample for samples in held.values() for sample in samples]
 
     def _key(self, owner: str | None, group: PromptGroup) -> Key:
@@ -256,9 +253,9 @@ class Slots:
         shared = math.ceil(
             (unfinished - self.away) * slots.capacity / sum(each.capacity for each in self.workers.values())
         )
-        shared -= len(slots.running) + self.queue.size(worker)
+        shared -= len(slots.running) + self.queue.sizes[worker]
         if beyond_share:
-            shared = max(shared, math.ceil(self.queue.size(None) / len(self.workers)))
+            shared = max(shared, math.ceil(self.queue.sizes[None] / len(self.workers)))
         for _ in range(slots.free if limit is None else min(limit, slots.free)):
             if (sample := self.queue.pop(worker, own_only=shared <= 0)) is None:
                 return
@@ -268,4 +265,4 @@ class Slots:
 
     def held_back(self, worker: str) -> bool:
         """Whether ``worker`` has free slots but got no more samples because it already has its share."""
-        return self.workers[worker].free > 0 and self.queue.size(None) > 0
+        return self.workers[worker].free > 0 and self.queue.sizes[None] > 0

@@ -296,8 +296,7 @@ class Report:
 
     def __bool__(self) -> bool:
         """Whether anything happened."""
-        happened = self.progress, self.away, self.interrupted, self.finished, self.failed
-        return any((*happened, self.rescored, self.errors))
+        return self != Report(self.worker)
 
 
 @dataclass(frozen=True, slots=True)
