@@ -92,7 +92,7 @@ async def leave_calls(engine, server):
     client = PartialRolloutLLMClient(config_of())
     client.replicas = ReplicaChoice({"here": Actor(server)})
     sample = LiveSample("0/0#0", keeper=Keeper(), priority=0)
-    ask, counts = SampleClient(client, sample).generate, []
+    ask, counts = SampleClient(client, sample, sample.clock).generate, []
     sampling = {"temperature": 1.0, "ignore_eos": True, "logprobs": True, "max_tokens": RESPONSE}
     stats, record = [], engine.logger_manager.record
 

@@ -121,8 +121,8 @@ class LoopWorker(ScriptedWorker):
 
     async def _run_agent_loop(self, sampling_params, trajectory, *, agent_name, trace=True, **kwargs):
         row = {**kwargs, "tools": {tool.name: tool for tool in self._loop_tools()}, "life": self.life}
-        client = self._loop_client()
-        output = await self._output(self.life.loop(client, row, sampling_params), client, trajectory)
+        client = self._loop_client(trajectory)
+        output = await self._output(self.life.loop(client, row, sampling_params), client)
         _require_one(output)
         if trajectory["validate"]:
             return output

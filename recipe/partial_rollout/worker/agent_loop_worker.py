@@ -150,7 +150,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         """
         for times in itertools.count(1):
             try:
-                client = self._loop_client()
+                client = self._loop_client(trajectory)
                 agent_loop = make(
                     trainer_config=DictConfigWrap(config=self.config),
                     server_manager=client,
@@ -161,7 +161,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                     data_config=DictConfigWrap(self.config.data),
                     tools=ToolListWrap(self._loop_tools()),
                 )
-                output = await self._output(agent_loop.run(dict(sampling_params), **kwargs), client, trajectory)
+                output = await self._output(agent_loop.run(dict(sampling_params), **kwargs), client)
                 _require_one(output)
                 return output
             except (Exception, asyncio.CancelledError) as error:
@@ -182,7 +182,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             await asyncio.sleep(retry_delay_s(times))
         raise AssertionError("the last verdict is to mask")
 
-    def _loop_client(self) -> Any:
+    def _loop_client(self, trajectory: dict[str, Any]) -> Any:
         """What the agent loop that is about to run generates with."""
         return self.llm_client
 
@@ -190,7 +190,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         """The tools that it calls."""
         return self.tools
 
-    async def _output(self, run: Awaitable[Any], client: Any, trajectory: dict[str, Any]) -> Any:
+    async def _output(self, run: Awaitable[Any], client: Any) -> Any:
         """What it returns."""
         return await run
 
@@ -385,15 +385,18 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             raise TypeError(f"{what}: {error}") from error
         return output
 
-    def _loop_client(self) -> Any:
-        return SampleClient(self.llm_client, LIVE_SAMPLE.get())
-
-    async def _output(self, run: Awaitable[Any], client: SampleClient, trajectory: dict[str, Any]) -> Any:
-        if LIVE_SAMPLE.get() is not None or not trajectory["validate"]:
-            return await run
+    def _loop_client(self, trajectory: dict[str, Any]) -> SampleClient:
+        sample = LIVE_SAMPLE.get()
+        if sample is not None:
+            return SampleClient(self.llm_client, sample, sample.clock)
         timeout_s = self.config.partial_rollout.failures.sample_timeout_s
+        clock = SampleClock(f"validation row {trajectory['sample_index']}", timeout_s)
+        return SampleClient(self.llm_client, None, clock)
+
+    async def _output(self, run: Awaitable[Any], client: SampleClient) -> Any:
+        if LIVE_SAMPLE.get() is not None:
+            return await run
         try:
-            client.clock = SampleClock(f"validation row {trajectory['sample_index']}", timeout_s)
             return await client.clock.run(run)
         except SampleTimeoutError as error:
             held = f"{len(self._claims.samples)} training samples that began are carried meanwhile, with what they hold"

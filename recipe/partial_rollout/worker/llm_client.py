@@ -153,14 +153,19 @@ class SampleClient(OneOfASample):
     Args:
         client: the worker's; everything but ``generate`` is its own.
         sample: that the tokens belong to; None in validation.
+        clock: of the loop; it stands while the loop awaits an engine.
     """
 
-    def __init__(self, client: PartialRolloutLLMClient, sample: LiveSample | None) -> None:
+    def __init__(self, client: PartialRolloutLLMClient, sample: LiveSample | None, clock: SampleClock) -> None:
         self._client = client
         self._sample = sample
-        self.clock = SampleClock("validation") if sample is None else sample.clock
-        """stands while the loop awaits an engine"""
-        self.generate = at_home(sample, self._generate)
+        self.clock = clock
+
+        async def generate(request_id: str, **request: Any) -> TokenOutput:
+            with clock.stopped():
+                return await client.generate(request_id, **request)
+
+        self.generate = at_home(sample, generate)
 
     @property
     def sample_id(self) -> str | None:
@@ -169,10 +174,6 @@ class SampleClient(OneOfASample):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
-
-    async def _generate(self, request_id: str, **request: Any) -> TokenOutput:
-        with self.clock.stopped():
-            return await self._client.generate(request_id, **request)
 
 
 class PartialRolloutLLMClient(ObservedLLMClient):
@@ -255,6 +256,8 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             raise asyncio.CancelledError from error
         if turn.given_up:
             raise asyncio.CancelledError
+        # The turn has the tokens; the task would keep them twice.
+        turn.task = None
         return self._merge(turn.segments, last)
 
     async def _complete(
@@ -300,7 +303,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                     continue
                 finally:
                     turn.request = None
-                for segment in self._segments(sample.id, last, budget - len(done)):
+                for segment in self._segments(last, budget - len(done)):
                     if not turn.complete:
                         sample.add(turn, stops.end(segment) if stops else segment)
                 if not (turn.complete or turn.given_up):
@@ -325,20 +328,17 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         return min(rollout.response_length, rollout.prompt_length + rollout.response_length - len(prompt_ids))
 
     @staticmethod
-    def _segments(sample_id: str, output: TokenOutput, budget: int) -> list[Segment]:
+    def _segments(output: TokenOutput, budget: int) -> list[Segment]:
         """The tokens of one call, a segment for each version that made some; only the last may have a stop reason.
 
         A call that is aborted after its last token counts as complete.
         """
-        log_probs = output.log_probs or []
-        if len(log_probs) != len(output.token_ids):
-            raise RuntimeError(
-                f"sample {sample_id}: the engine returned {len(output.token_ids)} tokens and {len(log_probs)} "
-                f"log-probs; partial rollout needs rollout.calculate_log_probs=True"
-            )
         interrupted = output.stop_reason in ABORTED and len(output.token_ids) < budget
         stop_reason = "completed" if output.stop_reason in (None, *ABORTED) else output.stop_reason
-        token_ids, made = np.asarray(output.token_ids, dtype=np.int32), np.asarray(log_probs, dtype=np.float32)
+        token_ids, made = (
+            np.asarray(output.token_ids, dtype=np.int32),
+            np.asarray(output.log_probs or [], dtype=np.float32),
+        )
         *earlier, last = spans(len(token_ids), output.extra_fields.pop(_MARKS, ()), _version(output))
         return [
             *[Segment(token_ids[a:b], made[a:b], version) for a, b, version in earlier],

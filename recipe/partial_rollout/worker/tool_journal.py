@@ -105,6 +105,7 @@ class _Calls:
         self._name = name
         self._timeout_s = timeout_s
         self._repeatable = repeatable(tool)
+        self._named = "call_id" in inspect.signature(getattr(tool, "execute", tool)).parameters
         self._status, self._snapshot, self._restore = (
             getattr(tool, verb, None) for verb in ("status", "snapshot", "restore")
         )
@@ -139,16 +140,17 @@ class _Calls:
             raise late from error
 
     async def once(
-        self, asked: Any, call: Callable[[str | None], Awaitable[Result]], fields: dict[str, Any] | None = None
+        self, asked: Any, call: Callable[..., Awaitable[Result]], fields: dict[str, Any] | None = None
     ) -> Result:
-        """Result of the running sample's next call: from its journal, else of ``call``, which gets its ``call_id``.
+        """Result of the running sample's next call: from its journal, else of ``call``, which gets its ``call_id`` if the
+        tool takes one.
 
         Args:
             asked: the call's arguments. fields: in which a call may leave something for the reward.
         """
         sample = LIVE_SAMPLE.get()
         if sample is None:
-            return await self.within(call(None))
+            return await self.within(call(**self._own(None)))
         sample.require_life()
         digest = hashlib.blake2b(repr(asked).encode(), digest_size=16).hexdigest()
         number, recorded = sample.next_tool_call(self._name, digest, in_order=self._restore is not None)
@@ -165,7 +167,11 @@ class _Calls:
         async with state.turn if self._restore is not None else contextlib.nullcontext():
             return await self.within(self._answer(entry, call, cut_off=recorded is not None))
 
-    async def _answer(self, entry: _Entry, call: Callable[[str | None], Awaitable[Result]], *, cut_off: bool) -> Result:
+    def _own(self, call_id: str | None) -> dict[str, str | None]:
+        """What a call gets beside its arguments."""
+        return {"call_id": call_id} if self._named else {}
+
+    async def _answer(self, entry: _Entry, call: Callable[..., Awaitable[Result]], *, cut_off: bool) -> Result:
         """What ``call`` returns, or, if it was ``cut_off`` and the tool knows, what it has returned; journaled."""
         sample, state = entry.sample, entry.sample.tool_states[self._name]
         if cut_off and self._status is not None:
@@ -183,7 +189,7 @@ class _Calls:
         if not (self._repeatable or cut_off):
             await sample.start_tool_call({**entry.head, "started": True})
         try:
-            result = await call(entry.call_id)
+            result = await call(**self._own(entry.call_id))
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 # Its time is over, or the sample itself is being ended: there is no answer.
@@ -273,16 +279,9 @@ def _replayed(sample: LiveSample, recorded: dict[str, Any], fields: dict[str, An
     return ToolResponse(text=recorded["text"]), recorded["reward"], recorded.get("metrics", {})
 
 
-def _takes_call_id(function: Callable[..., Any]) -> bool:
-    return "call_id" in inspect.signature(function).parameters
-
-
 def _journaled_function(tool: FunctionTool, calls: _Calls) -> FunctionTool:
-    named = _takes_call_id(tool.fn)
-
     async def call(**parameters: Any) -> Result:
-        async def run(call_id: str | None) -> Result:
-            own = {"call_id": call_id} if named else {}
+        async def run(**own: Any) -> Result:
             return normalize_function_tool_return(await calls.run(tool.fn, **{**parameters, **own}))
 
         return await calls.once(parameters, run)
@@ -309,7 +308,6 @@ class JournaledTool(OneOfASample):
     def __init__(self, tool: BaseTool, calls: _Calls) -> None:
         self._tool = tool
         self._calls = calls
-        self._named = _takes_call_id(tool.execute)
         self._to_create: dict[str, dict[str, Any]] = {}
         self._created: dict[str, str] = {}
 
@@ -337,11 +335,10 @@ class JournaledTool(OneOfASample):
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Result:
         """The result of this call: from the journal, else from the tool."""
 
-        async def call(call_id: str | None) -> Result:
+        async def call(**own: Any) -> Result:
             if instance_id in self._to_create:
                 created, _ = await self._tool.create(instance_id, **self._to_create.pop(instance_id))
                 self._created[instance_id] = created
-            own = {"call_id": call_id} if self._named else {}
             return await self._tool.execute(self._created[instance_id], parameters, **{**kwargs, **own})
 
         return await self._calls.once(parameters, call, getattr(kwargs.get("agent_data"), "extra_fields", None))
