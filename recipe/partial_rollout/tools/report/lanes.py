@@ -14,11 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-import numpy as np
-
-from recipe.partial_rollout.records.figures import running_curve
 from recipe.partial_rollout.records.run_log import PhaseName
-from recipe.partial_rollout.tools.reading.columns import Span, union
+from recipe.partial_rollout.tools.reading.columns import CallColumns, Span, union
 from recipe.partial_rollout.tools.run_record import RunRecord
 
 
@@ -119,12 +116,9 @@ def lanes_of(run: RunRecord) -> Lanes:
 
 def _running(run: RunRecord) -> list[list[Span]]:
     """[replica] when it had a call"""
-    replicas = range(run.settings.replicas)
-    found: list[list[Span]] = [[] for _ in replicas]
-    for phase in run.decoding:
-        curve = running_curve(phase, len(replicas))
-        for replica in replicas:
-            # The last count is 0, so every span has an end.
-            edges = curve.times[np.flatnonzero(np.diff(curve.running[replica] > 0, prepend=False))]
-            found[replica] += [(start, end) for start, end in edges.reshape(-1, 2).tolist()]
+    calls = CallColumns.joined(round_.phase.calls for round_ in run.rounds)
+    found: list[list[Span]] = [[] for _ in range(run.settings.replicas)]
+    columns = (calls.column(name).tolist() for name in ("replica", "busy_from", "end"))
+    for replica, start, end in zip(*columns, strict=True):
+        found[replica].append((start, end))
     return [union(spans) for spans in found]

@@ -15,10 +15,26 @@ from recipe.partial_rollout.tools.run_record import RunRecord, Step
 
 REWARD_STEPS = 3
 """The first and last reward are means over this many steps."""
-STEP_PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "save_checkpoint")
-"""verl's timers inside `timing_s/step`, in order."""
-OUTSIDE_PHASES = ("testing",)
-"""verl's timers that run after the step's own has stopped."""
+PHASES = {
+    "gen": (
+        "rollout",
+        "Generation; under PR until the batch is complete and the engines are quiet. Under separate placement the wait "
+        "for the batch.",
+    ),
+    "reward": ("reward", "Rewards that the trainer computes; those of the workers are part of the rollout."),
+    "old_log_prob": (
+        "log-probs before the update",
+        "The trainer's own log-probs of the batch, where it recomputes them.",
+    ),
+    "adv": ("advantage", "Advantages, on the driver."),
+    "update_actor": ("actor update", "Forward, backward and optimizer steps of the policy."),
+    "update_weights": ("weight sync", "Sending the new weights to the replicas."),
+    "save_checkpoint": ("checkpoint", "Saving a checkpoint."),
+    "other": ("other", "What no timer above covers."),
+    "testing": ("validation (outside the step)", "Validation; its time is no part of the step."),
+}
+"""By verl's timer: label, and what it is. A step is the sum of all but the last, which runs after its timer has stopped."""
+
 LENGTH_BIAS = f"{SECTION}/length_bias"
 """Both arms log it."""
 
@@ -259,9 +275,9 @@ def _mean_reward(steps: Sequence[Step]) -> float | None:
 
 
 def _phases(run: RunRecord, step_s: float) -> dict[str, float]:
-    inside = {name: sum(step.seconds(name) for step in run.steps) for name in STEP_PHASES}
-    outside = {name: sum(step.seconds(name) for step in run.steps) for name in OUTSIDE_PHASES}
-    return {**inside, "other": step_s - sum(inside.values()), **outside}
+    spent = {name: sum(step.seconds(name) for step in run.steps) for name in PHASES}
+    spent["other"] = step_s - (sum(spent.values()) - spent["testing"])
+    return spent
 
 
 def summarize(run: RunRecord) -> Summary:

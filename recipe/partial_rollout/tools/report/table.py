@@ -5,28 +5,8 @@ from collections.abc import Sequence
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side, facts_of
 from recipe.partial_rollout.tools.report.findings import cautions, findings
-from recipe.partial_rollout.tools.report.summary import ROWS, ratio
+from recipe.partial_rollout.tools.report.summary import PHASES, ROWS, ratio
 from recipe.partial_rollout.tools.table import Table
-
-PHASES = {
-    "gen": (
-        "rollout",
-        "Generation; under PR until the batch is complete and the engines are quiet. Under separate placement the wait "
-        "for the batch.",
-    ),
-    "reward": ("reward", "Rewards that the trainer computes; those of the workers are part of the rollout."),
-    "old_log_prob": (
-        "log-probs before the update",
-        "The trainer's own log-probs of the batch, where it recomputes them.",
-    ),
-    "adv": ("advantage", "Advantages, on the driver."),
-    "update_actor": ("actor update", "Forward, backward and optimizer steps of the policy."),
-    "update_weights": ("weight sync", "Sending the new weights to the replicas."),
-    "save_checkpoint": ("checkpoint", "Saving a checkpoint."),
-    "other": ("other", "What no timer above covers."),
-    "testing": ("validation (outside the step)", "Validation; its time is no part of the step."),
-}
-"""By verl's timer: label, and what it is."""
 
 SETTINGS = {
     "experiment": "trainer.experiment_name",
