@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from zlib import crc32
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -657,6 +658,8 @@ class ManagerLife(RuleBasedStateMachine):
 
 
 TestManagerLife = ManagerLife.TestCase
+# Hypothesis parses code.
+TestManagerLife.pytestmark = [pytest.mark.usefixtures("no_garbage")]
 TestManagerLife.settings = settings(
     max_examples=SEQUENCES, stateful_step_count=25, suppress_health_check=list(HealthCheck)
 )
